@@ -1,0 +1,1 @@
+"""The state machines: events in, effects out. No I/O, no clock, no randomness, no thread."""

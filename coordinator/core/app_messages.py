@@ -1,0 +1,98 @@
+"""What an app may say and when: its messages, checked and made uniform.
+
+Calls come singly, in base batches or in batches that are demultiplexed already; they leave here as :class:`Calls`, all
+to one destination and all impulses or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from coordinator.core.errors import AppProtocolError
+from coordinator.core.interfaces import ONESELF
+from coordinator.core.session import SENDS_CALLS, AppSession, Phase
+from protocol.batch import check_batch, decode_batch
+from protocol.extensions import decode_app_batch
+from protocol.messages import (
+    MessageType,
+    OutgoingRpc,
+    RpcType,
+    decode_messages,
+    decode_outgoing_rpc,
+    encode_message,
+)
+from protocol.readers import Message
+
+
+@dataclass(slots=True)
+class Calls:
+    destination: str
+    count: int
+    payload: bytes
+    impulses: bool
+
+
+def read_calls(session: AppSession, own_name: str, message: Message) -> Iterator[Calls]:
+    """The calls in ``message``. Raises AppProtocolError, RemoteProtocolError."""
+    message_type = message.message_type
+    if session.phase not in SENDS_CALLS:
+        raise AppProtocolError(
+            f"the app sent a call in the phase {session.phase.value!r}: "
+            f"calls may come behind the first checkpoint, or during and after a replay"
+        )
+    if message_type in (MessageType.STREAM_BATCH, MessageType.IMPULSE_BATCH):
+        if message_type not in session.extensions:
+            raise AppProtocolError(f"the app sent extension {message_type}, which its Hello did not ask for")
+        batch = decode_app_batch(message.data)
+        check_batch(batch.payload, batch.count)
+        calls = Calls(batch.destination, batch.count, batch.payload, message_type == MessageType.IMPULSE_BATCH)
+        yield _checked(session, own_name, calls)
+        return
+    for calls in _base_calls(message):
+        yield _checked(session, own_name, calls)
+
+
+def _base_calls(message: Message) -> Iterator[Calls]:
+    """The calls of an app that demultiplexes nothing: neighbours that go the same way are joined."""
+    destination, impulses = "", False
+    run: list[bytes] = []
+    for rpc in _outgoing(message):
+        is_impulse = rpc.rpc_type == RpcType.IMPULSE
+        if run and (rpc.destination != destination or is_impulse != impulses):
+            yield Calls(destination, len(run), b"".join(run), impulses)
+            run = []
+        destination, impulses = rpc.destination, is_impulse
+        run.append(encode_message(MessageType.RPC, rpc.incoming))
+    if run:
+        yield Calls(destination, len(run), b"".join(run), impulses)
+
+
+def _outgoing(message: Message) -> Iterator[OutgoingRpc]:
+    if message.message_type == MessageType.RPC:
+        yield decode_outgoing_rpc(message.data)
+        return
+    count, start = decode_batch(message.data)
+    body = message.data[start:]
+    seen = 0
+    for message_type, start, end in decode_messages(body):
+        if message_type != MessageType.RPC:
+            raise AppProtocolError(f"an RPCBatch holds a message of type {message_type}, only RPCs (0) are allowed")
+        seen += 1
+        yield decode_outgoing_rpc(body, start, end)
+    if seen != count:
+        raise AppProtocolError(f"an RPCBatch gives its count as {count} and holds {seen} messages")
+
+
+def _checked(session: AppSession, own_name: str, calls: Calls) -> Calls:
+    if calls.destination == own_name:
+        calls.destination = ONESELF
+    elif calls.destination != ONESELF and calls.destination not in session.attached:
+        raise AppProtocolError(
+            f"the app called {calls.destination!r} without AttachTo: send AttachTo once before the first call to it"
+        )
+    if calls.impulses and session.phase not in (Phase.NORMAL, Phase.CHECKPOINTING):
+        raise AppProtocolError(
+            f"the app sent an impulse in the phase {session.phase.value!r}: impulses may come once it is primary"
+        )
+    return calls

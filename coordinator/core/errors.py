@@ -1,0 +1,71 @@
+"""What can be wrong with a log, an app or a peer, in the core's words."""
+
+from __future__ import annotations
+
+from protocol.errors import ImmortalError, RemoteProtocolError
+
+
+class LogError(ImmortalError):
+    """Something is wrong with the log; the coordinator stops rather than guess."""
+
+
+class LogLockedError(LogError):
+    """Another process writes this log."""
+
+
+class LogFormatError(LogError):
+    """The log was written in a format that this version does not read, or the folder holds no log."""
+
+
+class LogIdentityError(LogError):
+    """The log belongs to another instance or committer."""
+
+
+class LogFullError(LogError):
+    """The disk, or the log's limit, is full: the transaction was not written."""
+
+
+class LogSyncError(LogError):
+    """A write or sync failed: what is on disk is unknown until the log is opened again."""
+
+
+class DamagedLogError(LogError):
+    """A record or its trailer is not what was written."""
+
+    def __init__(self, message: str, sequence_id: int) -> None:
+        super().__init__(message)
+        self.sequence_id = sequence_id
+
+
+class DamagedCheckpointError(LogError):
+    """A checkpoint's blob or header is not what was written."""
+
+    def __init__(self, message: str, checkpoint_id: int) -> None:
+        super().__init__(message)
+        self.checkpoint_id = checkpoint_id
+
+
+class AppProtocolError(RemoteProtocolError):
+    """The app broke the local protocol."""
+
+
+class PeerProtocolError(RemoteProtocolError):
+    """A peer coordinator broke the protocol, or is not the one that it was."""
+
+
+class DivergenceError(ImmortalError):
+    """Replay did not do what was done before."""
+
+
+class UnknownDestinationError(ImmortalError):
+    """The app calls an instance that nobody knows."""
+
+
+class InvariantError(ImmortalError):
+    """The core itself is wrong: a bug. It stops before anything false becomes durable or visible."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Check an invariant. Unlike ``assert`` it stays under ``python -O``. Raises InvariantError."""
+    if not condition:
+        raise InvariantError(f"internal error, please report it: {message}")

@@ -1,0 +1,139 @@
+"""What can happen to a coordinator. The runtime (or a simulator) makes these; the machine handles them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coordinator.core.errors import LogError
+from coordinator.core.interfaces import LogSummary
+from protocol.peer import PeerFrame
+
+
+@dataclass(slots=True)
+class AppConnected:
+    """An app has connected. Only one at a time: the runtime turns others away."""
+
+
+@dataclass(slots=True)
+class AppData:
+    """Bytes from the app, in any pieces."""
+
+    data: bytes
+
+
+@dataclass(slots=True)
+class AppSent:
+    """The app's socket has taken ``size_bytes`` more of what SendToApp handed over."""
+
+    size_bytes: int
+
+
+@dataclass(slots=True)
+class AppClosed:
+    """The app's connection is gone."""
+
+
+@dataclass(slots=True)
+class PeerFrameReceived:
+    """A peer coordinator says something; ``token`` is to be given back in ReplyToPeer, once."""
+
+    token: object
+    frame: PeerFrame
+
+
+@dataclass(slots=True)
+class PeerReplied:
+    """The answer to a frame of ours; ``tag`` is that of the SendToPeer it answers."""
+
+    destination: str
+    tag: int
+    frame: PeerFrame
+
+
+@dataclass(slots=True)
+class PeerUnknown:
+    """A destination has no endpoint."""
+
+    destination: str
+    reason: str
+
+
+@dataclass(slots=True)
+class Committed:
+    """The transaction of the Commit with this ticket is durable, and all before it."""
+
+    ticket: int
+
+
+@dataclass(slots=True)
+class ChunkWritten:
+    """One WriteCheckpointChunk is done."""
+
+    size_bytes: int
+
+
+@dataclass(slots=True)
+class LogLoaded:
+    """Answers LoadLog."""
+
+    summary: LogSummary
+
+
+@dataclass(slots=True)
+class CheckpointChecked:
+    """Answers CheckCheckpoint: ``problem`` is None where every byte is what was written."""
+
+    checkpoint_id: int
+    problem: str | None
+
+
+@dataclass(slots=True)
+class CheckpointChunkRead:
+    """Answers ReadCheckpointChunk; empty behind the last chunk."""
+
+    data: bytes
+
+
+@dataclass(slots=True)
+class RecordsRead:
+    """Answers ReadRecords: verified values (record + trailer), in order."""
+
+    values: Sequence[bytes]
+
+
+@dataclass(slots=True)
+class LogFailed:
+    """The log could not be read or written; there is no way on."""
+
+    error: LogError
+
+
+@dataclass(slots=True)
+class CheckpointRequested:
+    """An operator asks for a checkpoint."""
+
+
+@dataclass(slots=True)
+class StopRequested:
+    """Stop cleanly: with a checkpoint where there is something to checkpoint."""
+
+
+Event = (
+    AppConnected
+    | AppData
+    | AppSent
+    | AppClosed
+    | PeerFrameReceived
+    | PeerReplied
+    | PeerUnknown
+    | Committed
+    | ChunkWritten
+    | LogLoaded
+    | CheckpointChecked
+    | CheckpointChunkRead
+    | RecordsRead
+    | LogFailed
+    | CheckpointRequested
+    | StopRequested
+)

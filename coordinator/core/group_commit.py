@@ -1,0 +1,153 @@
+"""Group commit: while one transaction is on its way to the disk, all further input gathers in the next.
+
+A group becomes one log record (if it has input) and one transaction. Idle, a message commits at once; busy, groups grow
+up to a size. Nothing in here waits for a timer. Groups become durable in the order of their tickets.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from coordinator.core.errors import require
+from coordinator.core.interfaces import OutputMark, Transaction
+from protocol.extensions import encode_record_time
+from protocol.record import encode_header
+from protocol.trailer import BatchSource, OutputMarkEntry, Trailer, encode_trailer
+
+
+@dataclass(slots=True)
+class Group:
+    """What one commit makes durable."""
+
+    ticket: int
+    chunks: list[bytes] = field(default_factory=list)  # the record's messages
+    batches: list[BatchSource] = field(default_factory=list)
+    size_bytes: int = 0  # of the chunks and impulses
+    transaction: Transaction = field(default_factory=Transaction)
+    impulses_accepted: int = 0  # impulses of the current app in here
+    from_app_bytes: int = 0
+    required: bool = False  # there is something besides acknowledgements, which alone are not worth a sync
+    sequence_id: int | None = None  # of its record, once sealed
+    record: memoryview | None = None  # as the app gets it, once sealed
+
+    @property
+    def empty(self) -> bool:
+        return not self.chunks and not self.required
+
+
+class GroupCommit:
+    """The groups between input and disk.
+
+    ``with_record_time``: records begin with their time (the app has asked for it).
+    """
+
+    def __init__(self, committer_id: int, last_sequence_id: int, last_time_ns: int, group_size_bytes: int) -> None:
+        self._committer_id = committer_id
+        self._group_size_bytes = group_size_bytes
+        self._last_time_ns = last_time_ns
+        self._next_sequence_id = last_sequence_id + 1
+        self._waiting: deque[Group] = deque([Group(1)])
+        self._committing: Group | None = None
+        self.with_record_time = False
+        self.durable_ticket = 0
+        self.durable_sequence_id = last_sequence_id
+        self.from_app_bytes = 0  # waiting or on its way, from the app
+        self.logged_bytes = 0  # committed since the start
+
+    @property
+    def open(self) -> Group:
+        """The group that takes input now."""
+        return self._waiting[-1]
+
+    @property
+    def busy(self) -> bool:
+        """Something is on its way to the disk or waits for it."""
+        return self._committing is not None or not self._waiting[0].empty
+
+    def append(self, chunks: Iterable[bytes], size_bytes: int, source: BatchSource, *, from_app: bool = False) -> Group:
+        """Add one top-level message, given as ``chunks`` of ``size_bytes`` in all, from ``source``."""
+        group = self._with_room(size_bytes)
+        group.chunks.extend(chunks)
+        group.batches.append(source)
+        self._count(group, size_bytes, from_app)
+        return group
+
+    def append_outside_record(self, size_bytes: int, *, from_app: bool = False) -> Group:
+        """The group for something of ``size_bytes`` that the caller adds to its transaction itself."""
+        group = self._with_room(size_bytes)
+        group.required = True
+        self._count(group, size_bytes, from_app)
+        return group
+
+    def _with_room(self, size_bytes: int) -> Group:
+        group = self._waiting[-1]
+        if group.size_bytes and group.size_bytes + size_bytes > self._group_size_bytes:
+            return self.close_group()
+        return group
+
+    def close_group(self) -> Group:
+        """Let no more into the open group; the new open one."""
+        self._waiting.append(Group(self._waiting[-1].ticket + 1))
+        return self._waiting[-1]
+
+    def _count(self, group: Group, size_bytes: int, from_app: bool) -> None:
+        group.size_bytes += size_bytes
+        if from_app:
+            group.from_app_bytes += size_bytes
+            self.from_app_bytes += size_bytes
+
+    def next_commit(self, now_ns: int, marks: Mapping[str, OutputMark]) -> Group | None:
+        """Seal the next group and return it, unless one is on its way or there is nothing to do.
+
+        ``marks``: the output streams that have moved since the last record.
+        """
+        if self._committing is not None or self._waiting[0].empty:
+            return None
+        if len(self._waiting) == 1:
+            self.close_group()
+        group = self._committing = self._waiting.popleft()
+        if group.chunks:
+            self._seal(group, now_ns, marks)
+        return group
+
+    def _seal(self, group: Group, now_ns: int, marks: Mapping[str, OutputMark]) -> None:
+        # The record's time is the only clock of handlers: it never goes back, whatever the machine's does.
+        time_ns = self._last_time_ns = self.time_ns(now_ns)
+        if self.with_record_time:
+            group.chunks.insert(0, encode_record_time(time_ns))
+        sequence_id = self._next_sequence_id
+        self._next_sequence_id += 1
+        header = encode_header(self._committer_id, sequence_id, group.chunks)
+        outputs = [OutputMarkEntry(name, mark.position, mark.checksum) for name, mark in marks.items()]
+        trailer = encode_trailer(Trailer(time_ns, group.batches, outputs), int.from_bytes(header[8:16], "little"))
+        value = b"".join((header, *group.chunks, trailer))
+        group.sequence_id = sequence_id
+        group.record = memoryview(value)[: len(value) - len(trailer)]
+        group.transaction.records.append((sequence_id, value))
+        group.chunks = []
+        self.logged_bytes += len(value)
+
+    def committed(self, ticket: int) -> Group:
+        """The group on its way is durable."""
+        group = self._committing
+        if group is None or group.ticket != ticket:
+            require(False, f"commit {ticket} is done, but was not on its way")
+            raise AssertionError
+        self._committing = None
+        self.durable_ticket = ticket
+        self.from_app_bytes -= group.from_app_bytes
+        if group.sequence_id is not None:
+            self.durable_sequence_id = group.sequence_id
+        return group
+
+    def forget_app(self) -> None:
+        """The app is gone: what it sent still becomes durable, but nobody waits for the answer."""
+        for group in (*self._waiting, self._committing):
+            if group is not None:
+                group.impulses_accepted = 0
+
+    def time_ns(self, now_ns: int) -> int:
+        """``now_ns``, or the last record's time where the machine's clock is behind it."""
+        return max(now_ns, self._last_time_ns)

@@ -1,0 +1,143 @@
+"""What the core hands to the log and gets back from it.
+
+The core decides what must be durable together; a :class:`LogStore` makes it so. Nothing here does work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+ONESELF = ""
+"""The name under which an instance's calls to itself are kept."""
+
+IMPULSES = "!impulses"
+"""The source of the impulses to oneself, in the table of sources; no instance can have this name."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePosition:
+    """How much of one incoming stream is in the log.
+
+    ``position`` is the last one logged (0: none yet); ``committer_id`` and ``epoch`` are the sender's, as of then.
+    """
+
+    committer_id: int
+    epoch: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class OutputMark:
+    """How far one output stream had got: last position, and the CRC-64 of its messages up to there.
+
+    Impulses take positions but are left out of the checksum: it is what a replay makes again.
+    """
+
+    position: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class OutputBatch:
+    """Consecutive messages of one output stream: ``count`` incoming-RPC messages, packed, from ``first_position``."""
+
+    first_position: int
+    count: int
+    payload: bytes
+
+    @property
+    def last_position(self) -> int:
+        return self.first_position + self.count - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ImpulseBatch:
+    """Impulses to another instance, kept because no replay would make them again.
+
+    They take the positions from ``first_position`` on in the stream to ``destination``.
+    """
+
+    destination: str
+    first_position: int
+    count: int
+    payload: bytes
+
+    @property
+    def last_position(self) -> int:
+        return self.first_position + self.count - 1
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointHeader:
+    """All of a checkpoint but its blob; the blob is stored beside it, in chunks.
+
+    The blob is the app's state after the record ``sequence_id`` (-1: before any record). ``outputs`` and
+    ``unacknowledged`` are the output streams at that moment: replay continues them from there.
+    """
+
+    checkpoint_id: int
+    sequence_id: int
+    size_bytes: int
+    check: int  # CRC-64/XZ of the blob
+    time_ns: int
+    outputs: Mapping[str, OutputMark] = field(default_factory=dict)
+    unacknowledged: Mapping[str, Sequence[OutputBatch]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Transaction:
+    """Everything that becomes durable in one step, or not at all. Fields left empty change nothing."""
+
+    records: list[tuple[int, bytes]] = field(default_factory=list)  # (sequence ID, record + trailer)
+    sources: dict[str, SourcePosition] = field(default_factory=dict)  # by sender's name
+    acknowledged: dict[str, int] = field(default_factory=dict)  # destination: last position durable there
+    peers: dict[str, int] = field(default_factory=dict)  # destination: its committer ID
+    impulses: list[ImpulseBatch] = field(default_factory=list)
+    checkpoint: CheckpointHeader | None = None  # its blob's chunks were written before
+    epoch: int | None = None
+    extensions: frozenset[int] | None = None  # those that the app asked for at its first start
+
+
+@dataclass(frozen=True, slots=True)
+class LogSummary:
+    """The state of a log as it is opened: all that the core needs to start, without reading a record."""
+
+    committer_id: int
+    epoch: int  # the last one used; 0 for a new log
+    first_sequence_id: int  # the first record still kept; equal to last + 1 when there is none
+    last_sequence_id: int  # -1 for a new log
+    checkpoints: Sequence[CheckpointHeader]  # complete ones, oldest first
+    sources: Mapping[str, SourcePosition]
+    acknowledged: Mapping[str, int]
+    peers: Mapping[str, int]
+    impulses: Sequence[ImpulseBatch]  # by destination, then position
+    extensions: frozenset[int] | None  # None before the first start is complete
+    last_time_ns: int = 0  # of the last record; 0 if there is none, or if it is damaged
+
+
+class LogStore(Protocol):
+    """A durable log. One writer; calls come from one thread at a time."""
+
+    def summary(self) -> LogSummary: ...
+
+    def commit(self, transaction: Transaction) -> None:
+        """Make ``transaction`` durable, whole. When this returns it survives power loss.
+
+        Raises LogFullError or LogSyncError; after either the store accepts no further commit.
+        """
+
+    def read(self, first_sequence_id: int, size_bytes_max: int) -> list[bytes]:
+        """Values (record + trailer) from ``first_sequence_id`` on, at least one if there is one, in order."""
+
+    def write_checkpoint_chunk(self, checkpoint_id: int, index: int, data: bytes) -> None:
+        """Keep one chunk of a blob; it counts once a transaction with the checkpoint's header is committed."""
+
+    def read_checkpoint_chunk(self, checkpoint_id: int, index: int) -> bytes:
+        """Chunk ``index`` of a blob; empty after the last. Raises DamagedCheckpointError."""
+
+    def trim(self, *, keep_checkpoints: int | None) -> bool:
+        """Remove one bounded step of what the newest ``keep_checkpoints`` no longer need; True if more remains."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,246 @@
+"""The sending end of one stream: from this instance to one other.
+
+Every message of the app to that instance takes the stream's next position, from 1. A message is kept until the receiver
+has said that it is durable there. After a crash the app's replay makes the same messages again, at the same positions:
+those at or below the acknowledged one are dropped, the rest are sent. Impulses, which no replay makes, are put back at
+the positions that they had.
+
+    CLOSED --open--> GREETING --Welcome--> OPEN          Hello asks how much the receiver has; batches follow it
+                        |                    |
+                        +----- Refused ------+--> FAILED   this stream alone stops; its messages are kept
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from coordinator.core.errors import DivergenceError, require
+from coordinator.core.interfaces import ImpulseBatch, OutputBatch, OutputMark
+from coordinator.core.limits import Limits
+from protocol.batch import offset_after
+from protocol.checksum import crc64
+
+
+class StreamState(Enum):
+    CLOSED = "closed"
+    GREETING = "greeting"
+    OPEN = "open"
+    FAILED = "failed"
+
+
+def cut(batch: OutputBatch, count: int) -> tuple[OutputBatch, OutputBatch]:
+    """The first ``count`` messages of ``batch``, and the others; both non-empty."""
+    require(0 < count < batch.count, f"cut {count} of {batch.count} messages")
+    offset = offset_after(batch.payload, count, batch.count)
+    return (
+        OutputBatch(batch.first_position, count, batch.payload[:offset]),
+        OutputBatch(batch.first_position + count, batch.count - count, batch.payload[offset:]),
+    )
+
+
+def behind(batch: OutputBatch, position: int) -> OutputBatch | None:
+    """What of ``batch`` lies behind ``position``; None if nothing does."""
+    if batch.first_position > position:
+        return batch
+    if batch.last_position <= position:
+        return None
+    return cut(batch, position - batch.first_position + 1)[1]
+
+
+@dataclass(slots=True)
+class _Waiting:
+    batch: OutputBatch
+    ticket: int  # of the commit that must be durable before it is sent; 0: none
+
+
+class OutputStream:
+    """What one destination is still to get. Messages go in by ``append*``; frames come out of :meth:`next_batch`."""
+
+    def __init__(
+        self,
+        destination: str,
+        limits: Limits,
+        *,
+        mark: OutputMark | None = None,
+        unacknowledged: Sequence[OutputBatch] = (),
+        acknowledged: int = 0,
+        impulses: Iterable[ImpulseBatch] = (),
+        attempt: int = 0,
+    ) -> None:
+        self.destination = destination
+        self.state = StreamState.CLOSED
+        self.error = ""
+        self.attempt = attempt  # grows when frames on their way are given up; tags what is sent
+        self.peer_committer_id = 0
+        self.position = mark.position if mark else 0
+        self.checksum = mark.checksum if mark else 0
+        self.acknowledged = acknowledged
+        self.waiting_bytes = 0  # not acknowledged, on its way or not
+        self._limits = limits
+        self._unsent: deque[_Waiting] = deque()
+        self._unsent_bytes = 0
+        self._in_flight: deque[OutputBatch] = deque()
+        self._in_flight_bytes = 0
+        self._marked_position = self.position
+        self._kept_impulses = deque(batch for batch in impulses if batch.first_position > self.position)
+        for batch in unacknowledged:
+            self._enqueue(batch, 0)
+
+    # --- messages in ---------------------------------------------------------------------------------------------
+
+    def append(self, count: int, payload: bytes) -> None:
+        """The app's next ``count`` messages (checked before). On replay, kept impulses take their places between them.
+
+        Raises DivergenceError.
+        """
+        while self._kept_impulses:
+            room = self._kept_impulses[0].first_position - self.position - 1
+            if room < 0:
+                raise self._misplaced_impulse()
+            if room >= count:
+                break
+            if room:
+                offset = offset_after(payload, room, count)
+                self._add(room, payload[:offset], 0)
+                payload, count = payload[offset:], count - room
+            self._add_kept_impulse()
+        self._add(count, payload, 0)
+
+    def append_impulses(self, count: int, payload: bytes, ticket: int) -> ImpulseBatch:
+        """New impulses; not sent, nor anything behind them, before the commit ``ticket`` is durable."""
+        require(not self._kept_impulses, "a new impulse before the end of the replay")
+        batch = ImpulseBatch(self.destination, self.position + 1, count, payload)
+        self._add(count, payload, ticket, made_by_replay=False)
+        return batch
+
+    def finish_replay(self) -> None:
+        """The replay is complete: impulses that came after the last replayed message go behind it.
+
+        Raises DivergenceError where the app has sent less than it once did.
+        """
+        while self._kept_impulses:
+            if self._kept_impulses[0].first_position != self.position + 1:
+                raise self._misplaced_impulse()
+            self._add_kept_impulse()
+        if self.acknowledged > self.position:
+            raise DivergenceError(
+                f"{self.destination!r} has {self.acknowledged} messages of this instance, the replay made only "
+                f"{self.position}: the handlers did not do what they did before, "
+                f"or this log was replaced by an older copy"
+            )
+
+    def _misplaced_impulse(self) -> DivergenceError:
+        return DivergenceError(
+            f"an impulse to {self.destination!r} has position {self._kept_impulses[0].first_position}, the replay has "
+            f"made {self.position} messages where it belongs: the handlers did not do what they did before"
+        )
+
+    def _add_kept_impulse(self) -> None:
+        impulses = self._kept_impulses.popleft()
+        if impulses.payload:
+            self._add(impulses.count, impulses.payload, 0, made_by_replay=False)
+        else:  # acknowledged long ago: only its place matters
+            self.position = impulses.last_position
+
+    def _add(self, count: int, payload: bytes, ticket: int, *, made_by_replay: bool = True) -> None:
+        batch = OutputBatch(self.position + 1, count, payload)
+        self.position = batch.last_position
+        if made_by_replay:  # only these can be compared with what a replay makes
+            self.checksum = crc64(payload, self.checksum)
+        self._enqueue(batch, ticket)
+
+    def _enqueue(self, batch: OutputBatch, ticket: int) -> None:
+        rest = behind(batch, self.acknowledged)
+        if rest is not None:
+            self._unsent.append(_Waiting(rest, ticket))
+            self._unsent_bytes += len(rest.payload)
+            self.waiting_bytes += len(rest.payload)
+
+    # --- frames out ----------------------------------------------------------------------------------------------
+
+    def next_batch(self, durable_ticket: int) -> OutputBatch | None:
+        """The next batch to send now, if the stream is open, the window too, and enough has gathered."""
+        unsent = self._unsent
+        limits = self._limits
+        if (
+            self.state is not StreamState.OPEN
+            or not unsent
+            or unsent[0].ticket > durable_ticket
+            or self._in_flight_bytes >= limits.peer_window_bytes
+            or len(self._in_flight) >= limits.peer_window_frames
+            or (len(self._in_flight) > 1 and self._unsent_bytes < limits.peer_gather_bytes)
+        ):
+            return None
+        taken = [unsent.popleft().batch]
+        size_bytes = len(taken[0].payload)
+        while (
+            unsent
+            and unsent[0].ticket <= durable_ticket
+            and size_bytes + len(unsent[0].batch.payload) <= limits.peer_frame_bytes
+        ):
+            batch = unsent.popleft().batch
+            taken.append(batch)
+            size_bytes += len(batch.payload)
+        self._unsent_bytes -= size_bytes
+        if len(taken) == 1:
+            batch = taken[0]
+        else:
+            payload = b"".join([batch.payload for batch in taken])
+            batch = OutputBatch(taken[0].first_position, sum(batch.count for batch in taken), payload)
+        self._in_flight.append(batch)
+        self._in_flight_bytes += size_bytes
+        return batch
+
+    def acknowledge(self, position: int) -> None:
+        """Everything up to ``position`` is durable at the receiver."""
+        if position <= self.acknowledged:
+            return
+        self.acknowledged = position
+        in_flight = self._in_flight
+        while in_flight and in_flight[0].last_position <= position:
+            size_bytes = len(in_flight.popleft().payload)
+            self._in_flight_bytes -= size_bytes
+            self.waiting_bytes -= size_bytes
+        unsent = self._unsent  # only after a restart, when the receiver has more than was known
+        while not in_flight and unsent and unsent[0].batch.first_position <= position:
+            waiting = unsent.popleft()
+            rest = behind(waiting.batch, position)
+            size_bytes = len(waiting.batch.payload) - (len(rest.payload) if rest else 0)
+            self._unsent_bytes -= size_bytes
+            self.waiting_bytes -= size_bytes
+            if rest is not None:
+                unsent.appendleft(_Waiting(rest, waiting.ticket))
+
+    def give_up_in_flight(self) -> None:
+        """What is on its way will not arrive, or not in order: it is to be sent again, under a new attempt."""
+        self.attempt += 1
+        for batch in reversed(self._in_flight):
+            self._unsent.appendleft(_Waiting(batch, 0))
+        self._unsent_bytes += self._in_flight_bytes
+        self._in_flight.clear()
+        self._in_flight_bytes = 0
+
+    def fail(self, reason: str) -> None:
+        self.give_up_in_flight()
+        self.state = StreamState.FAILED
+        self.error = reason
+
+    # --- marks ---------------------------------------------------------------------------------------------------
+
+    @property
+    def mark(self) -> OutputMark:
+        return OutputMark(self.position, self.checksum)
+
+    def take_new_mark(self) -> OutputMark | None:
+        """The mark, if the stream has moved since this was last asked."""
+        if self.position == self._marked_position:
+            return None
+        self._marked_position = self.position
+        return self.mark
+
+    @property
+    def unacknowledged(self) -> list[OutputBatch]:
+        return [*self._in_flight, *(waiting.batch for waiting in self._unsent)]

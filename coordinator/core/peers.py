@@ -1,0 +1,360 @@
+"""All streams of one instance: to others, from others, and to itself.
+
+A stream to oneself is an output stream whose receiver is the own log: the machine moves its batches across.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from coordinator.core.effects import Effect, OpenPeer, ReplyToPeer, Report, ResetPeer, SendToPeer
+from coordinator.core.group_commit import GroupCommit
+from coordinator.core.input_stream import InputStream
+from coordinator.core.interfaces import IMPULSES, ONESELF, CheckpointHeader, LogSummary, OutputMark
+from coordinator.core.limits import Limits
+from coordinator.core.output_stream import OutputStream, StreamState
+from protocol.batch import encode_batch
+from protocol.errors import RemoteProtocolError
+from protocol.peer import FrameType, PeerFrame, RefusedCode
+from protocol.trailer import BatchKind, BatchSource
+
+
+@dataclass(slots=True)
+class _ParkedHello:
+    token: object
+    frame: PeerFrame
+
+
+@dataclass(slots=True)
+class _Reply:
+    """What to answer a frame."""
+
+    frame_type: FrameType
+    position: int = 0
+    code: RefusedCode = RefusedCode.NONE
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class Peers:
+    """The streams, and what is known of the instances at their other ends."""
+
+    name: str
+    committer_id: int
+    limits: Limits
+    log: GroupCommit
+    epoch: int
+    effects: list[Effect]  # where effects go; the machine's
+    ready: bool  # the instance has completed its first start
+    committer_ids: dict[str, int]  # of receivers, once seen
+    outputs: dict[str, OutputStream] = field(default_factory=dict)
+    inputs: dict[str, InputStream] = field(default_factory=dict)
+    accepting: bool = True  # of new input; not while stopping
+    _parked: list[_ParkedHello] = field(default_factory=list)
+    _known_acknowledged: dict[str, int] = field(default_factory=dict)
+    _moved: set[str] = field(default_factory=set)  # outputs that may have a new mark
+
+    def load_inputs(self, summary: LogSummary) -> None:
+        for source, known in summary.sources.items():
+            if source != IMPULSES:
+                self.inputs[source] = InputStream(source, known)
+
+    def input(self, source: str) -> InputStream:
+        stream = self.inputs.get(source)
+        if stream is None:
+            stream = self.inputs[source] = InputStream(source, None)
+        return stream
+
+    # --- sending ---------------------------------------------------------------------------------------------------
+
+    def restore(self, header: CheckpointHeader | None, summary: LogSummary, epoch: int) -> None:
+        """Output streams as they were at a checkpoint; replay and kept impulses continue them."""
+        self.epoch = epoch
+        for destination, position in summary.acknowledged.items():
+            self._known_acknowledged[destination] = max(position, self._known_acknowledged.get(destination, 0))
+        self.outputs.clear()
+        self._moved.clear()
+        self.committer_ids.update(summary.peers)
+        outputs: Mapping[str, OutputMark] = header.outputs if header else {}
+        names = set(outputs) | {batch.destination for batch in summary.impulses}
+        for destination in sorted(names):
+            self._add_output(
+                destination,
+                OutputStream(
+                    destination,
+                    self.limits,
+                    mark=outputs.get(destination),
+                    unacknowledged=header.unacknowledged.get(destination, ()) if header else (),
+                    acknowledged=self._acknowledged(destination),
+                    impulses=[batch for batch in summary.impulses if batch.destination == destination],
+                    attempt=epoch << 32,
+                ),
+            )
+
+    def _acknowledged(self, destination: str) -> int:
+        if destination == ONESELF:
+            return self.input(ONESELF).durable
+        return self._known_acknowledged.get(destination, 0)
+
+    def _add_output(self, destination: str, stream: OutputStream) -> OutputStream:
+        self.outputs[destination] = stream
+        if destination == ONESELF:
+            stream.state = StreamState.OPEN
+        else:
+            self.effects.append(OpenPeer(destination))
+            self._greet(stream)
+        return stream
+
+    def output(self, destination: str) -> OutputStream:
+        """The stream to ``destination``, opened if it is new."""
+        stream = self.outputs.get(destination)
+        if stream is not None:
+            return stream
+        acknowledged = self._acknowledged(destination)
+        return self._add_output(
+            destination,
+            OutputStream(destination, self.limits, acknowledged=acknowledged, attempt=self.epoch << 32),
+        )
+
+    def _greet(self, stream: OutputStream) -> None:
+        stream.state = StreamState.GREETING
+        frame = self._frame(FrameType.HELLO, stream.destination, position=stream.acknowledged)
+        self.effects.append(SendToPeer(stream.destination, stream.attempt, frame))
+
+    def _frame(
+        self,
+        frame_type: FrameType,
+        receiver: str,
+        position: int,
+        *,
+        count: int = 0,
+        time_ns: int = 0,
+        payload: bytes = b"",
+        code: RefusedCode = RefusedCode.NONE,
+        reason: str = "",
+    ) -> PeerFrame:
+        return PeerFrame(
+            frame_type,
+            self.name,
+            receiver,
+            self.committer_id,
+            self.epoch,
+            position,
+            count,
+            time_ns,
+            payload,
+            code,
+            reason,
+        )
+
+    def append(self, destination: str, count: int, payload: bytes) -> None:
+        self.output(destination).append(count, payload)
+        self._moved.add(destination)
+
+    def forget_outputs(self) -> None:
+        """The app is gone: its outputs will come again, by replay."""
+        for destination in self.outputs:
+            if destination != ONESELF:
+                self.effects.append(ResetPeer(destination))
+        self.outputs.clear()
+        self._moved.clear()
+
+    def finish_replay(self) -> None:
+        """Raises DivergenceError."""
+        for destination in [*self._known_acknowledged, *([ONESELF] if self.input(ONESELF).durable else [])]:
+            self.output(destination)  # one that the replay did not call at all counts as well
+        for stream in self.outputs.values():
+            stream.finish_replay()
+
+    def send(self, now_ns: int) -> None:
+        """Put on their way all batches that may go now."""
+        durable_ticket = self.log.durable_ticket
+        for destination, stream in self.outputs.items():
+            while (batch := stream.next_batch(durable_ticket)) is not None:
+                if destination == ONESELF:
+                    self._take_own(batch.first_position, batch.count, batch.payload, now_ns)
+                    continue
+                frame = self._frame(
+                    FrameType.BATCH,
+                    destination,
+                    batch.first_position,
+                    count=batch.count,
+                    time_ns=now_ns,
+                    payload=batch.payload,
+                )
+                self.effects.append(SendToPeer(destination, stream.attempt, frame))
+
+    def new_marks(self) -> dict[str, OutputMark]:
+        """The marks of the output streams that have moved since this was last asked."""
+        marks = {}
+        for destination in sorted(self._moved):
+            mark = self.outputs[destination].take_new_mark()
+            if mark is not None:
+                marks[destination] = mark
+        self._moved.clear()
+        return marks
+
+    @property
+    def waiting_bytes(self) -> int:
+        return sum([stream.waiting_bytes for stream in self.outputs.values()])
+
+    def replied(self, destination: str, tag: int, frame: PeerFrame) -> None:
+        """A receiver has answered."""
+        stream = self.outputs.get(destination)
+        if stream is None or stream.state in (StreamState.CLOSED, StreamState.FAILED):
+            return
+        if frame.frame_type is FrameType.REFUSED:
+            if tag == stream.attempt:
+                self._fail(stream, f"{destination!r} refuses this instance's messages: {frame.reason}")
+            return
+        if not self._is_same_receiver(stream, frame):
+            return
+        if frame.frame_type is FrameType.TRIM_TO:
+            self._acknowledge(stream, frame.position)
+        elif tag != stream.attempt:
+            return
+        elif frame.frame_type is FrameType.RESEND:
+            stream.give_up_in_flight()
+        elif frame.frame_type is FrameType.WELCOME and stream.state is StreamState.GREETING:
+            if frame.position < stream.acknowledged:
+                self._fail(
+                    stream,
+                    f"{destination!r} has {frame.position} messages of this instance, it once had "
+                    f"{stream.acknowledged}: its log was replaced by an older copy",
+                )
+                return
+            stream.state = StreamState.OPEN
+            self._acknowledge(stream, frame.position)
+
+    def _acknowledge(self, stream: OutputStream, position: int) -> None:
+        stream.acknowledge(position)
+        self._known_acknowledged[stream.destination] = stream.acknowledged
+        self.log.open.transaction.acknowledged[stream.destination] = stream.acknowledged
+
+    def _is_same_receiver(self, stream: OutputStream, frame: PeerFrame) -> bool:
+        destination = stream.destination
+        known = self.committer_ids.get(destination)
+        if known is None:
+            self.committer_ids[destination] = frame.committer_id
+            group = self.log.append_outside_record(0)
+            group.transaction.peers[destination] = frame.committer_id
+        elif known != frame.committer_id:
+            self._fail(
+                stream,
+                f"{destination!r} was committer {known} and is {frame.committer_id} now: its log was wiped or swapped",
+            )
+            return False
+        return True
+
+    def _fail(self, stream: OutputStream, reason: str) -> None:
+        stream.fail(reason)
+        self.effects.append(ResetPeer(stream.destination))
+        self.effects.append(
+            Report("error", f"stream stopped: {reason}; its messages are kept", {"peer": stream.destination})
+        )
+
+    # --- receiving -------------------------------------------------------------------------------------------------
+
+    def received(self, token: object, frame: PeerFrame, now_ns: int) -> None:
+        """A frame from a peer. While stopping, none is taken or answered: their senders keep them."""
+        if not self.accepting:
+            return
+        if frame.frame_type is FrameType.HELLO and not self.ready:
+            self._parked.append(_ParkedHello(token, frame))
+            return
+        reply = self._refusal(frame) or self._answer(token, frame)
+        if reply is not None:
+            self._reply(token, frame.sender, reply)
+
+    def _refusal(self, frame: PeerFrame) -> _Reply | None:
+        if frame.receiver != self.name:
+            return _Reply(
+                FrameType.REFUSED,
+                code=RefusedCode.NOT_ME,
+                reason=f"this is {self.name!r}, the message is for {frame.receiver!r}",
+            )
+        if frame.sender in ("", IMPULSES, self.name):
+            return _Reply(
+                FrameType.REFUSED, code=RefusedCode.MALFORMED, reason=f"no peer can be called {frame.sender!r}"
+            )
+        stream = self.input(frame.sender)
+        refused = stream.refusal(frame)
+        if refused is None and frame.frame_type is FrameType.HELLO and frame.position > stream.durable:
+            refused = (
+                RefusedCode.ROLLED_BACK,
+                f"{self.name!r} has {stream.durable} messages of {frame.sender!r}, it once had {frame.position}: "
+                f"its log was replaced by an older copy",
+            )
+        if refused is None:
+            return None
+        code, reason = refused
+        if code is not RefusedCode.STALE_EPOCH:
+            self.effects.append(Report("error", f"stream refused: {reason}", {"peer": frame.sender}))
+        return _Reply(FrameType.REFUSED, code=code, reason=reason)
+
+    def _answer(self, token: object, frame: PeerFrame) -> _Reply | None:
+        stream = self.input(frame.sender)
+        if frame.frame_type is FrameType.HELLO:
+            return _Reply(FrameType.WELCOME, stream.durable)
+        if frame.frame_type is not FrameType.BATCH or not self.ready:
+            return _Reply(
+                FrameType.REFUSED, code=RefusedCode.MALFORMED, reason=f"unexpected frame {frame.frame_type.name}"
+            )
+        if frame.position > stream.received + 1:
+            return _Reply(FrameType.RESEND, stream.received)
+        last_position = frame.position + frame.count - 1
+        if last_position <= stream.durable:
+            return _Reply(FrameType.TRIM_TO, stream.durable)
+        try:
+            part = stream.new_part(frame)
+        except RemoteProtocolError as error:
+            return _Reply(FrameType.REFUSED, code=RefusedCode.MALFORMED, reason=str(error))
+        stream.wait_for(last_position, token)
+        if part is not None:
+            self._log(stream, frame.sender, frame, *part)
+        return None
+
+    def _log(
+        self, stream: InputStream, source: str, frame: PeerFrame, first_position: int, count: int, payload: bytes
+    ) -> None:
+        front = encode_batch(payload, count)
+        group = self.log.append(
+            (front, payload) if front else (payload,),
+            len(front) + len(payload),
+            BatchSource(BatchKind.STREAM, source, first_position, count, frame.time_ns),
+            from_app=source == ONESELF,
+        )
+        group.transaction.sources[source] = stream.take(frame, first_position + count - 1)
+
+    def _take_own(self, first_position: int, count: int, payload: bytes, now_ns: int) -> None:
+        frame = self._frame(FrameType.BATCH, ONESELF, first_position, count=count, time_ns=now_ns)
+        self._log(self.input(ONESELF), ONESELF, frame, first_position, count, payload)
+
+    def _reply(self, token: object, receiver: str, reply: _Reply) -> None:
+        self.effects.append(
+            ReplyToPeer(
+                token, self._frame(reply.frame_type, receiver, reply.position, code=reply.code, reason=reply.reason)
+            )
+        )
+
+    def became_durable(self, sources: Iterable[tuple[str, int]]) -> None:
+        """Records up to these positions are on disk: acknowledge them."""
+        for source, position in sources:
+            if source == IMPULSES:
+                continue
+            tokens = self.input(source).became_durable(position)
+            if source == ONESELF:
+                if ONESELF in self.outputs:
+                    self.outputs[ONESELF].acknowledge(position)
+                continue
+            if self.accepting:
+                for token in tokens:
+                    self._reply(token, source, _Reply(FrameType.TRIM_TO, position))
+
+    def became_ready(self, now_ns: int) -> None:
+        """The first start is complete: answer who has asked meanwhile."""
+        self.ready = True
+        parked, self._parked = self._parked, []
+        for hello in parked:
+            self.received(hello.token, hello.frame, now_ns)

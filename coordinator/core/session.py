@@ -1,0 +1,124 @@
+"""One app's connection: its phase, what it has been given, what it has said of itself.
+
+    WAITING --first start--> FIRST_START --its checkpoint--------------------------------> NORMAL
+            --recovery-----> LOADING --> RESTORING --> REPLAYING --> BECOMING_PRIMARY ----> NORMAL
+                                                                       (its checkpoint)
+    NORMAL --TakeCheckpoint sent--> CHECKPOINTING --its checkpoint--> NORMAL
+    any --connection lost--> WAITING, under a new epoch
+
+The table below is the whole of it; anything else is an internal error.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import Enum
+
+from coordinator.core.errors import require
+from protocol.extensions import ALL_EXTENSIONS, Hello
+from protocol.messages import MessageType, encode_message
+from protocol.readers import MessageReader
+from protocol.record import CONTROL_SEQUENCE_ID, encode_record
+
+
+class Phase(Enum):
+    WAITING = "waiting for the app"
+    LOADING = "loading"
+    FIRST_START = "first start"
+    RESTORING = "restoring the checkpoint"
+    REPLAYING = "replaying"
+    BECOMING_PRIMARY = "becoming primary"
+    NORMAL = "normal"
+    CHECKPOINTING = "taking a checkpoint"
+    STOPPED = "stopped"
+
+
+class Step(Enum):
+    APP_CONNECTED = "an app connected"
+    LOG_IS_NEW = "the log is new"
+    CHECKPOINT_CHOSEN = "a checkpoint was chosen"
+    BLOB_SENT = "the blob was sent"
+    CAUGHT_UP = "the replay is complete"
+    CHECKPOINT_ASKED = "a checkpoint was asked for"
+    CHECKPOINT_RECEIVED = "the checkpoint was received"
+    APP_LOST = "the app is gone"
+    STOP = "stop"
+
+
+TRANSITIONS: dict[tuple[Phase, Step], Phase] = {
+    (Phase.WAITING, Step.APP_CONNECTED): Phase.LOADING,
+    (Phase.LOADING, Step.LOG_IS_NEW): Phase.FIRST_START,
+    (Phase.LOADING, Step.CHECKPOINT_CHOSEN): Phase.RESTORING,
+    (Phase.RESTORING, Step.BLOB_SENT): Phase.REPLAYING,
+    (Phase.REPLAYING, Step.CAUGHT_UP): Phase.BECOMING_PRIMARY,
+    (Phase.FIRST_START, Step.CHECKPOINT_RECEIVED): Phase.NORMAL,
+    (Phase.BECOMING_PRIMARY, Step.CHECKPOINT_RECEIVED): Phase.NORMAL,
+    (Phase.NORMAL, Step.CHECKPOINT_ASKED): Phase.CHECKPOINTING,
+    (Phase.CHECKPOINTING, Step.CHECKPOINT_RECEIVED): Phase.NORMAL,
+    **{(phase, Step.APP_LOST): Phase.WAITING for phase in Phase if phase is not Phase.STOPPED},
+    **{(phase, Step.STOP): Phase.STOPPED for phase in Phase},
+}
+
+AWAITING_CHECKPOINT = frozenset({Phase.FIRST_START, Phase.BECOMING_PRIMARY, Phase.CHECKPOINTING})
+"""The phases in which the app owes a checkpoint, and may send one."""
+
+GETS_RECORDS = frozenset({Phase.REPLAYING, Phase.BECOMING_PRIMARY, Phase.NORMAL, Phase.CHECKPOINTING})
+"""The phases in which logged records go to the app."""
+
+SENDS_CALLS = GETS_RECORDS
+"""The phases in which the app may call: whenever it has got records or may have impulses."""
+
+
+class AppSession:
+    """The state of the connection with the app; without one, that of the next."""
+
+    def __init__(self, committer_id: int) -> None:
+        self.phase = Phase.WAITING
+        self._committer_id = committer_id
+        self.connect()
+
+    def connect(self) -> None:
+        """Forget all about the last connection."""
+        self.reader = MessageReader()
+        self.hello: Hello | None = None
+        self.heard = False  # the app has said something
+        self.refused = False  # it broke the protocol; nothing more is read
+        self.attached: set[str] = set()
+        self.fed_sequence_id = -1  # the last record given to the app
+        self.replay_target = -1  # the last record it gets before it is primary
+        self.checkpoint_sequence_id = -1  # the last record it got before it was asked for a checkpoint
+        self.unsent_bytes = 0  # given to the runtime, not yet taken by the socket
+        self.reading = False  # records asked of the log
+        self.initial_message: bytes | None = None
+        self.impulses_accepted = 0
+        self._acceptances: deque[tuple[int, int]] = deque()  # (behind this record, impulses accepted by then)
+
+    def advance(self, step: Step) -> None:
+        following = TRANSITIONS.get((self.phase, step))
+        require(following is not None, f"{step.value!r} in phase {self.phase.value!r}")
+        if following is not None:
+            self.phase = following
+
+    @property
+    def extensions(self) -> frozenset[int]:
+        """What the app asked for and this coordinator has."""
+        return self.hello.extensions & ALL_EXTENSIONS if self.hello else frozenset()
+
+    def control_record(self, message_type: MessageType, message: bytes | None = None) -> bytes:
+        """A record that is not logged, with one message; counted as unsent."""
+        record = encode_record(self._committer_id, CONTROL_SEQUENCE_ID, message or encode_message(message_type))
+        self.unsent_bytes += len(record)
+        return record
+
+    # --- impulses: accepted in the order of the records that hold them, and told behind them ------------------------
+
+    def note_accepted(self, count: int, durable_sequence_id: int) -> None:
+        self.impulses_accepted += count
+        self._acceptances.append((durable_sequence_id, self.impulses_accepted))
+
+    def acceptance_to_send(self) -> int | None:
+        """How many impulses of this connection are accepted, if there is news that the app may have now."""
+        accepted = None
+        while self._acceptances and self._acceptances[0][0] <= self.fed_sequence_id:
+            accepted = self._acceptances.popleft()[1]
+        return accepted

@@ -1,0 +1,51 @@
+"""What there is to say of a live instance, in plain values."""
+
+from __future__ import annotations
+
+from coordinator.core.group_commit import GroupCommit
+from coordinator.core.interfaces import CheckpointHeader
+from coordinator.core.peers import Peers
+from coordinator.core.session import GETS_RECORDS, AppSession, Phase
+
+
+def describe(
+    name: str,
+    committer_id: int,
+    epoch: int,
+    session: AppSession,
+    log: GroupCommit,
+    peers: Peers,
+    checkpoint: CheckpointHeader | None,
+    now_ns: int,
+) -> dict[str, object]:
+    """Phase, sequence IDs, the last checkpoint, and each stream. Streams to and from oneself go by the own name."""
+    fed = session.fed_sequence_id if session.phase in GETS_RECORDS else -1
+    return {
+        "name": name,
+        "phase": session.phase.value,
+        "committer_id": committer_id,
+        "epoch": epoch,
+        "sequence_id": log.durable_sequence_id,
+        "fed_sequence_id": fed,
+        "backlog_records": log.durable_sequence_id - fed,
+        "unsent_bytes": session.unsent_bytes,
+        "app_connected": session.phase not in (Phase.WAITING, Phase.STOPPED),
+        "checkpoint": checkpoint
+        and {
+            "id": checkpoint.checkpoint_id,
+            "sequence_id": checkpoint.sequence_id,
+            "size_bytes": checkpoint.size_bytes,
+            "age_s": round(max(0, now_ns - checkpoint.time_ns) / 1e9, 3),
+        },
+        "inputs": {source or name: {"position": stream.durable} for source, stream in peers.inputs.items()},
+        "outputs": {
+            destination or name: {
+                "position": stream.position,
+                "acknowledged": stream.acknowledged,
+                "waiting_bytes": stream.waiting_bytes,
+                "state": stream.state.value,
+                "error": stream.error or None,
+            }
+            for destination, stream in peers.outputs.items()
+        },
+    }

@@ -1,0 +1,128 @@
+"""All writes to the log, in order: small ones inline, larger ones on a thread, trimming when there is time.
+
+A small commit takes 150 µs; handing it to a thread and back costs more than that, and with a busy Python thread beside it
+much more. A large one would keep the loop from everything else for milliseconds.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from coordinator.core.effects import Commit, WriteCheckpointChunk
+from coordinator.core.errors import LogError
+from coordinator.core.events import ChunkWritten, Committed, Event, LogFailed
+from coordinator.core.interfaces import LogStore
+
+INLINE_SIZE_BYTES_MAX = 32 << 10
+
+_Job = Commit | WriteCheckpointChunk
+
+
+class LogWriter:
+    """Writes through ``store``; what is done arrives as events in :meth:`take_done`.
+
+    ``fileno()`` is readable when the thread has finished something.
+    """
+
+    def __init__(self, store: LogStore, *, keep_checkpoints: int | None, inline_size_bytes_max: int) -> None:
+        self._store = store
+        self._keep_checkpoints = keep_checkpoints
+        self._inline_size_bytes_max = inline_size_bytes_max
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._on_thread = 0  # jobs handed over and not yet collected
+        self._inline: deque[_Job] = deque()
+        self._done: deque[Event] = deque()  # appended to by the thread
+        self._store_lock = threading.Lock()
+        self._trim = threading.Event()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
+        self._thread.start()
+
+    def fileno(self) -> int:
+        return self._wake
+
+    def submit(self, job: _Job) -> None:
+        if isinstance(job, Commit) and job.size_bytes <= self._inline_size_bytes_max and not self._on_thread:
+            self._inline.append(job)
+            return
+        for waiting in (*self._inline, job):  # the order is kept
+            self._on_thread += 1
+            self._jobs.put(waiting)
+        self._inline.clear()
+
+    def run_inline(self) -> list[Event]:
+        """Do the small writes that were submitted since the last call; the events that say so."""
+        events = []
+        while self._inline:
+            events.append(self._write(self._inline.popleft()))
+        return events
+
+    def take_done(self) -> list[Event]:
+        """The events of what the thread has finished."""
+        try:
+            os.eventfd_read(self._wake)
+        except BlockingIOError:
+            return []
+        events = []
+        while self._done:
+            events.append(self._done.popleft())
+        self._on_thread -= len(events)
+        return events
+
+    def trim(self) -> None:
+        """Remove, whenever there is nothing to write, one step after the other of what is not needed any more."""
+        if not self._trim.is_set():
+            self._trim.set()
+            self._jobs.put(None)
+
+    def close(self) -> None:
+        """Finish what was submitted, then end the thread."""
+        self._trim.clear()
+        self._closing = True
+        self._jobs.put(None)
+        self._thread.join()
+        os.close(self._wake)
+
+    _closing = False
+
+    def _write(self, job: _Job) -> Event:
+        try:
+            with self._store_lock:
+                if isinstance(job, Commit):
+                    self._store.commit(job.transaction)
+                    return Committed(job.ticket)
+                self._store.write_checkpoint_chunk(job.checkpoint_id, job.index, job.data)
+                return ChunkWritten(len(job.data))
+        except LogError as error:
+            return LogFailed(error)
+
+    def _run(self) -> None:
+        while True:
+            job = self._next(self._jobs.get if not self._trim.is_set() else self._jobs.get_nowait)
+            if job is not None:
+                self._done.append(self._write(job))
+                os.eventfd_write(self._wake, 1)
+            elif self._closing:
+                return
+            elif self._trim.is_set():
+                self._trim_step()
+
+    @staticmethod
+    def _next(get: Callable[[], _Job | None]) -> _Job | None:
+        try:
+            return get()
+        except queue.Empty:
+            return None
+
+    def _trim_step(self) -> None:
+        try:
+            with self._store_lock:
+                more = self._store.trim(keep_checkpoints=self._keep_checkpoints)
+        except LogError:
+            more = False  # the next commit meets the same failure, and reports it
+        if not more:
+            self._trim.clear()

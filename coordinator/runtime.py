@@ -1,0 +1,408 @@
+"""The loop: events to the machine, its effects to the app's socket, the log and the messenger.
+
+One thread. ZeroMQ is drained through the messenger's descriptor; commits run inline when small, else on the log writer's
+thread. A turn takes all that has come in, hands it to the machine once, and carries out what it asks for; small commits
+come last, so that everything else is under way before the disk is waited for.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from coordinator import control
+from coordinator.app_connection import AppConnection, listen
+from coordinator.config import InstanceSettings
+from coordinator.core import effects as ef
+from coordinator.core import events as ev
+from coordinator.core.errors import LogError
+from coordinator.core.interfaces import CheckpointHeader, LogStore
+from coordinator.core.limits import MIB, Limits
+from coordinator.core.machine import Machine
+from coordinator.log import create_log, log_exists, open_log
+from coordinator.log_writer import LogWriter
+from coordinator.logs import Events
+from coordinator.messenger import Messenger, Received
+from coordinator.registry import Registry
+from protocol.checksum import crc64
+from protocol.errors import ImmortalError, RemoteProtocolError
+from protocol.peer import PeerFrame, decode_frame, encode_frame
+
+STOP_TIMEOUT_S = 25.0  # for the last checkpoint; the supervisor waits 30
+FAREWELL_TIMEOUT_S = 1.0  # for the last bytes to the app
+SWITCH_INTERVAL_S = 0.0005  # the commit thread gets the interpreter back this soon: 5 ms would be 5 ms per commit
+CONTROL_ENDPOINT = "tcp://127.0.0.1:*"
+
+
+class Coordinator:
+    """One running coordinator over an open log. :meth:`run` returns when it has stopped."""
+
+    def __init__(self, settings: InstanceSettings, registry: Registry, store: LogStore, log: Events) -> None:
+        self._settings = settings
+        self._registry = registry
+        self._store = store
+        self._log = log
+        self._machine = Machine(settings.name, store.summary(), limits_of(settings))
+        self._events: list[ev.Event] = []
+        self._error: ImmortalError | None = None
+        self._stop_deadline_ns: int | None = None
+        self._endpoints: dict[str, str] = {}
+        self._app: AppConnection | None = None
+        self._app_mask = 0
+        self._app_moved_ns = time.monotonic_ns()
+        self._paused = False
+        self._turned_away = 0
+        self._writer = LogWriter(
+            store,
+            keep_checkpoints=settings.keep_checkpoints,
+            inline_size_bytes_max=settings.tuning.commit_inline_kib_max << 10,
+        )
+        self._epoll = select.epoll()
+        self._messenger = Messenger()
+        self._carry_out: dict[type, Callable[[Any], None]] = {
+            ef.SendToApp: self._send_to_app,
+            ef.CloseApp: self._close_app,
+            ef.PauseApp: self._pause_app,
+            ef.ResumeApp: self._resume_app,
+            ef.Commit: self._writer.submit,
+            ef.WriteCheckpointChunk: self._writer.submit,
+            ef.Trim: self._trim,
+            ef.LoadLog: self._load_log,
+            ef.CheckCheckpoint: self._check_checkpoint,
+            ef.ReadCheckpointChunk: self._read_checkpoint_chunk,
+            ef.ReadRecords: self._read_records,
+            ef.OpenPeer: self._open_peer,
+            ef.SendToPeer: self._send_to_peer,
+            ef.ResetPeer: self._reset_peer,
+            ef.ReplyToPeer: self._reply_to_peer,
+            ef.Report: self._report,
+            ef.Stop: self._stop,
+        }
+
+    def run(self) -> int:
+        """Serve until stopped: 0 after a clean stop, 1 after an error, which has been logged."""
+        settings = self._settings
+        self._listener = listen(settings.app_host, settings.app_port, settings.name)
+        try:
+            self._messenger.listen(settings.peer, self._peer_frame_received)
+            control_endpoint = self._messenger.listen(CONTROL_ENDPOINT, self._control_received)
+            self._wake_receiver, self._wake_sender = socket.socketpair()
+            self._catch_signals()
+            for descriptor in (self._listener, self._messenger, self._writer, self._wake_receiver):
+                self._epoll.register(descriptor.fileno(), select.EPOLLIN)
+            control.announce(settings.folder, control_endpoint)
+            self._log.info(
+                "coordinator started",
+                peer=settings.peer,
+                app=f"{settings.app_host}:{settings.app_port}",
+                **{key: self._machine.status(time.time_ns())[key] for key in ("committer_id", "sequence_id")},
+            )
+            while not self._machine.stopped:
+                self._turn()
+            self._say_farewell()
+        finally:
+            self._close()
+        if self._error is not None:
+            self._log.error(str(self._error))
+            return 1
+        self._log.info("stopped")
+        return 0
+
+    # --- one turn --------------------------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        app = self._app
+        for descriptor, mask in self._epoll.poll(self._timeout_s()):
+            if descriptor == self._messenger.fileno():
+                continue  # below: also when only a retry is due
+            if app is not None and descriptor == app.fileno():
+                self._app_ready(app, mask)
+            elif descriptor == self._writer.fileno():
+                self._events += self._writer.take_done()
+            elif descriptor == self._listener.fileno():
+                self._accept()
+            else:
+                self._wake_receiver.recv(64)
+        self._messenger.process()
+        if self._stop_deadline_ns is not None and time.monotonic_ns() > self._stop_deadline_ns:
+            self._log.warning("the app gave no checkpoint in time; stopping without one: the log has everything")
+            self._machine.stopped = True
+            return
+        while self._events and not self._machine.stopped:
+            events, self._events = self._events, []
+            for effect in self._machine.handle(events, time.time_ns()):
+                self._carry_out[type(effect)](effect)
+            self._flush_app()
+            self._messenger.flush()
+            self._events += self._writer.run_inline()
+
+    def _timeout_s(self) -> float | None:
+        if self._events:
+            return 0
+        deadlines = [ns for ns in (self._messenger.next_deadline_ns(), self._stop_deadline_ns) if ns is not None]
+        return max(0.0, (min(deadlines) - time.monotonic_ns()) / 1e9) if deadlines else None
+
+    # --- the app ---------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        try:
+            accepted, _ = self._listener.accept()
+        except OSError:
+            return
+        if self._app is not None:
+            self._turned_away += 1
+            self._log.warning("a second app was turned away: one is connected", count=self._turned_away)
+            accepted.close()
+            return
+        self._app = AppConnection(accepted)
+        self._paused = False
+        self._app_mask = select.EPOLLIN
+        self._epoll.register(self._app.fileno(), self._app_mask)
+        self._app_moved_ns = time.monotonic_ns()
+        self._events.append(ev.AppConnected())
+
+    def _app_ready(self, app: AppConnection, mask: int) -> None:
+        if mask & select.EPOLLOUT:
+            self._flush_app()
+        if mask & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR) and self._app is app:
+            data = app.receive()
+            if data:
+                self._app_moved_ns = time.monotonic_ns()
+                self._events.append(ev.AppData(data))
+            elif data is not None:
+                self._app_lost()
+
+    def _app_lost(self) -> None:
+        if self._app is not None:
+            self._epoll.unregister(self._app.fileno())
+            self._app.close()
+            self._app = None
+            self._events.append(ev.AppClosed())
+
+    def _send_to_app(self, effect: ef.SendToApp) -> None:
+        if self._app is not None and not self._app.closing:
+            self._app.send(effect.data)
+
+    def _flush_app(self) -> None:
+        app = self._app
+        if app is None:
+            return
+        if app.has_waiting:
+            sent = app.flush()
+            if sent:
+                self._app_moved_ns = time.monotonic_ns()
+                self._events.append(ev.AppSent(sent))
+        if app.closing and not app.has_waiting:
+            self._app_lost()
+            return
+        self._watch(app)
+
+    def _watch(self, app: AppConnection) -> None:
+        reading = 0 if self._paused or app.closing else select.EPOLLIN
+        mask = reading | (select.EPOLLOUT if app.has_waiting else 0)
+        if mask != self._app_mask:
+            self._app_mask = mask
+            self._epoll.modify(app.fileno(), mask)
+
+    def _close_app(self, effect: ef.CloseApp) -> None:
+        if self._app is not None:
+            self._app.closing = True
+
+    def _pause_app(self, effect: ef.PauseApp) -> None:
+        self._paused = True
+
+    def _resume_app(self, effect: ef.ResumeApp) -> None:
+        self._paused = False
+
+    # --- the log ---------------------------------------------------------------------------------------------------
+
+    def _trim(self, effect: ef.Trim) -> None:
+        self._writer.trim()
+
+    def _answer(self, read: Callable[[], ev.Event]) -> None:
+        try:
+            self._events.append(read())
+        except LogError as error:
+            self._events.append(ev.LogFailed(error))
+
+    def _load_log(self, effect: ef.LoadLog) -> None:
+        self._answer(lambda: ev.LogLoaded(self._store.summary()))
+
+    def _read_records(self, effect: ef.ReadRecords) -> None:
+        self._answer(lambda: ev.RecordsRead(self._store.read(effect.first_sequence_id, effect.size_bytes_max)))
+
+    def _read_checkpoint_chunk(self, effect: ef.ReadCheckpointChunk) -> None:
+        self._answer(
+            lambda: ev.CheckpointChunkRead(self._store.read_checkpoint_chunk(effect.checkpoint_id, effect.index))
+        )
+
+    def _check_checkpoint(self, effect: ef.CheckCheckpoint) -> None:
+        header = effect.header
+        try:
+            problem = check_checkpoint(self._store, header)
+        except LogError as error:
+            problem = str(error)
+        self._events.append(ev.CheckpointChecked(header.checkpoint_id, problem))
+
+    # --- peers -----------------------------------------------------------------------------------------------------
+
+    def _open_peer(self, effect: ef.OpenPeer) -> None:
+        try:
+            self._endpoints[effect.destination] = self._registry.resolve(effect.destination)
+        except ImmortalError as error:
+            reason = f"{self._settings.name!r} calls {effect.destination!r}: {error}"
+            self._events.append(ev.PeerUnknown(effect.destination, reason))
+
+    def _send_to_peer(self, effect: ef.SendToPeer) -> None:
+        endpoint = self._endpoints.get(effect.destination)
+        if endpoint is not None:
+            reply = functools.partial(self._peer_replied, effect)
+            self._messenger.send_message(endpoint, encode_frame(effect.frame), reply)
+
+    def _peer_replied(self, effect: ef.SendToPeer, parts: list[bytes]) -> None:
+        if not parts:  # acknowledged, but the answer is not kept any more: the receiver knows it, ask again
+            self._send_to_peer(effect)
+            return
+        frame = self._decode(effect.destination, parts)
+        if frame is not None:
+            self._events.append(ev.PeerReplied(effect.destination, effect.tag, frame))
+
+    def _decode(self, origin: str, parts: list[bytes]) -> PeerFrame | None:
+        try:
+            return decode_frame(parts)
+        except RemoteProtocolError as error:
+            self._log.warning("a frame was dropped", origin=origin, reason=str(error))
+            return None
+
+    def _peer_frame_received(self, received: Received) -> None:
+        frame = self._decode(f"{received.sender:016x}", received.parts)
+        if frame is None:
+            received.reply()  # its sender sends it again
+        else:
+            self._events.append(ev.PeerFrameReceived(received, frame))
+
+    def _reply_to_peer(self, effect: ef.ReplyToPeer) -> None:
+        token = effect.token
+        if isinstance(token, Received):
+            token.reply(*encode_frame(effect.frame))
+
+    def _reset_peer(self, effect: ef.ResetPeer) -> None:
+        endpoint = self._endpoints.get(effect.destination)
+        if endpoint is not None:
+            self._messenger.drop(endpoint)
+
+    # --- the operator ----------------------------------------------------------------------------------------------
+
+    def _control_received(self, received: Received) -> None:
+        verb = bytes(received.parts[0]).decode(errors="replace") if received.parts else ""
+        if verb == "status":
+            answer = self._status()
+        elif verb == "checkpoint":
+            self._events.append(ev.CheckpointRequested())
+            answer = {"asked": True}
+        else:
+            answer = {"error": f"unknown verb {verb!r}; known: status, checkpoint"}
+        received.reply(json.dumps(answer).encode())
+
+    def _status(self) -> dict[str, object]:
+        status = self._machine.status(time.time_ns())
+        behind = bool(status["backlog_records"] or status["unsent_bytes"])
+        silent_s = (time.monotonic_ns() - self._app_moved_ns) / 1e9
+        status["app_silent_s"] = round(silent_s, 3) if behind and status["app_connected"] else 0.0
+        outputs = status["outputs"]
+        if isinstance(outputs, dict):
+            for destination, output in outputs.items():
+                endpoint = self._endpoints.get(destination, "")
+                output["endpoint"] = endpoint
+                output["connected"] = destination == self._settings.name or (
+                    bool(endpoint) and self._messenger.connected(endpoint)
+                )
+        return status
+
+    def _report(self, effect: ef.Report) -> None:
+        getattr(self._log, effect.level)(effect.message, **effect.fields)
+        if effect.message == "recovered" or (effect.message == "checkpoint taken" and effect.level == "info"):
+            control.report_ready()
+
+    # --- the end ---------------------------------------------------------------------------------------------------
+
+    def _catch_signals(self) -> None:
+        self._wake_receiver.setblocking(False)
+        self._wake_sender.setblocking(False)
+        signal.set_wakeup_fd(self._wake_sender.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._signalled)
+
+    def _signalled(self, number: int, frame: object) -> None:
+        if self._stop_deadline_ns is None:
+            self._stop_deadline_ns = time.monotonic_ns() + int(STOP_TIMEOUT_S * 1e9)
+            self._events.append(ev.StopRequested())
+        else:
+            self._stop_deadline_ns = 0  # asked twice: at once
+
+    def _stop(self, effect: ef.Stop) -> None:
+        self._error = effect.error
+
+    def _say_farewell(self) -> None:
+        """Let the last bytes reach the app and the last answers the peers."""
+        deadline = time.monotonic() + FAREWELL_TIMEOUT_S
+        app = self._app
+        while app is not None and app.has_waiting and time.monotonic() < deadline:
+            select.select([], [app], [], max(0.0, deadline - time.monotonic()))
+            app.flush()
+        self._messenger.flush()
+
+    def _close(self) -> None:
+        signal.set_wakeup_fd(-1)
+        self._writer.close()
+        if self._app is not None:
+            self._app.close()
+        self._listener.close()
+        self._messenger.close()
+        self._epoll.close()
+        control.withdraw(self._settings.folder)
+
+
+def limits_of(settings: InstanceSettings) -> Limits:
+    tuning = settings.tuning
+    return Limits(
+        group_size_bytes=tuning.group_size_kib_max << 10,
+        output_waiting_bytes=tuning.peer_buffer_mib_max * MIB,
+        checkpoint_trigger_bytes=settings.log_trigger_mb * MIB,
+    )
+
+
+def check_checkpoint(store: LogStore, header: CheckpointHeader) -> str | None:
+    """What is wrong with the blob of ``header``'s checkpoint; None if it is what was written. Raises LogError."""
+    size_bytes = check = index = 0
+    while size_bytes < header.size_bytes:
+        chunk = store.read_checkpoint_chunk(header.checkpoint_id, index)
+        if not chunk:
+            return f"it has {size_bytes} bytes, {header.size_bytes} were written"
+        size_bytes += len(chunk)
+        check = crc64(chunk, check)
+        index += 1
+    if size_bytes != header.size_bytes or check != header.check:
+        return f"its check is {check:016x} over {size_bytes} bytes, {header.check:016x} was written"
+    return None
+
+
+def run_coordinator(settings: InstanceSettings, registry: Registry) -> int:
+    """Open the log (a new one at the first start) and serve until stopped; the exit status.
+
+    Raises ImmortalError for what keeps it from starting.
+    """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    opener = open_log if log_exists(settings.log) else create_log
+    store = opener(settings.log, settings.name)
+    try:
+        return Coordinator(settings, registry, store, Events(settings.name)).run()
+    finally:
+        store.close()

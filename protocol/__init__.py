@@ -1,0 +1,1 @@
+"""The bytes that apps and coordinators exchange: I/O-free, both directions. `docs/WIRE.md` specifies them."""

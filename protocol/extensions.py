@@ -1,0 +1,138 @@
+"""This project's extensions of the local protocol (types from 64). `docs/WIRE.md` says what each is for.
+
+An app that never sends Hello never sees one.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from protocol.errors import LocalProtocolError, RemoteProtocolError
+from protocol.limits import EXTENSIONS_MAX
+from protocol.messages import MessageType, decode_name, encode_message, encode_name
+from protocol.varint import Readable, decode_zigzag_int, decode_zigzag_long, encode_zigzag
+
+HELLO_VERSION = 1
+SECRET_SIZE_BYTES_MAX = 1024
+
+ALL_EXTENSIONS = frozenset(
+    {
+        MessageType.RECORD_TIME,
+        MessageType.STREAM_BATCH,
+        MessageType.IMPULSE_BATCH,
+        MessageType.IMPULSES_ACCEPTED,
+        MessageType.GOODBYE,
+        MessageType.REFUSAL,
+    }
+)
+
+_TIME = struct.Struct("<q")
+RECORD_TIME_SIZE_BYTES = 10
+_RECORD_TIME_FRONT = bytes((18, MessageType.RECORD_TIME))
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The app's first message: the extensions it wants, its secret where one is needed, what it calls itself."""
+
+    extensions: frozenset[int]
+    label: str = ""
+    secret: bytes = b""
+
+
+def encode_hello(hello: Hello) -> bytes:
+    if len(hello.secret) > SECRET_SIZE_BYTES_MAX:
+        raise LocalProtocolError(
+            f"a Hello's secret of {len(hello.secret)} bytes, at most {SECRET_SIZE_BYTES_MAX} are allowed"
+        )
+    if len(hello.extensions) > EXTENSIONS_MAX:
+        raise LocalProtocolError(
+            f"a Hello asks for {len(hello.extensions)} extensions, at most {EXTENSIONS_MAX} are allowed"
+        )
+    return encode_message(
+        MessageType.HELLO,
+        bytes((HELLO_VERSION,))
+        + encode_zigzag(len(hello.extensions))
+        + b"".join(encode_zigzag(extension) for extension in sorted(hello.extensions))
+        + encode_name(hello.label)
+        + encode_zigzag(len(hello.secret))
+        + hello.secret,
+    )
+
+
+def decode_hello(data: bytes) -> Hello:
+    """Raises RemoteProtocolError. Unknown extensions are kept: refusing them is the caller's."""
+    if not data or data[0] != HELLO_VERSION:
+        raise RemoteProtocolError(f"a Hello of version {data[0] if data else 'none'}, expected {HELLO_VERSION}")
+    count, offset = decode_zigzag_int(data, 1)
+    if not 0 <= count <= EXTENSIONS_MAX:
+        raise RemoteProtocolError(f"a Hello asks for {count} extensions, at most {EXTENSIONS_MAX} are allowed")
+    extensions = set()
+    for _ in range(count):
+        extension, offset = decode_zigzag_int(data, offset)
+        extensions.add(extension)
+    label, offset = decode_name(data, offset)
+    size_bytes, offset = decode_zigzag_int(data, offset)
+    if not 0 <= size_bytes <= SECRET_SIZE_BYTES_MAX:
+        raise RemoteProtocolError(
+            f"a Hello gives its secret's size as {size_bytes} bytes, 0 to {SECRET_SIZE_BYTES_MAX} are allowed"
+        )
+    if offset + size_bytes != len(data):
+        raise RemoteProtocolError(
+            f"a Hello gives its secret's size as {size_bytes} bytes, {len(data) - offset} bytes are left of the message"
+        )
+    return Hello(frozenset(extensions), label, bytes(data[offset:]))
+
+
+def encode_record_time(time_ns: int) -> bytes:
+    """The first message of a logged record: its time, ns since the Unix epoch, fixed width."""
+    return _RECORD_TIME_FRONT + _TIME.pack(time_ns)
+
+
+def decode_record_time(data: Readable, start: int, end: int) -> int:
+    if end - start != 8:
+        raise RemoteProtocolError(f"a RecordTime has {end - start} bytes, 8 were expected")
+    (time_ns,) = _TIME.unpack_from(data, start)
+    return int(time_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class AppBatch:
+    """RPCs of an app to one destination ("" is oneself), already in incoming form."""
+
+    destination: str
+    count: int
+    payload: bytes
+
+
+def encode_app_batch(message_type: MessageType, destination: str, count: int, payload: bytes) -> bytes:
+    """A whole StreamBatch or ImpulseBatch message."""
+    if count < 1:
+        raise LocalProtocolError(f"a batch of {count} messages")
+    return encode_message(message_type, encode_name(destination) + encode_zigzag(count) + payload)
+
+
+def decode_app_batch(data: bytes) -> AppBatch:
+    """Raises RemoteProtocolError; the payload is not looked at (:func:`protocol.batch.check_batch`)."""
+    destination, offset = decode_name(data, 0)
+    count, offset = decode_zigzag_int(data, offset)
+    if count < 1:
+        raise RemoteProtocolError(f"a batch gives its count as {count}, at least 1 was expected")
+    return AppBatch(destination, count, data[offset:])
+
+
+def encode_impulses_accepted(count: int) -> bytes:
+    if count < 0:
+        raise LocalProtocolError(f"an ImpulsesAccepted of {count}")
+    return encode_message(MessageType.IMPULSES_ACCEPTED, encode_zigzag(count))
+
+
+def decode_impulses_accepted(data: Readable) -> int:
+    """How many impulses of this connection are accepted so far."""
+    count, end = decode_zigzag_long(data, 0)
+    if end != len(data):
+        raise RemoteProtocolError(f"ImpulsesAccepted has {len(data) - end} bytes too many")
+    if count < 0:
+        raise RemoteProtocolError(f"an ImpulsesAccepted gives its count as {count}")
+    return count

@@ -1,0 +1,267 @@
+"""Messages: size (ZigZagInt, of type + data), type (1 byte), data. `docs/WIRE.md` has the table of types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+
+from protocol.errors import LimitExceededError, LocalProtocolError, RemoteProtocolError
+from protocol.limits import MESSAGE_SIZE_BYTES_MAX, NAME_SIZE_BYTES_MAX
+from protocol.varint import (
+    INT_MAX,
+    INT_MIN,
+    Readable,
+    decode_zigzag_int,
+    decode_zigzag_long,
+    encode_zigzag,
+)
+
+
+class MessageType(IntEnum):
+    RPC = 0
+    ATTACH_TO = 1
+    TAKE_CHECKPOINT = 2
+    RPC_BATCH = 5
+    CHECKPOINT = 8
+    INITIAL_MESSAGE = 9
+    UPGRADE_TAKE_CHECKPOINT = 10
+    TAKE_BECOMING_PRIMARY_CHECKPOINT = 11
+    UPGRADE_SERVICE = 12
+    COUNT_REPLAYABLE_RPC_BATCH = 13
+    TRIM_TO = 14
+    BECOMING_PRIMARY = 15
+    # Extensions of this project; an app gets one only after its Hello has asked for it.
+    HELLO = 64
+    RECORD_TIME = 65
+    STREAM_BATCH = 66
+    IMPULSE_BATCH = 67
+    IMPULSES_ACCEPTED = 68
+    GOODBYE = 69
+    REFUSAL = 70
+
+
+class RpcKind(IntEnum):
+    """Byte 0 of an incoming RPC."""
+
+    CALL = 0
+    RETURNED_VALUE = 1
+    RETURNED_NOTHING = 2
+    RAISED = 3
+
+
+class RpcType(IntEnum):
+    """How an RPC was sent."""
+
+    ASYNC = 0
+    FORK = 1
+    IMPULSE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class IncomingRpc:
+    """An RPC as its receiver sees it."""
+
+    kind: int
+    method_id: int
+    rpc_type: int
+    arguments: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class OutgoingRpc:
+    """An RPC as an app sends it: the destination ("" is oneself), then the incoming RPC's bytes, unread."""
+
+    destination: str
+    rpc_type: int
+    incoming: bytes
+
+
+def encode_message(message_type: int, data: bytes = b"") -> bytes:
+    """One message. Raises LocalProtocolError above MESSAGE_SIZE_BYTES_MAX."""
+    size_bytes = len(data) + 1
+    if size_bytes > MESSAGE_SIZE_BYTES_MAX:
+        raise LocalProtocolError(
+            f"a message of {size_bytes} bytes, at most {MESSAGE_SIZE_BYTES_MAX} are allowed: send it in parts"
+        )
+    return encode_zigzag(size_bytes) + bytes((message_type,)) + data
+
+
+def decode_size(data: Readable, offset: int) -> tuple[int, int]:
+    """The size at the front of a message: (bytes of type + data, offset behind). Bounds-checked."""
+    size_bytes, start = decode_zigzag_int(data, offset)
+    if size_bytes < 1:
+        raise RemoteProtocolError(f"a message at byte {offset} gives its size as {size_bytes}, at least 1 was expected")
+    if size_bytes > MESSAGE_SIZE_BYTES_MAX:
+        raise LimitExceededError(f"a message at byte {offset}", size_bytes, MESSAGE_SIZE_BYTES_MAX)
+    return size_bytes, start
+
+
+def decode_message(data: Readable, offset: int = 0) -> tuple[int, int, int]:
+    """The message at ``offset``: (type, start of its data, end of its data). Raises RemoteProtocolError."""
+    size_bytes, start = decode_size(data, offset)
+    end = start + size_bytes
+    if end > len(data):
+        raise RemoteProtocolError(
+            f"a message at byte {offset} gives its size as {size_bytes}, only {len(data) - start} bytes are left"
+        )
+    return data[start], start + 1, end
+
+
+def decode_messages(data: Readable) -> Iterator[tuple[int, int, int]]:
+    """All messages of ``data``, packed tightly: (type, start, end) of each."""
+    offset = 0
+    while offset < len(data):
+        message_type, start, offset = decode_message(data, offset)
+        yield message_type, start, offset
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+def encode_name(name: str) -> bytes:
+    """Length (ZigZagInt, bytes), then UTF-8. Raises LocalProtocolError for a name that no instance can have."""
+    encoded = _encode_utf8(name)
+    return encode_zigzag(len(encoded)) + encoded
+
+
+def _encode_utf8(name: str) -> bytes:
+    try:
+        encoded = name.encode()
+    except UnicodeEncodeError:  # a lone surrogate
+        raise LocalProtocolError(f"a name that UTF-8 cannot hold: {name!r}") from None
+    if len(encoded) > NAME_SIZE_BYTES_MAX:
+        raise LocalProtocolError(f"a name of {len(encoded)} bytes, at most {NAME_SIZE_BYTES_MAX} are allowed")
+    if 0 in encoded:
+        raise LocalProtocolError(f"a name with a zero byte: {name!r}")
+    return encoded
+
+
+def _decode_utf8(data: Readable, start: int, end: int) -> str:
+    try:
+        name = str(data[start:end], "utf-8")
+    except UnicodeDecodeError:
+        raise RemoteProtocolError(f"a name at byte {start} is not UTF-8: {bytes(data[start:end])!r}") from None
+    if "\0" in name:  # the log ends its keys with one
+        raise RemoteProtocolError(f"a name at byte {start} has a zero byte: {name!r}")
+    return name
+
+
+def decode_name(data: Readable, offset: int) -> tuple[str, int]:
+    """The name at ``offset`` and the offset behind it. Raises RemoteProtocolError."""
+    size_bytes, start = decode_zigzag_int(data, offset)
+    if not 0 <= size_bytes <= NAME_SIZE_BYTES_MAX:
+        raise RemoteProtocolError(
+            f"a name at byte {offset} gives its length as {size_bytes} bytes, 0 to {NAME_SIZE_BYTES_MAX} are allowed"
+        )
+    end = start + size_bytes
+    if end > len(data):
+        raise RemoteProtocolError(f"a name at byte {offset} runs past the end of its message")
+    return _decode_utf8(data, start, end), end
+
+
+# --- RPCs ------------------------------------------------------------------------------------------------------------
+
+
+def encode_incoming_data(method_id: int, rpc_type: int, arguments: bytes, kind: int = RpcKind.CALL) -> bytes:
+    """The data of an incoming RPC message."""
+    if not INT_MIN <= method_id <= INT_MAX:
+        raise LocalProtocolError(f"method ID {method_id} does not fit into 32 bits")
+    return bytes((kind,)) + encode_zigzag(method_id) + bytes((rpc_type,)) + arguments
+
+
+def encode_incoming_rpc(method_id: int, rpc_type: int, arguments: bytes, kind: int = RpcKind.CALL) -> bytes:
+    """A whole incoming RPC message."""
+    return encode_message(MessageType.RPC, encode_incoming_data(method_id, rpc_type, arguments, kind))
+
+
+def encode_outgoing_rpc(
+    destination: str, method_id: int, rpc_type: int, arguments: bytes, kind: int = RpcKind.CALL
+) -> bytes:
+    """A whole outgoing RPC message; ``destination`` "" is oneself."""
+    incoming = encode_incoming_data(method_id, rpc_type, arguments, kind)
+    return encode_message(MessageType.RPC, encode_name(destination) + incoming)
+
+
+def decode_incoming_rpc(data: Readable, start: int = 0, end: int | None = None) -> IncomingRpc:
+    """Decode the data of an incoming RPC message, ``data[start:end]``. Raises RemoteProtocolError."""
+    end = len(data) if end is None else end
+    if end - start < 3:
+        raise RemoteProtocolError(f"an RPC of {end - start} bytes, at least 3 were expected")
+    kind = data[start]
+    if kind > RpcKind.RAISED:
+        raise RemoteProtocolError(f"an RPC's first byte is {kind}, 0 to 3 were expected")
+    method_id, offset = decode_zigzag_int(data, start + 1)
+    if offset >= end:
+        raise RemoteProtocolError("an RPC ends inside its method ID or before its RPC type")
+    rpc_type = data[offset]
+    if rpc_type > RpcType.IMPULSE:
+        raise RemoteProtocolError(f"an RPC has type {rpc_type}, 0 (async), 1 (fork) or 2 (impulse) were expected")
+    return IncomingRpc(kind, method_id, rpc_type, bytes(data[offset + 1 : end]))
+
+
+def decode_outgoing_rpc(data: Readable, start: int = 0, end: int | None = None) -> OutgoingRpc:
+    """Decode the data of an outgoing RPC message; what follows the destination is checked and kept as it is."""
+    end = len(data) if end is None else end
+    destination, offset = decode_name(data, start)
+    if offset > end:
+        raise RemoteProtocolError("an outgoing RPC ends inside its destination")
+    rpc = decode_incoming_rpc(data, offset, end)
+    return OutgoingRpc(destination, rpc.rpc_type, bytes(data[offset:end]))
+
+
+# --- the other messages with data ------------------------------------------------------------------------------------
+
+
+def encode_attach_to(destination: str) -> bytes:
+    if not destination:
+        raise LocalProtocolError("AttachTo needs a destination's name; oneself needs no attaching")
+    return encode_message(MessageType.ATTACH_TO, _encode_utf8(destination))
+
+
+def decode_attach_to(data: Readable) -> str:
+    if not 1 <= len(data) <= NAME_SIZE_BYTES_MAX:
+        raise RemoteProtocolError(f"AttachTo names {len(data)} bytes, 1 to {NAME_SIZE_BYTES_MAX} were expected")
+    return _decode_utf8(data, 0, len(data))
+
+
+def encode_checkpoint(size_bytes: int) -> bytes:
+    """The Checkpoint message; the blob of ``size_bytes`` bytes follows it with no header."""
+    if size_bytes < 0:
+        raise LocalProtocolError(f"a checkpoint of {size_bytes} bytes")
+    return encode_message(MessageType.CHECKPOINT, encode_zigzag(size_bytes))
+
+
+def decode_checkpoint(data: Readable) -> int:
+    """The blob's size in bytes. Accepts the 8 fixed bytes of existing C clients as well as a ZigZagLong.
+
+    The two cannot be confused: of the 8 bytes of a varint the first seven have the high bit and the last has not. Read
+    as fixed bytes they would be at least 2**55, more than any checkpoint has.
+    """
+    if len(data) == 8 and (data[7] >= 0x80 or min(data[:7]) < 0x80):
+        size_bytes = int.from_bytes(data, "little", signed=True)
+    else:
+        size_bytes, end = decode_zigzag_long(data, 0)
+        _require_end("Checkpoint", data, end)
+    if size_bytes < 0:
+        raise RemoteProtocolError(f"a Checkpoint gives its size as {size_bytes} bytes")
+    return size_bytes
+
+
+def encode_trim_to(position: int) -> bytes:
+    if position < 0:
+        raise LocalProtocolError(f"a TrimTo to position {position}")
+    return encode_message(MessageType.TRIM_TO, encode_zigzag(position))
+
+
+def decode_trim_to(data: Readable) -> int:
+    position, end = decode_zigzag_long(data, 0)
+    _require_end("TrimTo", data, end)
+    if position < 0:
+        raise RemoteProtocolError(f"a TrimTo gives its position as {position}")
+    return position
+
+
+def _require_end(what: str, data: Readable, end: int) -> None:
+    if end != len(data):
+        raise RemoteProtocolError(f"{what} has {len(data) - end} bytes too many")

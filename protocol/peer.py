@@ -1,0 +1,120 @@
+"""Frames between coordinators, carried by the messenger: one header part and, in a Batch, the payload as a second.
+
+Hello    sender -> receiver   opens the stream sender -> receiver after a (re)start of the sender
+Welcome  receiver -> sender   answers it: the position up to which the receiver has the stream durably
+Batch    sender -> receiver   count RPC messages, in incoming form, from position on
+TrimTo   receiver -> sender   durable up to position
+Resend   receiver -> sender   there is a gap: send again from behind position
+Refused  receiver -> sender   why not, in words
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from protocol.checksum import crc64
+from protocol.errors import DamagedRecordError, RemoteProtocolError
+from protocol.messages import decode_name, encode_name
+
+PEER_VERSION = 1
+REASON_SIZE_BYTES_MAX = 255
+
+_FIXED = struct.Struct("<BBHiqqiqQ")
+
+
+class FrameType(IntEnum):
+    """The numbers of the base protocol where it has the message; others above its range."""
+
+    BATCH = 5
+    TRIM_TO = 14
+    HELLO = 32
+    WELCOME = 33
+    RESEND = 34
+    REFUSED = 35
+
+
+class RefusedCode(IntEnum):
+    NONE = 0
+    NOT_ME = 1  # the frame is for an instance of another name
+    STALE_EPOCH = 2  # a later start of the sender was seen
+    COMMITTER_CHANGED = 3  # the sender's log is not the one that it was
+    NOT_READY = 4  # the instance has never completed its first start, or is stopping
+    MALFORMED = 5
+    ROLLED_BACK = 6  # a side has less than it once had
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFrame:
+    """One frame. Fields that a type does not use are 0 or empty.
+
+    ``committer_id`` and ``epoch`` are the writer's; ``position`` is the stream's (in a Batch: of its first message).
+    """
+
+    frame_type: FrameType
+    sender: str
+    receiver: str
+    committer_id: int
+    epoch: int
+    position: int
+    count: int = 0
+    time_ns: int = 0
+    payload: bytes = b""
+    code: int = RefusedCode.NONE
+    reason: str = ""
+
+
+def encode_frame(frame: PeerFrame) -> list[bytes]:
+    """The parts of ``frame``: the header, and the payload if there is one."""
+    reason = frame.reason.replace("\0", " ").encode(errors="replace")
+    reason_sent = reason[:REASON_SIZE_BYTES_MAX].decode(errors="ignore")
+    names = encode_name(frame.sender) + encode_name(frame.receiver) + encode_name(reason_sent)
+    fixed = (
+        PEER_VERSION,
+        frame.frame_type,
+        frame.code,
+        frame.committer_id,
+        frame.epoch,
+        frame.position,
+        frame.count,
+        frame.time_ns,
+    )
+    check = crc64(frame.payload, crc64(_FIXED.pack(*fixed, 0) + names))
+    header = _FIXED.pack(*fixed, check) + names
+    return [header, frame.payload] if frame.payload else [header]
+
+
+def decode_frame(parts: Sequence[bytes]) -> PeerFrame:
+    """Raises RemoteProtocolError; DamagedRecordError where the check does not match."""
+    if not 1 <= len(parts) <= 2:
+        raise RemoteProtocolError(f"a frame of {len(parts)} parts, 1 or 2 were expected")
+    header = parts[0]
+    payload = parts[1] if len(parts) == 2 else b""
+    if len(header) < _FIXED.size:
+        raise RemoteProtocolError(f"a frame header of {len(header)} bytes, at least {_FIXED.size} were expected")
+    *fixed, check = _FIXED.unpack_from(header)
+    version, frame_type, code, committer_id, epoch, position, count, time_ns = fixed
+    if version != PEER_VERSION:
+        raise RemoteProtocolError(f"a frame of version {version}, this coordinator speaks {PEER_VERSION}")
+    names = header[_FIXED.size :]
+    computed = crc64(payload, crc64(_FIXED.pack(*fixed, 0) + names))
+    if computed != check:
+        raise DamagedRecordError(f"a frame's check is {check:016x}, its bytes give {computed:016x}")
+    sender, offset = decode_name(names, 0)
+    receiver, offset = decode_name(names, offset)
+    reason, offset = decode_name(names, offset)
+    if offset != len(names):
+        raise RemoteProtocolError(f"a frame header has {len(names) - offset} bytes too many")
+    try:
+        known_type = FrameType(frame_type)
+    except ValueError:
+        raise RemoteProtocolError(f"a frame of unknown type {frame_type}") from None
+    if committer_id < 1 or epoch < 0 or position < 0 or count < 0:
+        raise RemoteProtocolError(
+            f"a frame of committer {committer_id}, epoch {epoch}, position {position} with a count of {count}"
+        )
+    if known_type is FrameType.BATCH and (count < 1 or position < 1 or not payload):
+        raise RemoteProtocolError(f"a Batch of {count} messages at position {position}, {len(payload)} bytes")
+    return PeerFrame(known_type, sender, receiver, committer_id, epoch, position, count, time_ns, payload, code, reason)

@@ -1,0 +1,185 @@
+"""Incremental readers: bytes in, in any pieces; events out. One for each direction of the local protocol.
+
+Data that arrives is kept in the pieces it came in until a whole message or record is there, then joined once: reading
+is linear in the bytes, whatever the pieces. A reader that has raised is of no further use: close the connection.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol.errors import LimitExceededError, RemoteProtocolError
+from protocol.limits import MESSAGE_SIZE_BYTES_MAX
+from protocol.messages import MessageType, decode_checkpoint, decode_message, decode_size
+from protocol.record import (
+    CHECKPOINT_SEQUENCE_ID,
+    HEADER_SIZE_BYTES,
+    RecordHeader,
+    decode_header,
+    verify_record,
+)
+from protocol.varint import INT_SIZE_BYTES_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message from the app, without size and type."""
+
+    message_type: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A record from the coordinator, its check bytes verified."""
+
+    header: RecordHeader
+    content: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BlobStart:
+    """A checkpoint of ``size_bytes`` bytes follows, as BlobData; the last one has ``last`` set (and may be empty)."""
+
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlobData:
+    data: bytes
+    last: bool
+
+
+class _Pieces:
+    """Bytes that have come in and are not consumed yet."""
+
+    def __init__(self) -> None:
+        self._front = b""
+        self._offset = 0  # into the front
+        self._rest: list[bytes] = []
+        self.size_bytes = 0
+
+    def append(self, data: bytes) -> None:
+        if not data:
+            return
+        self.size_bytes += len(data)
+        if self._offset == len(self._front) and not self._rest:
+            self._front, self._offset = data, 0
+        else:
+            self._rest.append(data)
+
+    def view(self, size_bytes: int) -> tuple[bytes, int]:
+        """(bytes, offset): at least ``size_bytes`` bytes, or all there are, from the offset on, in one piece."""
+        if self._rest and len(self._front) - self._offset < size_bytes:
+            self._front = b"".join((self._front[self._offset :], *self._rest))
+            self._offset = 0
+            self._rest.clear()
+        return self._front, self._offset
+
+    def skip(self, size_bytes: int) -> None:
+        self._offset += size_bytes
+        self.size_bytes -= size_bytes
+
+    def take_some(self, size_bytes_max: int) -> bytes:
+        """Up to ``size_bytes_max`` bytes, as many as are there in one piece."""
+        if self._offset == len(self._front) and self._rest:
+            self.view(1)
+        taken = self._front[self._offset : self._offset + size_bytes_max]
+        self.skip(len(taken))
+        return taken
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self._pieces = _Pieces()
+        self._blob_left_bytes: int | None = None
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Bytes received that no event has covered yet: above 0 when the connection ends, it ended in the middle."""
+        return self._pieces.size_bytes
+
+    @property
+    def inside_blob(self) -> bool:
+        return self._blob_left_bytes is not None
+
+    def receive_data(self, data: bytes) -> None:
+        self._pieces.append(data)
+
+    def _next_blob_data(self) -> BlobData | None:
+        left = self._blob_left_bytes
+        if left is None or (left and not self._pieces.size_bytes):
+            return None
+        data = self._pieces.take_some(left)
+        left -= len(data)
+        self._blob_left_bytes = left or None
+        return BlobData(data, last=not left)
+
+
+class MessageReader(_Reader):
+    """Reads what an app sends: messages, and the blob behind a Checkpoint message.
+
+    >>> reader = MessageReader(); reader.receive_data(bytes.fromhex("0202")); reader.next_event()
+    Message(message_type=2, data=b'')
+    """
+
+    def __init__(self, message_size_bytes_max: int = MESSAGE_SIZE_BYTES_MAX) -> None:
+        super().__init__()
+        self._message_size_bytes_max = message_size_bytes_max
+
+    def next_event(self) -> Message | BlobStart | BlobData | None:
+        """The next event, or None when more data is needed. Raises RemoteProtocolError, LimitExceededError."""
+        if self._blob_left_bytes is not None:
+            return self._next_blob_data()
+        pieces = self._pieces
+        available = pieces.size_bytes
+        if not available:
+            return None
+        data, offset = pieces.view(INT_SIZE_BYTES_MAX)
+        if available < INT_SIZE_BYTES_MAX and all(byte >= 0x80 for byte in data[offset:]):
+            return None  # the size itself is not whole
+        size_bytes, start = decode_size(data, offset)
+        if size_bytes > self._message_size_bytes_max:
+            raise LimitExceededError("a message", size_bytes, self._message_size_bytes_max)
+        whole = start - offset + size_bytes
+        if available < whole:
+            return None
+        size_of_size = start - offset
+        data, offset = pieces.view(whole)
+        start = offset + size_of_size
+        message = Message(data[start], data[start + 1 : start + size_bytes])
+        pieces.skip(whole)
+        if message.message_type == MessageType.CHECKPOINT:
+            self._blob_left_bytes = decode_checkpoint(message.data)
+            return BlobStart(self._blob_left_bytes)
+        return message
+
+
+class RecordReader(_Reader):
+    """Reads what a coordinator sends: records, and the blob behind the record with a Checkpoint message."""
+
+    def next_event(self) -> Record | BlobStart | BlobData | None:
+        """The next event, or None when more data is needed. Raises RemoteProtocolError, DamagedRecordError."""
+        if self._blob_left_bytes is not None:
+            return self._next_blob_data()
+        pieces = self._pieces
+        if pieces.size_bytes < HEADER_SIZE_BYTES:
+            return None
+        data, offset = pieces.view(HEADER_SIZE_BYTES)
+        size_bytes = decode_header(data, offset).size_bytes
+        if pieces.size_bytes < size_bytes:
+            return None
+        data, offset = pieces.view(size_bytes)
+        header = verify_record(memoryview(data)[offset : offset + size_bytes])
+        content = data[offset + HEADER_SIZE_BYTES : offset + size_bytes]
+        pieces.skip(size_bytes)
+        if header.sequence_id == CHECKPOINT_SEQUENCE_ID:
+            message_type, start, end = decode_message(content)
+            if message_type != MessageType.CHECKPOINT or end != len(content):
+                raise RemoteProtocolError(
+                    f"a record with sequence ID {CHECKPOINT_SEQUENCE_ID} must hold one Checkpoint message and nothing "
+                    f"else: it has {len(content)} bytes, of which the first message (type {message_type}) takes {end}"
+                )
+            self._blob_left_bytes = decode_checkpoint(content[start:end])
+            return BlobStart(self._blob_left_bytes)
+        return Record(header, content)
