@@ -1,7 +1,7 @@
 """All writes to the log, in order: small ones inline, larger ones on a thread, trimming when there is time.
 
-A small commit takes 150 µs; handing it to a thread and back costs more than that, and with a busy Python thread beside it
-much more. A large one would keep the loop from everything else for milliseconds.
+A small commit takes 150 µs; handing it to a thread and back costs more than that, and with a busy Python thread beside
+it much more. A large one would keep the loop from everything else for milliseconds.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
 
 from coordinator.core.effects import Commit, WriteCheckpointChunk
 from coordinator.core.errors import LogError
 from coordinator.core.events import ChunkWritten, Committed, Event, LogFailed
 from coordinator.core.interfaces import LogStore
 
-INLINE_SIZE_BYTES_MAX = 32 << 10
+TRIM_PAUSE_S = 0.002  # between two steps, so that commits of the loop's thread get their turn
 
 _Job = Commit | WriteCheckpointChunk
 
@@ -38,6 +37,7 @@ class LogWriter:
         self._done: deque[Event] = deque()  # appended to by the thread
         self._store_lock = threading.Lock()
         self._trim = threading.Event()
+        self._closing = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
         self._thread.start()
@@ -87,8 +87,6 @@ class LogWriter:
         self._thread.join()
         os.close(self._wake)
 
-    _closing = False
-
     def _write(self, job: _Job) -> Event:
         try:
             with self._store_lock:
@@ -102,7 +100,7 @@ class LogWriter:
 
     def _run(self) -> None:
         while True:
-            job = self._next(self._jobs.get if not self._trim.is_set() else self._jobs.get_nowait)
+            job = self._next_job()
             if job is not None:
                 self._done.append(self._write(job))
                 os.eventfd_write(self._wake, 1)
@@ -111,10 +109,10 @@ class LogWriter:
             elif self._trim.is_set():
                 self._trim_step()
 
-    @staticmethod
-    def _next(get: Callable[[], _Job | None]) -> _Job | None:
+    def _next_job(self) -> _Job | None:
+        """The next job; None to look around: at the end, or for a step of trimming."""
         try:
-            return get()
+            return self._jobs.get(timeout=TRIM_PAUSE_S if self._trim.is_set() else None)
         except queue.Empty:
             return None
 

@@ -1,14 +1,15 @@
 """The loop: events to the machine, its effects to the app's socket, the log and the messenger.
 
-One thread. ZeroMQ is drained through the messenger's descriptor; commits run inline when small, else on the log writer's
-thread. A turn takes all that has come in, hands it to the machine once, and carries out what it asks for; small commits
-come last, so that everything else is under way before the disk is waited for.
+One thread. ZeroMQ is drained through the messenger's descriptor; commits run inline when small, else on the log
+writer's thread. A turn takes all that has come in, hands it to the machine once, and carries out what it asks for; small
+commits come last, so that everything else is under way before the disk is waited for.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import os
 import select
 import signal
 import socket
@@ -234,6 +235,8 @@ class Coordinator:
 
     def _load_log(self, effect: ef.LoadLog) -> None:
         self._answer(lambda: ev.LogLoaded(self._store.summary()))
+        for problem in self._store.problems:
+            self._log.error(problem)
 
     def _read_records(self, effect: ef.ReadRecords) -> None:
         self._answer(lambda: ev.RecordsRead(self._store.read(effect.first_sequence_id, effect.size_bytes_max)))
@@ -312,7 +315,7 @@ class Coordinator:
         received.reply(json.dumps(answer).encode())
 
     def _status(self) -> dict[str, object]:
-        status = self._machine.status(time.time_ns())
+        status = {**self._machine.status(time.time_ns()), "pid": os.getpid()}
         behind = bool(status["backlog_records"] or status["unsent_bytes"])
         silent_s = (time.monotonic_ns() - self._app_moved_ns) / 1e9
         status["app_silent_s"] = round(silent_s, 3) if behind and status["app_connected"] else 0.0

@@ -118,7 +118,10 @@ class LogSummary:
 
 
 class LogStore(Protocol):
-    """A durable log. One writer; calls come from one thread at a time."""
+    """A durable log. One writer; writes come from one thread at a time, reads may come beside them."""
+
+    problems: list[str]
+    """What the last summary had to leave out, in words."""
 
     def summary(self) -> LogSummary: ...
 

@@ -496,7 +496,7 @@ class Machine:
         session.advance(Step.CHECKPOINT_RECEIVED)
 
     def _log_first_record(self) -> Group:
-        """The initial message is record 0, and durable together with the first checkpoint: never one without the other."""
+        """The initial message is record 0, durable together with the first checkpoint: never one without the other."""
         session = self._session
         self._log.with_record_time = MessageType.RECORD_TIME in session.extensions
         message = encode_message(MessageType.INITIAL_MESSAGE, session.initial_message or b"")

@@ -1,0 +1,321 @@
+"""The settings of one instance: a TOML file, read strictly, written whole or not at all.
+
+    peer = "tcp://127.0.0.1:7001"       where other coordinators reach this one
+    app_port = 7002                     where the app reaches its coordinator
+
+Everything else has a default. A file that says something which is not understood is an error that names the file, the
+line and the field: a typo must not become a default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tempfile
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from protocol.errors import ImmortalError
+
+INSTANCE_NAME_SIZE_MAX = 64  # characters; the name is a file name, and part of each message between coordinators
+KEEP_CHECKPOINTS_DEFAULT = 2  # the newest, and one to fall back on
+KEEP_CHECKPOINTS_MAX = 1_000_000  # what is meant beyond this is "all"
+LOG_TRIGGER_MB_DEFAULT = 1024
+LOG_TRIGGER_MB_MAX = 1 << 30
+IPC_PATH_SIZE_MAX = 107  # bytes; the kernel's limit for the path of a Unix socket
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_APP = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_TCP = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5}|\*)")
+
+
+class ConfigError(ImmortalError):
+    """A setting is not what it must be."""
+
+
+class _WrongValueError(ValueError):
+    """Raised by a check: ``str`` of it is what was expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Limits that few will ever change: the table [tuning]."""
+
+    group_size_kib_max: int = 1024  # input that one commit makes durable
+    commit_inline_kib_max: int = 32  # larger groups are committed on a thread
+    peer_buffer_mib_max: int = 64  # outputs kept in memory for one peer that is down, before they spill to disk
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceSettings:
+    """One instance. ``folder`` holds its files of the running time, and its log unless ``log`` says otherwise."""
+
+    name: str
+    folder: Path
+    log: Path
+    peer: str  # an endpoint with a port that is no longer `*`
+    app_port: int
+    app_host: str = "127.0.0.1"
+    keep_checkpoints: int | None = KEEP_CHECKPOINTS_DEFAULT  # None: all of them
+    log_trigger_mb: int = LOG_TRIGGER_MB_DEFAULT
+    app: str | None = None  # "module:Class", as last run
+    tuning: Tuning = field(default_factory=Tuning)
+
+
+# --- checks: each returns the value to use, or says what was expected -------------------------------------------------
+
+
+def check_instance_name(name: str) -> str:
+    """``name``, if an instance can have it; ConfigError otherwise."""
+    if len(name) > INSTANCE_NAME_SIZE_MAX:
+        raise ConfigError(
+            f"the instance name {name[:20]!r}... has {len(name)} characters,"
+            f" at most {INSTANCE_NAME_SIZE_MAX} are allowed"
+        )
+    if not _NAME.fullmatch(name) or name.endswith(".toml"):
+        raise ConfigError(
+            f"{name!r} is no instance name: letters, digits, '-', '_' and '.', starting with a letter or digit,"
+            " not ending in '.toml'"
+        )
+    return name
+
+
+def split_tcp(endpoint: str) -> tuple[str, int] | None:
+    """(host without brackets, port) of a tcp endpoint; port 0 stands for `*`. None for any other text."""
+    match = _TCP.fullmatch(endpoint)
+    if match is None or match["host"] == "*":
+        return None
+    port = 0 if match["port"] == "*" else int(match["port"])
+    if port > 65535 or (port == 0 and match["port"] != "*"):
+        return None
+    return match["host"].strip("[]"), port
+
+
+def _endpoint(value: object) -> str:
+    expected = _WrongValueError('an endpoint such as "tcp://127.0.0.1:7001" or "ipc:///run/counter.sock"')
+    if not isinstance(value, str):
+        raise expected
+    if value.startswith("ipc://"):
+        path = value.removeprefix("ipc://")
+        if len(path.encode()) > IPC_PATH_SIZE_MAX:
+            raise _WrongValueError(f"a path of at most {IPC_PATH_SIZE_MAX} bytes behind ipc://")
+        if not path or "\0" in path:
+            raise expected
+        return value
+    address = split_tcp(value)
+    if address is None:
+        raise expected
+    if address[1] == 0:
+        raise _WrongValueError("an endpoint with its port (`*` is for 'immortal register' alone)")
+    return value
+
+
+def _integer(least: int, most: int) -> Callable[[object], int]:
+    def check(value: object) -> int:
+        if type(value) is not int or not least <= value <= most:  # a bool is no number
+            raise _WrongValueError(f"a whole number from {least} to {most}")
+        return value
+
+    return check
+
+
+def _keep_checkpoints(value: object) -> int | None:
+    if value == "all":
+        return None
+    if type(value) is not int or not 1 <= value <= KEEP_CHECKPOINTS_MAX:
+        raise _WrongValueError(f'a whole number from 1 to {KEEP_CHECKPOINTS_MAX}, or "all"')
+    return value
+
+
+def _host(value: object) -> str:
+    if (
+        not isinstance(value, str)
+        or not value
+        or any(character.isspace() or character in "/[]*" for character in value)
+    ):
+        raise _WrongValueError('an address such as "127.0.0.1"')
+    return value
+
+
+def _path(value: object) -> str:
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise _WrongValueError("the path of a folder")
+    return value
+
+
+def _app(value: object) -> str:
+    if not isinstance(value, str) or not _APP.fullmatch(value):
+        raise _WrongValueError('"module:Class"')
+    return value
+
+
+_CHECKS: Mapping[str, Callable[[object], Any]] = {
+    "peer": _endpoint,
+    "app_host": _host,
+    "app_port": _integer(1, 65535),
+    "log": _path,
+    "keep_checkpoints": _keep_checkpoints,
+    "log_trigger_mb": _integer(1, LOG_TRIGGER_MB_MAX),
+    "app": _app,
+}
+_TUNING_CHECKS: Mapping[str, Callable[[object], int]] = {
+    "group_size_kib_max": _integer(1, 1 << 20),
+    "commit_inline_kib_max": _integer(0, 1 << 20),
+    "peer_buffer_mib_max": _integer(1, 1 << 20),
+}
+_REQUIRED = ("peer", "app_port")
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def near_miss(word: str, known: Iterable[str]) -> str:
+    """ ": did you mean 'x'?" when ``word`` looks like a known one, else nothing."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f": did you mean {close[0]!r}?" if close else ""
+
+
+def read_settings(path: Path, name: str) -> InstanceSettings:
+    """Read and check the settings file of ``name``. Raises ConfigError, and FileNotFoundError if there is none."""
+    try:
+        text = path.read_text("utf-8")
+    except FileNotFoundError:
+        raise
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}, byte {error.start}: the file is not UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(_syntax_error(path, text, str(error))) from None
+    return check_settings(values, name, path, text)
+
+
+def check_settings(values: Mapping[str, object], name: str, path: Path, text: str = "") -> InstanceSettings:
+    """The settings that ``values`` give. ``path`` is their file, ``text`` its text (for the lines in errors).
+
+    A relative log folder is relative to the folder of the file. Raises ConfigError.
+    """
+    tables = dict(values)
+    tuning = tables.pop("tuning", {})
+    if not isinstance(tuning, dict):
+        line = line_of(text, "tuning")
+        raise ConfigError(f"{_place(path, line)}, field 'tuning': got {_shown(tuning)}, expected a table [tuning]")
+    checked = _check_table(tables, _CHECKS, path, text, table="", also=("tuning",))
+    tuned = _check_table(tuning, _TUNING_CHECKS, path, text, table="tuning")
+    for required in _REQUIRED:
+        if required not in checked:
+            raise ConfigError(f"{path}: the field {required!r} is missing")
+    folder = path.parent / check_instance_name(name)
+    log = path.parent / checked.pop("log", folder / "log")
+    return InstanceSettings(name=name, folder=folder, log=log, tuning=Tuning(**tuned), **checked)
+
+
+def _check_table(
+    values: Mapping[str, object],
+    checks: Mapping[str, Callable[[object], Any]],
+    path: Path,
+    text: str,
+    *,
+    table: str,
+    also: Iterable[str] = (),
+) -> dict[str, Any]:
+    checked = {}
+    for key, value in values.items():
+        place = f"{_place(path, line_of(text, key, table))}, field {f'{table}.{key}' if table else key!r}"
+        if key not in checks:
+            known = ", ".join((*checks, *also))
+            hint = near_miss(key, (*checks, *also)) or f": known are {known}"
+            raise ConfigError(f"{place}: unknown field{hint}")
+        try:
+            checked[key] = checks[key](value)
+        except _WrongValueError as error:
+            raise ConfigError(f"{place}: got {_shown(value)}, expected {error}") from None
+    return checked
+
+
+def _place(path: Path, line: int | None) -> str:
+    return f"{path}, line {line}" if line else str(path)
+
+
+def _shown(value: object) -> str:
+    shown = f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
+    return shown if len(shown) <= 80 else f"{shown[:77]}..."
+
+
+def line_of(text: str, key: str, table: str = "") -> int | None:
+    """The line, from 1, where ``key`` of ``table`` is set; tomllib does not tell. None if it is not found."""
+    current = ""
+    spelled = rf"(?:{re.escape(key)}|\"{re.escape(key)}\"|'{re.escape(key)}')"
+    setting = re.compile(rf"\s*{spelled}\s*[.=]")
+    header = re.compile(r"\s*\[\[?\s*[\"']?([^\]\"']+?)[\"']?\s*\]")
+    for number, line in enumerate(text.splitlines(), 1):
+        if match := header.match(line):
+            current = match[1]
+            if not table and (current == key or current.startswith(f"{key}.")):
+                return number
+        elif current == table and setting.match(line):
+            return number
+    return None
+
+
+def _syntax_error(path: Path, text: str, message: str) -> str:
+    match = re.search(r"\(at line (\d+), column (\d+)\)", message)
+    if match is None:  # "at end of document"
+        return f"{path}, line {max(1, len(text.splitlines()))}: no valid TOML: {message}"
+    reason = message[: match.start()].strip()
+    lines = text.splitlines()
+    line = int(match[1])
+    content = lines[line - 1].strip() if line <= len(lines) else ""
+    return f"{path}, line {line}, column {match[2]}: no valid TOML: {reason}" + (f": {content[:80]}" if content else "")
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def settings_text(settings: InstanceSettings, *, log: Path | None) -> str:
+    """The settings file's text. Defaults are left out, ``log`` too when it is None."""
+    values: dict[str, Any] = {"peer": settings.peer, "app_port": settings.app_port}
+    if settings.app_host != "127.0.0.1":
+        values["app_host"] = settings.app_host
+    if log is not None:
+        values["log"] = str(log)
+    if settings.keep_checkpoints != KEEP_CHECKPOINTS_DEFAULT:
+        values["keep_checkpoints"] = "all" if settings.keep_checkpoints is None else settings.keep_checkpoints
+    if settings.log_trigger_mb != LOG_TRIGGER_MB_DEFAULT:
+        values["log_trigger_mb"] = settings.log_trigger_mb
+    if settings.app is not None:
+        values["app"] = settings.app
+    default = Tuning()
+    tuned = {limit.name: getattr(settings.tuning, limit.name) for limit in fields(Tuning)}
+    tuned = {key: value for key, value in tuned.items() if value != getattr(default, key)}
+    if tuned:
+        values["tuning"] = tuned
+    return tomli_w.dumps(values)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """``path`` holds ``data`` whole, or what it held before, whatever happens. The folder must exist."""
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(file.fileno(), 0o644)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,232 @@
+"""Opening the LMDB environment of a log, and what must hold before its file is mapped."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lmdb
+
+from coordinator.core.errors import LogError, LogFormatError, LogIdentityError, LogLockedError
+from coordinator.log import format as log_format
+
+DATA_FILE_NAME = "data.mdb"
+READERS_MAX = 512  # what the first opener sets counts for all: every opener passes the same
+DATABASES_MAX = 32  # more than version 1 has, so that a later version's can be opened beside them
+
+# LMDB 0.9's meta pages: a page header of 16 bytes, then MDB_meta (64-bit): magic, version, address, map size, two
+# MDB_db of 48 bytes (the first begins with the page size), last page, transaction ID.
+_META_OFFSET_BYTES = 16
+_META_START = struct.Struct("=IIQQI")
+_META_END = struct.Struct("=QQ")
+_META_END_OFFSET_BYTES = 24 + 2 * 48
+_MAGIC = 0xBEEFC0DE
+_DATA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """The handles of the named databases of docs/LOG_FORMAT.md."""
+
+    records: lmdb._Database
+    checkpoints: lmdb._Database
+    chunks: lmdb._Database
+    outputs: lmdb._Database
+    sources: lmdb._Database
+    acknowledged: lmdb._Database
+    peers: lmdb._Database
+    impulses: lmdb._Database
+    meta: lmdb._Database
+
+
+@dataclass(frozen=True, slots=True)
+class LogIdentity:
+    """Whose log it is."""
+
+    format_version: int
+    instance_name: str
+    committer_id: int
+    created_ns: int
+
+
+def log_exists(folder: str | os.PathLike[str]) -> bool:
+    """Whether ``folder`` holds an LMDB file; whether that is a log of ours shows when it is opened."""
+    return (Path(folder) / DATA_FILE_NAME).exists()
+
+
+def open_environment(folder: Path, *, readonly: bool, map_size_bytes: int) -> lmdb.Environment:
+    """Open the LMDB environment in ``folder``; a file that is there is checked before it is mapped.
+
+    Raises LogFormatError (no LMDB file, or a truncated one), LogLockedError (open already in this process), LogError.
+    """
+    path = folder / DATA_FILE_NAME
+    if path.exists() and path.stat().st_size:
+        check_data_file(path)
+    elif readonly:
+        raise LogFormatError(f"there is no log in {folder}")
+    # Engine 0 (LMDB 0.9): py-lmdb 3 has two engines with different file formats; before that there is no choice.
+    options: dict[str, Any] = {"lib_version": 0} if _has_engines() else {}
+    try:
+        return lmdb.open(
+            str(folder),
+            map_size=map_size_bytes,
+            readonly=readonly,
+            create=not readonly,
+            max_readers=READERS_MAX,
+            max_dbs=DATABASES_MAX,
+            **options,
+        )
+    except lmdb.Error as error:
+        if "already open" in str(error):
+            raise LogLockedError(f"the log in {folder} is open already in this process; use that one") from error
+        if isinstance(error, lmdb.InvalidError | lmdb.VersionMismatchError | lmdb.CorruptedError):
+            raise LogFormatError(f"{path} is not a log of this format: {error}") from error
+        raise LogError(f"the log in {folder} cannot be opened: {error}") from error
+
+
+def _has_engines() -> bool:
+    try:
+        lmdb.version(lib_version=0)
+    except (TypeError, lmdb.Error):
+        return False
+    return True
+
+
+def open_tables(environment: lmdb.Environment, folder: Path, *, create: bool) -> Tables:
+    """Open every named database. Raises LogFormatError when one is missing and ``create`` is False."""
+    names = Tables.__dataclass_fields__
+    try:
+        if not create:
+            return Tables(*(environment.open_db(name.encode(), create=False) for name in names))
+        with environment.begin(write=True) as transaction:
+            return Tables(*(environment.open_db(name.encode(), txn=transaction) for name in names))
+    except (lmdb.NotFoundError, lmdb.ReadonlyError) as error:
+        raise LogFormatError(f"there is no complete log in {folder}: {error}") from None
+    except lmdb.Error as error:
+        raise LogFormatError(f"the log in {folder} is damaged: {error}") from error
+
+
+def read_identity(
+    transaction: lmdb.Transaction[memoryview], tables: Tables, folder: Path, instance_name: str | None
+) -> LogIdentity:
+    """Whose log this is. Raises LogFormatError (none, or a newer version), LogIdentityError, DamagedLogError."""
+
+    def get(key: bytes) -> bytes:
+        value = transaction.get(key, db=tables.meta)
+        if value is None:
+            raise LogFormatError(f"there is no complete log in {folder}: its meta table has no {key.decode()!r}")
+        return bytes(value)
+
+    meta = b"meta"
+    raw_version = get(log_format.META_FORMAT)
+    version = log_format.unseal(meta, log_format.META_FORMAT, raw_version, log_format.INT)
+    if version != log_format.FORMAT_VERSION:
+        raise LogFormatError(
+            f"the log in {folder} has format version {version}, this program reads version"
+            f" {log_format.FORMAT_VERSION}: use the newer version of the program that wrote it"
+        )
+    name = log_format.unseal(meta, log_format.META_INSTANCE, get(log_format.META_INSTANCE), log_format.TEXT)
+    if instance_name is not None and name != instance_name:
+        raise LogIdentityError(
+            f"the log in {folder} belongs to instance {name!r}, not to {instance_name!r}: check the log folder's path"
+        )
+    committer_id = log_format.unseal(
+        meta, log_format.META_COMMITTER_ID, get(log_format.META_COMMITTER_ID), log_format.INT
+    )
+    created_ns = log_format.unseal(meta, log_format.META_CREATED, get(log_format.META_CREATED), log_format.INT)
+    return LogIdentity(version, name, committer_id, created_ns)
+
+
+def check_data_file(path: Path) -> None:
+    """Check that ``path`` is an LMDB 0.9 file with all the pages that it counts, without mapping it.
+
+    A page beyond the end of a mapped file kills the process that touches it. Raises LogFormatError.
+    """
+    needed_bytes = _needed_size_bytes(path)
+    size_bytes = path.stat().st_size  # after the meta pages: a live writer only ever makes the file longer
+    if size_bytes < needed_bytes and not _all_used_pages_exist(path):
+        raise LogFormatError(
+            f"{path} is truncated: it has {size_bytes} bytes, its pages need {needed_bytes};"
+            " restore it from a copy, or start this instance with a new, empty log"
+        )
+
+
+def extend_data_file(path: Path) -> None:
+    """Give the file every page that LMDB counts, as a hole: LMDB may count free pages that it never wrote."""
+    needed_bytes = _needed_size_bytes(path)
+    if path.stat().st_size < needed_bytes:
+        with path.open("r+b") as file:
+            if os.fstat(file.fileno()).st_size < needed_bytes:
+                os.ftruncate(file.fileno(), needed_bytes)
+
+
+def _needed_size_bytes(path: Path) -> int:
+    """The size that the newest meta page asks for. Raises LogFormatError for anything but an LMDB 0.9 file."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(_META_OFFSET_BYTES + _META_END_OFFSET_BYTES + _META_END.size)
+            if len(start) < _META_OFFSET_BYTES + _META_START.size:
+                raise LogFormatError(f"{path} is not an LMDB file: it has {len(start)} bytes")
+            page_size_bytes = _META_START.unpack_from(start, _META_OFFSET_BYTES)[4]
+            if not 256 <= page_size_bytes <= 65536 or page_size_bytes & (page_size_bytes - 1):
+                raise LogFormatError(f"{path} is not an LMDB file of this kind of machine")
+            metas = []
+            for page in range(2):
+                file.seek(page * page_size_bytes + _META_OFFSET_BYTES)
+                meta = file.read(_META_END_OFFSET_BYTES + _META_END.size)
+                if len(meta) == _META_END_OFFSET_BYTES + _META_END.size:
+                    metas.append(meta)
+    except OSError as error:
+        if error.errno == errno.ENOENT:
+            raise LogFormatError(f"there is no log in {path.parent}") from None
+        raise LogError(f"{path} cannot be read: {error}") from error
+    newest: tuple[int, int] | None = None
+    for meta in metas:
+        magic, version, _, _, _ = _META_START.unpack_from(meta)
+        if magic != _MAGIC:
+            raise LogFormatError(f"{path} is not an LMDB file: its first bytes are not LMDB's")
+        if version != _DATA_VERSION:
+            raise LogFormatError(f"{path} has LMDB data version {version}, this program reads {_DATA_VERSION}")
+        last_page, transaction_id = _META_END.unpack_from(meta, _META_END_OFFSET_BYTES)
+        newest = max(newest or (0, 0), (transaction_id, last_page))
+    if newest is None or len(metas) < 2:
+        raise LogFormatError(f"{path} is truncated: it has not even LMDB's two meta pages")
+    return (newest[1] + 1) * int(page_size_bytes)
+
+
+def _all_used_pages_exist(path: Path) -> bool:
+    """Whether only free pages are missing at the file's end; False where the installed py-lmdb cannot tell."""
+    try:
+        verify = _structure_walk()
+        with path.open("rb") as file:
+            walker = verify._Verifier(file, path.stat().st_size)
+            problems = walker.verify()
+            last_used_page = bytes(walker.live).rfind(1)
+            return not problems and (last_used_page + 1) * walker.psize <= path.stat().st_size
+    except Exception:  # another version of py-lmdb, or a file that it cannot walk: then it counts as truncated
+        return False
+
+
+def _structure_walk() -> Any:
+    """py-lmdb's walk over a file's pages, from version 3.0 on. Raises ImportError."""
+    return importlib.import_module("lmdb.verify")
+
+
+def structure_problems(path: Path) -> list[str] | None:
+    """What is wrong with the file's pages, by a walk in plain Python that nothing in the file can crash.
+
+    None where the installed py-lmdb has no such walk. Only for a log that no process writes.
+    """
+    try:
+        verify = _structure_walk()
+    except ImportError:
+        return None
+    try:
+        return list(verify.verify(str(path.parent)))
+    except verify.VerifyError as error:
+        return [str(error)]

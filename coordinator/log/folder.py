@@ -1,0 +1,147 @@
+"""Making and opening the log folder of an instance."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from pathlib import Path
+
+import lmdb
+
+from coordinator.core.errors import LogError, LogFormatError, require
+from coordinator.log import format as log_format
+from coordinator.log.environment import (
+    LogIdentity,
+    Tables,
+    log_exists,
+    open_environment,
+    open_tables,
+    read_identity,
+)
+from coordinator.log.lock import FolderLock
+from coordinator.log.reader import LogReader
+from coordinator.log.store import LmdbLogStore
+
+MAP_SIZE_BYTES = 64 << 30  # sparse: costs address space, no disk
+MAP_SIZE_BYTES_MAX = 1 << 40
+
+Folder = str | os.PathLike[str]
+
+
+def create_log(
+    folder: Folder,
+    instance_name: str,
+    *,
+    committer_id: int | None = None,
+    map_size_bytes: int = MAP_SIZE_BYTES,
+    map_size_bytes_max: int = MAP_SIZE_BYTES_MAX,
+) -> LmdbLogStore:
+    """Make a new log and open it for writing; without ``committer_id`` a random one is drawn.
+
+    A folder where making a log was cut off is taken over. Raises LogFormatError where there is a log already.
+    """
+    if committer_id is None:
+        committer_id = secrets.randbelow(log_format.COMMITTER_ID_MAX) + 1
+    require(0 < committer_id <= log_format.COMMITTER_ID_MAX, f"{committer_id} is no committer ID")
+    require(bool(instance_name), "an instance needs a name")
+    log_format.name_key(instance_name)
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    lock = FolderLock(path)
+    environment = None
+    try:
+        environment = open_environment(path, readonly=False, map_size_bytes=map_size_bytes)
+        identity = LogIdentity(log_format.FORMAT_VERSION, instance_name, committer_id, time.time_ns())
+        tables = _initialize(environment, path, identity)
+        # LMDB syncs its files, but not the folders that name them.
+        _sync_folder(path)
+        _sync_folder(path.absolute().parent)
+        return LmdbLogStore(path, environment, tables, lock, identity, map_size_bytes_max)
+    except BaseException:
+        _undo(environment, lock)
+        raise
+
+
+def open_log(
+    folder: Folder,
+    instance_name: str,
+    *,
+    map_size_bytes: int = MAP_SIZE_BYTES,
+    map_size_bytes_max: int = MAP_SIZE_BYTES_MAX,
+) -> LmdbLogStore:
+    """Open a log for writing.
+
+    Raises LogFormatError (no log, not a log, truncated, newer format), LogLockedError, LogIdentityError,
+    DamagedLogError.
+    """
+    path = Path(folder)
+    if not log_exists(path):
+        raise LogFormatError(f"there is no log in {path}")
+    lock = FolderLock(path)
+    environment = None
+    try:
+        environment = open_environment(path, readonly=False, map_size_bytes=map_size_bytes)
+        tables = open_tables(environment, path, create=False)
+        with environment.begin(buffers=True) as transaction:
+            identity = read_identity(transaction, tables, path, instance_name)
+        return LmdbLogStore(path, environment, tables, lock, identity, map_size_bytes_max)
+    except lmdb.Error as error:
+        _undo(environment, lock)
+        raise LogError(f"the log in {path} cannot be opened: {error}") from error
+    except BaseException:
+        _undo(environment, lock)
+        raise
+
+
+def open_reader(folder: Folder, instance_name: str | None = None) -> LogReader:
+    """Open a log for reading only, also while a coordinator of another process writes it.
+
+    Raises LogFormatError, LogIdentityError, DamagedLogError; LogLockedError when this process has it open already.
+    """
+    path = Path(folder)
+    environment = open_environment(path, readonly=True, map_size_bytes=0)
+    try:
+        tables = open_tables(environment, path, create=False)
+        with environment.begin(buffers=True) as transaction:
+            identity = read_identity(transaction, tables, path, instance_name)
+        return LogReader(path, environment, tables, identity)
+    except lmdb.Error as error:
+        environment.close()
+        raise LogError(f"the log in {path} cannot be opened: {error}") from error
+    except BaseException:
+        environment.close()
+        raise
+
+
+def _initialize(environment: lmdb.Environment, folder: Path, identity: LogIdentity) -> Tables:
+    tables = open_tables(environment, folder, create=True)
+    values: dict[bytes, object] = {
+        log_format.META_FORMAT: identity.format_version,
+        log_format.META_INSTANCE: identity.instance_name,
+        log_format.META_COMMITTER_ID: identity.committer_id,
+        log_format.META_CREATED: identity.created_ns,
+    }
+    try:
+        with environment.begin(write=True) as transaction:
+            if transaction.get(log_format.META_FORMAT, db=tables.meta) is not None:
+                raise LogFormatError(f"there is a log in {folder} already: open it, or choose another folder")
+            for key, payload in values.items():
+                transaction.put(key, log_format.seal(b"meta", key, payload), db=tables.meta)
+    except lmdb.Error as error:
+        raise LogError(f"no log can be made in {folder}: {error}") from error
+    return tables
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _undo(environment: lmdb.Environment | None, lock: FolderLock) -> None:
+    if environment is not None:
+        environment.close()
+    lock.release()

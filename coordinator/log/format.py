@@ -1,0 +1,185 @@
+"""The bytes of keys and small values, in the words of docs/LOG_FORMAT.md. No I/O."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from coordinator.core.errors import DamagedLogError, require
+from coordinator.core.interfaces import CheckpointHeader, ImpulseBatch, OutputBatch, OutputMark
+from protocol.checksum import crc64
+from protocol.limits import NAME_SIZE_BYTES_MAX
+from protocol.varint import Readable
+
+FORMAT_VERSION = 1
+CRC_SIZE_BYTES = 8
+OUTPUTS_PIECE_SIZE_BYTES = 1 << 20  # one LMDB value of 64 MiB would need 64 MiB of contiguous free pages
+COMMITTER_ID_MAX = (1 << 31) - 1
+
+SEQUENCE_KEY = struct.Struct(">Q")  # records: sequence ID; checkpoints: checkpoint ID
+CHUNK_KEY = struct.Struct(">QI")  # checkpoint ID, index
+_POSITION = struct.Struct(">Q")
+CRC = struct.Struct("<Q")
+_IMPULSES_HEAD = struct.Struct("<QIQ")  # CRC of the head, count, CRC of the payload
+_IMPULSES_COUNTED = struct.Struct("<IQ")
+
+META_FORMAT = b"format"
+META_INSTANCE = b"instance"
+META_COMMITTER_ID = b"committer_id"
+META_CREATED = b"created_ns"
+META_EPOCH = b"epoch"
+META_EXTENSIONS = b"extensions"
+META_TRIMMED = b"trimmed_sequence_id"
+
+_encode = msgspec.msgpack.Encoder().encode
+INT = msgspec.msgpack.Decoder(int)
+INTS = msgspec.msgpack.Decoder(list[int])
+TEXT = msgspec.msgpack.Decoder(str)
+SOURCE = msgspec.msgpack.Decoder(tuple[int, int, int])
+_HEADER = msgspec.msgpack.Decoder(tuple[int, int, int, int, int, int, dict[str, tuple[int, int]], int, int])
+_OUTPUTS = msgspec.msgpack.Decoder(dict[str, list[tuple[int, int, bytes]]])
+
+Decoded = TypeVar("Decoded")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredHeader:
+    """A checkpoint's header as it is stored: ``unacknowledged`` of ``header`` is empty, it lies beside it."""
+
+    header: CheckpointHeader
+    chunk_count: int
+    outputs_size_bytes: int
+    outputs_check: int
+
+
+def name_key(name: str) -> bytes:
+    """The key of an instance's name: UTF-8, then a zero byte."""
+    raw = name.encode()
+    require(
+        len(raw) <= NAME_SIZE_BYTES_MAX and b"\0" not in raw,
+        f"{name!r} is no instance name: at most {NAME_SIZE_BYTES_MAX} bytes, no zero byte",
+    )
+    return raw + b"\0"
+
+
+def name_of_key(key: bytes) -> str:
+    return key[:-1].decode(errors="replace")
+
+
+def impulse_key(destination: str, first_position: int) -> bytes:
+    return name_key(destination) + _POSITION.pack(first_position)
+
+
+def impulse_of_key(key: bytes) -> tuple[str, int]:
+    """(destination, first position)"""
+    if len(key) <= _POSITION.size or key[-_POSITION.size - 1] != 0:
+        raise DamagedLogError(f"the log's table 'impulses' has a damaged key {key.hex()}", -1)
+    return name_of_key(key[: -_POSITION.size]), _POSITION.unpack(key[-_POSITION.size :])[0]
+
+
+def seal(table: bytes, key: bytes, payload: object) -> bytes:
+    """A small value: CRC over table, key and payload, then the payload in MessagePack."""
+    packed = _encode(payload)
+    return CRC.pack(crc64(packed, crc64(table + b"\0" + key))) + packed
+
+
+def unseal(table: bytes, key: bytes, value: bytes, decoder: msgspec.msgpack.Decoder[Decoded]) -> Decoded:
+    """The payload of a small value. Raises DamagedLogError that names table and key."""
+    packed = value[CRC_SIZE_BYTES:]
+    if len(value) <= CRC_SIZE_BYTES or CRC.unpack_from(value)[0] != crc64(packed, crc64(table + b"\0" + key)):
+        raise DamagedLogError(
+            f"the log's table {table.decode()!r} is damaged at key {_shown(key)}: its CRC does not match", -1
+        )
+    try:
+        return decoder.decode(packed)
+    except msgspec.MsgspecError as error:
+        raise DamagedLogError(
+            f"the log's table {table.decode()!r} has a strange value at key {_shown(key)}: {error}", -1
+        ) from None
+
+
+def _shown(key: bytes) -> str:
+    text = key.rstrip(b"\0")
+    return repr(text.decode()) if text.isascii() and text.decode().isprintable() else key.hex()
+
+
+def seal_chunk(key: bytes, data: Readable) -> bytes:
+    """CRC over key and data, then the data."""
+    return b"".join((CRC.pack(crc64(data, crc64(key))), data))
+
+
+def unseal_chunk(key: bytes, value: Readable) -> bytes | None:
+    """The chunk's data (copied first, so that what was checked is what is passed on), or None if it is damaged."""
+    data = bytes(value[CRC_SIZE_BYTES:])
+    if not data or CRC.unpack_from(value)[0] != crc64(data, crc64(key)):
+        return None
+    return data
+
+
+def encode_header(header: CheckpointHeader, chunk_count: int, outputs: bytes) -> bytes:
+    """A checkpoint's sealed header; ``outputs`` is what :func:`encode_outputs` made."""
+    marks = {name: (mark.position, mark.checksum) for name, mark in header.outputs.items()}
+    payload = (
+        header.checkpoint_id,
+        header.sequence_id,
+        header.size_bytes,
+        header.check,
+        header.time_ns,
+        chunk_count,
+        marks,
+        len(outputs),
+        crc64(outputs),
+    )
+    return seal(b"checkpoints", SEQUENCE_KEY.pack(header.checkpoint_id), payload)
+
+
+def decode_header(key: bytes, value: bytes) -> StoredHeader:
+    """Raises DamagedLogError."""
+    fields = unseal(b"checkpoints", key, value, _HEADER)
+    checkpoint_id, sequence_id, size_bytes, check, time_ns, chunk_count, marks, outputs_size, outputs_check = fields
+    outputs = {name: OutputMark(*mark) for name, mark in marks.items()}
+    header = CheckpointHeader(checkpoint_id, sequence_id, size_bytes, check, time_ns, outputs)
+    return StoredHeader(header, chunk_count, outputs_size, outputs_check)
+
+
+def encode_outputs(unacknowledged: Mapping[str, Sequence[OutputBatch]]) -> bytes:
+    """All unacknowledged outputs in one piece; b"" when there are none."""
+    rows: dict[str, Any] = {
+        name: [(batch.first_position, batch.count, batch.payload) for batch in batches]
+        for name, batches in unacknowledged.items()
+    }
+    return _encode(rows) if rows else b""
+
+
+def decode_outputs(data: bytes) -> dict[str, list[OutputBatch]]:
+    """Raises msgspec.MsgspecError."""
+    return {name: [OutputBatch(*row) for row in rows] for name, rows in _OUTPUTS.decode(data).items()}
+
+
+def encode_impulses(key: bytes, batch: ImpulseBatch) -> bytes:
+    counted = _IMPULSES_COUNTED.pack(batch.count, crc64(batch.payload))
+    return b"".join((CRC.pack(crc64(counted, crc64(b"impulses\0" + key))), counted, batch.payload))
+
+
+def decode_impulses_count(key: bytes, value: Readable) -> int:
+    """The count of a row, without touching its payload. Raises DamagedLogError."""
+    if len(value) >= _IMPULSES_HEAD.size:
+        check, count, payload_check = _IMPULSES_HEAD.unpack_from(value)
+        if check == crc64(_IMPULSES_COUNTED.pack(count, payload_check), crc64(b"impulses\0" + key)):
+            return int(count)
+    raise DamagedLogError(f"the log's table 'impulses' is damaged at key {_shown(key)}: its CRC does not match", -1)
+
+
+def decode_impulses_payload(key: bytes, value: Readable) -> bytes:
+    """The payload of a row whose head was decoded before. Raises DamagedLogError."""
+    payload = bytes(value[_IMPULSES_HEAD.size :])
+    if crc64(payload) != _IMPULSES_HEAD.unpack_from(value)[2]:
+        destination, position = impulse_of_key(key)
+        raise DamagedLogError(
+            f"the impulses to {destination!r} at position {position} are damaged: the CRC does not match", -1
+        )
+    return payload

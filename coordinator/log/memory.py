@@ -1,0 +1,231 @@
+"""A LogStore in memory with the same rules, and a notion of what is durable: for tests and the simulator."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field, replace
+
+from coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError, require
+from coordinator.core.interfaces import CheckpointHeader, ImpulseBatch, LogSummary, SourcePosition, Transaction
+from coordinator.log.checkpoint_store import PendingBlob
+from coordinator.log.store import check_records
+from coordinator.log.values import check_value, logged_time_ns
+from protocol.checksum import crc64
+from protocol.varint import Readable
+
+STEP_ROWS_MAX = 4096
+
+
+@dataclass(slots=True)
+class _Durable:
+    """What survives a crash."""
+
+    committer_id: int
+    epoch: int = 0
+    extensions: frozenset[int] | None = None
+    trimmed_sequence_id: int = -1
+    records: dict[int, bytes] = field(default_factory=dict)
+    checkpoints: dict[int, CheckpointHeader] = field(default_factory=dict)
+    chunks: dict[tuple[int, int], tuple[bytes, int]] = field(default_factory=dict)  # data, CRC
+    sources: dict[str, SourcePosition] = field(default_factory=dict)
+    acknowledged: dict[str, int] = field(default_factory=dict)
+    peers: dict[str, int] = field(default_factory=dict)
+    impulses: dict[tuple[str, int], ImpulseBatch] = field(default_factory=dict)
+
+
+class MemoryLogStore:
+    """Everything that was committed is durable; :meth:`crash` gives what the next start would find."""
+
+    def __init__(self, committer_id: int = 1) -> None:
+        self.problems: list[str] = []
+        self._durable = _Durable(committer_id)
+        self._pending: PendingBlob | None = None
+        self._failure: LogError | None = None
+        self._fail_next: LogError | None = None
+        self._damaged_checkpoint_ids: set[int] = set()
+
+    def crash(self) -> MemoryLogStore:
+        """A fresh store with what was durable; this one accepts nothing more."""
+        store = MemoryLogStore(self._durable.committer_id)
+        store._durable = copy.copy(self._durable)
+        for name in _Durable.__dataclass_fields__:
+            value = getattr(self._durable, name)
+            if isinstance(value, dict):
+                setattr(store._durable, name, dict(value))
+        known = store._durable.checkpoints
+        store._durable.chunks = {key: chunk for key, chunk in store._durable.chunks.items() if key[0] in known}
+        self._failure = LogError("this log is closed: its process crashed")
+        return store
+
+    def fail_next_commit(self, error: LogError) -> None:
+        """Let the next write raise ``error`` (LogFullError, LogSyncError) and refuse everything after it."""
+        self._fail_next = error
+
+    def damage_record(self, sequence_id: int, offset_bytes: int) -> None:
+        """Flip one bit of a value."""
+        value = bytearray(self._durable.records[sequence_id])
+        value[offset_bytes] ^= 1
+        self._durable.records[sequence_id] = bytes(value)
+
+    def damage_chunk(self, checkpoint_id: int, index: int) -> None:
+        """Flip one bit of a chunk."""
+        data, check = self._durable.chunks[checkpoint_id, index]
+        self._durable.chunks[checkpoint_id, index] = (bytes((data[0] ^ 1,)) + data[1:], check)
+
+    def summary(self) -> LogSummary:
+        """As LmdbLogStore.summary."""
+        self._refuse_after_failure()
+        durable = self._durable
+        first, last = self._first_and_last()
+        impulses = [
+            batch
+            if batch.last_position > durable.acknowledged.get(batch.destination, 0)
+            else replace(batch, payload=b"")
+            for _, batch in sorted(durable.impulses.items())
+        ]
+        return LogSummary(
+            committer_id=durable.committer_id,
+            epoch=durable.epoch,
+            first_sequence_id=first,
+            last_sequence_id=last,
+            checkpoints=[header for _, header in sorted(durable.checkpoints.items())],
+            sources=dict(durable.sources),
+            acknowledged=dict(durable.acknowledged),
+            peers=dict(durable.peers),
+            impulses=impulses,
+            extensions=durable.extensions,
+            last_time_ns=logged_time_ns(durable.records[last], last, durable.committer_id) if last >= first else 0,
+        )
+
+    def commit(self, transaction: Transaction) -> None:
+        """As LmdbLogStore.commit."""
+        self._refuse_after_failure()
+        durable = self._durable
+        check_records(transaction.records, self._first_and_last()[1], durable.committer_id)
+        checkpoint = transaction.checkpoint
+        if checkpoint is not None:
+            pending = self._pending or PendingBlob(checkpoint.checkpoint_id)
+            if pending.checkpoint_id != checkpoint.checkpoint_id:
+                pending = PendingBlob(checkpoint.checkpoint_id)
+            pending.require_complete(checkpoint)
+        self._fail_if_asked()
+        durable.records.update((sequence_id, bytes(value)) for sequence_id, value in transaction.records)
+        durable.sources.update(transaction.sources)
+        durable.acknowledged.update(transaction.acknowledged)
+        durable.peers.update(transaction.peers)
+        durable.impulses.update(((batch.destination, batch.first_position), batch) for batch in transaction.impulses)
+        if checkpoint is not None:
+            unacknowledged = {name: list(batches) for name, batches in checkpoint.unacknowledged.items()}
+            durable.checkpoints[checkpoint.checkpoint_id] = replace(
+                checkpoint, outputs=dict(checkpoint.outputs), unacknowledged=unacknowledged
+            )
+            self._pending = None
+        if transaction.epoch is not None:
+            durable.epoch = transaction.epoch
+        if transaction.extensions is not None:
+            durable.extensions = transaction.extensions
+
+    def read(self, first_sequence_id: int, size_bytes_max: int) -> list[bytes]:
+        """As LmdbLogStore.read."""
+        self._refuse_after_failure()
+        records = self._durable.records
+        values: list[bytes] = []
+        size_bytes = 0
+        sequence_id = first_sequence_id
+        while (value := records.get(sequence_id)) is not None:
+            size_bytes += len(value)
+            if values and size_bytes > size_bytes_max:
+                break
+            try:
+                check_value(value, sequence_id, self._durable.committer_id)
+            except DamagedLogError:
+                if not values:
+                    raise
+                break
+            values.append(value)
+            sequence_id += 1
+        first, last = self._first_and_last()
+        if not values and first_sequence_id <= last:
+            raise DamagedLogError(
+                f"record {first_sequence_id} is missing: the log has {first} to {last}", first_sequence_id
+            )
+        return values
+
+    def write_checkpoint_chunk(self, checkpoint_id: int, index: int, data: Readable) -> None:
+        """As LmdbLogStore.write_checkpoint_chunk."""
+        self._refuse_after_failure()
+        if not data:
+            return
+        if index == 0:
+            require(checkpoint_id not in self._durable.checkpoints, f"checkpoint {checkpoint_id} is complete already")
+            self._drop_chunks(checkpoint_id, checkpoint_id + 1)
+            self._pending = PendingBlob(checkpoint_id)
+        pending = self._pending
+        require(
+            pending is not None and (pending.checkpoint_id, pending.chunk_count) == (checkpoint_id, index),
+            f"chunk {index} of checkpoint {checkpoint_id} does not follow the chunk before it: {pending}",
+        )
+        self._fail_if_asked()
+        self._durable.chunks[checkpoint_id, index] = (bytes(data), crc64(data))
+        if pending is not None:
+            pending.add(data)
+
+    def read_checkpoint_chunk(self, checkpoint_id: int, index: int) -> bytes:
+        """As LmdbLogStore.read_checkpoint_chunk."""
+        self._refuse_after_failure()
+        data, check = self._durable.chunks.get((checkpoint_id, index), (b"", 0))
+        if not data and checkpoint_id not in self._durable.checkpoints:
+            raise DamagedCheckpointError(f"checkpoint {checkpoint_id} is not in the log", checkpoint_id)
+        if data and crc64(data) != check:
+            self._damaged_checkpoint_ids.add(checkpoint_id)
+            raise DamagedCheckpointError(f"chunk {index} of checkpoint {checkpoint_id} is damaged", checkpoint_id)
+        return data
+
+    def trim(self, *, keep_checkpoints: int | None) -> bool:
+        """As LmdbLogStore.trim; a step is bounded in records only."""
+        self._refuse_after_failure()
+        if keep_checkpoints is None:
+            return False
+        require(keep_checkpoints >= 1, f"{keep_checkpoints} checkpoints cannot be kept, it must be at least one")
+        durable = self._durable
+        valid = [
+            checkpoint_id
+            for checkpoint_id in sorted(durable.checkpoints)
+            if checkpoint_id not in self._damaged_checkpoint_ids
+        ]
+        if not valid:
+            return False
+        oldest = durable.checkpoints[valid[-keep_checkpoints:][0]]
+        for checkpoint_id in [key for key in durable.checkpoints if key < oldest.checkpoint_id]:
+            del durable.checkpoints[checkpoint_id]
+        self._drop_chunks(0, oldest.checkpoint_id)
+        first, _ = self._first_and_last()
+        removed_end = min(first + STEP_ROWS_MAX, oldest.sequence_id + 1)
+        for sequence_id in range(first, removed_end):
+            del durable.records[sequence_id]
+            durable.trimmed_sequence_id = sequence_id
+        for key, batch in list(durable.impulses.items()):
+            mark = oldest.outputs.get(batch.destination)
+            if mark is not None and batch.last_position <= mark.position:
+                del durable.impulses[key]
+        return removed_end <= oldest.sequence_id
+
+    def close(self) -> None:
+        self._failure = self._failure or LogError("this log is closed")
+
+    def _first_and_last(self) -> tuple[int, int]:
+        first = self._durable.trimmed_sequence_id + 1
+        return first, first + len(self._durable.records) - 1
+
+    def _drop_chunks(self, first_checkpoint_id: int, end_checkpoint_id: int) -> None:
+        for key in [key for key in self._durable.chunks if first_checkpoint_id <= key[0] < end_checkpoint_id]:
+            del self._durable.chunks[key]
+
+    def _fail_if_asked(self) -> None:
+        if self._fail_next is not None:
+            self._failure, self._fail_next = self._fail_next, None
+            raise self._failure
+
+    def _refuse_after_failure(self) -> None:
+        if self._failure is not None:
+            raise type(self._failure)(*self._failure.args)

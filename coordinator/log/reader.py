@@ -1,0 +1,161 @@
+"""A log open for reading only, beside its live writer: for ``immortal log show``, status and the pipeline."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import lmdb
+
+from coordinator.core.errors import DamagedLogError
+from coordinator.core.interfaces import LogSummary, OutputBatch
+from coordinator.log import reading
+from coordinator.log.environment import LogIdentity, Tables
+from coordinator.log.format import INT, META_TRIMMED, SEQUENCE_KEY, StoredHeader
+from coordinator.log.store import checked_prefix
+from coordinator.log.values import check_value
+
+Result = TypeVar("Result")
+
+# One read transaction covers at most this much: pages freed while it is open cannot be used again by the writer.
+SCAN_ROWS_MAX = 4096
+SCAN_SIZE_BYTES_MAX = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedValue:
+    """A record with its trailer, as it is in the log; ``problem`` says in words what is damaged, None if nothing is.
+
+    ``value`` is empty where the record is missing.
+    """
+
+    sequence_id: int
+    value: bytes
+    problem: str | None
+
+
+class LogReader:
+    """Made by :func:`coordinator.log.folder.open_reader`. For one thread; no transaction stays open between calls."""
+
+    def __init__(self, folder: Path, environment: lmdb.Environment, tables: Tables, identity: LogIdentity) -> None:
+        self.folder = folder
+        self.identity = identity
+        self.problems: list[str] = []
+        self._environment = environment
+        self._tables = tables
+
+    def __enter__(self) -> LogReader:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
+
+    def summary(self) -> LogSummary:
+        """As LmdbLogStore.summary, as of now."""
+        problems: list[str] = []
+        summary = self.transact(
+            lambda transaction, tables: reading.load_summary(
+                transaction, tables, self.identity.committer_id, self._load_outputs, problems
+            )
+        )
+        self.problems = problems
+        return summary
+
+    def read(self, first_sequence_id: int, size_bytes_max: int) -> list[bytes]:
+        """As LmdbLogStore.read; behind the last record an empty list."""
+        values, gap = self.transact(
+            lambda transaction, tables: reading.collect_values(transaction, tables, first_sequence_id, size_bytes_max)
+        )
+        if not values and gap is not None:
+            raise gap
+        return checked_prefix(values, first_sequence_id, self.identity.committer_id)
+
+    def records(
+        self, first_sequence_id: int | None = None, last_sequence_id: int | None = None
+    ) -> Iterator[LoggedValue]:
+        """Every record of the range (both ends included; None: the log's own ends), damaged and missing ones marked.
+
+        A scan never holds back the writer: its transaction is renewed every SCAN_ROWS_MAX records or
+        SCAN_SIZE_BYTES_MAX.
+        Without ``last_sequence_id`` it goes on to what is the last record when it gets there.
+        """
+        first, _ = self.transact(reading.first_and_last_sequence_id)
+        expected = first if first_sequence_id is None else max(first_sequence_id, first)
+        while True:
+            rows = self.transact(partial(_scan, first=expected, last=last_sequence_id))
+            if not rows:
+                return
+            for sequence_id, value in rows:
+                if sequence_id > expected and not self._trimmed(sequence_id - 1):
+                    yield _missing(expected, sequence_id - 1)
+                yield LoggedValue(sequence_id, value, self._problem(sequence_id, value))
+                expected = sequence_id + 1
+
+    def read_checkpoint_chunk(self, checkpoint_id: int, index: int) -> bytes:
+        """As LmdbLogStore.read_checkpoint_chunk."""
+        return self.transact(lambda transaction, tables: reading.read_chunk(transaction, tables, checkpoint_id, index))
+
+    def checkpoint_chunks(self, checkpoint_id: int) -> Iterator[bytes]:
+        """The chunks of a blob, in order. Raises DamagedCheckpointError."""
+        index = 0
+        while chunk := self.read_checkpoint_chunk(checkpoint_id, index):
+            yield chunk
+            index += 1
+
+    def transact(self, operation: Callable[[reading.ReadTransaction, Tables], Result]) -> Result:
+        """Run ``operation`` in a read transaction of its own. Raises DamagedLogError where LMDB cannot read."""
+        while True:
+            try:
+                with self._environment.begin(buffers=True) as transaction:
+                    return operation(transaction, self._tables)
+            except lmdb.MapResizedError:
+                self._environment.set_mapsize(0)  # the writer's new size
+            except (lmdb.Error, struct.error) as error:
+                raise DamagedLogError(f"the log in {self.folder} cannot be read: {error}", -1) from error
+
+    def close(self) -> None:
+        self._environment.close()
+
+    def _load_outputs(self, stored: StoredHeader) -> dict[str, list[OutputBatch]]:
+        return self.transact(lambda transaction, tables: reading.load_outputs(transaction, tables, stored))
+
+    def _problem(self, sequence_id: int, value: bytes) -> str | None:
+        try:
+            check_value(value, sequence_id, self.identity.committer_id)
+        except DamagedLogError as error:
+            return str(error)
+        return None
+
+    def _trimmed(self, sequence_id: int) -> bool:
+        """Whether the writer has removed that record, perhaps since a scan began."""
+        trimmed = self.transact(lambda transaction, tables: reading.meta_value(transaction, tables, META_TRIMMED, INT))
+        return trimmed is not None and sequence_id <= trimmed
+
+
+def _missing(first: int, last: int) -> LoggedValue:
+    """One marker for the whole gap: a damaged key may make it look 2^63 records wide."""
+    what = f"record {first} is missing" if first == last else f"records {first} to {last} are missing"
+    return LoggedValue(first, b"", what)
+
+
+def _scan(
+    transaction: reading.ReadTransaction, tables: Tables, first: int, last: int | None
+) -> list[tuple[int, bytes]]:
+    rows: list[tuple[int, bytes]] = []
+    rest_bytes = SCAN_SIZE_BYTES_MAX
+    with transaction.cursor(tables.records) as cursor:
+        if not cursor.set_range(SEQUENCE_KEY.pack(max(first, 0))):
+            return rows
+        for key, value in cursor:
+            (sequence_id,) = SEQUENCE_KEY.unpack(key)
+            if last is not None and sequence_id > last:
+                break
+            rows.append((sequence_id, bytes(value)))
+            rest_bytes -= len(value)
+            if rest_bytes <= 0 or len(rows) >= SCAN_ROWS_MAX:
+                break
+    return rows

@@ -1,0 +1,286 @@
+"""The writer: a LogStore in LMDB."""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeAlias, TypeVar
+
+import lmdb
+
+from coordinator.core.errors import (
+    DamagedCheckpointError,
+    DamagedLogError,
+    LogError,
+    LogFullError,
+    LogSyncError,
+    require,
+)
+from coordinator.core.interfaces import LogSummary, OutputBatch, Transaction
+from coordinator.log import format as log_format
+from coordinator.log import reading, trim
+from coordinator.log.checkpoint_store import CheckpointWriter, remove_half_written
+from coordinator.log.environment import DATA_FILE_NAME, LogIdentity, Tables, extend_data_file
+from coordinator.log.format import SEQUENCE_KEY, StoredHeader
+from coordinator.log.lock import FolderLock
+from coordinator.log.values import check_value
+from protocol.varint import Readable
+
+Result = TypeVar("Result")
+WriteTransaction: TypeAlias = "lmdb.Transaction[memoryview]"
+_RECORD_HEADER = struct.Struct("<iiQq")
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_ALMOST_FULL_BYTES = 1 << 20
+
+
+class LmdbLogStore:
+    """The log of one instance, open for writing. Made by :func:`coordinator.log.folder.open_log` or ``create_log``.
+
+    commit, write_checkpoint_chunk and trim may run in one thread while read, read_checkpoint_chunk and summary
+    run in another. After a LogFullError or LogSyncError every call but :meth:`close` raises it again: what is on
+    disk is unknown until the log is opened anew.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        environment: lmdb.Environment,
+        tables: Tables,
+        lock: FolderLock,
+        identity: LogIdentity,
+        map_size_bytes_max: int,
+    ) -> None:
+        self.identity = identity
+        self.problems: list[str] = []  # what was found damaged and could be left out, in words
+        self._folder = folder
+        self._environment = environment
+        self._tables = tables
+        self._folder_lock = lock
+        self._map_size_bytes_max = map_size_bytes_max
+        self._write_lock = threading.Lock()
+        self._map_lock = threading.Lock()  # held while a read transaction is open: the map must not move then
+        self._failure: LogError | None = None
+        self._damaged_checkpoint_ids: set[int] = set()
+        self._checkpoint_writer = CheckpointWriter(tables)
+        environment.reader_check()
+        _, self._last_sequence_id = self._read(
+            lambda transaction: reading.first_and_last_sequence_id(transaction, tables)
+        )
+        while self._write(lambda transaction: remove_half_written(transaction, tables)):
+            pass
+        extend_data_file(folder / DATA_FILE_NAME)
+
+    def summary(self) -> LogSummary:
+        """The log's state. A damaged checkpoint header is left out and described in :attr:`problems`.
+
+        Impulses whose batch is acknowledged whole come with an empty payload: their positions count, their bytes
+        do not.
+        Raises DamagedLogError with sequence ID -1 for a damaged position, peer or meta value.
+        """
+        problems: list[str] = []
+        summary = self._read(
+            lambda transaction: reading.load_summary(
+                transaction, self._tables, self.identity.committer_id, self._load_outputs, problems
+            )
+        )
+        self.problems = problems
+        return summary
+
+    def commit(self, transaction: Transaction) -> None:
+        """Make ``transaction`` durable, whole. Raises LogFullError or LogSyncError, then refuses everything."""
+        records = transaction.records
+        if records:
+            check_records(records, self._last_sequence_id, self.identity.committer_id)
+        self._write(lambda write: self._put(write, transaction))
+        if records:
+            self._last_sequence_id = records[-1][0]
+        if transaction.checkpoint is not None:
+            self._checkpoint_writer.header_committed()
+
+    def read(self, first_sequence_id: int, size_bytes_max: int) -> list[bytes]:
+        """Checked values from ``first_sequence_id`` on: at most ``size_bytes_max``, but one if there is one.
+
+        Raises DamagedLogError if the first of them is damaged or missing; those before a damaged one are returned.
+        """
+        last = self._last_sequence_id  # before the transaction: what was committed by now must be there
+        values, gap = self._read(
+            lambda transaction: reading.collect_values(transaction, self._tables, first_sequence_id, size_bytes_max)
+        )
+        if not values:
+            if gap is not None:
+                raise gap
+            if first_sequence_id <= last:
+                raise DamagedLogError(
+                    f"record {first_sequence_id} is missing: the last is record {last}", first_sequence_id
+                )
+        return checked_prefix(values, first_sequence_id, self.identity.committer_id)
+
+    def write_checkpoint_chunk(self, checkpoint_id: int, index: int, data: Readable) -> None:
+        """Keep one chunk; chunks come in order, index 0 begins anew. An empty one is not stored."""
+        if not data:
+            return
+        self._write(lambda write: self._checkpoint_writer.put_chunk(write, checkpoint_id, index, data))
+        self._checkpoint_writer.chunk_committed(checkpoint_id, index, data)
+
+    def read_checkpoint_chunk(self, checkpoint_id: int, index: int) -> bytes:
+        """Chunk ``index``, b"" after the last.
+
+        Raises DamagedCheckpointError; from then on trim does not count that checkpoint among those to keep.
+        """
+        try:
+            return self._read(lambda transaction: reading.read_chunk(transaction, self._tables, checkpoint_id, index))
+        except DamagedCheckpointError:
+            self._damaged_checkpoint_ids.add(checkpoint_id)
+            raise
+
+    def trim(self, *, keep_checkpoints: int | None) -> bool:
+        """Remove one bounded step of what the newest ``keep_checkpoints`` do not need; True if more remains.
+
+        None keeps everything. The only valid checkpoint and the records after it always stay.
+        """
+        if keep_checkpoints is None:
+            return False
+        require(keep_checkpoints >= 1, f"{keep_checkpoints} checkpoints cannot be kept, it must be at least one")
+        budget = trim.Budget.step()
+
+        def step(write: WriteTransaction) -> None:
+            nonlocal budget
+            self._environment.reader_check()  # a killed reader's slot would keep freed pages from being used again
+            budget = trim.Budget.step()  # a retry with a larger map begins anew
+            trim.trim_step(write, self._tables, keep_checkpoints, self._damaged_checkpoint_ids, budget)
+
+        self._write(step)
+        if budget.rows_left < trim.STEP_ROWS_MAX:
+            extend_data_file(self._folder / DATA_FILE_NAME)
+        return budget.exhausted
+
+    def size_bytes(self) -> int:
+        """The size of the log's file."""
+        return (self._folder / DATA_FILE_NAME).stat().st_size
+
+    def close(self) -> None:
+        """Close the log and let others write it. Harmless when closed already."""
+        with self._write_lock, self._map_lock:
+            if self._failure is None:
+                self._failure = LogError(f"the log in {self._folder} is closed")
+            self._environment.close()
+            self._folder_lock.release()
+
+    # Inside
+
+    def _put(self, write: WriteTransaction, transaction: Transaction) -> None:
+        tables = self._tables
+        for sequence_id, value in transaction.records:
+            put = write.put(SEQUENCE_KEY.pack(sequence_id), value, append=True, db=tables.records)
+            require(put, f"record {sequence_id} is in the log already")
+        for name, source in transaction.sources.items():
+            key = log_format.name_key(name)
+            row = (source.committer_id, source.epoch, source.position)
+            write.put(key, log_format.seal(b"sources", key, row), db=tables.sources)
+        for name, position in transaction.acknowledged.items():
+            key = log_format.name_key(name)
+            write.put(key, log_format.seal(b"acknowledged", key, position), db=tables.acknowledged)
+        for batch in transaction.impulses:
+            require(batch.count > 0 and batch.first_position > 0, f"{batch.count} impulses at {batch.first_position}")
+            key = log_format.impulse_key(batch.destination, batch.first_position)
+            write.put(key, log_format.encode_impulses(key, batch), db=tables.impulses)
+        for name, committer_id in transaction.peers.items():
+            key = log_format.name_key(name)
+            write.put(key, log_format.seal(b"peers", key, committer_id), db=tables.peers)
+        if transaction.checkpoint is not None:
+            self._checkpoint_writer.put_header(write, transaction.checkpoint)
+        if transaction.epoch is not None:
+            self._put_meta(write, log_format.META_EPOCH, transaction.epoch)
+        if transaction.extensions is not None:
+            self._put_meta(write, log_format.META_EXTENSIONS, sorted(transaction.extensions))
+
+    def _put_meta(self, write: WriteTransaction, key: bytes, payload: object) -> None:
+        write.put(key, log_format.seal(b"meta", key, payload), db=self._tables.meta)
+
+    def _load_outputs(self, stored: StoredHeader) -> dict[str, list[OutputBatch]]:
+        return self._read(lambda transaction: reading.load_outputs(transaction, self._tables, stored))
+
+    def _read(self, operation: Callable[[reading.ReadTransaction], Result]) -> Result:
+        with self._map_lock:
+            self._refuse_after_failure()
+            try:
+                with self._environment.begin(buffers=True) as transaction:
+                    return operation(transaction)
+            except (lmdb.Error, struct.error) as error:
+                raise DamagedLogError(f"the log in {self._folder} cannot be read: {error}", -1) from error
+
+    def _write(self, operation: Callable[[WriteTransaction], Result]) -> Result:
+        with self._write_lock:
+            self._refuse_after_failure()
+            while True:
+                try:
+                    with self._environment.begin(write=True, buffers=True) as transaction:
+                        return operation(transaction)
+                except lmdb.MapFullError:
+                    self._grow()  # the transaction was aborted: nothing of it is lost, it is done again
+                except lmdb.Error as error:
+                    self._failure = self._failure_of(error)
+                    raise self._failure from error
+
+    def _refuse_after_failure(self) -> None:
+        if self._failure is not None:
+            raise type(self._failure)(*self._failure.args)
+
+    def _grow(self) -> None:
+        size_bytes = self._environment.info()["map_size"]
+        if size_bytes >= self._map_size_bytes_max:
+            self._failure = LogFullError(
+                f"the log in {self._folder} has reached its limit of {self._map_size_bytes_max} bytes:"
+                " raise the limit, or keep fewer checkpoints"
+            )
+            raise self._failure
+        with self._map_lock:
+            self._environment.set_mapsize(min(size_bytes * 2, self._map_size_bytes_max))
+
+    def _failure_of(self, error: lmdb.Error) -> LogError:
+        code = getattr(error, "code", 0)
+        # LMDB reports a write that the disk took only in part as EIO: on a full disk that is no fault of the disk.
+        if code in _FULL or isinstance(error, lmdb.DiskError) or (code == errno.EIO and self._disk_is_full()):
+            return LogFullError(
+                f"the disk of the log folder {self._folder} is full: the transaction was not written;"
+                f" make room, then start again ({error})"
+            )
+        return LogSyncError(
+            f"a write to the log in {self._folder} failed: what is on disk is unknown until it is opened again"
+            f" ({error})"
+        )
+
+    def _disk_is_full(self) -> bool:
+        state = os.statvfs(self._folder)
+        return state.f_bavail * state.f_frsize < _ALMOST_FULL_BYTES
+
+
+def check_records(records: Sequence[tuple[int, Readable]], last_sequence_id: int, committer_id: int) -> None:
+    """Check that ``records`` follow the last one and that their headers say so too: else the caller has a bug."""
+    expected = last_sequence_id + 1
+    for sequence_id, value in records:
+        require(sequence_id == expected, f"record {sequence_id} is to be written after record {expected - 1}")
+        require(len(value) > _RECORD_HEADER.size, f"record {sequence_id} has only {len(value)} bytes")
+        committer, size_bytes, _, inner = _RECORD_HEADER.unpack_from(value)
+        require(
+            committer == committer_id and inner == sequence_id and size_bytes < len(value),
+            f"record {sequence_id} says it is record {inner} of committer {committer} with {size_bytes} bytes;"
+            f" the log belongs to committer {committer_id}, the value has {len(value)} bytes",
+        )
+        expected += 1
+
+
+def checked_prefix(values: list[bytes], first_sequence_id: int, committer_id: int) -> list[bytes]:
+    """Those of ``values`` before the first damaged one. Raises DamagedLogError if that is the first."""
+    for index, value in enumerate(values):
+        try:
+            check_value(value, first_sequence_id + index, committer_id)
+        except DamagedLogError:
+            if index == 0:
+                raise
+            return values[:index]
+    return values

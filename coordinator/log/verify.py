@@ -1,0 +1,308 @@
+"""A walk over all that a log holds: what is damaged, where, and what that means for recovery."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from pathlib import Path
+
+from coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError, LogLockedError
+from coordinator.core.interfaces import SourcePosition
+from coordinator.log import format as log_format
+from coordinator.log import reading
+from coordinator.log.environment import (
+    DATA_FILE_NAME,
+    LogIdentity,
+    Tables,
+    check_data_file,
+    log_exists,
+    structure_problems,
+)
+from coordinator.log.folder import open_reader
+from coordinator.log.format import StoredHeader
+from coordinator.log.lock import is_locked
+from coordinator.log.reader import LogReader
+from coordinator.log.values import verify_value
+from protocol.checksum import crc64
+from protocol.trailer import BatchKind, Trailer
+
+
+class Severity(Enum):
+    NOTE = "note"  # nothing is lost
+    DAMAGE = "damage"  # something is not what was written, and recovery does not need it
+    FATAL = "fatal"  # recovery will stop there, or go wrong
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong. ``message`` says what, where, and what it means."""
+
+    severity: Severity
+    place: str  # "file", "meta", "checkpoint 3", "record 812", "sources", ...
+    message: str
+
+
+@dataclass(slots=True)
+class LogVerification:
+    """A verification under way: iterate :meth:`findings` to its end, then read the figures."""
+
+    folder: Path
+    instance_name: str | None = None
+    identity: LogIdentity | None = None
+    records_checked: int = 0
+    size_bytes_checked: int = 0
+    checkpoints_checked: int = 0
+    first_sequence_id: int = 0
+    last_sequence_id: int = -1
+    recovery_checkpoint_id: int | None = None  # the newest one that is whole: recovery starts from it
+    recovery_sequence_id: int = -1
+    damaged: int = 0
+    fatal: int = 0
+    _expected_positions: dict[str, int] = field(default_factory=dict)
+    _next_impulse_position: int = 0
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing was found but notes; valid once the findings were iterated."""
+        return not (self.damaged or self.fatal)
+
+    def findings(self) -> Iterator[Finding]:
+        """Every finding, as it is found. Raises nothing for damage; LogLockedError if this process has the log open."""
+        for finding in self._walk():
+            self.damaged += finding.severity is Severity.DAMAGE
+            self.fatal += finding.severity is Severity.FATAL
+            yield finding
+
+    def _walk(self) -> Iterator[Finding]:
+        if not log_exists(self.folder):
+            yield Finding(Severity.FATAL, "file", f"there is no log in {self.folder}")
+            return
+        path = self.folder / DATA_FILE_NAME
+        try:
+            check_data_file(path)
+        except LogError as error:
+            yield Finding(Severity.FATAL, "file", str(error))
+            return
+        if is_locked(self.folder):
+            yield Finding(
+                Severity.NOTE, "file", "a coordinator writes this log: the structure of its pages is not checked"
+            )
+        else:
+            problems = structure_problems(path)
+            if problems is None:
+                yield Finding(Severity.NOTE, "file", "the installed py-lmdb cannot check the structure of the pages")
+            for problem in problems or ():
+                yield Finding(
+                    Severity.FATAL, "file", f"LMDB's page structure is damaged: {problem}; restore a copy of the log"
+                )
+            if problems:
+                return  # LMDB follows page numbers without checking them: what comes next could kill this process
+        try:
+            reader = open_reader(self.folder, self.instance_name)
+        except DamagedLogError as error:
+            yield Finding(Severity.FATAL, "meta", f"{error}; the log cannot be opened")
+            return
+        except LogLockedError:
+            raise
+        except LogError as error:
+            yield Finding(Severity.FATAL, "file", str(error))
+            return
+        with reader:
+            self.identity = reader.identity
+            yield from self._verify_checkpoints(reader)
+            yield from self._verify_records(reader)
+            yield from self._verify_tables(reader)
+
+    def _verify_checkpoints(self, reader: LogReader) -> Iterator[Finding]:
+        try:
+            headers = reader.transact(lambda transaction, tables: list(reading.stored_headers(transaction, tables)))
+        except DamagedLogError as error:
+            yield Finding(Severity.FATAL, "checkpoints", str(error))
+            return
+        damaged: list[tuple[int, str]] = []
+        for checkpoint_id, stored in headers:
+            self.checkpoints_checked += 1
+            problem = str(stored) if isinstance(stored, DamagedLogError) else self._blob_problem(reader, stored)
+            if problem is not None and not reader.transact(partial(_has_header, checkpoint_id=checkpoint_id)):
+                continue  # a live writer trimmed it meanwhile
+            if problem is not None or isinstance(stored, DamagedLogError):
+                damaged.append((checkpoint_id, problem or ""))
+            else:
+                self.recovery_checkpoint_id = checkpoint_id
+                self.recovery_sequence_id = stored.header.sequence_id
+        for checkpoint_id, problem in damaged:
+            place = f"checkpoint {checkpoint_id}"
+            if self.recovery_checkpoint_id is None:
+                yield Finding(
+                    Severity.FATAL, place, f"{place} is damaged: {problem}; there is no whole one to recover from"
+                )
+            else:
+                yield Finding(Severity.DAMAGE, place, f"{place} is damaged: {problem}; {self._recovery_start()}")
+        if not headers:
+            yield Finding(Severity.NOTE, "checkpoints", "there is no checkpoint yet")
+
+    def _recovery_start(self) -> str:
+        return (
+            f"recovery starts from checkpoint {self.recovery_checkpoint_id} (after record {self.recovery_sequence_id})"
+        )
+
+    def _blob_problem(self, reader: LogReader, stored: StoredHeader) -> str | None:
+        header = stored.header
+        size_bytes = check = 0
+        try:
+            for chunk in reader.checkpoint_chunks(header.checkpoint_id):
+                size_bytes += len(chunk)
+                check = crc64(chunk, check)
+            reader.transact(lambda transaction, tables: reading.check_outputs(transaction, tables, stored))
+        except (DamagedCheckpointError, DamagedLogError) as error:
+            return str(error)
+        if (size_bytes, check) != (header.size_bytes, header.check):
+            return (
+                f"its blob has {size_bytes} bytes with CRC {check:016x},"
+                f" its header says {header.size_bytes} with {header.check:016x}"
+            )
+        return None
+
+    def _verify_records(self, reader: LogReader) -> Iterator[Finding]:
+        try:
+            self.first_sequence_id, self.last_sequence_id = reader.transact(reading.first_and_last_sequence_id)
+            trimmed = reader.transact(
+                lambda transaction, tables: reading.meta_value(
+                    transaction, tables, log_format.META_TRIMMED, log_format.INT
+                )
+            )
+        except DamagedLogError as error:
+            yield Finding(Severity.FATAL, "meta", str(error))
+            return
+        first_expected = 0 if trimmed is None else trimmed + 1
+        if self.first_sequence_id != first_expected:
+            yield self._record_finding(
+                first_expected,
+                f"records {first_expected} to {self.first_sequence_id - 1} are missing",
+                self.first_sequence_id - 1,
+            )
+        if self.last_sequence_id < self.recovery_sequence_id:
+            yield Finding(
+                Severity.FATAL,
+                f"record {self.last_sequence_id + 1}",
+                f"the last record is {self.last_sequence_id}, but {self._recovery_start()}:"
+                " records at the end are missing",
+            )
+        if self.recovery_checkpoint_id is None and self.first_sequence_id > 0:
+            yield Finding(
+                Severity.FATAL,
+                "checkpoints",
+                f"recovery is impossible: no whole checkpoint, and the first record is {self.first_sequence_id}",
+            )
+        try:
+            for row in reader.records(last_sequence_id=self.last_sequence_id):
+                self.records_checked += 1
+                self.size_bytes_checked += len(row.value)
+                if row.problem is not None:
+                    yield self._record_finding(row.sequence_id, row.problem, row.sequence_id)
+                    self._expected_positions.clear()  # what it held is unknown
+                    self._next_impulse_position = 0
+                    continue
+                try:
+                    _, trailer = verify_value(row.value, row.sequence_id, reader.identity.committer_id)
+                except DamagedLogError as error:
+                    yield self._record_finding(row.sequence_id, str(error), row.sequence_id)
+                    continue
+                yield from self._verify_positions(row.sequence_id, trailer)
+        except DamagedLogError as error:
+            yield Finding(Severity.FATAL, "records", f"{error}; recovery will stop there: restore a copy of the log")
+
+    def _record_finding(self, sequence_id: int, problem: str, last_sequence_id: int) -> Finding:
+        place = f"record {sequence_id}"
+        if self.recovery_checkpoint_id is not None and last_sequence_id <= self.recovery_sequence_id:
+            return Finding(Severity.DAMAGE, place, f"{problem}; {self._recovery_start()} and does not need it")
+        return Finding(
+            Severity.FATAL,
+            place,
+            f"{problem}; recovery will stop there: the state after record {sequence_id - 1} is the last that can be"
+            " rebuilt",
+        )
+
+    def _verify_positions(self, sequence_id: int, trailer: Trailer) -> Iterator[Finding]:
+        """Each stream's positions must follow one another; 1 is a stream that began anew."""
+        for batch in trailer.batches:
+            if batch.kind == BatchKind.STREAM:
+                expected = self._expected_positions.get(batch.name)
+                self._expected_positions[batch.name] = batch.last_position + 1
+                what = f"the stream from {batch.name!r}" if batch.name else "the stream from oneself"
+            elif batch.kind == BatchKind.IMPULSES:
+                expected = self._next_impulse_position or None
+                self._next_impulse_position = batch.last_position + 1
+                what = "the impulses to oneself"
+            else:
+                continue
+            if expected is None or batch.first_position == expected:
+                continue
+            message = f"record {sequence_id}: {what} goes on at position {batch.first_position}, expected {expected}"
+            if batch.first_position == 1:
+                yield Finding(Severity.NOTE, f"record {sequence_id}", f"{message}: that stream began anew")
+            else:
+                yield Finding(
+                    Severity.FATAL, f"record {sequence_id}", f"{message}: messages were lost or executed twice"
+                )
+
+    def _verify_tables(self, reader: LogReader) -> Iterator[Finding]:
+        """Every small value's CRC; ``sources`` against the trailers; the payloads of all impulses."""
+        try:
+            # One transaction for the last record and the table: a live writer may have gone on.
+            sources, last = reader.transact(
+                lambda transaction, tables: (
+                    reading.named_rows(transaction, tables.sources, b"sources", log_format.SOURCE),
+                    reading.first_and_last_sequence_id(transaction, tables)[1],
+                )
+            )
+            if last == self.last_sequence_id:
+                yield from self._compare_sources({name: SourcePosition(*row) for name, row in sources.items()})
+        except DamagedLogError as error:
+            yield Finding(Severity.FATAL, "sources", f"{error}; the log cannot be opened")
+        for place, check, meaning in (
+            ("acknowledged", _check_acknowledged, "the log cannot be opened"),
+            ("peers", _check_peers, "the log cannot be opened"),
+            ("impulses", reading.check_impulses, "impulses that were accepted may be lost"),
+            ("meta", _check_meta, "the log cannot be opened"),
+        ):
+            try:
+                reader.transact(check)
+            except DamagedLogError as error:
+                yield Finding(Severity.FATAL, place, f"{error}; {meaning}")
+
+    def _compare_sources(self, sources: dict[str, SourcePosition]) -> Iterator[Finding]:
+        for name, expected in sorted(self._expected_positions.items()):
+            position = sources[name].position if name in sources else 0
+            if position == expected - 1:
+                continue
+            message = f"the stream from {name!r}: table 'sources' says {position}, the trailers end at {expected - 1}"
+            if position == 0 and name in sources:
+                yield Finding(Severity.NOTE, "sources", f"{message}: the stream was reset")
+            else:
+                yield Finding(Severity.FATAL, "sources", f"{message}: messages would be lost or executed twice")
+
+
+def _has_header(transaction: reading.ReadTransaction, tables: Tables, checkpoint_id: int) -> bool:
+    return transaction.get(log_format.SEQUENCE_KEY.pack(checkpoint_id), db=tables.checkpoints) is not None
+
+
+def _check_acknowledged(transaction: reading.ReadTransaction, tables: Tables) -> None:
+    reading.named_rows(transaction, tables.acknowledged, b"acknowledged", log_format.INT)
+
+
+def _check_peers(transaction: reading.ReadTransaction, tables: Tables) -> None:
+    reading.named_rows(transaction, tables.peers, b"peers", log_format.INT)
+
+
+def _check_meta(transaction: reading.ReadTransaction, tables: Tables) -> None:
+    reading.meta_value(transaction, tables, log_format.META_EPOCH, log_format.INT)
+    reading.meta_value(transaction, tables, log_format.META_EXTENSIONS, log_format.INTS)
+
+
+def verify_log(folder: str | os.PathLike[str], instance_name: str | None = None) -> LogVerification:
+    """A verification of the log in ``folder``: iterate its ``findings()``, then look at its figures."""
+    return LogVerification(Path(folder), instance_name)

@@ -1,0 +1,272 @@
+"""The registry: a folder with one settings file per instance, and a folder beside each for its log and runtime files.
+
+<home>/counter.toml     the settings
+<home>/counter/         log/, and what a running coordinator says about itself (coordinator.json)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import random
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from coordinator import control
+from coordinator.config import (
+    ConfigError,
+    InstanceSettings,
+    check_instance_name,
+    check_settings,
+    near_miss,
+    read_settings,
+    settings_text,
+    split_tcp,
+    write_atomically,
+)
+from protocol.errors import ImmortalError
+
+HOME_VARIABLE = "IMMORTAL_HOME"
+HOME_DEFAULT = ".immortal"
+_LOCK_FILE_NAME = ".lock"
+_PORT_LOWEST = 15000  # below are the ports that well-known services take
+_PORT_TRIES_MAX = 500
+
+
+class RegistryError(ImmortalError):
+    """What was asked of the registry cannot be done."""
+
+
+class UnknownInstanceError(RegistryError):
+    """No instance of that name is registered."""
+
+
+class Registry:
+    """The instances of one folder. Settings are read again when their file has changed."""
+
+    def __init__(self, home: str | os.PathLike[str]) -> None:
+        self.home = Path(home).absolute()
+        self._cache: dict[str, tuple[tuple[int, int, int], InstanceSettings]] = {}
+
+    def path(self, name: str) -> Path:
+        """The settings file of ``name``."""
+        return self.home / f"{name}.toml"
+
+    def names(self) -> list[str]:
+        """All registered instances, sorted."""
+        try:
+            files = [entry.name for entry in self.home.iterdir() if entry.name.endswith(".toml")]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(file.removesuffix(".toml") for file in files if not file.startswith("."))
+
+    def load(self, name: str) -> InstanceSettings:
+        """The settings of ``name``. Raises UnknownInstanceError, ConfigError."""
+        check_instance_name(name)
+        path = self.path(name)
+        try:
+            status = path.stat()
+            version = (status.st_mtime_ns, status.st_size, status.st_ino)
+            cached = self._cache.get(name)
+            if cached is not None and cached[0] == version:
+                return cached[1]
+            settings = read_settings(path, name)
+        except (FileNotFoundError, NotADirectoryError):
+            self._cache.pop(name, None)
+            raise self._unknown(name) from None
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+        self._cache[name] = (version, settings)
+        return settings
+
+    def resolve(self, name: str) -> str:
+        """The endpoint where the coordinator of ``name`` is reached. Raises UnknownInstanceError, ConfigError."""
+        return self.load(name).peer
+
+    def register(
+        self,
+        name: str,
+        peer: str,
+        *,
+        app_port: int | None = None,
+        app_host: str = "127.0.0.1",
+        log: Path | None = None,
+        keep_checkpoints: int | None = 2,
+        log_trigger_mb: int | None = None,
+    ) -> InstanceSettings:
+        """Write the settings of a new instance. `*` as the port of ``peer`` takes a free one, as no ``app_port`` does.
+
+        Raises ConfigError for a wrong value, RegistryError when the name is taken.
+        """
+        check_instance_name(name)
+        with self._locked():
+            path = self.path(name)
+            if path.exists():
+                raise RegistryError(
+                    f"the instance {name!r} is registered already, in {path}: 'immortal status {name}' shows it,"
+                    f" 'immortal unregister {name}' removes it"
+                )
+            taken = self._ports_taken()
+            values: dict[str, object] = {"peer": peer, "app_host": app_host}
+            address = split_tcp(peer)
+            if address is not None and address[1] == 0:
+                port = free_port(address[0], taken)
+                values["peer"] = peer.removesuffix("*") + str(port)
+                taken.add(port)
+            elif address is not None:
+                taken.add(address[1])
+            values["app_port"] = free_port(app_host, taken) if app_port is None else app_port
+            values["keep_checkpoints"] = "all" if keep_checkpoints is None else keep_checkpoints
+            if log_trigger_mb is not None:
+                values["log_trigger_mb"] = log_trigger_mb
+            if log is not None:
+                values["log"] = str(log.absolute())
+            settings = check_settings(values, name, path)
+            if address is not None and settings.app_port == split_tcp(settings.peer)[1]:  # type: ignore[index]
+                raise ConfigError(f"the app of {name!r} and its peers cannot both use port {settings.app_port}")
+            self._refuse_shared_log(settings)
+            write_atomically(path, settings_text(settings, log=settings.log if log is not None else None).encode())
+        return settings
+
+    def unregister(self, name: str, *, delete_log: bool = False) -> Path:
+        """Remove the settings of ``name``, and its log where that is asked for; returns the log's folder.
+
+        Raises RegistryError while its coordinator runs.
+        """
+        with self._locked():
+            try:
+                settings = self.load(name)
+            except ConfigError:
+                if delete_log:
+                    raise  # where the log is stands in the file that cannot be read
+                settings = None
+            folder = self.home / name
+            running = control.running(folder)
+            if running is not None:
+                raise RegistryError(
+                    f"the coordinator of {name!r} runs as process {running.pid}: stop it first (kill {running.pid})"
+                )
+            if delete_log and settings is not None:
+                _delete_log(settings)
+            self.path(name).unlink(missing_ok=True)
+            control.path(folder).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # stays where it still holds the log
+        return settings.log if settings is not None else folder / "log"
+
+    def remember_app(self, name: str, app: str) -> InstanceSettings:
+        """Write down ``app`` ("module:Class") as the one that ``name`` was last run with."""
+        with self._locked():
+            settings = self.load(name)
+            if settings.app == app:
+                return settings
+            settings = dataclasses.replace(settings, app=app)
+            log = None if settings.log == settings.folder / "log" else settings.log
+            write_atomically(self.path(name), settings_text(settings, log=log).encode())
+        return self.load(name)
+
+    # --- what these use ---------------------------------------------------------------------------------------------
+
+    def _unknown(self, name: str) -> UnknownInstanceError:
+        names = self.names()
+        if not names:
+            return UnknownInstanceError(
+                f"there is no instance {name!r}: nothing is registered in {self.home}"
+                f" ('immortal register {name} --peer tcp://127.0.0.1:*';"
+                f" --home or {HOME_VARIABLE} names another folder)"
+            )
+        known = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+        hint = near_miss(name, names) or ":"
+        return UnknownInstanceError(f"there is no instance {name!r}{hint} registered in {self.home}: {known}")
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """One change of the registry at a time, so that two registers never take the same name or port."""
+        try:
+            self.home.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.home / _LOCK_FILE_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise RegistryError(f"the registry folder {self.home} cannot be used: {error.strerror}") from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        except OSError as error:
+            raise RegistryError(f"the registry folder {self.home} cannot be changed: {error}") from None
+        finally:
+            os.close(descriptor)
+
+    def _readable(self) -> Iterator[InstanceSettings]:
+        for name in self.names():
+            with contextlib.suppress(ConfigError, UnknownInstanceError):
+                yield self.load(name)
+
+    def _ports_taken(self) -> set[int]:
+        ports = set()
+        for settings in self._readable():
+            ports.add(settings.app_port)
+            address = split_tcp(settings.peer)
+            if address is not None:
+                ports.add(address[1])
+        return ports
+
+    def _refuse_shared_log(self, settings: InstanceSettings) -> None:
+        for other in self._readable():
+            if os.path.realpath(other.log) == os.path.realpath(settings.log):
+                raise RegistryError(f"{settings.log} is the log folder of {other.name!r}: each instance needs its own")
+
+
+def _delete_log(settings: InstanceSettings) -> None:
+    """Remove the log's files. The folder itself goes only if it holds nothing else: it may have been given by hand."""
+    for file in ("data.mdb", "lock.mdb", "lock"):
+        (settings.log / file).unlink(missing_ok=True)
+    if settings.log == settings.folder / "log":
+        shutil.rmtree(settings.log, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        settings.log.rmdir()
+
+
+def free_port(host: str, taken: set[int]) -> int:
+    """A port of ``host`` that nobody listens at and that is not in ``taken``. Raises RegistryError.
+
+    Outside the range from which the kernel takes ports for outgoing connections: such a port could be in use by
+    a connection when the coordinator comes back after a crash, even by a peer's own attempt to reach it.
+    """
+    lowest_outgoing = _lowest_outgoing_port()
+    if lowest_outgoing > _PORT_LOWEST + _PORT_TRIES_MAX:
+        candidates = random.sample(range(_PORT_LOWEST, lowest_outgoing), _PORT_TRIES_MAX)
+    else:
+        candidates = []
+    for port in (*candidates, *[0] * _PORT_TRIES_MAX):
+        found = _bind(host, port)
+        if found is not None and found not in taken:
+            return found
+    raise RegistryError(f"no free port was found at {host}")
+
+
+def _lowest_outgoing_port() -> int:
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _bind(host: str, port: int) -> int | None:
+    """The port that was bound, and is free again; None if it is in use."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        raise RegistryError(f"the address {host!r} cannot be used here: {error}") from None
+    with socket.socket(family, kind, protocol) as probe:
+        try:
+            probe.bind(address)
+        except PermissionError:
+            return None
+        except OSError as error:
+            if error.errno in (98, 13):  # EADDRINUSE, EACCES
+                return None
+            raise RegistryError(f"the address {host!r} cannot be used here: {error.strerror}") from None
+        return int(probe.getsockname()[1])

@@ -1,0 +1,367 @@
+"""`immortal run`: a coordinator and its app as two processes that live and die together.
+
+    both run --- one dies ---> the other is stopped --- both are gone ---> with restart: a pause, then both run again
+       |                                                           '-----> without: the end, status 1
+       '--- SIGTERM, SIGINT ---> the coordinator is asked to stop; it takes a checkpoint and says goodbye to the app
+
+What a death means (`Verdict`):
+
+- status 70 of the app: a handler failed. A replay would run it again, so nothing is started again.
+- status 2 of either: it was called wrongly; the next start would be, too.
+- status 0 of the coordinator: somebody else asked it to stop. It is a clean end once the app has ended with 0 as well;
+  with restart both come back, since it was not the supervisor that was asked.
+- status 0 of the app: it was said goodbye to, if the coordinator ends by itself with 0 as well; else a death like any.
+- anything else: a death. When both are found dead at once it is the coordinator that died, unless a signal killed the
+  app and not the coordinator: an app that loses its coordinator leaves by itself.
+
+The children die with the supervisor, even when that is killed with SIGKILL (PR_SET_PDEATHSIG).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+
+from coordinator.config import InstanceSettings
+from coordinator.control import READY_VARIABLE
+from coordinator.logs import Events
+
+APP_ADDRESS_VARIABLE = "IMMORTAL_APP_ADDRESS"
+STATUS_HANDLER_FAILED = 70
+STATUS_CALLED_WRONGLY = 2
+STOP_GRACE_S = 5.0  # between SIGTERM and SIGKILL
+LEAVE_S = 1.0  # for one to end by itself after the other has ended well
+CLEAN_STOP_S = 30.0  # for a last checkpoint, which may be GiB
+RESTART_PAUSE_S_MIN = 0.1
+RESTART_PAUSE_S_MAX = 5.0
+RESTART_PAUSE_RESET_S = 10.0  # who lived this long did not die of how it was started
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before any fork: a child must not call the loader
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Role(enum.Enum):
+    COORDINATOR = "coordinator"
+    APP = "app"
+
+    @property
+    def other(self) -> Role:
+        return Role.APP if self is Role.COORDINATOR else Role.COORDINATOR
+
+
+@dataclass(frozen=True)
+class Command:
+    """How to start one of the two: ``environment`` is set in addition to the supervisor's own."""
+
+    argv: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def coordinator_command(settings: InstanceSettings, *, log_format: str, log_level: str) -> Command:
+    home = str(settings.folder.parent)
+    argv = [sys.executable, "-m", "coordinator", "--home", home, "coordinator", settings.name]
+    return Command([*argv, "--log-format", log_format, "--log-level", log_level])
+
+
+def app_command(settings: InstanceSettings, app: str) -> Command:
+    host = f"[{settings.app_host}]" if ":" in settings.app_host else settings.app_host
+    address = f"{host}:{settings.app_port}"
+    return Command([sys.executable, "-m", "appsdk", app], {APP_ADDRESS_VARIABLE: address})
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a process ended: ``returncode`` as subprocess gives it, negative for a signal."""
+
+    role: Role
+    pid: int
+    returncode: int
+
+    def __str__(self) -> str:
+        if self.returncode >= 0:
+            return f"status {self.returncode}"
+        try:
+            return signal.Signals(-self.returncode).name
+        except ValueError:
+            return f"signal {-self.returncode}"
+
+
+class Verdict(enum.Enum):
+    """What follows from the death of the two."""
+
+    DIED = "died"
+    STOPPED = "stopped"
+    HANDLER_FAILED = "handler failed"
+    CALLED_WRONGLY = "called wrongly"
+
+
+def judge(first: Exit, second: Exit, second_was_told: bool) -> Verdict:
+    """What it means that ``first`` died by itself, and ``second`` then, by itself or because it was told to."""
+    if first.role is Role.APP and first.returncode == STATUS_HANDLER_FAILED:
+        return Verdict.HANDLER_FAILED
+    if first.returncode == STATUS_CALLED_WRONGLY:
+        return Verdict.CALLED_WRONGLY
+    if first.returncode == 0 and second.returncode == 0 and not second_was_told:
+        return Verdict.STOPPED
+    return Verdict.DIED
+
+
+def who_died_first(exits: Sequence[Exit]) -> Exit:
+    """Of those that were found dead at once, the one that the other died of."""
+    by_role = {one.role: one for one in exits}
+    app, coordinator = by_role.get(Role.APP), by_role.get(Role.COORDINATOR)
+    if app is None or coordinator is None:
+        return exits[0]
+    own_death = app.returncode < 0 or app.returncode in (STATUS_HANDLER_FAILED, STATUS_CALLED_WRONGLY)
+    return app if own_death and coordinator.returncode >= 0 else coordinator
+
+
+class RestartPause:
+    """0.1 s, doubling up to 5 s while the two die young."""
+
+    def __init__(self) -> None:
+        self._next_s = RESTART_PAUSE_S_MIN
+
+    def after(self, life_s: float) -> float:
+        """The pause after a life of ``life_s``."""
+        if life_s >= RESTART_PAUSE_RESET_S:
+            self._next_s = RESTART_PAUSE_S_MIN
+        pause_s = self._next_s
+        self._next_s = min(2 * pause_s, RESTART_PAUSE_S_MAX)
+        return pause_s
+
+
+class _Child:
+    """One running process, with a descriptor that becomes readable when it dies."""
+
+    def __init__(self, role: Role, command: Command, ready_descriptor: int | None) -> None:
+        self.role = role
+        environment = {**os.environ, **command.environment}
+        environment.pop(READY_VARIABLE, None)
+        if ready_descriptor is not None:
+            environment[READY_VARIABLE] = str(ready_descriptor)
+        # preexec_fn is unsafe in a process with threads (a lock held by another thread stays locked in the child): the
+        # supervisor has none, and _die_with_parent calls nothing but two system calls.
+        self.process = subprocess.Popen(
+            list(command.argv),
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            pass_fds=() if ready_descriptor is None else (ready_descriptor,),
+            process_group=0,  # Ctrl-C in a terminal reaches the supervisor alone
+            preexec_fn=_die_with_parent(os.getpid()),
+        )
+        self.descriptor = os.pidfd_open(self.process.pid)
+
+    def collect(self) -> Exit:
+        """The exit of a process whose descriptor is readable."""
+        returncode = self.process.wait()
+        os.close(self.descriptor)
+        return Exit(self.role, self.process.pid, returncode)
+
+    def send(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+
+def _die_with_parent(parent_pid: int) -> Callable[[], None]:
+    prctl = _LIBC.prctl
+
+    def arrange() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL.value, 0, 0, 0)
+        if os.getppid() != parent_pid:  # it died before the call
+            os._exit(1)
+
+    return arrange
+
+
+class Supervisor:
+    """Runs the two until they are to run no more. For the main thread: it takes SIGTERM and SIGINT."""
+
+    def __init__(
+        self,
+        commands: Mapping[Role, Command],
+        events: Events,
+        *,
+        restart: bool = False,
+        stop_grace_s: float = STOP_GRACE_S,
+        clean_stop_s: float = CLEAN_STOP_S,
+    ) -> None:
+        self._commands = commands
+        self._events = events
+        self._restart = restart
+        self._stop_grace_s = stop_grace_s
+        self._clean_stop_s = clean_stop_s
+        self._children: dict[Role, _Child] = {}  # those that run
+        self._exits: dict[Role, Exit] = {}  # of those that were started last
+        self._ready_descriptor: int | None = None
+        self._stop_requests = 0
+        self._wake_read, self._wake_write = socket.socketpair()
+
+    def run(self) -> int:
+        """Returns the exit status."""
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        old_handlers = {number: signal.signal(number, self._take_signal) for number in _STOP_SIGNALS}
+        old_wake = signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
+        try:
+            return self._run()
+        finally:
+            for child in self._children.values():  # only where something raised
+                child.send(signal.SIGKILL)
+                child.collect()
+            signal.set_wakeup_fd(old_wake)
+            for number, handler in old_handlers.items():
+                signal.signal(number, handler)
+            self._close_ready()
+            self._wake_read.close()
+            self._wake_write.close()
+
+    def _run(self) -> int:
+        pause = RestartPause()
+        while True:
+            started_s = time.monotonic()
+            self._start()
+            self._wait_for(lambda: bool(self._exits or self._stop_requests))
+            if not self._exits:
+                return self._stop_cleanly()
+            first = who_died_first(list(self._exits.values()))
+            life_s = time.monotonic() - started_s
+            second, told = self._stop_other(first)
+            self._close_ready()
+            verdict = judge(first, second, told)
+            self._tell(verdict, first)
+            if verdict is Verdict.HANDLER_FAILED:
+                return STATUS_HANDLER_FAILED
+            if verdict is Verdict.CALLED_WRONGLY:
+                return 1
+            if self._stop_requests or not self._restart:
+                return 0 if verdict is Verdict.STOPPED else 1
+            pause_s = pause.after(life_s)
+            self._events.info("restarting", pause_s=pause_s)
+            if self._wait_for(lambda: self._stop_requests > 0, pause_s):
+                self._events.info("stopped")
+                return 0
+
+    def _start(self) -> None:
+        self._exits.clear()
+        read, write = os.pipe()
+        try:
+            self._children[Role.COORDINATOR] = _Child(Role.COORDINATOR, self._commands[Role.COORDINATOR], write)
+            self._children[Role.APP] = _Child(Role.APP, self._commands[Role.APP], None)
+        finally:
+            os.close(write)
+            self._ready_descriptor = read
+        pids = {f"{role.value}_pid": child.process.pid for role, child in self._children.items()}
+        self._events.info("started", **pids)
+
+    def _stop_other(self, first: Exit) -> tuple[Exit, bool]:
+        """Wait for the other one's end; True if it had to be told to."""
+        other = first.role.other
+        if first.returncode == 0:
+            self._wait_for(lambda: other in self._exits, LEAVE_S)
+        told = other not in self._exits
+        return self._terminate(other), told
+
+    def _terminate(self, role: Role) -> Exit:
+        """SIGTERM, then SIGKILL, unless it is gone already."""
+        if role in self._exits:
+            return self._exits[role]
+        child = self._children[role]
+        child.send(signal.SIGTERM)
+        if not self._wait_for(lambda: role in self._exits, self._stop_grace_s):
+            grace = f"{self._stop_grace_s:g} s"
+            self._events.warning(f"the {role.value} did not stop within {grace} and is killed", pid=child.process.pid)
+            child.send(signal.SIGKILL)
+            self._wait_for(lambda: role in self._exits)
+        return self._exits[role]
+
+    def _stop_cleanly(self) -> int:
+        """The coordinator says goodbye to the app; both end by themselves."""
+        self._events.info("stopping")
+        requests = self._stop_requests
+        self._children[Role.COORDINATOR].send(signal.SIGTERM)
+
+        def is_over() -> bool:
+            # One that ended badly leaves nobody who would end the other; asked twice: at once.
+            failed = any(one.returncode != 0 for one in self._exits.values())
+            return not self._children or failed or self._stop_requests > requests
+
+        if not self._wait_for(is_over, self._clean_stop_s):
+            waited = f"{self._clean_stop_s:g} s"
+            for role, child in self._children.items():
+                self._events.warning(f"the {role.value} has not ended within {waited}", pid=child.process.pid)
+        failed = [one for role in Role if (one := self._terminate(role)).returncode != 0]
+        for one in failed:
+            self._events.error(f"the {one.role.value} ended with {one}, not with status 0", pid=one.pid)
+        if not failed:
+            self._events.info("stopped")
+        return 1 if failed else 0
+
+    def _tell(self, verdict: Verdict, first: Exit) -> None:
+        """The one line about who died, and how."""
+        what = f"the {first.role.value} died: {first}"
+        if verdict is Verdict.STOPPED:
+            self._events.info(
+                f"the {first.role.value} was stopped, and the {first.role.other.value} with it", pid=first.pid
+            )
+        elif verdict is Verdict.HANDLER_FAILED:
+            self._events.error(
+                f"{what}: a handler failed, and a replay would only repeat it; nothing is lost: mend the handler,"
+                " then start 'immortal run' again",
+                pid=first.pid,
+            )
+        elif verdict is Verdict.CALLED_WRONGLY:
+            self._events.error(
+                f"{what}: it was called wrongly, a restart would not help; its own line says why", pid=first.pid
+            )
+        else:
+            self._events.error(f"{what}; the {first.role.other.value} was stopped", pid=first.pid)
+
+    # --- waiting ----------------------------------------------------------------------------------------------------
+
+    def _wait_for(self, condition: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """Take in deaths and signals until ``condition`` holds; False when the time was over first."""
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while not condition():
+            rest_s = None if deadline_s is None else deadline_s - time.monotonic()
+            if rest_s is not None and rest_s <= 0:
+                return False
+            self._poll(rest_s)
+        return True
+
+    def _poll(self, timeout_s: float | None) -> None:
+        poller = select.poll()
+        poller.register(self._wake_read, select.POLLIN)
+        for child in self._children.values():
+            poller.register(child.descriptor, select.POLLIN)
+        if self._ready_descriptor is not None:
+            poller.register(self._ready_descriptor, select.POLLIN)
+        readable = {descriptor for descriptor, _ in poller.poll(None if timeout_s is None else timeout_s * 1000 + 1)}
+        if self._wake_read.fileno() in readable:
+            self._wake_read.recv(1024)
+        if self._ready_descriptor is not None and self._ready_descriptor in readable:
+            if os.read(self._ready_descriptor, 64):
+                self._events.info("ready")
+            self._close_ready()
+        for role, child in list(self._children.items()):
+            if child.descriptor in readable:
+                del self._children[role]
+                self._exits[role] = child.collect()
+
+    def _close_ready(self) -> None:
+        if self._ready_descriptor is not None:
+            os.close(self._ready_descriptor)
+            self._ready_descriptor = None
+
+    def _take_signal(self, number: int, frame: FrameType | None) -> None:
+        self._stop_requests += 1  # the wake-up descriptor ends the wait

@@ -1,0 +1,100 @@
+"""Keys and small values, byte by byte, as docs/LOG_FORMAT.md has them."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.core.errors import DamagedLogError, InvariantError
+from coordinator.core.interfaces import CheckpointHeader, ImpulseBatch, OutputBatch, OutputMark
+from coordinator.log import format as log_format
+from protocol.checksum import crc64
+
+
+def crc(data: bytes) -> bytes:
+    return crc64(data).to_bytes(8, "little")
+
+
+def test_keys() -> None:
+    assert log_format.SEQUENCE_KEY.pack(258) == bytes.fromhex("0000000000000102")
+    assert log_format.CHUNK_KEY.pack(1, 2) == bytes.fromhex("0000000000000001 00000002")
+    assert log_format.name_key("") == b"\0"
+    assert log_format.name_key("é") == b"\xc3\xa9\0"
+    assert log_format.impulse_key("bob", 3) == b"bob\0" + bytes(7) + b"\3"
+    assert log_format.impulse_of_key(log_format.impulse_key("bob", 3)) == ("bob", 3)
+    assert log_format.name_of_key(log_format.name_key("x" * 255)) == "x" * 255
+
+
+@pytest.mark.parametrize("name", ["x" * 256, "a\0b"])
+def test_names_that_no_key_can_hold(name: str) -> None:
+    with pytest.raises(InvariantError):
+        log_format.name_key(name)
+
+
+@pytest.mark.parametrize("key", [b"", b"\0" * 8, b"bob" + bytes(7) + b"\3", b"bobx" + b"\1" * 8])
+def test_damaged_impulse_keys(key: bytes) -> None:
+    with pytest.raises(DamagedLogError):
+        log_format.impulse_of_key(key)
+
+
+def test_a_sealed_value() -> None:
+    value = log_format.seal(b"sources", b"bob\0", (5, 2, 300))
+    assert value == crc(b"sources\0bob\0\x93\x05\x02\xcd\x01\x2c") + b"\x93\x05\x02\xcd\x01\x2c"
+    assert log_format.unseal(b"sources", b"bob\0", value, log_format.SOURCE) == (5, 2, 300)
+    for table, key, changed in (
+        (b"peers", b"bob\0", value),
+        (b"sources", b"bot\0", value),
+        (b"sources", b"bob\0", value[:-1]),
+        (b"sources", b"bob\0", value + b"\0"),
+        (b"sources", b"bob\0", value[:8]),
+        (b"sources", b"bob\0", b""),
+    ):
+        with pytest.raises(DamagedLogError, match=f"table '{table.decode()}' is damaged at key"):
+            log_format.unseal(table, key, changed, log_format.SOURCE)
+
+
+def test_a_sealed_value_of_another_type() -> None:
+    value = log_format.seal(b"meta", b"format", "1")
+    with pytest.raises(DamagedLogError, match="strange value at key 'format'"):
+        log_format.unseal(b"meta", b"format", value, log_format.INT)
+
+
+def test_chunks() -> None:
+    key = log_format.CHUNK_KEY.pack(1, 0)
+    value = log_format.seal_chunk(key, memoryview(b"data"))
+    assert value == crc(key + b"data") + b"data"
+    assert log_format.unseal_chunk(key, memoryview(value)) == b"data"
+    for cut in range(len(value)):
+        assert log_format.unseal_chunk(key, value[:cut]) is None
+    assert log_format.unseal_chunk(log_format.CHUNK_KEY.pack(1, 1), value) is None
+
+
+def test_impulses() -> None:
+    key = log_format.impulse_key("bob", 3)
+    value = log_format.encode_impulses(key, ImpulseBatch("bob", 3, 2, b"payload"))
+    counted = b"\2\0\0\0" + crc(b"payload")
+    assert value == crc(b"impulses\0" + key + counted) + counted + b"payload"
+    assert log_format.decode_impulses_count(key, value[:20]) == 2  # without the payload
+    assert log_format.decode_impulses_payload(key, value) == b"payload"
+    with pytest.raises(DamagedLogError):
+        log_format.decode_impulses_payload(key, value[:-1])
+    with pytest.raises(DamagedLogError):
+        log_format.decode_impulses_count(log_format.impulse_key("bob", 4), value)
+    with pytest.raises(DamagedLogError):
+        log_format.decode_impulses_count(key, value[:19])
+
+
+def test_a_header() -> None:
+    outputs = {"bob": OutputMark((1 << 63) - 1, (1 << 64) - 1)}
+    unacknowledged = {"bob": [OutputBatch(1, 2, b"ab"), OutputBatch(3, 1, b"")]}
+    header = CheckpointHeader(3, -1, 10, (1 << 64) - 1, 5, outputs, unacknowledged)
+    kept = log_format.encode_outputs(unacknowledged)
+    assert log_format.decode_outputs(kept) == unacknowledged
+    key = log_format.SEQUENCE_KEY.pack(3)
+    value = log_format.encode_header(header, 4, kept)
+    stored = log_format.decode_header(key, value)
+    assert stored.header == CheckpointHeader(3, -1, 10, (1 << 64) - 1, 5, outputs)
+    assert (stored.chunk_count, stored.outputs_size_bytes, stored.outputs_check) == (4, len(kept), crc64(kept))
+    assert value[8:12] == b"\x99\x03\xff\x0a"  # an array of 9: ID, sequence ID -1, size
+    assert log_format.encode_outputs({}) == b""
+    with pytest.raises(DamagedLogError):
+        log_format.decode_header(log_format.SEQUENCE_KEY.pack(4), value)
