@@ -86,6 +86,13 @@ def check_instance_name(name: str) -> str:
     return name
 
 
+def check_app(app: str) -> str:
+    """``app``, if it has the form "module:Class"; ConfigError otherwise."""
+    if not _APP.fullmatch(app):
+        raise ConfigError(f'{app!r} names no app: expected "module:Class"')
+    return app
+
+
 def split_tcp(endpoint: str) -> tuple[str, int] | None:
     """(host without brackets, port) of a tcp endpoint; port 0 stands for `*`. None for any other text."""
     match = _TCP.fullmatch(endpoint)
@@ -229,7 +236,8 @@ def _check_table(
 ) -> dict[str, Any]:
     checked = {}
     for key, value in values.items():
-        place = f"{_place(path, line_of(text, key, table))}, field {f'{table}.{key}' if table else key!r}"
+        name = f"{table}.{key}" if table else key
+        place = f"{_place(path, line_of(text, key, table))}, field {name!r}"
         if key not in checks:
             known = ", ".join((*checks, *also))
             hint = near_miss(key, (*checks, *also)) or f": known are {known}"

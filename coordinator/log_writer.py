@@ -97,6 +97,8 @@ class LogWriter:
                 return ChunkWritten(len(job.data))
         except LogError as error:
             return LogFailed(error)
+        except Exception as error:  # it must not end the thread: the machine would wait for its answer for ever
+            return LogFailed(LogError(f"a write to the log failed: {error!r}"))
 
     def _run(self) -> None:
         while True:
@@ -104,7 +106,7 @@ class LogWriter:
             if job is not None:
                 self._done.append(self._write(job))
                 os.eventfd_write(self._wake, 1)
-            elif self._closing:
+            elif self._closing and self._jobs.empty():
                 return
             elif self._trim.is_set():
                 self._trim_step()
@@ -120,7 +122,7 @@ class LogWriter:
         try:
             with self._store_lock:
                 more = self._store.trim(keep_checkpoints=self._keep_checkpoints)
-        except LogError:
+        except Exception:
             more = False  # the next commit meets the same failure, and reports it
         if not more:
             self._trim.clear()

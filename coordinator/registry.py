@@ -20,6 +20,7 @@ from coordinator import control
 from coordinator.config import (
     ConfigError,
     InstanceSettings,
+    check_app,
     check_instance_name,
     check_settings,
     near_miss,
@@ -160,6 +161,7 @@ class Registry:
 
     def remember_app(self, name: str, app: str) -> InstanceSettings:
         """Write down ``app`` ("module:Class") as the one that ``name`` was last run with."""
+        check_app(app)
         with self._locked():
             settings = self.load(name)
             if settings.app == app:

@@ -1,8 +1,8 @@
 """The loop: events to the machine, its effects to the app's socket, the log and the messenger.
 
 One thread. ZeroMQ is drained through the messenger's descriptor; commits run inline when small, else on the log
-writer's thread. A turn takes all that has come in, hands it to the machine once, and carries out what it asks for; small
-commits come last, so that everything else is under way before the disk is waited for.
+writer's thread. A turn takes all that has come in, hands it to the machine once, and carries out what it asks for;
+small commits come last, so that everything else is under way before the disk is waited for.
 """
 
 from __future__ import annotations
@@ -153,6 +153,8 @@ class Coordinator:
     # --- the app ---------------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
+        if any(isinstance(event, ev.AppClosed) for event in self._events):
+            return  # the next turn accepts it: what this turn still has for the app that is gone must not reach it
         try:
             accepted, _ = self._listener.accept()
         except OSError:

@@ -188,7 +188,7 @@ class Machine:
         if not self._peers.ready:
             self._peers.restore(None, event.summary, self._epoch)
             self._session.advance(Step.LOG_IS_NEW)
-            self._send(self._session.control_record(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT))
+            self._send_control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
             return
         self._choose_checkpoint()
 
@@ -407,6 +407,8 @@ class Machine:
         self._effects.append(CloseApp())
 
     def _say(self, message_type: MessageType, text: str) -> None:
+        if self._session.phase is Phase.RESTORING:
+            return  # the app would take it for a part of the blob
         if message_type in self._session.extensions:
             message = encode_message(message_type, text.encode())
             self._effects.append(SendToApp(self._session.control_record(message_type, message)))
@@ -415,7 +417,7 @@ class Machine:
         session = self._session
         if session.phase is Phase.WAITING:
             return
-        if session.reader.buffered_bytes or session.reader.inside_blob:
+        if not session.refused and (session.reader.buffered_bytes or session.reader.inside_blob):
             self._report("warning", "the app's connection ended in the middle of a message; that message is dropped")
         if self._goodbye_said:
             self._stop(None)
@@ -583,6 +585,7 @@ class Machine:
         self._stopping = True
         self._peers.accepting = False
         if self._session.phase not in (Phase.NORMAL, Phase.CHECKPOINTING, Phase.BECOMING_PRIMARY):
+            self._say(MessageType.GOODBYE, "the coordinator was asked to stop")
             self._stop(None)
 
     def _finish_stop(self) -> None:

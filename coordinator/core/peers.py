@@ -168,7 +168,9 @@ class Peers:
             stream.finish_replay()
 
     def send(self, now_ns: int) -> None:
-        """Put on their way all batches that may go now."""
+        """Put on their way all batches that may go now: none before the first checkpoint, which they follow, is durable."""
+        if not self.ready:
+            return
         durable_ticket = self.log.durable_ticket
         for destination, stream in self.outputs.items():
             while (batch := stream.next_batch(durable_ticket)) is not None:
@@ -205,7 +207,7 @@ class Peers:
         if stream is None or stream.state in (StreamState.CLOSED, StreamState.FAILED):
             return
         if frame.frame_type is FrameType.REFUSED:
-            if tag == stream.attempt:
+            if tag == stream.attempt and (frame.code == RefusedCode.NOT_ME or self._is_same_receiver(stream, frame)):
                 self._fail(stream, f"{destination!r} refuses this instance's messages: {frame.reason}")
             return
         if not self._is_same_receiver(stream, frame):
@@ -297,7 +299,11 @@ class Peers:
         stream = self.input(frame.sender)
         if frame.frame_type is FrameType.HELLO:
             return _Reply(FrameType.WELCOME, stream.durable)
-        if frame.frame_type is not FrameType.BATCH or not self.ready:
+        if not self.ready:
+            return _Reply(
+                FrameType.REFUSED, code=RefusedCode.NOT_READY, reason=f"{self.name!r} has not completed its first start"
+            )
+        if frame.frame_type is not FrameType.BATCH:
             return _Reply(
                 FrameType.REFUSED, code=RefusedCode.MALFORMED, reason=f"unexpected frame {frame.frame_type.name}"
             )

@@ -1,0 +1,10 @@
+"""Immortal services: write a class below :class:`Immortal`, and its calls survive every crash. `docs/guide/sdk.md`."""
+
+from appsdk import errors
+from appsdk.handlers import impulse, initial, on_primary, rpc
+from appsdk.immortal import Immortal
+from appsdk.proxy import Impulses, peer
+from appsdk.runner import run
+from appsdk.state import Transient
+
+__all__ = ["Immortal", "Impulses", "Transient", "errors", "impulse", "initial", "on_primary", "peer", "rpc", "run"]

@@ -1,0 +1,119 @@
+"""Arguments: a MessagePack array, by position, encoded from the values and decoded by the handler's annotations.
+
+What a decoder lets through has the types that the handler asks for; trailing arguments may be missing where the handler
+has defaults for them. A sender does not check (its type checker does): the receiver must in any case.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from appsdk.errors import DefinitionError
+
+Decode = Callable[[Any], tuple[Any, ...]]
+
+encoder = msgspec.msgpack.Encoder()
+"""The only encoder, of arguments and state: sets, dicts and so on are written in the order they have."""
+
+_FIXARRAY, _FIXARRAY_MAX = 0x90, 15
+
+
+def _parts(info: msgspec.inspect.Type) -> Iterable[msgspec.inspect.Type]:
+    """The types right below a type."""
+    for name in ("types", "item_types"):
+        yield from getattr(info, name, ())
+    for name in ("item_type", "key_type", "value_type"):
+        if isinstance(part := getattr(info, name, None), msgspec.inspect.Type):
+            yield part
+    for field in getattr(info, "fields", ()):
+        yield field.type
+
+
+def unsupported_type(annotation: Any) -> str | None:
+    """What in ``annotation`` can't be encoded and read back, in words; None when all of it can."""
+    try:
+        pending = [msgspec.inspect.type_info(annotation)]
+        msgspec.msgpack.Decoder(annotation)
+    except TypeError as error:
+        return str(error).splitlines()[0]
+    seen: list[msgspec.inspect.Type] = []
+    while pending:
+        info = pending.pop()
+        if any(info is other for other in seen):
+            continue  # a type that refers to itself
+        seen.append(info)
+        if isinstance(info, msgspec.inspect.CustomType):
+            return f"{getattr(info.cls, '__qualname__', info.cls)} is no type that can be encoded"
+        pending.extend(_parts(info))
+    return None
+
+
+def resolve_hints(subject: Any) -> dict[str, Any]:
+    """The annotations of a function or class, evaluated. Raises NameError while a name in them is not there yet."""
+    return typing.get_type_hints(subject, include_extras=True)
+
+
+class ArgumentCodec:
+    """How the arguments of one handler are bound, checked and decoded.
+
+    Raises DefinitionError for an annotation that can't be encoded, NameError for one that can't be resolved yet.
+    """
+
+    def __init__(self, function: Callable[..., Any], signature: inspect.Signature) -> None:
+        self.name = function.__qualname__
+        self.signature = signature
+        parameters = list(signature.parameters.values())
+        self.count = len(parameters)
+        self.required_count = sum(parameter.default is inspect.Parameter.empty for parameter in parameters)
+        hints = resolve_hints(function)
+        self._types = [hints[parameter.name] for parameter in parameters]
+        for parameter, annotation in zip(parameters, self._types, strict=True):
+            if problem := unsupported_type(annotation):
+                raise DefinitionError(
+                    f"{self.name}: parameter {parameter.name!r}: {problem}; use a type that msgspec knows "
+                    f"(numbers, str, bytes, datetime, list, dict, dataclass, msgspec.Struct, ...)"
+                )
+        self.decode = self._make_decode()
+
+    def _make_decode(self) -> Decode:
+        """From the encoded arguments to a tuple of them. It raises msgspec.DecodeError, also for a wrong count."""
+        decoders: list[Decode] = [self._decoder(count) for count in range(self.required_count, self.count + 1)]
+        whole = decoders[-1]
+        if len(decoders) == 1:
+            return whole
+        if self.count > _FIXARRAY_MAX:
+            raise DefinitionError(
+                f"{self.name}: {self.count} parameters, some with defaults: at most {_FIXARRAY_MAX} can be, use a "
+                f"dataclass for some of them"
+            )
+        by_front = {_FIXARRAY + self.required_count + index: decode for index, decode in enumerate(decoders)}
+
+        def decode(arguments: Any) -> tuple[Any, ...]:
+            return by_front.get(arguments[0] if len(arguments) else -1, whole)(arguments)
+
+        return decode
+
+    def _decoder(self, count: int) -> Decode:
+        shape: Any = tuple[tuple(self._types[:count])]  # type: ignore[misc]
+        return msgspec.msgpack.Decoder(shape).decode
+
+    def bind(self, arguments: Sequence[Any], keywords: dict[str, Any]) -> tuple[Any, ...]:
+        """All arguments by position, as a call with them would bind them. Raises TypeError naming the method."""
+        return bind_arguments(self.name, self.signature, arguments, keywords)
+
+
+def bind_arguments(
+    name: str, signature: inspect.Signature, arguments: Sequence[Any], keywords: dict[str, Any]
+) -> tuple[Any, ...]:
+    """All arguments by position, defaults filled in. Raises TypeError that names the method."""
+    try:
+        bound = signature.bind(*arguments, **keywords)
+    except TypeError as error:
+        raise TypeError(f"{name}{signature}: {error}") from None
+    bound.apply_defaults()
+    return tuple(bound.arguments.values())

@@ -1,0 +1,130 @@
+"""What handlers use in place of the clock and of randomness: the same values at each replay.
+
+The time is that of the record. A random stream belongs to one call site within one message: it is seeded from the
+app's seed (drawn at the first start, kept in the checkpoint), the committer ID, the record, the message's index in it,
+and the place that draws (the function's qualified name and the text of its line). So a new call elsewhere shifts no
+other stream.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+import random
+import threading
+import time
+import uuid
+from datetime import UTC, datetime, timedelta
+from types import CodeType, FrameType
+from typing import Any
+
+from appsdk.errors import UsageError
+
+SEED_SIZE_BYTES = 16
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+def datetime_of(time_ns: int) -> datetime:
+    """``time_ns`` (since the Unix epoch) as an aware UTC datetime, to the microsecond below."""
+    return _EPOCH + timedelta(microseconds=time_ns // 1000)
+
+
+class CallSites:
+    """Names the places in the code that draw: stable against changes elsewhere in the same file."""
+
+    def __init__(self) -> None:
+        self._sites: dict[tuple[CodeType, int], bytes] = {}
+        self._lines: dict[str, list[str]] = {}
+
+    def load(self, file_name: str) -> None:
+        """Remember the text of a file as it is now: later it may have been edited under a running app."""
+        if file_name not in self._lines:
+            self._lines[file_name] = linecache.getlines(file_name)
+
+    def site(self, frame: FrameType) -> bytes:
+        code, line_number = frame.f_code, frame.f_lineno
+        site = self._sites.get((code, line_number))
+        if site is None:
+            self.load(code.co_filename)
+            lines = self._lines[code.co_filename]
+            if 0 < line_number <= len(lines):
+                place = lines[line_number - 1].strip()
+            else:  # no source at hand
+                place = f"+{line_number - code.co_firstlineno}"
+            site = self._sites[code, line_number] = f"{code.co_qualname}\n{place}".encode()
+        return site
+
+
+class Context:
+    """The life of one instance within the SDK: what is being handled, and the deterministic sources.
+
+    One that no run has attached to (a user's plain ``Counter()``) has the real clock, a random seed and no outbox.
+    """
+
+    __slots__ = (
+        "_streams",
+        "_streams_of",
+        "committer_id",
+        "handlers",
+        "in_handler",
+        "message_index",
+        "outbox",
+        "peers",
+        "record_time_ns",
+        "seed",
+        "sequence_id",
+        "sites",
+        "thread_id",
+    )
+
+    def __init__(self, seed: bytes, outbox: Any = None) -> None:
+        self.seed = seed
+        self.outbox = outbox  # an appsdk.outbox.Outbox, or None: no calls
+        self.handlers: Any = None  # appsdk.proxy fills in both: what self.count and self.counter lead to
+        self.peers: Any = None
+        self.sites = CallSites()
+        self.thread_id = threading.get_ident()
+        self.committer_id = 0
+        self.sequence_id = -1
+        self.message_index = 0
+        self.record_time_ns: int | None = None
+        self.in_handler = False
+        self._streams: dict[tuple[bytes, bytes], random.Random] = {}
+        self._streams_of = (-1, 0)
+
+    def require_handler_thread(self, what: str) -> None:
+        if threading.get_ident() != self.thread_id:
+            raise UsageError(
+                f"{what} is for handlers: it is part of what a replay repeats. In a hook or thread of your own use "
+                f"Python's modules 'time', 'random', 'uuid', and send what the app is to know as an impulse"
+            )
+
+    def now_ns(self) -> int:
+        """ns since the Unix epoch: the record's; the real clock's while there is none (``__init__``)."""
+        self.require_handler_thread("self.now()")
+        if self.record_time_ns is not None:
+            return self.record_time_ns
+        if self.in_handler:
+            raise UsageError(
+                f"record {self.sequence_id} has no time: self.now() has no answer that a replay would repeat"
+            )
+        return time.time_ns()
+
+    def random_at(self, frame: FrameType, purpose: bytes = b"random") -> random.Random:
+        """The stream of the place that ``frame`` is at; within one message it goes on where it was."""
+        self.require_handler_thread(f"self.{purpose.decode()}")
+        moment = (self.sequence_id, self.message_index)
+        if self._streams_of != moment:
+            self._streams_of = moment
+            self._streams.clear()
+        key = (purpose, self.sites.site(frame))
+        stream = self._streams.get(key)
+        if stream is None:
+            digest = hashlib.blake2b(key=self.seed, digest_size=32)
+            digest.update(f"{self.committer_id} {self.sequence_id} {self.message_index} ".encode())
+            digest.update(purpose + b"\n" + key[1])
+            stream = self._streams[key] = random.Random(int.from_bytes(digest.digest(), "little"))
+        return stream
+
+    def uuid4_at(self, frame: FrameType) -> uuid.UUID:
+        return uuid.UUID(int=self.random_at(frame, b"uuid4").getrandbits(128), version=4)

@@ -1,0 +1,158 @@
+"""What a class says of itself, collected and checked once, when the class is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from appsdk.codec import ArgumentCodec
+from appsdk.errors import DefinitionError
+from appsdk.handlers import HOOK_MARK, Handler
+from appsdk.proxy import Peer
+from appsdk.state import StateSchema
+
+Serializer = Literal["msgspec", "pickle"]
+
+OVERRIDABLE = {
+    "checkpoint": "def checkpoint(self) -> bytes",
+    "restore": "def restore(self, blob: bytes) -> None",
+    "prepare": "def prepare(self) -> None",
+}
+"""Methods that a class may define for itself, and which then can't be handlers or attributes."""
+
+
+@dataclass(slots=True)
+class Definition:
+    """One class: its handlers by name and ID, hooks, peers, and how its state is kept."""
+
+    cls: type
+    serializer: Serializer
+    formerly: tuple[str, ...]
+    handlers: dict[str, Handler[Any, Any]] = field(default_factory=dict)
+    by_method_id: dict[int, Handler[Any, Any]] = field(default_factory=dict)
+    by_key: dict[str, Handler[Any, Any]] = field(default_factory=dict)  # overridden ones included
+    peers: dict[str, Peer] = field(default_factory=dict)
+    peers_by_key: dict[str, Peer] = field(default_factory=dict)
+    on_primary: list[str] = field(default_factory=list)  # names of methods
+    initial: str | None = None
+    _codecs: dict[str, ArgumentCodec] = field(default_factory=dict)
+    _state: StateSchema | None = None
+
+    @property
+    def name(self) -> str:
+        return self.cls.__qualname__
+
+    @property
+    def label(self) -> str:
+        """``module:Class``: what the app calls itself to its coordinator."""
+        return f"{self.cls.__module__}:{self.cls.__qualname__}"
+
+    def codec(self, handler: Handler[Any, Any]) -> ArgumentCodec:
+        """Raises DefinitionError when an annotation can't be resolved or encoded."""
+        if (codec := self._codecs.get(handler.key)) is None:
+            try:
+                codec = ArgumentCodec(handler.function, handler.signature)
+            except NameError as error:
+                raise DefinitionError(
+                    f"{handler.function.__qualname__}: an annotation can't be resolved: {error}"
+                ) from error
+            self._codecs[handler.key] = codec
+        return codec
+
+    def state(self) -> StateSchema:
+        """Raises DefinitionError when an annotation can't be resolved or encoded."""
+        if self._state is None:
+            try:
+                self._state = StateSchema(self.cls, self.serializer, {*self.handlers, *self.peers}, self.formerly)
+            except NameError as error:
+                raise DefinitionError(
+                    f"{self.name}: the annotation of an attribute can't be resolved: {error}"
+                ) from error
+        return self._state
+
+    def resolve(self, *, names_may_be_missing: bool) -> None:
+        """Check all annotations: now, or (the names in them may come later in the module) before the app starts."""
+        subjects: list[Callable[[], object]] = [self.state]
+        subjects += [lambda handler=handler: self.codec(handler) for handler in self.handlers.values()]  # type: ignore[misc]
+        for subject in subjects:
+            try:
+                subject()
+            except DefinitionError as error:
+                if not (names_may_be_missing and isinstance(error.__cause__, NameError)):
+                    raise
+
+
+def define(cls: type, base: type, serializer: Serializer, formerly: Iterable[str]) -> Definition:
+    """Collect and check the class. Raises DefinitionError."""
+    if serializer not in ("msgspec", "pickle"):
+        raise DefinitionError(f"{cls.__qualname__}: serializer={serializer!r}: 'msgspec' or 'pickle' were expected")
+    definition = Definition(cls, serializer, tuple(formerly))
+    _check_names(cls, base)
+    for ancestor in reversed(cls.__mro__):
+        for name, value in vars(ancestor).items():
+            _add(definition, name, value, cls)
+    if ("checkpoint" in dir(cls)) != ("restore" in dir(cls)):
+        raise DefinitionError(
+            f"{cls.__qualname__}: checkpoint and restore go together: define "
+            f"'{OVERRIDABLE['checkpoint']}' and '{OVERRIDABLE['restore']}'"
+        )
+    _check_method_ids(definition)
+    definition.resolve(names_may_be_missing=True)
+    return definition
+
+
+def _check_names(cls: type, base: type) -> None:
+    reserved = {name for name in vars(base) if not name.startswith("__")}
+    for name in [*vars(cls), *vars(cls).get("__annotations__", {})]:
+        if name in reserved:
+            raise DefinitionError(
+                f"{cls.__qualname__}.{name}: {name!r} is one of Immortal's own names: choose another "
+                f"(taken: {', '.join(sorted(other for other in reserved if not other.startswith('_')))})"
+            )
+        if name in OVERRIDABLE and not callable(getattr(cls, name, None)):
+            raise DefinitionError(f"{cls.__qualname__}.{name}: {name!r} is kept for '{OVERRIDABLE[name]}'")
+
+
+def _add(definition: Definition, name: str, value: object, cls: type) -> None:
+    if isinstance(value, Handler):
+        if value.name != name:
+            raise DefinitionError(
+                f"{cls.__qualname__}.{name}: the handler {value.name!r} can't have a second name, since its method ID "
+                f"follows from the first: define {name!r} as a handler of its own"
+            )
+        if name in OVERRIDABLE:
+            raise DefinitionError(f"{cls.__qualname__}.{name}: {name!r} is kept for '{OVERRIDABLE[name]}'")
+        definition.handlers[name] = value
+        definition.by_key[value.key] = value
+    elif name in definition.handlers:
+        decorator = definition.handlers[name].decorator
+        raise DefinitionError(
+            f"{cls.__qualname__}.{name} replaces the handler of that name in a base class and is none itself: "
+            f"write @{decorator} above it, or choose another name"
+        )
+    elif isinstance(value, Peer):
+        definition.peers[name] = value
+        definition.peers_by_key[value.key] = value
+    elif (mark := getattr(value, HOOK_MARK, None)) == "on_primary":
+        if name not in definition.on_primary:
+            definition.on_primary.append(name)
+    elif mark == "initial":
+        if definition.initial not in (None, name):
+            raise DefinitionError(
+                f"{cls.__qualname__}: two @initial methods, {definition.initial} and {name}: there is one initial "
+                f"message; let one method call the other"
+            )
+        definition.initial = name
+
+
+def _check_method_ids(definition: Definition) -> None:
+    for handler in definition.handlers.values():
+        other = definition.by_method_id.setdefault(handler.method_id, handler)
+        if other is not handler:
+            raise DefinitionError(
+                f"{definition.name}: {other.name} and {handler.name} have the same method ID, "
+                f"{handler.method_id}: give "
+                f"the newer one another by hand, e.g. @{handler.decorator}(id=1) (1 .. 8191, never one that was used "
+                f"before)"
+            )

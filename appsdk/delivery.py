@@ -1,0 +1,127 @@
+"""The hot loop: packed RPC messages to calls of handlers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from appsdk.codec import Decode
+from appsdk.context import Context
+from appsdk.definition import Definition
+from appsdk.errors import HandlerError
+from appsdk.handlers import INITIAL_METHOD_ID
+from appsdk.report import handler_failed, undecodable
+from protocol.errors import RemoteProtocolError
+from protocol.messages import MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_message
+from protocol.varint import encode_zigzag
+
+VIEW_SIZE_BYTES_MIN = 4 << 10  # messages from this size on are decoded from a view, smaller ones from a faster copy
+
+_Entry = tuple[Decode, Callable[..., Any], str]
+
+
+class Delivery:
+    """Finds the handler of each message and calls it. The handler's position is in the context while it runs."""
+
+    def __init__(self, definition: Definition, context: Context) -> None:
+        self._definition = definition
+        self._context = context
+        self._entries: dict[int, _Entry] = {}
+        self._by_front: dict[bytes, _Entry] = {}
+        for method_id, handler in self._definition.by_method_id.items():
+            codec = self._definition.codec(handler)
+            self._entries[method_id] = (codec.decode, handler.function, codec.name)
+        name = self._definition.initial
+        begin: Callable[..., Any] = type(self)._no_initial if name is None else getattr(self._definition.cls, name)
+        nothing: Any = msgspec.msgpack.Decoder(tuple[()]).decode
+        self._entries[INITIAL_METHOD_ID] = (nothing, begin, f"{self._definition.name}.{name or 'initial'}")
+        for method_id, entry in self._entries.items():
+            for rpc_type in (RpcType.FORK, RpcType.IMPULSE):
+                front = bytes((MessageType.RPC, RpcKind.CALL)) + encode_zigzag(method_id) + bytes((rpc_type,))
+                self._by_front[front] = entry
+        # The lengths of fronts, the most frequent first. No front starts another: a varint says where it ends.
+        self._front_sizes = sorted({len(front) for front in self._by_front}, reverse=True)
+
+    @staticmethod
+    def _no_initial(instance: object) -> None:
+        """There is no @initial method."""
+
+    def deliver(self, instance: Any, content: bytes, offset: int, end: int, slice_end: int) -> int:
+        """Handle the messages that start before ``slice_end``; where the next one starts.
+
+        Raises HandlerError, RemoteProtocolError.
+        """
+        context = self._context
+        index = context.message_index
+        front, front_size_bytes, stride = b"", 0, 0
+        source: bytes | memoryview = content
+        context.in_handler = True
+        while offset < slice_end:
+            start = offset + front_size_bytes
+            if not front or content[offset:start] != front:
+                (decode, function, name), start, stride = self._look_up(content, offset, end, index)
+                front = content[offset:start]
+                front_size_bytes = start - offset
+                source = memoryview(content) if stride >= VIEW_SIZE_BYTES_MIN else content
+            offset += stride
+            if offset > end:
+                raise RemoteProtocolError(
+                    f"record {context.sequence_id}: message {index} runs past the end of its batch"
+                )
+            try:
+                arguments = decode(source[start:offset])
+            except Exception as error:  # msgspec's own, and what a type's __post_init__ raises
+                raise undecodable(name, f"{error}", offset - start, context.sequence_id, index) from None
+            context.message_index = index
+            try:
+                function(instance, *arguments)
+            except (Exception, SystemExit) as error:
+                raise handler_failed(name, arguments, error, context.sequence_id, index) from error
+            index += 1
+        context.message_index = index
+        context.in_handler = False
+        return offset
+
+    def _look_up(self, content: bytes, offset: int, end: int, index: int) -> tuple[_Entry, int, int]:
+        """The message at ``offset``: (its handler, where its arguments start, its size in bytes)."""
+        first = content[offset]
+        if first < 0x80 and not first & 1:
+            type_offset, size_bytes = offset + 1, first >> 1
+        else:
+            _, start, message_end = decode_message(content, offset)
+            type_offset, size_bytes = start - 1, message_end - start + 1
+        by_front = self._by_front
+        for front_size_bytes in self._front_sizes:
+            start = type_offset + front_size_bytes
+            if (entry := by_front.get(content[type_offset:start])) is not None and front_size_bytes <= size_bytes:
+                return entry, start, type_offset + size_bytes - offset
+        raise self._not_found(content, offset, end, index)
+
+    def _not_found(self, content: bytes, offset: int, end: int, index: int) -> Exception:
+        sequence_id = self._context.sequence_id
+        message_type, start, message_end = decode_message(content, offset)
+        if message_type != MessageType.RPC or message_end > end:
+            return RemoteProtocolError(
+                f"record {sequence_id}: message {index} of a batch has type {message_type}, not RPC (0)"
+            )
+        rpc = decode_incoming_rpc(content, start, message_end)
+        where = f"record {sequence_id}, message {index}"
+        if rpc.method_id in self._entries or rpc.kind != RpcKind.CALL:
+            return HandlerError(
+                f"{where}: a call that waits for an answer, or an answer: this version of the SDK has only .fork(...)",
+                sequence_id,
+                index,
+            )
+        handlers = sorted(self._definition.handlers.values(), key=lambda handler: handler.method_id)
+        known = ", ".join(f"{handler.name} = {handler.method_id}" for handler in handlers) or "none"
+        return HandlerError(
+            f"{where}: a call of method {rpc.method_id}, which {self._definition.name} does not have; the app stops\n"
+            f"  It has: {known}.\n"
+            f"  The call is in the log: give the class a handler for it (a removed or renamed one is found again "
+            f"by its old\n"
+            f"  name, or by @rpc(id=...)), and start the app again.",
+            sequence_id,
+            index,
+        )

@@ -1,0 +1,79 @@
+"""Every error of the SDK, below :class:`protocol.errors.ImmortalError`, by who can do something about it.
+
+    AppError
+      DefinitionError    the class is not an app that could be replayed: raised where the class is made
+      UsageError         a call that is not possible here: from the wrong thread, outside a handler, too large
+      StateError         the state can't be written into a checkpoint, or a checkpoint can't be read back
+      HandlerError       a logged input can't be handled: replay would only repeat it, so the app stops
+      LoadError          the class to run can't be found
+      ConnectError       no coordinator answers
+      Refused            the coordinator closed the connection and said why
+      Disconnected       the coordinator is gone
+
+The exit status of the app's process is the error's ``exit_status``.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from protocol.errors import ImmortalError
+
+EXIT_DONE = 0  # the coordinator said Goodbye: a clean stop
+EXIT_FAILED = 1  # the coordinator is gone or refused, the class can't be run
+EXIT_HANDLER_FAILED = 70  # the app's own code failed: starting again without a change would only repeat it
+EXIT_INTERRUPTED = 130  # SIGINT
+EXIT_TERMINATED = 143  # SIGTERM
+
+
+class AppError(ImmortalError):
+    """The root of the SDK's errors."""
+
+    exit_status: ClassVar[int] = EXIT_FAILED
+
+
+class DefinitionError(AppError, TypeError):
+    """A class, handler or hook is not one that the SDK can run; the message names it and the way out."""
+
+
+class UsageError(AppError):
+    """A call that is not possible where it was made."""
+
+
+class StateError(AppError):
+    """An attribute can't be saved, or a checkpoint does not fit the class."""
+
+    exit_status = EXIT_HANDLER_FAILED
+
+
+class HandlerError(AppError):
+    """A logged message can't be handled. ``sequence_id`` and ``message_index`` (from 0) say which one."""
+
+    exit_status = EXIT_HANDLER_FAILED
+
+    def __init__(self, text: str, sequence_id: int, message_index: int) -> None:
+        super().__init__(text)
+        self.sequence_id = sequence_id
+        self.message_index = message_index
+
+
+class HookError(AppError):
+    """An ``@on_primary`` hook raised."""
+
+    exit_status = EXIT_HANDLER_FAILED
+
+
+class LoadError(AppError):
+    """``module:Class`` does not lead to a class that can be run."""
+
+
+class ConnectError(AppError):
+    """No coordinator listens at the address."""
+
+
+class Refused(AppError):  # noqa: N818 (what happened, not what is wrong)
+    """The coordinator closed the connection and said why."""
+
+
+class Disconnected(AppError):  # noqa: N818
+    """The connection with the coordinator has ended: what was not accepted may or may not be in its log."""

@@ -1,0 +1,214 @@
+"""``@rpc``, ``@impulse``, ``@initial`` and ``@on_primary``: what they check and what they put into the class.
+
+A handler becomes a :class:`Handler`, a property whose value, read from an instance, is a :class:`BoundHandler`: calling
+it is a plain call, ``.fork(...)`` sends the call through the log. (A property with a getter written in C: reading
+``self.count`` costs 60 ns, with a Python ``__get__`` it would be 75.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import itertools
+from collections.abc import Callable
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+
+from appsdk.errors import DefinitionError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S")
+
+GIVEN_METHOD_ID_MAX = 8191  # takes at most 2 bytes in a message; up to 63, 1
+DERIVED_METHOD_ID_MAX = 1_048_575  # the largest that takes 3
+INITIAL_METHOD_ID = -1  # the RPC inside the initial message; negative IDs are the system's
+
+
+def method_id_of_name(name: str) -> int:
+    """The method ID that follows from a handler's name alone, GIVEN_METHOD_ID_MAX + 1 .. DERIVED_METHOD_ID_MAX.
+
+    >>> method_id_of_name("count")
+    343311
+    """
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    first = GIVEN_METHOD_ID_MAX + 1
+    return first + int.from_bytes(digest, "little") % (DERIVED_METHOD_ID_MAX + 1 - first)
+
+
+_keys = itertools.count()
+
+
+def definition_key(name: str) -> str:
+    """A name for one definition of ``name`` that no other has in this process. (No dots: attrgetter follows them.)"""
+    return f"{name}/{next(_keys)}"
+
+
+class BoundHandler(Generic[P, R]):
+    """A handler of this very instance: ``self.count(...)`` calls it, ``self.count.fork(...)`` sends it to oneself."""
+
+    __slots__ = ("_call", "fork")
+
+    if TYPE_CHECKING:
+
+        def fork(self, *args: P.args, **kwargs: P.kwargs) -> None:
+            """Send the call and go on: it is executed once, in the order of the calls, whatever crashes.
+
+            Raises TypeError for arguments that the handler does not take, UsageError outside handlers.
+            """
+
+    def __init__(self, call: Callable[P, R], fork: Callable[P, None]) -> None:
+        self._call = call
+        object.__setattr__(self, "fork", fork)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self._call(*args, **kwargs)
+
+
+class Handler(property, Generic[P, R]):
+    """A method that logged messages call. ``function`` is what was decorated."""
+
+    def __init__(self, function: Callable[..., R], method_id: int | None, *, decorator: str) -> None:
+        super().__init__()
+        self.function = function
+        self.decorator = decorator
+        self.name = getattr(function, "__name__", repr(function))
+        self.signature = check_function(function, decorator)
+        self.method_id = self._checked_id(method_id)
+        self.key = ""
+        self.__doc__ = function.__doc__
+
+    def _checked_id(self, method_id: int | None) -> int:
+        if method_id is None:
+            return method_id_of_name(self.name)
+        if isinstance(method_id, bool) or not isinstance(method_id, int) or not 1 <= method_id <= GIVEN_METHOD_ID_MAX:
+            raise DefinitionError(
+                f"{self.name}: @{self.decorator}(id={method_id!r}): an ID is a number from 1 to {GIVEN_METHOD_ID_MAX}"
+            )
+        return method_id
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        # No checks here: Python 3.11 wraps what is raised in a RuntimeError; they are in appsdk.definition. The key is
+        # this definition's own, so that super().count(...) in a subclass reaches the overridden one.
+        self.key = definition_key(name)
+        property.__init__(self, attrgetter(f"_immortal_context.handlers.{self.key}"))
+
+    if TYPE_CHECKING:
+
+        @overload
+        def __get__(self, instance: None, owner: type, /) -> Handler[P, R]: ...
+        @overload
+        def __get__(self, instance: object, owner: type | None = None, /) -> BoundHandler[P, R]: ...
+        def __get__(self, instance: object, owner: type | None = None, /) -> Any: ...
+
+    def __call__(self, instance: object, *args: P.args, **kwargs: P.kwargs) -> R:
+        """``Counter.count(counter, ...)``: a plain call."""
+        return self.function(instance, *args, **kwargs)
+
+
+def _refuse_async(function: Callable[..., Any], decorator: str, where: str) -> None:
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        raise DefinitionError(
+            f"{where}: 'async def' handlers are not there yet (they come with a later version): "
+            f"write @{decorator} on a plain 'def' and send calls with .fork(...)"
+        )
+    if inspect.isgeneratorfunction(function):
+        raise DefinitionError(f"{where}: a generator can't be run as @{decorator}: it would never be resumed")
+
+
+def check_function(function: Callable[..., Any], decorator: str) -> inspect.Signature:
+    """The signature of a handler without ``self``. Raises DefinitionError, naming the method and the parameter."""
+    if not inspect.isfunction(function):
+        what = type(function).__name__
+        raise DefinitionError(f"@{decorator} belongs on a plain method, this is a {what}: {function!r}")
+    where = function.__qualname__
+    _refuse_async(function, decorator, where)
+    signature = inspect.signature(function)
+    parameters = list(signature.parameters.values())
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if not parameters or parameters[0].kind not in positional:
+        raise DefinitionError(f"{where}: a handler's first parameter is self")
+    for parameter in parameters[1:]:
+        if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+            raise DefinitionError(
+                f"{where}: parameter {str(parameter).partition(':')[0]!r}: a handler's parameters are listed one by "
+                f"one (a list or dict can be one of them): the types decide how a call is encoded and checked"
+            )
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+            raise DefinitionError(
+                f"{where}: parameter {parameter.name!r} is keyword-only: arguments travel by position, remove the '*'"
+            )
+        if parameter.annotation is inspect.Parameter.empty:
+            raise DefinitionError(
+                f"{where}: parameter {parameter.name!r} has no annotation: write {parameter.name}: <its type>, "
+                f"by which calls are encoded and checked"
+            )
+    if signature.return_annotation is inspect.Signature.empty:
+        raise DefinitionError(f"{where}: the return value has no annotation: write '-> None' where nothing is returned")
+    return signature.replace(parameters=parameters[1:])
+
+
+@overload
+def rpc(function: Callable[Concatenate[Any, P], R], /) -> Handler[P, R]: ...
+@overload
+def rpc(*, id: int) -> _Decorator: ...
+def rpc(function: Callable[..., Any] | None = None, /, *, id: int | None = None) -> Any:  # noqa: A002
+    """A method that other instances call, with ``proxy.method.fork(...)``.
+
+    ``id`` (1 .. GIVEN_METHOD_ID_MAX) takes the place of the method ID that follows from the name: for a name that
+    changes while calls are under way, and for two names whose IDs collide. Raises DefinitionError.
+    """
+    return _Decorator("rpc", id) if function is None else Handler(function, id, decorator="rpc")
+
+
+@overload
+def impulse(function: Callable[Concatenate[Any, P], R], /) -> Handler[P, R]: ...
+@overload
+def impulse(*, id: int) -> _Decorator: ...
+def impulse(function: Callable[..., Any] | None = None, /, *, id: int | None = None) -> Any:  # noqa: A002
+    """A method for input from the outside world, sent with an :class:`Impulses` handle. ``id``: see :func:`rpc`."""
+    return _Decorator("impulse", id) if function is None else Handler(function, id, decorator="impulse")
+
+
+class _Decorator:
+    """What ``@rpc(id=...)`` makes."""
+
+    def __init__(self, decorator: str, method_id: int | None) -> None:
+        self._decorator = decorator
+        self._method_id = method_id
+
+    def __call__(self, function: Callable[Concatenate[Any, P], R], /) -> Handler[P, R]:
+        return Handler(function, self._method_id, decorator=self._decorator)
+
+
+HOOK_MARK = "_immortal_hook"
+
+
+def _hook(function: Callable[..., Any], decorator: str, parameters_count: int, usage: str) -> None:
+    if not inspect.isfunction(function):
+        raise DefinitionError(f"@{decorator} belongs on a plain method, not on {function!r}")
+    _refuse_async(function, decorator, function.__qualname__)
+    parameters = inspect.signature(function).parameters.values()
+    required = [parameter for parameter in parameters if parameter.default is inspect.Parameter.empty]
+    if len(required) != parameters_count or len(parameters) < parameters_count:
+        raise DefinitionError(f"{function.__qualname__}: @{decorator} is written as {usage}")
+    setattr(function, HOOK_MARK, decorator)
+
+
+def on_primary(function: Callable[[S, Any], None], /) -> Callable[[S, Any], None]:
+    """A method that runs in a thread of its own once the app is primary: after the first start and each recovery.
+
+    It is not replayed, so it may do what it likes; it reaches the app only through its :class:`Impulses` handle. It may
+    read attributes (the handlers go on beside it: what it reads may be changing), and must not set any.
+    """
+    _hook(function, "on_primary", 2, "def feed(self, impulses: Impulses) -> None")
+    return function
+
+
+def initial(function: Callable[[S], None], /) -> Callable[[S], None]:
+    """A method that runs once in the life of the instance: as its first logged input, after ``__init__``.
+
+    Unlike ``__init__`` it may send calls. At most one in a class.
+    """
+    _hook(function, "initial", 1, "def begin(self) -> None")
+    return function

@@ -1,0 +1,277 @@
+"""What the app sends: calls, in one buffer per destination, and impulses, in one queue with a window.
+
+Messages are encoded where they will be sent from: into the batch's own bytearray. A batch is closed when it has
+BATCH_SIZE_BYTES, when the dispatcher has no more input, and before a checkpoint.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from appsdk.codec import bind_arguments, encoder
+from appsdk.context import Context
+from appsdk.errors import Disconnected, UsageError
+from protocol.errors import RemoteProtocolError
+from protocol.limits import MESSAGE_SIZE_BYTES_MAX
+from protocol.messages import MessageType, RpcKind, RpcType, encode_attach_to, encode_name
+from protocol.varint import encode_zigzag
+
+BATCH_SIZE_BYTES = 64 << 10  # enough to make the cost of a batch vanish; small enough to keep both ends at work
+BATCH_FRONT_SIZE_BYTES_MAX = 1 << 10  # size, type, name, count, with room for whatever wraps the batch later
+CALL_SIZE_BYTES_MAX = MESSAGE_SIZE_BYTES_MAX - BATCH_SIZE_BYTES - BATCH_FRONT_SIZE_BYTES_MAX
+"""Of one encoded call: the batch that it ends up in is a message, and may hold almost BATCH_SIZE_BYTES before it."""
+
+IMPULSES_OUTSTANDING_MAX = 16_384  # sent, not yet durable: what a hook can have in flight
+IMPULSES_OUTSTANDING_BYTES_MAX = 4 << 20
+
+Write = Callable[[bytearray, tuple[Any, ...]], None]
+Chunk = bytes | bytearray | memoryview
+
+
+def make_writer(name: str, method_id: int, rpc_type: RpcType) -> Write:
+    """A function that appends one RPC message (incoming form) to a buffer.
+
+    The message's front depends on the size of the arguments, which is known behind them. So the front of the last
+    message is written first, and is replaced when the size turns out to be another: calls of one method mostly have one
+    size. The function raises TypeError for arguments that can't be encoded, UsageError above CALL_SIZE_BYTES_MAX, and
+    leaves the buffer as it was.
+    """
+    rest = bytes((MessageType.RPC, RpcKind.CALL)) + encode_zigzag(method_id) + bytes((rpc_type,))
+    encode_into = encoder.encode_into
+    front = encode_zigzag(len(rest) + 1) + rest
+    whole_size_bytes = len(front) + 1
+
+    def write(buffer: bytearray, arguments: tuple[Any, ...]) -> None:
+        nonlocal front, whole_size_bytes
+        start = len(buffer)
+        buffer += front
+        try:
+            encode_into(arguments, buffer, -1)
+        except Exception as error:
+            del buffer[start:]
+            raise TypeError(f"{name}: an argument can't be encoded: {error}") from error
+        if len(buffer) - start != whole_size_bytes:
+            arguments_size_bytes = len(buffer) - start - len(front)
+            if arguments_size_bytes + len(rest) > CALL_SIZE_BYTES_MAX:
+                del buffer[start:]
+                raise UsageError(
+                    f"{name}: the call's arguments take {arguments_size_bytes} bytes, at most "
+                    f"{CALL_SIZE_BYTES_MAX - len(rest)} are possible: send them in parts"
+                )
+            old_end = start + len(front)
+            front = encode_zigzag(len(rest) + arguments_size_bytes) + rest
+            buffer[start:old_end] = front
+            whole_size_bytes = len(front) + arguments_size_bytes
+
+    return write
+
+
+def encode_batch_front(message_type: MessageType, destination: str, count: int, size_bytes: int) -> bytes:
+    """What precedes ``size_bytes`` of RPC messages in a StreamBatch or ImpulseBatch."""
+    fields = encode_name(destination) + encode_zigzag(count)
+    return encode_zigzag(1 + len(fields) + size_bytes) + bytes((message_type,)) + fields
+
+
+class _Batch:
+    """Messages to one destination that are still being gathered."""
+
+    __slots__ = ("count", "data", "destination")
+
+    def __init__(self, destination: str) -> None:
+        self.destination = destination
+        self.data = bytearray()
+        self.count = 0
+
+
+class Outbox:
+    """The calls and impulses of one connection, in the order in which they go out.
+
+    Calls come from the handlers' thread only; impulses (``self.impulses``) from any other.
+    """
+
+    def __init__(self, context: Context, wake: Callable[[], None] = lambda: None) -> None:
+        self._context = context
+        self.impulses = ImpulseQueue(context, wake)
+        self.ready_size_bytes = 0  # of closed batches and other messages
+        self._ready: list[Chunk] = []
+        self._batches: dict[str, _Batch] = {}
+        self._open: list[_Batch] = []  # those that hold something, by their first message
+        self._attached: set[str] = set()
+
+    def make_fork(
+        self, destination: str, name: str, method_id: int, signature: inspect.Signature
+    ) -> Callable[..., None]:
+        """The ``fork`` of one method of one destination ("" is oneself)."""
+        batch = self._batches.setdefault(destination, _Batch(destination))
+        write = make_writer(name, method_id, RpcType.FORK)
+        parameters_count = len(signature.parameters)
+        context, opened, get_ident = self._context, self._open, threading.get_ident
+
+        def fork(*arguments: Any, **keywords: Any) -> None:
+            if keywords or len(arguments) != parameters_count:
+                bound = bind_arguments(name, signature, arguments, keywords)
+                arguments = bound if keywords else arguments
+            if not context.in_handler or get_ident() != context.thread_id:
+                raise _not_in_handler(context, name)
+            data = batch.data
+            if not data:
+                opened.append(batch)
+            try:
+                write(data, arguments)
+            except BaseException:
+                if not data:
+                    opened.remove(batch)
+                raise
+            batch.count += 1
+            if len(data) >= BATCH_SIZE_BYTES:
+                opened.remove(batch)
+                self._close(batch)
+
+        return fork
+
+    def _close(self, batch: _Batch) -> None:
+        data, count, destination = batch.data, batch.count, batch.destination
+        batch.data, batch.count = bytearray(), 0
+        self._append(MessageType.STREAM_BATCH, destination, count, data)
+
+    def _append(self, message_type: MessageType, destination: str, count: int, data: bytearray) -> None:
+        if destination and destination not in self._attached:
+            self._attached.add(destination)
+            self.send(encode_attach_to(destination))
+        self.send(encode_batch_front(message_type, destination, count, len(data)))
+        self.send(data)
+
+    def send(self, chunk: Chunk) -> None:
+        """Put bytes behind what is ready. Messages of the app's own (Hello, Checkpoint) take this way."""
+        self._ready.append(chunk)
+        self.ready_size_bytes += len(chunk)
+
+    def close_batches(self) -> None:
+        """All calls made so far go before whatever is sent next."""
+        for batch in self._open:
+            self._close(batch)
+        self._open.clear()
+
+    def take(self) -> list[Chunk]:
+        """Everything that is to be sent now, impulses included; it is the caller's from here on."""
+        self.close_batches()
+        for batch in self.impulses.take():
+            self._append(MessageType.IMPULSE_BATCH, batch.destination, batch.count, batch.data)
+        taken, self._ready = self._ready, []
+        self.ready_size_bytes = 0
+        return taken
+
+
+def _not_in_handler(context: Context, name: str) -> UsageError:
+    if threading.get_ident() != context.thread_id:
+        return UsageError(
+            f"{name}.fork: from a hook or another thread calls are impulses, since no replay would repeat them: "
+            f"impulses.{name.rpartition('.')[2]}(...), or impulses.to(self.<peer>).{name.rpartition('.')[2]}(...)"
+        )
+    return UsageError(
+        f"{name}.fork: only handlers send calls (@rpc, @impulse and @initial methods): what __init__, prepare, "
+        f"checkpoint "
+        f"and restore do is not in the log; use an @initial method for calls at the first start"
+    )
+
+
+class ImpulseQueue:
+    """Impulses of all hooks, in one order, with a window: whoever sends waits while too many are not durable yet."""
+
+    def __init__(self, context: Context, wake: Callable[[], None]) -> None:
+        self._context = context
+        self._wake = wake
+        self._changed = threading.Condition(threading.Lock())
+        self._batches: list[_Batch] = []
+        self._why_closed: str | None = None
+        self._sent_count = self._sent_size_bytes = 0  # by the app's threads
+        self._taken_count = self._taken_size_bytes = 0  # by the connection
+        self._accepted_count = self._accepted_size_bytes = 0  # by the coordinator
+        self._marks: deque[tuple[int, int]] = deque()  # (count, size in bytes) up to the end of each batch taken
+
+    def append(self, destination: str, name: str, write: Write, arguments: tuple[Any, ...]) -> None:
+        """Queue one impulse; wait while the window is full. Any thread but the handlers'.
+
+        Raises Disconnected, TypeError (can't be encoded), UsageError (from a handler, or too large).
+        """
+        if threading.get_ident() == self._context.thread_id:
+            raise UsageError(f"impulses.{name}: a handler's calls are no impulses: use .fork(...)")
+        with self._changed:
+            while self._why_closed is None and self._is_full():
+                self._changed.wait()
+            self._require_open()
+            batches = self._batches
+            was_empty = not batches
+            batch = batches[-1] if batches else None
+            if batch is None or batch.destination != destination or len(batch.data) >= BATCH_SIZE_BYTES:
+                batch = _Batch(destination)
+            before = len(batch.data)
+            write(batch.data, arguments)
+            if not batch.count:
+                batches.append(batch)
+            batch.count += 1
+            self._sent_count += 1
+            self._sent_size_bytes += len(batch.data) - before
+        if was_empty:
+            self._wake()
+
+    def _is_full(self) -> bool:
+        return (
+            self._sent_count - self._accepted_count >= IMPULSES_OUTSTANDING_MAX
+            or self._sent_size_bytes - self._accepted_size_bytes >= IMPULSES_OUTSTANDING_BYTES_MAX
+        )
+
+    def _require_open(self) -> None:
+        if self._why_closed is not None:
+            raise Disconnected(self._why_closed)
+
+    def take(self) -> list[_Batch]:
+        """The batches to be sent now, in order."""
+        if not self._batches:  # looked at without the lock: whoever appends wakes the connection afterwards
+            return []
+        with self._changed:
+            taken, self._batches = self._batches, []
+            for batch in taken:
+                self._taken_count += batch.count
+                self._taken_size_bytes += len(batch.data)
+                self._marks.append((self._taken_count, self._taken_size_bytes))
+        return taken
+
+    def accept(self, count: int) -> None:
+        """The first ``count`` impulses of this connection are durable. Raises RemoteProtocolError."""
+        with self._changed:
+            if not self._accepted_count <= count <= self._taken_count:
+                raise RemoteProtocolError(
+                    f"the coordinator says that {count} impulses are accepted; it had said {self._accepted_count}, "
+                    f"and was sent {self._taken_count}"
+                )
+            self._accepted_count = count
+            while self._marks and self._marks[0][0] <= count:
+                self._accepted_size_bytes = self._marks.popleft()[1]
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float | None) -> None:
+        """Wait until all that was sent so far is durable. Raises TimeoutError, Disconnected, UsageError."""
+        if threading.get_ident() == self._context.thread_id:
+            raise UsageError("impulses.flush: a handler can't wait for impulses: they are handled after it")
+        with self._changed:
+            target = self._sent_count
+            done = self._changed.wait_for(
+                lambda: self._accepted_count >= target or self._why_closed is not None, timeout_s
+            )
+            if not done:
+                missing = target - self._accepted_count
+                raise TimeoutError(f"after {timeout_s} s {missing} impulses are not accepted yet")
+            if self._accepted_count < target:
+                self._require_open()
+
+    def close(self, reason: str) -> None:
+        """The connection is gone: whoever waits or sends from now on gets Disconnected."""
+        with self._changed:
+            if self._why_closed is None:
+                self._why_closed = reason
+            self._changed.notify_all()

@@ -1,0 +1,263 @@
+"""Typed stand-ins: a peer's handlers to fork, one's own handlers, and the handle for impulses.
+
+To a type checker ``peer(Counter, "counter")`` is a Counter, so ``self.counter.count.fork("text")`` is checked like a
+call; at run time it is a :class:`PeerProxy`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from operator import attrgetter
+from types import MethodType
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
+
+from appsdk.codec import bind_arguments
+from appsdk.context import Context
+from appsdk.errors import DefinitionError, UsageError
+from appsdk.handlers import BoundHandler, Handler, definition_key
+from appsdk.outbox import ImpulseQueue, make_writer
+from protocol.limits import NAME_SIZE_BYTES_MAX
+from protocol.messages import RpcType
+
+if TYPE_CHECKING:
+    from appsdk.definition import Definition
+
+T = TypeVar("T")
+
+
+def definition_of(cls: object) -> Definition:
+    """Raises DefinitionError for what is no Immortal class."""
+    definition = vars(cls).get("_immortal_definition") if isinstance(cls, type) else None
+    if definition is None:
+        raise DefinitionError(f"{cls!r} is not a class below appsdk.Immortal")
+    return cast("Definition", definition)
+
+
+class Peer(property):
+    """What ``peer(...)`` puts into a class."""
+
+    def __init__(self, target: object, name: str) -> None:
+        super().__init__()
+        if not isinstance(name, str) or not 1 <= len(name.encode()) <= NAME_SIZE_BYTES_MAX:
+            raise DefinitionError(
+                f"peer(..., {name!r}): the second argument is the name of the instance, 1 to "
+                f"{NAME_SIZE_BYTES_MAX} bytes"
+            )
+        if isinstance(target, type):
+            definition_of(target)
+        elif isinstance(target, str):
+            if not all(part.strip() for part in target.partition(":")):
+                raise DefinitionError(f"peer({target!r}, {name!r}): a class is given as 'module:Class'")
+        elif not callable(target):
+            raise DefinitionError(
+                f"peer({target!r}, {name!r}): a class, 'module:Class' or 'lambda: Class' were expected"
+            )
+        self.target = target
+        self.name = name
+        self.key = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.key = definition_key(name)
+        property.__init__(self, attrgetter(f"_immortal_context.peers.{self.key}"))
+
+    def resolve(self) -> Definition:
+        """The peer's class. Raises DefinitionError, and whatever importing its module raises."""
+        target: Any = self.target
+        if isinstance(target, str):
+            module_name, _, class_name = target.partition(":")
+            module = importlib.import_module(module_name)
+            try:
+                target = attrgetter(class_name)(module)
+            except AttributeError:
+                raise DefinitionError(
+                    f"peer({self.target!r}, {self.name!r}): {module_name} has no {class_name}"
+                ) from None
+        elif not isinstance(target, type):
+            target = target()
+        return definition_of(target)
+
+
+@overload
+def peer(target: type[T], name: str) -> T: ...
+@overload
+def peer(target: str, name: str) -> Any: ...
+@overload
+def peer(target: Callable[[], type[T]], name: str) -> T: ...
+def peer(target: object, name: str) -> Any:
+    """A proxy for the instance called ``name``: in the class body, ``counter = peer(Counter, "counter")``.
+
+    ``target`` is its class; for two classes that refer to each other ``lambda: Counter`` or ``"module:Counter"``.
+    Raises DefinitionError.
+    """
+    return Peer(target, name)
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+def _find_handler(definition: Definition, name: str) -> Handler[Any, Any]:
+    try:
+        return definition.handlers[name]
+    except KeyError:
+        known = ", ".join(sorted(definition.handlers)) or "none"
+        raise AttributeError(f"{definition.name} has no handler {name!r} (its handlers: {known})") from None
+
+
+def _make_fork(context: Context, destination: str, handler: Handler[Any, Any]) -> Callable[..., None]:
+    name = handler.function.__qualname__
+    if context.outbox is not None:
+        fork: Callable[..., None] = context.outbox.make_fork(destination, name, handler.method_id, handler.signature)
+        return fork
+
+    def refuse(*arguments: Any, **keywords: Any) -> None:
+        raise UsageError(
+            f"{name}.fork: this instance does not run beside a coordinator, so there is no log to call through"
+        )
+
+    return refuse
+
+
+class HandlerNamespace:
+    """``self.<handler>`` of one instance; each is made when it is first used."""
+
+    def __init__(self, instance: object, definition: Definition, context: Context) -> None:
+        self._made_from = (instance, definition, context)
+
+    def __getattr__(self, key: str) -> BoundHandler[Any, Any]:
+        instance, definition, context = self._made_from
+        handler = definition.by_key[key]
+        # A call through the log reaches whatever has the name by then, also from an overridden handler.
+        latest = definition.handlers[handler.name]
+        bound = BoundHandler(MethodType(handler.function, instance), _make_fork(context, "", latest))
+        setattr(self, key, bound)
+        return bound
+
+
+class PeerNamespace:
+    """``self.<peer>`` of one instance."""
+
+    def __init__(self, definition: Definition, context: Context) -> None:
+        self._made_from = (definition, context)
+
+    def __getattr__(self, key: str) -> PeerProxy:
+        definition, context = self._made_from
+        proxy = PeerProxy(definition.peers_by_key[key], context)
+        setattr(self, key, proxy)
+        return proxy
+
+
+class PeerMethod:
+    """A peer's handler: ``fork`` sends a call to it."""
+
+    __slots__ = ("_name", "fork")
+
+    def __init__(self, name: str, fork: Callable[..., None]) -> None:
+        self._name = name
+        self.fork = fork
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        raise UsageError(
+            f"{self._name}(...): calls that wait for an answer are not there yet (they come with a later version): "
+            f"send the call with {self._name}.fork(...)"
+        )
+
+
+class PeerProxy:
+    """Another instance, as handlers see it."""
+
+    def __init__(self, source: Peer, context: Context) -> None:
+        self._immortal_peer = source
+        self._immortal_context = context
+
+    def __getattr__(self, name: str) -> PeerMethod:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        source = self._immortal_peer
+        handler = _find_handler(source.resolve(), name)
+        method = PeerMethod(handler.function.__qualname__, _make_fork(self._immortal_context, source.name, handler))
+        setattr(self, name, method)
+        return method
+
+    def __repr__(self) -> str:
+        return f"<peer {self._immortal_peer.name!r}>"
+
+
+# --- impulses ---------------------------------------------------------------------------------------------------------
+
+
+class ImpulseProxy:
+    """The handlers of one destination, to be called with impulses."""
+
+    def __init__(self, definition: Definition, destination: str, queue: ImpulseQueue) -> None:
+        self._made_from = (definition, destination, queue)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        definition, destination, queue = self._made_from
+        handler = _find_handler(definition, name)
+        send = _make_impulse(queue, destination, handler.function.__qualname__, handler.method_id, handler.signature)
+        setattr(self, name, send)
+        return send
+
+
+def _make_impulse(
+    queue: ImpulseQueue, destination: str, name: str, method_id: int, signature: inspect.Signature
+) -> Callable[..., None]:
+    write = make_writer(name, method_id, RpcType.IMPULSE)
+    parameters_count = len(signature.parameters)
+    append = queue.append
+
+    def send(*arguments: Any, **keywords: Any) -> None:
+        if keywords or len(arguments) != parameters_count:
+            bound = bind_arguments(name, signature, arguments, keywords)
+            arguments = bound if keywords else arguments
+        append(destination, name, write, arguments)
+
+    return send
+
+
+class Impulses:
+    """The way into the app for the outside world: what ``@on_primary`` hooks get. Any thread may use it.
+
+    ``impulses.line(text)`` sends to a handler of one's own, ``impulses.counter.count(text)`` to one of a peer's; typed:
+    ``impulses.to(self).line(text)``, ``impulses.to(self.counter).count(text)``. Sending blocks only while too many
+    impulses are not durable yet. An impulse that is accepted is handled exactly once; what was sent and not accepted
+    when the app or the coordinator crashed may or may not have been, so a hook goes on from the state, which knows.
+
+    All raise Disconnected once the coordinator is gone, TypeError for arguments that the handler does not take.
+    """
+
+    def __init__(self, instance: object, definition: Definition, queue: ImpulseQueue) -> None:
+        self._instance = instance
+        self._definition = definition
+        self._queue = queue
+        self._own = ImpulseProxy(definition, "", queue)
+
+    def to(self, target: T) -> T:
+        """The handlers of ``target``: a peer (``self.counter``) or the app itself (``self``)."""
+        if target is self._instance:
+            return cast("T", self._own)
+        if not isinstance(target, PeerProxy):
+            raise TypeError(f"impulses.to({target!r}): self or one of its peers was expected")
+        source = target._immortal_peer
+        name = f"\x00{source.key}"  # kept, as no attribute can be called
+        if (proxy := vars(self).get(name)) is None:
+            proxy = vars(self)[name] = ImpulseProxy(source.resolve(), source.name, self._queue)
+        return cast("T", proxy)
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until all impulses sent so far are durable, at most ``timeout`` seconds. Raises TimeoutError."""
+        self._queue.flush(timeout)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in self._definition.peers:
+            found: Any = self.to(getattr(self._instance, name))
+        else:
+            found = getattr(self._own, name)
+        setattr(self, name, found)
+        return found

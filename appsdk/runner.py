@@ -1,0 +1,196 @@
+"""One app process, from ``module:Class`` to its exit status."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from operator import attrgetter
+from types import FrameType
+from typing import Any, NoReturn
+
+from appsdk.context import SEED_SIZE_BYTES
+from appsdk.definition import Definition
+from appsdk.dispatch import Dispatcher
+from appsdk.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_TERMINATED,
+    AppError,
+    ConnectError,
+    DefinitionError,
+    Disconnected,
+    HookError,
+    LoadError,
+)
+from appsdk.proxy import Impulses, definition_of
+from appsdk.report import user_traceback
+from appsdk.transport import CONNECT_TIMEOUT_S, Transport, Waker, connect
+from protocol.errors import ImmortalError
+
+ADDRESS_VARIABLE = "IMMORTAL_APP_ADDRESS"
+SWITCH_INTERVAL_S = 0.0005  # a hook that computes must not hold up the handlers for 5 ms at a time
+
+
+class _Terminated(BaseException):
+    """SIGTERM. Not an Exception: no handler of the user's catches it."""
+
+
+def load(target: str) -> type:
+    """The class that ``module:Class`` names. Raises LoadError; what the module raises as it is imported passes."""
+    module_name, colon, class_name = target.partition(":")
+    if not colon or not module_name or not class_name:
+        raise LoadError(f"{target!r}: the app is given as module:Class, such as wordcount:Counter")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # something that the user's module imports
+        raise LoadError(
+            f"{target!r}: there is no module {error.name!r} in {os.getcwd()} or on sys.path: run it from the "
+            f"folder of the "
+            f"module, or set PYTHONPATH"
+        ) from None
+    try:
+        found = attrgetter(class_name)(module)
+    except AttributeError:
+        apps = [name for name, value in vars(module).items() if _is_app(value)]
+        raise LoadError(
+            f"{target!r}: module {module_name!r} has no {class_name!r} (its apps: {', '.join(apps) or 'none'})"
+        ) from None
+    if not _is_app(found):
+        raise LoadError(f"{target!r}: {class_name} is not a class below appsdk.Immortal")
+    cls: type = found
+    return cls
+
+
+def _is_app(value: object) -> bool:
+    try:
+        definition_of(value)
+    except DefinitionError:
+        return False
+    return True
+
+
+def run_connection(definition: Definition, address: str, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> str:
+    """Connect and run the app until the coordinator says Goodbye; its reason. Raises ImmortalError."""
+    waker = Waker()
+    dispatcher = Dispatcher(definition, lambda: os.urandom(SEED_SIZE_BYTES), waker.wake)
+    for cls in definition.cls.__mro__:
+        if cls.__module__ != "builtins" and (file_name := inspect.getsourcefile(cls)):
+            dispatcher.context.sites.load(file_name)
+    connection = connect(address, connect_timeout_s)
+    transport = Transport(connection, dispatcher, waker, address)
+    reason = f"the connection with the coordinator at {address} has ended"
+    try:
+        return transport.run(lambda: _start_hooks(dispatcher, transport))
+    except Disconnected as error:
+        reason = str(error)
+        raise
+    finally:
+        dispatcher.outbox.impulses.close(reason)
+        connection.close()
+        waker.close()
+
+
+def _start_hooks(dispatcher: Dispatcher, transport: Transport) -> None:
+    definition = dispatcher.definition
+    for name in definition.on_primary:
+        impulses = Impulses(dispatcher.instance, definition, dispatcher.outbox.impulses)
+        arguments = (dispatcher.instance, f"{definition.name}.{name}", name, impulses, transport)
+        threading.Thread(target=_run_hook, args=arguments, name=f"{definition.name}.{name}", daemon=True).start()
+
+
+def _run_hook(instance: Any, full_name: str, name: str, impulses: Impulses, transport: Transport) -> None:
+    try:
+        getattr(instance, name)(impulses)
+    except Disconnected:
+        pass  # the main thread says so
+    except (Exception, SystemExit) as error:
+        transport.fail(
+            HookError(
+                f"{full_name}, an @on_primary hook, raised {type(error).__name__}; the app "
+                f"stops\n{user_traceback(error)}\n"
+                f"  What it sent and what was accepted is in the log. Fix it and start the app again: the hook "
+                f"runs once\n"
+                f"  more, with the state as it is then."
+            )
+        )
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise _Terminated
+
+
+def run_to_status(cls: type, address: str | None, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> int:
+    """Run the app in this process's main thread; its exit status. What the user has to know is on stderr."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    label = getattr(cls, "__qualname__", repr(cls))
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _stop)
+    try:
+        definition = definition_of(cls)
+        address = address or os.environ.get(ADDRESS_VARIABLE)
+        if not address:
+            raise ConnectError(
+                f"no address of a coordinator: set {ADDRESS_VARIABLE}=HOST:PORT, give --address HOST:PORT, or "
+                f"start both "
+                f"with 'immortal run NAME module:Class'"
+            )
+        run_connection(definition, address, connect_timeout_s)
+        return EXIT_DONE
+    except ImmortalError as error:
+        say(label, str(error))
+        return error.exit_status if isinstance(error, AppError) else EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except _Terminated:
+        return EXIT_TERMINATED
+
+
+def say(label: str, text: str) -> None:
+    """One message to the user, on stderr."""
+    print(f"app {label}: {text}", file=sys.stderr, flush=True)
+
+
+def run(cls: type, address: str | None = None) -> NoReturn:
+    """Run ``cls`` as this process's app beside the coordinator at ``address`` ("host:port"); never returns.
+
+    ``address`` is by default that in the environment, IMMORTAL_APP_ADDRESS. The exit status is 0 after a clean stop, 1
+    when the coordinator is gone or refuses, EXIT_HANDLER_FAILED when a handler, hook or the state fails.
+    """
+    sys.exit(run_to_status(cls, address))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """``python -m appsdk module:Class [--address HOST:PORT]``."""
+    parser = argparse.ArgumentParser(prog="python -m appsdk", description="Run an app beside its coordinator.")
+    parser.add_argument("target", metavar="module:Class", help="the class below appsdk.Immortal")
+    parser.add_argument("--address", metavar="HOST:PORT", help=f"the coordinator's; default: ${ADDRESS_VARIABLE}")
+    options = parser.parse_args(arguments)
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        cls = load(options.target)
+    except ImmortalError as error:
+        say(options.target, str(error))
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BaseException as error:  # the user's module: its own traceback, without importlib's frames
+        say(options.target, f"importing {options.target.partition(':')[0]!r} failed:")
+        trace = error.__traceback__
+        while trace and (
+            trace.tb_frame.f_code.co_filename == __file__ or "importlib" in trace.tb_frame.f_code.co_filename
+        ):
+            trace = trace.tb_next
+        traceback.print_exception(type(error), error, trace)
+        return EXIT_FAILED
+    return run_to_status(cls, options.address)

@@ -1,0 +1,130 @@
+"""The coordinator's end of the wire, by hand: for tests of the SDK, with or without a socket.
+
+It does no I/O and keeps no log: it makes the bytes that a coordinator sends, and reads those that an app sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from appsdk.codec import encoder
+from protocol.batch import encode_batch
+from protocol.errors import RemoteProtocolError
+from protocol.extensions import decode_app_batch, encode_impulses_accepted, encode_record_time
+from protocol.messages import (
+    MessageType,
+    RpcType,
+    decode_incoming_rpc,
+    decode_messages,
+    encode_checkpoint,
+    encode_incoming_rpc,
+    encode_message,
+)
+from protocol.readers import BlobData, BlobStart, MessageReader
+from protocol.record import CHECKPOINT_SEQUENCE_ID, CONTROL_SEQUENCE_ID, encode_record
+
+COMMITTER_ID = 7
+START_TIME_NS = 1_700_000_000_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """One message of an app. ``calls`` are those of a batch: (method ID, RPC type, arguments as they are encoded)."""
+
+    message_type: int
+    data: bytes = b""
+    destination: str = ""
+    calls: tuple[tuple[int, int, bytes], ...] = ()
+
+
+def call(method_id: int, *arguments: Any, rpc_type: RpcType = RpcType.FORK) -> bytes:
+    """One RPC message, as its receiver sees it."""
+    return encode_incoming_rpc(method_id, rpc_type, encoder.encode(arguments))
+
+
+def control(message_type: MessageType, data: bytes = b"") -> bytes:
+    """A control record with one message."""
+    return encode_record(COMMITTER_ID, CONTROL_SEQUENCE_ID, encode_message(message_type, data))
+
+
+def accepted(count: int) -> bytes:
+    return encode_record(COMMITTER_ID, CONTROL_SEQUENCE_ID, encode_impulses_accepted(count))
+
+
+def checkpoint_record(blob: bytes) -> bytes:
+    """What a recovery starts with: the record with sequence ID -2, and the blob."""
+    return encode_record(COMMITTER_ID, CHECKPOINT_SEQUENCE_ID, encode_checkpoint(len(blob))) + blob
+
+
+def logged(sequence_id: int, calls: Iterable[bytes], time_ns: int | None = None) -> bytes:
+    """A logged record with one batch. ``time_ns`` is by default one second per record behind START_TIME_NS."""
+    messages = list(calls)
+    payload = b"".join(messages)
+    time_ns = START_TIME_NS + sequence_id * 1_000_000_000 if time_ns is None else time_ns
+    content = encode_record_time(time_ns) + encode_batch(payload, len(messages)) + payload
+    return encode_record(COMMITTER_ID, sequence_id, content)
+
+
+def initial_record(initial_message: bytes) -> bytes:
+    """Record 0: the initial message's data, given back."""
+    content = encode_record_time(START_TIME_NS) + encode_message(MessageType.INITIAL_MESSAGE, initial_message)
+    return encode_record(COMMITTER_ID, 0, content)
+
+
+@dataclass
+class AppOutput:
+    """Reads what an app sends: ``messages`` in order, and the ``blobs`` of its checkpoints."""
+
+    messages: list[Sent] = field(default_factory=list)
+    blobs: list[bytes] = field(default_factory=list)
+    _reader: MessageReader = field(default_factory=MessageReader)
+    _pieces: list[bytes] = field(default_factory=list)
+
+    def receive_data(self, data: bytes) -> None:
+        """Raises RemoteProtocolError where an app's bytes are not the protocol, or use what it did not attach to."""
+        self._reader.receive_data(data)
+        while (event := self._reader.next_event()) is not None:
+            if isinstance(event, BlobStart):
+                self.messages.append(Sent(MessageType.CHECKPOINT))
+                self._pieces.clear()
+            elif isinstance(event, BlobData):
+                self._pieces.append(event.data)
+                if event.last:
+                    self.blobs.append(b"".join(self._pieces))
+            elif event.message_type in (MessageType.STREAM_BATCH, MessageType.IMPULSE_BATCH):
+                self.messages.append(self._batch(event.message_type, event.data))
+            else:
+                self.messages.append(Sent(event.message_type, event.data))
+
+    def _batch(self, message_type: int, data: bytes) -> Sent:
+        batch = decode_app_batch(data)
+        calls = []
+        for _, start, end in decode_messages(batch.payload):
+            rpc = decode_incoming_rpc(batch.payload, start, end)
+            calls.append((rpc.method_id, rpc.rpc_type, rpc.arguments))
+        if len(calls) != batch.count:
+            raise RemoteProtocolError(f"a batch of {len(calls)} messages gives its count as {batch.count}")
+        if batch.destination and batch.destination not in self.attached:
+            raise RemoteProtocolError(f"a batch to {batch.destination!r} came without AttachTo")
+        return Sent(message_type, b"", batch.destination, tuple(calls))
+
+    @property
+    def attached(self) -> set[str]:
+        return {sent.data.decode() for sent in self.messages if sent.message_type == MessageType.ATTACH_TO}
+
+    @property
+    def calls(self) -> list[tuple[str, int, tuple[Any, ...]]]:
+        """All calls and impulses so far: (destination, method ID, arguments)."""
+        return [
+            (sent.destination, method_id, tuple(msgspec.msgpack.decode(arguments)))
+            for sent in self.messages
+            for method_id, _, arguments in sent.calls
+        ]
+
+    @property
+    def initial_message(self) -> bytes:
+        return next(sent.data for sent in self.messages if sent.message_type == MessageType.INITIAL_MESSAGE)

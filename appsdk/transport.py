@@ -1,0 +1,213 @@
+"""The app's one connection: a blocking loop on the main thread that feeds the dispatcher and sends what it wants sent.
+
+Two limits keep memory bounded. With OUTPUT_PENDING_BYTES_MAX not taken by the coordinator, no input is handled until it
+reads again (for however long: it pushes back when a peer is down). Up to INPUT_BUFFERED_BYTES_MAX the app goes on
+reading meanwhile, so that it hears of a Goodbye, a Refusal or the end, and never keeps the coordinator from sending.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from appsdk.dispatch import BecamePrimary, Dispatcher, Goodbye, Refusal
+from appsdk.errors import AppError, ConnectError, Disconnected, Refused
+from appsdk.outbox import Chunk
+
+CONNECT_TIMEOUT_S = 30.0  # a coordinator that opens a large log may take seconds before it listens
+CONNECT_ATTEMPT_TIMEOUT_S = 5.0
+CONNECT_DELAY_S_MIN, CONNECT_DELAY_S_MAX = 0.01, 0.5
+RECEIVE_SIZE_BYTES = 256 << 10  # of one recv: larger ones cost more in fresh memory than they save in calls
+OUTPUT_PENDING_BYTES_MAX = 4 << 20  # handed to the socket and not taken: beyond it no input is handled
+INPUT_BUFFERED_BYTES_MAX = 8 << 20  # read while no input is handled
+SEND_CHUNKS_MAX = 256  # of one sendmsg; the system's own limit is 1024
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """``host:port``. Raises ConnectError."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConnectError(f"the coordinator's address is {address!r}, HOST:PORT was expected (such as 127.0.0.1:7001)")
+    return host.strip("[]"), int(port)
+
+
+def connect(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> socket.socket:
+    """Connect, and try again until a coordinator listens. Raises ConnectError after ``timeout_s``."""
+    target = parse_address(address)
+    deadline_s = time.monotonic() + timeout_s
+    delay_s = CONNECT_DELAY_S_MIN
+    while True:
+        try:
+            connection = socket.create_connection(target, CONNECT_ATTEMPT_TIMEOUT_S)
+            # Without a listener, a connection to a port that the system picks for clients may meet itself.
+            if connection.getsockname() != connection.getpeername():
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection.setblocking(False)
+                return connection
+            connection.close()
+            problem = "nobody listens there"
+        except OSError as error:
+            problem = error.strerror or str(error)
+        if time.monotonic() + delay_s > deadline_s:
+            raise ConnectError(
+                f"no coordinator at {address} for {timeout_s:g} s ({problem}): start it with 'immortal "
+                f"coordinator NAME', "
+                f"or both with 'immortal run NAME module:Class'"
+            )
+        time.sleep(delay_s)
+        delay_s = min(2 * delay_s, CONNECT_DELAY_S_MAX)
+
+
+class Waker:
+    """Lets other threads end the main thread's wait."""
+
+    def __init__(self) -> None:
+        self._receiver, self._sender = socket.socketpair()
+        self._receiver.setblocking(False)
+        self._sender.setblocking(False)
+
+    def fileno(self) -> int:
+        return self._receiver.fileno()
+
+    def wake(self) -> None:
+        with contextlib.suppress(OSError):  # full: it is awake already; closed: nobody waits any more
+            self._sender.send(b"\0")
+
+    def clear(self) -> None:
+        try:
+            while len(self._receiver.recv(4096)) == 4096:
+                pass
+        except BlockingIOError:
+            pass
+
+    def close(self) -> None:
+        self._receiver.close()
+        self._sender.close()
+
+
+class Transport:
+    """Runs one connection to its end. ``address`` is for messages."""
+
+    def __init__(self, connection: socket.socket, dispatcher: Dispatcher, waker: Waker, address: str) -> None:
+        self._connection = connection
+        self._dispatcher = dispatcher
+        self._waker = waker
+        self._address = address
+        self._pending: deque[memoryview] = deque()
+        self._pending_size_bytes = 0
+        self._input_ended = False
+        self._output_ended = False
+        self._failure: AppError | None = None
+        self._poll = select.poll()
+        self._poll.register(waker.fileno(), select.POLLIN)
+        self._interest = 0
+
+    def fail(self, error: AppError) -> None:
+        """From any thread: end the run with this error."""
+        if self._failure is None:
+            self._failure = error
+        self._waker.wake()
+
+    def run(self, on_primary: Callable[[], None]) -> str:
+        """Run until the coordinator says Goodbye; its reason.
+
+        Raises Refused, Disconnected, what :meth:`fail` was given, and whatever the dispatcher raises.
+        """
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            if self._pending_size_bytes < OUTPUT_PENDING_BYTES_MAX:
+                event = self._dispatcher.next_event()
+                if isinstance(event, Goodbye):
+                    return event.reason
+                if isinstance(event, Refusal):
+                    raise Refused(f"the coordinator at {self._address} refuses: {event.reason}")
+                if isinstance(event, BecamePrimary):
+                    on_primary()
+                self._take(self._dispatcher.data_to_send())
+                self._send()
+                if event is not None:
+                    continue
+                if self._input_ended:
+                    raise self._gone()
+            self._wait()
+
+    def _gone(self) -> Disconnected:
+        where = " (in the middle of a record)" if self._dispatcher.buffered_bytes else ""
+        return Disconnected(
+            f"the coordinator at {self._address} is gone{where}; it and the app live and die together: start both again"
+        )
+
+    # --- sending ----------------------------------------------------------------------------------------------------
+
+    def _take(self, chunks: Iterable[Chunk]) -> None:
+        if self._output_ended:
+            return
+        for chunk in chunks:
+            if len(chunk):
+                self._pending.append(memoryview(chunk))
+                self._pending_size_bytes += len(chunk)
+
+    def _send(self) -> None:
+        """As much as the socket takes now."""
+        pending = self._pending
+        while pending:
+            try:
+                sent = self._connection.sendmsg([pending[index] for index in range(min(len(pending), SEND_CHUNKS_MAX))])
+            except BlockingIOError:
+                return
+            except OSError:
+                self._end_output()  # what the coordinator said before it went away may still be read
+                return
+            self._pending_size_bytes -= sent
+            while sent:
+                first = pending[0]
+                if sent < len(first):
+                    pending[0] = first[sent:]
+                    break
+                sent -= len(first)
+                pending.popleft()
+
+    def _end_output(self) -> None:
+        self._output_ended = True
+        self._pending.clear()
+        self._pending_size_bytes = 0
+
+    # --- waiting and receiving --------------------------------------------------------------------------------------
+
+    def _wait(self) -> None:
+        """Until there is input, room for output, or a call of the waker; take what is there."""
+        interest = select.POLLOUT if self._pending else 0
+        if not self._input_ended and (
+            self._pending_size_bytes < OUTPUT_PENDING_BYTES_MAX
+            or self._dispatcher.buffered_bytes < INPUT_BUFFERED_BYTES_MAX
+        ):
+            interest |= select.POLLIN
+        if interest != self._interest:
+            self._poll.register(self._connection, interest)
+            self._interest = interest
+        for descriptor, happened in self._poll.poll():
+            if descriptor == self._waker.fileno():
+                self._waker.clear()
+                continue
+            if happened & select.POLLOUT:
+                self._send()
+            if happened & ~select.POLLOUT:
+                self._receive()
+
+    def _receive(self) -> None:
+        try:
+            data = self._connection.recv(RECEIVE_SIZE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if data:
+            self._dispatcher.receive_data(data)
+        else:
+            self._input_ended = True
+            self._end_output()

@@ -1,0 +1,27 @@
+"""What the disk itself does: append and fdatasync, nothing else."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+SECONDS = 1.0
+SIZE_BYTES_MAX = 2 << 30
+
+
+def append_rate(folder: Path, block_size_bytes: int, seconds: float = SECONDS) -> float:
+    """Bytes/s of appending blocks to a new file in ``folder``, with an fdatasync after each."""
+    path = folder / "disk-rate"
+    block = os.urandom(block_size_bytes)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        written_bytes = 0
+        begun = time.perf_counter()
+        while (spent := time.perf_counter() - begun) < seconds and written_bytes < SIZE_BYTES_MAX:
+            written_bytes += os.write(descriptor, block)
+            os.fdatasync(descriptor)
+        return written_bytes / spent
+    finally:
+        os.close(descriptor)
+        path.unlink()

@@ -1,0 +1,111 @@
+"""The four processes of a benchmark run, in a registry of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from coordinator import control
+from coordinator.config import InstanceSettings
+from coordinator.registry import Registry
+from protocol.errors import ImmortalError
+
+START_TIMEOUT_S = 30.0
+POLL_INTERVAL_S = 0.002
+
+
+class BenchError(ImmortalError):
+    """The benchmark could not be run, or its result is wrong."""
+
+
+class Service:
+    """One instance: its coordinator and its app. Output that is not asked for goes to files in the registry."""
+
+    def __init__(self, settings: InstanceSettings, app: str, environment: dict[str, str]) -> None:
+        self.settings = settings
+        self._app = app
+        self._environment = environment
+        self.coordinator: subprocess.Popen[str] | None = None
+        self.app: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        settings = self.settings
+        with open(settings.folder / "errors.txt", "a") as errors:
+            self.coordinator = subprocess.Popen(
+                [sys.executable, "-m", "coordinator", "coordinator", settings.name],
+                env=self._environment,
+                stderr=errors,
+                text=True,
+            )
+            self.app = subprocess.Popen(
+                [sys.executable, "-m", "appsdk", self._app],
+                env={**self._environment, "IMMORTAL_APP_ADDRESS": f"{settings.app_host}:{settings.app_port}"},
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+
+    def check_alive(self) -> None:
+        for process in (self.coordinator, self.app):
+            if process is not None and process.poll() is not None:
+                errors = (self.settings.folder / "errors.txt").read_text()
+                raise BenchError(f"{process.args} ended with status {process.returncode}:\n{errors[-2000:]}")
+
+    def status(self) -> dict[str, Any] | None:
+        """What the coordinator says; None while it is not up."""
+        self.check_alive()
+        try:
+            return control.query(self.settings.folder, "status", timeout_s=2.0)
+        except control.ControlError:
+            return None
+
+    def wait_for_phase(self, phase: str) -> float:
+        """Seconds until the coordinator is in ``phase``."""
+        begun = time.perf_counter()
+        while True:
+            status = self.status()
+            if status is not None and status["phase"] == phase and not status["backlog_records"]:
+                return time.perf_counter() - begun
+            if time.perf_counter() - begun > START_TIMEOUT_S:
+                raise BenchError(f"{self.settings.name!r} is not in phase {phase!r} after {START_TIMEOUT_S:.0f} s")
+            time.sleep(POLL_INTERVAL_S)
+
+    def peak_memory_mib(self) -> tuple[float, float]:
+        """Peak resident memory of (coordinator, app)."""
+        return (
+            _peak_memory_mib(self.coordinator.pid if self.coordinator else 0),
+            _peak_memory_mib(self.app.pid if self.app else 0),
+        )
+
+    def kill(self) -> None:
+        """kill -9 for both, and wait until they are gone."""
+        for process in (self.app, self.coordinator):
+            if process is not None:
+                process.kill()
+                process.wait()
+                if process.stdout is not None:
+                    process.stdout.close()
+        self.app = self.coordinator = None
+
+
+def _peak_memory_mib(pid: int) -> float:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) / 1024
+    return 0.0
+
+
+def register(home: Path, apps: dict[str, str], variables: dict[str, str]) -> dict[str, Service]:
+    """Register an instance for each (name, "module:Class") of ``apps`` in ``home``."""
+    registry = Registry(home)
+    environment = {**os.environ, **variables, "IMMORTAL_HOME": str(home)}
+    services = {}
+    for name, app in apps.items():
+        settings = registry.register(name, "tcp://127.0.0.1:*")
+        settings.folder.mkdir(parents=True, exist_ok=True)
+        services[name] = Service(settings, app, environment)
+    return services

@@ -1,0 +1,65 @@
+"""`immortal bench`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from coordinator.bench.one_way import Results, run_benchmark
+
+
+def _sizes(context: click.Context, parameter: click.Parameter, value: str) -> list[int]:
+    try:
+        sizes = [int(part) for part in value.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or not all(0 <= size <= 16 << 20 for size in sizes):
+        raise click.BadParameter(f"{value!r}; expected sizes in bytes, 0 to 16777216, as in 16,64,1024")
+    return sizes
+
+
+@click.command()
+@click.option("--sizes", default="16,64,1024,65536", show_default=True, callback=_sizes, help="Arguments, in bytes.")
+@click.option("--volume", "volume_mb", default=500, show_default=True, help="MB of traffic for each size.")
+@click.option("--folder", type=click.Path(file_okay=False, exists=True, path_type=Path), help="Where the logs go.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def bench(sizes: list[int], volume_mb: int, folder: Path | None, as_json: bool) -> None:
+    """One-way calls between two services with durable logs, next to what the disk alone does."""
+    console = Console(stderr=True)
+    with console.status("starting") as status:
+        results = run_benchmark(sizes, volume_mb=volume_mb, folder=folder, progress=status.update)
+    if as_json:
+        click.echo(json.dumps(asdict(results)))
+    else:
+        _print(results)
+
+
+def _print(results: Results) -> None:
+    console = Console()
+    table = Table(title="one-way calls, executed by the receiver, both logs durable")
+    for heading in ("size", "calls", "seconds", "calls/s", "MB/s"):
+        table.add_column(heading, justify="right")
+    for row in results.one_way:
+        table.add_row(
+            f"{row.size_bytes} B",
+            f"{row.calls:,}",
+            f"{row.seconds:.2f}",
+            f"{row.calls_per_s:,.0f}",
+            f"{row.mb_per_s:,.1f}",
+        )
+    console.print(table)
+    for block, rate in results.disk_mb_per_s.items():
+        console.print(f"the disk alone: append + fdatasync of {block >> 10} KiB: {rate:,.0f} MB/s")
+    if results.replay is not None:
+        replay = results.replay
+        console.print(
+            f"recovery of the receiver after kill -9: {replay.calls:,} calls replayed in {replay.seconds:.2f} s, "
+            f"processes started included: {replay.calls_per_s:,.0f} calls/s"
+        )
+    for name, (coordinator, app) in results.peak_memory_mib.items():
+        console.print(f"peak memory of {name}: coordinator {coordinator:.0f} MiB, app {app:.0f} MiB")

@@ -1,0 +1,88 @@
+"""What the commands share: how an error ends a command, options, plain JSON."""
+
+from __future__ import annotations
+
+import errno
+import json
+import sys
+from collections.abc import Callable
+from typing import IO, Any, TypeVar
+
+import click
+
+from coordinator.config import ConfigError, check_app, check_instance_name, near_miss
+from coordinator.logs import LOG_FORMATS, LOG_LEVELS
+from coordinator.registry import Registry
+from protocol.errors import ImmortalError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class FailedError(click.ClickException):
+    """Ends a command with one line and status 1."""
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        click.echo(f"error: {self.message}", file=file or sys.stderr)
+
+
+class Commands(click.Group):
+    """A group whose commands end in one clear line, whatever of ours goes wrong."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ImmortalError as error:
+            raise FailedError(str(error)) from None
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                raise  # click ends quietly: who reads our output has seen enough
+            raise FailedError(str(error)) from None
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args and self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
+            known = self.list_commands(ctx)
+            hint = near_miss(args[0], known) or f": there are {', '.join(known)}"
+            ctx.fail(f"there is no command {args[0]!r}{hint}")
+        return super().resolve_command(ctx, args)
+
+
+def instance_name(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """A click callback: an impossible name is wrong usage."""
+    if value is None:
+        return None
+    try:
+        return check_instance_name(value)
+    except ConfigError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+def app_name(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """A click callback, as the one above."""
+    try:
+        return None if value is None else check_app(value)
+    except ConfigError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+def name_argument(function: Function) -> Function:
+    return click.argument("name", callback=instance_name)(function)
+
+
+def log_options(function: Function) -> Function:
+    function = click.option(
+        "--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True, help="What is logged at least."
+    )(function)
+    return click.option(
+        "--log-format", type=click.Choice(LOG_FORMATS), default="human", show_default=True, help="The form of the log."
+    )(function)
+
+
+def json_option(function: Function) -> Function:
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(function)
+
+
+pass_registry = click.make_pass_decorator(Registry)
+
+
+def echo_json(value: object) -> None:
+    click.echo(json.dumps(value, ensure_ascii=False))

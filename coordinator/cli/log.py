@@ -1,0 +1,101 @@
+"""log show, log verify: both only read, also beside a running coordinator."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from coordinator.cli.common import Commands, echo_json, json_option, name_argument, pass_registry
+from coordinator.config import InstanceSettings
+from coordinator.registry import Registry, RegistryError
+
+
+@click.group(cls=Commands)
+def log() -> None:
+    """Look into an instance's log."""
+
+
+@log.command()
+@name_argument
+@click.option("--from", "first", type=click.IntRange(min=0), help="The first record's sequence ID.")
+@click.option("--to", "last", type=click.IntRange(min=0), help="The last record's sequence ID.")
+@click.option("--limit", type=click.IntRange(min=1), help="At most so many records.")
+@json_option
+@pass_registry
+def show(registry: Registry, name: str, first: int | None, last: int | None, limit: int | None, as_json: bool) -> None:
+    """Print records and their messages; damaged ones are marked. With --json one object per line."""
+    settings = registry.load(name)
+    if first is not None and last is not None and first > last:
+        raise click.UsageError(f"--from {first} is behind --to {last}")
+    _require_log(settings)
+    from coordinator.cli.records import describe_record, record_lines
+    from coordinator.log import open_reader
+
+    shown = 0
+    with open_reader(settings.log, name) as reader:
+        for logged in reader.records(first, last):
+            described = describe_record(logged, reader.identity.committer_id)
+            if as_json:
+                echo_json(described)
+            else:
+                for line in record_lines(described):
+                    click.echo(line)
+            shown += 1
+            if shown == limit:
+                break
+        summary = reader.summary() if not shown else None
+    if summary is not None:
+        kept = f"records {summary.first_sequence_id} to {summary.last_sequence_id}"
+        kept = "no record" if summary.first_sequence_id > summary.last_sequence_id else kept
+        click.echo(f"nothing to show: the log of {name} holds {kept}", err=True)
+
+
+@log.command()
+@name_argument
+@json_option
+@pass_registry
+def verify(registry: Registry, name: str, as_json: bool) -> None:
+    """Recompute every check; say what is damaged, where, and what it means for recovery.
+
+    The exit status is 0 for a sound log, 1 for a damaged one.
+    """
+    settings = registry.load(name)
+    _require_log(settings)
+    from coordinator.log import verify_log
+
+    verification = verify_log(settings.log, name)
+    findings = []
+    for finding in verification.findings():
+        findings.append({"severity": finding.severity.value, "place": finding.place, "message": finding.message})
+        if not as_json:
+            click.echo(f"{finding.severity.value}: {finding.message}")
+    if as_json:
+        echo_json(
+            {
+                "name": name,
+                "sound": verification.is_sound,
+                "records": verification.records_checked,
+                "size_bytes": verification.size_bytes_checked,
+                "checkpoints": verification.checkpoints_checked,
+                "first_sequence_id": verification.first_sequence_id,
+                "last_sequence_id": verification.last_sequence_id,
+                "recovery_checkpoint_id": verification.recovery_checkpoint_id,
+                "findings": findings,
+            }
+        )
+    else:
+        verdict = "sound" if verification.is_sound else "DAMAGED"
+        click.echo(
+            f"{name}: {verdict}: {verification.records_checked} records"
+            f" ({verification.first_sequence_id} to {verification.last_sequence_id},"
+            f" {verification.size_bytes_checked} bytes), {verification.checkpoints_checked} checkpoints"
+        )
+    sys.exit(0 if verification.is_sound else 1)
+
+
+def _require_log(settings: InstanceSettings) -> None:
+    from coordinator.log import log_exists
+
+    if not log_exists(settings.log):
+        raise RegistryError(f"{settings.name!r} has not been started yet: there is no log in {settings.log}")

@@ -1,0 +1,168 @@
+"""status: live instances are asked, the logs of stopped ones are read."""
+
+from __future__ import annotations
+
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from coordinator import control
+from coordinator.cli.common import echo_json, instance_name, json_option, pass_registry
+from coordinator.config import InstanceSettings
+from coordinator.registry import Registry
+from protocol.errors import ImmortalError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+NOT_STARTED = "not started yet"
+STOPPED = "stopped"
+ASKED_AT_ONCE_MAX = 8
+
+
+@click.command()
+@click.argument("name", required=False, callback=instance_name)
+@json_option
+@pass_registry
+def status(registry: Registry, name: str | None, as_json: bool) -> None:
+    """Show all instances, or one: phase, sequence ID, checkpoint, the positions of each stream, backlog."""
+    names = [registry.load(name).name] if name is not None else registry.names()
+    with ThreadPoolExecutor(ASKED_AT_ONCE_MAX) as pool:
+        rows = list(pool.map(lambda one: instance_status(registry, one), names))
+    if as_json:
+        echo_json(rows if name is None else rows[0])
+    elif not rows:
+        click.echo(f"nothing is registered in {registry.home}")
+    else:
+        from rich.console import Console
+
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=200)
+        console.print(_table(rows))
+        for row in rows:
+            for problem in _problems(row):
+                click.echo(problem)
+    sys.exit(1 if any("error" in row for row in rows) else 0)
+
+
+def instance_status(registry: Registry, name: str) -> dict[str, Any]:
+    """The fields of a live instance's own answer, or as many of them as the log holds; "error" if there are none."""
+    try:
+        settings = registry.load(name)
+        found = control.running(settings.folder)
+        if found is not None:
+            try:
+                return {"pid": found.pid, **control.query(settings.folder, "status")}
+            except control.NotRunningError:
+                pass  # it stopped just now
+        return _stopped_status(settings)
+    except ImmortalError as error:
+        return {"name": name, "phase": "unknown", "error": str(error)}
+
+
+def _stopped_status(settings: InstanceSettings) -> dict[str, Any]:
+    from coordinator.log import log_exists, open_reader
+
+    if not log_exists(settings.log):
+        return {"name": settings.name, "phase": NOT_STARTED}
+    with open_reader(settings.log, settings.name) as reader:
+        summary = reader.summary()
+        problems = list(reader.problems)
+    row: dict[str, Any] = {
+        "name": settings.name,
+        "phase": STOPPED,
+        "committer_id": summary.committer_id,
+        "epoch": summary.epoch,
+        "sequence_id": summary.last_sequence_id,
+        "checkpoint": None,
+        "inputs": {source or settings.name: {"position": one.position} for source, one in summary.sources.items()},
+        "outputs": {to or settings.name: {"acknowledged": position} for to, position in summary.acknowledged.items()},
+    }
+    if summary.checkpoints:
+        newest = summary.checkpoints[-1]
+        row["checkpoint"] = {
+            "id": newest.checkpoint_id,
+            "sequence_id": newest.sequence_id,
+            "size_bytes": newest.size_bytes,
+            "age_s": round(max(0.0, time.time() - newest.time_ns / 1e9), 3),
+        }
+        for to, mark in newest.outputs.items():
+            row["outputs"].setdefault(to or settings.name, {})["position_at_checkpoint"] = mark.position
+    if problems:
+        row["problems"] = problems
+    return row
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("instance", "phase", "pid", "record", "backlog", "checkpoint", "inputs", "outputs"):
+        table.add_column(column, justify="right" if column in ("pid", "record", "backlog") else "left", overflow="fold")
+    for row in rows:
+        cells = (
+            str(row["name"]),
+            _phase(row),
+            _number(row.get("pid")),
+            _number(row.get("sequence_id")),
+            _number(row.get("backlog_records")),
+            _checkpoint(row.get("checkpoint")),
+            "\n".join(f"{source} {_number(one.get('position'))}" for source, one in row.get("inputs", {}).items()),
+            "\n".join(f"{to} {_output(one)}" for to, one in row.get("outputs", {}).items()),
+        )
+        table.add_row(*(Text(cell) for cell in cells))
+    return table
+
+
+def _phase(row: dict[str, Any]) -> str:
+    silent_s = row.get("app_silent_s") or 0
+    hint = f" (the app has taken nothing for {silent_s:.0f} s)" if silent_s >= 5 and row.get("backlog_records") else ""
+    return f"{row['phase']}{hint}"
+
+
+def _checkpoint(checkpoint: dict[str, Any] | None) -> str:
+    if not checkpoint:
+        return "-"
+    size = _size(checkpoint["size_bytes"])
+    return f"{checkpoint['id']} after record {checkpoint['sequence_id']}, {size}, {_age(checkpoint['age_s'])} ago"
+
+
+def _output(one: dict[str, Any]) -> str:
+    acknowledged = one.get("acknowledged", 0)
+    position = one.get("position", one.get("position_at_checkpoint"))
+    text = str(acknowledged) if position is None or position <= acknowledged else f"{acknowledged} of {position}"
+    if one.get("waiting_bytes"):
+        text += f", {_size(one['waiting_bytes'])} waiting"
+    return text
+
+
+def _problems(row: dict[str, Any]) -> list[str]:
+    problems = [f"{row['name']}: {problem}" for problem in row.get("problems", ())]
+    problems += [
+        f"{row['name']} to {to}: {one['error']}" for to, one in row.get("outputs", {}).items() if one.get("error")
+    ]
+    return problems + ([f"{row['name']}: {row['error']}"] if "error" in row else [])
+
+
+def _number(value: object) -> str:
+    return "-" if value is None else str(value)
+
+
+def _size(size_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size_bytes < 1024:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.1f} GiB"
+
+
+def _age(age_s: float) -> str:
+    for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
+        if age_s >= length_s:
+            return f"{age_s / length_s:.0f} {unit}"
+    return f"{age_s:.0f} s"

@@ -1,0 +1,107 @@
+"""The first part of every message on the wire: who sends it, which one it is, who waits for the answer.
+
+48 bytes, all integers big-endian, the length exact::
+
+    offset  size  field
+         0     1  version                 1
+         1     1  kind                    1 message, 2 reply, 3 reply that is no longer kept
+         2     2  reserved                0
+         4     4  link ID                 of the link that the message was sent on; not 0
+         8     8  incarnation             of the messenger that sends this envelope
+        16     8  message ID              per link, from 1; a reply has that of its message
+        24     8  lowest pending ID       message: no ID of the link below it will be sent again; 1 to
+        message ID.
+                                          reply: 0
+        32     8  source callback ID      message: what waits for the reply, 0 (NOOP) if nothing does. reply: 0
+        40     8  destination callback ID message: 0. reply: the message's source callback ID
+
+The parts of the message or reply follow, none or more; kind 3 has none. A message's bytes change only in
+the lowest pending ID when it is sent again. From a DEALER to a ROUTER and back: ZeroMQ puts the routing ID
+before the envelope and takes it off.
+
+The lowest pending ID is what the seed design lacks: with it a receiver that starts anew knows that the IDs
+below were acknowledged by another, and one that goes on knows which replies nobody can ask for any more.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from struct import Struct
+from struct import error as struct_error
+from typing import NamedTuple
+
+from coordinator.messenger.errors import EnvelopeError
+
+VERSION = 1
+NOOP = 0  # the callback ID of nobody
+
+_LAYOUT = Struct(">BBHIQQQQQ")
+ENVELOPE_SIZE_BYTES = _LAYOUT.size
+
+
+class Kind(IntEnum):
+    MESSAGE = 1
+    REPLY = 2
+    REPLY_EXPIRED = 3
+
+
+MESSAGE, REPLY, REPLY_EXPIRED = int(Kind.MESSAGE), int(Kind.REPLY), int(Kind.REPLY_EXPIRED)
+
+
+class Envelope(NamedTuple):
+    """The fields, as laid out above. ``version`` and ``reserved`` have been checked."""
+
+    version: int
+    kind: int
+    reserved: int
+    link_id: int
+    incarnation: int
+    message_id: int
+    lowest_pending_id: int
+    source_callback_id: int
+    destination_callback_id: int
+
+
+def encode_message(
+    link_id: int, incarnation: int, message_id: int, lowest_pending_id: int, source_callback_id: int
+) -> bytes:
+    """The envelope of a message. The caller vouches for the ranges; struct.error if one does not fit."""
+    return _LAYOUT.pack(
+        VERSION, MESSAGE, 0, link_id, incarnation, message_id, lowest_pending_id, source_callback_id, NOOP
+    )
+
+
+def encode_reply(kind: int, link_id: int, incarnation: int, message_id: int, destination_callback_id: int) -> bytes:
+    """The envelope of the reply to ``message_id``; ``kind`` is REPLY or REPLY_EXPIRED."""
+    return _LAYOUT.pack(VERSION, kind, 0, link_id, incarnation, message_id, 0, NOOP, destination_callback_id)
+
+
+def decode_envelope(data: bytes) -> Envelope:
+    """The fields of an envelope. Raises EnvelopeError for anything but exactly one valid envelope."""
+    try:
+        envelope = Envelope._make(_LAYOUT.unpack(data))
+    except struct_error:
+        raise EnvelopeError(f"an envelope of {len(data)} bytes came in, it has {ENVELOPE_SIZE_BYTES}") from None
+    version, kind, reserved, link_id, _, message_id, lowest_pending_id, source, destination = envelope
+    if version != VERSION:
+        raise EnvelopeError(f"an envelope of version {version} came in, this side speaks version {VERSION}")
+    if reserved or not link_id or not message_id:
+        raise EnvelopeError(
+            f"an envelope with reserved {reserved}, link ID {link_id}, message ID {message_id} came in; "
+            f"the first is 0, the others are not"
+        )
+    if kind == MESSAGE:
+        if not 1 <= lowest_pending_id <= message_id or destination:
+            raise EnvelopeError(
+                f"message {message_id} came in with lowest pending ID {lowest_pending_id} (from 1 to its own ID) "
+                f"and destination callback ID {destination} (0)"
+            )
+    elif kind in (REPLY, REPLY_EXPIRED):
+        if lowest_pending_id or source:
+            raise EnvelopeError(
+                f"the reply to message {message_id} came in with lowest pending ID {lowest_pending_id} "
+                f"and source callback ID {source}; both are 0"
+            )
+    else:
+        raise EnvelopeError(f"an envelope of kind {kind} came in, known are {[int(kind) for kind in Kind]}")
+    return envelope

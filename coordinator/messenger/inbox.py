@@ -1,0 +1,109 @@
+"""The receiver's side of every link, without I/O: what was seen, where replies go, and the replies themselves.
+
+A reply is kept until its sender says that it has it (the lowest pending ID passes it), so a lost one is
+sent again for the duplicate of its message. The sender's span bounds their number. Their bytes are bounded
+too: beyond the limit the oldest is let go, and the duplicate of its message is answered with "acknowledged,
+but the reply is no longer kept", so that no sender waits forever.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from coordinator.messenger.duplicates import DuplicateTracker, Sighting
+from coordinator.messenger.limits import CONVERSATIONS_MAX, REPLIES_SIZE_BYTES_MAX, SPAN_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class StoredReply:
+    """A reply that may be asked for again; ``parts`` is None once it was let go."""
+
+    destination_callback_id: int
+    parts: tuple[bytes, ...] | None
+    size_bytes: int
+
+
+class Conversation:
+    """One link as its receiver sees it. ``route`` is the latest ZeroMQ routing ID of its sender."""
+
+    __slots__ = (
+        "incarnation",
+        "link_id",
+        "replies",
+        "replies_size_bytes",
+        "replies_size_bytes_max",
+        "route",
+        "tracker",
+    )
+
+    def __init__(
+        self,
+        incarnation: int,
+        link_id: int,
+        *,
+        span_max: int = SPAN_MAX,
+        replies_size_bytes_max: int = REPLIES_SIZE_BYTES_MAX,
+    ) -> None:
+        self.incarnation = incarnation
+        self.link_id = link_id
+        self.route = b""
+        self.tracker = DuplicateTracker(span_max)
+        self.replies: dict[int, StoredReply] = {}  # by message ID, oldest reply first
+        self.replies_size_bytes = 0
+        self.replies_size_bytes_max = replies_size_bytes_max
+
+    def see(self, message_id: int, lowest_pending_id: int) -> Sighting:
+        """Note a message that came in, and let go of the replies that its sender has."""
+        had = self.tracker.lowest_pending_id
+        sighting = self.tracker.see(message_id, lowest_pending_id)
+        if lowest_pending_id > had and self.replies:
+            if lowest_pending_id - had <= len(self.replies):
+                acknowledged = [known for known in range(had, lowest_pending_id) if known in self.replies]
+            else:
+                acknowledged = [known for known in self.replies if known < lowest_pending_id]
+            for known in acknowledged:
+                self.replies_size_bytes -= self.replies.pop(known).size_bytes
+        return sighting
+
+    def keep_reply(self, message_id: int, destination_callback_id: int, parts: tuple[bytes, ...]) -> None:
+        """Keep the reply to ``message_id`` for as long as its sender may ask for it again."""
+        if message_id < self.tracker.lowest_pending_id:
+            return
+        size_bytes = sum(map(len, parts))
+        self.replies[message_id] = StoredReply(destination_callback_id, parts, size_bytes)
+        self.replies_size_bytes += size_bytes
+        if self.replies_size_bytes > self.replies_size_bytes_max:
+            self._let_go_of_oldest()
+
+    def _let_go_of_oldest(self) -> None:
+        for message_id, reply in self.replies.items():
+            if reply.size_bytes:
+                self.replies[message_id] = StoredReply(reply.destination_callback_id, None, 0)
+                self.replies_size_bytes -= reply.size_bytes
+                if self.replies_size_bytes <= self.replies_size_bytes_max:
+                    return
+
+
+class Inbox:
+    """The conversations of one listening endpoint, the least recently used of which is forgotten beyond
+    ``conversations_max``."""
+
+    def __init__(self, conversations_max: int = CONVERSATIONS_MAX) -> None:
+        self.conversations_max = conversations_max
+        self._conversations: OrderedDict[tuple[int, int], Conversation] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._conversations)
+
+    def conversation(self, incarnation: int, link_id: int) -> Conversation:
+        """That of the link, new if it is not known (any more)."""
+        key = (incarnation, link_id)
+        conversation = self._conversations.get(key)
+        if conversation is None:
+            conversation = self._conversations[key] = Conversation(incarnation, link_id)
+            if len(self._conversations) > self.conversations_max:
+                self._conversations.popitem(last=False)
+        else:
+            self._conversations.move_to_end(key)
+        return conversation

@@ -1,0 +1,53 @@
+"""Every limit of the messenger, with its reason."""
+
+from __future__ import annotations
+
+# Sent on one link and not yet acknowledged; later ones wait in the sender's buffer, in order. A link's IDs
+# in flight all lie within this distance of the lowest that is unacknowledged. Large enough that a link
+# never waits for a round trip, small enough that all of it can be sent again at a reconnect.
+IN_FLIGHT_MAX = 1024
+
+# The same in bytes: what a receiver that has stopped reading may have to buffer for one link. One message
+# is always let through, however large.
+IN_FLIGHT_SIZE_BYTES_MAX = 64 * 2**20
+
+# What a receiver accepts: an ID this far above the sender's lowest unacknowledged one is refused. It bounds the
+# missing IDs and the replies kept for each link. Above any sender's IN_FLIGHT_MAX, so that the latter can grow.
+SPAN_MAX = 8192
+
+# Links whose IDs one listening endpoint remembers; beyond it the one unused for longest is forgotten. It
+# costs about 1 KiB each, and is far above the number of peers of one instance.
+CONVERSATIONS_MAX = 4096
+
+# Replies kept for one link, in case they were lost on the way: beyond it the oldest is let go, and the
+# sender is told "acknowledged" without it.
+REPLIES_SIZE_BYTES_MAX = 16 * 2**20
+
+# Replies on their way to one peer inside ZeroMQ. Beyond it one is not sent, but it is kept, and the
+# sender's retry asks for it.
+REPLIES_QUEUED_MAX = 2 * SPAN_MAX
+
+# A part of a message. It keeps a stranger from making us reserve any amount of memory.
+PART_SIZE_BYTES_MAX = 256 * 2**20
+PARTS_MAX = 1024
+
+# Below it, a part is cheaper to copy than to share with ZeroMQ's thread.
+LARGE_PART_SIZE_BYTES = 32 * 1024
+
+# Messages taken from one socket before the next has its turn, and turns in one process(); what is left
+# makes the descriptor readable again.
+RECEIVED_PER_TURN_MAX = 1000
+TURNS_MAX = 16
+
+# Messages sent between two looks at whether the link is still the same connection: a few hundred microseconds,
+# far below the RECONNECT_MS_MIN that a new connection takes at least.
+SENT_PER_LOOK = 64
+RECONNECT_MS_MIN = 10
+RECONNECT_MS_MAX = 200
+
+# A peer whose machine is gone sends no FIN: ZeroMQ asks, and drops the connection without an answer.
+HEARTBEAT_INTERVAL_MS = 5_000
+HEARTBEAT_TIMEOUT_MS = 20_000
+
+# A warning about a misbehaving peer is logged at most so often.
+WARNING_INTERVAL_NS = 5_000_000_000

@@ -1,0 +1,183 @@
+"""The sender's side of one link, without I/O: what is pending, what may be sent now, what is to be tried again.
+
+- IDs start at 1 and grow by one. A message is pending until it is acknowledged.
+- Messages are sent in ID order. Those in flight lie within ``in_flight_max`` IDs of the lowest pending one.
+- When a connection is made, everything that was in flight on the one before is sent again first, in ID order.
+- What stays unacknowledged on a living connection is sent again after a growing delay.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from coordinator.messenger.limits import IN_FLIGHT_MAX, IN_FLIGHT_SIZE_BYTES_MAX
+
+ReplyCallback = Callable[[list[bytes]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """How long to wait for an acknowledgement: doubling from ``delay_ns_min``, at most ``delay_ns_max``,
+    less up to ``jitter``."""
+
+    delay_ns_min: int = 1_000_000_000
+    delay_ns_max: int = 30_000_000_000
+    jitter: float = 0.25  # the largest part of the delay that is left out, so that peers do not retry in step
+
+    def delay_ns(self, attempts: int, random_unit: float) -> int:
+        """The wait after the ``attempts``-th time (from 1) a message was sent; ``random_unit`` is from [0,
+        1)."""
+        doublings = attempts - 1
+        delay_ns = self.delay_ns_max
+        if doublings < 64:
+            delay_ns = min(self.delay_ns_min << doublings, self.delay_ns_max)
+        return int(delay_ns * (1.0 - self.jitter * random_unit))
+
+
+class PendingMessage:
+    """One message from send_message() to its acknowledgement."""
+
+    __slots__ = (
+        "attempts",
+        "callback",
+        "callback_id",
+        "due_ns",
+        "in_flight",
+        "message_id",
+        "parts",
+        "pending",
+        "queued",
+        "sent_before",
+        "size_bytes",
+    )
+
+    def __init__(
+        self, message_id: int, parts: tuple[bytes, ...], callback: ReplyCallback | None, callback_id: int
+    ) -> None:
+        self.message_id = message_id
+        self.parts = parts
+        self.callback = callback
+        self.callback_id = callback_id
+        self.size_bytes = sum(map(len, parts))
+        self.pending = True  # not acknowledged
+        self.queued = True  # waits to be sent, or sent again
+        self.in_flight = False  # sent on the connection that there is
+        self.sent_before = False  # on this connection or one before
+        self.attempts = 0  # times sent on that connection
+        self.due_ns = 0  # when it is tried again, while in flight
+
+
+class Outbox:
+    """The pending messages of one link."""
+
+    def __init__(
+        self,
+        retry: RetryPolicy,
+        random: Callable[[], float],
+        *,
+        in_flight_max: int = IN_FLIGHT_MAX,
+        in_flight_size_bytes_max: int = IN_FLIGHT_SIZE_BYTES_MAX,
+    ) -> None:
+        self._retry = retry
+        self._random = random
+        self._in_flight_max = in_flight_max
+        self._in_flight_size_bytes_max = in_flight_size_bytes_max
+        self._in_flight_size_bytes = 0
+        self._pending: dict[int, PendingMessage] = {}
+        self._queue: deque[PendingMessage] = deque()
+        self._next_id = 1
+        self.lowest_pending_id = 1  # equal to the next ID when nothing is pending
+        self.retry_check_ns: int | None = None  # no retry is due before
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def add(self, parts: tuple[bytes, ...], callback: ReplyCallback | None, callback_id: int) -> PendingMessage:
+        """Take a message over and give it the next ID."""
+        message = PendingMessage(self._next_id, parts, callback, callback_id)
+        self._next_id += 1
+        self._pending[message.message_id] = message
+        self._queue.append(message)
+        return message
+
+    def next_to_send(self) -> PendingMessage | None:
+        """The message to be sent now; None if there is none or the limits on what is in flight are reached."""
+        queue = self._queue
+        while queue and not queue[0].pending:
+            queue.popleft()
+        if not queue:
+            return None
+        message = queue[0]
+        if message.message_id - self.lowest_pending_id >= self._in_flight_max:
+            return None
+        in_flight_size_bytes = self._in_flight_size_bytes
+        if (
+            in_flight_size_bytes
+            and not message.in_flight
+            and in_flight_size_bytes + message.size_bytes > self._in_flight_size_bytes_max
+        ):
+            return None
+        return message
+
+    def mark_sent(self, message: PendingMessage, now_ns: int) -> None:
+        """Note that ``message``, the one that next_to_send() gave, went out on the connection at ``now_ns``."""
+        self._queue.popleft()
+        message.queued = False
+        message.sent_before = True
+        message.attempts += 1
+        if not message.in_flight:
+            message.in_flight = True
+            self._in_flight_size_bytes += message.size_bytes
+        message.due_ns = now_ns + self._retry.delay_ns(message.attempts, self._random())
+        if self.retry_check_ns is None or message.due_ns < self.retry_check_ns:
+            self.retry_check_ns = message.due_ns
+
+    def acknowledge(self, message_id: int) -> PendingMessage | None:
+        """Forget the message and return it; None if no such one is pending."""
+        message = self._pending.pop(message_id, None)
+        if message is None:
+            return None
+        message.pending = False
+        if message.in_flight:
+            self._in_flight_size_bytes -= message.size_bytes
+        if message_id == self.lowest_pending_id:
+            lowest, pending, next_id = message_id + 1, self._pending, self._next_id
+            while lowest < next_id and lowest not in pending:
+                lowest += 1
+            self.lowest_pending_id = lowest
+        return message
+
+    def pending(self, message_id: int) -> PendingMessage | None:
+        return self._pending.get(message_id)
+
+    def requeue_all(self) -> None:
+        """A connection was made: nothing of what was sent on the one before is known to have arrived."""
+        self._queue = deque(self._pending.values())  # adding is in ID order, and so is a dict
+        for message in self._queue:
+            message.queued = True
+            message.in_flight = False
+            message.attempts = 0
+        self._in_flight_size_bytes = 0
+        self.retry_check_ns = None
+
+    def requeue_due(self, now_ns: int) -> bool:
+        """Queue what is due at ``now_ns`` before everything else, in ID order; True if there was any."""
+        if self.retry_check_ns is None or now_ns < self.retry_check_ns:
+            return False
+        due: list[PendingMessage] = []
+        next_check_ns: int | None = None
+        last_in_flight_id = self.lowest_pending_id + self._in_flight_max
+        for message_id in range(self.lowest_pending_id, min(last_in_flight_id, self._next_id)):
+            message = self._pending.get(message_id)
+            if message is None or not message.in_flight or message.queued:
+                continue
+            if message.due_ns <= now_ns:
+                message.queued = True
+                due.append(message)
+            elif next_check_ns is None or message.due_ns < next_check_ns:
+                next_check_ns = message.due_ns
+        self._queue.extendleft(reversed(due))
+        self.retry_check_ns = next_check_ns
+        return bool(due)

@@ -1,0 +1,160 @@
+"""What links and listeners share: counting, rate-limited warnings, endpoints, and taking one message from a
+ZeroMQ socket."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import re
+import socket as unix_socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import zmq
+
+from coordinator.messenger.errors import EndpointError, EndpointInUseError, MessageTooLargeError
+from coordinator.messenger.limits import LARGE_PART_SIZE_BYTES, PART_SIZE_BYTES_MAX, PARTS_MAX, WARNING_INTERVAL_NS
+
+logger = logging.getLogger("coordinator.messenger")
+
+Socket = zmq.Socket[bytes]
+Context = zmq.Context[Socket]
+
+# As plain integers: pyzmq's flags are enums, whose | makes a new enum each time.
+NOBLOCK = int(zmq.NOBLOCK)
+NOBLOCK_MORE = int(zmq.NOBLOCK) | int(zmq.SNDMORE)
+EVENTS = int(zmq.EVENTS)
+POLLIN = int(zmq.POLLIN)
+POLLOUT = int(zmq.POLLOUT)
+
+_TCP = re.compile(r"tcp://(?P<host>[^/]+):(?P<port>\d{1,5}|\*)")
+IPC_PATH_SIZE_BYTES_MAX = 107  # of sockaddr_un, less the final zero
+
+
+@dataclass(slots=True)
+class Counters:
+    """What has happened since the messenger was made."""
+
+    sent: int = 0  # messages given to ZeroMQ, each time
+    retried: int = 0  # of them, those that had been given before
+    acknowledged: int = 0  # replies that were the first to their message
+    received: int = 0  # messages given to a server loop
+    duplicates_dropped: int = 0  # messages and replies that had come before
+    replies_resent: int = 0  # to duplicates
+    replies_unsent: int = 0  # the sender's connection is gone or full; it will ask again
+    replies_expired: int = 0  # acknowledgements that came without their reply, since it was no longer kept
+    refused: int = 0  # IDs further ahead than a sender may go
+    malformed: int = 0  # what is not of this protocol
+
+
+class Warnings:
+    """Logs warnings about what peers do, at most one per interval, with the number of those left out."""
+
+    def __init__(self, clock_ns: Callable[[], int]) -> None:
+        self._clock_ns = clock_ns
+        self._next_ns: int | None = None
+        self._left_out = 0
+
+    def warn(self, what: str) -> None:
+        now_ns = self._clock_ns()
+        if self._next_ns is not None and now_ns < self._next_ns:
+            self._left_out += 1
+            return
+        self._next_ns = now_ns + WARNING_INTERVAL_NS
+        logger.warning("%s; dropped (%d more since the last warning)", what, self._left_out)
+        self._left_out = 0
+
+
+def plain_send(socket: Socket) -> Callable[..., object]:
+    """The socket's send() less pyzmq's Python wrapper around it, which costs as much as the send itself."""
+    return super(zmq.Socket, socket).send
+
+
+def send_parts(send: Callable[..., object], parts: tuple[bytes, ...]) -> None:
+    """Send the rest of a message whose beginning ZeroMQ has taken: it takes a message whole."""
+    last = len(parts) - 1
+    for index, part in enumerate(parts):
+        flags = NOBLOCK_MORE if index < last else NOBLOCK
+        send(part, flags, copy=len(part) < LARGE_PART_SIZE_BYTES)
+
+
+def receive_parts(socket: Socket) -> list[bytes] | None:
+    """One whole message, or None if there is none. After None, ZeroMQ's descriptor will tell of the next."""
+    try:
+        frame = socket.recv(NOBLOCK, copy=False)
+    except zmq.Again:
+        return None
+    parts = [frame.bytes]
+    while frame.more:  # three times as fast as recv_multipart, which asks the socket each time
+        frame = socket.recv(NOBLOCK, copy=False)
+        parts.append(frame.bytes)
+    return parts
+
+
+def message_parts(message: bytes | Sequence[bytes]) -> tuple[bytes, ...]:
+    """``message`` as parts that can no longer change. Raises MessageTooLargeError."""
+    if isinstance(message, bytes):
+        parts: tuple[bytes, ...] = (message,)
+    else:
+        parts = tuple([part if type(part) is bytes else bytes(memoryview(part)) for part in message])
+    if len(parts) >= PARTS_MAX:
+        raise MessageTooLargeError("a message's number of parts", len(parts), PARTS_MAX - 1)
+    for part in parts:
+        if len(part) > PART_SIZE_BYTES_MAX:
+            raise MessageTooLargeError("a part of a message", len(part), PART_SIZE_BYTES_MAX)
+    return parts
+
+
+def check_destination(endpoint: str) -> None:
+    """Raises EndpointError unless messages can be sent to ``endpoint``."""
+    tcp = _TCP.fullmatch(endpoint)
+    if tcp is not None:
+        if tcp["port"] != "*" and 1 <= int(tcp["port"]) <= 65535 and tcp["host"] != "*":
+            return
+    elif endpoint.startswith("ipc://"):
+        if 1 <= len(endpoint[len("ipc://") :].encode()) <= IPC_PATH_SIZE_BYTES_MAX and endpoint != "ipc://*":
+            return
+    elif endpoint.startswith("inproc://") and endpoint != "inproc://":
+        return
+    raise EndpointError(
+        f"{endpoint!r} can't be sent to: expected tcp://host:port, ipc://path "
+        f"(at most {IPC_PATH_SIZE_BYTES_MAX} bytes) or inproc://name"
+    )
+
+
+def bind(socket: Socket, endpoint: str) -> str:
+    """Bind and return the real endpoint. Raises EndpointInUseError, EndpointError."""
+    tcp = _TCP.fullmatch(endpoint)
+    if tcp is not None and tcp["port"] != "*" and int(tcp["port"]) > 65535:
+        raise EndpointError(f"can't listen at {endpoint!r}: ports end at 65535")  # ZeroMQ would take another
+    if _answers(endpoint):
+        raise EndpointInUseError(endpoint)  # ZeroMQ would take a Unix socket's path from its owner
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise EndpointInUseError(endpoint) from error
+        raise EndpointError(
+            f"can't listen at {endpoint!r}: {error.strerror}; expected tcp://address:port of this machine "
+            f"(port * for any), ipc://path or inproc://name"
+        ) from error
+    real = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(real, bytes)
+    return real.rstrip(b"\0").decode()
+
+
+def _answers(endpoint: str) -> bool:
+    """Whether somebody listens at this Unix socket; False for other endpoints."""
+    path = endpoint.removeprefix("ipc://")
+    if path in (endpoint, "*", ""):
+        return False
+    address = "\0" + path[1:] if path.startswith("@") else path
+    with unix_socket.socket(unix_socket.AF_UNIX, unix_socket.SOCK_STREAM) as probe:
+        probe.settimeout(0.0)
+        try:
+            probe.connect(address)
+        except BlockingIOError:
+            return True  # its backlog is full
+        except OSError:
+            return False
+        return True

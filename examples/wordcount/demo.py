@@ -1,0 +1,386 @@
+"""Count the words of many files with two services, while their processes are killed one after another; then compare.
+
+    scripts/demo [FILES...] [--crashes N] [--seed S]
+
+Four processes: Reader and Counter, each with its coordinator, each pair under `immortal run --restart`. Kills are drawn
+by seed over the progress of the instance that they hit (lines read, or counted), so that all fall before the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import wordcount
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from appsdk.state import decode_envelope
+from coordinator import control
+from coordinator.log import open_reader
+from coordinator.registry import Registry
+from protocol.errors import ImmortalError
+
+LINES_WANTED = 600_000  # of the default input
+POLL_S = 0.05
+STALLED_S = 60.0  # nothing has moved for so long: give up
+STOP_S = 60.0
+COORDINATOR, APP = "coordinator", "app"
+READER, COUNTER = "reader", "counter"
+APPS = {READER: "wordcount:Reader", COUNTER: "wordcount:Counter"}
+KINDS = tuple((name, role) for name in APPS for role in (APP, COORDINATOR))
+console = Console()
+
+
+class DemoError(Exception):
+    """The demo cannot go on; the text says why."""
+
+
+# --- the input -------------------------------------------------------------------------------------------------------
+
+
+def default_files() -> list[Path]:
+    """Python's own standard library: all but its tests, then of these as many as make up LINES_WANTED lines."""
+    library = Path(sysconfig.get_path("stdlib"))
+    left_out = {"site-packages", "dist-packages", "__pycache__"}
+    found = [path for path in sorted(library.rglob("*.py")) if not left_out & set(path.relative_to(library).parts)]
+    test_folders = {"test", "tests", "idle_test"}
+    tests = [path for path in found if test_folders & set(path.relative_to(library).parts)]
+    chosen: list[Path] = []
+    line_count = 0
+    for path in [*(path for path in found if path not in set(tests)), *tests]:
+        if line_count >= LINES_WANTED:
+            break
+        chosen.append(path)
+        line_count += len(wordcount.text_of(path).splitlines())
+    return chosen
+
+
+def plain_count(files: Sequence[Path]) -> tuple[Counter[str], int]:
+    """What the two services must arrive at: (words, lines), counted by file and not by line."""
+    words: Counter[str] = Counter()
+    line_count = 0
+    for file in files:
+        text = wordcount.text_of(file)
+        words.update(text.split())
+        line_count += len(text.splitlines())
+    return words, line_count
+
+
+# --- one instance under its supervisor -------------------------------------------------------------------------------
+
+
+@dataclass
+class Kill:
+    """One kill -9: due when the instance's progress, 0 to 1, has got to ``moment``."""
+
+    name: str
+    role: str
+    moment: float
+    line: int = 0
+    recovery_s: float | None = None
+
+
+@dataclass
+class Instance:
+    """A supervisor with its two processes, watched through its log lines and the coordinator's own status."""
+
+    name: str
+    folder: Path
+    total: int
+    kills: list[Kill]
+    status: dict[str, Any] = field(default_factory=dict)
+    lines: int = 0  # how far it is
+    error: str | None = None
+    done: list[Kill] = field(default_factory=list)
+
+    def start(self, home: Path, environment: dict[str, str]) -> None:
+        self.output = (home.parent / f"{self.name}.log").open("w")
+        self.last_lines: deque[str] = deque(maxlen=12)
+        self.pids: dict[str, int] = {}
+        command = [sys.executable, "-m", "coordinator", "--home", str(home), "run", self.name, APPS[self.name]]
+        self.supervisor = subprocess.Popen(
+            [*command, "--restart", "--log-format", "json"],
+            cwd=Path(__file__).parent,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            process_group=0,
+        )
+        self.stopping = threading.Event()
+        self.threads = [threading.Thread(target=work, daemon=True) for work in (self._read_log, self._watch)]
+        for thread in self.threads:
+            thread.start()
+
+    def _read_log(self) -> None:
+        """Keep the log, and know from it which processes run."""
+        assert self.supervisor.stderr is not None
+        for line in self.supervisor.stderr:
+            self.output.write(line)
+            self.output.flush()
+            self.last_lines.append(line.rstrip())
+            if line.startswith("{"):
+                try:
+                    event = json.loads(line)
+                except json.JSONDecodeError:
+                    continue
+                if event.get("message") == "started" and "app_pid" in event:
+                    self.pids = {APP: event["app_pid"], COORDINATOR: event["coordinator_pid"]}
+
+    def _watch(self) -> None:
+        """Ask for the status, and kill when a kill is due and the one before is recovered from."""
+        try:
+            self._watch_kills()
+        except Exception as error:
+            self.error = f"{type(error).__name__}: {error}"
+
+    def _watch_kills(self) -> None:
+        killed: tuple[Kill, float, int] | None = None  # the kill to recover from, when, and the epoch then
+        waiting = deque(self.kills)
+        while not self.stopping.wait(POLL_S):
+            if self.supervisor.poll() is not None:
+                self.error = f"its supervisor ended with status {self.supervisor.returncode}"
+                return
+            try:
+                status = control.query(self.folder, "status", 1.0)
+            except ImmortalError:
+                continue  # it is down, or busy
+            if status["phase"] != "normal" or (killed and status["epoch"] <= killed[2]):
+                continue
+            if killed is not None:
+                killed[0].recovery_s = time.monotonic() - killed[1]
+                self.done.append(killed[0])
+                killed = None
+            self.lines = max(self.lines, self._progress(status))
+            if waiting and self.lines >= waiting[0].moment * self.total:
+                kill = waiting.popleft()
+                kill.line = self.lines
+                killed = (kill, time.monotonic(), status["epoch"])
+                os.kill(self.pids[kill.role], signal.SIGKILL)
+                continue
+            self.status = status
+
+    def _progress(self, status: dict[str, Any]) -> int:
+        """Reader: the calls that it has made; Counter: those that are in its log."""
+        if self.name == READER:
+            return int(status["outputs"].get(COUNTER, {}).get("position", 0))
+        return int(status["inputs"].get(READER, {}).get("position", 0))
+
+    def is_complete(self) -> bool:
+        """Whether all lines went through, and every kill is recovered from."""
+        status = self.status
+        if len(self.done) < len(self.kills) or not status or status["backlog_records"]:
+            return False
+        if self.name == READER:
+            output = status["outputs"].get(COUNTER, {"position": 0, "acknowledged": 0})
+            return bool(output["acknowledged"] == output["position"] == self.total)
+        return self._progress(status) == self.total
+
+    def stop_watching(self) -> None:
+        self.stopping.set()
+        self.threads[1].join()
+
+    def end(self) -> None:
+        """Whatever state it is in: nothing of it runs afterwards."""
+        self.stopping.set()
+        if self.supervisor.poll() is None:
+            self.supervisor.kill()  # its two processes die with it
+        self.supervisor.wait()
+        for thread in self.threads:
+            thread.join()
+        self.output.close()
+
+
+def draw_kills(crashes: int, source: random.Random) -> list[Kill]:
+    """``crashes`` kills, each kind at least once where there are four or more, at random moments."""
+    kinds = list(source.sample(KINDS, min(crashes, len(KINDS))))
+    kinds += [source.choice(KINDS) for _ in range(crashes - len(kinds))]
+    kills = [Kill(name, role, source.uniform(0.02, 0.95)) for name, role in kinds]
+    return sorted(kills, key=lambda kill: kill.moment)
+
+
+# --- the run ---------------------------------------------------------------------------------------------------------
+
+
+def run(folder: Path, files: Sequence[Path], total: int, kills: list[Kill]) -> float:
+    """Feed, kill, wait until all is counted, stop cleanly; returns the seconds until all was counted."""
+    home = folder / "registry"
+    listing = folder / "files.txt"
+    listing.write_text("".join(f"{file}\n" for file in files))
+    environment = {**os.environ, "WORDCOUNT_FILES": str(listing)}
+    registry = Registry(home)
+    instances = []
+    for name in (COUNTER, READER):
+        settings = registry.register(name, "tcp://127.0.0.1:*")
+        own = [kill for kill in kills if kill.name == name]
+        instances.append(Instance(name, settings.folder, total, own))
+    started: list[Instance] = []
+    try:
+        started_s = time.monotonic()
+        for instance in instances:
+            instance.start(home, environment)
+            started.append(instance)
+        wait_until_complete(instances, total, len(kills))
+        elapsed_s = time.monotonic() - started_s
+        stop_cleanly(instances)
+        return elapsed_s
+    finally:
+        for instance in started:
+            instance.end()
+
+
+def wait_until_complete(instances: Sequence[Instance], total: int, kill_count: int) -> None:
+    columns = (TextColumn("{task.description:<14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        bars = {
+            READER: progress.add_task("lines read", total=total),
+            COUNTER: progress.add_task("lines counted", total=total),
+        }
+        kills_bar = progress.add_task("kills", total=kill_count)
+        moved_s = time.monotonic()
+        before: tuple[int, ...] = ()
+        while not all(instance.is_complete() for instance in instances):
+            for instance in instances:
+                progress.update(bars[instance.name], completed=instance.lines)
+                if instance.error is not None:
+                    raise failed(instance, instance.error)
+            recovered = sum(len(instance.done) for instance in instances)
+            progress.update(kills_bar, completed=recovered)
+            now = (recovered, *(instance.lines for instance in instances))
+            if now != before:
+                before, moved_s = now, time.monotonic()
+            elif time.monotonic() - moved_s > STALLED_S:
+                slowest = min(instances, key=lambda instance: instance.lines)
+                raise failed(slowest, f"nothing has moved for {STALLED_S:.0f} s; last status: {slowest.status}")
+            time.sleep(POLL_S)
+        for name in bars:
+            progress.update(bars[name], completed=total)
+        progress.update(kills_bar, completed=kill_count)
+
+
+def failed(instance: Instance, why: str) -> DemoError:
+    last = "\n".join(f"    {line}" for line in instance.last_lines)
+    return DemoError(f"{instance.name}: {why}\nthe last lines of its log ({instance.output.name}):\n{last}")
+
+
+def stop_cleanly(instances: Sequence[Instance]) -> None:
+    for instance in instances:
+        instance.stop_watching()
+    for instance in instances:
+        instance.supervisor.terminate()
+    for instance in instances:
+        try:
+            status = instance.supervisor.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            raise failed(instance, f"it did not stop within {STOP_S:.0f} s") from None
+        if status != 0:
+            raise failed(instance, f"its supervisor ended with status {status}")
+
+
+def final_state(folder: Path, name: str) -> dict[str, Any]:
+    """The attributes that the clean stop has just written as the last checkpoint."""
+    settings = Registry(folder / "registry").load(name)
+    with open_reader(settings.log, name) as reader:
+        summary = reader.summary()
+        newest = summary.checkpoints[-1]
+        if newest.sequence_id != summary.last_sequence_id:
+            raise DemoError(
+                f"{name}: the last checkpoint is of record {newest.sequence_id},"
+                f" the log ends with record {summary.last_sequence_id}: the stop was not clean"
+            )
+        return decode_state(b"".join(reader.checkpoint_chunks(newest.checkpoint_id)))
+
+
+def decode_state(blob: bytes) -> dict[str, Any]:
+    state: dict[str, Any] = msgspec.msgpack.decode(decode_envelope(blob)[1])
+    return state
+
+
+# --- what is printed -------------------------------------------------------------------------------------------------
+
+
+def compare(folder: Path, expected: Counter[str], total: int) -> list[str]:
+    """The differences; none when all is equal."""
+    words = final_state(folder, COUNTER)["words"]
+    lines = final_state(folder, READER)["lines"]
+    console.print(f"plain Counter: {expected.total():,} words, {len(expected):,} distinct, {total:,} lines")
+    console.print(f"two immortals: {sum(words.values()):,} words, {len(words):,} distinct, {lines:,} lines")
+    differences = list(different_words(words, expected))
+    return differences + ([f"{lines:,} lines were read, {total:,} expected"] if lines != total else [])
+
+
+def different_words(words: dict[str, int], expected: Counter[str]) -> Iterator[str]:
+    for word in sorted(words.keys() | expected.keys()):
+        if words.get(word, 0) != expected.get(word, 0):
+            yield f"{word!r} was counted {words.get(word, 0)} times, {expected.get(word, 0)} expected"
+
+
+def print_kills(kills: Sequence[Kill]) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("kill -9", "at line", "recovered after"):
+        table.add_column(column, justify="left" if column == "kill -9" else "right")
+    for kill in kills:
+        table.add_row(f"{kill.name}'s {kill.role}", f"{kill.line:,}", f"{kill.recovery_s or 0:.2f} s")
+    console.print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], prog="scripts/demo")
+    parser.add_argument("files", nargs="*", type=Path, help="default: the source of Python's standard library")
+    parser.add_argument("--crashes", type=int, default=8, metavar="N", help="how many kills (default 8)")
+    parser.add_argument("--seed", type=int, help="of the kills; drawn and printed without it")
+    options = parser.parse_args()
+    if options.crashes < 0:
+        parser.error("--crashes cannot be negative")
+    for file in options.files:
+        if not file.is_file():
+            parser.error(f"there is no file {file}")
+    seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1_000_000)
+    files = [file.absolute() for file in options.files] or default_files()
+    expected, total = plain_count(files)
+    console.print(f"{total:,} lines of {len(files):,} files; {options.crashes} kills, seed {seed}")
+    kills = draw_kills(options.crashes, random.Random(seed)) if total else []
+    folder = Path(tempfile.mkdtemp(prefix="immortal-demo-"))
+    try:
+        elapsed_s = run(folder, files, total, kills)
+        print_kills(sorted(kills, key=lambda kill: kill.line)) if kills else None
+        differences = compare(folder, expected, total)
+    except (DemoError, ImmortalError) as error:
+        console.print(f"FAILED: {error}", style="bold red", markup=False, highlight=False)
+        console.print(f"logs and registry are kept in {folder}; seed {seed}", highlight=False)
+        return 1
+    except KeyboardInterrupt:
+        shutil.rmtree(folder)
+        return 130
+    console.print(f"{total / elapsed_s:,.0f} lines/s over {elapsed_s:.1f} s, {len(kills)} kills, seed {seed}")
+    if differences:
+        for difference in differences[:10]:
+            console.print(f"DIFFERENT: {difference}", style="bold red", markup=False, highlight=False)
+        console.print(f"{len(differences)} differences; logs and registry are kept in {folder}", highlight=False)
+        return 1
+    console.print("equal", style="bold green")
+    shutil.rmtree(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

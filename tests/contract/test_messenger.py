@@ -1,0 +1,1007 @@
+"""The messenger's promises, the same over tcp, ipc and inproc; all waiting is for the messengers' descriptors."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from coordinator.messenger import (
+    AlreadyRepliedError,
+    EndpointError,
+    EndpointInUseError,
+    MessageTooLargeError,
+    Messenger,
+    MessengerClosedError,
+    MessengerError,
+    Received,
+    RetryPolicy,
+)
+from coordinator.messenger import sockets as messenger_sockets
+from coordinator.messenger.envelope import encode_message, encode_reply
+from coordinator.messenger.link import Link
+from coordinator.messenger.listener import Listener
+
+WAIT_SECONDS = 20.0
+
+
+class FakeClock:
+    """Time that passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now_ns = 1_000_000_000
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+
+class House:
+    """Messengers that share a ZeroMQ context; one loop calls process() only when a descriptor says so."""
+
+    def __init__(self, transport: str, folder: Path) -> None:
+        self.transport = transport
+        self.context: zmq.Context[Any] = zmq.Context()
+        self.clock = FakeClock()
+        self.messengers: list[Messenger] = []
+        self._folder = folder
+        self._names = 0
+
+    def messenger(self, **options: Any) -> Messenger:
+        messenger = Messenger(context=self.context, **{"clock_ns": self.clock, **options})
+        self.messengers.append(messenger)
+        return messenger
+
+    def endpoint(self) -> str:
+        self._names += 1
+        return {
+            "tcp": "tcp://127.0.0.1:*",
+            "ipc": f"ipc://{self._folder}/{self._names}",
+            "inproc": f"inproc://house-{self._names}",
+        }[self.transport]
+
+    def fixed_endpoint(self) -> str:
+        """One that nobody listens at yet."""
+        if self.transport != "tcp":
+            return self.endpoint()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+    def close(self, messenger: Messenger) -> None:
+        self.messengers.remove(messenger)
+        messenger.close()
+
+    def drive(self, until: Callable[[], object]) -> None:
+        """Process what becomes readable or due, by the messengers' clock, until the condition holds."""
+        end = time.monotonic() + WAIT_SECONDS
+        while not until():
+            poller = select.poll()
+            by_descriptor = {messenger.fileno(): messenger for messenger in self.messengers}
+            for descriptor in by_descriptor:
+                poller.register(descriptor, select.POLLIN)
+            due = [
+                messenger
+                for messenger in self.messengers
+                if (deadline_ns := messenger.next_deadline_ns()) is not None and deadline_ns <= self.clock.now_ns
+            ]
+            ready = poller.poll(0 if due else max(0.0, end - time.monotonic()) * 1000)
+            for messenger in dict.fromkeys([*due, *(by_descriptor[descriptor] for descriptor, _ in ready)]):
+                if messenger in self.messengers:
+                    messenger.process()
+            if time.monotonic() > end:
+                pytest.fail("the condition did not come about: a wake-up or a message was lost")
+
+    def settle(self) -> None:
+        """Until nothing is readable, twice in a row over a real round trip of ZeroMQ's threads."""
+        probe, answers = self.messenger(), []
+        endpoint = probe.listen("inproc://settle", lambda received: received.reply())
+        for _ in range(3):
+            probe.send_message(endpoint, b"", answers.append)
+            wanted = len(answers) + 1
+            self.drive(lambda wanted=wanted: len(answers) >= wanted)
+        self.close(probe)
+
+
+@pytest.fixture(params=["tcp", "ipc", "inproc"])
+def house(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[House]:
+    house = House(request.param, tmp_path)
+    yield house
+    for messenger in house.messengers:
+        messenger.close()
+    house.context.destroy(linger=0)
+
+
+@pytest.fixture(params=["tcp", "ipc"])
+def networked(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[House]:
+    house = House(request.param, tmp_path)
+    yield house
+    for messenger in house.messengers:
+        messenger.close()
+    house.context.destroy(linger=0)
+
+
+def listen_when_free(messenger: Messenger, endpoint: str, server_loop: Callable[[Received], None]) -> str:
+    """Listen where another has just let go: ZeroMQ's thread closes its socket a moment later."""
+    end = time.monotonic() + WAIT_SECONDS
+    while True:
+        try:
+            return messenger.listen(endpoint, server_loop)
+        except EndpointInUseError:
+            assert time.monotonic() < end
+            time.sleep(0)
+
+
+def echo(received: Received) -> None:
+    received.reply(*received.parts)
+
+
+def test_round_trip(house: House) -> None:
+    receiver, sender = house.messenger(incarnation=7), house.messenger(incarnation=9)
+    arrived: list[Received] = []
+
+    def loop(received: Received) -> None:
+        arrived.append(received)
+        received.reply(b"answer", *received.parts)
+
+    endpoint = receiver.listen(house.endpoint(), loop)
+    replies: list[list[bytes]] = []
+    sender.send_message(endpoint, b"one", replies.append)
+    sender.send_message(endpoint, [b"a", b"", b"c" * 100_000], replies.append)
+    sender.send_message(endpoint, [], replies.append)
+    assert sender.pending_count(endpoint) == 3
+    house.drive(lambda: len(replies) == 3)
+    assert replies == [[b"answer", b"one"], [b"answer", b"a", b"", b"c" * 100_000], [b"answer"]]
+    assert [received.sender for received in arrived] == [9, 9, 9]
+    assert {received.endpoint for received in arrived} == {endpoint}
+    assert sender.pending_count(endpoint) == 0
+    assert sender.connected(endpoint)
+    assert not sender.connected("tcp://127.0.0.1:9")
+    assert sender.counters().sent == sender.counters().acknowledged == receiver.counters().received == 3
+
+
+def test_a_message_without_callback_is_acknowledged(house: House) -> None:
+    receiver, sender = house.messenger(), house.messenger()
+    endpoint = receiver.listen(house.endpoint(), echo)
+    sender.send_message(endpoint, b"x")
+    house.drive(lambda: sender.pending_count(endpoint) == 0)
+    assert sender.counters().acknowledged == 1
+
+
+def test_to_itself(house: House) -> None:
+    messenger = house.messenger()
+    endpoint = messenger.listen(house.endpoint(), echo)
+    replies: list[list[bytes]] = []
+    messenger.send_message(endpoint, b"me", replies.append)
+    house.drive(lambda: replies)
+    assert replies == [[b"me"]]
+
+
+def test_replies_may_come_later_and_in_any_order(house: House) -> None:
+    receiver, sender = house.messenger(), house.messenger()
+    held: list[Received] = []
+    endpoint = receiver.listen(house.endpoint(), held.append)
+    replies: list[bytes] = []
+    for number in range(5):
+        sender.send_message(endpoint, b"%d" % number, lambda parts: replies.append(parts[0]))
+    house.drive(lambda: len(held) == 5)
+    house.settle()
+    assert replies == []
+    assert sender.pending_count(endpoint) == 5
+    for received in reversed(held):
+        received.reply(*received.parts)
+    house.drive(lambda: len(replies) == 5)
+    assert replies == [b"4", b"3", b"2", b"1", b"0"]
+
+
+def test_one_reply_each(house: House) -> None:
+    receiver, sender = house.messenger(), house.messenger()
+    held: list[Received] = []
+    endpoint = receiver.listen(house.endpoint(), held.append)
+    sender.send_message(endpoint, b"x")
+    house.drive(lambda: held)
+    with pytest.raises(TypeError):
+        held[0].reply("text")  # type: ignore[arg-type]
+    held[0].reply()
+    with pytest.raises(AlreadyRepliedError):
+        held[0].reply()
+
+
+def test_a_reply_after_close_does_nothing(house: House) -> None:
+    receiver, sender = house.messenger(), house.messenger()
+    held: list[Received] = []
+    endpoint = receiver.listen(house.endpoint(), held.append)
+    sender.send_message(endpoint, b"x")
+    house.drive(lambda: held)
+    house.close(receiver)
+    held[0].reply(b"too late")
+
+
+def test_several_loops(house: House) -> None:
+    receiver, sender = house.messenger(), house.messenger()
+    first: list[bytes] = []
+    second: list[bytes] = []
+
+    def loop_into(arrived: list[bytes]) -> Callable[[Received], None]:
+        def loop(received: Received) -> None:
+            arrived.append(received.parts[0])
+            received.reply()
+
+        return loop
+
+    one = receiver.listen(house.endpoint(), loop_into(first))
+    two = receiver.listen(house.endpoint(), loop_into(second))
+    for number in range(10):
+        sender.send_message(one if number % 2 else two, b"%d" % number)
+    house.drive(lambda: sender.pending_count(one) + sender.pending_count(two) == 0)
+    assert first == [b"1", b"3", b"5", b"7", b"9"]
+    assert second == [b"0", b"2", b"4", b"6", b"8"]
+
+
+def test_callbacks_run_before_server_loops(house: House) -> None:
+    """Both a reply and a message wait; the message came first."""
+    middle, other = house.messenger(), house.messenger()
+    happened: list[str] = []
+    held: list[Received] = []
+
+    def middle_loop(received: Received) -> None:
+        happened.append("server loop")
+        received.reply()
+
+    middle_endpoint = middle.listen(house.endpoint(), middle_loop)
+    other_endpoint = other.listen(house.endpoint(), held.append)
+    middle.send_message(other_endpoint, b"x", lambda parts: happened.append("callback"))
+    house.drive(lambda: held)
+    happened.clear()
+    house.messengers.remove(middle)  # it sleeps while both arrive
+    other.send_message(middle_endpoint, b"y")
+    other.process()
+    watched = select.poll()
+    watched.register(middle._listeners[0].descriptor, select.POLLIN)
+    end = time.monotonic() + WAIT_SECONDS
+    while other.counters().sent < 1 or not watched.poll(10):
+        other.process()
+        assert time.monotonic() < end
+    held[0].reply()
+    other.process()
+    watched = select.poll()
+    watched.register(middle._links[other_endpoint].descriptor, select.POLLIN)
+    assert watched.poll(WAIT_SECONDS * 1000)
+    # The descriptors tell of news, perhaps of a connection only: hand over to the messenger when both have come.
+    for ready in (middle._listeners[0]._socket, middle._links[other_endpoint]._socket):
+        assert ready.poll(int(WAIT_SECONDS * 1000), zmq.POLLIN)
+        messenger_source = middle._listeners[0] if ready.type == zmq.ROUTER else middle._links[other_endpoint]
+        middle._ready[messenger_source] = None  # the poll above took the news in
+    middle.process()
+    house.messengers.append(middle)
+    assert happened == ["callback", "server loop"]
+
+
+def test_order_is_kept_far_beyond_what_may_be_in_flight(house: House) -> None:
+    receiver, sender = house.messenger(), house.messenger(in_flight_max=16)
+    arrived: list[int] = []
+    most = 0
+
+    def loop(received: Received) -> None:
+        nonlocal most
+        arrived.append(int(received.parts[0]))
+        most = max(most, receiver.counters().received - sender.counters().acknowledged)
+        received.reply()
+
+    endpoint = receiver.listen(house.endpoint(), loop)
+    for number in range(3000):
+        sender.send_message(endpoint, b"%d" % number)
+    house.drive(lambda: sender.pending_count(endpoint) == 0)
+    assert arrived == list(range(3000))
+    assert 2 <= most <= 16
+    assert sender.counters().retried == 0
+
+
+def test_a_withheld_reply_stops_the_link_after_what_may_be_in_flight(house: House) -> None:
+    receiver, sender = house.messenger(), house.messenger(in_flight_max=8)
+    held: list[Received] = []
+    endpoint = receiver.listen(house.endpoint(), held.append)
+    for number in range(20):
+        sender.send_message(endpoint, b"%d" % number)
+    house.drive(lambda: len(held) == 8)
+    for received in held[1:]:
+        received.reply()
+    house.drive(lambda: sender.pending_count(endpoint) == 13)
+    house.settle()
+    assert len(held) == 8
+    held[0].reply()
+    house.drive(lambda: len(held) == 16)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_exactly_once_whatever_is_lost_or_comes_twice(house: House, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A third of messages and replies is lost, retries are due at once: each arrives once, is called back once."""
+    chance = random.Random(seed)
+    send_reply, accept = Listener._send, Listener._accept
+
+    def lossy_reply(self: Listener, *arguments: Any) -> None:
+        if chance.random() > 0.33:
+            send_reply(self, *arguments)
+
+    def lossy_accept(self: Listener, frames: list[bytes]) -> Received | None:
+        return accept(self, frames) if chance.random() > 0.33 else None
+
+    monkeypatch.setattr(Listener, "_send", lossy_reply)
+    monkeypatch.setattr(Listener, "_accept", lossy_accept)
+    receiver = house.messenger()
+    sender = house.messenger(in_flight_max=64, retry=RetryPolicy(delay_ns_min=10, delay_ns_max=1000))
+    arrived: list[int] = []
+    replies: list[int] = []
+    held: list[Received] = []
+
+    def loop(received: Received) -> None:
+        arrived.append(int(received.parts[0]))
+        held.append(received)
+
+    def callback(parts: list[bytes]) -> None:
+        replies.append(int(parts[0]))
+
+    endpoint = receiver.listen(house.endpoint(), loop)
+    for number in range(500):
+        sender.send_message(endpoint, b"%d" % number, callback)
+
+    def done() -> bool:
+        house.clock.now_ns += 1000
+        while held and chance.random() < 0.8:
+            received = held.pop(chance.randrange(len(held)))
+            received.reply(*received.parts)
+        for messenger in house.messengers:
+            messenger.process()
+        return sender.pending_count(endpoint) == 0
+
+    end = time.monotonic() + WAIT_SECONDS
+    while not done():
+        assert time.monotonic() < end
+    assert sorted(arrived) == list(range(500))
+    assert sorted(replies) == list(range(500))
+    assert sender.counters().retried > 100
+    assert receiver.counters().duplicates_dropped > 50
+    assert receiver.counters().replies_resent > 10
+    assert receiver.counters().refused == 0
+
+
+def test_an_unanswered_message_is_sent_again_and_again_but_given_once(house: House) -> None:
+    receiver, sender = house.messenger(), house.messenger(random=lambda: 0.0)
+    held: list[Received] = []
+    endpoint = receiver.listen(house.endpoint(), held.append)
+    replies: list[list[bytes]] = []
+    sender.send_message(endpoint, b"x", replies.append)
+    house.drive(lambda: held)
+    for attempt, delay_seconds in enumerate([1, 2, 4, 8, 16, 30, 30], start=1):
+        deadline_ns = sender.next_deadline_ns()
+        assert deadline_ns == house.clock.now_ns + delay_seconds * 1_000_000_000
+        house.clock.now_ns = deadline_ns - 1
+        sender.process()
+        assert sender.counters().retried == attempt - 1
+        house.clock.now_ns = deadline_ns
+        house.drive(lambda attempt=attempt: receiver.counters().duplicates_dropped == attempt)
+        assert sender.counters().retried == attempt
+    held[0].reply(b"at last")
+    house.drive(lambda: replies)
+    assert replies == [[b"at last"]]
+    assert len(held) == 1
+
+
+def test_a_reply_that_is_no_longer_kept_still_acknowledges(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    receiver, sender = house.messenger(), house.messenger()
+    send_reply = Listener._send
+    monkeypatch.setattr(Listener, "_send", lambda *arguments: None)
+    arrived: list[bytes] = []
+
+    def loop(received: Received) -> None:
+        arrived.append(received.parts[0])
+        received.reply(received.parts[0] * 1000)
+
+    endpoint = receiver.listen(house.endpoint(), loop)
+    receiver._listeners[0]._inbox.conversation(sender.incarnation, 1).replies_size_bytes_max = 1500
+    replies: list[list[bytes]] = []
+    sender.send_message(endpoint, b"a", replies.append)
+    sender.send_message(endpoint, b"b", replies.append)
+    house.drive(lambda: len(arrived) == 2)
+    monkeypatch.setattr(Listener, "_send", send_reply)
+    house.clock.now_ns += 2_000_000_000
+    house.drive(lambda: len(replies) == 2)
+    assert replies == [[], [b"b" * 1000]]
+    assert arrived == [b"a", b"b"]
+    assert sender.counters().replies_expired == 1
+
+
+@pytest.mark.parametrize("in_flight_max", [8, 1024])
+def test_receiver_closed_and_opened_again(networked: House, in_flight_max: int) -> None:
+    house = networked
+    sender = house.messenger(in_flight_max=in_flight_max)
+    first, second = house.messenger(), house.messenger()
+    arrived_first: list[int] = []
+    arrived_second: list[int] = []
+    replies: list[int] = []
+
+    def first_loop(received: Received) -> None:
+        arrived_first.append(int(received.parts[0]))
+        if len(arrived_first) <= 20:
+            received.reply()
+
+    def second_loop(received: Received) -> None:
+        arrived_second.append(int(received.parts[0]))
+        received.reply()
+
+    def send(first_number: int, last_number: int) -> None:
+        for number in range(first_number, last_number + 1):
+            sender.send_message(endpoint, b"%d" % number, lambda parts, number=number: replies.append(number))
+
+    endpoint = first.listen(house.fixed_endpoint(), first_loop)
+    send(1, 50)
+    house.drive(lambda: len(replies) == 20 and len(arrived_first) > 20)
+    house.close(first)
+    house.drive(lambda: not sender.connected(endpoint))
+    send(51, 100)
+    listen_when_free(second, endpoint, second_loop)
+    send(101, 2500)
+    house.drive(lambda: sender.pending_count(endpoint) == 0)
+    assert arrived_second == list(range(21, 2501))
+    assert replies == list(range(1, 2501))
+    assert second.counters().refused == 0
+
+
+def test_receiver_keeps_coming_and_going(networked: House) -> None:
+    """Each receiver answers a few and goes, with the rest in flight; to each of them, first deliveries are in order."""
+    house = networked
+    sender = house.messenger()
+    endpoint = house.fixed_endpoint()
+    replies: list[int] = []
+    chance = random.Random(1)
+    number = 0
+    for _ in range(8):
+        receiver = house.messenger()
+        arrived: list[int] = []
+        answers = chance.randrange(1, 400)
+
+        def loop(received: Received, arrived: list[int] = arrived, answers: int = answers) -> None:
+            arrived.append(int(received.parts[0]))
+            if len(arrived) <= answers:
+                received.reply()
+
+        listen_when_free(receiver, endpoint, loop)
+        for _ in range(500):
+            number += 1
+            sender.send_message(endpoint, b"%d" % number, lambda parts, number=number: replies.append(number))
+        wanted = len(replies) + answers
+        house.drive(lambda wanted=wanted: len(replies) >= wanted)
+        assert arrived == list(range(arrived[0], arrived[0] + len(arrived)))
+        house.close(receiver)
+    last = house.messenger()
+    listen_when_free(last, endpoint, echo)
+    house.drive(lambda: sender.pending_count(endpoint) == 0)
+    assert replies == list(range(1, number + 1))
+
+
+def test_a_lost_connection_is_not_a_lost_message(networked: House) -> None:
+    """The receiver lives on while its connections break: nothing comes twice, replies given meanwhile arrive."""
+    house = networked
+    receiver = house.messenger()
+    arrived: list[int] = []
+    held: list[Received] = []
+    replies: list[int] = []
+
+    def loop(received: Received) -> None:
+        arrived.append(int(received.parts[0]))
+        held.append(received)
+
+    endpoint = receiver.listen(house.endpoint(), loop)
+    with Forwarder(endpoint) as forwarder:
+        sender = house.messenger()
+        for number in range(100):
+            sender.send_message(forwarder.endpoint, b"%d" % number, lambda parts, number=number: replies.append(number))
+        house.drive(lambda: len(arrived) == 100)
+        for _ in range(5):
+            forwarder.cut()
+            house.drive(lambda: not sender.connected(forwarder.endpoint))
+            for received in held[:20]:
+                received.reply()
+            del held[:20]
+            receiver.process()
+            house.drive(lambda: sender.connected(forwarder.endpoint))
+        house.drive(lambda: sender.pending_count(forwarder.endpoint) == 0)
+        sender.drop(forwarder.endpoint)
+    assert arrived == list(range(100))
+    assert sorted(replies) == list(range(100))
+    assert sender.counters().retried >= 100
+
+
+class Forwarder:
+    """Passes a stream on between a tcp port and ``endpoint``, and cuts its connections when told to."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._target: Any
+        if endpoint.startswith("tcp://"):
+            host, port = endpoint.removeprefix("tcp://").split(":")
+            self._family, self._target = socket.AF_INET, (host, int(port))
+        else:
+            self._family, self._target = socket.AF_UNIX, endpoint.removeprefix("ipc://")
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
+        self._pairs: list[tuple[socket.socket, socket.socket]] = []
+
+    def __enter__(self) -> Forwarder:
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+        self.cut()
+
+    def cut(self) -> None:
+        while self._pairs:
+            for side in self._pairs.pop():
+                with contextlib.suppress(OSError):  # it ended by itself
+                    side.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._server.accept()
+            except OSError:
+                return
+            far = socket.socket(self._family)
+            far.connect(self._target)
+            self._pairs.append((near, far))
+            for one, other in ((near, far), (far, near)):
+                threading.Thread(target=self._copy, args=(one, other), daemon=True).start()
+
+    def _copy(self, one: socket.socket, other: socket.socket) -> None:
+        try:
+            while data := one.recv(65536):
+                other.sendall(data)
+            other.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+
+def test_destination_comes_up_later(house: House) -> None:
+    sender, receiver = house.messenger(), house.messenger()
+    endpoint = house.fixed_endpoint()
+    replies: list[bytes] = []
+    for number in range(10):
+        sender.send_message(endpoint, b"%d" % number, lambda parts: replies.append(parts[0]))
+    sender.process()
+    house.settle()
+    assert sender.pending_count(endpoint) == 10
+    assert sender.next_deadline_ns() is None or house.transport == "inproc"
+    receiver.listen(endpoint, echo)
+    house.drive(lambda: len(replies) == 10)
+    assert replies == [b"%d" % number for number in range(10)]
+    assert sender.counters().retried == 0
+
+
+def test_drop_forgets_and_the_next_send_starts_over(house: House) -> None:
+    sender, receiver = house.messenger(), house.messenger()
+    held: list[Received] = []
+    endpoint = receiver.listen(house.endpoint(), held.append)
+    replies: list[bytes] = []
+
+    def send(part: bytes) -> None:
+        sender.send_message(endpoint, part, lambda parts: replies.append(parts[0]))
+
+    send(b"old 1")
+    house.drive(lambda: len(held) == 1)
+    send(b"old 2")
+    assert sender.drop(endpoint) == 2
+    assert sender.drop(endpoint) == 0
+    assert sender.pending_count(endpoint) == 0
+    assert not sender.connected(endpoint)
+    held.pop().reply(b"unheard")
+    send(b"new")
+    house.drive(lambda: held)
+    assert held[0].parts == [b"new"]
+    held[0].reply(b"heard")
+    house.drive(lambda: replies)
+    assert replies == [b"heard"]
+
+
+def test_drop_within_a_callback(house: House) -> None:
+    sender, receiver = house.messenger(), house.messenger()
+    endpoint = receiver.listen(house.endpoint(), echo)
+    dropped: list[int] = []
+    replies: list[list[bytes]] = []
+    sender.send_message(endpoint, b"1", lambda parts: dropped.append(sender.drop(endpoint)))
+    for _ in range(5):
+        sender.send_message(endpoint, b"2", replies.append)
+    house.drive(lambda: dropped)
+    assert dropped == [5]
+    house.settle()
+    assert replies == []
+
+
+def test_endpoint_in_use(house: House) -> None:
+    receiver, other, sender = house.messenger(), house.messenger(), house.messenger()
+    endpoint = receiver.listen(house.endpoint(), echo)
+    with pytest.raises(EndpointInUseError, match="is in use") as raised:
+        other.listen(endpoint, echo)
+    assert raised.value.endpoint == endpoint
+    replies: list[list[bytes]] = []
+    sender.send_message(endpoint, b"still there", replies.append)
+    house.drive(lambda: replies)
+
+
+def test_ipc_path_left_behind_by_a_dead_process(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(tmp_path / "left"))
+    messenger = Messenger()
+    assert messenger.listen(f"ipc://{tmp_path}/left", echo) == f"ipc://{tmp_path}/left"
+    messenger.close()
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["tcp://127.0.0.1", "tcp://127.0.0.1:70000", "nonsense", "udp://x:1", "tcp://192.0.2.1:1"]
+)
+def test_not_an_endpoint_to_listen_at(endpoint: str) -> None:
+    messenger = Messenger()
+    with pytest.raises(EndpointError, match="can't listen"):
+        messenger.listen(endpoint, echo)
+    messenger.close()
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "",
+        "tcp://127.0.0.1",
+        "tcp://h:0",
+        "tcp://h:65536",
+        "tcp://h:*",
+        "tcp://*:1",
+        "ipc://",
+        "ipc://*",
+        "ipc:///" + "x" * 107,
+        "inproc://",
+        "udp://h:1",
+        "h:1",
+    ],
+)
+def test_not_an_endpoint_to_send_to(endpoint: str) -> None:
+    messenger = Messenger()
+    with pytest.raises(EndpointError, match="can't be sent to"):
+        messenger.send_message(endpoint, b"x")
+    messenger.close()
+
+
+def test_what_is_too_large_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messenger_sockets, "PART_SIZE_BYTES_MAX", 10)
+    messenger = Messenger()
+    with pytest.raises(MessageTooLargeError, match="11 bytes"):
+        messenger.send_message("tcp://127.0.0.1:1", b"x" * 11)
+    with pytest.raises(MessageTooLargeError):
+        messenger.send_message("tcp://127.0.0.1:1", [b""] * 1024)
+    messenger.close()
+
+
+def test_a_stranger_is_dropped_and_counted(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    receiver, sender = house.messenger(), house.messenger()
+    endpoint = receiver.listen(house.endpoint(), echo)
+    stranger = house.context.socket(zmq.DEALER)
+    stranger.connect(endpoint)
+    garbage = [
+        [b""],
+        [b"hello"],
+        [b"x" * 48, b"y"],
+        [b"\0" * 48],
+        [encode_reply(2, 1, 1, 1, 0)],
+        [encode_message(1, 1, 1, 1, 0) + b"!"],
+        [encode_message(1, 1, 5, 1, 0)] + [b""] * 2000,
+    ]
+    far_ahead = [encode_message(1, 1, 1_000_000, 1, 0)]
+    for parts in [*garbage, far_ahead]:
+        stranger.send_multipart(parts)
+    if house.transport == "tcp":
+        with socket.create_connection(("127.0.0.1", int(endpoint.rsplit(":", 1)[1]))) as raw:
+            raw.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
+    replies: list[list[bytes]] = []
+    sender.send_message(endpoint, b"friend", replies.append)
+    house.drive(lambda: replies and receiver.counters().refused)
+    assert receiver.counters().malformed == len(garbage)
+    assert receiver.counters().refused == 1
+    assert receiver.counters().received == 1
+    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1, "the clock stands still: one warning for all of them"
+    stranger.close(0)
+
+
+def test_a_receiver_that_answers_nonsense(house: House) -> None:
+    sender = house.messenger()
+    router = house.context.socket(zmq.ROUTER)
+    router.bind(house.endpoint())
+    endpoint = router.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+    replies: list[list[bytes]] = []
+    sender.send_message(endpoint, b"x", replies.append)
+    house.drive(lambda: router.poll(0))
+    route, envelope, part = router.recv_multipart()
+    assert part == b"x"
+    for answer in (
+        b"",
+        envelope,
+        encode_reply(2, 99, 1, 1, 1),  # another link
+        encode_reply(2, 1, 1, 1, 77),  # another callback
+        encode_reply(2, 1, 1, 2, 1),  # another message
+        encode_reply(2, 1, 1, 1, 1),
+        encode_reply(2, 1, 1, 1, 1),
+    ):
+        router.send_multipart([route, answer, b"answer"])
+    house.drive(lambda: sender.counters().duplicates_dropped == 2)
+    assert replies == [[b"answer"]]
+    assert sender.counters().malformed == 4
+    router.close(0)
+
+
+def test_no_wake_up_is_lost_in_ping_pong(house: House) -> None:
+    """The clock stands still, so no retry can cover up; 10,000 round trips between two, messages going both ways."""
+    left, right = house.messenger(), house.messenger()
+    rounds = 0
+
+    def left_loop(received: Received) -> None:
+        nonlocal rounds
+        rounds += 1
+        received.reply()
+        if rounds < 5000:
+            left.send_message(right_endpoint, b"ping")
+
+    def right_loop(received: Received) -> None:
+        right.send_message(left_endpoint, b"pong")
+        received.reply()
+
+    left_endpoint = left.listen(house.endpoint(), left_loop)
+    right_endpoint = right.listen(house.endpoint(), right_loop)
+    left.send_message(right_endpoint, b"ping")
+    house.drive(lambda: rounds == 5000)
+    house.drive(lambda: left.pending_count(right_endpoint) + right.pending_count(left_endpoint) == 0)
+    assert left.counters().retried == right.counters().retried == 0
+
+
+def test_no_wake_up_is_lost_in_bursts(house: House) -> None:
+    """Bursts both ways at once, sent with flush() while others come in; replies are given outside of process()."""
+    left, right = house.messenger(), house.messenger()
+    chance = random.Random(5)
+    held: list[Received] = []
+    endpoints = {left: left.listen(house.endpoint(), held.append), right: right.listen(house.endpoint(), held.append)}
+    sent = 0
+    acknowledged = 0
+
+    def callback(parts: list[bytes]) -> None:
+        nonlocal acknowledged
+        acknowledged += 1
+
+    while sent < 10_000:
+        for sender, receiver in ((left, right), (right, left)):
+            for _ in range(chance.randrange(100)):
+                sender.send_message(endpoints[receiver], b"x", callback)
+                sent += 1
+                if chance.random() < 0.3:
+                    sender.flush()
+            if chance.random() < 0.8:
+                sender.flush()
+        wanted = min(len(held) + acknowledged + chance.randrange(50), sent)
+        house.drive(lambda wanted=wanted: len(held) + acknowledged >= wanted)
+        while held and chance.random() < 0.99:
+            held.pop(0).reply()
+            if chance.random() < 0.1:
+                chance.choice([left, right]).flush()
+
+    def done() -> bool:
+        while held:
+            held.pop().reply()
+        left.flush()
+        right.flush()
+        return acknowledged == sent
+
+    house.drive(done)
+    assert left.counters().retried == right.counters().retried == 0
+
+
+def test_nothing_to_do_is_not_readable(house: House) -> None:
+    """A descriptor that stays readable would spin the outer loop."""
+    receiver, sender = house.messenger(), house.messenger()
+    endpoint = receiver.listen(house.endpoint(), echo)
+    sender.send_message(endpoint, b"x")
+    house.drive(lambda: sender.pending_count(endpoint) == 0)
+    house.settle()
+    for messenger in house.messengers:
+        for _ in range(3):
+            messenger.process()
+        assert select.select([messenger.fileno()], [], [], 0)[0] == []
+        assert messenger.flush() is False
+
+
+def test_a_send_from_another_thread_makes_the_descriptor_readable(house: House) -> None:
+    receiver, sender = house.messenger(), house.messenger()
+    endpoint = receiver.listen(house.endpoint(), echo)
+    sender.process()
+    assert select.select([sender.fileno()], [], [], 0)[0] == []
+    thread = threading.Thread(target=sender.send_message, args=(endpoint, b"x"))
+    thread.start()
+    assert select.select([sender.fileno()], [], [], WAIT_SECONDS)[0]
+    thread.join()
+    house.drive(lambda: sender.counters().acknowledged == 1)
+
+
+def test_several_threads_send_and_reply(house: House) -> None:
+    receiver = house.messenger(clock_ns=time.monotonic_ns)
+    sender = house.messenger(clock_ns=time.monotonic_ns)
+    arrived: list[bytes] = []
+    to_reply: list[Received] = []
+    every = threading.Event()
+    replies = 0
+
+    def loop(received: Received) -> None:
+        arrived.append(received.parts[0])
+        threading.Thread(target=received.reply).start() if len(arrived) % 50 == 0 else to_reply.append(received)
+        while to_reply:
+            to_reply.pop().reply()
+
+    def callback(parts: list[bytes]) -> None:
+        nonlocal replies
+        replies += 1
+        if replies == 4000:
+            every.set()
+
+    endpoint = receiver.listen(house.endpoint(), loop)
+
+    def send(name: int) -> None:
+        for number in range(1000):
+            sender.send_message(endpoint, b"%d %d" % (name, number), callback)
+
+    with receiver, sender:
+        threads = [threading.Thread(target=send, args=(name,)) for name in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert every.wait(WAIT_SECONDS)
+        assert sender.pending_count(endpoint) == 0
+        assert sender.drop(endpoint) == 0
+    for name in range(4):
+        mine = [part for part in arrived if part.startswith(b"%d " % name)]
+        assert mine == [b"%d %d" % (name, number) for number in range(1000)]
+
+
+class BrokenError(Exception):
+    pass
+
+
+def test_what_a_server_loop_raises_comes_out_and_the_rest_goes_on(house: House) -> None:
+    receiver, sender = house.messenger(), house.messenger()
+    arrived: list[bytes] = []
+
+    def loop(received: Received) -> None:
+        arrived.append(received.parts[0])
+        if received.parts[0] == b"2":
+            raise BrokenError
+        received.reply()
+
+    endpoint = receiver.listen(house.endpoint(), loop)
+    replies: list[int] = []
+    for number in range(5):
+        sender.send_message(endpoint, b"%d" % number, lambda parts, number=number: replies.append(number))
+    with pytest.raises(BrokenError):
+        house.drive(lambda: False)
+    house.drive(lambda: len(replies) == 4)
+    assert arrived == [b"0", b"1", b"2", b"3", b"4"]
+    assert replies == [0, 1, 3, 4]
+
+
+def test_what_a_callback_raises_comes_out_and_the_rest_goes_on(house: House) -> None:
+    receiver, sender = house.messenger(), house.messenger()
+    endpoint = receiver.listen(house.endpoint(), echo)
+    replies: list[int] = []
+
+    def callback(parts: list[bytes]) -> None:
+        number = int(parts[0])
+        if number == 2:
+            raise BrokenError
+        replies.append(number)
+
+    for number in range(5):
+        sender.send_message(endpoint, b"%d" % number, callback)
+    with pytest.raises(BrokenError):
+        house.drive(lambda: False)
+    house.drive(lambda: len(replies) == 4)
+    assert replies == [0, 1, 3, 4]
+    assert sender.pending_count(endpoint) == 0
+
+
+def test_in_a_thread_the_error_is_raised_by_stop(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    receiver = house.messenger(clock_ns=time.monotonic_ns)
+    sender = house.messenger(clock_ns=time.monotonic_ns)
+    raised = threading.Event()
+
+    def loop(received: Received) -> None:
+        raised.set()
+        raise BrokenError
+
+    receiver.start()
+    endpoint = receiver.listen(house.endpoint(), loop)
+    with sender:
+        sender.send_message(endpoint, b"x")
+        assert raised.wait(WAIT_SECONDS)
+    receiver._thread._thread.join(WAIT_SECONDS)  # type: ignore[union-attr]
+    with pytest.raises(MessengerClosedError):
+        receiver.send_message(endpoint, b"into a void")
+    with pytest.raises(MessengerClosedError):
+        receiver.pending_count(endpoint)
+    with pytest.raises(BrokenError):
+        receiver.stop()
+    assert "BrokenError" in caplog.text
+
+
+def test_close_within_a_callback(house: House) -> None:
+    receiver, sender = house.messenger(), house.messenger()
+    endpoint = receiver.listen(house.endpoint(), echo)
+    replies: list[list[bytes]] = []
+
+    def callback(parts: list[bytes]) -> None:
+        replies.append(parts)
+        house.close(sender)
+
+    sender.send_message(endpoint, b"1", callback)
+    sender.send_message(endpoint, b"2", callback)
+    house.drive(lambda: replies)
+    assert replies == [[b"1"]]
+    for refused in (sender.process, sender.flush, lambda: sender.send_message(endpoint, b"x")):
+        with pytest.raises(MessengerClosedError):
+            refused()
+    sender.close()
+
+
+def test_process_within_a_callback_is_refused(house: House) -> None:
+    messenger = house.messenger()
+    messenger.listen(house.endpoint(), lambda received: messenger.process())
+    messenger.send_message(messenger._listeners[0].endpoint, b"x")
+    with pytest.raises(MessengerError, match="within a callback"):
+        house.drive(lambda: False)
+
+
+def test_a_full_pipe_waits_and_loses_nothing(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The receiver does not read, so ZeroMQ says EAGAIN; then it reads, and the sender's descriptor tells."""
+    configure_link, configure_listener = Link._configure, Listener._configure
+
+    def small_link(self: Link) -> None:
+        configure_link(self)
+        self._socket.setsockopt(zmq.SNDHWM, 5)
+        self._socket.setsockopt(zmq.SNDBUF, 20_000)
+
+    def small_listener(self: Listener) -> None:
+        configure_listener(self)
+        self._socket.setsockopt(zmq.RCVHWM, 5)
+        self._socket.setsockopt(zmq.RCVBUF, 20_000)
+
+    monkeypatch.setattr(Link, "_configure", small_link)
+    monkeypatch.setattr(Listener, "_configure", small_listener)
+    receiver, sender = house.messenger(), house.messenger()
+    arrived: list[int] = []
+
+    def loop(received: Received) -> None:
+        arrived.append(int(received.parts[0]))
+        received.reply()
+
+    endpoint = receiver.listen(house.endpoint(), loop)
+    for number in range(200):
+        sender.send_message(endpoint, [b"%d" % number, b"x" * 100_000])
+    house.messengers.remove(receiver)
+    house.drive(lambda: sender.counters().sent >= 5)
+    house.settle()
+    assert sender.counters().sent < 200
+    house.messengers.append(receiver)
+    house.drive(lambda: sender.pending_count(endpoint) == 0)
+    assert arrived == list(range(200))
+    assert sender.counters().retried == 0

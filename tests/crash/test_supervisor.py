@@ -1,0 +1,319 @@
+"""The supervisor over stand-in children: real processes, really killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.supervisor import (
+    Exit,
+    RestartPause,
+    Role,
+    Verdict,
+    judge,
+    who_died_first,
+)
+
+DRIVER = """
+import json, sys
+from coordinator.logs import configure
+from coordinator.supervisor import Command, Role, Supervisor
+given = json.loads(sys.argv[1])
+commands = {Role.COORDINATOR: Command(given["coordinator"]), Role.APP: Command(given["app"], {"TEST_ROLE": "app"})}
+if given["options"].pop("broken", None):
+    commands[Role.APP] = Command(["/nonexistent/program"])
+supervisor = Supervisor(commands, configure("x", log_format="json"), **given["options"])
+sys.exit(supervisor.run())
+"""
+
+# Children say "up" on stdout once they are as they are meant to be.
+UP = "import os, signal, sys; up = lambda: os.write(1, b'up\\n');"
+LIVES = UP + "up(); signal.pause()"  # dies of SIGTERM
+STUBBORN = UP + "signal.signal(signal.SIGTERM, signal.SIG_IGN); up(); signal.pause(); signal.pause()"
+ENDS = UP + "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); up(); signal.pause()"
+FOLLOWS = UP + "file = open(sys.argv[1]); up(); file.read()"  # until the coordinator has ended, then status 0
+LEADS = "import sys; file = open(sys.argv[1], 'w');" + ENDS
+FAST_S = 10.0
+
+
+class Supervised:
+    """A supervisor in a process of its own, and its events."""
+
+    def __init__(self, coordinator: list[str], app: list[str], **options: object) -> None:
+        given = {"coordinator": coordinator, "app": app, "options": options}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", DRIVER, json.dumps(given)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self.events: list[dict[str, Any]] = []
+
+    def event(self, start: str) -> dict[str, Any]:
+        """The next event whose message starts so."""
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            if line.startswith("{"):
+                self.events.append(json.loads(line))
+                if self.events[-1]["message"].startswith(start):
+                    return self.events[-1]
+        raise AssertionError(f"no event {start!r} came, only {self.events}")
+
+    def started(self) -> dict[Role, int]:
+        """The pids, once both children run as they are meant to."""
+        event = self.event("started")
+        assert self.process.stdout is not None
+        for _ in Role:
+            assert self.process.stdout.readline() == "up\n"
+        return {Role.COORDINATOR: event["coordinator_pid"], Role.APP: event["app_pid"]}
+
+    def end(self) -> tuple[int, list[str]]:
+        """The exit status, and all messages."""
+        assert self.process.stderr is not None
+        self.events += [json.loads(line) for line in self.process.stderr if line.startswith("{")]
+        return self.process.wait(), [event["message"] for event in self.events]
+
+
+Start = Callable[..., Supervised]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    with contextlib.ExitStack() as stack:
+
+        def start_one(coordinator: list[str] | str, app: list[str] | str, **options: object) -> Supervised:
+            def argv(child: list[str] | str) -> list[str]:
+                return [sys.executable, "-c", *([child] if isinstance(child, str) else child)]
+
+            supervised = stack.enter_context(
+                contextlib.closing(_Closing(Supervised(argv(coordinator), argv(app), **options)))
+            )
+            return supervised.supervised
+
+        yield start_one
+
+
+class _Closing:
+    def __init__(self, supervised: Supervised) -> None:
+        self.supervised = supervised
+
+    def close(self) -> None:
+        process = self.supervised.process
+        process.kill()  # its children die with it
+        process.wait()
+        for pipe in (process.stdout, process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+
+def wait_for_death(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        assert select.select([descriptor], [], [], FAST_S)[0], "the process still lives"
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("victim", list(Role))
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_when_one_dies_the_other_is_stopped(start: Start, victim: Role, number: signal.Signals) -> None:
+    supervised = start(LIVES, LIVES)
+    pids = supervised.started()
+    other = os.pidfd_open(pids[victim.other])
+    os.kill(pids[victim], number)
+    status, messages = supervised.end()
+    wait_for_death([other])
+    assert status == 1
+    assert messages == ["started", f"the {victim.value} died: {number.name}; the {victim.other.value} was stopped"]
+    assert supervised.events[-1]["pid"] == pids[victim]
+    assert supervised.events[-1]["level"] == "error"
+
+
+def test_a_status_is_named(start: Start) -> None:
+    status, messages = start(LIVES, "import sys; sys.exit(3)").end()
+    assert status == 1
+    assert messages[-1] == "the app died: status 3; the coordinator was stopped"
+
+
+def test_who_does_not_stop_is_killed(start: Start) -> None:
+    supervised = start(LIVES, STUBBORN, stop_grace_s=0.2)
+    pids = supervised.started()
+    os.kill(pids[Role.COORDINATOR], signal.SIGKILL)
+    status, messages = supervised.end()
+    assert status == 1
+    assert messages[1:] == [
+        "the app did not stop within 0.2 s and is killed",
+        "the coordinator died: SIGKILL; the app was stopped",
+    ]
+
+
+def test_restart(start: Start) -> None:
+    supervised = start(ENDS, ENDS, restart=True)
+    seen: set[int] = set()
+    for victim in (Role.APP, Role.COORDINATOR, Role.APP):
+        pids = supervised.started()
+        assert not seen & set(pids.values())
+        seen |= set(pids.values())
+        os.kill(pids[victim], signal.SIGKILL)
+        supervised.event(f"the {victim.value} died: SIGKILL")
+        supervised.event("restarting")
+    supervised.started()
+    pauses = [event["pause_s"] for event in supervised.events if event["message"] == "restarting"]
+    assert pauses == [0.1, 0.2, 0.4]
+
+
+def test_a_failed_handler_is_not_restarted(start: Start) -> None:
+    status, messages = start(LIVES, "import sys; sys.exit(70)", restart=True).end()
+    assert status == 70
+    assert len(messages) == 2
+    assert messages[1].startswith("the app died: status 70: a handler failed, and a replay would only repeat it")
+
+
+@pytest.mark.parametrize(("coordinator", "app"), [(LIVES, "exit(2)"), ("exit(2)", LIVES)])
+def test_who_was_called_wrongly_is_not_restarted(start: Start, coordinator: str, app: str) -> None:
+    status, messages = start(coordinator, app, restart=True).end()
+    assert status == 1
+    assert "it was called wrongly" in messages[-1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_clean_stop(start: Start, tmp_path: Path, number: signal.Signals) -> None:
+    goodbye = str(tmp_path / "goodbye")
+    os.mkfifo(goodbye)
+    supervised = start([LEADS, goodbye], [FOLLOWS, goodbye], restart=True)
+    supervised.started()
+    supervised.process.send_signal(number)
+    assert supervised.end() == (0, ["started", "stopping", "stopped"])
+
+
+def test_a_stop_that_takes_too_long(start: Start) -> None:
+    supervised = start(ENDS, ENDS, clean_stop_s=0.2)  # this app waits for no goodbye
+    supervised.started()
+    supervised.process.terminate()
+    status, messages = supervised.end()
+    assert status == 0
+    assert messages[1:] == ["stopping", "the app has not ended within 0.2 s", "stopped"]
+
+
+def test_a_stop_that_fails(start: Start) -> None:
+    coordinator = UP + "signal.signal(signal.SIGTERM, lambda *_: sys.exit(1)); up(); signal.pause()"
+    supervised = start(coordinator, ENDS, restart=True)
+    supervised.started()
+    supervised.process.terminate()
+    assert supervised.end() == (1, ["started", "stopping", "the coordinator ended with status 1, not with status 0"])
+
+
+def test_asked_twice_to_stop(start: Start) -> None:
+    supervised = start(STUBBORN, ENDS, stop_grace_s=0.1)
+    supervised.started()
+    supervised.process.terminate()
+    supervised.event("stopping")
+    supervised.process.terminate()
+    status, messages = supervised.end()
+    assert status == 1
+    assert messages[-1] == "the coordinator ended with SIGKILL, not with status 0"
+
+
+def test_a_coordinator_that_others_stop(start: Start, tmp_path: Path) -> None:
+    goodbye = str(tmp_path / "goodbye")
+    os.mkfifo(goodbye)
+    supervised = start([LEADS, goodbye], [FOLLOWS, goodbye])
+    os.kill(supervised.started()[Role.COORDINATOR], signal.SIGTERM)
+    status, messages = supervised.end()
+    assert status == 0
+    assert messages[-1].endswith("was stopped, and the app with it") or "and the coordinator with it" in messages[-1]
+
+
+def test_an_app_that_ends_by_itself_has_died(start: Start) -> None:
+    status, messages = start(ENDS, UP + "up()").end()
+    assert status == 1
+    assert messages[-1] == "the app died: status 0; the coordinator was stopped"
+
+
+def test_both_die_with_the_supervisor(start: Start) -> None:
+    supervised = start(STUBBORN, STUBBORN, restart=True)
+    descriptors = [os.pidfd_open(pid) for pid in supervised.started().values()]
+    supervised.process.kill()
+    wait_for_death(descriptors)
+
+
+def test_stop_during_the_pause(start: Start) -> None:
+    supervised = start(LIVES, "import sys; sys.exit(3)", restart=True)
+    while supervised.event("restarting")["pause_s"] < 0.8:
+        pass
+    supervised.process.terminate()
+    status, messages = supervised.end()
+    assert status == 0
+    assert messages[-2:] == ["restarting", "stopped"]
+
+
+def test_ready_is_told(start: Start) -> None:
+    coordinator = "from coordinator.control import report_ready; report_ready(); report_ready();" + LIVES
+    supervised = start(coordinator, LIVES)
+    supervised.event("ready")
+
+
+def test_a_coordinator_that_only_dies(start: Start) -> None:
+    supervised = start(LIVES, LIVES)
+    supervised.started()
+    supervised.process.terminate()
+    assert supervised.end()[0] == 1  # LIVES dies of SIGTERM: no clean stop
+
+
+def test_an_app_that_cannot_be_started(start: Start) -> None:
+    supervised = start([STUBBORN], [LIVES], broken="app")
+    assert supervised.process.wait() == 1  # and with it its coordinator ends, or the next line would wait for ever
+    assert supervised.process.stdout is not None
+    supervised.process.stdout.read()
+
+
+# --- what a death means ----------------------------------------------------------------------------------------------
+
+
+def test_pauses_grow_and_begin_again() -> None:
+    pause = RestartPause()
+    assert [pause.after(1) for _ in range(8)] == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0])
+    assert pause.after(10) == pytest.approx(0.1)
+    assert pause.after(9.9) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("app", "coordinator", "first"),
+    [
+        (-9, -9, Role.COORDINATOR),
+        (-9, 0, Role.APP),
+        (-11, 1, Role.APP),
+        (70, 1, Role.APP),
+        (2, 1, Role.APP),
+        (1, -9, Role.COORDINATOR),
+        (1, 1, Role.COORDINATOR),
+        (0, 0, Role.COORDINATOR),
+    ],
+)
+def test_found_dead_at_once(app: int, coordinator: int, first: Role) -> None:
+    exits = [Exit(Role.APP, 1, app), Exit(Role.COORDINATOR, 2, coordinator)]
+    assert who_died_first(exits).role is first
+    assert who_died_first(exits[::-1]).role is first
+    assert who_died_first(exits[:1]).role is Role.APP
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "told", "verdict"),
+    [
+        (Exit(Role.APP, 1, 70), Exit(Role.COORDINATOR, 2, 0), True, Verdict.HANDLER_FAILED),
+        (Exit(Role.COORDINATOR, 2, 70), Exit(Role.APP, 1, 0), True, Verdict.DIED),
+        (Exit(Role.COORDINATOR, 2, 2), Exit(Role.APP, 1, 1), False, Verdict.CALLED_WRONGLY),
+        (Exit(Role.COORDINATOR, 2, 0), Exit(Role.APP, 1, 0), False, Verdict.STOPPED),
+        (Exit(Role.COORDINATOR, 2, 0), Exit(Role.APP, 1, -15), True, Verdict.DIED),
+        (Exit(Role.APP, 1, 0), Exit(Role.COORDINATOR, 2, 0), True, Verdict.DIED),
+        (Exit(Role.APP, 1, 0), Exit(Role.COORDINATOR, 2, 0), False, Verdict.STOPPED),
+        (Exit(Role.APP, 1, 1), Exit(Role.COORDINATOR, 2, -9), False, Verdict.DIED),
+    ],
+)
+def test_verdicts(first: Exit, second: Exit, told: bool, verdict: Verdict) -> None:
+    assert judge(first, second, told) is verdict

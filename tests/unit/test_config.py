@@ -1,0 +1,218 @@
+"""Settings files: what is accepted, and what is said of what is not."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.config import (
+    ConfigError,
+    InstanceSettings,
+    Tuning,
+    check_instance_name,
+    check_settings,
+    line_of,
+    read_settings,
+    settings_text,
+    split_tcp,
+    write_atomically,
+)
+
+GOOD = 'peer = "tcp://127.0.0.1:7001"\napp_port = 7002\n'
+
+
+def read(folder: Path, text: str) -> InstanceSettings:
+    path = folder / "counter.toml"
+    path.write_text(text)
+    return read_settings(path, "counter")
+
+
+def error_of(folder: Path, text: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read(folder, text)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message.replace(f"{folder}/", "")
+
+
+def test_defaults(tmp_path: Path) -> None:
+    assert read(tmp_path, GOOD) == InstanceSettings(
+        name="counter",
+        folder=tmp_path / "counter",
+        log=tmp_path / "counter" / "log",
+        peer="tcp://127.0.0.1:7001",
+        app_port=7002,
+        app_host="127.0.0.1",
+        keep_checkpoints=2,
+        log_trigger_mb=1024,
+        app=None,
+        tuning=Tuning(),
+    )
+
+
+def test_all_fields(tmp_path: Path) -> None:
+    text = GOOD + 'app_host = "::1"\nlog = "elsewhere"\nkeep_checkpoints = "all"\nlog_trigger_mb = 5\napp = "a.b:C"\n'
+    settings = read(tmp_path, text + "[tuning]\ngroup_size_kib_max = 2048\n")
+    assert settings.app_host == "::1"
+    assert settings.log == tmp_path / "elsewhere"
+    assert settings.keep_checkpoints is None
+    assert settings.log_trigger_mb == 5
+    assert settings.app == "a.b:C"
+    assert settings.tuning.group_size_kib_max == 2048
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            GOOD.replace("app_port", "app_prot"),
+            "counter.toml, line 2, field 'app_prot': unknown field: did you mean 'app_port'?",
+        ),
+        (
+            GOOD + "\n# a comment\nzzz = 1\n",
+            "counter.toml, line 5, field 'zzz': unknown field: known are"
+            " peer, app_host, app_port, log, keep_checkpoints, log_trigger_mb, app, tuning",
+        ),
+        (
+            GOOD.replace("7002", '"7002"'),
+            "counter.toml, line 2, field 'app_port': got \"7002\", expected a whole number from 1 to 65535",
+        ),
+        (
+            GOOD.replace("7002", "70020"),
+            "counter.toml, line 2, field 'app_port': got 70020, expected a whole number from 1 to 65535",
+        ),
+        (
+            GOOD.replace("7002", "true"),
+            "counter.toml, line 2, field 'app_port': got true, expected a whole number from 1 to 65535",
+        ),
+        (
+            GOOD.replace("tcp:", "tpc:"),
+            "counter.toml, line 1, field 'peer': got \"tpc://127.0.0.1:7001\","
+            ' expected an endpoint such as "tcp://127.0.0.1:7001" or "ipc:///run/counter.sock"',
+        ),
+        (
+            GOOD.replace("7001", "*"),
+            "counter.toml, line 1, field 'peer': got \"tcp://127.0.0.1:*\","
+            " expected an endpoint with its port (`*` is for 'immortal register' alone)",
+        ),
+        (
+            GOOD + "keep_checkpoints = 0\n",
+            "counter.toml, line 3, field 'keep_checkpoints': got 0,"
+            ' expected a whole number from 1 to 1000000, or "all"',
+        ),
+        (
+            GOOD + 'app = "module"\n',
+            'counter.toml, line 3, field \'app\': got "module", expected "module:Class"',
+        ),
+        (
+            GOOD + "\n[tuning]\ngroup_size_kib_mx = 1\n",
+            "counter.toml, line 5, field 'tuning.group_size_kib_mx': unknown field: did you mean 'group_size_kib_max'?",
+        ),
+        (
+            GOOD + "[tunning]\n",
+            "counter.toml, line 3, field 'tunning': unknown field: did you mean 'tuning'?",
+        ),
+        (GOOD + "tuning = 3\n", "counter.toml, line 3, field 'tuning': got 3, expected a table [tuning]"),
+        ('peer = "tcp://127.0.0.1:7001"\n', "counter.toml: the field 'app_port' is missing"),
+        (
+            GOOD + "log = /var/log\n",
+            "counter.toml, line 3, column 7: no valid TOML: Invalid value: log = /var/log",
+        ),
+        (
+            GOOD + "app_port = 1\n",
+            "counter.toml, line 3, column 13: no valid TOML: Cannot overwrite a value: app_port = 1",
+        ),
+        (GOOD + "log = [", "counter.toml, line 3: no valid TOML: Invalid value (at end of document)"),
+    ],
+)
+def test_what_is_wrong_is_said(tmp_path: Path, text: str, message: str) -> None:
+    assert error_of(tmp_path, text) == message
+
+
+def test_not_utf8(tmp_path: Path) -> None:
+    (tmp_path / "counter.toml").write_bytes(b'peer = "\xff"\n')
+    with pytest.raises(ConfigError, match=r"counter.toml, byte 8: the file is not UTF-8"):
+        read_settings(tmp_path / "counter.toml", "counter")
+
+
+@pytest.mark.parametrize("name", ["a", "counter", "Counter-2.b_c", "9", "x" * 64])
+def test_names(name: str) -> None:
+    assert check_instance_name(name) == name
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "-a", "_a", "a/b", "a b", "ä", "a\n", "a.toml", "x" * 65, "a\0"])
+def test_impossible_names(name: str) -> None:
+    with pytest.raises(ConfigError):
+        check_instance_name(name)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "address"),
+    [
+        ("tcp://127.0.0.1:7001", ("127.0.0.1", 7001)),
+        ("tcp://[::1]:7001", ("::1", 7001)),
+        ("tcp://host:*", ("host", 0)),
+        ("tcp://*:7001", None),
+        ("tcp://127.0.0.1:65536", None),
+        ("tcp://127.0.0.1:0", None),
+        ("tcp://127.0.0.1", None),
+        ("ipc:///tmp/x", None),
+    ],
+)
+def test_split_tcp(endpoint: str, address: tuple[str, int] | None) -> None:
+    assert split_tcp(endpoint) == address
+
+
+def test_line_of_looks_into_the_right_table() -> None:
+    text = 'a = 1\n[tuning]\n"b" = 2\n[other]\nb = 3\n'
+    assert line_of(text, "a") == 1
+    assert line_of(text, "b", "tuning") == 3
+    assert line_of(text, "b") is None
+    assert line_of(text, "tuning") == 2
+
+
+settings_values = st.builds(
+    InstanceSettings,
+    name=st.just("counter"),
+    folder=st.just(Path("/home/x/counter")),
+    log=st.sampled_from([Path("/home/x/counter/log"), Path('/var/a "strange" one')]),
+    peer=st.sampled_from(["tcp://127.0.0.1:7001", "ipc:///run/c.sock", "tcp://[::1]:1"]),
+    app_port=st.integers(1, 65535),
+    app_host=st.sampled_from(["127.0.0.1", "::1"]),
+    keep_checkpoints=st.none() | st.integers(1, 1000),
+    log_trigger_mb=st.integers(1, 1 << 20),
+    app=st.none() | st.just("wordcount:Counter"),
+    tuning=st.builds(Tuning, st.integers(1, 9999), st.integers(0, 9999), st.integers(1, 9999)),
+)
+
+
+@given(settings_values)
+def test_what_is_written_reads_the_same(settings: InstanceSettings) -> None:
+    import tomllib
+
+    text = settings_text(settings, log=settings.log)
+    assert check_settings(tomllib.loads(text), "counter", Path("/home/x/counter.toml"), text) == settings
+
+
+def test_defaults_are_not_written(tmp_path: Path) -> None:
+    settings = read(tmp_path, GOOD)
+    assert settings_text(settings, log=None) == GOOD
+    assert "log = " in settings_text(dataclasses.replace(settings, log=Path("/x")), log=Path("/x"))
+
+
+def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "counter.toml"
+    write_atomically(path, b"old")
+
+    def fail(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["counter.toml"]

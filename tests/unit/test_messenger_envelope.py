@@ -1,0 +1,106 @@
+"""The envelope: whole, cut short, too long, and random."""
+
+from __future__ import annotations
+
+import contextlib
+from struct import pack
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from coordinator.messenger.envelope import (
+    ENVELOPE_SIZE_BYTES,
+    Envelope,
+    Kind,
+    decode_envelope,
+    encode_message,
+    encode_reply,
+)
+from coordinator.messenger.errors import EnvelopeError
+
+U32, U64 = st.integers(1, 2**32 - 1), st.integers(0, 2**64 - 1)
+MESSAGE = encode_message(link_id=2, incarnation=3, message_id=5, lowest_pending_id=4, source_callback_id=6)
+REPLY = encode_reply(Kind.REPLY, link_id=2, incarnation=3, message_id=5, destination_callback_id=6)
+
+
+def test_the_bytes_are_those_of_the_layout() -> None:
+    assert MESSAGE.hex(" ", 8) == (
+        "0101000000000002 0000000000000003 0000000000000005 0000000000000004 0000000000000006 0000000000000000"
+    )
+    assert REPLY.hex(" ", 8) == (
+        "0102000000000002 0000000000000003 0000000000000005 0000000000000000 0000000000000000 0000000000000006"
+    )
+    assert len(MESSAGE) == len(REPLY) == ENVELOPE_SIZE_BYTES == 48
+
+
+@given(U32, U64, st.integers(1, 2**64 - 1), U64, st.data())
+def test_messages_come_back(
+    link_id: int, incarnation: int, message_id: int, callback_id: int, data: st.DataObject
+) -> None:
+    lowest = data.draw(st.integers(1, message_id))
+    encoded = encode_message(link_id, incarnation, message_id, lowest, callback_id)
+    assert decode_envelope(encoded) == Envelope(
+        1, Kind.MESSAGE, 0, link_id, incarnation, message_id, lowest, callback_id, 0
+    )
+
+
+@given(st.sampled_from([Kind.REPLY, Kind.REPLY_EXPIRED]), U32, U64, st.integers(1, 2**64 - 1), U64)
+def test_replies_come_back(kind: Kind, link_id: int, incarnation: int, message_id: int, callback_id: int) -> None:
+    encoded = encode_reply(kind, link_id, incarnation, message_id, callback_id)
+    assert decode_envelope(encoded) == Envelope(1, kind, 0, link_id, incarnation, message_id, 0, 0, callback_id)
+
+
+@pytest.mark.parametrize("size_bytes", range(48))
+def test_cut_short(size_bytes: int) -> None:
+    with pytest.raises(EnvelopeError, match=f"of {size_bytes} bytes"):
+        decode_envelope(MESSAGE[:size_bytes])
+
+
+def test_trailing_bytes() -> None:
+    with pytest.raises(EnvelopeError, match="49 bytes"):
+        decode_envelope(MESSAGE + b"\0")
+
+
+def fields(*values: int) -> bytes:
+    return pack(">BBHIQQQQQ", *values)
+
+
+@pytest.mark.parametrize(
+    ("what", "data"),
+    [
+        ("version 2", fields(2, 1, 0, 2, 3, 5, 4, 6, 0)),
+        ("kind 0", fields(1, 0, 0, 2, 3, 5, 0, 0, 0)),
+        ("kind 4", fields(1, 4, 0, 2, 3, 5, 0, 0, 0)),
+        ("reserved 1", fields(1, 1, 1, 2, 3, 5, 4, 6, 0)),
+        ("link ID 0", fields(1, 1, 0, 0, 3, 5, 4, 6, 0)),
+        ("message ID 0", fields(1, 2, 0, 2, 3, 0, 0, 0, 0)),
+        ("lowest pending ID 0", fields(1, 1, 0, 2, 3, 5, 0, 6, 0)),
+        ("lowest pending ID 6", fields(1, 1, 0, 2, 3, 5, 6, 6, 0)),
+        ("destination callback ID 1", fields(1, 1, 0, 2, 3, 5, 4, 6, 1)),
+        ("lowest pending ID 1", fields(1, 2, 0, 2, 3, 5, 1, 0, 6)),
+        ("source callback ID 1", fields(1, 3, 0, 2, 3, 5, 0, 1, 6)),
+    ],
+)
+def test_fields_out_of_range(what: str, data: bytes) -> None:
+    with pytest.raises(EnvelopeError, match=what):
+        decode_envelope(data)
+
+
+@given(st.one_of(st.binary(max_size=100), st.binary(min_size=48, max_size=48)))
+@example(b"\1\1" + b"\0" * 46)
+def test_random_bytes_raise_nothing_else(data: bytes) -> None:
+    try:
+        envelope = decode_envelope(data)
+    except EnvelopeError:
+        return
+    assert fields(*envelope) == data
+
+
+@given(st.integers(0, 47), st.integers(1, 255))
+def test_changed_bytes_raise_nothing_else(index: int, change: int) -> None:
+    for whole in (MESSAGE, REPLY):
+        changed = bytearray(whole)
+        changed[index] ^= change
+        with contextlib.suppress(EnvelopeError):
+            assert fields(*decode_envelope(bytes(changed))) == changed

@@ -1,0 +1,75 @@
+"""The receiver's side: which replies are kept, for how long, and which links are remembered."""
+
+from __future__ import annotations
+
+from coordinator.messenger.duplicates import Sighting
+from coordinator.messenger.inbox import Conversation, Inbox
+
+
+def conversation(**limits: int) -> Conversation:
+    return Conversation(1, 1, **limits)
+
+
+def test_a_reply_is_kept_until_its_sender_has_it() -> None:
+    talk = conversation()
+    for message_id in (1, 2, 3):
+        assert talk.see(message_id, 1) == Sighting.FIRST
+        talk.keep_reply(message_id, 10 + message_id, (b"x" * message_id,))
+    assert talk.see(2, 1) == Sighting.DUPLICATE
+    assert talk.replies[2].parts == (b"xx",)
+    assert talk.replies[2].destination_callback_id == 12
+    assert talk.replies_size_bytes == 6
+    talk.see(4, 3)
+    assert list(talk.replies) == [3]
+    assert talk.replies_size_bytes == 3
+    talk.see(10**18, 10**18)
+    assert talk.replies == {}
+    assert talk.replies_size_bytes == 0
+
+
+def test_a_reply_that_nobody_can_ask_for_is_not_kept() -> None:
+    talk = conversation()
+    talk.see(1, 1)
+    talk.see(2, 2)
+    talk.keep_reply(1, 0, (b"x",))
+    assert talk.replies == {}
+    assert talk.replies_size_bytes == 0
+
+
+def test_beyond_the_limit_the_oldest_bytes_are_let_go_but_not_that_there_was_a_reply() -> None:
+    talk = conversation(replies_size_bytes_max=10)
+    for message_id in (1, 2, 3, 4):
+        talk.see(message_id, 1)
+    talk.keep_reply(2, 22, (b"x" * 4,))
+    talk.keep_reply(1, 21, ())
+    talk.keep_reply(3, 23, (b"x" * 4,))
+    assert talk.replies_size_bytes == 8
+    talk.keep_reply(4, 24, (b"x" * 4,))
+    assert talk.replies[2].parts is None
+    assert talk.replies[2].destination_callback_id == 22
+    assert talk.replies[1].parts == ()
+    assert talk.replies[3].parts == talk.replies[4].parts == (b"xxxx",)
+    assert talk.replies_size_bytes == 8
+
+
+def test_a_sender_that_never_acknowledges_cannot_make_it_grow() -> None:
+    talk = conversation(span_max=100)
+    refused = 0
+    for message_id in range(1, 1000):
+        sighting = talk.see(message_id, 1)
+        refused += sighting == Sighting.REFUSED
+        if sighting == Sighting.FIRST:
+            talk.keep_reply(message_id, 0, ())
+    assert len(talk.replies) == 100
+    assert refused == 899
+
+
+def test_links_are_apart_and_the_one_unused_for_longest_is_forgotten() -> None:
+    inbox = Inbox(conversations_max=2)
+    first, second = inbox.conversation(1, 1), inbox.conversation(1, 2)
+    assert first is not second
+    assert inbox.conversation(1, 1) is first
+    inbox.conversation(2, 1)
+    assert len(inbox) == 2
+    assert inbox.conversation(1, 1) is first
+    assert inbox.conversation(1, 2) is not second

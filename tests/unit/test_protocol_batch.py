@@ -1,0 +1,218 @@
+"""Batches: checked and cut without decoding, on the stride path and by the walk."""
+
+from __future__ import annotations
+
+import pytest
+
+from protocol import batch
+from protocol.batch import (
+    check_batch,
+    decode_batch,
+    decode_replayable_batch,
+    encode_batch,
+    encode_replayable_batch,
+    offset_after,
+)
+from protocol.errors import LocalProtocolError, RemoteProtocolError
+from protocol.messages import MessageType, decode_message, encode_incoming_rpc, encode_message
+
+SMALL = encode_incoming_rpc(3, 1, b"\1")  # 6 bytes
+LARGE = encode_incoming_rpc(3, 1, b"x" * 100)  # its size takes 2 bytes
+HUGE = encode_incoming_rpc(3, 1, b"x" * 10_000)  # its size takes 3
+
+
+class Large(bytes):
+    """Looks larger than it is."""
+
+    def __len__(self) -> int:
+        return 64 << 20
+
+
+@pytest.mark.parametrize("rpc", [SMALL, LARGE, HUGE, b"\x02\x00"])
+@pytest.mark.parametrize("total", [1, 2, 3, 50])
+def test_homogeneous(rpc: bytes, total: int) -> None:
+    payload = rpc * total
+    check_batch(payload, total)
+    assert [offset_after(payload, count, total) for count in range(total + 1)] == [
+        len(rpc) * count for count in range(total + 1)
+    ]
+
+
+def test_homogeneous_batches_are_not_walked(monkeypatch: pytest.MonkeyPatch) -> None:
+    visited = []
+
+    def counting(data: bytes, offset: int = 0) -> tuple[int, int, int]:
+        visited.append(offset)
+        return decode_message(data, offset)
+
+    monkeypatch.setattr(batch, "decode_message", counting)
+    check_batch(LARGE * 1000, 1000)
+    assert visited == [0]
+
+
+def test_mixed() -> None:
+    parts = [SMALL, LARGE, SMALL, HUGE, LARGE, SMALL, SMALL]
+    payload = b"".join(parts)
+    check_batch(payload, len(parts))
+    for count in range(len(parts) + 1):
+        assert offset_after(payload, count, len(parts)) == len(b"".join(parts[:count]))
+
+
+@pytest.mark.parametrize("rpc", [SMALL, LARGE])
+@pytest.mark.parametrize("total", [1, 2, 3, 10])
+def test_wrong_counts(rpc: bytes, total: int) -> None:
+    payload = rpc * total
+    with pytest.raises(
+        RemoteProtocolError, match=f"a batch of {total + 1} messages ends after {total}, at byte {len(payload)}"
+    ):
+        check_batch(payload, total + 1)
+    with pytest.raises(RemoteProtocolError, match=f"a batch of {total - 1} messages has {len(rpc)} bytes too many"):
+        check_batch(payload, total - 1)
+    with pytest.raises(RemoteProtocolError, match=f"ends after {total}"):
+        offset_after(payload, total + 1, total)  # not a stride beyond the end
+
+
+def test_no_messages() -> None:
+    check_batch(b"", 0)
+    assert offset_after(b"", 0, 0) == offset_after(b"garbage", 0, 5) == 0
+    with pytest.raises(RemoteProtocolError, match="a batch of 0 messages has 6 bytes too many"):
+        check_batch(SMALL, 0)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 1000])
+def test_an_empty_payload(count: int) -> None:
+    with pytest.raises(RemoteProtocolError):
+        check_batch(b"", count)
+    with pytest.raises(RemoteProtocolError):
+        offset_after(b"", 1, count)
+
+
+@pytest.mark.parametrize("count", [-1, -(1 << 31)])
+def test_negative_counts(count: int) -> None:
+    for payload in (b"", SMALL, SMALL * 5):
+        with pytest.raises(RemoteProtocolError, match=f"count as {count}"):
+            check_batch(payload, count)
+        with pytest.raises(RemoteProtocolError, match=f"count as {count}"):
+            offset_after(payload, count, 5)
+
+
+@pytest.mark.parametrize("filler", [SMALL, LARGE])
+@pytest.mark.parametrize("total", [1, 2, 3, 10])
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        (encode_message(MessageType.ATTACH_TO, b"abcd"), r"has type 1, an RPC \(0\)"),  # as long as SMALL
+        (encode_message(MessageType.RPC_BATCH, LARGE[3:]), r"has type 5, an RPC \(0\)"),  # as long as LARGE
+        (b"\x00", "gives its size as 0"),
+        (b"\x00\x00\x00\x01\x02\x03", "gives its size as 0"),  # as long as SMALL
+        (b"\x01\x00", "gives its size as -1"),
+        (b"\x09\x00\x00\x06\x01\x01", "gives its size as -5"),  # as long as SMALL
+        (b"\x81\x01\x00", "gives its size as -65"),
+        (b"\x80\x80\x80\x80\x80", "longer than 5 bytes"),
+    ],
+)
+def test_wrong_messages_anywhere(filler: bytes, total: int, wrong: bytes, error: str) -> None:
+    for place in range(total):
+        parts = [filler] * total
+        parts[place] = wrong
+        with pytest.raises(RemoteProtocolError, match=error):
+            check_batch(b"".join(parts), total)
+
+
+@pytest.mark.parametrize("rpc", [SMALL, LARGE, HUGE])
+@pytest.mark.parametrize("total", [1, 2, 3])
+def test_every_cut(rpc: bytes, total: int) -> None:
+    payload = rpc * total
+    for size_bytes in {*range(len(rpc) + 8), *range(len(payload) - 8, len(payload))}:
+        if 0 <= size_bytes < len(payload):
+            with pytest.raises(RemoteProtocolError):
+                check_batch(payload[:size_bytes], total)
+
+
+def test_a_type_is_looked_at_in_each_message() -> None:
+    payload = bytearray(SMALL * 10)
+    payload[7 * len(SMALL) + 1] = 9
+    with pytest.raises(RemoteProtocolError, match="message 7 of a batch has type 9"):
+        check_batch(bytes(payload), 10)
+    assert offset_after(bytes(payload), 7, 10) == 7 * len(SMALL)
+    with pytest.raises(RemoteProtocolError, match="message 7"):
+        offset_after(bytes(payload), 8, 10)
+
+
+def test_sizes_that_only_add_up() -> None:
+    """As many bytes as ten of the first, and none of the others of its size."""
+    longer, shorter = encode_incoming_rpc(3, 1, b"12"), encode_incoming_rpc(3, 1, b"")
+    parts = [SMALL, longer, shorter, SMALL, shorter, longer, longer, shorter, SMALL, SMALL]
+    payload = b"".join(parts)
+    assert len(payload) == 10 * len(SMALL)
+    check_batch(payload, 10)
+    assert [offset_after(payload, count, 10) for count in range(11)] == [
+        len(b"".join(parts[:count])) for count in range(11)
+    ]
+
+
+# --- fronts ----------------------------------------------------------------------------------------------------------
+
+
+def test_one_rpc_is_its_own_message() -> None:
+    assert encode_batch(SMALL, 1) == b""
+
+
+@pytest.mark.parametrize("total", [0, 2, 3, 100])
+def test_fronts(total: int) -> None:
+    payload = SMALL * total
+    whole = encode_batch(payload, total) + payload
+    message_type, start, end = decode_message(whole)
+    assert (message_type, end) == (MessageType.RPC_BATCH, len(whole))
+    count, offset = decode_batch(whole[start:])
+    assert (count, whole[start + offset :]) == (total, payload)
+
+    whole = encode_replayable_batch(payload, total, total // 2)
+    message_type, start, end = decode_message(whole)
+    assert (message_type, end) == (MessageType.COUNT_REPLAYABLE_RPC_BATCH, len(whole))
+    count, replayable, offset = decode_replayable_batch(whole[start:])
+    assert (count, replayable, whole[start + offset :]) == (total, total // 2, payload)
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [("", "runs past the end"), ("01", "an RPCBatch gives its count as -1"), ("80", "runs past the end")],
+)
+def test_malformed_batches(data: str, error: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=error):
+        decode_batch(bytes.fromhex(data))
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        ("04", "runs past the end"),
+        ("04 06", "of 2 gives 3 as replayable"),
+        ("04 01", "of 2 gives -1 as replayable"),
+        ("01 01", "of -1 gives -1 as replayable"),
+    ],
+)
+def test_malformed_replayable_batches(data: str, error: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=error):
+        decode_replayable_batch(bytes.fromhex(data))
+
+
+def test_what_a_reader_would_refuse_is_not_sent() -> None:
+    with pytest.raises(LocalProtocolError, match="a batch of -1 messages"):
+        encode_batch(b"", -1)
+    with pytest.raises(LocalProtocolError, match="of 2 with 3 replayable"):
+        encode_replayable_batch(b"", 2, 3)
+    with pytest.raises(LocalProtocolError, match="of -1 with -1 replayable"):
+        encode_replayable_batch(b"", -1, -1)
+    with pytest.raises(LocalProtocolError, match="a batch of 67108866 bytes, at most 67108864"):
+        encode_batch(Large(), 2)
+    with pytest.raises(LocalProtocolError, match="a batch of 67108867 bytes, at most 67108864"):
+        encode_replayable_batch(Large(), 2, 1)
+
+
+def test_a_batch_as_large_as_a_message_may_be() -> None:
+    class AlmostLarge(bytes):
+        def __len__(self) -> int:
+            return (64 << 20) - 2
+
+    assert decode_message(encode_batch(AlmostLarge(), 2) + bytes((64 << 20) - 2))[0] == MessageType.RPC_BATCH

@@ -1,0 +1,133 @@
+"""docs/WIRE.md says what the code does: its bytes, its tables, its limits."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from protocol.batch import encode_batch
+from protocol.extensions import (
+    ALL_EXTENSIONS,
+    SECRET_SIZE_BYTES_MAX,
+    Hello,
+    encode_app_batch,
+    encode_hello,
+    encode_impulses_accepted,
+    encode_record_time,
+)
+from protocol.limits import EXTENSIONS_MAX, MESSAGE_SIZE_BYTES_MAX, NAME_SIZE_BYTES_MAX, RECORD_SIZE_BYTES_MAX
+from protocol.messages import (
+    MessageType,
+    encode_checkpoint,
+    encode_incoming_rpc,
+    encode_message,
+    encode_outgoing_rpc,
+)
+from protocol.peer import FrameType, PeerFrame, RefusedCode, encode_frame
+from protocol.record import encode_record
+from protocol.varint import encode_zigzag
+
+PAGE = (Path(__file__).parents[2] / "docs" / "WIRE.md").read_text(encoding="utf-8")
+
+COMMITTER = 0x01020304
+TIME_NS = 1_700_000_000_000_000_000
+CALL = encode_incoming_rpc(3, 1, b"\1")
+INITIAL = encode_message(MessageType.INITIAL_MESSAGE, encode_incoming_rpc(32, 1, b"\5\4\3"))
+BATCH_FRAME = encode_frame(PeerFrame(FrameType.BATCH, "a", "counter", COMMITTER, 3, 41, 2, TIME_NS, CALL * 2))
+
+BYTES = {
+    "incoming call: method 32, fork, arguments 05 04 03": INITIAL[2:],
+    "outgoing call to counter: method 3, fork, argument 01": encode_outgoing_rpc("counter", 3, 1, b"\1"),
+    "the same to oneself": encode_outgoing_rpc("", 3, 1, b"\1"),
+    "RPCBatch of 2 incoming calls": encode_batch(CALL * 2, 2) + CALL * 2,
+    "Checkpoint of 9 bytes": encode_checkpoint(9),
+    "Checkpoint of 9 bytes, fixed width": encode_message(MessageType.CHECKPOINT, (9).to_bytes(8, "little")),
+    "Checkpoint of 128 bytes": encode_checkpoint(128),
+    "Checkpoint of 128 bytes, fixed width": encode_message(MessageType.CHECKPOINT, (128).to_bytes(8, "little")),
+    "control record with TakeBecomingPrimaryCheckpoint": encode_record(COMMITTER, -1, encode_message(11)),
+    "InitialMessage with that call": INITIAL,
+    "record 0 with that InitialMessage": encode_record(COMMITTER, 0, INITIAL),
+    "record that announces a checkpoint of 9 bytes": encode_record(COMMITTER, -2, encode_checkpoint(9)),
+    "Hello, all extensions, label immortal-py, no secret": encode_hello(Hello(ALL_EXTENSIONS, "immortal-py")),
+    "Hello, RecordTime only, label py, secret aa bb": encode_hello(Hello(frozenset({65}), "py", b"\xaa\xbb")),
+    "RecordTime 1700000000000000000": encode_record_time(TIME_NS),
+    "StreamBatch of 2 calls to counter": encode_app_batch(MessageType.STREAM_BATCH, "counter", 2, CALL * 2),
+    "ImpulseBatch of 1 to oneself": encode_app_batch(
+        MessageType.IMPULSE_BATCH, "", 1, encode_incoming_rpc(3, 2, b"\1")
+    ),
+    "ImpulsesAccepted 70": encode_impulses_accepted(70),
+    "Goodbye, stopped": encode_message(MessageType.GOODBYE, b"stopped"),
+    "Refusal, no": encode_message(MessageType.REFUSAL, b"no"),
+    "record 1 with its time and an RPCBatch of 2": encode_record(
+        COMMITTER, 1, encode_record_time(TIME_NS) + encode_batch(CALL * 2, 2) + CALL * 2
+    ),
+    "header of a Batch of 2 from position 41, a to counter, epoch 3": BATCH_FRAME[0],
+    "payload of that Batch": BATCH_FRAME[1],
+    "TrimTo 42, counter to a, epoch 9": encode_frame(PeerFrame(FrameType.TRIM_TO, "counter", "a", 0x05060708, 9, 42))[
+        0
+    ],
+}
+
+
+def documented_bytes() -> list[tuple[str, bytes]]:
+    blocks = re.findall(r"^```bytes\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    lines = [line.partition("#") for block in blocks for line in block.splitlines()]
+    return [(meaning.strip(), bytes.fromhex(data)) for data, _, meaning in lines]
+
+
+@pytest.mark.parametrize(
+    ("meaning", "data"), documented_bytes(), ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_bytes(meaning: str, data: bytes) -> None:
+    assert BYTES[meaning] == data
+
+
+def test_all_bytes_are_there() -> None:
+    assert {meaning for meaning, _ in documented_bytes()} == set(BYTES)
+
+
+def camel(name: str) -> str:
+    return name.replace("_", "").lower()
+
+
+def table_rows(heading: str) -> dict[int, str]:
+    """Number and name from the table behind ``heading``'s first row."""
+    table = PAGE.partition(heading)[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| (\d+) \| (\w+) \|", table, re.MULTILINE)
+    return {int(number): camel(name) for number, name in rows}
+
+
+def test_the_tables_of_types() -> None:
+    base = table_rows("| type | name | app -> coordinator | coordinator -> app | data |")
+    extensions = table_rows("| type | name | direction | in | data |")
+    assert base | extensions == {int(member): camel(member.name) for member in MessageType}
+    assert set(extensions) == {int(member) for member in ALL_EXTENSIONS | {MessageType.HELLO}}
+    frames = table_rows("| type | name | written by | position |")
+    assert frames == {int(member): camel(member.name) for member in FrameType}
+    codes = PAGE.partition("| code | name | why |")[2].partition("\n\n")[0]
+    assert dict(re.findall(r"^\| (\d+) \| (\w+) \|", codes, re.MULTILINE)) == {
+        str(int(member)): member.name for member in RefusedCode
+    }
+
+
+def test_the_limits() -> None:
+    limits = PAGE.partition("### Limits")[2].partition("###")[0].partition("\n## ")[0]
+    stated = [int(number.replace(",", "")) for number in re.findall(r"([\d,]*\d)(?: bytes)? \|", limits)]
+    assert stated[:5] == [
+        MESSAGE_SIZE_BYTES_MAX,
+        RECORD_SIZE_BYTES_MAX,
+        NAME_SIZE_BYTES_MAX,
+        EXTENSIONS_MAX,
+        SECRET_SIZE_BYTES_MAX,
+    ]
+
+
+def test_the_check_values_of_zigzag() -> None:
+    table = PAGE.partition("| value | bytes | | value | bytes |")[2].partition("\n\n")[0]
+    cells = re.findall(r"\| (-?)(?:(\d+)|2\^(\d+)(-1)?) \| `([0-9a-f ]+)`", table)
+    assert len(cells) == 12
+    for sign, number, power, minus_one, data in cells:
+        value = int(number) if number else (1 << int(power)) - bool(minus_one)
+        assert encode_zigzag(-value if sign else value) == bytes.fromhex(data), data

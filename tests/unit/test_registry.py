@@ -1,0 +1,220 @@
+"""The registry folder: names, ports, what is refused."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from coordinator import control
+from coordinator.config import ConfigError, split_tcp
+from coordinator.registry import Registry, RegistryError, UnknownInstanceError, free_port
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Registry:
+    return Registry(tmp_path / "home")
+
+
+def announce_this_process(registry: Registry, name: str) -> None:
+    control.announce(registry.home / name, "tcp://127.0.0.1:1")
+
+
+def test_register_and_resolve(registry: Registry) -> None:
+    settings = registry.register("counter", "tcp://127.0.0.1:7001", app_port=7002)
+    assert registry.names() == ["counter"]
+    assert registry.load("counter") == settings
+    assert registry.resolve("counter") == "tcp://127.0.0.1:7001"
+    assert settings.log == registry.home / "counter" / "log"
+
+
+def test_star_takes_a_port_and_writes_it_down(registry: Registry) -> None:
+    settings = registry.register("counter", "tcp://127.0.0.1:*")
+    address = split_tcp(settings.peer)
+    assert address is not None
+    assert address[1] not in (0, settings.app_port)
+    assert Registry(registry.home).resolve("counter") == settings.peer
+
+
+def test_ports_of_other_instances_are_not_taken(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    offered = iter([7001, 7002, 7001, 7003, 7002, 7004])
+    monkeypatch.setattr("coordinator.registry._bind", lambda host, port: next(offered))
+    first = registry.register("a", "tcp://127.0.0.1:*")
+    second = registry.register("b", "tcp://127.0.0.1:*")
+    assert (first.peer, first.app_port) == ("tcp://127.0.0.1:7001", 7002)
+    assert (second.peer, second.app_port) == ("tcp://127.0.0.1:7003", 7004)
+
+
+def test_registering_at_once_never_shares_a_port(registry: Registry) -> None:
+    threads = [
+        threading.Thread(target=Registry(registry.home).register, args=(f"i{index}", "tcp://127.0.0.1:*"))
+        for index in range(12)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ports = []
+    for name in registry.names():
+        settings = registry.load(name)
+        address = split_tcp(settings.peer)
+        assert address is not None
+        ports += [address[1], settings.app_port]
+    assert len(ports) == len(set(ports)) == 24
+
+
+def test_a_free_port_is_free_and_none_for_outgoing_connections() -> None:
+    lowest_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    port = free_port("127.0.0.1", set())
+    assert port < lowest_outgoing or lowest_outgoing < 16000
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", port))
+
+
+def test_an_address_of_another_machine_is_refused(registry: Registry) -> None:
+    with pytest.raises(RegistryError, match=r"'192\.0\.2\.1' cannot be used here"):
+        registry.register("a", "tcp://192.0.2.1:*")
+    assert registry.names() == []
+
+
+def test_duplicate_name(registry: Registry) -> None:
+    registry.register("counter", "tcp://127.0.0.1:*")
+    before = registry.path("counter").read_bytes()
+    with pytest.raises(RegistryError, match=r"'counter' is registered already.*status counter.*unregister counter"):
+        registry.register("counter", "tcp://127.0.0.1:*")
+    assert registry.path("counter").read_bytes() == before
+
+
+def test_one_port_for_app_and_peers(registry: Registry) -> None:
+    with pytest.raises(ConfigError, match="cannot both use port 7001"):
+        registry.register("a", "tcp://127.0.0.1:7001", app_port=7001)
+
+
+def test_one_log_for_two(registry: Registry, tmp_path: Path) -> None:
+    registry.register("a", "tcp://127.0.0.1:*", log=tmp_path / "log")
+    with pytest.raises(RegistryError, match="is the log folder of 'a'"):
+        registry.register("b", "tcp://127.0.0.1:*", log=tmp_path / "log")
+
+
+def test_unknown_instance(registry: Registry) -> None:
+    with pytest.raises(UnknownInstanceError, match="nothing is registered in"):
+        registry.load("counter")
+    registry.register("counter", "tcp://127.0.0.1:*")
+    registry.register("reader", "tcp://127.0.0.1:*")
+    with pytest.raises(UnknownInstanceError, match=r"did you mean 'counter'\? registered in .*: counter, reader"):
+        registry.resolve("conter")
+    with pytest.raises(UnknownInstanceError, match=r"no instance 'xyz': registered in .*: counter, reader"):
+        registry.resolve("xyz")
+
+
+def test_a_changed_file_is_read_again(registry: Registry) -> None:
+    settings = registry.register("counter", "tcp://127.0.0.1:7001", app_port=7002)
+    assert registry.load("counter") is registry.load("counter")
+    text = registry.path("counter").read_text()
+    registry.path("counter").write_text(text.replace("7001", "7010"))
+    os.utime(registry.path("counter"), ns=(1, 1))
+    assert registry.resolve("counter") == settings.peer.replace("7001", "7010")
+
+
+def test_an_instance_registered_later_is_found(registry: Registry) -> None:
+    with pytest.raises(UnknownInstanceError):
+        registry.resolve("counter")
+    Registry(registry.home).register("counter", "tcp://127.0.0.1:7001")
+    assert registry.resolve("counter") == "tcp://127.0.0.1:7001"
+
+
+def test_unregister_keeps_the_log(registry: Registry) -> None:
+    settings = registry.register("counter", "tcp://127.0.0.1:*")
+    settings.log.mkdir(parents=True)
+    (settings.log / "data.mdb").write_bytes(b"x")
+    assert registry.unregister("counter") == settings.log
+    assert registry.names() == []
+    assert (settings.log / "data.mdb").exists()
+
+
+def test_unregister_with_the_log(registry: Registry) -> None:
+    settings = registry.register("counter", "tcp://127.0.0.1:*")
+    settings.log.mkdir(parents=True)
+    (settings.log / "data.mdb").write_bytes(b"x")
+    registry.unregister("counter", delete_log=True)
+    assert not settings.folder.exists()
+
+
+def test_what_else_lies_in_a_log_folder_is_not_deleted(registry: Registry, tmp_path: Path) -> None:
+    log = tmp_path / "precious"
+    log.mkdir()
+    (log / "data.mdb").write_bytes(b"x")
+    (log / "thesis.txt").write_text("x")
+    registry.register("counter", "tcp://127.0.0.1:*", log=log)
+    registry.unregister("counter", delete_log=True)
+    assert [entry.name for entry in log.iterdir()] == ["thesis.txt"]
+
+
+def test_unregister_a_running_one(registry: Registry) -> None:
+    registry.register("counter", "tcp://127.0.0.1:*")
+    announce_this_process(registry, "counter")
+    with pytest.raises(RegistryError, match=f"runs as process {os.getpid()}: stop it first"):
+        registry.unregister("counter")
+    control.withdraw(registry.home / "counter")
+    registry.unregister("counter")
+    assert not (registry.home / "counter").exists()
+
+
+def test_a_broken_file_can_be_unregistered(registry: Registry) -> None:
+    registry.register("counter", "tcp://127.0.0.1:*")
+    registry.path("counter").write_text("nonsense")
+    with pytest.raises(ConfigError):
+        registry.unregister("counter", delete_log=True)
+    registry.unregister("counter")
+    assert registry.names() == []
+
+
+def test_remember_app(registry: Registry) -> None:
+    registry.register("counter", "tcp://127.0.0.1:*", keep_checkpoints=None)
+    registry.remember_app("counter", "wordcount:Counter")
+    settings = Registry(registry.home).load("counter")
+    assert settings.app == "wordcount:Counter"
+    assert settings.keep_checkpoints is None
+    with pytest.raises(ConfigError):
+        registry.remember_app("counter", "wordcount")
+    assert Registry(registry.home).load("counter").app == "wordcount:Counter"
+
+
+def test_home_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "home").write_text("x")
+    registry = Registry(tmp_path / "home")
+    assert registry.names() == []
+    with pytest.raises(RegistryError, match="cannot be used"):
+        registry.register("counter", "tcp://127.0.0.1:*")
+
+
+# --- coordinator.json ------------------------------------------------------------------------------------------------
+
+
+def test_what_a_coordinator_announces(tmp_path: Path) -> None:
+    assert control.running(tmp_path) is None
+    control.announce(tmp_path / "counter", "tcp://127.0.0.1:7009")
+    found = control.running(tmp_path / "counter")
+    assert found is not None
+    assert (found.pid, found.control) == (os.getpid(), "tcp://127.0.0.1:7009")
+    control.withdraw(tmp_path / "counter")
+    assert control.running(tmp_path / "counter") is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"pid": 4194399, "control": "tcp://127.0.0.1:1", "started_ns": 1}',  # beyond the highest pid
+        f'{{"pid": {os.getpid()}, "control": "tcp://127.0.0.1:1", "started_ns": 1, "process_start_ticks": 1}}',
+        "nonsense",
+        "",
+    ],
+)
+def test_a_stale_file_means_not_running(tmp_path: Path, text: str) -> None:
+    (tmp_path / "coordinator.json").write_text(text)
+    assert control.running(tmp_path) is None
+    with pytest.raises(control.NotRunningError):
+        control.query(tmp_path, "status", 0.1)
