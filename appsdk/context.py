@@ -66,7 +66,7 @@ class Context:
         "_streams_of",
         "committer_id",
         "handlers",
-        "in_handler",
+        "handling_thread_id",
         "message_index",
         "outbox",
         "peers",
@@ -88,7 +88,7 @@ class Context:
         self.sequence_id = -1
         self.message_index = 0
         self.record_time_ns: int | None = None
-        self.in_handler = False
+        self.handling_thread_id = 0  # of the handlers' thread while a handler runs, else 0: who may call
         self._streams: dict[tuple[bytes, bytes], random.Random] = {}
         self._streams_of = (-1, 0)
 
@@ -104,7 +104,7 @@ class Context:
         self.require_handler_thread("self.now()")
         if self.record_time_ns is not None:
             return self.record_time_ns
-        if self.in_handler:
+        if self.handling_thread_id:
             raise UsageError(
                 f"record {self.sequence_id} has no time: self.now() has no answer that a replay would repeat"
             )

@@ -57,7 +57,7 @@ class Delivery:
         index = context.message_index
         front, front_size_bytes, stride = b"", 0, 0
         source: bytes | memoryview = content
-        context.in_handler = True
+        context.handling_thread_id = context.thread_id
         while offset < slice_end:
             start = offset + front_size_bytes
             if not front or content[offset:start] != front:
@@ -81,7 +81,7 @@ class Delivery:
                 raise handler_failed(name, arguments, error, context.sequence_id, index) from error
             index += 1
         context.message_index = index
-        context.in_handler = False
+        context.handling_thread_id = 0
         return offset
 
     def _look_up(self, content: bytes, offset: int, end: int, index: int) -> tuple[_Entry, int, int]:

@@ -32,15 +32,42 @@ Write = Callable[[bytearray, tuple[Any, ...]], None]
 Chunk = bytes | bytearray | memoryview
 
 
+def _rest_of_front(method_id: int, rpc_type: RpcType) -> bytes:
+    """A message's front (incoming form) without its size."""
+    return bytes((MessageType.RPC, RpcKind.CALL)) + encode_zigzag(method_id) + bytes((rpc_type,))
+
+
+def _refit_front(name: str, buffer: bytearray, start: int, front: bytes, rest: bytes) -> bytes:
+    """The message at ``start`` was written behind ``front``, which gives another size: put the right one there.
+
+    Returns it. Raises UsageError above CALL_SIZE_BYTES_MAX, and takes the message back.
+    """
+    old_end = start + len(front)
+    arguments_size_bytes = len(buffer) - old_end
+    if arguments_size_bytes + len(rest) > CALL_SIZE_BYTES_MAX:
+        del buffer[start:]
+        raise UsageError(
+            f"{name}: the call's arguments take {arguments_size_bytes} bytes, at most "
+            f"{CALL_SIZE_BYTES_MAX - len(rest)} are possible: send them in parts"
+        )
+    front = encode_zigzag(len(rest) + arguments_size_bytes) + rest
+    buffer[start:old_end] = front
+    return front
+
+
+def _unencodable(name: str, error: Exception) -> TypeError:
+    return TypeError(f"{name}: an argument can't be encoded: {error}")
+
+
 def make_writer(name: str, method_id: int, rpc_type: RpcType) -> Write:
     """A function that appends one RPC message (incoming form) to a buffer.
 
     The message's front depends on the size of the arguments, which is known behind them. So the front of the last
     message is written first, and is replaced when the size turns out to be another: calls of one method mostly have one
     size. The function raises TypeError for arguments that can't be encoded, UsageError above CALL_SIZE_BYTES_MAX, and
-    leaves the buffer as it was.
+    leaves the buffer as it was. (``Outbox.make_fork`` has the same lines once more: there a call would be felt.)
     """
-    rest = bytes((MessageType.RPC, RpcKind.CALL)) + encode_zigzag(method_id) + bytes((rpc_type,))
+    rest = _rest_of_front(method_id, rpc_type)
     encode_into = encoder.encode_into
     front = encode_zigzag(len(rest) + 1) + rest
     whole_size_bytes = len(front) + 1
@@ -53,19 +80,10 @@ def make_writer(name: str, method_id: int, rpc_type: RpcType) -> Write:
             encode_into(arguments, buffer, -1)
         except Exception as error:
             del buffer[start:]
-            raise TypeError(f"{name}: an argument can't be encoded: {error}") from error
+            raise _unencodable(name, error) from error
         if len(buffer) - start != whole_size_bytes:
-            arguments_size_bytes = len(buffer) - start - len(front)
-            if arguments_size_bytes + len(rest) > CALL_SIZE_BYTES_MAX:
-                del buffer[start:]
-                raise UsageError(
-                    f"{name}: the call's arguments take {arguments_size_bytes} bytes, at most "
-                    f"{CALL_SIZE_BYTES_MAX - len(rest)} are possible: send them in parts"
-                )
-            old_end = start + len(front)
-            front = encode_zigzag(len(rest) + arguments_size_bytes) + rest
-            buffer[start:old_end] = front
-            whole_size_bytes = len(front) + arguments_size_bytes
+            front = _refit_front(name, buffer, start, front, rest)
+            whole_size_bytes = len(buffer) - start
 
     return write
 
@@ -107,27 +125,37 @@ class Outbox:
     ) -> Callable[..., None]:
         """The ``fork`` of one method of one destination ("" is oneself)."""
         batch = self._batches.setdefault(destination, _Batch(destination))
-        write = make_writer(name, method_id, RpcType.FORK)
         parameters_count = len(signature.parameters)
         context, opened, get_ident = self._context, self._open, threading.get_ident
+        rest = _rest_of_front(method_id, RpcType.FORK)
+        encode_into = encoder.encode_into
+        front = encode_zigzag(len(rest) + 1) + rest
+        whole_size_bytes = len(front) + 1
 
         def fork(*arguments: Any, **keywords: Any) -> None:
+            nonlocal front, whole_size_bytes
             if keywords or len(arguments) != parameters_count:
                 bound = bind_arguments(name, signature, arguments, keywords)
                 arguments = bound if keywords else arguments
-            if not context.in_handler or get_ident() != context.thread_id:
+            if get_ident() != context.handling_thread_id:
                 raise _not_in_handler(context, name)
             data = batch.data
-            if not data:
-                opened.append(batch)
+            start = len(data)
+            data += front
             try:
-                write(data, arguments)
-            except BaseException:
-                if not data:
-                    opened.remove(batch)
-                raise
+                encode_into(arguments, data, -1)
+            except Exception as error:
+                del data[start:]
+                raise _unencodable(name, error) from error
+            end = len(data)
+            if end - start != whole_size_bytes:
+                front = _refit_front(name, data, start, front, rest)
+                end = len(data)
+                whole_size_bytes = end - start
             batch.count += 1
-            if len(data) >= BATCH_SIZE_BYTES:
+            if not start:
+                opened.append(batch)
+            if end >= BATCH_SIZE_BYTES:
                 opened.remove(batch)
                 self._close(batch)
 
@@ -185,12 +213,15 @@ class ImpulseQueue:
     def __init__(self, context: Context, wake: Callable[[], None]) -> None:
         self._context = context
         self._wake = wake
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)  # to be entered by its lock: that is C, this is Python
         self._batches: list[_Batch] = []
         self._why_closed: str | None = None
         self._sent_count = self._sent_size_bytes = 0  # by the app's threads
         self._taken_count = self._taken_size_bytes = 0  # by the connection
         self._accepted_count = self._accepted_size_bytes = 0  # by the coordinator
+        self._count_limit = IMPULSES_OUTSTANDING_MAX  # of what may have been sent: moves with what is accepted
+        self._size_limit_bytes = IMPULSES_OUTSTANDING_BYTES_MAX
         self._marks: deque[tuple[int, int]] = deque()  # (count, size in bytes) up to the end of each batch taken
 
     def append(self, destination: str, name: str, write: Write, arguments: tuple[Any, ...]) -> None:
@@ -200,40 +231,35 @@ class ImpulseQueue:
         """
         if threading.get_ident() == self._context.thread_id:
             raise UsageError(f"impulses.{name}: a handler's calls are no impulses: use .fork(...)")
-        with self._changed:
-            while self._why_closed is None and self._is_full():
+        with self._lock:
+            while (
+                self._sent_count >= self._count_limit or self._sent_size_bytes >= self._size_limit_bytes
+            ) and self._why_closed is None:
                 self._changed.wait()
-            self._require_open()
+            if self._why_closed is not None:
+                raise Disconnected(self._why_closed)
             batches = self._batches
-            was_empty = not batches
             batch = batches[-1] if batches else None
             if batch is None or batch.destination != destination or len(batch.data) >= BATCH_SIZE_BYTES:
                 batch = _Batch(destination)
-            before = len(batch.data)
-            write(batch.data, arguments)
-            if not batch.count:
-                batches.append(batch)
-            batch.count += 1
+            data = batch.data
+            before = len(data)
+            write(data, arguments)
             self._sent_count += 1
-            self._sent_size_bytes += len(batch.data) - before
-        if was_empty:
-            self._wake()
-
-    def _is_full(self) -> bool:
-        return (
-            self._sent_count - self._accepted_count >= IMPULSES_OUTSTANDING_MAX
-            or self._sent_size_bytes - self._accepted_size_bytes >= IMPULSES_OUTSTANDING_BYTES_MAX
-        )
-
-    def _require_open(self) -> None:
-        if self._why_closed is not None:
-            raise Disconnected(self._why_closed)
+            self._sent_size_bytes += len(data) - before
+            batch.count += 1
+            if before:
+                return
+            batches.append(batch)
+            if len(batches) > 1:
+                return
+        self._wake()
 
     def take(self) -> list[_Batch]:
         """The batches to be sent now, in order."""
         if not self._batches:  # looked at without the lock: whoever appends wakes the connection afterwards
             return []
-        with self._changed:
+        with self._lock:
             taken, self._batches = self._batches, []
             for batch in taken:
                 self._taken_count += batch.count
@@ -243,7 +269,7 @@ class ImpulseQueue:
 
     def accept(self, count: int) -> None:
         """The first ``count`` impulses of this connection are durable. Raises RemoteProtocolError."""
-        with self._changed:
+        with self._lock:
             if not self._accepted_count <= count <= self._taken_count:
                 raise RemoteProtocolError(
                     f"the coordinator says that {count} impulses are accepted; it had said {self._accepted_count}, "
@@ -252,13 +278,15 @@ class ImpulseQueue:
             self._accepted_count = count
             while self._marks and self._marks[0][0] <= count:
                 self._accepted_size_bytes = self._marks.popleft()[1]
+            self._count_limit = count + IMPULSES_OUTSTANDING_MAX
+            self._size_limit_bytes = self._accepted_size_bytes + IMPULSES_OUTSTANDING_BYTES_MAX
             self._changed.notify_all()
 
     def flush(self, timeout_s: float | None) -> None:
         """Wait until all that was sent so far is durable. Raises TimeoutError, Disconnected, UsageError."""
         if threading.get_ident() == self._context.thread_id:
             raise UsageError("impulses.flush: a handler can't wait for impulses: they are handled after it")
-        with self._changed:
+        with self._lock:
             target = self._sent_count
             done = self._changed.wait_for(
                 lambda: self._accepted_count >= target or self._why_closed is not None, timeout_s
@@ -267,11 +295,11 @@ class ImpulseQueue:
                 missing = target - self._accepted_count
                 raise TimeoutError(f"after {timeout_s} s {missing} impulses are not accepted yet")
             if self._accepted_count < target:
-                self._require_open()
+                raise Disconnected(self._why_closed)
 
     def close(self, reason: str) -> None:
         """The connection is gone: whoever waits or sends from now on gets Disconnected."""
-        with self._changed:
+        with self._lock:
             if self._why_closed is None:
                 self._why_closed = reason
             self._changed.notify_all()

@@ -128,14 +128,14 @@ def who_died_first(exits: Sequence[Exit]) -> Exit:
 
 
 class RestartPause:
-    """0.1 s, doubling up to 5 s while the two die young."""
+    """0.1 s, doubling up to 5 s while the two die young and before they have recovered."""
 
     def __init__(self) -> None:
         self._next_s = RESTART_PAUSE_S_MIN
 
-    def after(self, life_s: float) -> float:
-        """The pause after a life of ``life_s``."""
-        if life_s >= RESTART_PAUSE_RESET_S:
+    def after(self, life_s: float, *, recovered: bool) -> float:
+        """The pause after a life of ``life_s``; who had recovered did not die of how it was started."""
+        if recovered or life_s >= RESTART_PAUSE_RESET_S:
             self._next_s = RESTART_PAUSE_S_MIN
         pause_s = self._next_s
         self._next_s = min(2 * pause_s, RESTART_PAUSE_S_MAX)
@@ -204,6 +204,7 @@ class Supervisor:
         self._children: dict[Role, _Child] = {}  # those that run
         self._exits: dict[Role, Exit] = {}  # of those that were started last
         self._ready_descriptor: int | None = None
+        self._was_ready = False
         self._stop_requests = 0
         self._wake_read, self._wake_write = socket.socketpair()
 
@@ -246,14 +247,15 @@ class Supervisor:
                 return 1
             if self._stop_requests or not self._restart:
                 return 0 if verdict is Verdict.STOPPED else 1
-            pause_s = pause.after(life_s)
+            pause_s = pause.after(life_s, recovered=self._was_ready)
             self._events.info("restarting", pause_s=pause_s)
             if self._wait_for(lambda: self._stop_requests > 0, pause_s):
-                self._events.info("stopped")
+                self._events.info("both stopped")
                 return 0
 
     def _start(self) -> None:
         self._exits.clear()
+        self._was_ready = False
         read, write = os.pipe()
         try:
             self._children[Role.COORDINATOR] = _Child(Role.COORDINATOR, self._commands[Role.COORDINATOR], write)
@@ -304,7 +306,7 @@ class Supervisor:
         for one in failed:
             self._events.error(f"the {one.role.value} ended with {one}, not with status 0", pid=one.pid)
         if not failed:
-            self._events.info("stopped")
+            self._events.info("both stopped")
         return 1 if failed else 0
 
     def _tell(self, verdict: Verdict, first: Exit) -> None:
@@ -351,6 +353,7 @@ class Supervisor:
             self._wake_read.recv(1024)
         if self._ready_descriptor is not None and self._ready_descriptor in readable:
             if os.read(self._ready_descriptor, 64):
+                self._was_ready = True
                 self._events.info("ready")
             self._close_ready()
         for role, child in list(self._children.items()):

@@ -65,6 +65,7 @@ def instance_status(registry: Registry, name: str) -> dict[str, Any]:
 
 
 def _stopped_status(settings: InstanceSettings) -> dict[str, Any]:
+    from coordinator.core.interfaces import IMPULSES, ONESELF
     from coordinator.log import log_exists, open_reader
 
     if not log_exists(settings.log):
@@ -72,6 +73,12 @@ def _stopped_status(settings: InstanceSettings) -> dict[str, Any]:
     with open_reader(settings.log, settings.name) as reader:
         summary = reader.summary()
         problems = list(reader.problems)
+    sources = dict(summary.sources)
+    impulses = sources.pop(IMPULSES, None)
+
+    def named(peer: str) -> str:
+        return settings.name if peer == ONESELF else peer
+
     row: dict[str, Any] = {
         "name": settings.name,
         "phase": STOPPED,
@@ -79,9 +86,11 @@ def _stopped_status(settings: InstanceSettings) -> dict[str, Any]:
         "epoch": summary.epoch,
         "sequence_id": summary.last_sequence_id,
         "checkpoint": None,
-        "inputs": {source or settings.name: {"position": one.position} for source, one in summary.sources.items()},
-        "outputs": {to or settings.name: {"acknowledged": position} for to, position in summary.acknowledged.items()},
+        "inputs": {named(source): {"position": one.position} for source, one in sources.items()},
+        "outputs": {named(to): {"acknowledged": position} for to, position in summary.acknowledged.items()},
     }
+    if impulses is not None:
+        row["impulses"] = impulses.position  # to oneself, so far
     if summary.checkpoints:
         newest = summary.checkpoints[-1]
         row["checkpoint"] = {
@@ -91,7 +100,7 @@ def _stopped_status(settings: InstanceSettings) -> dict[str, Any]:
             "age_s": round(max(0.0, time.time() - newest.time_ns / 1e9), 3),
         }
         for to, mark in newest.outputs.items():
-            row["outputs"].setdefault(to or settings.name, {})["position_at_checkpoint"] = mark.position
+            row["outputs"].setdefault(named(to), {})["position_at_checkpoint"] = mark.position
     if problems:
         row["problems"] = problems
     return row

@@ -373,8 +373,8 @@ class Machine:
         asked = LOGGED_EXTENSIONS & self._session.extensions
         if logged != asked:
             raise AppProtocolError(
-                f"the log of {self.name!r} was begun by an app with the extensions {sorted(logged)}, this one asks for "
-                f"{sorted(asked)}: an instance keeps the kind of app that it was started with"
+                f"the log of {self.name!r} was begun by an app with the extensions {sorted(map(int, logged))}, this one asks for "
+                f"{sorted(map(int, asked))}: an instance keeps the kind of app that it was started with"
             )
 
     def _take(self, calls: Calls) -> None:

@@ -188,7 +188,7 @@ def test_a_clean_stop(start: Start, tmp_path: Path, number: signal.Signals) -> N
     supervised = start([LEADS, goodbye], [FOLLOWS, goodbye], restart=True)
     supervised.started()
     supervised.process.send_signal(number)
-    assert supervised.end() == (0, ["started", "stopping", "stopped"])
+    assert supervised.end() == (0, ["started", "stopping", "both stopped"])
 
 
 def test_a_stop_that_takes_too_long(start: Start) -> None:
@@ -197,7 +197,7 @@ def test_a_stop_that_takes_too_long(start: Start) -> None:
     supervised.process.terminate()
     status, messages = supervised.end()
     assert status == 0
-    assert messages[1:] == ["stopping", "the app has not ended within 0.2 s", "stopped"]
+    assert messages[1:] == ["stopping", "the app has not ended within 0.2 s", "both stopped"]
 
 
 def test_a_stop_that_fails(start: Start) -> None:
@@ -249,7 +249,7 @@ def test_stop_during_the_pause(start: Start) -> None:
     supervised.process.terminate()
     status, messages = supervised.end()
     assert status == 0
-    assert messages[-2:] == ["restarting", "stopped"]
+    assert messages[-2:] == ["restarting", "both stopped"]
 
 
 def test_ready_is_told(start: Start) -> None:
@@ -277,9 +277,11 @@ def test_an_app_that_cannot_be_started(start: Start) -> None:
 
 def test_pauses_grow_and_begin_again() -> None:
     pause = RestartPause()
-    assert [pause.after(1) for _ in range(8)] == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0])
-    assert pause.after(10) == pytest.approx(0.1)
-    assert pause.after(9.9) == pytest.approx(0.2)
+    grown = [pause.after(1, recovered=False) for _ in range(8)]
+    assert grown == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0])
+    assert pause.after(10, recovered=False) == pytest.approx(0.1)
+    assert pause.after(9.9, recovered=False) == pytest.approx(0.2)
+    assert pause.after(0.5, recovered=True) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from coordinator import control
 from coordinator.cli import main
 from coordinator.cli.records import describe_record, record_lines
-from coordinator.core.interfaces import CheckpointHeader, OutputMark, SourcePosition, Transaction
+from coordinator.core.interfaces import IMPULSES, CheckpointHeader, OutputMark, SourcePosition, Transaction
 from coordinator.log import LoggedValue, create_log
 from coordinator.messenger import Messenger, Received
 from coordinator.registry import Registry
@@ -86,7 +86,7 @@ def logged(registry: Registry) -> Registry:
     store.commit(
         Transaction(
             records=[(1, second_value())],
-            sources={"reader": SourcePosition(88, 3, 2)},
+            sources={"reader": SourcePosition(88, 3, 2), IMPULSES: SourcePosition(COMMITTER_ID, 1, 5)},
             acknowledged={"printer": 1},
         )
     )
@@ -149,6 +149,7 @@ def test_status_of_a_stopped_one(logged: Registry) -> None:
         "epoch": 1,
         "sequence_id": 1,
         "inputs": {"reader": {"position": 2}},
+        "impulses": 5,
         "outputs": {"printer": {"acknowledged": 1, "position_at_checkpoint": 1}},
     }
     output = run(logged.home, "status").output

@@ -1,0 +1,293 @@
+"""A machine under a test's control: a log in memory that answers when told to, an app and peers made of bytes."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TypeVar
+
+from coordinator.core import effects as ef
+from coordinator.core import events as ev
+from coordinator.core.limits import Limits
+from coordinator.core.machine import Machine
+from coordinator.core.session import Phase
+from coordinator.log.memory import MemoryLogStore
+from coordinator.runtime import check_checkpoint
+from protocol.extensions import ALL_EXTENSIONS, Hello, decode_record_time, encode_hello
+from protocol.messages import (
+    MessageType,
+    decode_messages,
+    encode_attach_to,
+    encode_checkpoint,
+    encode_incoming_rpc,
+    encode_message,
+    encode_outgoing_rpc,
+)
+from protocol.peer import FrameType, PeerFrame
+from protocol.readers import BlobData, BlobStart, Record, RecordReader
+
+COMMITTER_ID = 0x01020304
+PEER_COMMITTER_ID = 77
+NOW_NS = 1_700_000_000_000_000_000
+INITIAL = bytes.fromhex("0e0000400105 0403".replace(" ", ""))  # the RPC of wire.md's first start
+HELLO = encode_hello(Hello(ALL_EXTENSIONS, "test"))
+
+EffectType = TypeVar("EffectType")
+
+
+def checkpoint(blob: bytes) -> bytes:
+    return encode_checkpoint(len(blob)) + blob
+
+
+def first_start(blob: bytes = b"state one", initial: bytes = INITIAL) -> bytes:
+    """What an app answers to its first type 11."""
+    return encode_message(MessageType.INITIAL_MESSAGE, initial) + checkpoint(blob)
+
+
+def call(destination: str, argument: int | bytes = b"", *, rpc_type: int = 1, method_id: int = 3) -> bytes:
+    data = argument if isinstance(argument, bytes) else argument.to_bytes(4, "little")
+    return encode_outgoing_rpc(destination, method_id, rpc_type, data)
+
+
+def rpc(argument: int | bytes = b"", *, rpc_type: int = 1, method_id: int = 3) -> bytes:
+    """The same as its receiver gets it."""
+    data = argument if isinstance(argument, bytes) else argument.to_bytes(4, "little")
+    return encode_incoming_rpc(method_id, rpc_type, data)
+
+
+def attach(destination: str) -> bytes:
+    return encode_attach_to(destination)
+
+
+class Driven:
+    """One machine, its log, and all that it has asked for. ``auto``: the disk answers as soon as it is asked."""
+
+    def __init__(
+        self, store: MemoryLogStore | None = None, *, limits: Limits | None = None, auto: bool = True, name: str = "a"
+    ) -> None:
+        self.store = store or MemoryLogStore(COMMITTER_ID)
+        self.machine = Machine(name, self.store.summary(), limits)
+        self.auto = auto
+        self.now_ns = NOW_NS
+        self.jobs: deque[ef.Commit | ef.WriteCheckpointChunk] = deque()
+        self.effects: list[ef.Effect] = []  # all of them, in order
+        self.app_bytes = bytearray()  # sent to the current app
+        self.trace: list[str] = []  # events and effects in short, for comparing handshakes
+        self.bad_checkpoints: set[int] = set()
+
+    # --- events in -------------------------------------------------------------------------------------------------
+
+    def handle(self, *events: ev.Event) -> list[ef.Effect]:
+        """One turn, and those that the log's answers bring about; the effects of all."""
+        following: list[ev.Event] = list(events)
+        effects: list[ef.Effect] = []
+        while following:
+            turn, following = following, []
+            for effect in self.machine.handle(turn, self.now_ns):
+                effects.append(effect)
+                self._carry_out(effect, following)
+            if self.auto and not following and self.jobs:
+                following = [self._work()]
+        self.effects += effects
+        return effects
+
+    def _carry_out(self, effect: ef.Effect, following: list[ev.Event]) -> None:
+        match effect:
+            case ef.SendToApp(data):
+                self.app_bytes += data
+            case ef.Commit() | ef.WriteCheckpointChunk():
+                self.jobs.append(effect)
+            case ef.LoadLog():
+                following.append(ev.LogLoaded(self.store.summary()))
+            case ef.CheckCheckpoint(header):
+                problem = "bit rot" if header.checkpoint_id in self.bad_checkpoints else None
+                following.append(
+                    ev.CheckpointChecked(header.checkpoint_id, problem or check_checkpoint(self.store, header))
+                )
+            case ef.ReadCheckpointChunk(checkpoint_id, index):
+                following.append(ev.CheckpointChunkRead(self.store.read_checkpoint_chunk(checkpoint_id, index)))
+            case ef.ReadRecords(first, size_bytes_max):
+                following.append(ev.RecordsRead(self.store.read(first, size_bytes_max)))
+
+    def _work(self) -> ev.Event:
+        job = self.jobs.popleft()
+        if isinstance(job, ef.Commit):
+            self.store.commit(job.transaction)
+            return ev.Committed(job.ticket)
+        self.store.write_checkpoint_chunk(job.checkpoint_id, job.index, job.data)
+        return ev.ChunkWritten(len(job.data))
+
+    def disk(self) -> list[ef.Effect]:
+        """Let the disk finish the one job that has waited longest."""
+        return self.handle(self._work())
+
+    def disk_all(self) -> list[ef.Effect]:
+        effects: list[ef.Effect] = []
+        while self.jobs:
+            effects += self.disk()
+        return effects
+
+    def connect(self) -> list[ef.Effect]:
+        self.app_bytes.clear()
+        return self.handle(ev.AppConnected())
+
+    def data(self, data: bytes) -> list[ef.Effect]:
+        return self.handle(ev.AppData(data))
+
+    def close(self) -> list[ef.Effect]:
+        return self.handle(ev.AppClosed())
+
+    def app_took_all(self) -> list[ef.Effect]:
+        """The app's socket has taken everything."""
+        return self.handle(ev.AppSent(self.machine._session.unsent_bytes))
+
+    def crash(self) -> Driven:
+        """The next life: what was durable, and nothing else."""
+        return Driven(self.store.crash(), limits=self.machine.limits, auto=self.auto, name=self.machine.name)
+
+    # --- common beginnings -------------------------------------------------------------------------------------------
+
+    @classmethod
+    def started(cls, *, hello: bool = True, auto: bool = True, limits: Limits | None = None) -> Driven:
+        """An instance in normal processing, its record 0 fed and taken; ``effects`` begin anew."""
+        driven = cls(limits=limits)
+        driven.connect()
+        driven.data((HELLO if hello else b"") + first_start())
+        driven.settle()
+        driven.auto = auto
+        return driven
+
+    def recover(self, *, hello: bool = True, blob: bytes = b"state two") -> None:
+        """The next app, from its connection to normal processing; it makes no calls."""
+        self.connect()
+        self.data(HELLO if hello else b"")
+        self.data(checkpoint(blob))
+        self.settle()
+
+    def settle(self) -> None:
+        assert self.phase is Phase.NORMAL, self.phase
+        self.app_took_all()
+        self.forget()
+
+    def forget(self) -> None:
+        self.effects.clear()
+        self.app_bytes.clear()
+
+    # --- what came out -----------------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> Phase:
+        return self.machine._session.phase
+
+    def of(self, effect_type: type[EffectType]) -> list[EffectType]:
+        return [effect for effect in self.effects if isinstance(effect, effect_type)]
+
+    @property
+    def reports(self) -> list[tuple[str, str]]:
+        return [(report.level, report.message) for report in self.of(ef.Report)]
+
+    @property
+    def stop(self) -> ef.Stop:
+        (stop,) = self.of(ef.Stop)
+        return stop
+
+    @property
+    def heard(self) -> list[object]:
+        """What the app was sent, in short."""
+        return shown(bytes(self.app_bytes))
+
+    def frames(self, frame_type: FrameType | None = None) -> list[PeerFrame]:
+        sent = [effect.frame for effect in self.of(ef.SendToPeer)]
+        return [frame for frame in sent if frame_type in (None, frame.frame_type)]
+
+    @property
+    def replies(self) -> list[tuple[object, FrameType, int]]:
+        return [(reply.token, reply.frame.frame_type, reply.frame.position) for reply in self.of(ef.ReplyToPeer)]
+
+    # --- a peer called "b" --------------------------------------------------------------------------------------------
+
+    def peer_frame(self, frame_type: FrameType, position: int, **fields: object) -> PeerFrame:
+        values: dict = {"sender": "b", "receiver": self.machine.name, "committer_id": PEER_COMMITTER_ID, "epoch": 1}
+        return PeerFrame(frame_type, position=position, **(values | fields))
+
+    def batch(self, token: object, position: int, *messages: bytes, **fields: object) -> list[ef.Effect]:
+        payload = {"count": len(messages), "payload": b"".join(messages), "time_ns": 5}
+        frame = self.peer_frame(FrameType.BATCH, position, **(payload | fields))
+        return self.handle(ev.PeerFrameReceived(token, frame))
+
+    def greeted(self, token: object, position: int = 0, **fields: object) -> list[ef.Effect]:
+        return self.handle(ev.PeerFrameReceived(token, self.peer_frame(FrameType.HELLO, position, **fields)))
+
+    def reply(
+        self, frame_type: FrameType, position: int, *, tag: int | None = None, destination: str = "b", **fields: object
+    ) -> list[ef.Effect]:
+        """``destination`` answers; without a ``tag``, the newest attempt of that stream."""
+        if tag is None:
+            tag = self.machine._peers.outputs[destination].attempt
+        frame = self.peer_frame(frame_type, position, **({"sender": destination} | fields))
+        return self.handle(ev.PeerReplied(destination, tag, frame))
+
+    def open_stream(self, destination: str = "b", position: int = 0) -> None:
+        """The app attaches and calls once with argument 1; the receiver welcomes it."""
+        self.data(attach(destination) + call(destination, 1))
+        self.reply(FrameType.WELCOME, position, destination=destination)
+
+
+def shown(data: bytes) -> list[object]:
+    """The coordinator's bytes in short: a tuple (sequence ID, message types...) for a record, the bytes of a blob."""
+    reader = RecordReader()
+    reader.receive_data(data)
+    result: list[object] = []
+    blob: list[bytes] | None = None
+    while (event := reader.next_event()) is not None:
+        if isinstance(event, BlobStart):
+            blob = []
+        elif isinstance(event, BlobData):
+            assert blob is not None
+            blob.append(event.data)
+            if event.last:
+                result.append(b"".join(blob))
+        else:
+            types = [MessageType(message_type).name for message_type, _, _ in decode_messages(event.content)]
+            result.append((event.header.sequence_id, *types))
+    assert not reader.buffered_bytes, "the coordinator's bytes end in the middle of a record"
+    return result
+
+
+def records(data: bytes) -> list[Record]:
+    reader = RecordReader()
+    reader.receive_data(data)
+    found = []
+    while (event := reader.next_event()) is not None:
+        if isinstance(event, Record):
+            found.append(event)
+    return found
+
+
+def time_of(record: Record) -> int:
+    message_type, start, end = next(iter(decode_messages(record.content)))
+    assert message_type == MessageType.RECORD_TIME
+    return decode_record_time(record.content, start, end)
+
+
+def arguments(data: bytes) -> list[bytes]:
+    """The messages of all batches and RPCs of logged records in ``data``, whole, in order."""
+    from protocol.batch import decode_batch
+
+    found: list[bytes] = []
+    for record in records(data):
+        if record.header.sequence_id < 0:
+            continue
+        previous = 0
+        for message_type, start, end in decode_messages(record.content):
+            if message_type == MessageType.RPC:
+                found.append(record.content[previous:end])
+            elif message_type == MessageType.RPC_BATCH:
+                body = record.content[start:end]
+                _, offset = decode_batch(body)
+                inner = body[offset:]
+                last = 0
+                for _, _, stop in decode_messages(inner):
+                    found.append(inner[last:stop])
+                    last = stop
+            previous = end
+    return found
