@@ -13,13 +13,13 @@ from typing import Any, ClassVar, Literal, NoReturn
 from appsdk.context import SEED_SIZE_BYTES, Context, datetime_of
 from appsdk.definition import Definition, define
 from appsdk.errors import DefinitionError
-from appsdk.proxy import HandlerNamespace, PeerNamespace
+from appsdk.proxy import handler_namespace, peer_namespace
 
 
 def attach(instance: Immortal, context: Context) -> None:
     """Make ``context`` the life that ``instance`` lives in."""
-    context.handlers = HandlerNamespace(instance, instance._immortal_definition, context)
-    context.peers = PeerNamespace(instance._immortal_definition, context)
+    context.handlers = handler_namespace(instance, instance._immortal_definition, context)
+    context.peers = peer_namespace(instance._immortal_definition, context)
     instance._immortal_context = context
 
 

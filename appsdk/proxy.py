@@ -10,7 +10,7 @@ import importlib
 import inspect
 from collections.abc import Callable
 from operator import attrgetter
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 from appsdk.codec import bind_arguments
@@ -119,33 +119,22 @@ def _make_fork(context: Context, destination: str, handler: Handler[Any, Any]) -
     return refuse
 
 
-class HandlerNamespace:
-    """``self.<handler>`` of one instance; each is made when it is first used."""
+def handler_namespace(instance: object, definition: Definition, context: Context) -> SimpleNamespace:
+    """What ``self.<handler>`` leads to, for each definition of each handler.
 
-    def __init__(self, instance: object, definition: Definition, context: Context) -> None:
-        self._made_from = (instance, definition, context)
-
-    def __getattr__(self, key: str) -> BoundHandler[Any, Any]:
-        instance, definition, context = self._made_from
-        handler = definition.by_key[key]
+    All are made at once: a class with ``__getattr__`` makes every look-up slower, the successful ones too.
+    """
+    namespace = SimpleNamespace()
+    for key, handler in definition.by_key.items():
         # A call through the log reaches whatever has the name by then, also from an overridden handler.
-        latest = definition.handlers[handler.name]
-        bound = BoundHandler(MethodType(handler.function, instance), _make_fork(context, "", latest))
-        setattr(self, key, bound)
-        return bound
+        fork = _make_fork(context, "", definition.handlers[handler.name])
+        setattr(namespace, key, BoundHandler(MethodType(handler.function, instance), fork))
+    return namespace
 
 
-class PeerNamespace:
-    """``self.<peer>`` of one instance."""
-
-    def __init__(self, definition: Definition, context: Context) -> None:
-        self._made_from = (definition, context)
-
-    def __getattr__(self, key: str) -> PeerProxy:
-        definition, context = self._made_from
-        proxy = PeerProxy(definition.peers_by_key[key], context)
-        setattr(self, key, proxy)
-        return proxy
+def peer_namespace(definition: Definition, context: Context) -> SimpleNamespace:
+    """What ``self.<peer>`` leads to."""
+    return SimpleNamespace(**{key: UnresolvedPeer(found, context) for key, found in definition.peers_by_key.items()})
 
 
 class PeerMethod:
@@ -165,23 +154,31 @@ class PeerMethod:
 
 
 class PeerProxy:
-    """Another instance, as handlers see it."""
+    """Another instance, as handlers see it: an attribute for each of its handlers."""
 
     def __init__(self, source: Peer, context: Context) -> None:
         self._immortal_peer = source
         self._immortal_context = context
 
+    def __repr__(self) -> str:
+        return f"<peer {self._immortal_peer.name!r}>"
+
+
+class UnresolvedPeer(PeerProxy):
+    """A PeerProxy before its first use, when its class may not be there yet; it turns into a plain one then."""
+
     def __getattr__(self, name: str) -> PeerMethod:
         if name.startswith("__"):
             raise AttributeError(name)
         source = self._immortal_peer
-        handler = _find_handler(source.resolve(), name)
-        method = PeerMethod(handler.function.__qualname__, _make_fork(self._immortal_context, source.name, handler))
-        setattr(self, name, method)
-        return method
-
-    def __repr__(self) -> str:
-        return f"<peer {self._immortal_peer.name!r}>"
+        definition = source.resolve()
+        _find_handler(definition, name)
+        for handler in definition.handlers.values():
+            fork = _make_fork(self._immortal_context, source.name, handler)
+            vars(self)[handler.name] = PeerMethod(handler.function.__qualname__, fork)
+        self.__class__ = PeerProxy  # type: ignore[assignment]
+        found: PeerMethod = vars(self)[name]
+        return found
 
 
 # --- impulses ---------------------------------------------------------------------------------------------------------

@@ -14,8 +14,9 @@ from collections import deque
 from coordinator.core.effects import Commit, WriteCheckpointChunk
 from coordinator.core.errors import LogError
 from coordinator.core.events import ChunkWritten, Committed, Event, LogFailed
-from coordinator.core.interfaces import LogStore
+from coordinator.core.interfaces import LogStore, Transaction
 
+JOINED_SIZE_BYTES_MAX = 4 << 20  # commits that wait are joined up to this: a sync costs the same for one and for many
 TRIM_PAUSE_S = 0.002  # between two steps, so that commits of the loop's thread get their turn
 
 _Job = Commit | WriteCheckpointChunk
@@ -38,6 +39,7 @@ class LogWriter:
         self._store_lock = threading.Lock()
         self._trim = threading.Event()
         self._closing = False
+        self._kept: WriteCheckpointChunk | None = None  # taken while looking for a commit to join
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
         self._thread.start()
@@ -97,22 +99,56 @@ class LogWriter:
                 return ChunkWritten(len(job.data))
         except LogError as error:
             return LogFailed(error)
-        except Exception as error:  # it must not end the thread: the machine would wait for its answer for ever
-            return LogFailed(LogError(f"a write to the log failed: {error!r}"))
 
     def _run(self) -> None:
         while True:
             job = self._next_job()
             if job is not None:
-                self._done.append(self._write(job))
+                self._done.extend(self._write_joined(job))
                 os.eventfd_write(self._wake, 1)
-            elif self._closing and self._jobs.empty():
+            elif self._closing:
                 return
             elif self._trim.is_set():
                 self._trim_step()
 
+    def _write_joined(self, job: _Job) -> list[Event]:
+        """Write ``job``; if it is a commit, with those that wait behind it, in one sync."""
+        if not isinstance(job, Commit):
+            return [self._write(job)]
+        commits = [job]
+        size_bytes = job.size_bytes
+        while size_bytes < JOINED_SIZE_BYTES_MAX and (following := self._take_if_commit()) is not None:
+            commits.append(following)
+            size_bytes += following.size_bytes
+        joined = job
+        if len(commits) > 1:
+            joined = Commit(commits[-1].ticket, Transaction(), size_bytes)
+            for commit in commits:
+                joined.transaction.absorb(commit.transaction)
+        event = self._write(joined)
+        return [Committed(commit.ticket) for commit in commits] if isinstance(event, Committed) else [event]
+
+    def _take_if_commit(self) -> Commit | None:
+        """The next job if there is one and it is a commit; another kind is kept for the next turn."""
+        if self._kept is not None:
+            return None
+        try:
+            job = self._jobs.get_nowait()
+        except queue.Empty:
+            return None
+        if isinstance(job, Commit):
+            return job
+        if job is None:
+            self._jobs.put(None)  # a nudge: not for here
+        else:
+            self._kept = job
+        return None
+
     def _next_job(self) -> _Job | None:
         """The next job; None to look around: at the end, or for a step of trimming."""
+        if self._kept is not None:
+            job, self._kept = self._kept, None
+            return job
         try:
             return self._jobs.get(timeout=TRIM_PAUSE_S if self._trim.is_set() else None)
         except queue.Empty:

@@ -1,5 +1,8 @@
-"""The two services of the benchmark. The sender forks calls in bursts, each burst a call to itself: so it is paced by
-back-pressure alone, as any service is that sends more than it is sent."""
+"""The two services of the benchmark.
+
+The sender forks calls in bursts; each burst is a call to itself, and several chains of them are under way, so that it
+waits for nothing but back-pressure.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from appsdk import Immortal, Impulses, impulse, on_primary, peer, rpc
 
 PLAN_VARIABLE = "IMMORTAL_BENCH_PLAN"
 POLL_INTERVAL_S = 0.0005
+CHAINS = 16
 
 
 class Receiver(Immortal):
@@ -49,8 +53,9 @@ class Sender(Immortal):
 
     @impulse(id=1)
     def start(self, run: int, size_bytes: int, bursts: int, calls_per_burst: int) -> None:
-        self.receiver.expect.fork(run, bursts * calls_per_burst)
-        self.burst.fork(size_bytes, bursts, calls_per_burst)
+        self.receiver.expect.fork(run, CHAINS * bursts * calls_per_burst)
+        for _ in range(CHAINS):
+            self.burst.fork(size_bytes, bursts, calls_per_burst)
 
     @rpc(id=2)
     def burst(self, size_bytes: int, bursts_left: int, calls: int) -> None:

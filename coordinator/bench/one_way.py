@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator.bench.apps import PLAN_VARIABLE
+from coordinator.bench.apps import CHAINS, PLAN_VARIABLE
 from coordinator.bench.disk import append_rate
 from coordinator.bench.processes import BenchError, Service, register
 from coordinator.log import open_reader
@@ -46,9 +46,9 @@ class Results:
 
 
 def plan_for(size_bytes: int, volume_bytes: int) -> tuple[int, int, int]:
-    """(size, bursts, calls per burst) of one run."""
+    """(size, bursts of each chain, calls per burst) of one run."""
     calls_per_burst = max(1, BURST_SIZE_BYTES // (size_bytes + CALL_OVERHEAD_BYTES))
-    bursts = max(1, volume_bytes // (calls_per_burst * (size_bytes + CALL_OVERHEAD_BYTES)))
+    bursts = max(1, volume_bytes // (CHAINS * calls_per_burst * (size_bytes + CALL_OVERHEAD_BYTES)))
     return size_bytes, bursts, calls_per_burst
 
 
@@ -96,7 +96,7 @@ def _measure(
         raise BenchError("the sender was not started")
     results = []
     for run, (size_bytes, bursts, calls_per_burst) in enumerate(plan, start=1):
-        calls = bursts * calls_per_burst
+        calls = CHAINS * bursts * calls_per_burst
         progress(f"{calls} calls of {size_bytes} B")
         line = app.stdout.readline()
         if not line:
@@ -123,9 +123,7 @@ def _measure_replay(receiver: Service) -> Replay | None:
     with open_reader(receiver.settings.log) as log:
         checkpoint = log.summary().checkpoints[-1]
         calls = sum(
-            batch_count(value.value)
-            for value in log.records(checkpoint.sequence_id + 1)
-            if value.problem is None
+            batch_count(value.value) for value in log.records(checkpoint.sequence_id + 1) if value.problem is None
         )
     receiver.start()
     begun = time.perf_counter()

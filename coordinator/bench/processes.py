@@ -50,10 +50,11 @@ class Service:
             )
 
     def check_alive(self) -> None:
-        for process in (self.coordinator, self.app):
+        for what, process in (("coordinator", self.coordinator), ("app", self.app)):
             if process is not None and process.poll() is not None:
                 errors = (self.settings.folder / "errors.txt").read_text()
-                raise BenchError(f"{process.args} ended with status {process.returncode}:\n{errors[-2000:]}")
+                status = process.returncode
+                raise BenchError(f"{self.settings.name}'s {what} ended with status {status}:\n{errors[-2000:]}")
 
     def status(self) -> dict[str, Any] | None:
         """What the coordinator says; None while it is not up."""

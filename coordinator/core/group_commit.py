@@ -16,6 +16,9 @@ from protocol.extensions import encode_record_time
 from protocol.record import encode_header
 from protocol.trailer import BatchSource, OutputMarkEntry, Trailer, encode_trailer
 
+COMMITS_ON_THEIR_WAY_MAX = 8
+"""Full groups handed over at once: enough to keep a slow disk busy, few enough to bound what waits behind it."""
+
 
 @dataclass(slots=True)
 class Group:
@@ -49,7 +52,7 @@ class GroupCommit:
         self._last_time_ns = last_time_ns
         self._next_sequence_id = last_sequence_id + 1
         self._waiting: deque[Group] = deque([Group(1)])
-        self._committing: Group | None = None
+        self._committing: deque[Group] = deque()
         self.with_record_time = False
         self.durable_ticket = 0
         self.durable_sequence_id = last_sequence_id
@@ -64,7 +67,20 @@ class GroupCommit:
     @property
     def busy(self) -> bool:
         """Something is on its way to the disk or waits for it."""
-        return self._committing is not None or not self._waiting[0].empty
+        return bool(self._committing) or not self._waiting[0].empty
+
+    @property
+    def commits_next(self) -> bool:
+        """:meth:`next_commit` would give a group now."""
+        if len(self._committing) >= COMMITS_ON_THEIR_WAY_MAX:
+            return False
+        full = len(self._waiting) > 1
+        return full or not (self._committing or self._waiting[0].empty)
+
+    @property
+    def seals_next(self) -> bool:
+        """... and that group would be a record."""
+        return self.commits_next and bool(self._waiting[0].chunks)
 
     def append(self, chunks: Iterable[bytes], size_bytes: int, source: BatchSource, *, from_app: bool = False) -> Group:
         """Add one top-level message, given as ``chunks`` of ``size_bytes`` in all, from ``source``."""
@@ -99,15 +115,17 @@ class GroupCommit:
             self.from_app_bytes += size_bytes
 
     def next_commit(self, now_ns: int, marks: Mapping[str, OutputMark]) -> Group | None:
-        """Seal the next group and return it, unless one is on its way or there is nothing to do.
+        """Seal the next group and return it; None if there is nothing to do now.
 
+        A group that is full does not wait for the one before it: whoever writes may join several into one sync.
         ``marks``: the output streams that have moved since the last record.
         """
-        if self._committing is not None or self._waiting[0].empty:
+        if not self.commits_next:
             return None
         if len(self._waiting) == 1:
             self.close_group()
-        group = self._committing = self._waiting.popleft()
+        group = self._waiting.popleft()
+        self._committing.append(group)
         if group.chunks:
             self._seal(group, now_ns, marks)
         return group
@@ -131,11 +149,9 @@ class GroupCommit:
 
     def committed(self, ticket: int) -> Group:
         """The group on its way is durable."""
-        group = self._committing
-        if group is None or group.ticket != ticket:
-            require(False, f"commit {ticket} is done, but was not on its way")
-            raise AssertionError
-        self._committing = None
+        first = self._committing[0].ticket if self._committing else None
+        require(ticket == first, f"commit {ticket} is done, but was not on its way")
+        group = self._committing.popleft()
         self.durable_ticket = ticket
         self.from_app_bytes -= group.from_app_bytes
         if group.sequence_id is not None:
@@ -144,9 +160,8 @@ class GroupCommit:
 
     def forget_app(self) -> None:
         """The app is gone: what it sent still becomes durable, but nobody waits for the answer."""
-        for group in (*self._waiting, self._committing):
-            if group is not None:
-                group.impulses_accepted = 0
+        for group in (*self._waiting, *self._committing):
+            group.impulses_accepted = 0
 
     def time_ns(self, now_ns: int) -> int:
         """``now_ns``, or the last record's time where the machine's clock is behind it."""

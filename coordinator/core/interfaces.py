@@ -99,6 +99,17 @@ class Transaction:
     epoch: int | None = None
     extensions: frozenset[int] | None = None  # those that the app asked for at its first start
 
+    def absorb(self, later: Transaction) -> None:
+        """Take in the transaction that follows this one: both become durable together."""
+        self.records += later.records
+        self.sources.update(later.sources)
+        self.acknowledged.update(later.acknowledged)
+        self.peers.update(later.peers)
+        self.impulses += later.impulses
+        self.checkpoint = later.checkpoint or self.checkpoint  # of two, the later one makes the other superfluous
+        self.epoch = self.epoch if later.epoch is None else later.epoch
+        self.extensions = self.extensions if later.extensions is None else later.extensions
+
 
 @dataclass(frozen=True, slots=True)
 class LogSummary:

@@ -32,8 +32,8 @@ class Limits:
     peer_gather_bytes: int = 64 << 10
     """While frames are on their way, less than this waits for more to come (never longer than one round trip)."""
 
-    app_window_bytes: int = 4 * MIB
-    """Handed over for the app and not yet taken by its socket; the rest is fed from the log."""
+    app_window_bytes: int = 16 * MIB
+    """Handed over for the app and not yet taken by its socket; the rest is fed from the log. Several joined commits."""
 
     read_size_bytes: int = 1 * MIB
     """Read from the log at once, to feed the app."""

@@ -162,13 +162,19 @@ class Machine:
     def _end_turn(self) -> None:
         self._feed()
         self._peers.send(self._now_ns)
-        marks = self._peers.new_marks() if self._session.phase in (Phase.NORMAL, Phase.CHECKPOINTING) else {}
-        group = self._log.next_commit(self._now_ns, marks)
-        if group is not None:
-            self._effects.append(Commit(group.ticket, group.transaction, group.size_bytes))
+        self._commit()
         self._ask_for_checkpoint()
         self._push_back()
         self._finish_stop()
+
+    def _commit(self) -> None:
+        marked = self._session.phase in (Phase.NORMAL, Phase.CHECKPOINTING)
+        while self._log.commits_next:
+            # Marks are new once only: they are taken when there is a record to hold them.
+            marks = self._peers.new_marks() if marked and self._log.seals_next else {}
+            group = self._log.next_commit(self._now_ns, marks)
+            if group is not None:
+                self._effects.append(Commit(group.ticket, group.transaction, group.size_bytes))
 
     # --- the app connects: load, restore, replay -------------------------------------------------------------------
 
@@ -373,8 +379,8 @@ class Machine:
         asked = LOGGED_EXTENSIONS & self._session.extensions
         if logged != asked:
             raise AppProtocolError(
-                f"the log of {self.name!r} was begun by an app with the extensions {sorted(map(int, logged))}, this one asks for "
-                f"{sorted(map(int, asked))}: an instance keeps the kind of app that it was started with"
+                f"the log of {self.name!r} was begun by an app with the extensions {sorted(map(int, logged))}, "
+                f"this one asks for {sorted(map(int, asked))}: an instance keeps the kind of app that it was begun with"
             )
 
     def _take(self, calls: Calls) -> None:

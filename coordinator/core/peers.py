@@ -168,7 +168,7 @@ class Peers:
             stream.finish_replay()
 
     def send(self, now_ns: int) -> None:
-        """Put on their way all batches that may go now: none before the first checkpoint, which they follow, is durable."""
+        """Put on their way all batches that may go now; none before the first checkpoint is durable: they follow it."""
         if not self.ready:
             return
         durable_ticket = self.log.durable_ticket

@@ -27,6 +27,7 @@ from coordinator.log.checkpoint_store import CheckpointWriter, remove_half_writt
 from coordinator.log.environment import DATA_FILE_NAME, LogIdentity, Tables, extend_data_file
 from coordinator.log.format import SEQUENCE_KEY, StoredHeader
 from coordinator.log.lock import FolderLock
+from coordinator.log.residency import MappedPages
 from coordinator.log.values import check_value
 from protocol.varint import Readable
 
@@ -66,6 +67,7 @@ class LmdbLogStore:
         self._failure: LogError | None = None
         self._damaged_checkpoint_ids: set[int] = set()
         self._checkpoint_writer = CheckpointWriter(tables)
+        self._mapped_pages = MappedPages(folder / DATA_FILE_NAME)
         environment.reader_check()
         _, self._last_sequence_id = self._read(
             lambda transaction: reading.first_and_last_sequence_id(transaction, tables)
@@ -98,6 +100,7 @@ class LmdbLogStore:
         self._write(lambda write: self._put(write, transaction))
         if records:
             self._last_sequence_id = records[-1][0]
+            self._have_touched(sum(len(value) for _, value in records))
         if transaction.checkpoint is not None:
             self._checkpoint_writer.header_committed()
 
@@ -117,7 +120,12 @@ class LmdbLogStore:
                 raise DamagedLogError(
                     f"record {first_sequence_id} is missing: the last is record {last}", first_sequence_id
                 )
+        self._have_touched(sum(map(len, values)))
         return checked_prefix(values, first_sequence_id, self.identity.committer_id)
+
+    def _have_touched(self, size_bytes: int) -> None:
+        with self._map_lock:
+            self._mapped_pages.have_touched(size_bytes)
 
     def write_checkpoint_chunk(self, checkpoint_id: int, index: int, data: Readable) -> None:
         """Keep one chunk; chunks come in order, index 0 begins anew. An empty one is not stored."""
@@ -132,7 +140,9 @@ class LmdbLogStore:
         Raises DamagedCheckpointError; from then on trim does not count that checkpoint among those to keep.
         """
         try:
-            return self._read(lambda transaction: reading.read_chunk(transaction, self._tables, checkpoint_id, index))
+            chunk = self._read(lambda transaction: reading.read_chunk(transaction, self._tables, checkpoint_id, index))
+            self._have_touched(len(chunk))
+            return chunk
         except DamagedCheckpointError:
             self._damaged_checkpoint_ids.add(checkpoint_id)
             raise

@@ -158,27 +158,47 @@ class Link:
         return message.callback
 
     def transmit(self, now_ns: int) -> bool:
-        """Send what may be sent; True if replies may have come in unnoticed meanwhile."""
+        """Send what may be sent; True if replies may have come in unnoticed meanwhile.
+
+        Sending, and asking for the events, take in ZeroMQ's news, that there is room again and that replies have
+        come, and with it reset the descriptor. So the last thing is to ask, and to act on the answer.
+        """
+        while True:
+            blocked = self._send_queued(now_ns)
+            events = self._socket.getsockopt(EVENTS)
+            assert isinstance(events, int)
+            if not (blocked and events & POLLOUT):
+                return bool(events & POLLIN)
+
+    def _send_queued(self, now_ns: int) -> bool:
+        """Send what may be sent; True if ZeroMQ had no room for all of it."""
         outbox = self.outbox
         count = 0
+        blocked = False
         while (message := outbox.next_to_send()) is not None:
             if count % SENT_PER_LOOK == 0:
-                monitor = self._monitor
-                if monitor is not None and monitor.getsockopt(EVENTS) & POLLIN:  # type: ignore[operator]
-                    self.read_monitor()
-                    message = outbox.next_to_send()
+                self._look_at_connection()
+                message = outbox.next_to_send()
                 if not self.connected or message is None:
                     break
             if not self._send(message):
+                blocked = True
                 break
             outbox.mark_sent(message, now_ns)
             count += 1
         self._counters.sent += count
-        # Sending takes in ZeroMQ's news, the arrival of replies among them, and with it resets the descriptor.
-        return bool(self._socket.getsockopt(EVENTS) & POLLIN)  # type: ignore[operator]
+        return blocked
+
+    def _look_at_connection(self) -> None:
+        monitor = self._monitor
+        if monitor is not None:
+            events = monitor.getsockopt(EVENTS)  # cheaper than a receive that finds nothing
+            assert isinstance(events, int)
+            if events & POLLIN:
+                self.read_monitor()
 
     def _send(self, message: PendingMessage) -> bool:
-        """Send one message whole; False if it must wait, then the descriptor tells when."""
+        """Send one message whole; False if ZeroMQ has no room for it."""
         parts = message.parts
         envelope = encode_message(
             self._link_id,
@@ -188,17 +208,10 @@ class Link:
             message.callback_id,
         )
         send = self._plain_send
-        flags = NOBLOCK_MORE if parts else NOBLOCK
         try:
-            send(envelope, flags)
+            send(envelope, NOBLOCK_MORE if parts else NOBLOCK)
         except zmq.Again:
-            # Asking for the events makes ZeroMQ take its news in, so "no" is true until the descriptor tells.
-            if not self._socket.getsockopt(EVENTS) & POLLOUT:  # type: ignore[operator]
-                return False
-            try:
-                send(envelope, flags)
-            except zmq.Again:
-                return False
+            return False
         send_parts(send, parts)
         if message.sent_before:
             self._counters.retried += 1

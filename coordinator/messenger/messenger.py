@@ -287,10 +287,7 @@ class Messenger:
                 link.read_monitor()
                 self._sending[link] = None
             else:
-                source = self._sources[descriptor]
-                self._ready[source] = None
-                if isinstance(source, Link):
-                    self._sending[source] = None  # the news may be that there is room again
+                self._ready[self._sources[descriptor]] = None
 
     def _receive(self) -> None:
         """Replies and their callbacks first, then messages and their server loops."""
@@ -300,7 +297,7 @@ class Messenger:
                 if source.receive():
                     self._ready.pop(source, None)
                 if not source.closed:
-                    self._sending[source] = None  # acknowledgements make room
+                    self._sending[source] = None  # acknowledgements make room, and so may the news
         for source in sources:
             if isinstance(source, Listener) and source.receive():
                 self._ready.pop(source, None)

@@ -570,6 +570,31 @@ class Forwarder:
             pass
 
 
+def test_a_reply_goes_where_its_message_came_from_last(house: House) -> None:
+    """A new connection takes over the routing ID while the old is still open; another has a new ID."""
+    receiver = house.messenger()
+    held: list[Received] = []
+    endpoint = receiver.listen(house.endpoint(), held.append)
+    senders = []
+    for count, routing_id in enumerate([b"same", b"same", b"other"], start=1):
+        sender = house.context.socket(zmq.DEALER)
+        sender.setsockopt(zmq.ROUTING_ID, routing_id)
+        sender.connect(endpoint)
+        for message_id in (1, 2, 3):
+            sender.send(encode_message(1, 1, message_id, 1, 0))
+        house.drive(lambda count=count: receiver.counters().duplicates_dropped == 3 * (count - 1) and len(held) == 3)
+        held[count - 1].reply(b"%d" % count)
+        receiver.process()
+        assert sender.poll(int(WAIT_SECONDS * 1000))
+        answers = [sender.recv_multipart()[1:]]
+        while answers[-1] != [b"%d" % count]:
+            answers.append(sender.recv_multipart()[1:])
+        assert answers == [[b"%d" % number] for number in range(1, count + 1)]
+        senders.append(sender)
+    for sender in senders:
+        sender.close(0)
+
+
 def test_destination_comes_up_later(house: House) -> None:
     sender, receiver = house.messenger(), house.messenger()
     endpoint = house.fixed_endpoint()
@@ -726,7 +751,8 @@ def test_a_receiver_that_answers_nonsense(house: House) -> None:
     endpoint = router.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
     replies: list[list[bytes]] = []
     sender.send_message(endpoint, b"x", replies.append)
-    house.drive(lambda: router.poll(0))
+    house.drive(lambda: sender.counters().sent)
+    assert router.poll(int(WAIT_SECONDS * 1000))
     route, envelope, part = router.recv_multipart()
     assert part == b"x"
     for answer in (
@@ -742,6 +768,11 @@ def test_a_receiver_that_answers_nonsense(house: House) -> None:
     house.drive(lambda: sender.counters().duplicates_dropped == 2)
     assert replies == [[b"answer"]]
     assert sender.counters().malformed == 4
+    sender.send_message(endpoint, b"y", replies.append)
+    house.drive(lambda: sender.counters().sent == 2)
+    router.send_multipart([route, encode_reply(3, 1, 1, 2, 2), b"expired, and yet something"])
+    house.drive(lambda: len(replies) == 2)
+    assert replies[1] == []
     router.close(0)
 
 
@@ -969,6 +1000,24 @@ def test_process_within_a_callback_is_refused(house: House) -> None:
     messenger.send_message(messenger._listeners[0].endpoint, b"x")
     with pytest.raises(MessengerError, match="within a callback"):
         house.drive(lambda: False)
+
+
+def test_room_that_appears_while_sending_is_used(house: House) -> None:
+    """ZeroMQ says EAGAIN, and then takes in the news that there is room: no descriptor will tell of it."""
+    receiver, sender = house.messenger(), house.messenger()
+    endpoint = receiver.listen(house.endpoint(), echo)
+    sender.send_message(endpoint, b"1")
+    house.drive(lambda: sender.counters().acknowledged == 1)
+    link = sender._links[endpoint]
+    plain_send = link._plain_send
+
+    def full_once(*arguments: Any) -> None:
+        link._plain_send = plain_send
+        raise zmq.Again
+
+    link._plain_send = full_once
+    sender.send_message(endpoint, b"2")
+    house.drive(lambda: sender.counters().acknowledged == 2)
 
 
 def test_a_full_pipe_waits_and_loses_nothing(house: House, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,11 +156,11 @@ class Driven:
         driven.auto = auto
         return driven
 
-    def recover(self, *, hello: bool = True, blob: bytes = b"state two") -> None:
-        """The next app, from its connection to normal processing; it makes no calls."""
+    def recover(self, replayed: bytes = b"") -> None:
+        """The next app, from its connection to normal processing; ``replayed`` is what it sends again."""
         self.connect()
-        self.data(HELLO if hello else b"")
-        self.data(checkpoint(blob))
+        self.data(HELLO + replayed)
+        self.data(checkpoint(b"state two"))
         self.settle()
 
     def settle(self) -> None:

@@ -31,13 +31,18 @@ def nearly_homogeneous(draw: st.DrawFn) -> bytes:
     """One message, or one byte, is not like the others; or two sizes that only add up."""
     payload = bytearray(draw(homogeneous()))
     place = draw(st.integers(0, len(payload) - 1))
-    match draw(st.integers(0, 3)):
+    match draw(st.integers(0, 5)):
         case 0:
             payload[place] ^= draw(st.integers(1, 255))
         case 1:
             del payload[place]
         case 2:
             payload.insert(place, draw(st.integers(0, 255)))
+        case 3:
+            del payload[-draw(st.integers(1, 9)) :]
+        case 4:
+            _, start, end = decode_message(payload)
+            payload[start - 1 :: end] = bytes((draw(st.integers(1, 255)),)) * (len(payload) // end)
         case _:
             _, _, end = decode_message(payload)
             payload += encode_message(MessageType.RPC, bytes(end)) + payload[:end]
@@ -97,6 +102,7 @@ def test_offset_after(payload: bytes, count: int, total: int) -> None:
     assert outcome_of_offset_after(payload, count, total) == walk(payload, count)
     for first in range(-1, whole + 2):
         assert outcome_of_offset_after(payload, first, whole) == walk(payload, first)
+        assert outcome_of_offset_after(payload, first, whole + 1) == walk(payload, first)
 
 
 @given(batches, st.integers(1, 12))

@@ -125,8 +125,19 @@ def test_every_cut(rpc: bytes, total: int) -> None:
     payload = rpc * total
     for size_bytes in {*range(len(rpc) + 8), *range(len(payload) - 8, len(payload))}:
         if 0 <= size_bytes < len(payload):
-            with pytest.raises(RemoteProtocolError):
-                check_batch(payload[:size_bytes], total)
+            for cut in (check_batch, lambda payload, count: offset_after(payload, count, count)):
+                with pytest.raises(RemoteProtocolError, match=r"ends after|bytes are left|runs past the end"):
+                    cut(payload[:size_bytes], total)
+
+
+@pytest.mark.parametrize("total", [1, 2, 3, 50])
+@pytest.mark.parametrize("message_type", [1, 5, 9, 66, 255])
+def test_a_homogeneous_batch_of_another_type(total: int, message_type: int) -> None:
+    payload = encode_message(message_type, b"data") * total
+    with pytest.raises(RemoteProtocolError, match=rf"message 0 of a batch has type {message_type}, an RPC \(0\)"):
+        check_batch(payload, total)
+    with pytest.raises(RemoteProtocolError, match="message 0 of a batch"):
+        offset_after(payload, 1, total)
 
 
 def test_a_type_is_looked_at_in_each_message() -> None:

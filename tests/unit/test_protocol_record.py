@@ -10,7 +10,9 @@ from protocol.checksum import crc64_reference
 from protocol.errors import DamagedRecordError, LimitExceededError, LocalProtocolError, RemoteProtocolError
 from protocol.limits import RECORD_SIZE_BYTES_MAX
 from protocol.record import (
+    CHECKPOINT_SEQUENCE_ID,
     COMMITTER_ID_MAX,
+    CONTROL_SEQUENCE_ID,
     HEADER_SIZE_BYTES,
     decode_header,
     encode_header,
@@ -21,11 +23,11 @@ from protocol.record import (
 GIB = 1 << 30
 
 
-class Zeros(bytes):
-    """Looks larger than it is, so that the limit is tested without a gibibyte."""
+class Large(bytes):
+    """Looks as large as fits, plus its first byte: the limit is tested without a gibibyte."""
 
     def __len__(self) -> int:
-        return GIB
+        return GIB - HEADER_SIZE_BYTES + self[0]
 
 
 def header_of(size_bytes: int) -> bytes:
@@ -78,8 +80,9 @@ def test_the_size_limit() -> None:
     assert decode_header(header_of(GIB)).size_bytes == GIB
     with pytest.raises(LimitExceededError, match="record 5 of 1073741825 bytes, at most 1073741824 are accepted"):
         decode_header(header_of(GIB + 1))
-    with pytest.raises(LocalProtocolError, match="a record of 1073741848 bytes, at most 1073741824"):
-        encode_header(7, 5, (Zeros(),))
+    with pytest.raises(LocalProtocolError, match="a record of 1073741825 bytes, at most 1073741824"):
+        encode_header(7, 5, (Large(b"\1"),))
+    assert decode_header(encode_header(7, 5, (Large(b"\0"),))).size_bytes == GIB
 
 
 @pytest.mark.parametrize("size_bytes", [-(1 << 31), -1, 0, 23])
@@ -102,6 +105,7 @@ def test_a_header_inside_other_bytes() -> None:
 @pytest.mark.parametrize("committer_id", [1, COMMITTER_ID_MAX])
 @pytest.mark.parametrize("sequence_id", [-2, -1, 0, (1 << 63) - 1])
 def test_ids_that_fit(committer_id: int, sequence_id: int) -> None:
+    assert (COMMITTER_ID_MAX, CONTROL_SEQUENCE_ID, CHECKPOINT_SEQUENCE_ID) == (2_147_483_647, -1, -2)
     header = verify_record(encode_record(committer_id, sequence_id, b""))
     assert (header.committer_id, header.size_bytes, header.sequence_id) == (
         committer_id,

@@ -1,0 +1,431 @@
+"""What a class may be: each rule is an error where the class is made, and says the way out."""
+
+from __future__ import annotations
+
+import collections
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+import appsdk.handlers
+from appsdk import Immortal, Impulses, Transient, impulse, initial, on_primary, peer, rpc
+from appsdk.errors import DefinitionError, UsageError
+from appsdk.handlers import method_id_of_name
+from appsdk.proxy import definition_of
+
+
+class Counter(Immortal):
+    words: dict[str, int]
+
+    def __init__(self) -> None:
+        self.words = {}
+
+    @rpc
+    def count(self, line: str, times: int = 1) -> None:
+        for word in line.split():
+            self.words[word] = self.words.get(word, 0) + times
+
+    @rpc(id=7)
+    def reset(self) -> None:
+        self.words.clear()
+
+
+class Louder(Counter):
+    @rpc
+    def count(self, line: str, times: int = 1) -> None:
+        super().count(line.upper(), times)
+
+
+class Reader(Immortal):
+    counter = peer(Counter, "counter")
+    back = peer(lambda: Writer, "writer")
+    by_path = peer("collections:OrderedDict", "nobody")
+
+    @impulse
+    def line(self, text: str) -> None:
+        self.counter.count.fork(text)
+
+
+class Writer(Immortal):
+    reader = peer(Reader, "reader")
+
+
+def test_method_ids_follow_from_the_name_alone() -> None:
+    # Golden: a change of these would send the calls of yesterday's logs elsewhere.
+    assert method_id_of_name("count") == 343311
+    assert method_id_of_name("line") == 788137
+    handlers = definition_of(Counter).handlers
+    assert handlers["count"].method_id == 343311
+    assert handlers["reset"].method_id == 7
+
+
+def test_a_plain_instance_works_without_a_coordinator() -> None:
+    counter = Counter()
+    counter.count("a b a")
+    Counter.count(counter, "b")
+    assert counter.words == {"a": 2, "b": 2}
+    with pytest.raises(UsageError, match="does not run beside a coordinator"):
+        counter.count.fork("a")
+    assert counter.now().tzinfo is not None
+    assert 0 <= counter.random.random() < 1
+    assert counter.uuid4().version == 4
+
+
+def test_an_overriding_handler_reaches_the_overridden_one() -> None:
+    louder = Louder()
+    louder.count("a")
+    assert louder.words == {"A": 1}
+    assert definition_of(Louder).handlers["count"].method_id == definition_of(Counter).handlers["count"].method_id
+
+
+def test_immortal_itself_is_no_app() -> None:
+    with pytest.raises(DefinitionError, match="below it"):
+        Immortal()
+
+
+def test_an_attribute_for_state_can_not_replace_a_handler_or_peer() -> None:
+    counter = Counter()
+    with pytest.raises(AttributeError):
+        counter.count = 1  # type: ignore[misc,assignment]
+
+
+def _no_annotation() -> None:
+    class App(Immortal):
+        @rpc
+        def count(self, line) -> None:  # type: ignore[no-untyped-def]
+            pass
+
+
+def _no_return_annotation() -> None:
+    class App(Immortal):
+        @rpc
+        def count(self, line: str):  # type: ignore[no-untyped-def]
+            pass
+
+
+def _star_arguments() -> None:
+    class App(Immortal):
+        @rpc
+        def count(self, *lines: str) -> None:
+            pass
+
+
+def _star_keywords() -> None:
+    class App(Immortal):
+        @rpc
+        def count(self, **lines: str) -> None:
+            pass
+
+
+def _keyword_only() -> None:
+    class App(Immortal):
+        @rpc
+        def count(self, *, line: str) -> None:
+            pass
+
+
+def _async_handler() -> None:
+    class App(Immortal):
+        @rpc
+        async def count(self, line: str) -> None:
+            pass
+
+
+def _async_hook() -> None:
+    class App(Immortal):
+        @on_primary  # type: ignore[arg-type]
+        async def feed(self, impulses: Impulses) -> None:
+            pass
+
+
+def _generator() -> None:
+    class App(Immortal):
+        @rpc
+        def count(self) -> Any:
+            yield 1
+
+
+def _static_method() -> None:
+    class App(Immortal):
+        @rpc  # type: ignore[arg-type]
+        @staticmethod
+        def count(line: str) -> None:
+            pass
+
+
+def _no_self() -> None:
+    class App(Immortal):
+        @rpc  # type: ignore[arg-type]
+        def count() -> None:  # type: ignore[misc]
+            pass
+
+
+def _unsupported_parameter() -> None:
+    class App(Immortal):
+        @rpc
+        def count(self, function: Callable[[], int]) -> None:
+            pass
+
+
+def _custom_parameter() -> None:
+    class App(Immortal):
+        @rpc
+        def count(self, words: list[collections.Counter[str]]) -> None:
+            pass
+
+
+def _unsupported_attribute() -> None:
+    class App(Immortal):
+        words: dict[str, collections.Counter[str]]
+
+
+def _hook_without_impulses() -> None:
+    class App(Immortal):
+        @on_primary  # type: ignore[arg-type]
+        def feed(self) -> None:
+            pass
+
+
+def _two_initials() -> None:
+    class App(Immortal):
+        @initial
+        def begin(self) -> None:
+            pass
+
+        @initial
+        def start(self) -> None:
+            pass
+
+
+def _initial_with_argument() -> None:
+    class App(Immortal):
+        @initial  # type: ignore[arg-type]
+        def begin(self, line: str) -> None:
+            pass
+
+
+def _same_id_by_hand() -> None:
+    class App(Immortal):
+        @rpc(id=3)
+        def first(self) -> None:
+            pass
+
+        @impulse(id=3)
+        def second(self) -> None:
+            pass
+
+
+def _id_out_of_range() -> None:
+    class App(Immortal):
+        @rpc(id=0)
+        def count(self) -> None:
+            pass
+
+
+def _reserved_handler() -> None:
+    class App(Immortal):
+        @rpc
+        def now(self) -> None:  # type: ignore[override]
+            pass
+
+
+def _reserved_attribute() -> None:
+    class App(Immortal):
+        random: int  # type: ignore[assignment]
+
+
+def _checkpoint_as_attribute() -> None:
+    class App(Immortal):
+        checkpoint: int
+
+
+def _checkpoint_alone() -> None:
+    class App(Immortal):
+        def checkpoint(self) -> bytes:
+            return b""
+
+
+def _handler_overridden_by_plain_method() -> None:
+    class App(Counter):
+        def count(self, line: str, times: int = 1) -> None:  # type: ignore[override]
+            pass
+
+
+def _second_name() -> None:
+    class App(Immortal):
+        @rpc
+        def count(self) -> None:
+            pass
+
+        total = count
+
+
+def _bad_serializer() -> None:
+    class App(Immortal, serializer="json"):  # type: ignore[call-arg,arg-type]
+        pass
+
+
+def _bad_formerly() -> None:
+    class App(Immortal, formerly="Old"):
+        pass
+
+
+def _peer_without_name() -> None:
+    class App(Immortal):
+        counter = peer(Counter, "")
+
+
+def _peer_of_another_class() -> None:
+    class App(Immortal):
+        counter = peer(dict, "counter")
+
+
+def _peer_path() -> None:
+    class App(Immortal):
+        counter = peer("Counter", "counter")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (_no_annotation, ["count", "'line'", "annotation"]),
+        (_no_return_annotation, ["count", "return", "-> None"]),
+        (_star_arguments, ["count", "'*lines'"]),
+        (_star_keywords, ["count", "'**lines'"]),
+        (_keyword_only, ["count", "'line'", "keyword-only"]),
+        (_async_handler, ["count", "not there yet"]),
+        (_async_hook, ["feed", "not there yet"]),
+        (_generator, ["count", "generator"]),
+        (_static_method, ["plain method", "staticmethod"]),
+        (_no_self, ["count", "self"]),
+        (_unsupported_parameter, ["count", "'function'"]),
+        (_custom_parameter, ["count", "'words'", "Counter"]),
+        (_unsupported_attribute, ["App", "'words'", "Counter", "checkpoint", "pickle"]),
+        (_hook_without_impulses, ["feed", "impulses: Impulses"]),
+        (_two_initials, ["begin", "start"]),
+        (_initial_with_argument, ["begin", "@initial"]),
+        (_same_id_by_hand, ["first", "second", "3", "id="]),
+        (_id_out_of_range, ["count", "id=0", "8191"]),
+        (_reserved_handler, ["'now'", "choose another"]),
+        (_reserved_attribute, ["'random'", "choose another"]),
+        (_checkpoint_as_attribute, ["checkpoint", "-> bytes"]),
+        (_checkpoint_alone, ["checkpoint", "restore"]),
+        (_handler_overridden_by_plain_method, ["App.count", "@rpc"]),
+        (_second_name, ["total", "'count'"]),
+        (_bad_serializer, ["'json'", "pickle"]),
+        (_bad_formerly, ["('Old',)"]),
+        (_peer_without_name, ["name"]),
+        (_peer_of_another_class, ["dict", "Immortal"]),
+        (_peer_path, ["'Counter'", "module:Class"]),
+    ],
+)
+def test_what_can_not_be_run_is_an_error_at_class_creation(make: Callable[[], None], words: list[str]) -> None:
+    with pytest.raises(DefinitionError) as caught:
+        make()
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_ids_that_collide_name_both_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(appsdk.handlers, "method_id_of_name", lambda name: 9000)
+    with pytest.raises(DefinitionError, match=r"one and two have the same method ID.*@rpc\(id=1\)"):
+
+        class App(Immortal):
+            @rpc
+            def one(self) -> None: ...
+
+            @rpc
+            def two(self) -> None: ...
+
+
+def test_what_is_no_state_is_left_out() -> None:
+    class App(Immortal):
+        counter = peer(Counter, "counter")
+        limit: ClassVar[int] = 3
+        cache: Transient[dict[str, int]]
+        _private: int
+        __mangled: int = 0
+
+    schema = definition_of(App).state()
+    assert sorted(schema.fields) == ["_App__mangled", "_private"]
+    assert schema.transient == {"cache"}
+
+
+def test_peers_that_refer_to_each_other() -> None:
+    reader = Reader()
+    assert repr(reader.counter) == "<peer 'counter'>"
+    with pytest.raises(AttributeError, match=r"Counter has no handler 'counted' \(its handlers: count, reset\)"):
+        reader.counter.counted  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(UsageError, match=r"\.fork"):
+        reader.counter.count("a")
+    with pytest.raises(AttributeError, match="Writer has no handler"):
+        reader.back.anything  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(DefinitionError, match="OrderedDict"):
+        reader.by_path.anything  # noqa: B018
+
+
+USER_PROGRAM = '''
+from appsdk import Immortal, Impulses, impulse, on_primary, peer, rpc
+
+class Counter(Immortal):
+    words: dict[str, int]
+
+    def __init__(self) -> None:
+        self.words = {}
+
+    @rpc
+    def count(self, line: str) -> None:
+        for word in line.split():
+            self.words[word] = self.words.get(word, 0) + 1
+
+class Reader(Immortal):
+    counter = peer(Counter, "counter")
+    lines: int
+
+    def __init__(self) -> None:
+        self.lines = 0
+
+    @impulse
+    def line(self, text: str) -> None:
+        self.lines += 1
+        self.counter.count.fork(text)
+
+    @on_primary
+    def feed(self, impulses: Impulses) -> None:
+        for text in ["a", "b"][self.lines:]:
+            impulses.line(text)
+        impulses.to(self).line("c")
+        impulses.to(self.counter).count("d")
+'''
+
+WRONG_USES = '''
+class Wrong(Immortal):
+    counter = peer(Counter, "counter")
+
+    @rpc
+    def go(self) -> None:
+        self.counter.count.fork(1)
+        self.counter.count.fork()
+        self.counter.counted.fork("a")
+        self.go.fork("a")
+        self.counter.count.fork("fine")
+'''
+
+
+@pytest.mark.slow
+def test_the_users_program_is_typed(tmp_path: Path) -> None:
+    program = tmp_path / "wordcount.py"
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), str(program)]
+    root = Path(__file__).parents[2]
+    program.write_text(USER_PROGRAM)
+    good = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert good.returncode == 0, good.stdout
+    program.write_text(USER_PROGRAM + WRONG_USES)
+    bad = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    first = (USER_PROGRAM + WRONG_USES).split("\n").index("        self.counter.count.fork(1)") + 1
+    wrong_lines = {int(line.split(":")[1]) for line in bad.stdout.splitlines() if ": error:" in line}
+    assert wrong_lines == {first, first + 1, first + 2, first + 3}, bad.stdout
