@@ -74,6 +74,7 @@ class Context:
         "seed",
         "sequence_id",
         "sites",
+        "slice_end",
         "thread_id",
     )
 
@@ -88,6 +89,7 @@ class Context:
         self.sequence_id = -1
         self.message_index = 0
         self.record_time_ns: int | None = None
+        self.slice_end = 0  # where in the record the delivery pauses; the outbox sets it to 0 to pause it at once
         self.handling_thread_id = 0  # of the handlers' thread while a handler runs, else 0: who may call
         self._streams: dict[tuple[bytes, bytes], random.Random] = {}
         self._streams_of = (-1, 0)

@@ -49,7 +49,7 @@ class Delivery:
         """There is no @initial method."""
 
     def deliver(self, instance: Any, content: bytes, offset: int, end: int, slice_end: int) -> int:
-        """Handle the messages that start before ``slice_end``; where the next one starts.
+        """Handle the messages that start before ``slice_end`` (at least one); where the next one starts.
 
         Raises HandlerError, RemoteProtocolError.
         """
@@ -58,7 +58,8 @@ class Delivery:
         front, front_size_bytes, stride = b"", 0, 0
         source: bytes | memoryview = content
         context.handling_thread_id = context.thread_id
-        while offset < slice_end:
+        context.slice_end = slice_end
+        while offset < context.slice_end:
             start = offset + front_size_bytes
             if not front or content[offset:start] != front:
                 (decode, function, name), start, stride = self._look_up(content, offset, end, index)

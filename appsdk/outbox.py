@@ -25,6 +25,8 @@ BATCH_FRONT_SIZE_BYTES_MAX = 1 << 10  # size, type, name, count, with room for w
 CALL_SIZE_BYTES_MAX = MESSAGE_SIZE_BYTES_MAX - BATCH_SIZE_BYTES - BATCH_FRONT_SIZE_BYTES_MAX
 """Of one encoded call: the batch that it ends up in is a message, and may hold almost BATCH_SIZE_BYTES before it."""
 
+READY_SIZE_BYTES_MAX = 256 << 10  # of closed batches: with more, the delivery pauses until they are taken
+
 IMPULSES_OUTSTANDING_MAX = 16_384  # sent, not yet durable: what a hook can have in flight
 IMPULSES_OUTSTANDING_BYTES_MAX = 4 << 20
 
@@ -165,6 +167,8 @@ class Outbox:
         data, count, destination = batch.data, batch.count, batch.destination
         batch.data, batch.count = bytearray(), 0
         self._append(MessageType.STREAM_BATCH, destination, count, data)
+        if self.ready_size_bytes >= READY_SIZE_BYTES_MAX:
+            self._context.slice_end = 0
 
     def _append(self, message_type: MessageType, destination: str, count: int, data: bytearray) -> None:
         if destination and destination not in self._attached:

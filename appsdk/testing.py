@@ -117,6 +117,10 @@ class AppOutput:
         return {sent.data.decode() for sent in self.messages if sent.message_type == MessageType.ATTACH_TO}
 
     @property
+    def calls_count(self) -> int:
+        return sum(len(sent.calls) for sent in self.messages)
+
+    @property
     def calls(self) -> list[tuple[str, int, tuple[Any, ...]]]:
         """All calls and impulses so far: (destination, method ID, arguments)."""
         return [

@@ -99,6 +99,8 @@ class LogWriter:
                 return ChunkWritten(len(job.data))
         except LogError as error:
             return LogFailed(error)
+        except Exception as error:  # it must not end the thread: the machine would wait for its answer for ever
+            return LogFailed(LogError(f"a write to the log failed: {error!r}"))
 
     def _run(self) -> None:
         while True:
@@ -106,7 +108,7 @@ class LogWriter:
             if job is not None:
                 self._done.extend(self._write_joined(job))
                 os.eventfd_write(self._wake, 1)
-            elif self._closing:
+            elif self._closing and self._jobs.empty():
                 return
             elif self._trim.is_set():
                 self._trim_step()

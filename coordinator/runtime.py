@@ -272,11 +272,12 @@ class Coordinator:
             self._messenger.send_message(endpoint, encode_frame(effect.frame), reply)
 
     def _peer_replied(self, effect: ef.SendToPeer, parts: list[bytes]) -> None:
-        if not parts:  # acknowledged, but the answer is not kept any more: the receiver knows it, ask again
+        # Without parts: acknowledged, but the answer is not kept any more. The receiver knows it: ask again, as for
+        # an answer that was damaged on its way.
+        frame = self._decode(effect.destination, parts) if parts else None
+        if frame is None:
             self._send_to_peer(effect)
-            return
-        frame = self._decode(effect.destination, parts)
-        if frame is not None:
+        else:
             self._events.append(ev.PeerReplied(effect.destination, effect.tag, frame))
 
     def _decode(self, origin: str, parts: list[bytes]) -> PeerFrame | None:

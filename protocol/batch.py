@@ -11,12 +11,14 @@ from protocol.limits import MESSAGE_SIZE_BYTES_MAX
 from protocol.messages import MessageType, decode_message
 from protocol.varint import Readable, decode_zigzag_int, encode_zigzag
 
+RPC_SIZE_BYTES_MIN = 4  # type, kind, method ID, RPC type
+
 
 def _stride(payload: bytes, count: int) -> int:
     """The size in bytes of each message if all ``count`` start with the same size and type RPC, else 0."""
     message_type, start, end = decode_message(payload, 0)
-    if end * count != len(payload) or message_type != MessageType.RPC:
-        return 0
+    if end * count != len(payload) or message_type != MessageType.RPC or end - start + 1 < RPC_SIZE_BYTES_MIN:
+        return 0  # where something is wrong, the walk over each says what
     for offset in range(start):
         if payload[offset::end] != payload[offset : offset + 1] * count:
             return 0
@@ -28,6 +30,13 @@ def check_batch(payload: bytes, count: int) -> None:
     end = offset_after(payload, count, count)
     if end != len(payload):
         raise RemoteProtocolError(f"a batch of {count} messages has {len(payload) - end} bytes too many")
+
+
+def _refuse_small(index: int, size_bytes: int, message_type: int) -> None:
+    if message_type == MessageType.RPC:
+        raise RemoteProtocolError(
+            f"message {index} of a batch is an RPC of {size_bytes} bytes, at least {RPC_SIZE_BYTES_MIN} were expected"
+        )
 
 
 def offset_after(payload: bytes, count: int, total: int) -> int:
@@ -52,8 +61,9 @@ def offset_after(payload: bytes, count: int, total: int) -> int:
         else:
             _, start, end = decode_message(payload, offset)
             type_offset, size_bytes = start - 1, end - start + 1
-        if size_bytes == 0 or payload[offset] & 1 or type_offset + size_bytes > available:
-            decode_message(payload, offset)  # says what is wrong
+        if size_bytes < RPC_SIZE_BYTES_MIN or payload[offset] & 1 or type_offset + size_bytes > available:
+            decode_message(payload, offset)  # says what is wrong, unless it is only too small
+            _refuse_small(index, size_bytes, payload[type_offset])
         if payload[type_offset] != MessageType.RPC:
             raise RemoteProtocolError(
                 f"message {index} of a batch has type {payload[type_offset]}, an RPC (0) was expected"

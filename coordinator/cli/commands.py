@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from importlib.metadata import PackageNotFoundError, version
 
 import click
 
@@ -28,13 +27,6 @@ class _Main(Commands):
         return super().get_command(ctx, name)
 
 
-def _version() -> str:
-    try:
-        return version("immortal")
-    except PackageNotFoundError:
-        return "unknown (not installed)"
-
-
 @click.group(cls=_Main, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--home",
@@ -44,7 +36,7 @@ def _version() -> str:
     type=click.Path(file_okay=False),
     help=f"The registry folder; or set {HOME_VARIABLE}.",
 )
-@click.version_option(_version(), prog_name="immortal")
+@click.version_option(package_name="immortal", prog_name="immortal")
 @click.pass_context
 def main(ctx: click.Context, home: str) -> None:
     """Virtual resiliency: services that survive kill -9 with nothing lost and nothing doubled."""

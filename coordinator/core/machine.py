@@ -146,10 +146,11 @@ class Machine:
                 break
             try:
                 self._handlers[type(event)](event)
-            except RemoteProtocolError as error:
-                self._refuse_app(error)
             except ImmortalError as error:
-                self._stop(error)
+                if isinstance(event, ev.AppData) and isinstance(error, RemoteProtocolError):
+                    self._refuse_app(error)
+                else:
+                    self._stop(error)
         if not self.stopped:
             try:
                 self._end_turn()

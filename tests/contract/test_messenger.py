@@ -1020,8 +1020,41 @@ def test_room_that_appears_while_sending_is_used(house: House) -> None:
     house.drive(lambda: sender.counters().acknowledged == 2)
 
 
-def test_a_full_pipe_waits_and_loses_nothing(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The receiver does not read, so ZeroMQ says EAGAIN; then it reads, and the sender's descriptor tells."""
+def test_nothing_is_sent_on_a_connection_before_the_monitor_has_told_of_it(house: House) -> None:
+    """Else a later message could overtake those that have to be sent again."""
+    receiver, sender = house.messenger(), house.messenger()
+    endpoint = receiver.listen(house.endpoint(), echo)
+    sender.send_message(endpoint, b"1")
+    house.drive(lambda: sender.counters().acknowledged == 1)
+    link = sender._links[endpoint]
+    link.connected = False
+    sender.send_message(endpoint, b"2")
+    sender.flush()
+    house.settle()
+    assert sender.counters().sent == 1
+    link.connected = True
+    sender.send_message(endpoint, b"3")
+    house.drive(lambda: sender.counters().acknowledged == 3)
+
+
+def test_a_reply_that_nobody_is_there_for_is_counted(house: House) -> None:
+    receiver, sender = house.messenger(), house.messenger()
+    held: list[Received] = []
+    endpoint = receiver.listen(house.endpoint(), held.append)
+    sender.send_message(endpoint, b"x")
+    house.drive(lambda: held)
+    sender.drop(endpoint)
+    end = time.monotonic() + WAIT_SECONDS
+    while receiver.counters().replies_unsent == 0:  # until ZeroMQ's thread has noticed
+        held[0]._replied = False
+        held[0].reply()
+        receiver.process()
+        assert time.monotonic() < end
+
+
+@pytest.fixture
+def small_pipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeroMQ and the kernel hold little."""
     configure_link, configure_listener = Link._configure, Listener._configure
 
     def small_link(self: Link) -> None:
@@ -1036,6 +1069,36 @@ def test_a_full_pipe_waits_and_loses_nothing(house: House, monkeypatch: pytest.M
 
     monkeypatch.setattr(Link, "_configure", small_link)
     monkeypatch.setattr(Listener, "_configure", small_listener)
+
+
+@pytest.mark.usefixtures("small_pipes")
+def test_what_waits_in_zeromq_does_not_overtake_at_a_reconnect(networked: House) -> None:
+    """The receiver goes while it reads nothing, with messages in ZeroMQ's pipe that were never on the wire."""
+    house = networked
+    first, second, sender = house.messenger(), house.messenger(), house.messenger()
+    arrived: list[int] = []
+
+    def loop(received: Received) -> None:
+        arrived.append(int(received.parts[0]))
+        received.reply()
+
+    endpoint = first.listen(house.fixed_endpoint(), echo)
+    for number in range(200):
+        sender.send_message(endpoint, [b"%d" % number, b"x" * 100_000])
+    house.messengers.remove(first)  # it is not driven
+    house.drive(lambda: sender.counters().sent >= 8)
+    house.settle()
+    assert sender.counters().sent < 200
+    first.close()
+    house.drive(lambda: not sender.connected(endpoint))
+    listen_when_free(second, endpoint, loop)
+    house.drive(lambda: sender.pending_count(endpoint) == 0)
+    assert arrived == list(range(200))
+
+
+@pytest.mark.usefixtures("small_pipes")
+def test_a_full_pipe_waits_and_loses_nothing(house: House) -> None:
+    """The receiver does not read, so ZeroMQ says EAGAIN; then it reads, and the sender's descriptor tells."""
     receiver, sender = house.messenger(), house.messenger()
     arrived: list[int] = []
 

@@ -203,7 +203,7 @@ class Driven:
     def replies(self) -> list[tuple[object, FrameType, int]]:
         return [(reply.token, reply.frame.frame_type, reply.frame.position) for reply in self.of(ef.ReplyToPeer)]
 
-    # --- a peer called "b" --------------------------------------------------------------------------------------------
+    # --- a peer called "b" -------------------------------------------------------------------------------------------
 
     def peer_frame(self, frame_type: FrameType, position: int, **fields: object) -> PeerFrame:
         values: dict = {"sender": "b", "receiver": self.machine.name, "committer_id": PEER_COMMITTER_ID, "epoch": 1}

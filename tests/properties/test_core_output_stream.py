@@ -131,6 +131,7 @@ class OutputStreamMachine(RuleBasedStateMachine):
         if any(message.ticket > self.durable for message in self.model):
             return  # it follows them into the log
         self.snapshot = Snapshot(self.stream.mark, tuple(self.stream.unacknowledged))
+        self.acknowledged_on_disk = self.stream.acknowledged  # in the same transaction, or in one before it
 
     @rule(data=st.data())
     def a_crash_and_a_replay(self, data: st.DataObject) -> None:

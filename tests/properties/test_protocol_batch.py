@@ -11,7 +11,7 @@ from protocol.messages import MessageType, decode_message, encode_message
 
 REFUSED = "refused"
 
-rpcs = st.integers(0, 200).map(lambda size_bytes: encode_message(MessageType.RPC, bytes(size_bytes)))
+rpcs = st.integers(3, 200).map(lambda size_bytes: encode_message(MessageType.RPC, bytes(size_bytes)))
 wrong = st.one_of(
     st.sampled_from((b"", b"\0", b"\x01", b"\x02", b"\x03\0", b"\x80", b"\x80\x80\x80\x80\x80", b"\x02\x01")),
     st.binary(max_size=8),
@@ -21,7 +21,7 @@ wrong = st.one_of(
 
 @st.composite
 def homogeneous(draw: st.DrawFn) -> bytes:
-    size_bytes = draw(st.sampled_from((0, 1, 5, 61, 62, 63, 64, 100, 300)))
+    size_bytes = draw(st.sampled_from((3, 4, 5, 61, 62, 63, 64, 100, 300)))
     arguments = st.binary(min_size=size_bytes, max_size=size_bytes)
     return b"".join(encode_message(MessageType.RPC, draw(arguments)) for _ in range(draw(st.integers(1, 12))))
 
@@ -61,10 +61,10 @@ def walk(payload: bytes, count: int) -> int | str:
     offset = 0
     for _ in range(count):
         try:
-            message_type, _, offset = decode_message(payload, offset)
+            message_type, start, offset = decode_message(payload, offset)
         except RemoteProtocolError:
             return REFUSED
-        if message_type != MessageType.RPC:
+        if message_type != MessageType.RPC or offset - start < 3:  # kind, method ID, RPC type
             return REFUSED
     return offset
 

@@ -1,8 +1,9 @@
 """Several real coordinators' machines over a simulated disk, network and clock, all drawn from one seed.
 
-The disk answers late and loses what it had not answered. The network delays, loses, duplicates and reorders; a message is
-sent again until it is answered (the messenger's promise), to whichever life of the receiver is up. Apps and coordinators
-die at any effect. The apps are small, deterministic and count everything; `check` compares them with what must have been.
+The disk answers late and loses what it had not answered. The network delays, loses, duplicates and reorders; a message
+is sent again until it is answered (the messenger's promise), to whichever life of the receiver is up. Apps and
+coordinators die at any effect. The apps are small, deterministic and count everything; `check` compares them with what
+must have been.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from coordinator.core.limits import Limits
 from coordinator.core.machine import Machine
 from coordinator.core.session import Phase
 from coordinator.log.memory import MemoryLogStore
+from protocol.batch import decode_batch
 from protocol.extensions import ALL_EXTENSIONS, Hello, decode_impulses_accepted, encode_app_batch, encode_hello
 from protocol.messages import (
     MessageType,
@@ -29,8 +31,7 @@ from protocol.messages import (
     encode_incoming_rpc,
     encode_message,
 )
-from protocol.batch import decode_batch
-from protocol.peer import PeerFrame, decode_frame, encode_frame
+from protocol.peer import decode_frame, encode_frame
 from protocol.readers import BlobData, BlobStart, RecordReader
 
 TINY = Limits(

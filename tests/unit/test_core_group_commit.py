@@ -6,10 +6,11 @@ import pytest
 
 from coordinator.core import effects as ef
 from coordinator.core.errors import InvariantError
-from coordinator.core.group_commit import GroupCommit
+from coordinator.core.group_commit import COMMITS_ON_THEIR_WAY_MAX, GroupCommit
 from coordinator.core.interfaces import OutputMark
 from coordinator.core.limits import Limits
 from coordinator.log.values import verify_value
+from protocol.checksum import crc64
 from protocol.messages import MessageType, decode_messages
 from protocol.peer import FrameType
 from protocol.record import decode_header
@@ -106,7 +107,20 @@ def test_the_trailer_names_each_source_and_how_far_the_outputs_had_got() -> None
     assert driven.store.summary().sources["b"].position == 3
 
 
-# --- alone -------------------------------------------------------------------------------------------------------------
+def test_marks_wait_for_a_record() -> None:
+    # Taken in a turn whose commit held none, they were in no trailer at all.
+    driven = Driven.started()
+    driven.data(attach("b") + call("b", 1))
+    driven.reply(FrameType.WELCOME, 0)  # commits who b is
+    assert len(commits(driven)) == 1
+    driven.batch("t", 1, rpc(1))
+    driven.batch("t", 2, rpc(2))
+    values = driven.store.read(1, 10_000)
+    marks = [verify_value(value, 1 + index, COMMITTER_ID)[1].outputs for index, value in enumerate(values)]
+    assert marks == [[OutputMarkEntry("b", 1, crc64(rpc(1)))], []]
+
+
+# --- alone -----------------------------------------------------------------------------------------------------------
 
 
 def test_nothing_to_do_is_no_commit() -> None:
@@ -141,6 +155,29 @@ def test_input_behind_a_sealed_group_goes_into_the_next() -> None:
     assert sealed is second
     assert sealed.sequence_id == 1
     assert verify_value(sealed.transaction.records[0][1], 1, COMMITTER_ID)[1].outputs == [OutputMarkEntry("b", 4, 5)]
+
+
+def test_full_groups_do_not_wait_for_each_other_but_the_last_one_does() -> None:
+    log = fresh(group_size_bytes=15)
+    for _ in range(COMMITS_ON_THEIR_WAY_MAX + 3):
+        log.append((rpc(1),), 10, SOURCE)
+    on_their_way = []
+    while (group := log.next_commit(NOW_NS, {})) is not None:
+        on_their_way.append(group)
+    assert [group.ticket for group in on_their_way] == list(range(1, COMMITS_ON_THEIR_WAY_MAX + 1))
+    assert [group.sequence_id for group in on_their_way] == list(range(COMMITS_ON_THEIR_WAY_MAX))
+    with pytest.raises(InvariantError, match="commit 2 is done, but was not on its way"):
+        log.committed(2)
+    log.committed(1)
+    assert (log.durable_ticket, log.durable_sequence_id) == (1, 0)
+    assert log.next_commit(NOW_NS, {}) is not None
+    log.committed(2)
+    assert log.next_commit(NOW_NS, {}) is not None
+    log.committed(3)
+    assert log.next_commit(NOW_NS, {}) is None, "the open group must gather while others are on their way"
+    for ticket in range(4, COMMITS_ON_THEIR_WAY_MAX + 3):
+        log.committed(ticket)
+    assert log.next_commit(NOW_NS, {}) is not None
 
 
 def test_the_app_gets_the_record_without_its_trailer() -> None:

@@ -310,7 +310,7 @@ def test_nothing_is_said_inside_a_blob(event: ev.Event) -> None:
     assert not second.app_bytes
 
 
-# --- the app is lost ---------------------------------------------------------------------------------------------------
+# --- the app is lost -------------------------------------------------------------------------------------------------
 
 
 class _Held(Driven):
@@ -396,8 +396,9 @@ def test_impulses_of_a_lost_app_become_durable_but_are_not_told_to_the_next() ->
     driven.data(call("", 1, rpc_type=2))
     driven.close()
     driven.connect()
+    driven.data(HELLO)
     driven.disk_all()
-    driven.data(HELLO + checkpoint(b"x"))
+    driven.data(checkpoint(b"x"))
     driven.disk_all()
     assert (1, "RECORD_TIME", "RPC") in driven.heard
     assert (-1, "IMPULSES_ACCEPTED") not in driven.heard
@@ -420,7 +421,7 @@ def test_closing_without_an_app_does_nothing() -> None:
     assert Driven().close() == []
 
 
-# --- checkpoints -------------------------------------------------------------------------------------------------------
+# --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_is_asked_for_by_size() -> None:
@@ -483,7 +484,7 @@ def test_a_blob_is_written_in_chunks_before_its_header() -> None:
     assert jobs[-1].transaction.checkpoint is not None
 
 
-# --- a clean stop ------------------------------------------------------------------------------------------------------
+# --- a clean stop ----------------------------------------------------------------------------------------------------
 
 
 def test_a_stop_takes_a_last_checkpoint_and_says_goodbye() -> None:
@@ -582,7 +583,7 @@ def test_an_app_that_dies_instead_of_the_last_checkpoint_ends_the_stop() -> None
     assert driven.stop.error is None
 
 
-# --- the table -----------------------------------------------------------------------------------------------------------
+# --- the table -------------------------------------------------------------------------------------------------------
 
 
 def test_every_step_that_the_table_does_not_have_is_an_internal_error() -> None:

@@ -48,9 +48,7 @@ def taken(stream: OutputStream, durable_ticket: int = 0) -> list[tuple[int, byte
     ],
 )
 @pytest.mark.parametrize("singly", [True, False])
-def test_kept_impulses_go_back_to_their_places(
-    impulses: list[ImpulseBatch], replayed: list[int], singly: bool
-) -> None:
+def test_kept_impulses_go_back_to_their_places(impulses: list[ImpulseBatch], replayed: list[int], singly: bool) -> None:
     if impulses[0].first_position == 1:
         replayed = [91, 1, 2, 3]
     stream = opened(impulses=impulses)
@@ -74,7 +72,10 @@ def test_an_acknowledged_impulse_keeps_its_place_without_its_bytes() -> None:
 
 def test_impulses_before_the_checkpoint_are_in_it() -> None:
     stream = opened(
-        mark=OutputMark(5, 99), unacknowledged=[OutputBatch(4, 2, payload(91, 5))], acknowledged=3, impulses=[kept(4, 91)]
+        mark=OutputMark(5, 99),
+        unacknowledged=[OutputBatch(4, 2, payload(91, 5))],
+        acknowledged=3,
+        impulses=[kept(4, 91)],
     )
     stream.finish_replay()
     assert taken(stream) == [(4, payload(91, 5))]
@@ -212,6 +213,16 @@ def test_a_frame_acknowledged_in_part_and_given_up() -> None:
     stream.give_up_in_flight()
     assert b"".join(found for _, found in taken(stream)) in (payload(3), payload(1, 2, 3))
     assert stream.waiting_bytes == 0
+
+
+def test_a_welcome_in_the_middle_of_what_waits() -> None:
+    stream = OutputStream("b", LIMITS)
+    stream.append(2, payload(1, 2))
+    stream.append(3, payload(3, 4, 5))
+    stream.acknowledge(4)
+    assert stream.waiting_bytes == len(payload(5))
+    stream.state = StreamState.OPEN
+    assert taken(stream) == [(5, payload(5))]
 
 
 def test_a_mark_is_new_once() -> None:

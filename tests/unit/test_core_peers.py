@@ -191,7 +191,7 @@ def test_while_stopping_no_peer_is_answered() -> None:
     assert driven.replies == []
 
 
-# --- sending -----------------------------------------------------------------------------------------------------------
+# --- sending ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_stream_opens_with_a_hello_and_sends_nothing_before_the_welcome() -> None:
@@ -230,6 +230,17 @@ def test_unacknowledged_outputs_come_back_from_the_checkpoint() -> None:
     second.recover()
     second.reply(FrameType.WELCOME, 1)
     assert [(frame.position, frame.payload) for frame in second.frames(FrameType.BATCH)] == [(2, rpc(2))]
+
+
+def test_what_was_acknowledged_before_a_checkpoint_is_on_disk_with_it() -> None:
+    # Its outputs begin behind that: a recovered stream that knew less would have a hole.
+    driven = Driven.started()
+    driven.open_stream()
+    driven.handle(ev.CheckpointRequested())
+    driven.reply(FrameType.TRIM_TO, 1)
+    driven.data(checkpoint(b"x"))
+    summary = driven.store.summary()
+    assert (summary.acknowledged, summary.checkpoints[-1].unacknowledged) == ({"b": 1}, {})
 
 
 def test_a_resend_gives_up_what_is_on_its_way_once() -> None:
@@ -334,7 +345,7 @@ def test_calls_to_oneself_go_through_the_log_once() -> None:
     assert second.frames() == []
 
 
-# --- replay compared with what receivers have ----------------------------------------------------------------------------
+# --- replay compared with what receivers have ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("destination", ["b", ""])
@@ -389,7 +400,7 @@ def test_a_base_app_is_never_told_of_acceptance() -> None:
     assert driven.heard == [(1, "RPC")]
 
 
-# --- back-pressure -------------------------------------------------------------------------------------------------------
+# --- back-pressure ---------------------------------------------------------------------------------------------------
 
 
 def pauses(driven: Driven) -> list[str]:

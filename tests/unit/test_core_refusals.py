@@ -186,7 +186,7 @@ def test_an_unknown_destination_stops_the_coordinator_and_tells_the_app() -> Non
     assert driven.heard == [(-1, "REFUSAL")]
 
 
-# --- any split ---------------------------------------------------------------------------------------------------------
+# --- any split -------------------------------------------------------------------------------------------------------
 
 
 def conversation() -> list[bytes]:

@@ -28,7 +28,7 @@ class Large(bytes):
         return 64 << 20
 
 
-@pytest.mark.parametrize("rpc", [SMALL, LARGE, HUGE, b"\x02\x00"])
+@pytest.mark.parametrize("rpc", [SMALL, LARGE, HUGE, b"\x08\x00\x00\x00\x00"])
 @pytest.mark.parametrize("total", [1, 2, 3, 50])
 def test_homogeneous(rpc: bytes, total: int) -> None:
     payload = rpc * total
@@ -227,3 +227,10 @@ def test_a_batch_as_large_as_a_message_may_be() -> None:
             return (64 << 20) - 2
 
     assert decode_message(encode_batch(AlmostLarge(), 2) + bytes((64 << 20) - 2))[0] == MessageType.RPC_BATCH
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 50])
+def test_an_rpc_without_room_for_its_fields_is_refused(count: int) -> None:
+    # It would be logged, and every replay would meet it again.
+    with pytest.raises(RemoteProtocolError, match="is an RPC of 3 bytes, at least 4 were expected"):
+        check_batch(b"\x06\x00\x00\x00" * count, count)

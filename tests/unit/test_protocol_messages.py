@@ -8,6 +8,7 @@ from protocol.errors import LimitExceededError, LocalProtocolError, RemoteProtoc
 from protocol.limits import MESSAGE_SIZE_BYTES_MAX
 from protocol.messages import (
     MessageType,
+    RpcKind,
     RpcType,
     decode_attach_to,
     decode_checkpoint,
@@ -132,6 +133,19 @@ def test_oneself_needs_no_attaching() -> None:
 
 
 # --- RPCs ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_numbers_in_an_rpc() -> None:
+    assert [int(kind) for kind in RpcKind] == [0, 1, 2, 3]
+    assert [int(rpc_type) for rpc_type in RpcType] == [0, 1, 2]
+    assert (RpcKind.CALL, RpcKind.RETURNED_VALUE, RpcKind.RETURNED_NOTHING, RpcKind.RAISED) == (0, 1, 2, 3)
+    assert (RpcType.ASYNC, RpcType.FORK, RpcType.IMPULSE) == (0, 1, 2)
+
+
+@pytest.mark.parametrize("method_id", [INT_MIN, INT_MAX])
+def test_the_outermost_method_ids(method_id: int) -> None:
+    message = encode_incoming_rpc(method_id, RpcType.FORK, b"")
+    assert decode_incoming_rpc(message[2:]).method_id == method_id
 
 
 @pytest.mark.parametrize("method_id", [INT_MIN - 1, INT_MAX + 1])

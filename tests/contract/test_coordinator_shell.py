@@ -1,0 +1,309 @@
+"""The shell around the core, in this process: the writer's thread over stand-in stores, the app's socket."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from coordinator.app_connection import AppConnection, AppListenError, listen
+from coordinator.core import effects as ef
+from coordinator.core import events as ev
+from coordinator.core.errors import LogError, LogFullError, LogSyncError
+from coordinator.core.interfaces import CheckpointHeader, ImpulseBatch, SourcePosition, Transaction
+from coordinator.log import MemoryLogStore
+from coordinator.log_writer import JOINED_SIZE_BYTES_MAX, LogWriter
+from coordinator.logs import Events
+from coordinator.registry import Registry
+from coordinator.runtime import Coordinator, check_checkpoint
+from protocol.checksum import crc64
+from protocol.record import encode_record
+from protocol.trailer import Trailer, encode_trailer
+
+DEADLINE_S = 10.0
+
+
+class Store(MemoryLogStore):
+    """Writes down what it is asked for; a write waits at ``gate``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done: list[str] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Event()
+        self.error: Exception | None = None
+
+    def commit(self, transaction: Transaction) -> None:
+        self.entered.set()
+        assert self.gate.wait(DEADLINE_S)
+        if self.error is not None:
+            raise self.error
+        super().commit(transaction)
+        self.done.append(f"commit {transaction.epoch}")
+
+    def write_checkpoint_chunk(self, checkpoint_id: int, index: int, data: bytes) -> None:  # type: ignore[override]
+        super().write_checkpoint_chunk(checkpoint_id, index, data)
+        self.done.append(f"chunk {index}")
+
+    def trim(self, *, keep_checkpoints: int | None) -> bool:
+        self.done.append(f"trim {keep_checkpoints}")
+        if self.error is not None:
+            raise self.error
+        return False
+
+
+def commit(number: int, size_bytes: int = 0) -> ef.Commit:
+    return ef.Commit(number, Transaction(epoch=number), size_bytes)
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store()
+
+
+@pytest.fixture
+def writer(store: Store) -> Iterator[LogWriter]:
+    made = LogWriter(store, keep_checkpoints=2, inline_size_bytes_max=100)
+    yield made
+    store.gate.set()
+    if made._thread.is_alive():
+        made.close()
+
+
+def collected(writer: LogWriter, count: int) -> list[ev.Event]:
+    events: list[ev.Event] = []
+    while len(events) < count:
+        ready, _, _ = select.select([writer], [], [], DEADLINE_S)
+        assert ready, f"the thread gave only {events}"
+        events += writer.take_done()
+    return events
+
+
+def test_small_commits_run_inline(store: Store, writer: LogWriter) -> None:
+    writer.submit(commit(1))
+    writer.submit(commit(2, 100))
+    assert store.done == []
+    assert writer.run_inline() == [ev.Committed(1), ev.Committed(2)]
+    assert writer.run_inline() == []
+    assert writer.take_done() == []
+
+
+def test_the_order_is_kept_between_inline_and_thread(store: Store, writer: LogWriter) -> None:
+    store.gate.clear()
+    writer.submit(commit(1))
+    writer.submit(commit(2, 101))
+    writer.submit(ef.WriteCheckpointChunk(1, 0, b"blob"))
+    writer.submit(commit(3))
+    assert writer.run_inline() == [], "a small commit overtook a large one"
+    store.gate.set()
+    assert collected(writer, 4) == [ev.Committed(1), ev.Committed(2), ev.ChunkWritten(4), ev.Committed(3)]
+    assert store.done == ["commit 2", "chunk 0", "commit 3"], "1 and 2 share a sync; nothing is joined across a chunk"
+    writer.submit(commit(4))
+    assert writer.run_inline() == [ev.Committed(4)]
+
+
+@pytest.mark.parametrize("size_bytes", [0, 101], ids=["inline", "thread"])
+@pytest.mark.parametrize("error", [LogFullError("full"), LogSyncError("sync"), OSError("strange"), ValueError()])
+def test_a_failure_is_answered_and_the_thread_lives(
+    store: Store, writer: LogWriter, error: Exception, size_bytes: int
+) -> None:
+    # Another exception than a LogError ended the thread, and the machine waited for ever.
+    store.error = error
+    writer.submit(commit(1, size_bytes))
+    (event,) = writer.run_inline() if not size_bytes else collected(writer, 1)
+    assert isinstance(event, ev.LogFailed)
+    if isinstance(error, LogError):
+        assert event.error is error
+    else:
+        assert repr(error) in str(event.error)
+    store.error = None
+    writer.submit(commit(2, size_bytes))
+    assert (writer.run_inline() or collected(writer, 1)) == [ev.Committed(2)]
+
+
+def test_trimming_happens_when_there_is_nothing_to_write(store: Store, writer: LogWriter) -> None:
+    store.gate.clear()
+    writer.submit(commit(1, 101))
+    writer.trim()
+    writer.trim()
+    writer.submit(commit(2, 101))
+    store.gate.set()
+    assert len(collected(writer, 2)) == 2
+    trimmed = threading.Event()
+    while "trim 2" not in store.done:
+        assert not trimmed.wait(0.001)
+    writer.submit(commit(3, 101))
+    collected(writer, 1)
+    writer.close()
+    assert store.done.count("trim 2") == 1
+    assert store.done.index("trim 2") > store.done.index("commit 2"), "a commit waited for the trimming"
+
+
+def test_a_failed_trim_leaves_the_thread_alive(store: Store, writer: LogWriter) -> None:
+    trimmed = threading.Event()
+
+    def trim(*, keep_checkpoints: int | None) -> bool:
+        trimmed.set()
+        raise OSError("strange")
+
+    store.trim = trim  # type: ignore[method-assign]
+    writer.trim()
+    assert trimmed.wait(DEADLINE_S)
+    writer.submit(commit(1, 101))
+    assert collected(writer, 1) == [ev.Committed(1)]
+
+
+def test_close_finishes_what_was_submitted_behind_a_trim(store: Store, writer: LogWriter) -> None:
+    store.gate.clear()
+    writer.submit(commit(1, 101))
+    assert store.entered.wait(DEADLINE_S)
+    writer.trim()
+    writer.submit(commit(2, 101))
+    closing = threading.Thread(target=writer.close)
+    closing.start()
+    while not writer._closing:
+        pass
+    store.gate.set()
+    closing.join(DEADLINE_S)
+    assert store.done[-1] == "commit 2"
+
+
+def test_a_failed_join_answers_with_its_error(store: Store, writer: LogWriter) -> None:
+    store.gate.clear()
+    for number in (1, 2, 3):
+        writer.submit(commit(number, 101))
+    store.error = LogFullError("full")
+    store.gate.set()
+    assert isinstance(collected(writer, 1)[0], ev.LogFailed)
+    assert store.done == []
+
+
+def test_commits_that_wait_share_a_sync_up_to_a_size(store: Store, writer: LogWriter) -> None:
+    store.gate.clear()
+    for number in range(1, 9):
+        writer.submit(commit(number, JOINED_SIZE_BYTES_MAX // 2))
+    store.gate.set()
+    assert collected(writer, 8) == [ev.Committed(number) for number in range(1, 9)]
+    syncs = [int(done.removeprefix("commit ")) for done in store.done]
+    assert syncs == sorted(syncs)
+    assert 4 <= len(syncs) <= 5  # two at a time; or the first alone, where the thread was at it already
+
+
+def test_joined_transactions_are_what_they_would_have_been_one_by_one() -> None:
+    def made() -> list[Transaction]:
+        impulses = [ImpulseBatch("b", first, 1, b"\x08\x00\x00\x02\x01") for first in (1, 2)]
+        return [
+            Transaction(
+                records=[(0, _record(0))],
+                sources={"b": SourcePosition(7, 1, 3), "c": SourcePosition(8, 1, 1)},
+                acknowledged={"b": 1},
+                peers={"b": 7},
+                impulses=impulses[:1],
+                epoch=4,
+                extensions=frozenset({65}),
+            ),
+            Transaction(checkpoint=CheckpointHeader(1, 0, 0, 0, 5)),
+            Transaction(
+                records=[(1, _record(1))],
+                sources={"b": SourcePosition(7, 2, 5)},
+                acknowledged={"b": 2, "c": 1},
+                impulses=impulses[1:],
+            ),
+        ]
+
+    singly, joined = MemoryLogStore(), MemoryLogStore()
+    together = Transaction()
+    for transaction in made():
+        singly.commit(transaction)
+        together.absorb(transaction)
+    joined.commit(together)
+    assert joined.summary() == singly.summary()
+    assert joined.read(0, 1000) == singly.read(0, 1000)
+
+
+def _record(sequence_id: int) -> bytes:
+    record = encode_record(1, sequence_id, b"content")
+    return record + encode_trailer(Trailer(5), int.from_bytes(record[8:16], "little"))
+
+
+# --- the whole blob is read before it is given to an app -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("header", "problem"),
+    [
+        (CheckpointHeader(1, -1, 8, crc64(b"blobblob"), 0), None),
+        (CheckpointHeader(1, -1, 8, 1, 0), "its check is"),
+        (CheckpointHeader(1, -1, 9, crc64(b"blobblob"), 0), "it has 8 bytes, 9 were written"),
+        (CheckpointHeader(1, -1, 7, crc64(b"blobblo"), 0), "over 8 bytes"),
+    ],
+)
+def test_a_checkpoint_is_compared_with_what_was_written(header: CheckpointHeader, problem: str | None) -> None:
+    store = MemoryLogStore()
+    store.write_checkpoint_chunk(1, 0, b"blob")
+    store.write_checkpoint_chunk(1, 1, b"blob")
+    store.commit(Transaction(checkpoint=CheckpointHeader(1, -1, 8, crc64(b"blobblob"), 0)))
+    found = check_checkpoint(store, header)
+    assert found is None if problem is None else problem in (found or "")
+
+
+# --- the app's socket ------------------------------------------------------------------------------------------------
+
+
+def test_what_a_socket_does_not_take_waits() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        connection = AppConnection.__new__(AppConnection)
+        ours.setblocking(False)
+        connection._socket, connection.closing = ours, False
+        from collections import deque
+
+        connection._waiting = deque()
+        chunks = [bytes((index % 251,)) * 5000 for index in range(400)]
+        for chunk in chunks:
+            connection.send(chunk)
+        received = bytearray()
+        sent = connection.flush()
+        assert connection.has_waiting
+        while len(received) < 2_000_000:
+            received += theirs.recv(1 << 20)
+            sent += connection.flush()
+        assert sent == 2_000_000
+        assert not connection.has_waiting
+        assert received == b"".join(chunks)
+        assert connection.receive() is None
+        theirs.close()
+        assert connection.receive() == b""
+        connection.send(b"to nobody")
+        assert connection.flush() == 0
+        assert not connection.has_waiting
+
+
+def test_an_address_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(AppListenError, match=r"can't listen for the app of 'alice' at 192\.0\.2\.1:7002"):
+        listen("192.0.2.1", 7002, "alice")
+
+
+def test_the_next_app_is_accepted_only_when_the_core_knows_that_the_last_one_is_gone(tmp_path: Path) -> None:
+    # Accepted in the same turn, it was sent what was still meant for the last one.
+    registry = Registry(tmp_path)
+    settings = registry.register("alice", "tcp://127.0.0.1:*")
+    coordinator = Coordinator(settings, registry, MemoryLogStore(), Events("alice"))
+    coordinator._listener = listen(settings.app_host, settings.app_port, settings.name)
+    try:
+        with socket.create_connection((settings.app_host, settings.app_port)):
+            assert select.select([coordinator._listener], [], [], DEADLINE_S)[0]
+            coordinator._events = [ev.AppClosed()]
+            coordinator._accept()
+            assert coordinator._app is None
+            coordinator._events = []
+            coordinator._accept()
+            assert coordinator._app is not None
+            assert coordinator._events == [ev.AppConnected()]
+    finally:
+        coordinator._close()

@@ -1,0 +1,204 @@
+"""The state: what is refused before it is lost, and what an old checkpoint needs."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+
+from appsdk import Immortal, Transient
+from appsdk.errors import StateError
+from appsdk.proxy import definition_of
+from appsdk.state import Envelope, decode_envelope, encode_envelope
+
+
+@dataclass
+class Account:
+    owner: str
+    amount: int
+
+
+class Bank(Immortal):
+    accounts: dict[int, Account]
+    _secret: bytes
+    cache: Transient[list[str]]
+    limit: int = 10
+
+    def __init__(self) -> None:
+        self.accounts = {1: Account("a", 5)}
+        self._secret = b"s"
+
+
+class Vault(Bank):
+    keys: set[str]
+
+
+class Anything(Immortal):
+    value: Any
+
+
+class Plain(Immortal):
+    words: dict[str, int]
+    ratio: float
+
+    def __init__(self) -> None:
+        self.words = {}
+        self.ratio = 0.0
+
+
+class Pickled(Immortal, serializer="pickle"):
+    words: defaultdict[str, int]
+
+    def __init__(self) -> None:
+        self.words = defaultdict(int)
+
+
+class Own(Immortal):
+    def __init__(self) -> None:
+        self.anything = threading.Lock()
+        self.count = 3
+
+    def checkpoint(self) -> bytes:
+        return self.count.to_bytes(4, "little")
+
+    def restore(self, blob: bytes) -> None:
+        self.anything = threading.Lock()
+        self.count = int.from_bytes(blob, "little")
+
+
+def encode(instance: Immortal) -> bytes:
+    return definition_of(type(instance)).state().encode(instance)
+
+
+def envelope_of(cls: type, **changes: Any) -> Envelope:
+    schema = definition_of(cls).state()
+    values: dict[str, Any] = {
+        "class_name": cls.__qualname__,
+        "serializer": schema.serializer,
+        "seed": b"s" * 16,
+        "sequence_id": 4,
+    }
+    return Envelope(**{**values, **changes})
+
+
+def restore(cls: type, state: bytes, **changes: Any) -> Any:
+    restored = object.__new__(cls)
+    definition_of(cls).state().restore(restored, envelope_of(cls, **changes), memoryview(state))
+    return restored
+
+
+def test_round_trip() -> None:
+    bank = Bank()
+    bank.accounts[2] = Account("b", -1)
+    bank.cache = ["not saved"]
+    again = restore(Bank, encode(bank))
+    assert again.accounts == bank.accounts
+    assert again._secret == b"s"
+    assert again.limit == 10
+    assert not hasattr(again, "cache")
+
+
+def test_inherited_attributes_are_state_too() -> None:
+    vault = Vault()
+    with pytest.raises(StateError, match="Vault: attribute 'keys' is annotated but not set"):
+        encode(vault)
+    vault.keys = {"a"}
+    assert restore(Vault, encode(vault)).keys == {"a"}
+
+
+def test_an_attribute_that_is_not_annotated_would_be_lost() -> None:
+    bank = Bank()
+    bank.surprise = 1.5  # type: ignore[attr-defined]
+    with pytest.raises(StateError, match=r"Bank: attribute 'surprise' is set but not annotated.*surprise: float"):
+        encode(bank)
+
+
+def test_what_can_not_be_encoded_is_named() -> None:
+    anything = Anything()
+    anything.value = {"lock": threading.Lock()}
+    with pytest.raises(StateError, match=r"Anything: attribute 'value' \(a dict\).*checkpoint.*pickle"):
+        encode(anything)
+    anything.value = 1 << 80
+    with pytest.raises(StateError, match="'value'"):
+        encode(anything)
+
+
+def test_what_could_not_be_read_back_is_refused_when_it_is_written() -> None:
+    plain = Plain()
+    plain.words = {"a": 1.5}  # type: ignore[dict-item]
+    with pytest.raises(StateError, match="'words' is not what its annotation says"):
+        encode(plain)
+    plain.words = defaultdict(int)
+    with pytest.raises(StateError, match="'words' is a defaultdict and would come back from a checkpoint as a dict"):
+        encode(plain)
+    plain.words = {}
+    plain.ratio = 1  # an int is a float to type checkers
+    assert encode(plain)
+
+
+def test_old_checkpoints() -> None:
+    old = msgspec.msgpack.encode({"accounts": {}, "_secret": b""})
+    assert restore(Bank, old).limit == 10  # a new attribute with a default
+    with pytest.raises(StateError, match="is from before '_secret'"):
+        restore(Bank, msgspec.msgpack.encode({"accounts": {}}))
+    with pytest.raises(StateError, match="has 'gone', which the class does not annotate any more"):
+        restore(Bank, msgspec.msgpack.encode({"accounts": {}, "_secret": b"", "gone": 1}))
+    with pytest.raises(StateError, match="'accounts' is not what its annotation says"):
+        restore(Bank, msgspec.msgpack.encode({"accounts": 3, "_secret": b""}))
+    with pytest.raises(StateError, match="can't be read"):
+        restore(Bank, b"\xc1")
+
+
+def test_the_class_has_to_be_the_one_that_wrote_it() -> None:
+    with pytest.raises(StateError, match=r"an app 'Shop', this is 'Bank'.*formerly=\('Shop',\)"):
+        restore(Bank, encode(Bank()), class_name="Shop")
+
+    class Renamed(Bank, formerly=("Bank",)):
+        pass
+
+    assert restore(Renamed, encode(Bank()), class_name="Bank").limit == 10
+    with pytest.raises(StateError, match="written by 'pickle', now the class has 'msgspec'"):
+        restore(Bank, encode(Bank()), serializer="pickle")
+
+
+def test_pickle_on_request() -> None:
+    pickled = Pickled()
+    pickled.words["a"] += 1
+    again = restore(Pickled, encode(pickled))
+    assert type(again.words) is defaultdict
+    assert again.words == {"a": 1}
+    pickled.words["lock"] = threading.Lock()  # type: ignore[assignment]
+    with pytest.raises(StateError, match=r"'words' \(a defaultdict\) can't be pickled"):
+        encode(pickled)
+    with pytest.raises(StateError, match="can't be read"):
+        restore(Pickled, b"nonsense")
+
+
+def test_a_form_of_ones_own() -> None:
+    own = Own()
+    own.count = 77
+    assert encode(own) == b"\x4d\0\0\0"
+    assert restore(Own, encode(own)).count == 77
+    own.checkpoint = lambda: "text"  # type: ignore[method-assign,assignment,return-value]
+    with pytest.raises(StateError, match="returned a str, bytes were expected"):
+        encode(own)
+
+
+def test_envelope() -> None:
+    envelope = envelope_of(Bank)
+    blob = encode_envelope(envelope) + b"state"
+    decoded, state = decode_envelope(blob)
+    assert decoded == envelope
+    assert bytes(state) == b"state"
+    for damaged, text in [
+        (b"", "0 bytes"),
+        (b"ANOTHER APPS STATE", "another kind of app"),
+        (blob[:6] + b"\x02" + blob[7:], "version 2"),
+        (blob[:30], "header can't be read"),
+    ]:
+        with pytest.raises(StateError, match=text):
+            decode_envelope(damaged)
