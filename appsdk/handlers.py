@@ -20,20 +20,20 @@ P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S")
 
-GIVEN_METHOD_ID_MAX = 8191  # takes at most 2 bytes in a message; up to 63, 1
-DERIVED_METHOD_ID_MAX = 1_048_575  # the largest that takes 3
+DERIVED_METHOD_ID_MIN = 8192  # IDs below are for those given by hand: they take 2 bytes of a message, up to 63 only 1
+METHOD_ID_MAX = 1_048_575  # the largest that takes 3
 INITIAL_METHOD_ID = -1  # the RPC inside the initial message; negative IDs are the system's
 
 
 def method_id_of_name(name: str) -> int:
-    """The method ID that follows from a handler's name alone, GIVEN_METHOD_ID_MAX + 1 .. DERIVED_METHOD_ID_MAX.
+    """The method ID that follows from a handler's name alone, DERIVED_METHOD_ID_MIN .. METHOD_ID_MAX.
 
     >>> method_id_of_name("count")
     343311
     """
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-    first = GIVEN_METHOD_ID_MAX + 1
-    return first + int.from_bytes(digest, "little") % (DERIVED_METHOD_ID_MAX + 1 - first)
+    count = METHOD_ID_MAX + 1 - DERIVED_METHOD_ID_MIN
+    return DERIVED_METHOD_ID_MIN + int.from_bytes(digest, "little") % count
 
 
 _keys = itertools.count()
@@ -81,9 +81,9 @@ class Handler(property, Generic[P, R]):
     def _checked_id(self, method_id: int | None) -> int:
         if method_id is None:
             return method_id_of_name(self.name)
-        if isinstance(method_id, bool) or not isinstance(method_id, int) or not 1 <= method_id <= GIVEN_METHOD_ID_MAX:
+        if isinstance(method_id, bool) or not isinstance(method_id, int) or not 1 <= method_id <= METHOD_ID_MAX:
             raise DefinitionError(
-                f"{self.name}: @{self.decorator}(id={method_id!r}): an ID is a number from 1 to {GIVEN_METHOD_ID_MAX}"
+                f"{self.name}: @{self.decorator}(id={method_id!r}): an ID is a number from 1 to {METHOD_ID_MAX}"
             )
         return method_id
 
@@ -155,7 +155,7 @@ def rpc(*, id: int) -> _Decorator: ...
 def rpc(function: Callable[..., Any] | None = None, /, *, id: int | None = None) -> Any:  # noqa: A002
     """A method that other instances call, with ``proxy.method.fork(...)``.
 
-    ``id`` (1 .. GIVEN_METHOD_ID_MAX) takes the place of the method ID that follows from the name: for a name that
+    ``id`` (1 .. METHOD_ID_MAX) takes the place of the method ID that follows from the name: for a name that
     changes while calls are under way, and for two names whose IDs collide. Raises DefinitionError.
     """
     return _Decorator("rpc", id) if function is None else Handler(function, id, decorator="rpc")

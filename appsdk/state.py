@@ -78,7 +78,7 @@ def decode_envelope(blob: bytes) -> tuple[Envelope, memoryview]:
     end = _FRONT.size + header_size_bytes
     try:
         envelope = msgspec.msgpack.decode(memoryview(blob)[_FRONT.size : end], type=Envelope)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise StateError(f"the checkpoint's header can't be read: {error}") from None
     return envelope, memoryview(blob)[end:]
 
@@ -230,7 +230,7 @@ class StateSchema:
     def _decode(self, state: memoryview) -> dict[str, Any]:
         try:
             raws = msgspec.msgpack.decode(state, type=dict[str, msgspec.Raw])
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise StateError(f"{self._class_name}: the state in the checkpoint can't be read: {error}") from None
         self._require_names(raws)
         return {name: self._decode_field(name, raw) for name, raw in raws.items()}

@@ -42,7 +42,7 @@ class Messenger:
 
     ``context``: a ZeroMQ context to share, as inproc endpoints between messengers need; else an own one.
     ``incarnation``: a random u64 that no other messenger has. ``clock_ns``: monotonic. ``random``: from [0, 1).
-    ``in_flight_max``: unacknowledged messages per link, at most limits.IN_FLIGHT_MAX; later ones wait in
+    ``in_flight_max``: unacknowledged messages per link, at most limits.SPAN_MAX; later ones wait in
     the buffer, which is bounded by who calls send_message(): see pending_count().
     """
 

@@ -116,7 +116,7 @@ def _star_arguments() -> None:
 
 def _star_keywords() -> None:
     class App(Immortal):
-        @rpc
+        @rpc  # type: ignore[arg-type]
         def count(self, **lines: str) -> None:
             pass
 
@@ -265,7 +265,7 @@ def _second_name() -> None:
 
 
 def _bad_serializer() -> None:
-    class App(Immortal, serializer="json"):
+    class App(Immortal, serializer="json"):  # type: ignore[arg-type]
         pass
 
 
@@ -309,7 +309,7 @@ def _peer_path() -> None:
         (_two_initials, ["begin", "start"]),
         (_initial_with_argument, ["begin", "@initial"]),
         (_same_id_by_hand, ["first", "second", "3", "id="]),
-        (_id_out_of_range, ["count", "id=0", "8191"]),
+        (_id_out_of_range, ["count", "id=0", "1048575"]),
         (_reserved_handler, ["'now'", "choose another"]),
         (_reserved_attribute, ["'random'", "choose another"]),
         (_checkpoint_as_attribute, ["checkpoint", "-> bytes"]),

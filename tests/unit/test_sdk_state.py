@@ -86,7 +86,7 @@ def envelope_of(cls: type, **changes: Any) -> Envelope:
 
 
 def restore(cls: type, state: bytes, **changes: Any) -> Any:
-    restored = object.__new__(cls)
+    restored: Any = object.__new__(cls)
     definition_of(cls).state().restore(restored, envelope_of(cls, **changes), memoryview(state))
     return restored
 

@@ -1,0 +1,46 @@
+"""The programs of the guide run."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+GUIDE = (Path(__file__).parents[2] / "docs" / "guide" / "sdk.md").read_text()
+PROGRAMS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", GUIDE, re.DOTALL))
+
+
+@pytest.fixture
+def programs(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    made = {}
+    for name, source in PROGRAMS.items():
+        module: Any = ModuleType(name)
+        monkeypatch.setitem(sys.modules, name, module)
+        exec(compile(source, f"{name}.py", "exec"), module.__dict__)
+        made[name] = module
+    return made
+
+
+def test_the_programs_of_the_guide(programs: dict[str, Any]) -> None:
+    assert sorted(programs) == ["catalogue", "lottery", "own_form", "wordcount"]
+    counter = programs["wordcount"].Counter()
+    counter.count("a b a")
+    assert counter.words == {"a": 2, "b": 1}
+    lottery = programs["lottery"].Lottery()
+    lottery.buy("one")
+    lottery.buy("two")
+    lottery.draw()
+    assert len(lottery.tickets) == 1
+    catalogue = programs["catalogue"].Catalogue()
+    catalogue.prepare()
+    catalogue.add("book", 100)
+    assert catalogue.by_name["book"].price_cents == 100
+    own = programs["own_form"].Own()
+    own.add(3)
+    own.restore(own.checkpoint())
+    assert own.total == 3
+    programs["own_form"].Pickled()
