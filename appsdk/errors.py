@@ -20,7 +20,8 @@ from typing import ClassVar
 from protocol.errors import ImmortalError
 
 EXIT_DONE = 0  # the coordinator said Goodbye: a clean stop
-EXIT_FAILED = 1  # the coordinator is gone or refused, the class can't be run
+EXIT_FAILED = 1  # the coordinator is gone or refused
+EXIT_NOT_RUNNABLE = 2  # the class can't be found, or can't be run: starting again without a change is of no use
 EXIT_HANDLER_FAILED = 70  # the app's own code failed: starting again without a change would only repeat it
 EXIT_INTERRUPTED = 130  # SIGINT
 EXIT_TERMINATED = 143  # SIGTERM
@@ -34,6 +35,8 @@ class AppError(ImmortalError):
 
 class DefinitionError(AppError, TypeError):
     """A class, handler or hook is not one that the SDK can run; the message names it and the way out."""
+
+    exit_status = EXIT_NOT_RUNNABLE
 
 
 class UsageError(AppError):
@@ -65,6 +68,8 @@ class HookError(AppError):
 
 class LoadError(AppError):
     """``module:Class`` does not lead to a class that can be run."""
+
+    exit_status = EXIT_NOT_RUNNABLE
 
 
 class ConnectError(AppError):

@@ -22,6 +22,7 @@ from appsdk.errors import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
+    EXIT_NOT_RUNNABLE,
     EXIT_TERMINATED,
     AppError,
     ConnectError,
@@ -164,7 +165,8 @@ def run(cls: type, address: str | None = None) -> NoReturn:
     """Run ``cls`` as this process's app beside the coordinator at ``address`` ("host:port"); never returns.
 
     ``address`` is by default that in the environment, IMMORTAL_APP_ADDRESS. The exit status is 0 after a clean stop, 1
-    when the coordinator is gone or refuses, EXIT_HANDLER_FAILED when a handler, hook or the state fails.
+    when the coordinator is gone or refuses, EXIT_NOT_RUNNABLE for a class that can't be run, EXIT_HANDLER_FAILED when
+    a handler, hook or the state fails.
     """
     sys.exit(run_to_status(cls, address))
 
@@ -181,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cls = load(options.target)
     except ImmortalError as error:
         say(options.target, str(error))
-        return EXIT_FAILED
+        return EXIT_NOT_RUNNABLE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BaseException as error:  # the user's module: its own traceback, without importlib's frames
@@ -192,5 +194,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ):
             trace = trace.tb_next
         traceback.print_exception(type(error), error, trace)
-        return EXIT_FAILED
+        return EXIT_NOT_RUNNABLE
     return run_to_status(cls, options.address)

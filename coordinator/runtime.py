@@ -262,7 +262,10 @@ class Coordinator:
         try:
             self._endpoints[effect.destination] = self._registry.resolve(effect.destination)
         except ImmortalError as error:
-            reason = f"{self._settings.name!r} calls {effect.destination!r}: {error}"
+            reason = (
+                f"{self._settings.name!r} calls {effect.destination!r}: {error}; register it, then start this instance "
+                f"again: nothing is lost, the call is made then"
+            )
             self._events.append(ev.PeerUnknown(effect.destination, reason))
 
     def _send_to_peer(self, effect: ef.SendToPeer) -> None:

@@ -77,7 +77,9 @@ def coordinator_command(settings: InstanceSettings, *, log_format: str, log_leve
 def app_command(settings: InstanceSettings, app: str) -> Command:
     host = f"[{settings.app_host}]" if ":" in settings.app_host else settings.app_host
     address = f"{host}:{settings.app_port}"
-    return Command([sys.executable, "-m", "appsdk", app], {APP_ADDRESS_VARIABLE: address})
+    # The SDK wants a fixed hash seed, and would start itself over to get one.
+    hash_seed = os.environ.get("PYTHONHASHSEED", "0")
+    return Command([sys.executable, "-m", "appsdk", app], {APP_ADDRESS_VARIABLE: address, "PYTHONHASHSEED": hash_seed})
 
 
 @dataclass(frozen=True)

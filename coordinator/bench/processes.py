@@ -103,7 +103,7 @@ def _peak_memory_mib(pid: int) -> float:
 def register(home: Path, apps: dict[str, str], variables: dict[str, str]) -> dict[str, Service]:
     """Register an instance for each (name, "module:Class") of ``apps`` in ``home``."""
     registry = Registry(home)
-    environment = {**os.environ, **variables, "IMMORTAL_HOME": str(home)}
+    environment = {**os.environ, **variables, "IMMORTAL_HOME": str(home), "PYTHONHASHSEED": "0"}
     services = {}
     for name, app in apps.items():
         settings = registry.register(name, "tcp://127.0.0.1:*")
