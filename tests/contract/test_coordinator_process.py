@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import struct
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from coordinator import control
 from coordinator.log import create_log, open_log
 from coordinator.log import format as log_format
-from protocol.messages import MessageType, encode_message, encode_outgoing_rpc
+from protocol.messages import MessageType, encode_attach_to, encode_message, encode_outgoing_rpc
 from tests.helpers.processes import BASE_TYPES, FORWARD, TOLD, House, SocketApp
 
 KINDS = pytest.mark.parametrize("extended", [False, True], ids=["base", "extended"])
@@ -100,6 +101,31 @@ def test_a_killed_coordinator_recovers_and_nothing_is_lost_or_doubled(
     alice.until(lambda: len(alice.state["forwarded"]) == 120)
     alice_process.until(lambda status: status["outputs"]["bob"]["acknowledged"] == 120)
     assert bob.state["told"] == list(range(1, 121))
+
+
+def test_an_app_whose_peer_is_down_is_slowed_and_loses_nothing(house: House) -> None:
+    house.register("alice", "bob")
+    with house.registry.path("alice").open("a") as file:
+        file.write("[tuning]\npeer_buffer_mib_max = 1\n")
+    process, alice = house.both("alice", peer="bob")
+    alice.send(encode_attach_to("bob"))
+    told = 0
+    alice.socket.setblocking(False)
+    pending = b""
+    while told < 300:  # 30 MB; the sockets hold a few
+        pending = pending or encode_outgoing_rpc("bob", TOLD, 1, told.to_bytes(4, "little") + bytes(100_000))
+        if not select.select([], [alice.socket], [], 1)[1]:
+            break
+        pending = pending[alice.socket.send(pending) :]
+        told += not pending
+    assert told < 200, "the app was never slowed"
+    assert process.status()["outputs"]["bob"]["waiting_bytes"] < 3 << 20
+    _, bob = house.both("bob")
+    alice.socket.setblocking(True)
+    alice.send(pending)
+    told += bool(pending)
+    bob.until(lambda: len(bob.state["told"]) == told)
+    assert bob.state["told"] == list(range(told))
 
 
 def test_what_was_accepted_survives_a_kill(house: House) -> None:

@@ -18,7 +18,7 @@ import pytest
 import appsdk.outbox
 import appsdk.transport
 from appsdk import Immortal, Impulses, impulse, on_primary, peer, rpc
-from appsdk.errors import EXIT_NOT_RUNNABLE, ConnectError, Disconnected, HandlerError, HookError, Refused
+from appsdk.errors import EXIT_FAILED, EXIT_NOT_RUNNABLE, ConnectError, Disconnected, HandlerError, HookError, Refused
 from appsdk.proxy import definition_of
 from appsdk.runner import run_connection
 from appsdk.testing import AppOutput, accepted, call, checkpoint_record, control, initial_record, logged
@@ -443,7 +443,7 @@ def test_signals_end_the_app_quietly(tmp_path: Path, number: int, status: int) -
 )
 def test_mistakes_before_the_start(tmp_path: Path, target: str, words: str, traceback: bool) -> None:
     status, text = finish(start_app(tmp_path, target, None))
-    assert status == EXIT_NOT_RUNNABLE
+    assert status == (EXIT_FAILED if "no address" in words else EXIT_NOT_RUNNABLE)
     assert words in text
     assert ("Traceback" in text) == traceback
     assert "appsdk/" not in text
