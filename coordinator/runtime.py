@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from coordinator import control
+from coordinator.allocator import keep_freed_memory
 from coordinator.app_connection import AppConnection, listen
 from coordinator.config import InstanceSettings
 from coordinator.core import effects as ef
@@ -409,6 +410,7 @@ def run_coordinator(settings: InstanceSettings, registry: Registry) -> int:
     Raises ImmortalError for what keeps it from starting.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    keep_freed_memory()
     opener = open_log if log_exists(settings.log) else create_log
     store = opener(settings.log, settings.name)
     try:

@@ -17,7 +17,7 @@ from coordinator.log import open_reader
 from protocol.record import decode_header
 from protocol.trailer import decode_trailer
 
-BURST_SIZE_BYTES = 512 << 10  # of arguments in one burst, roughly: small enough to be paced smoothly
+BURST_SIZE_BYTES = 2048 << 10  # of arguments in one burst, roughly: small enough to be paced smoothly
 CALL_OVERHEAD_BYTES = 200  # what a call costs in time, expressed in bytes: so that runs take about as long
 
 
