@@ -1,7 +1,7 @@
 """glibc's malloc, told what this process does with it.
 
-A coordinator holds many buffers of up to a few MiB for milliseconds. By default glibc gives such memory back to the kernel
-at once and asks for it again, zeroed, page by page: at 250 MB/s that was a tenth of all CPU time.
+A coordinator holds many buffers of up to a few MiB for milliseconds. By default glibc gives such memory back to the
+kernel at once and asks for it again, zeroed, page by page: without this, one-way calls of 64 KiB are a seventh slower.
 """
 
 from __future__ import annotations

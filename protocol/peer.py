@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from protocol.checksum import crc64
-from protocol.errors import DamagedRecordError, RemoteProtocolError
+from protocol.errors import DamagedRecordError, LimitExceededError, RemoteProtocolError
+from protocol.limits import MESSAGE_SIZE_BYTES_MAX
 from protocol.messages import decode_name, encode_name
 
 PEER_VERSION = 1
+PAYLOAD_SIZE_BYTES_MAX = MESSAGE_SIZE_BYTES_MAX - 16  # it becomes one message: size, type and count in front
 REASON_SIZE_BYTES_MAX = 255
 
 _FIXED = struct.Struct("<BBHiqqiqQ")
@@ -92,6 +94,8 @@ def decode_frame(parts: Sequence[bytes]) -> PeerFrame:
         raise RemoteProtocolError(f"a frame of {len(parts)} parts, 1 or 2 were expected")
     header = parts[0]
     payload = parts[1] if len(parts) == 2 else b""
+    if len(payload) > PAYLOAD_SIZE_BYTES_MAX:
+        raise LimitExceededError("the payload of a frame", len(payload), PAYLOAD_SIZE_BYTES_MAX)
     if len(header) < _FIXED.size:
         raise RemoteProtocolError(f"a frame header of {len(header)} bytes, at least {_FIXED.size} were expected")
     *fixed, check = _FIXED.unpack_from(header)

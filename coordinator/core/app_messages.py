@@ -13,6 +13,7 @@ from coordinator.core.errors import AppProtocolError
 from coordinator.core.interfaces import ONESELF
 from coordinator.core.session import SENDS_CALLS, AppSession, Phase
 from protocol.batch import check_batch, decode_batch
+from protocol.errors import LimitExceededError
 from protocol.extensions import decode_app_batch
 from protocol.messages import (
     MessageType,
@@ -22,6 +23,7 @@ from protocol.messages import (
     decode_outgoing_rpc,
     encode_message,
 )
+from protocol.peer import PAYLOAD_SIZE_BYTES_MAX
 from protocol.readers import Message
 
 
@@ -85,6 +87,8 @@ def _outgoing(message: Message) -> Iterator[OutgoingRpc]:
 
 
 def _checked(session: AppSession, own_name: str, calls: Calls) -> Calls:
+    if len(calls.payload) > PAYLOAD_SIZE_BYTES_MAX:
+        raise LimitExceededError(f"a batch to {calls.destination!r}", len(calls.payload), PAYLOAD_SIZE_BYTES_MAX)
     if calls.destination == own_name:
         calls.destination = ONESELF
     elif calls.destination != ONESELF and calls.destination not in session.attached:

@@ -469,7 +469,8 @@ class Machine:
         if session.phase is Phase.FIRST_START and session.initial_message is None:
             raise AppProtocolError("the app's first checkpoint came without an InitialMessage (type 9) before it")
         if session.phase is Phase.BECOMING_PRIMARY:
-            self._peers.finish_replay()
+            # An app that sends batches of its own making flushes first; a base app may hold messages back.
+            self._peers.finish_replay(all_sent=MessageType.STREAM_BATCH in session.extensions)
         outputs = self._peers.outputs
         self._writer = CheckpointWriter(
             self._next_checkpoint_id,
@@ -577,10 +578,11 @@ class Machine:
 
     def _push_back(self) -> None:
         limits = self.limits
+        outputs_full = self._peers.waiting_bytes > limits.output_waiting_bytes
         full = (
             self._log.from_app_bytes > limits.log_pending_bytes
             or self._chunks_pending_bytes > limits.chunks_pending_bytes
-            or self._peers.waiting_bytes > limits.output_waiting_bytes
+            or (outputs_full and not self._stopping)  # the last checkpoint comes behind what the app has sent
         )
         if full != self._paused and self._session.phase is not Phase.WAITING:
             self._paused = full

@@ -51,6 +51,7 @@ class Peers:
     outputs: dict[str, OutputStream] = field(default_factory=dict)
     inputs: dict[str, InputStream] = field(default_factory=dict)
     accepting: bool = True  # of new input; not while stopping
+    catching_up: bool = False  # a replay is making messages again: receivers may have more than there are yet
     _parked: list[_ParkedHello] = field(default_factory=list)
     _known_acknowledged: dict[str, int] = field(default_factory=dict)
     _moved: set[str] = field(default_factory=set)  # outputs that may have a new mark
@@ -71,6 +72,7 @@ class Peers:
     def restore(self, header: CheckpointHeader | None, summary: LogSummary, epoch: int) -> None:
         """Output streams as they were at a checkpoint; replay and kept impulses continue them."""
         self.epoch = epoch
+        self.catching_up = header is not None
         for destination, position in summary.acknowledged.items():
             self._known_acknowledged[destination] = max(position, self._known_acknowledged.get(destination, 0))
         self.outputs.clear()
@@ -160,12 +162,13 @@ class Peers:
         self.outputs.clear()
         self._moved.clear()
 
-    def finish_replay(self) -> None:
-        """Raises DivergenceError."""
+    def finish_replay(self, *, all_sent: bool) -> None:
+        """The app has replayed what it was to; :meth:`OutputStream.finish_replay`. Raises DivergenceError."""
+        self.catching_up = not all_sent
         for destination in [*self._known_acknowledged, *([ONESELF] if self.input(ONESELF).durable else [])]:
             self.output(destination)  # one that the replay did not call at all counts as well
         for stream in self.outputs.values():
-            stream.finish_replay()
+            stream.finish_replay(all_sent=all_sent)
 
     def send(self, now_ns: int) -> None:
         """Put on their way all batches that may go now; none before the first checkpoint is durable: they follow it."""
@@ -211,6 +214,13 @@ class Peers:
                 self._fail(stream, f"{destination!r} refuses this instance's messages: {frame.reason}")
             return
         if not self._is_same_receiver(stream, frame):
+            return
+        if frame.position > stream.position and not self.catching_up:
+            self._fail(
+                stream,
+                f"{destination!r} has {frame.position} messages of this instance, which has made only "
+                f"{stream.position}: this instance's log was replaced by an older copy",
+            )
             return
         if frame.frame_type is FrameType.TRIM_TO:
             self._acknowledge(stream, frame.position)

@@ -94,6 +94,14 @@ def test_a_replay_that_made_less_than_the_receiver_has() -> None:
         stream.finish_replay()
 
 
+def test_a_base_app_may_send_later_what_its_replay_made() -> None:
+    stream = opened(acknowledged=3)
+    stream.append(2, payload(1, 2))
+    stream.finish_replay(all_sent=False)
+    stream.append(2, payload(3, 4))
+    assert taken(stream) == [(4, payload(4))]
+
+
 def test_a_replay_that_ends_before_a_kept_impulse() -> None:
     stream = opened(impulses=[kept(4, 91)])
     stream.append(2, payload(1, 2))

@@ -488,3 +488,26 @@ def test_a_large_checkpoint_is_given_in_pieces_as_the_app_takes_them() -> None:
     while second.machine._session.unsent_bytes:
         second.handle(ev.AppSent(min(100, second.machine._session.unsent_bytes)))
     assert second.heard[0] == blob
+
+
+def test_a_receiver_that_has_more_than_was_ever_made_stops_the_stream() -> None:
+    # Were it taken as acknowledged, the next messages would be dropped in silence.
+    driven = Driven.started()
+    driven.data(attach("b") + call("b", 1))
+    driven.reply(FrameType.WELCOME, 5)
+    assert errors(driven) == [
+        "stream stopped: 'b' has 5 messages of this instance, which has made only 1: this instance's log was "
+        "replaced by an older copy; its messages are kept"
+    ]
+    driven.data(call("b", 2))
+    assert driven.frames(FrameType.BATCH) == []
+    assert state_of(driven)["position"] == 2
+    assert state_of(driven)["acknowledged"] == 0
+
+
+def test_a_stop_is_not_held_up_by_outputs_that_nobody_takes() -> None:
+    driven = Driven.started(limits=Limits(output_waiting_bytes=10))
+    driven.data(attach("b") + call("b", 1) + call("b", 2))
+    assert driven.of(ef.PauseApp)
+    driven.handle(ev.StopRequested())
+    assert driven.of(ef.ResumeApp), "the last checkpoint would never be read"
