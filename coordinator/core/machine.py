@@ -10,21 +10,18 @@ the app makes of a record is sent only after that record was given to it, so aft
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from coordinator.core import events as ev
 from coordinator.core.app_messages import Calls, read_calls
 from coordinator.core.checkpoint_writer import CheckpointWriter
 from coordinator.core.effects import (
-    CheckCheckpoint,
     CloseApp,
     Commit,
     Effect,
     LoadLog,
     OpenPeer,
     PauseApp,
-    ReadCheckpointChunk,
     ReadRecords,
     Report,
     ResumeApp,
@@ -32,11 +29,12 @@ from coordinator.core.effects import (
     Stop,
     Trim,
 )
-from coordinator.core.errors import AppProtocolError, LogError, UnknownDestinationError, require
+from coordinator.core.errors import AppProtocolError, UnknownDestinationError, require
 from coordinator.core.group_commit import Group, GroupCommit
 from coordinator.core.interfaces import IMPULSES, ONESELF, CheckpointHeader, LogSummary, SourcePosition
 from coordinator.core.limits import Limits
 from coordinator.core.peers import Peers
+from coordinator.core.recovery import Recovery, without_outputs
 from coordinator.core.session import AWAITING_CHECKPOINT, GETS_RECORDS, AppSession, Phase, Step
 from coordinator.core.status import describe
 from protocol.batch import encode_batch
@@ -55,11 +53,6 @@ from protocol.trailer import BatchKind, BatchSource
 _CALLS = frozenset({MessageType.RPC, MessageType.RPC_BATCH, MessageType.STREAM_BATCH, MessageType.IMPULSE_BATCH})
 LOGGED_EXTENSIONS = frozenset({MessageType.RECORD_TIME})
 """Extensions that change what the log holds: an app must ask for the same ones all its life."""
-
-
-def _without_outputs(header: CheckpointHeader) -> CheckpointHeader:
-    """What is needed of a header for long; the outputs may be many megabytes."""
-    return replace(header, unacknowledged={})
 
 
 class Machine:
@@ -100,14 +93,10 @@ class Machine:
         self._impulse_count = impulses.position if impulses else 0
         self._load_ticket = 0  # the commit to wait for before the log is loaded for a new session
         self._extensions = summary.extensions
-        self._summary: LogSummary | None = None  # while a session loads
-        self._damaged_checkpoints: set[int] = set()
-        self._restoring: CheckpointHeader | None = None
-        self._next_chunk_index = 0
-        self._restored_bytes = 0
+        self._recovery = Recovery(name)
         self._writer: CheckpointWriter | None = None
         self._next_checkpoint_id = 1 + max((header.checkpoint_id for header in summary.checkpoints), default=0)
-        self._last_checkpoint = _without_outputs(summary.checkpoints[-1]) if summary.checkpoints else None
+        self._last_checkpoint = without_outputs(summary.checkpoints[-1]) if summary.checkpoints else None
         self._logged_at_checkpoint = 0
         self._checkpoint_wanted = False
         self._chunks_pending_bytes = 0
@@ -191,52 +180,35 @@ class Machine:
     def _log_loaded(self, event: ev.LogLoaded) -> None:
         if self._session.phase is not Phase.LOADING:
             return
-        self._summary = event.summary
-        if not self._peers.ready:
-            self._peers.restore(None, event.summary, self._epoch)
-            self._session.advance(Step.LOG_IS_NEW)
-            self._send_control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
+        if self._peers.ready:
+            self._effects.append(self._recovery.choose(event.summary))
             return
-        self._choose_checkpoint()
-
-    def _choose_checkpoint(self) -> None:
-        summary = self._summary
-        require(summary is not None, "a checkpoint chosen before the log was loaded")
-        for header in reversed(summary.checkpoints) if summary else ():
-            usable = summary is not None and header.sequence_id + 1 >= summary.first_sequence_id
-            if usable and header.checkpoint_id not in self._damaged_checkpoints:
-                self._restoring = header
-                self._effects.append(CheckCheckpoint(header))
-                return
-        raise LogError(
-            f"the log of {self.name!r} has no usable checkpoint, so its state can't be rebuilt: "
-            f"run 'immortal log verify {self.name}' for what is damaged, and restore the log from a copy"
-        )
+        self._peers.restore(None, event.summary, self._epoch)
+        self._session.advance(Step.LOG_IS_NEW)
+        self._send_control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
 
     def _checkpoint_checked(self, event: ev.CheckpointChecked) -> None:
-        header = self._restoring
-        summary = self._summary
-        if self._session.phase is not Phase.LOADING or header is None or summary is None:
+        if self._session.phase is not Phase.LOADING:
             return
         if event.problem is not None:
             self._report(
                 "error",
                 f"checkpoint {event.checkpoint_id} is damaged ({event.problem}); falling back to the one before",
             )
-            self._damaged_checkpoints.add(event.checkpoint_id)
-            self._choose_checkpoint()
-            return
+            if (check := self._recovery.choose_another(event.checkpoint_id)) is not None:
+                self._effects.append(check)
+        elif (chosen := self._recovery.chosen(event.checkpoint_id)) is not None:
+            self._restore(*chosen)
+
+    def _restore(self, header: CheckpointHeader, summary: LogSummary) -> None:
         session = self._session
         session.advance(Step.CHECKPOINT_CHOSEN)
         session.fed_sequence_id = header.sequence_id
         session.replay_target = self._log.durable_sequence_id
         self._logged_at_checkpoint = self._log.logged_bytes
         self._peers.restore(header, summary, self._epoch)
-        self._summary = None
-        self._restoring = _without_outputs(header)
         record = encode_record(self._committer_id, CHECKPOINT_SEQUENCE_ID, encode_checkpoint(header.size_bytes))
         self._send(record)
-        self._next_chunk_index = self._restored_bytes = 0
         self._report(
             "info",
             "recovering",
@@ -253,10 +225,7 @@ class Machine:
         session.reading = False
         if session.phase is not Phase.RESTORING:
             return
-        if not event.data:
-            raise LogError(f"checkpoint {self._restoring} ends after {self._restored_bytes} bytes")
-        self._next_chunk_index += 1
-        self._restored_bytes += len(event.data)
+        self._recovery.chunk_read(event.data)
         self._send(event.data)
 
     def _records_read(self, event: ev.RecordsRead) -> None:
@@ -285,7 +254,12 @@ class Machine:
         if session.unsent_bytes >= self.limits.app_window_bytes or session.reading or self._final_checkpoint_asked:
             return
         if phase is Phase.RESTORING:
-            self._feed_blob()
+            read = self._recovery.next_read()
+            session.reading = read is not None
+            if read is not None:
+                self._effects.append(read)
+            else:
+                session.advance(Step.BLOB_SENT)
         if session.phase is Phase.REPLAYING and session.fed_sequence_id >= session.replay_target:
             session.advance(Step.CAUGHT_UP)
             session.checkpoint_sequence_id = session.fed_sequence_id
@@ -298,18 +272,6 @@ class Machine:
             session.reading = True
             self._effects.append(ReadRecords(session.fed_sequence_id + 1, self.limits.read_size_bytes))
         self._tell_acceptance()
-
-    def _feed_blob(self) -> None:
-        require(self._restoring is not None, "restoring no checkpoint")
-        header = self._restoring
-        if header is None:
-            return
-        if self._restored_bytes < header.size_bytes:
-            self._session.reading = True
-            self._effects.append(ReadCheckpointChunk(header.checkpoint_id, self._next_chunk_index))
-        else:
-            self._restoring = None
-            self._session.advance(Step.BLOB_SENT)
 
     def _tell_acceptance(self) -> None:
         accepted = self._session.acceptance_to_send()
@@ -435,7 +397,7 @@ class Machine:
         self._log.forget_app()
         self._peers.forget_outputs()
         self._writer = None
-        self._restoring = None
+        self._recovery.forget()
         self._load_ticket = 0
         self._checkpoint_wanted = False
         self._paused = False
@@ -516,7 +478,7 @@ class Machine:
         return group
 
     def _checkpoint_committed(self, header: CheckpointHeader) -> None:
-        self._last_checkpoint = _without_outputs(header)
+        self._last_checkpoint = without_outputs(header)
         self._report(
             "info",
             "checkpoint taken",

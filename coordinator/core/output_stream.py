@@ -78,6 +78,7 @@ class OutputStream:
         self.position = mark.position if mark else 0
         self.checksum = mark.checksum if mark else 0
         self.acknowledged = acknowledged
+        self.greeted_position = 0  # what was acknowledged when Hello was sent
         self.waiting_bytes = 0  # not acknowledged, on its way or not
         self._limits = limits
         self._unsent: deque[_Waiting] = deque()

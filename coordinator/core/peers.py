@@ -121,6 +121,7 @@ class Peers:
 
     def _greet(self, stream: OutputStream) -> None:
         stream.state = StreamState.GREETING
+        stream.greeted_position = stream.acknowledged
         frame = self._frame(FrameType.HELLO, stream.destination, position=stream.acknowledged)
         self.effects.append(SendToPeer(stream.destination, stream.attempt, frame))
 
@@ -229,11 +230,12 @@ class Peers:
         elif frame.frame_type is FrameType.RESEND:
             stream.give_up_in_flight()
         elif frame.frame_type is FrameType.WELCOME and stream.state is StreamState.GREETING:
-            if frame.position < stream.acknowledged:
+            # Compared with what Hello said: an acknowledgement may have overtaken the Welcome since.
+            if frame.position < stream.greeted_position:
                 self._fail(
                     stream,
                     f"{destination!r} has {frame.position} messages of this instance, it once had "
-                    f"{stream.acknowledged}: its log was replaced by an older copy",
+                    f"{stream.greeted_position}: its log was replaced by an older copy",
                 )
                 return
             stream.state = StreamState.OPEN

@@ -64,6 +64,13 @@ def test_time_never_goes_back_when_a_peer_writes_before_the_app_is_back() -> Non
             world.check()
 
 
+def test_an_acknowledgement_may_overtake_a_welcome() -> None:
+    # The Welcome then names less than is acknowledged; it was taken for a receiver that had lost something.
+    world = World(11197, crash_rate=0.01, loss_rate=0.15)
+    world.run()
+    world.check()
+
+
 # --- planted bugs: each must be found ---------------------------------------------------------------------------------
 
 
