@@ -166,7 +166,10 @@ class Peers:
     def finish_replay(self, *, all_sent: bool) -> None:
         """The app has replayed what it was to; :meth:`OutputStream.finish_replay`. Raises DivergenceError."""
         self.catching_up = not all_sent
-        for destination in [*self._known_acknowledged, *([ONESELF] if self.input(ONESELF).durable else [])]:
+        called = list(self._known_acknowledged)
+        if ONESELF in self.inputs and self.inputs[ONESELF].durable:
+            called.append(ONESELF)
+        for destination in called:
             self.output(destination)  # one that the replay did not call at all counts as well
         for stream in self.outputs.values():
             stream.finish_replay(all_sent=all_sent)
