@@ -33,6 +33,7 @@ from coordinator.log_writer import LogWriter
 from coordinator.logs import Events
 from coordinator.messenger import Messenger, Received
 from coordinator.registry import Registry
+from coordinator.stop_requests import StopRequests
 from protocol.checksum import crc64
 from protocol.errors import ImmortalError, RemoteProtocolError
 from protocol.peer import PeerFrame, decode_frame, encode_frame
@@ -54,6 +55,7 @@ class Coordinator:
         self._machine = Machine(settings.name, store.summary(), limits_of(settings))
         self._events: list[ev.Event] = []
         self._error: ImmortalError | None = None
+        self._stop_requests = StopRequests()
         self._stop_deadline_ns: int | None = None
         self._endpoints: dict[str, str] = {}
         self._app: AppConnection | None = None
@@ -351,11 +353,12 @@ class Coordinator:
             signal.signal(number, self._signalled)
 
     def _signalled(self, number: int, frame: object) -> None:
+        self._stop_requests.signalled()
         if self._stop_deadline_ns is None:
             self._stop_deadline_ns = time.monotonic_ns() + int(STOP_TIMEOUT_S * 1e9)
             self._events.append(ev.StopRequested())
-        else:
-            self._stop_deadline_ns = 0  # asked twice: at once
+        elif self._stop_requests.count > 1:
+            self._stop_deadline_ns = 0  # at once
 
     def _stop(self, effect: ef.Stop) -> None:
         self._error = effect.error

@@ -35,6 +35,7 @@ from types import FrameType
 from coordinator.config import InstanceSettings
 from coordinator.control import READY_VARIABLE
 from coordinator.logs import Events
+from coordinator.stop_requests import StopRequests
 
 APP_ADDRESS_VARIABLE = "IMMORTAL_APP_ADDRESS"
 STATUS_HANDLER_FAILED = 70
@@ -207,7 +208,7 @@ class Supervisor:
         self._exits: dict[Role, Exit] = {}  # of those that were started last
         self._ready_descriptor: int | None = None
         self._was_ready = False
-        self._stop_requests = 0
+        self._stop_requests = StopRequests()
         self._wake_read, self._wake_write = socket.socketpair()
 
     def run(self) -> int:
@@ -234,7 +235,7 @@ class Supervisor:
         while True:
             started_s = time.monotonic()
             self._start()
-            self._wait_for(lambda: bool(self._exits or self._stop_requests))
+            self._wait_for(lambda: bool(self._exits or self._stop_requests.count))
             if not self._exits:
                 return self._stop_cleanly()
             first = who_died_first(list(self._exits.values()))
@@ -247,11 +248,11 @@ class Supervisor:
                 return STATUS_HANDLER_FAILED
             if verdict is Verdict.CALLED_WRONGLY:
                 return 1
-            if self._stop_requests or not self._restart:
+            if self._stop_requests.count or not self._restart:
                 return 0 if verdict is Verdict.STOPPED else 1
             pause_s = pause.after(life_s, recovered=self._was_ready)
             self._events.info("restarting", pause_s=pause_s)
-            if self._wait_for(lambda: self._stop_requests > 0, pause_s):
+            if self._wait_for(lambda: self._stop_requests.count > 0, pause_s):
                 self._events.info("both stopped")
                 return 0
 
@@ -292,13 +293,13 @@ class Supervisor:
     def _stop_cleanly(self) -> int:
         """The coordinator says goodbye to the app; both end by themselves."""
         self._events.info("stopping")
-        requests = self._stop_requests
+        requests = self._stop_requests.count
         self._children[Role.COORDINATOR].send(signal.SIGTERM)
 
         def is_over() -> bool:
             # One that ended badly leaves nobody who would end the other; asked twice: at once.
             failed = any(one.returncode != 0 for one in self._exits.values())
-            return not self._children or failed or self._stop_requests > requests
+            return not self._children or failed or self._stop_requests.count > requests
 
         if not self._wait_for(is_over, self._clean_stop_s):
             waited = f"{self._clean_stop_s:g} s"
@@ -369,4 +370,4 @@ class Supervisor:
             self._ready_descriptor = None
 
     def _take_signal(self, number: int, frame: FrameType | None) -> None:
-        self._stop_requests += 1  # the wake-up descriptor ends the wait
+        self._stop_requests.signalled()  # the wake-up descriptor ends the wait

@@ -1,0 +1,17 @@
+from __future__ import annotations
+
+from coordinator.stop_requests import SAME_WISH_S, StopRequests
+
+
+def test_signals_of_one_moment_are_one_wish() -> None:
+    now_s = 10.0
+    requests = StopRequests(clock_s=lambda: now_s)
+    assert requests.count == 0
+    requests.signalled()
+    requests.signalled()
+    now_s += SAME_WISH_S - 0.01
+    requests.signalled()
+    assert requests.count == 1
+    now_s += 0.02
+    requests.signalled()
+    assert requests.count == 2
