@@ -49,7 +49,7 @@ class Tuning:
 
     group_size_kib_max: int = 1024  # input that one commit makes durable
     commit_inline_kib_max: int = 32  # larger groups are committed on a thread
-    peer_buffer_mib_max: int = 64  # outputs kept in memory for one peer that is down, before they spill to disk
+    peer_buffer_mib_max: int = 64  # outputs that no peer has acknowledged; above it the app is slowed
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,6 @@ class CheckpointWriter:
         self.checkpoint_id = checkpoint_id
         self.sequence_id = sequence_id
         self.size_bytes = size_bytes
-        self.pending_bytes = 0  # of chunks that the disk does not have yet
         self._outputs = outputs
         self._unacknowledged = unacknowledged
         self._chunk_size_bytes = chunk_size_bytes
@@ -44,7 +43,6 @@ class CheckpointWriter:
             return None
         chunk = WriteCheckpointChunk(self.checkpoint_id, self._next_index, b"".join(self._pieces))
         self._next_index += 1
-        self.pending_bytes += self._pieces_bytes
         self._pieces.clear()
         self._pieces_bytes = 0
         return chunk

@@ -49,10 +49,6 @@ class AppProtocolError(RemoteProtocolError):
     """The app broke the local protocol."""
 
 
-class PeerProtocolError(RemoteProtocolError):
-    """A peer coordinator broke the protocol, or is not the one that it was."""
-
-
 class DivergenceError(ImmortalError):
     """Replay did not do what was done before."""
 

@@ -65,11 +65,6 @@ class GroupCommit:
         return self._waiting[-1]
 
     @property
-    def busy(self) -> bool:
-        """Something is on its way to the disk or waits for it."""
-        return bool(self._committing) or not self._waiting[0].empty
-
-    @property
     def commits_next(self) -> bool:
         """:meth:`next_commit` would give a group now."""
         if len(self._committing) >= COMMITS_ON_THEIR_WAY_MAX:

@@ -128,7 +128,7 @@ def test_nothing_to_do_is_no_commit() -> None:
     assert log.next_commit(NOW_NS, {}) is None
     log.open.transaction.acknowledged["b"] = 3
     assert log.next_commit(NOW_NS, {}) is None
-    assert not log.busy
+    assert not log.commits_next
 
 
 def test_what_is_outside_the_record_makes_a_commit_without_one() -> None:
