@@ -169,7 +169,7 @@ class Coordinator:
             return
         self._app = AppConnection(accepted)
         self._paused = False
-        self._app_mask = select.EPOLLIN
+        self._app_mask = select.EPOLLIN | select.EPOLLRDHUP
         self._epoll.register(self._app.fileno(), self._app_mask)
         self._app_moved_ns = time.monotonic_ns()
         self._events.append(ev.AppConnected())
@@ -177,7 +177,11 @@ class Coordinator:
     def _app_ready(self, app: AppConnection, mask: int) -> None:
         if mask & select.EPOLLOUT:
             self._flush_app()
-        if mask & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR) and self._app is app:
+        if self._app is not app:
+            return
+        if mask & select.EPOLLRDHUP and self._paused:
+            self._app_lost()  # what it sent and was not read was not accepted either
+        elif mask & (select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR):
             data = app.receive()
             if data:
                 self._app_moved_ns = time.monotonic_ns()
@@ -211,8 +215,9 @@ class Coordinator:
         self._watch(app)
 
     def _watch(self, app: AppConnection) -> None:
+        # RDHUP also while paused: an app that dies then must make room for the next one.
         reading = 0 if self._paused or app.closing else select.EPOLLIN
-        mask = reading | (select.EPOLLOUT if app.has_waiting else 0)
+        mask = select.EPOLLRDHUP | reading | (select.EPOLLOUT if app.has_waiting else 0)
         if mask != self._app_mask:
             self._app_mask = mask
             self._epoll.modify(app.fileno(), mask)

@@ -15,7 +15,15 @@ import pytest
 from coordinator import control
 from coordinator.log import create_log, open_log
 from coordinator.log import format as log_format
-from protocol.messages import MessageType, encode_attach_to, encode_message, encode_outgoing_rpc
+from protocol.extensions import encode_app_batch
+from protocol.messages import (
+    MessageType,
+    RpcType,
+    encode_attach_to,
+    encode_incoming_rpc,
+    encode_message,
+    encode_outgoing_rpc,
+)
 from tests.helpers.processes import BASE_TYPES, FORWARD, TOLD, House, SocketApp
 
 KINDS = pytest.mark.parametrize("extended", [False, True], ids=["base", "extended"])
@@ -244,6 +252,21 @@ def test_a_second_app_is_turned_away_and_the_first_goes_on(house: House) -> None
     assert "count=1" in process.line("a second app was turned away: one is connected")
     app.impulse(1)
     app.until(lambda: app.state["forwarded"] == [1])
+
+
+def test_an_app_that_dies_while_it_is_not_read_makes_room_for_the_next(house: House) -> None:
+    house.register("alice", "bob")  # bob is down: what alice sends it waits
+    settings = house.registry.path("alice")
+    settings.write_text(settings.read_text() + "\n[tuning]\npeer_buffer_mib_max = 1\n")
+    process, app = house.both("alice", peer="bob", extended=True)
+    payload = encode_incoming_rpc(TOLD, RpcType.FORK, bytes(600_000))
+    app.send(encode_attach_to("bob"))
+    for _ in range(3):
+        app.send(encode_app_batch(MessageType.STREAM_BATCH, "bob", 1, payload))
+    process.until(lambda status: status["outputs"]["bob"]["waiting_bytes"] > 1 << 20)
+    app.close()
+    process.line("the app is gone")
+    house.app("alice", peer="bob", extended=True).ready()
 
 
 def test_another_kind_of_app_is_refused(house: House) -> None:

@@ -511,3 +511,10 @@ def test_a_stop_is_not_held_up_by_outputs_that_nobody_takes() -> None:
     assert driven.of(ef.PauseApp)
     driven.handle(ev.StopRequested())
     assert driven.of(ef.ResumeApp), "the last checkpoint would never be read"
+
+
+def test_a_recovery_shows_no_stream_that_never_was() -> None:
+    second = Driven.started().crash()
+    second.recover()
+    status = second.machine.status(0)
+    assert (status["inputs"], status["outputs"]) == ({}, {})
