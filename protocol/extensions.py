@@ -6,7 +6,8 @@ An app that never sends Hello never sees one.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.limits import EXTENSIONS_MAX
@@ -24,8 +25,18 @@ ALL_EXTENSIONS = frozenset(
         MessageType.IMPULSES_ACCEPTED,
         MessageType.GOODBYE,
         MessageType.REFUSAL,
+        MessageType.SNAPSHOT_BEGIN,
+        MessageType.SNAPSHOT_CHUNK,
+        MessageType.SNAPSHOT_END,
+        MessageType.APP_DESCRIPTION,
+        MessageType.UPGRADE_FAILED,
+        MessageType.VERSION,
     }
 )
+"""Those of a coordinator and its app."""
+
+TRACE_EXTENSIONS = frozenset({MessageType.ORIGINS, MessageType.HANDLER_FAILED})
+"""Those that only a replay for inspection understands."""
 
 _TIME = struct.Struct("<q")
 RECORD_TIME_SIZE_BYTES = 10
@@ -136,3 +147,111 @@ def decode_impulses_accepted(data: Readable) -> int:
     if count < 0:
         raise RemoteProtocolError(f"an ImpulsesAccepted gives its count as {count}")
     return count
+
+
+@dataclass(frozen=True, slots=True)
+class AppDescription:
+    """What an app says of itself, for people: its version, and the names of the methods that it has and calls.
+
+    ``methods``: (destination, method ID) to a name such as "Counter.count"; the destination "" is the app itself.
+    """
+
+    version: int = 1
+    methods: Mapping[tuple[str, int], str] = field(default_factory=dict)
+
+
+def encode_app_description(description: AppDescription) -> bytes:
+    """A whole AppDescription message."""
+    parts = [encode_zigzag(description.version), encode_zigzag(len(description.methods))]
+    for (destination, method_id), name in sorted(description.methods.items()):
+        parts += (encode_name(destination), encode_zigzag(method_id), encode_name(name))
+    return encode_message(MessageType.APP_DESCRIPTION, b"".join(parts))
+
+
+def decode_app_description(data: bytes) -> AppDescription:
+    """Raises RemoteProtocolError."""
+    version, offset = decode_zigzag_int(data, 0)
+    if version < 1:
+        raise RemoteProtocolError(f"an AppDescription gives the version {version}, at least 1 was expected")
+    count, offset = decode_zigzag_int(data, offset)
+    if not 0 <= count <= len(data):
+        raise RemoteProtocolError(f"an AppDescription announces {count} methods in {len(data)} bytes")
+    methods = {}
+    for _ in range(count):
+        destination, offset = decode_name(data, offset)
+        method_id, offset = decode_zigzag_int(data, offset)
+        methods[destination, method_id], offset = decode_name(data, offset)
+    _require_end("AppDescription", data, offset)
+    return AppDescription(version, methods)
+
+
+def encode_version(version: int) -> bytes:
+    """A whole Version message: the state that was given, or that an upgrade is to reach, is of this version."""
+    return encode_message(MessageType.VERSION, encode_zigzag(version))
+
+
+def decode_version(data: Readable) -> int:
+    version, end = decode_zigzag_int(data, 0)
+    _require_end("Version", data, end)
+    if version < 1:
+        raise RemoteProtocolError(f"a Version of {version}, at least 1 was expected")
+    return version
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """``count`` consecutive messages of a batch were made by the handler of this logged message."""
+
+    sequence_id: int
+    message_index: int
+    count: int
+
+
+def encode_origins(origins: Sequence[Origin]) -> bytes:
+    """A whole Origins message: for the StreamBatch that follows it."""
+    parts = [encode_zigzag(len(origins))]
+    for origin in origins:
+        parts += (encode_zigzag(origin.sequence_id), encode_zigzag(origin.message_index), encode_zigzag(origin.count))
+    return encode_message(MessageType.ORIGINS, b"".join(parts))
+
+
+def decode_origins(data: Readable) -> list[Origin]:
+    """Raises RemoteProtocolError."""
+    count, offset = decode_zigzag_int(data, 0)
+    if not 0 <= count <= len(data):
+        raise RemoteProtocolError(f"an Origins announces {count} entries in {len(data)} bytes")
+    origins = []
+    for _ in range(count):
+        sequence_id, offset = decode_zigzag_long(data, offset)
+        message_index, offset = decode_zigzag_int(data, offset)
+        made, offset = decode_zigzag_int(data, offset)
+        origins.append(Origin(sequence_id, message_index, made))
+    _require_end("Origins", data, offset)
+    return origins
+
+
+@dataclass(frozen=True, slots=True)
+class HandlerFailure:
+    """The handler of this logged message raised; ``text`` is the report for people."""
+
+    sequence_id: int
+    message_index: int
+    text: str
+
+
+def encode_handler_failed(failure: HandlerFailure) -> bytes:
+    """A whole HandlerFailed message: the app's last."""
+    front = encode_zigzag(failure.sequence_id) + encode_zigzag(failure.message_index)
+    return encode_message(MessageType.HANDLER_FAILED, front + failure.text.encode("utf-8", "replace"))
+
+
+def decode_handler_failed(data: bytes) -> HandlerFailure:
+    """Raises RemoteProtocolError."""
+    sequence_id, offset = decode_zigzag_long(data, 0)
+    message_index, offset = decode_zigzag_int(data, offset)
+    return HandlerFailure(sequence_id, message_index, data[offset:].decode("utf-8", "replace"))
+
+
+def _require_end(what: str, data: Readable, end: int) -> None:
+    if end != len(data):
+        raise RemoteProtocolError(f"{what} has {len(data) - end} bytes too many")

@@ -39,6 +39,14 @@ class MessageType(IntEnum):
     IMPULSES_ACCEPTED = 68
     GOODBYE = 69
     REFUSAL = 70
+    SNAPSHOT_BEGIN = 71
+    SNAPSHOT_CHUNK = 72
+    SNAPSHOT_END = 73
+    APP_DESCRIPTION = 74
+    UPGRADE_FAILED = 75
+    VERSION = 76
+    ORIGINS = 77
+    HANDLER_FAILED = 78
 
 
 class RpcKind(IntEnum):

@@ -20,15 +20,26 @@ from protocol.checksum import crc64, crc64_reference
 from protocol.errors import DamagedRecordError, RemoteProtocolError
 from protocol.extensions import (
     AppBatch,
+    AppDescription,
+    HandlerFailure,
     Hello,
+    Origin,
     decode_app_batch,
+    decode_app_description,
+    decode_handler_failed,
     decode_hello,
     decode_impulses_accepted,
+    decode_origins,
     decode_record_time,
+    decode_version,
     encode_app_batch,
+    encode_app_description,
+    encode_handler_failed,
     encode_hello,
     encode_impulses_accepted,
+    encode_origins,
     encode_record_time,
+    encode_version,
 )
 from protocol.messages import (
     IncomingRpc,
@@ -223,6 +234,27 @@ def test_times_and_acceptances(time_ns: int, count: int) -> None:
 def test_app_batches(message_type: MessageType, destination: str, count: int, payload: bytes) -> None:
     message = encode_app_batch(message_type, destination, count, payload)
     assert decode_app_batch(data_of(message, message_type)) == AppBatch(destination, count, payload)
+
+
+methods = st.dictionaries(st.tuples(names, st.integers(0, INT_MAX)), names, max_size=20)
+
+
+@given(st.integers(1, INT_MAX), methods)
+def test_app_descriptions_and_versions(version: int, names_of: dict[tuple[str, int], str]) -> None:
+    description = AppDescription(version, names_of)
+    assert (
+        decode_app_description(data_of(encode_app_description(description), MessageType.APP_DESCRIPTION)) == description
+    )
+    assert decode_version(data_of(encode_version(version), MessageType.VERSION)) == version
+
+
+@given(
+    st.lists(st.builds(Origin, positions, st.integers(0, INT_MAX), st.integers(1, INT_MAX)), max_size=20),
+    st.builds(HandlerFailure, positions, st.integers(0, INT_MAX), st.text(max_size=100)),
+)
+def test_origins_and_failures(origins: list[Origin], failure: HandlerFailure) -> None:
+    assert decode_origins(data_of(encode_origins(origins), MessageType.ORIGINS)) == origins
+    assert decode_handler_failed(data_of(encode_handler_failed(failure), MessageType.HANDLER_FAILED)) == failure
 
 
 # --- peer frames -----------------------------------------------------------------------------------------------------

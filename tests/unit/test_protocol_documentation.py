@@ -11,11 +11,19 @@ from protocol.batch import encode_batch
 from protocol.extensions import (
     ALL_EXTENSIONS,
     SECRET_SIZE_BYTES_MAX,
+    TRACE_EXTENSIONS,
+    AppDescription,
+    HandlerFailure,
     Hello,
+    Origin,
     encode_app_batch,
+    encode_app_description,
+    encode_handler_failed,
     encode_hello,
     encode_impulses_accepted,
+    encode_origins,
     encode_record_time,
+    encode_version,
 )
 from protocol.limits import EXTENSIONS_MAX, MESSAGE_SIZE_BYTES_MAX, NAME_SIZE_BYTES_MAX, RECORD_SIZE_BYTES_MAX
 from protocol.messages import (
@@ -60,6 +68,16 @@ BYTES = {
     "ImpulsesAccepted 70": encode_impulses_accepted(70),
     "Goodbye, stopped": encode_message(MessageType.GOODBYE, b"stopped"),
     "Refusal, no": encode_message(MessageType.REFUSAL, b"no"),
+    "SnapshotBegin": encode_message(MessageType.SNAPSHOT_BEGIN),
+    "SnapshotChunk, ab": encode_message(MessageType.SNAPSHOT_CHUNK, b"ab"),
+    "SnapshotEnd, complete": encode_message(MessageType.SNAPSHOT_END),
+    "AppDescription: version 2, its own method 3, the method 5 of feeder": encode_app_description(
+        AppDescription(2, {("", 3): "Counter.add", ("feeder", 5): "Feeder.reply"})
+    ),
+    "UpgradeFailed, no": encode_message(MessageType.UPGRADE_FAILED, b"no"),
+    "Version 2": encode_version(2),
+    "Origins: two calls by message 0 of record 7, one by message 3": encode_origins([Origin(7, 0, 2), Origin(7, 3, 1)]),
+    "HandlerFailed: message 3 of record 7, no": encode_handler_failed(HandlerFailure(7, 3, "no")),
     "record 1 with its time and an RPCBatch of 2": encode_record(
         COMMITTER, 1, encode_record_time(TIME_NS) + encode_batch(CALL * 2, 2) + CALL * 2
     ),
@@ -103,7 +121,7 @@ def test_the_tables_of_types() -> None:
     base = table_rows("| type | name | app -> coordinator | coordinator -> app | data |")
     extensions = table_rows("| type | name | direction | in | data |")
     assert base | extensions == {int(member): camel(member.name) for member in MessageType}
-    assert set(extensions) == {int(member) for member in ALL_EXTENSIONS | {MessageType.HELLO}}
+    assert set(extensions) == {int(member) for member in ALL_EXTENSIONS | TRACE_EXTENSIONS | {MessageType.HELLO}}
     frames = table_rows("| type | name | written by | position |")
     assert frames == {int(member): camel(member.name) for member in FrameType}
     codes = PAGE.partition("| code | name | why |")[2].partition("\n\n")[0]

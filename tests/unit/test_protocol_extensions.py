@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.extensions import (
     ALL_EXTENSIONS,
     RECORD_TIME_SIZE_BYTES,
+    TRACE_EXTENSIONS,
     AppBatch,
     Hello,
     decode_app_batch,
+    decode_app_description,
+    decode_handler_failed,
     decode_hello,
     decode_impulses_accepted,
+    decode_origins,
     decode_record_time,
+    decode_version,
     encode_app_batch,
     encode_hello,
     encode_impulses_accepted,
@@ -41,8 +48,9 @@ def test_unknown_extensions_are_kept() -> None:
 
 
 def test_all_extensions_are_those_behind_hello() -> None:
-    assert {65, 66, 67, 68, 69, 70} == ALL_EXTENSIONS
-    assert {member for member in MessageType if member >= 64} == ALL_EXTENSIONS | {MessageType.HELLO}
+    assert {65, 66, 67, 68, 69, 70, 71, 72, 73, 74, 75, 76} == ALL_EXTENSIONS
+    assert {77, 78} == TRACE_EXTENSIONS
+    assert {member for member in MessageType if member >= 64} == ALL_EXTENSIONS | TRACE_EXTENSIONS | {MessageType.HELLO}
 
 
 @pytest.mark.parametrize(
@@ -134,3 +142,23 @@ def test_impulses_accepted() -> None:
         decode_impulses_accepted(b"")
     with pytest.raises(LocalProtocolError, match="of -1"):
         encode_impulses_accepted(-1)
+
+
+@pytest.mark.parametrize(
+    ("decode", "data", "error"),
+    [
+        (decode_app_description, "00 00", "an AppDescription gives the version 0, at least 1"),
+        (decode_app_description, "02 0a", "announces 5 methods in 2 bytes"),
+        (decode_app_description, "02 02 00 06 02 61 00", "AppDescription has 1 bytes too many"),
+        (decode_app_description, "02 02 00 06 04 61", "runs past the end"),
+        (decode_version, "00", "a Version of 0, at least 1"),
+        (decode_version, "02 00", "Version has 1 bytes too many"),
+        (decode_origins, "0a 02", "an Origins announces 5 entries in 2 bytes"),
+        (decode_origins, "02 02 02", "runs past the end"),
+        (decode_origins, "02 02 02 02 02", "Origins has 1 bytes too many"),
+        (decode_handler_failed, "", "runs past the end"),
+    ],
+)
+def test_what_is_wrong_with_the_others(decode: Callable[[bytes], object], data: str, error: str) -> None:
+    with pytest.raises(RemoteProtocolError, match=error):
+        decode(bytes.fromhex(data))
