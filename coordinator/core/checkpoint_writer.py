@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from coordinator.core.effects import WriteCheckpointChunk
 from coordinator.core.interfaces import CheckpointHeader, OutputBatch, OutputMark
 from protocol.checksum import crc64
-from protocol.readers import BlobData
 
 
 class CheckpointWriter:
@@ -17,29 +16,31 @@ class CheckpointWriter:
         self,
         checkpoint_id: int,
         sequence_id: int,
-        size_bytes: int,
+        version: int,
         outputs: Mapping[str, OutputMark],
         unacknowledged: Mapping[str, Sequence[OutputBatch]],
         chunk_size_bytes: int,
     ) -> None:
         self.checkpoint_id = checkpoint_id
         self.sequence_id = sequence_id
-        self.size_bytes = size_bytes
+        self.version = version
         self._outputs = outputs
         self._unacknowledged = unacknowledged
         self._chunk_size_bytes = chunk_size_bytes
         self._pieces: list[bytes] = []
         self._pieces_bytes = 0
+        self._size_bytes = 0
         self._next_index = 0
         self._check = 0
 
-    def receive(self, blob: BlobData) -> WriteCheckpointChunk | None:
+    def receive(self, data: bytes, *, last: bool) -> WriteCheckpointChunk | None:
         """The chunk that is full now, or the last one."""
-        if blob.data:
-            self._pieces.append(blob.data)
-            self._pieces_bytes += len(blob.data)
-            self._check = crc64(blob.data, self._check)
-        if not self._pieces or (self._pieces_bytes < self._chunk_size_bytes and not blob.last):
+        if data:
+            self._pieces.append(data)
+            self._pieces_bytes += len(data)
+            self._size_bytes += len(data)
+            self._check = crc64(data, self._check)
+        if not self._pieces or (self._pieces_bytes < self._chunk_size_bytes and not last):
             return None
         chunk = WriteCheckpointChunk(self.checkpoint_id, self._next_index, b"".join(self._pieces))
         self._next_index += 1
@@ -51,9 +52,10 @@ class CheckpointWriter:
         return CheckpointHeader(
             self.checkpoint_id,
             self.sequence_id,
-            self.size_bytes,
+            self._size_bytes,
             self._check,
             time_ns,
             self._outputs,
             self._unacknowledged,
+            self.version,
         )

@@ -7,7 +7,8 @@ Duties of a driver:
 3. SendToApp's bytes go to the connection that was up when it was asked for, in order, or nowhere.
 4. SendToPeer is at least once and may be reordered; after ResetPeer nothing asked for before it is sent any more.
 5. LoadLog, CheckCheckpoint and the reads are answered once each, LogFailed counting as an answer.
-6. After Stop nothing else is carried out.
+6. WakeAt is answered by one Tick once the wall clock has got there; a later WakeAt takes its place.
+7. After Stop nothing else is carried out.
 """
 
 from __future__ import annotations
@@ -111,6 +112,21 @@ class ReplyToPeer:
 
 
 @dataclass(slots=True)
+class WakeAt:
+    """``time_ns``: ns since the Unix epoch."""
+
+    time_ns: int
+
+
+@dataclass(slots=True)
+class UpgradeEnded:
+    """The upgrade to ``version`` is durable, or (with a ``problem``) given up: then it is not to be tried again."""
+
+    version: int
+    problem: str | None = None
+
+
+@dataclass(slots=True)
 class Report:
     """A line for the operator. ``level`` is a name of the logging module's, in lower case."""
 
@@ -142,6 +158,8 @@ Effect = (
     | SendToPeer
     | ResetPeer
     | ReplyToPeer
+    | WakeAt
+    | UpgradeEnded
     | Report
     | Stop
 )

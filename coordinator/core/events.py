@@ -115,6 +115,11 @@ class CheckpointRequested:
 
 
 @dataclass(slots=True)
+class Tick:
+    """The moment of a WakeAt has come."""
+
+
+@dataclass(slots=True)
 class StopRequested:
     """Stop cleanly: with a checkpoint where there is something to checkpoint."""
 
@@ -135,5 +140,6 @@ Event = (
     | RecordsRead
     | LogFailed
     | CheckpointRequested
+    | Tick
     | StopRequested
 )

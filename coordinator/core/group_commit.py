@@ -77,6 +77,11 @@ class GroupCommit:
         """... and that group would be a record."""
         return self.commits_next and bool(self._waiting[0].chunks)
 
+    @property
+    def next_ticket(self) -> int:
+        """Of the group that :meth:`next_commit` would give."""
+        return self._waiting[0].ticket
+
     def append(self, chunks: Iterable[bytes], size_bytes: int, source: BatchSource, *, from_app: bool = False) -> Group:
         """Add one top-level message, given as ``chunks`` of ``size_bytes`` in all, from ``source``."""
         group = self._with_room(size_bytes)

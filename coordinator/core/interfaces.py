@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from coordinator.core.errors import require
+
 ONESELF = ""
 """The name under which an instance's calls to itself are kept."""
 
@@ -73,8 +75,9 @@ class ImpulseBatch:
 class CheckpointHeader:
     """All of a checkpoint but its blob; the blob is stored beside it, in chunks.
 
-    The blob is the app's state after the record ``sequence_id`` (-1: before any record). ``outputs`` and
-    ``unacknowledged`` are the output streams at that moment: replay continues them from there.
+    The blob is the app's state after the record ``sequence_id`` (-1: before any record), as the app's version
+    ``version`` writes it. ``outputs`` and ``unacknowledged`` are the output streams at that moment: replay continues
+    them from there.
     """
 
     checkpoint_id: int
@@ -84,6 +87,19 @@ class CheckpointHeader:
     time_ns: int
     outputs: Mapping[str, OutputMark] = field(default_factory=dict)
     unacknowledged: Mapping[str, Sequence[OutputBatch]] = field(default_factory=dict)
+    version: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class VersionStart:
+    """From the record behind ``sequence_id`` on, the app's version ``version`` handles the log.
+
+    ``app`` is what the app called itself then ("module:Class"; "" if it said nothing).
+    """
+
+    version: int
+    sequence_id: int
+    app: str = ""
 
 
 @dataclass(slots=True)
@@ -95,7 +111,10 @@ class Transaction:
     acknowledged: dict[str, int] = field(default_factory=dict)  # destination: last position durable there
     peers: dict[str, int] = field(default_factory=dict)  # destination: its committer ID
     impulses: list[ImpulseBatch] = field(default_factory=list)
+    impulses_removed: list[tuple[str, int]] = field(default_factory=list)  # (destination, first position); goes first
     checkpoint: CheckpointHeader | None = None  # its blob's chunks were written before
+    version: VersionStart | None = None  # the version that begins with this checkpoint
+    cut_healed: bool = False  # the output streams go on behind what a cut has taken away: forget the cut
     epoch: int | None = None
     extensions: frozenset[int] | None = None  # those that the app asked for at its first start
 
@@ -105,8 +124,14 @@ class Transaction:
         self.sources.update(later.sources)
         self.acknowledged.update(later.acknowledged)
         self.peers.update(later.peers)
+        new = {(batch.destination, batch.first_position) for batch in self.impulses}
+        require(new.isdisjoint(later.impulses_removed), "impulses are removed in the transaction that brings them")
         self.impulses += later.impulses
+        self.impulses_removed += later.impulses_removed
         self.checkpoint = later.checkpoint or self.checkpoint  # of two, the later one makes the other superfluous
+        require(self.version is None or later.version is None, "two versions begin in one transaction")
+        self.version = self.version or later.version
+        self.cut_healed = self.cut_healed or later.cut_healed
         self.epoch = self.epoch if later.epoch is None else later.epoch
         self.extensions = self.extensions if later.extensions is None else later.extensions
 
@@ -126,6 +151,8 @@ class LogSummary:
     impulses: Sequence[ImpulseBatch]  # by destination, then position
     extensions: frozenset[int] | None  # None before the first start is complete
     last_time_ns: int = 0  # of the last record; 0 if there is none, or if it is damaged
+    versions: Sequence[VersionStart] = ()  # oldest first; empty for a new log
+    cut_sequence_id: int | None = None  # records from here on were cut off by hand, and no checkpoint since
 
 
 class LogStore(Protocol):
@@ -151,7 +178,11 @@ class LogStore(Protocol):
     def read_checkpoint_chunk(self, checkpoint_id: int, index: int) -> bytes:
         """Chunk ``index`` of a blob; empty after the last. Raises DamagedCheckpointError."""
 
-    def trim(self, *, keep_checkpoints: int | None) -> bool:
-        """Remove one bounded step of what the newest ``keep_checkpoints`` no longer need; True if more remains."""
+    def trim(self, *, keep_checkpoints: int | None, keep_since_ns: int | None = None) -> bool:
+        """Remove one bounded step of what is kept no longer; True if more remains.
+
+        Kept are the newest ``keep_checkpoints`` (None: all) with the log behind them and, where ``keep_since_ns`` (ns
+        since the Unix epoch) is given, all that a replay from that moment on needs.
+        """
 
     def close(self) -> None: ...

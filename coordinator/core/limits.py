@@ -46,3 +46,6 @@ class Limits:
 
     checkpoint_trigger_bytes: int = 1024 * MIB
     """Logged since the last checkpoint: above this the app is asked for the next one."""
+
+    checkpoint_age_ns: int | None = None
+    """The last checkpoint's age: beyond it, and if there is anything new in the log, the app is asked for the next."""

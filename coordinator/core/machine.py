@@ -14,7 +14,7 @@ from typing import Any
 
 from coordinator.core import events as ev
 from coordinator.core.app_messages import Calls, read_calls
-from coordinator.core.checkpoint_writer import CheckpointWriter
+from coordinator.core.checkpointing import Checkpointing
 from coordinator.core.effects import (
     CloseApp,
     Commit,
@@ -28,18 +28,31 @@ from coordinator.core.effects import (
     SendToApp,
     Stop,
     Trim,
+    UpgradeEnded,
+    WakeAt,
 )
-from coordinator.core.errors import AppProtocolError, UnknownDestinationError, require
+from coordinator.core.errors import AppProtocolError, DivergenceError, UnknownDestinationError
 from coordinator.core.group_commit import Group, GroupCommit
-from coordinator.core.interfaces import IMPULSES, ONESELF, CheckpointHeader, LogSummary, SourcePosition
+from coordinator.core.interfaces import (
+    IMPULSES,
+    ONESELF,
+    CheckpointHeader,
+    LogSummary,
+    SourcePosition,
+    Transaction,
+    VersionStart,
+)
 from coordinator.core.limits import Limits
+from coordinator.core.output_check import OutputDivergenceError
 from coordinator.core.peers import Peers
-from coordinator.core.recovery import Recovery, without_outputs
-from coordinator.core.session import AWAITING_CHECKPOINT, GETS_RECORDS, AppSession, Phase, Step
+from coordinator.core.recovery import Recovery
+from coordinator.core.session import AWAITING_CHECKPOINT, GETS_RECORDS, UPGRADES, AppSession, Phase, Step
 from coordinator.core.status import describe
+from coordinator.core.versions import Versions
+from coordinator.core.words import divergence_in_words
 from protocol.batch import encode_batch
 from protocol.errors import ImmortalError, RemoteProtocolError
-from protocol.extensions import decode_hello, encode_impulses_accepted
+from protocol.extensions import decode_app_description, decode_hello, encode_impulses_accepted, encode_version
 from protocol.messages import (
     MessageType,
     decode_attach_to,
@@ -48,7 +61,7 @@ from protocol.messages import (
 )
 from protocol.readers import BlobData, BlobStart, Message
 from protocol.record import CHECKPOINT_SEQUENCE_ID, decode_header, encode_record
-from protocol.trailer import BatchKind, BatchSource
+from protocol.trailer import BatchKind, BatchSource, decode_trailer
 
 _CALLS = frozenset({MessageType.RPC, MessageType.RPC_BATCH, MessageType.STREAM_BATCH, MessageType.IMPULSE_BATCH})
 LOGGED_EXTENSIONS = frozenset({MessageType.RECORD_TIME})
@@ -58,10 +71,13 @@ LOGGED_EXTENSIONS = frozenset({MessageType.RECORD_TIME})
 class Machine:
     """One coordinator, from the opening of its log to its end.
 
-    ``name``: the instance. ``summary``: its log, as opened.
+    ``name``: the instance. ``summary``: its log, as opened. ``upgrade_to``: the version of the app that its next
+    recovery is to end in.
     """
 
-    def __init__(self, name: str, summary: LogSummary, limits: Limits | None = None) -> None:
+    def __init__(
+        self, name: str, summary: LogSummary, limits: Limits | None = None, upgrade_to: int | None = None
+    ) -> None:
         self.name = name
         self.limits = limits or Limits()
         self.stopped = False
@@ -94,12 +110,11 @@ class Machine:
         self._load_ticket = 0  # the commit to wait for before the log is loaded for a new session
         self._extensions = summary.extensions
         self._recovery = Recovery(name)
-        self._writer: CheckpointWriter | None = None
-        self._next_checkpoint_id = 1 + max((header.checkpoint_id for header in summary.checkpoints), default=0)
-        self._last_checkpoint = without_outputs(summary.checkpoints[-1]) if summary.checkpoints else None
-        self._logged_at_checkpoint = 0
-        self._checkpoint_wanted = False
-        self._chunks_pending_bytes = 0
+        self._checkpoints = Checkpointing(self.limits, summary.checkpoints)
+        self._versions = Versions(summary.versions, upgrade_to)
+        self._passing: VersionStart | None = None  # the version of the log's past that the app is being upgraded to
+        self._cut = False  # the log that is replayed was cut by hand
+        self._healing: Transaction | None = None
         self._paused = False
         self._stopping = False
         self._final_checkpoint_asked = False
@@ -121,6 +136,7 @@ class Machine:
             ev.RecordsRead: self._records_read,
             ev.LogFailed: self._log_failed,
             ev.CheckpointRequested: self._checkpoint_requested,
+            ev.Tick: self._tick,
             ev.StopRequested: self._stop_requested,
         }
 
@@ -139,15 +155,25 @@ class Machine:
                 if isinstance(event, ev.AppData) and isinstance(error, RemoteProtocolError):
                     self._refuse_app(error)
                 else:
-                    self._stop(error)
+                    self._stop(self._explained(error))
         if not self.stopped:
             try:
                 self._end_turn()
             except ImmortalError as error:
-                self._stop(error)
+                self._stop(self._explained(error))
         effects = self._effects[:]
         self._effects.clear()
         return effects
+
+    def _explained(self, error: ImmortalError) -> ImmortalError:
+        if not isinstance(error, OutputDivergenceError):
+            return error
+        words = divergence_in_words(error.divergence, self.name, self._session.description.methods)
+        return DivergenceError(
+            f"{words}: a handler does what a replay can't repeat, or its code was changed without an upgrade. "
+            f"'immortal verify {self.name}' finds where; nothing is lost: mend it so that it does what it did, "
+            f"and start again"
+        )
 
     def _end_turn(self) -> None:
         self._feed()
@@ -161,7 +187,7 @@ class Machine:
         marked = self._session.phase in (Phase.NORMAL, Phase.CHECKPOINTING)
         while self._log.commits_next:
             # Marks are new once only: they are taken when there is a record to hold them.
-            marks = self._peers.new_marks() if marked and self._log.seals_next else {}
+            marks = self._peers.new_marks(self._log.next_ticket) if marked and self._log.seals_next else {}
             group = self._log.next_commit(self._now_ns, marks)
             if group is not None:
                 self._effects.append(Commit(group.ticket, group.transaction, group.size_bytes))
@@ -205,7 +231,10 @@ class Machine:
         session.advance(Step.CHECKPOINT_CHOSEN)
         session.fed_sequence_id = header.sequence_id
         session.replay_target = self._log.durable_sequence_id
-        self._logged_at_checkpoint = self._log.logged_bytes
+        self._checkpoints.asked(self._log.logged_bytes)
+        self._versions.begin_at(header)
+        self._cut = summary.cut_sequence_id is not None
+        self._healing = None
         self._peers.restore(header, summary, self._epoch)
         record = encode_record(self._committer_id, CHECKPOINT_SEQUENCE_ID, encode_checkpoint(header.size_bytes))
         self._send(record)
@@ -233,12 +262,16 @@ class Machine:
         session.reading = False
         if session.phase not in GETS_RECORDS or self._final_checkpoint_asked:
             return
+        replaying = session.phase is Phase.REPLAYING
         for value in event.values:
             header = decode_header(value)
             if header.sequence_id != session.fed_sequence_id + 1:
                 return  # of a session that has ended, or from behind the replay's end
-            if session.phase is Phase.REPLAYING and header.sequence_id > session.replay_target:
-                return
+            if replaying:
+                if header.sequence_id > self._last_to_feed():
+                    return
+                trailer = decode_trailer(memoryview(value)[header.size_bytes :], header.check)
+                self._peers.expect(header.sequence_id, trailer.outputs)
             session.fed_sequence_id = header.sequence_id
             self._send(memoryview(value)[: header.size_bytes])
 
@@ -260,18 +293,45 @@ class Machine:
                 self._effects.append(read)
             else:
                 session.advance(Step.BLOB_SENT)
-        if session.phase is Phase.REPLAYING and session.fed_sequence_id >= session.replay_target:
-            session.advance(Step.CAUGHT_UP)
-            session.checkpoint_sequence_id = session.fed_sequence_id
-            self._send_control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
-        if (
-            session.phase in GETS_RECORDS
-            and not session.reading
-            and session.fed_sequence_id < self._log.durable_sequence_id
-        ):
+        if session.phase is Phase.REPLAYING:
+            self._end_replay_if_due()
+        if session.phase in GETS_RECORDS and not session.reading and session.fed_sequence_id < self._last_to_feed():
             session.reading = True
             self._effects.append(ReadRecords(session.fed_sequence_id + 1, self.limits.read_size_bytes))
         self._tell_acceptance()
+
+    def _last_to_feed(self) -> int:
+        """The last record that the app may be given now."""
+        session = self._session
+        if session.phase is Phase.REPLAYING:
+            return self._versions.replay_bound(session.replay_target)
+        return self._log.durable_sequence_id
+
+    def _end_replay_if_due(self) -> None:
+        """At the start of another version, and at the end of the replay, the app is told what it is to become."""
+        session, versions = self._session, self._versions
+        fed = session.fed_sequence_id
+        at_end = fed >= session.replay_target and not versions.begins_behind(fed)
+        if at_end and versions.upgrade_to is None:
+            session.advance(Step.CAUGHT_UP)
+            session.checkpoint_sequence_id = fed
+            self._send_control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
+        elif self._extensions and not session.heard:
+            return  # its Hello is on its way: it says whether the app wants to know the version
+        elif at_end:
+            session.checkpoint_sequence_id = fed
+            self._ask_for_upgrade(versions.upgrade_to)
+        elif versions.begins_behind(fed):
+            self._passing = versions.take_next()
+            self._ask_for_upgrade(self._passing.version)
+
+    def _ask_for_upgrade(self, version: int | None) -> None:
+        session = self._session
+        session.advance(Step.UPGRADE_ASKED)
+        messages = encode_message(MessageType.UPGRADE_TAKE_CHECKPOINT)
+        if version is not None and MessageType.VERSION in session.extensions:
+            messages = encode_version(version) + messages
+        self._effects.append(SendToApp(session.control_record(MessageType.UPGRADE_TAKE_CHECKPOINT, messages)))
 
     def _tell_acceptance(self) -> None:
         accepted = self._session.acceptance_to_send()
@@ -324,7 +384,17 @@ class Machine:
                 session.attached.add(destination)
                 self._effects.append(OpenPeer(destination))
         elif message_type == MessageType.TAKE_CHECKPOINT:
-            self._checkpoint_wanted = True
+            self._checkpoints.wanted = True
+        elif message_type == MessageType.SNAPSHOT_CHUNK:
+            self._snapshot_chunk(message)
+        elif message_type == MessageType.SNAPSHOT_BEGIN:
+            self._snapshot_begun()
+        elif message_type == MessageType.SNAPSHOT_END:
+            self._snapshot_ended(message)
+        elif message_type == MessageType.APP_DESCRIPTION:
+            session.description = decode_app_description(message.data)
+        elif message_type == MessageType.UPGRADE_FAILED:
+            self._upgrade_failed(message.data.decode("utf-8", "replace"))
         elif message_type == MessageType.INITIAL_MESSAGE:
             if session.phase is not Phase.FIRST_START or session.initial_message is not None:
                 raise AppProtocolError("an InitialMessage may come once, at the first start, before the checkpoint")
@@ -392,14 +462,20 @@ class Machine:
             self._stop(None)
             return
         self._report("warning", "the app is gone; waiting for the next one", {"phase": session.phase.value})
+        if session.phase in UPGRADES and self._versions.upgrade_to is not None:
+            self._report(
+                "warning",
+                f"the upgrade to version {self._versions.upgrade_to} was interrupted: the old version is whole, "
+                f"and the upgrade is tried again at the next start",
+            )
         session.advance(Step.APP_LOST)
         session.connect()
         self._log.forget_app()
         self._peers.forget_outputs()
-        self._writer = None
+        self._checkpoints.abandon()
+        self._checkpoints.wanted = False
         self._recovery.forget()
         self._load_ticket = 0
-        self._checkpoint_wanted = False
         self._paused = False
         if self._stopping:
             self._stop(None)
@@ -410,18 +486,16 @@ class Machine:
         session = self._session
         if session.phase is not Phase.NORMAL or self._final_checkpoint_asked:
             return
-        grown_bytes = self._log.logged_bytes - self._logged_at_checkpoint
-        if self._checkpoint_wanted or self._stopping or grown_bytes >= self.limits.checkpoint_trigger_bytes:
-            self._checkpoint_wanted = False
+        if self._stopping or self._checkpoints.is_due(self._log.logged_bytes, self._now_ns):
+            self._checkpoints.asked(self._log.logged_bytes)
             self._final_checkpoint_asked = self._stopping
-            self._logged_at_checkpoint = self._log.logged_bytes
             session.advance(Step.CHECKPOINT_ASKED)
             session.checkpoint_sequence_id = session.fed_sequence_id
             self._send_control(MessageType.TAKE_CHECKPOINT)
 
     def _blob_started(self, blob: BlobStart) -> None:
         session = self._session
-        if session.phase not in AWAITING_CHECKPOINT or self._writer is not None:
+        if session.phase not in AWAITING_CHECKPOINT or self._checkpoints.on_its_way:
             raise AppProtocolError(
                 f"the app sent a Checkpoint in the phase {session.phase.value!r}, none was asked for"
             )
@@ -430,42 +504,163 @@ class Machine:
             self._check_extensions()
         if session.phase is Phase.FIRST_START and session.initial_message is None:
             raise AppProtocolError("the app's first checkpoint came without an InitialMessage (type 9) before it")
+        if session.phase is Phase.UPGRADING:
+            if self._passing is None:
+                self._require_upgraded()
+                self._finish_replay()
+            return  # only the checkpoint that confirms an upgrade is kept
         if session.phase is Phase.BECOMING_PRIMARY:
+            self._finish_replay()
+        self._begin_checkpoint()
+
+    def _finish_replay(self) -> None:
+        if self._cut:
+            self._healing = self._peers.heal_cut()
+        else:
             # An app that sends batches of its own making flushes first; a base app may hold messages back.
-            self._peers.finish_replay(all_sent=MessageType.STREAM_BATCH in session.extensions)
+            self._peers.finish_replay(all_sent=MessageType.STREAM_BATCH in self._session.extensions)
+
+    def _begin_checkpoint(self) -> None:
+        session = self._session
         outputs = self._peers.outputs
-        self._writer = CheckpointWriter(
-            self._next_checkpoint_id,
+        version = self._versions.current
+        if session.phase is Phase.FIRST_START:
+            version = session.description.version
+        elif session.phase is Phase.CONFIRMING_UPGRADE:
+            version = self._versions.upgrade_to or version
+        checkpoint_id = self._checkpoints.begin(
             session.checkpoint_sequence_id,
-            blob.size_bytes,
+            version,
             {name: stream.mark for name, stream in outputs.items()},
             {name: stream.unacknowledged for name, stream in outputs.items() if stream.waiting_bytes},
-            self.limits.chunk_size_bytes,
         )
         if self._final_checkpoint_asked:
-            self._final_checkpoint_id = self._next_checkpoint_id
-        self._next_checkpoint_id += 1
+            self._final_checkpoint_id = checkpoint_id
 
     def _blob_data(self, blob: BlobData) -> None:
-        writer = self._writer
-        require(writer is not None, "a blob without a Checkpoint")
-        if writer is None:
+        if self._session.phase is Phase.UPGRADING:
+            if blob.last:
+                self._upgraded()
             return
-        chunk = writer.receive(blob)
+        self._receive_checkpoint(blob.data, last=blob.last)
+        if blob.last:
+            self._end_checkpoint()
+
+    def _receive_checkpoint(self, data: bytes, *, last: bool) -> None:
+        chunk = self._checkpoints.receive(data, last=last)
         if chunk is not None:
-            self._chunks_pending_bytes += len(chunk.data)
             self._effects.append(chunk)
-        if not blob.last:
-            return
+
+    def _end_checkpoint(self) -> None:
         session = self._session
+        header = self._checkpoints.end(self._log.time_ns(self._now_ns))
         group = self._log.append_outside_record(0)
         if session.phase is Phase.FIRST_START:
             group = self._log_first_record()
         if session.phase is Phase.BECOMING_PRIMARY:
             self._report("info", "recovered", {"epoch": self._epoch, "sequence_id": session.fed_sequence_id})
-        group.transaction.checkpoint = writer.header(self._log.time_ns(self._now_ns))
-        self._writer = None
+        if self._healing is not None:
+            group.transaction.absorb(self._healing)
+            self._healing = None
+        group.transaction.checkpoint = header
+        if session.phase is Phase.CONFIRMING_UPGRADE:
+            app = session.hello.label if session.hello else ""
+            group.transaction.version = VersionStart(header.version, header.sequence_id, app)
+            session.advance(Step.UPGRADE_CONFIRMED)
+        else:
+            session.advance(Step.CHECKPOINT_RECEIVED)
+
+    # A checkpoint that the app takes beside its work: its state is that of the Begin, its bytes come in between.
+
+    def _snapshot_begun(self) -> None:
+        session = self._session
+        if session.phase is not Phase.CHECKPOINTING or self._checkpoints.on_its_way:
+            raise AppProtocolError(f"the app began a snapshot in the phase {session.phase.value!r}, none was asked for")
+        self._begin_checkpoint()
+
+    def _snapshot_chunk(self, message: Message) -> None:
+        if not self._checkpoints.on_its_way or self._session.phase is not Phase.CHECKPOINTING:
+            raise AppProtocolError("the app sent a part of a snapshot that it had not begun")
+        self._receive_checkpoint(message.data, last=False)
+
+    def _snapshot_ended(self, message: Message) -> None:
+        if not self._checkpoints.on_its_way or self._session.phase is not Phase.CHECKPOINTING:
+            raise AppProtocolError("the app ended a snapshot that it had not begun")
+        if not message.data:
+            self._receive_checkpoint(b"", last=True)
+            self._end_checkpoint()
+            return
+        self._checkpoints.abandon()
+        self._session.advance(Step.CHECKPOINT_ABANDONED)
+        reason = message.data.decode("utf-8", "replace")
+        self._report("error", f"the app could not take its checkpoint: {reason}; the one before stays in use")
+        if self._final_checkpoint_asked:
+            self._say_goodbye()
+
+    def _say_goodbye(self) -> None:
+        self._goodbye_said = True
+        self._say(MessageType.GOODBYE, "the coordinator was asked to stop")
+        self._effects.append(CloseApp())
+
+    # --- upgrades ----------------------------------------------------------------------------------------------------
+
+    def _require_upgraded(self) -> None:
+        """An app that names its version must be of the one that was asked for. Raises AppProtocolError."""
+        session, wanted = self._session, self._versions.upgrade_to
+        if MessageType.APP_DESCRIPTION in session.extensions and session.description.version != wanted:
+            problem = f"the app is of version {session.description.version}, the upgrade is to version {wanted}"
+            self._give_up_upgrade(problem)
+            raise AppProtocolError(problem)
+
+    def _upgraded(self) -> None:
+        """The app has sent the checkpoint that an upgrade begins with."""
+        session = self._session
+        if self._passing is not None:
+            self._passing = None
+            session.advance(Step.UPGRADE_REPLAYED)
+            return
         session.advance(Step.CHECKPOINT_RECEIVED)
+        self._send_control(MessageType.TAKE_CHECKPOINT)
+
+    def _upgrade_failed(self, reason: str) -> None:
+        session = self._session
+        if session.phase not in UPGRADES:
+            raise AppProtocolError("the app says that an upgrade failed, none was asked for")
+        if self._passing is not None:
+            raise DivergenceError(
+                f"the app can't repeat the upgrade to version {self._passing.version} that the log has behind record "
+                f"{self._passing.sequence_id}: {reason}"
+            )
+        session.refused = True
+        self._give_up_upgrade(reason)
+        self._effects.append(CloseApp())
+
+    def _give_up_upgrade(self, reason: str) -> None:
+        version, self._versions.upgrade_to = self._versions.upgrade_to, None
+        if version is not None:
+            self._report(
+                "error",
+                f"the upgrade to version {version} failed: {reason}; version {self._versions.current} goes on",
+            )
+            self._effects.append(UpgradeEnded(version, reason))
+
+    def _version_began(self, start: VersionStart) -> None:
+        """A version is durable: of the first start, or behind an upgrade."""
+        before = self._versions.current
+        self._versions.began(start)
+        if start.sequence_id < 0:
+            return
+        if self._session.phase is Phase.COMPLETING_UPGRADE:
+            self._session.advance(Step.UPGRADE_DURABLE)
+            self._report("info", "recovered", {"epoch": self._epoch, "sequence_id": self._session.fed_sequence_id})
+        self._report(
+            "info",
+            "upgraded",
+            {"from_version": before, "to_version": start.version, "after_record": start.sequence_id},
+        )
+        self._effects.append(UpgradeEnded(start.version))
+
+    # --- more of checkpoints -----------------------------------------------------------------------------------------
 
     def _log_first_record(self) -> Group:
         """The initial message is record 0, durable together with the first checkpoint: never one without the other."""
@@ -475,10 +670,14 @@ class Machine:
         source = BatchSource(BatchKind.INITIAL, ONESELF, 1, 1, self._now_ns)
         group = self._log.append((message,), len(message), source)
         group.transaction.extensions = self._extensions = session.extensions
+        app = session.hello.label if session.hello else ""
+        group.transaction.version = VersionStart(session.description.version, -1, app)
         return group
 
     def _checkpoint_committed(self, header: CheckpointHeader) -> None:
-        self._last_checkpoint = without_outputs(header)
+        wake_at_ns = self._checkpoints.became_durable(header)
+        if wake_at_ns is not None:
+            self._effects.append(WakeAt(wake_at_ns))
         self._report(
             "info",
             "checkpoint taken",
@@ -488,15 +687,16 @@ class Machine:
             self._peers.became_ready(self._now_ns)
         self._effects.append(Trim())
         if header.checkpoint_id == self._final_checkpoint_id:
-            self._goodbye_said = True
-            self._say(MessageType.GOODBYE, "the coordinator was asked to stop")
-            self._effects.append(CloseApp())
+            self._say_goodbye()
 
     def _chunk_written(self, event: ev.ChunkWritten) -> None:
-        self._chunks_pending_bytes -= event.size_bytes
+        self._checkpoints.chunks_pending_bytes -= event.size_bytes
 
     def _checkpoint_requested(self, event: ev.CheckpointRequested) -> None:
-        self._checkpoint_wanted = True
+        self._checkpoints.wanted = True
+
+    def _tick(self, event: ev.Tick) -> None:
+        """Time has passed: whether a checkpoint is due is looked at in each turn."""
 
     # --- the log ---------------------------------------------------------------------------------------------------
 
@@ -519,6 +719,10 @@ class Machine:
         ):  # the app is up to date: the very bytes that were just written go to it
             session.fed_sequence_id = group.sequence_id
             self._send(group.record)
+        if transaction.cut_healed:
+            self._cut = self._peers.held = False
+        if transaction.version is not None:
+            self._version_began(transaction.version)
         if transaction.checkpoint is not None:
             self._checkpoint_committed(transaction.checkpoint)
 
@@ -543,7 +747,7 @@ class Machine:
         outputs_full = self._peers.waiting_bytes > limits.output_waiting_bytes
         full = (
             self._log.from_app_bytes > limits.log_pending_bytes
-            or self._chunks_pending_bytes > limits.chunks_pending_bytes
+            or self._checkpoints.chunks_pending_bytes > limits.chunks_pending_bytes
             or (outputs_full and not self._stopping)  # the last checkpoint comes behind what the app has sent
         )
         if full != self._paused and self._session.phase is not Phase.WAITING:
@@ -584,6 +788,10 @@ class Machine:
             self._session,
             self._log,
             self._peers,
-            self._last_checkpoint,
+            self._checkpoints.last,
             now_ns,
-        ) | {"impulses": self._impulse_count}
+        ) | {
+            "impulses": self._impulse_count,
+            "version": self._versions.current,
+            "upgrade_to": self._versions.upgrade_to,
+        }

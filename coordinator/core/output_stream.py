@@ -20,6 +20,7 @@ from enum import Enum
 from coordinator.core.errors import DivergenceError, require
 from coordinator.core.interfaces import ImpulseBatch, OutputBatch, OutputMark
 from coordinator.core.limits import Limits
+from coordinator.core.output_check import OutputCheck
 from protocol.batch import offset_after
 from protocol.checksum import crc64
 
@@ -69,6 +70,7 @@ class OutputStream:
         acknowledged: int = 0,
         impulses: Iterable[ImpulseBatch] = (),
         attempt: int = 0,
+        check: OutputCheck | None = None,
     ) -> None:
         self.destination = destination
         self.state = StreamState.CLOSED
@@ -86,6 +88,8 @@ class OutputStream:
         self._in_flight: deque[OutputBatch] = deque()
         self._in_flight_bytes = 0
         self._marked_position = self.position
+        self._impulse_ticket = 0  # of the last impulse's commit
+        self._check = check  # while a replay makes messages again
         self._kept_impulses = deque(batch for batch in impulses if batch.first_position > self.position)
         for batch in unacknowledged:
             self._enqueue(batch, 0)
@@ -114,6 +118,7 @@ class OutputStream:
         """New impulses; not sent, nor anything behind them, before the commit ``ticket`` is durable."""
         require(not self._kept_impulses, "a new impulse before the end of the replay")
         batch = ImpulseBatch(self.destination, self.position + 1, count, payload)
+        self._impulse_ticket = ticket
         self._add(count, payload, ticket, made_by_replay=False)
         return batch
 
@@ -123,6 +128,9 @@ class OutputStream:
         ``all_sent``: the app holds nothing back that its replay made; a base app may, and sends it later. Raises
         DivergenceError where the app has sent less than it once did.
         """
+        if all_sent and self._check is not None:
+            self._check.finish()
+            self._check = None
         while self._kept_impulses:
             if self._kept_impulses[0].first_position != self.position + 1:
                 raise self._misplaced_impulse()
@@ -133,6 +141,26 @@ class OutputStream:
                 f"{self.position}: the handlers did not do what they did before, "
                 f"or this log was replaced by an older copy"
             )
+
+    def heal_cut(self) -> tuple[list[ImpulseBatch], list[int]]:
+        """The log was cut: what its lost part had sent is never made again. Go on behind what the receiver has.
+
+        In place of :meth:`finish_replay`. Impulses that the receiver has not are put behind, at new positions. Returns
+        the rows that say so from now on, and the first positions of those that they replace.
+        """
+        self._check = None
+        kept, self._kept_impulses = list(self._kept_impulses), deque()
+        rows = []
+        if self.acknowledged > self.position:
+            gap = self.acknowledged - self.position
+            rows.append(ImpulseBatch(self.destination, self.position + 1, gap, b""))
+            self.position = self._marked_position = self.acknowledged
+        for impulses in kept:
+            batch = OutputBatch(impulses.first_position, impulses.count, impulses.payload)
+            rest = behind(batch, self.acknowledged)
+            if rest is not None:
+                rows.append(self.append_impulses(rest.count, rest.payload, 0))
+        return rows, [impulses.first_position for impulses in kept]
 
     def _misplaced_impulse(self) -> DivergenceError:
         return DivergenceError(
@@ -146,12 +174,18 @@ class OutputStream:
             self._add(impulses.count, impulses.payload, 0, made_by_replay=False)
         else:  # acknowledged long ago: only its place matters
             self.position = impulses.last_position
+            if self._check is not None:
+                empty = OutputBatch(impulses.first_position, impulses.count, b"")
+                self._check.made(empty, self.checksum, self.checksum)
 
     def _add(self, count: int, payload: bytes, ticket: int, *, made_by_replay: bool = True) -> None:
         batch = OutputBatch(self.position + 1, count, payload)
         self.position = batch.last_position
+        before = self.checksum
         if made_by_replay:  # only these can be compared with what a replay makes
-            self.checksum = crc64(payload, self.checksum)
+            self.checksum = crc64(payload, before)
+        if self._check is not None:
+            self._check.made(batch, before, self.checksum)
         self._enqueue(batch, ticket)
 
     def _enqueue(self, batch: OutputBatch, ticket: int) -> None:
@@ -236,9 +270,12 @@ class OutputStream:
     def mark(self) -> OutputMark:
         return OutputMark(self.position, self.checksum)
 
-    def take_new_mark(self) -> OutputMark | None:
-        """The mark, if the stream has moved since this was last asked."""
-        if self.position == self._marked_position:
+    def take_new_mark(self, ticket: int) -> OutputMark | None:
+        """The mark, if the stream has moved since this was last asked: for a record that the commit ``ticket`` holds.
+
+        None as well while an impulse is in it that becomes durable only later: a crash in between would lose it.
+        """
+        if self.position == self._marked_position or self._impulse_ticket > ticket:
             return None
         self._marked_position = self.position
         return self.mark

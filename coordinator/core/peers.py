@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from coordinator.core.effects import Effect, OpenPeer, ReplyToPeer, Report, ResetPeer, SendToPeer
 from coordinator.core.group_commit import GroupCommit
 from coordinator.core.input_stream import InputStream
-from coordinator.core.interfaces import IMPULSES, ONESELF, CheckpointHeader, LogSummary, OutputMark
+from coordinator.core.interfaces import IMPULSES, ONESELF, CheckpointHeader, LogSummary, OutputMark, Transaction
 from coordinator.core.limits import Limits
+from coordinator.core.output_check import OutputCheck
 from coordinator.core.output_stream import OutputStream, StreamState
 from protocol.batch import encode_batch
 from protocol.errors import RemoteProtocolError
 from protocol.peer import FrameType, PeerFrame, RefusedCode
-from protocol.trailer import BatchKind, BatchSource
+from protocol.trailer import BatchKind, BatchSource, OutputMarkEntry
 
 
 @dataclass(slots=True)
@@ -52,6 +53,8 @@ class Peers:
     inputs: dict[str, InputStream] = field(default_factory=dict)
     accepting: bool = True  # of new input; not while stopping
     catching_up: bool = False  # a replay is making messages again: receivers may have more than there are yet
+    held: bool = False  # nothing is sent: what was put in place of a cut's losses is not durable yet
+    _checks: dict[str, OutputCheck] = field(default_factory=dict)  # of the replay, by destination
     _parked: list[_ParkedHello] = field(default_factory=list)
     _known_acknowledged: dict[str, int] = field(default_factory=dict)
     _moved: set[str] = field(default_factory=set)  # outputs that may have a new mark
@@ -77,8 +80,12 @@ class Peers:
             self._known_acknowledged[destination] = max(position, self._known_acknowledged.get(destination, 0))
         self.outputs.clear()
         self._moved.clear()
+        self._checks.clear()
+        self.held = False
         self.committer_ids.update(summary.peers)
         outputs: Mapping[str, OutputMark] = header.outputs if header else {}
+        if header is not None:
+            self._checks = {name: OutputCheck(name, mark) for name, mark in outputs.items()}
         names = set(outputs) | {batch.destination for batch in summary.impulses}
         for destination in sorted(names):
             self._add_output(
@@ -91,8 +98,23 @@ class Peers:
                     acknowledged=self._acknowledged(destination),
                     impulses=[batch for batch in summary.impulses if batch.destination == destination],
                     attempt=epoch << 32,
+                    check=self._check(destination),
                 ),
             )
+
+    def _check(self, destination: str) -> OutputCheck | None:
+        """The check of a stream that a replay may fill."""
+        if not self.catching_up:
+            return None
+        return self._checks.setdefault(destination, OutputCheck(destination))
+
+    def expect(self, sequence_id: int, marks: Iterable[OutputMarkEntry]) -> None:
+        """A record to be replayed holds these marks. Raises DivergenceError where they do not fit the replay."""
+        for mark in marks:
+            check = self._check(mark.destination)
+            if check is not None:
+                check.expect(sequence_id, OutputMark(mark.position, mark.checksum))
+                check.compare()
 
     def _acknowledged(self, destination: str) -> int:
         if destination == ONESELF:
@@ -116,7 +138,13 @@ class Peers:
         acknowledged = self._acknowledged(destination)
         return self._add_output(
             destination,
-            OutputStream(destination, self.limits, acknowledged=acknowledged, attempt=self.epoch << 32),
+            OutputStream(
+                destination,
+                self.limits,
+                acknowledged=acknowledged,
+                attempt=self.epoch << 32,
+                check=self._check(destination),
+            ),
         )
 
     def _greet(self, stream: OutputStream) -> None:
@@ -165,18 +193,34 @@ class Peers:
 
     def finish_replay(self, *, all_sent: bool) -> None:
         """The app has replayed what it was to; :meth:`OutputStream.finish_replay`. Raises DivergenceError."""
+        self._open_all_called()
         self.catching_up = not all_sent
-        called = list(self._known_acknowledged)
-        if ONESELF in self.inputs and self.inputs[ONESELF].durable:
-            called.append(ONESELF)
-        for destination in called:
-            self.output(destination)  # one that the replay did not call at all counts as well
         for stream in self.outputs.values():
             stream.finish_replay(all_sent=all_sent)
 
+    def heal_cut(self) -> Transaction:
+        """As :meth:`finish_replay`, where the log was cut; what must become durable before anything is sent."""
+        self._open_all_called()
+        self.catching_up = False
+        self.held = True
+        transaction = Transaction(cut_healed=True)
+        for destination, stream in self.outputs.items():
+            rows, replaced = stream.heal_cut()
+            transaction.impulses += rows
+            transaction.impulses_removed += [(destination, position) for position in replaced]
+        return transaction
+
+    def _open_all_called(self) -> None:
+        """Streams that were used count as well if the replay does not call there at all."""
+        called = [*self._known_acknowledged, *self._checks]
+        if ONESELF in self.inputs and self.inputs[ONESELF].durable:
+            called.append(ONESELF)
+        for destination in called:
+            self.output(destination)
+
     def send(self, now_ns: int) -> None:
         """Put on their way all batches that may go now; none before the first checkpoint is durable: they follow it."""
-        if not self.ready:
+        if not self.ready or self.held:
             return
         durable_ticket = self.log.durable_ticket
         for destination, stream in self.outputs.items():
@@ -194,14 +238,14 @@ class Peers:
                 )
                 self.effects.append(SendToPeer(destination, stream.attempt, frame))
 
-    def new_marks(self) -> dict[str, OutputMark]:
-        """The marks of the output streams that have moved since this was last asked."""
+    def new_marks(self, ticket: int) -> dict[str, OutputMark]:
+        """The marks of the output streams that have moved since this was last asked, for the commit ``ticket``."""
         marks = {}
         for destination in sorted(self._moved):
-            mark = self.outputs[destination].take_new_mark()
+            mark = self.outputs[destination].take_new_mark(ticket)
             if mark is not None:
                 marks[destination] = mark
-        self._moved.clear()
+                self._moved.discard(destination)
         return marks
 
     @property

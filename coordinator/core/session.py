@@ -3,7 +3,10 @@
     WAITING --first start--> FIRST_START --its checkpoint--------------------------------> NORMAL
             --recovery-----> LOADING --> RESTORING --> REPLAYING --> BECOMING_PRIMARY ----> NORMAL
                                                                        (its checkpoint)
-    NORMAL --TakeCheckpoint sent--> CHECKPOINTING --its checkpoint--> NORMAL
+    NORMAL --TakeCheckpoint sent--> CHECKPOINTING --its checkpoint, or that there is none--> NORMAL
+    REPLAYING --UpgradeTakeCheckpoint sent--> UPGRADING --its checkpoint--> REPLAYING        a version of the log's past
+    REPLAYING --UpgradeTakeCheckpoint sent--> UPGRADING --its checkpoint, TakeCheckpoint sent--> CONFIRMING_UPGRADE
+              --its checkpoint--> COMPLETING_UPGRADE --durable--> NORMAL                     the upgrade asked for
     any --connection lost--> WAITING, under a new epoch
 
 The table below is the whole of it; anything else is an internal error.
@@ -15,7 +18,7 @@ from collections import deque
 from enum import Enum
 
 from coordinator.core.errors import require
-from protocol.extensions import ALL_EXTENSIONS, Hello
+from protocol.extensions import ALL_EXTENSIONS, AppDescription, Hello
 from protocol.messages import MessageType, encode_message
 from protocol.readers import MessageReader
 from protocol.record import CONTROL_SEQUENCE_ID, encode_record
@@ -30,6 +33,9 @@ class Phase(Enum):
     BECOMING_PRIMARY = "becoming primary"
     NORMAL = "normal"
     CHECKPOINTING = "taking a checkpoint"
+    UPGRADING = "upgrading"
+    CONFIRMING_UPGRADE = "confirming the upgrade"
+    COMPLETING_UPGRADE = "completing the upgrade"
     STOPPED = "stopped"
 
 
@@ -41,6 +47,11 @@ class Step(Enum):
     CAUGHT_UP = "the replay is complete"
     CHECKPOINT_ASKED = "a checkpoint was asked for"
     CHECKPOINT_RECEIVED = "the checkpoint was received"
+    CHECKPOINT_ABANDONED = "there will be no checkpoint"
+    UPGRADE_ASKED = "an upgrade was asked for"
+    UPGRADE_REPLAYED = "an upgrade of the past was repeated"
+    UPGRADE_CONFIRMED = "the upgraded app has sent its checkpoint"
+    UPGRADE_DURABLE = "the upgrade is durable"
     APP_LOST = "the app is gone"
     STOP = "stop"
 
@@ -55,18 +66,31 @@ TRANSITIONS: dict[tuple[Phase, Step], Phase] = {
     (Phase.BECOMING_PRIMARY, Step.CHECKPOINT_RECEIVED): Phase.NORMAL,
     (Phase.NORMAL, Step.CHECKPOINT_ASKED): Phase.CHECKPOINTING,
     (Phase.CHECKPOINTING, Step.CHECKPOINT_RECEIVED): Phase.NORMAL,
+    (Phase.CHECKPOINTING, Step.CHECKPOINT_ABANDONED): Phase.NORMAL,
+    (Phase.REPLAYING, Step.UPGRADE_ASKED): Phase.UPGRADING,
+    (Phase.UPGRADING, Step.UPGRADE_REPLAYED): Phase.REPLAYING,
+    (Phase.UPGRADING, Step.CHECKPOINT_RECEIVED): Phase.CONFIRMING_UPGRADE,
+    (Phase.CONFIRMING_UPGRADE, Step.UPGRADE_CONFIRMED): Phase.COMPLETING_UPGRADE,
+    (Phase.COMPLETING_UPGRADE, Step.UPGRADE_DURABLE): Phase.NORMAL,
     **{(phase, Step.APP_LOST): Phase.WAITING for phase in Phase if phase is not Phase.STOPPED},
     **{(phase, Step.STOP): Phase.STOPPED for phase in Phase},
 }
 
-AWAITING_CHECKPOINT = frozenset({Phase.FIRST_START, Phase.BECOMING_PRIMARY, Phase.CHECKPOINTING})
+UPGRADES = frozenset({Phase.UPGRADING, Phase.CONFIRMING_UPGRADE, Phase.COMPLETING_UPGRADE})
+
+AWAITING_CHECKPOINT = frozenset(
+    {Phase.FIRST_START, Phase.BECOMING_PRIMARY, Phase.CHECKPOINTING, Phase.UPGRADING, Phase.CONFIRMING_UPGRADE}
+)
 """The phases in which the app owes a checkpoint, and may send one."""
 
 GETS_RECORDS = frozenset({Phase.REPLAYING, Phase.BECOMING_PRIMARY, Phase.NORMAL, Phase.CHECKPOINTING})
 """The phases in which logged records go to the app."""
 
-SENDS_CALLS = GETS_RECORDS
+SENDS_CALLS = GETS_RECORDS | UPGRADES
 """The phases in which the app may call: whenever it has got records or may have impulses."""
+
+SENDS_IMPULSES = frozenset({Phase.NORMAL, Phase.CHECKPOINTING, Phase.COMPLETING_UPGRADE})
+"""The phases in which the app is primary."""
 
 
 class AppSession:
@@ -81,6 +105,7 @@ class AppSession:
         """Forget all about the last connection."""
         self.reader = MessageReader()
         self.hello: Hello | None = None
+        self.description = AppDescription()
         self.heard = False  # the app has said something
         self.refused = False  # it broke the protocol; nothing more is read
         self.attached: set[str] = set()

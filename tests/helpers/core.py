@@ -62,10 +62,16 @@ class Driven:
     """One machine, its log, and all that it has asked for. ``auto``: the disk answers as soon as it is asked."""
 
     def __init__(
-        self, store: MemoryLogStore | None = None, *, limits: Limits | None = None, auto: bool = True, name: str = "a"
+        self,
+        store: MemoryLogStore | None = None,
+        *,
+        limits: Limits | None = None,
+        auto: bool = True,
+        name: str = "a",
+        upgrade_to: int | None = None,
     ) -> None:
         self.store = store or MemoryLogStore(COMMITTER_ID)
-        self.machine = Machine(name, self.store.summary(), limits)
+        self.machine = Machine(name, self.store.summary(), limits, upgrade_to)
         self.auto = auto
         self.now_ns = NOW_NS
         self.jobs: deque[ef.Commit | ef.WriteCheckpointChunk] = deque()
@@ -140,9 +146,12 @@ class Driven:
         """The app's socket has taken everything."""
         return self.handle(ev.AppSent(self.machine._session.unsent_bytes))
 
-    def crash(self) -> Driven:
+    def crash(self, upgrade_to: int | None = None) -> Driven:
         """The next life: what was durable, and nothing else."""
-        return Driven(self.store.crash(), limits=self.machine.limits, auto=self.auto, name=self.machine.name)
+        machine = self.machine
+        return Driven(
+            self.store.crash(), limits=machine.limits, auto=self.auto, name=machine.name, upgrade_to=upgrade_to
+        )
 
     # --- common beginnings -------------------------------------------------------------------------------------------
 

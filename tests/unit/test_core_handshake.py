@@ -8,7 +8,7 @@ from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.errors import DamagedLogError, InvariantError, LogError
 from coordinator.core.limits import Limits
-from coordinator.core.session import TRANSITIONS, AppSession, Phase, Step
+from coordinator.core.session import TRANSITIONS, UPGRADES, AppSession, Phase, Step
 from protocol.checksum import crc64
 from protocol.messages import MessageType, encode_message
 from protocol.peer import FrameType
@@ -348,7 +348,7 @@ def in_phase(phase: Phase) -> Driven:
     return driven
 
 
-PHASES_WITH_APP = [phase for phase in Phase if phase not in (Phase.WAITING, Phase.STOPPED)]
+PHASES_WITH_APP = [phase for phase in Phase if phase not in {Phase.WAITING, Phase.STOPPED, *UPGRADES}]
 
 
 @pytest.mark.parametrize("phase", PHASES_WITH_APP)

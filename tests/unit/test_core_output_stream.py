@@ -235,7 +235,16 @@ def test_a_welcome_in_the_middle_of_what_waits() -> None:
 
 def test_a_mark_is_new_once() -> None:
     stream = opened()
-    assert stream.take_new_mark() is None
+    assert stream.take_new_mark(1) is None
     stream.append(2, payload(1, 2))
-    assert stream.take_new_mark() == OutputMark(2, crc64(payload(1, 2)))
-    assert stream.take_new_mark() is None
+    assert stream.take_new_mark(1) == OutputMark(2, crc64(payload(1, 2)))
+    assert stream.take_new_mark(1) is None
+
+
+def test_a_mark_waits_for_the_impulses_before_it() -> None:
+    # A crash may take an impulse away whose commit comes after the record's; nothing may count it before.
+    stream = opened()
+    stream.append_impulses(1, payload(7), ticket=4)
+    stream.append(1, payload(1))
+    assert stream.take_new_mark(3) is None
+    assert stream.take_new_mark(4) == OutputMark(2, crc64(payload(1)))
