@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from collections import deque
 
 from coordinator.core.effects import Commit, WriteCheckpointChunk
@@ -17,6 +18,7 @@ from coordinator.core.events import ChunkWritten, Committed, Event, LogFailed
 from coordinator.core.interfaces import LogStore, Transaction
 
 JOINED_SIZE_BYTES_MAX = 4 << 20  # commits that wait are joined up to this: a sync costs the same for one and for many
+DAY_NS = 24 * 3600 * 1_000_000_000
 TRIM_PAUSE_S = 0.002  # between two steps, so that commits of the loop's thread get their turn
 
 _Job = Commit | WriteCheckpointChunk
@@ -25,12 +27,21 @@ _Job = Commit | WriteCheckpointChunk
 class LogWriter:
     """Writes through ``store``; what is done arrives as events in :meth:`take_done`.
 
-    ``fileno()`` is readable when the thread has finished something.
+    ``fileno()`` is readable when the thread has finished something. Trimming keeps the newest ``keep_checkpoints`` and
+    what a replay of the last ``keep_log_days`` needs; see :meth:`LogStore.trim`.
     """
 
-    def __init__(self, store: LogStore, *, keep_checkpoints: int | None, inline_size_bytes_max: int) -> None:
+    def __init__(
+        self,
+        store: LogStore,
+        *,
+        keep_checkpoints: int | None,
+        keep_log_days: int | None = None,
+        inline_size_bytes_max: int,
+    ) -> None:
         self._store = store
         self._keep_checkpoints = keep_checkpoints
+        self._keep_log_ns = None if keep_log_days is None else keep_log_days * DAY_NS
         self._inline_size_bytes_max = inline_size_bytes_max
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._on_thread = 0  # jobs handed over and not yet collected
@@ -80,6 +91,11 @@ class LogWriter:
         if not self._trim.is_set():
             self._trim.set()
             self._jobs.put(None)
+
+    @property
+    def trimming(self) -> bool:
+        """Whether there is still something to remove since :meth:`trim` was last called."""
+        return self._trim.is_set()
 
     def close(self) -> None:
         """Finish what was submitted, then end the thread."""
@@ -159,7 +175,8 @@ class LogWriter:
     def _trim_step(self) -> None:
         try:
             with self._store_lock:
-                more = self._store.trim(keep_checkpoints=self._keep_checkpoints)
+                since_ns = None if self._keep_log_ns is None else time.time_ns() - self._keep_log_ns
+                more = self._store.trim(keep_checkpoints=self._keep_checkpoints, keep_since_ns=since_ns)
         except Exception:
             more = False  # the next commit meets the same failure, and reports it
         if not more:

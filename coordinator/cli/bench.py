@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from coordinator.bench.one_way import Results, run_benchmark
+from coordinator.bench.trim import TrimResult, measure_trimming
 
 
 def _sizes(context: click.Context, parameter: click.Parameter, value: str) -> list[int]:
@@ -27,16 +28,42 @@ def _sizes(context: click.Context, parameter: click.Parameter, value: str) -> li
 @click.option("--sizes", default="16,64,1024,65536", show_default=True, callback=_sizes, help="Arguments, in bytes.")
 @click.option("--volume", "volume_mb", default=500, show_default=True, help="MB of traffic for each size.")
 @click.option("--folder", type=click.Path(file_okay=False, exists=True, path_type=Path), help="Where the logs go.")
+@click.option("--trim", is_flag=True, help="Measure instead how long a commit takes while a log is trimmed.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def bench(sizes: list[int], volume_mb: int, folder: Path | None, as_json: bool) -> None:
+def bench(sizes: list[int], volume_mb: int, folder: Path | None, trim: bool, as_json: bool) -> None:
     """One-way calls between two services with durable logs, next to what the disk alone does."""
     console = Console(stderr=True)
+    if trim:
+        with console.status("starting") as status:
+            trimmed = measure_trimming(folder=folder, progress=status.update)
+        if as_json:
+            click.echo(json.dumps([{**asdict(row), "added_p99_ms": row.added_p99_ms} for row in trimmed]))
+        else:
+            _print_trim(trimmed)
+        return
     with console.status("starting") as status:
         results = run_benchmark(sizes, volume_mb=volume_mb, folder=folder, progress=status.update)
     if as_json:
         click.echo(json.dumps(asdict(results)))
     else:
         _print(results)
+
+
+def _print_trim(results: list[TrimResult]) -> None:
+    table = Table(title="commits of a small record, in ms, alone and while a log is trimmed")
+    for heading in ("records trimmed", "in s", "p50", "p99", "max", "p50 trimming", "p99 trimming", "max trimming"):
+        table.add_column(heading, justify="right")
+    for row in results:
+        latencies = (row.without, row.trimming)
+        table.add_row(
+            f"{row.records:,} of {row.size_bytes} B",
+            f"{row.seconds:.2f}",
+            *(f"{value:.2f}" for one in latencies for value in (one.p50_ms, one.p99_ms, one.max_ms)),
+        )
+    console = Console()
+    console.print(table)
+    for row in results:
+        console.print(f"trimming records of {row.size_bytes} B adds {row.added_p99_ms:.2f} ms at the 99th percentile")
 
 
 def _print(results: Results) -> None:

@@ -10,6 +10,7 @@ import lmdb
 from coordinator.core.errors import require
 from coordinator.core.interfaces import CheckpointHeader
 from coordinator.log import format as log_format
+from coordinator.log import reading
 from coordinator.log.environment import Tables
 from coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
 from coordinator.log.trim import Budget, delete_range
@@ -52,19 +53,7 @@ class CheckpointWriter:
     def put_chunk(self, transaction: WriteTransaction, checkpoint_id: int, index: int, data: Readable) -> None:
         """Put one chunk; index 0 begins the blob anew. Call :meth:`chunk_committed` once it is durable."""
         if index == 0:
-            key = SEQUENCE_KEY.pack(checkpoint_id)
-            require(
-                transaction.get(key, db=self._tables.checkpoints) is None,
-                f"checkpoint {checkpoint_id} is complete already",
-            )
-            # An earlier attempt under the same ID may have had more chunks than this one will have.
-            delete_range(
-                transaction,
-                self._tables.chunks,
-                CHUNK_KEY.pack(checkpoint_id, 0),
-                CHUNK_KEY.pack(checkpoint_id + 1, 0),
-                Budget.unlimited(),
-            )
+            self._remove_attempt(transaction, checkpoint_id)
         else:
             pending = self._pending
             require(
@@ -85,6 +74,8 @@ class CheckpointWriter:
         if pending is None or pending.checkpoint_id != header.checkpoint_id:
             pending = PendingBlob(header.checkpoint_id)
         pending.require_complete(header)
+        if not pending.chunk_count:
+            self._remove_attempt(transaction, header.checkpoint_id)
         outputs = log_format.encode_outputs(header.unacknowledged)
         for index, offset in enumerate(range(0, len(outputs), log_format.OUTPUTS_PIECE_SIZE_BYTES)):
             key = CHUNK_KEY.pack(header.checkpoint_id, index)
@@ -95,6 +86,20 @@ class CheckpointWriter:
             log_format.encode_header(header, pending.chunk_count, outputs),
             db=self._tables.checkpoints,
         )
+
+    def _remove_attempt(self, transaction: WriteTransaction, checkpoint_id: int) -> None:
+        """Remove what an earlier attempt under the same ID has left: it may have had more chunks than this one.
+
+        So is a complete one that is damaged: the core was not told of it, and gives its ID away again.
+        """
+        require(
+            not reading.has_readable_header(transaction, self._tables, checkpoint_id),
+            f"checkpoint {checkpoint_id} is complete already",
+        )
+        transaction.delete(SEQUENCE_KEY.pack(checkpoint_id), db=self._tables.checkpoints)
+        first, end = CHUNK_KEY.pack(checkpoint_id, 0), CHUNK_KEY.pack(checkpoint_id + 1, 0)
+        for table in (self._tables.chunks, self._tables.outputs):
+            delete_range(transaction, table, first, end, Budget.unlimited())
 
     def header_committed(self) -> None:
         self._pending = None

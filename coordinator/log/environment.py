@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import lmdb
+import msgspec
 
 from coordinator.core.errors import LogError, LogFormatError, LogIdentityError, LogLockedError
 from coordinator.log import format as log_format
 
 DATA_FILE_NAME = "data.mdb"
 READERS_MAX = 512  # what the first opener sets counts for all: every opener passes the same
-DATABASES_MAX = 32  # more than version 1 has, so that a later version's can be opened beside them
+DATABASES_MAX = 32  # more than this version has, so that a later version's can be opened beside them
 
 # LMDB 0.9's meta pages: a page header of 16 bytes, then MDB_meta (64-bit): magic, version, address, map size, two
 # MDB_db of 48 bytes (the first begins with the page size), last page, transaction ID.
@@ -41,6 +42,7 @@ class Tables:
     acknowledged: lmdb._Database
     peers: lmdb._Database
     impulses: lmdb._Database
+    versions: lmdb._Database
     meta: lmdb._Database
 
 
@@ -98,10 +100,17 @@ def _has_engines() -> bool:
 
 
 def open_tables(environment: lmdb.Environment, folder: Path, *, create: bool) -> Tables:
-    """Open every named database. Raises LogFormatError when one is missing and ``create`` is False."""
+    """Open every named database.
+
+    Without ``create`` it raises LogFormatError when one is missing or the log is of another format version, and
+    DamagedLogError.
+    """
     names = Tables.__dataclass_fields__
     try:
         if not create:
+            meta = environment.open_db(b"meta", create=False)
+            with environment.begin(buffers=True) as transaction:
+                _check_format(transaction, meta, folder)  # first: another version may have other databases
             return Tables(*(environment.open_db(name.encode(), create=False) for name in names))
         with environment.begin(write=True) as transaction:
             return Tables(*(environment.open_db(name.encode(), txn=transaction) for name in names))
@@ -115,31 +124,43 @@ def read_identity(
     transaction: lmdb.Transaction[memoryview], tables: Tables, folder: Path, instance_name: str | None
 ) -> LogIdentity:
     """Whose log this is. Raises LogFormatError (none, or a newer version), LogIdentityError, DamagedLogError."""
-
-    def get(key: bytes) -> bytes:
-        value = transaction.get(key, db=tables.meta)
-        if value is None:
-            raise LogFormatError(f"there is no complete log in {folder}: its meta table has no {key.decode()!r}")
-        return bytes(value)
-
-    meta = b"meta"
-    raw_version = get(log_format.META_FORMAT)
-    version = log_format.unseal(meta, log_format.META_FORMAT, raw_version, log_format.INT)
-    if version != log_format.FORMAT_VERSION:
-        raise LogFormatError(
-            f"the log in {folder} has format version {version}, this program reads version"
-            f" {log_format.FORMAT_VERSION}: use the newer version of the program that wrote it"
-        )
-    name = log_format.unseal(meta, log_format.META_INSTANCE, get(log_format.META_INSTANCE), log_format.TEXT)
+    version = _check_format(transaction, tables.meta, folder)
+    name = _required(transaction, tables.meta, folder, log_format.META_INSTANCE, log_format.TEXT)
     if instance_name is not None and name != instance_name:
         raise LogIdentityError(
             f"the log in {folder} belongs to instance {name!r}, not to {instance_name!r}: check the log folder's path"
         )
-    committer_id = log_format.unseal(
-        meta, log_format.META_COMMITTER_ID, get(log_format.META_COMMITTER_ID), log_format.INT
-    )
-    created_ns = log_format.unseal(meta, log_format.META_CREATED, get(log_format.META_CREATED), log_format.INT)
+    committer_id = _required(transaction, tables.meta, folder, log_format.META_COMMITTER_ID, log_format.INT)
+    created_ns = _required(transaction, tables.meta, folder, log_format.META_CREATED, log_format.INT)
     return LogIdentity(version, name, committer_id, created_ns)
+
+
+def _check_format(transaction: lmdb.Transaction[memoryview], meta: lmdb._Database, folder: Path) -> int:
+    """The format version, which is this program's. Raises LogFormatError for another one, DamagedLogError."""
+    version = _required(transaction, meta, folder, log_format.META_FORMAT, log_format.INT)
+    if version == log_format.FORMAT_VERSION:
+        return version
+    if version > log_format.FORMAT_VERSION:
+        remedy = "use the newer version of the program that wrote it"
+    else:
+        remedy = "no release wrote it, and none reads it; move that folder away to start with a new, empty log"
+    raise LogFormatError(
+        f"the log in {folder} has format version {version}, this program reads version"
+        f" {log_format.FORMAT_VERSION}: {remedy}"
+    )
+
+
+def _required(
+    transaction: lmdb.Transaction[memoryview],
+    meta: lmdb._Database,
+    folder: Path,
+    key: bytes,
+    decoder: msgspec.msgpack.Decoder[log_format.Decoded],
+) -> log_format.Decoded:
+    value = transaction.get(key, db=meta)
+    if value is None:
+        raise LogFormatError(f"there is no complete log in {folder}: its meta table has no {key.decode()!r}")
+    return log_format.unseal(b"meta", key, bytes(value), decoder)
 
 
 def check_data_file(path: Path) -> None:

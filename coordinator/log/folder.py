@@ -55,8 +55,8 @@ def create_log(
         identity = LogIdentity(log_format.FORMAT_VERSION, instance_name, committer_id, time.time_ns())
         tables = _initialize(environment, path, identity)
         # LMDB syncs its files, but not the folders that name them.
-        _sync_folder(path)
-        _sync_folder(path.absolute().parent)
+        sync_folder(path)
+        sync_folder(path.absolute().parent)
         return LmdbLogStore(path, environment, tables, lock, identity, map_size_bytes_max)
     except BaseException:
         _undo(environment, lock)
@@ -133,7 +133,7 @@ def _initialize(environment: lmdb.Environment, folder: Path, identity: LogIdenti
     return tables
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -10,17 +10,17 @@ from typing import Any, TypeVar
 import msgspec
 
 from coordinator.core.errors import DamagedLogError, require
-from coordinator.core.interfaces import CheckpointHeader, ImpulseBatch, OutputBatch, OutputMark
+from coordinator.core.interfaces import CheckpointHeader, ImpulseBatch, OutputBatch, OutputMark, VersionStart
 from protocol.checksum import crc64
 from protocol.limits import NAME_SIZE_BYTES_MAX
 from protocol.varint import Readable
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 CRC_SIZE_BYTES = 8
 OUTPUTS_PIECE_SIZE_BYTES = 1 << 20  # one LMDB value of 64 MiB would need 64 MiB of contiguous free pages
 COMMITTER_ID_MAX = (1 << 31) - 1
 
-SEQUENCE_KEY = struct.Struct(">Q")  # records: sequence ID; checkpoints: checkpoint ID
+SEQUENCE_KEY = struct.Struct(">Q")  # records: sequence ID; checkpoints: checkpoint ID; versions: a running number
 CHUNK_KEY = struct.Struct(">QI")  # checkpoint ID, index
 _POSITION = struct.Struct(">Q")
 CRC = struct.Struct("<Q")
@@ -34,16 +34,36 @@ META_CREATED = b"created_ns"
 META_EPOCH = b"epoch"
 META_EXTENSIONS = b"extensions"
 META_TRIMMED = b"trimmed_sequence_id"
+META_CUT = b"cut_sequence_id"
+META_CUTS = b"cuts"
 
 _encode = msgspec.msgpack.Encoder().encode
 INT = msgspec.msgpack.Decoder(int)
 INTS = msgspec.msgpack.Decoder(list[int])
 TEXT = msgspec.msgpack.Decoder(str)
 SOURCE = msgspec.msgpack.Decoder(tuple[int, int, int])
-_HEADER = msgspec.msgpack.Decoder(tuple[int, int, int, int, int, int, dict[str, tuple[int, int]], int, int])
+_VERSION_START = msgspec.msgpack.Decoder(tuple[int, int, str])
 _OUTPUTS = msgspec.msgpack.Decoder(dict[str, list[tuple[int, int, bytes]]])
 
 Decoded = TypeVar("Decoded")
+
+
+class _HeaderPayload(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """A checkpoint's header in the order in which it is stored."""
+
+    checkpoint_id: int
+    sequence_id: int
+    size_bytes: int
+    check: int
+    time_ns: int
+    chunk_count: int
+    outputs: dict[str, tuple[int, int]]
+    outputs_size_bytes: int
+    outputs_check: int
+    version: int
+
+
+_HEADER = msgspec.msgpack.Decoder(_HeaderPayload)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,28 +142,43 @@ def unseal_chunk(key: bytes, value: Readable) -> bytes | None:
 
 def encode_header(header: CheckpointHeader, chunk_count: int, outputs: bytes) -> bytes:
     """A checkpoint's sealed header; ``outputs`` is what :func:`encode_outputs` made."""
-    marks = {name: (mark.position, mark.checksum) for name, mark in header.outputs.items()}
-    payload = (
-        header.checkpoint_id,
-        header.sequence_id,
-        header.size_bytes,
-        header.check,
-        header.time_ns,
-        chunk_count,
-        marks,
-        len(outputs),
-        crc64(outputs),
+    payload = _HeaderPayload(
+        checkpoint_id=header.checkpoint_id,
+        sequence_id=header.sequence_id,
+        size_bytes=header.size_bytes,
+        check=header.check,
+        time_ns=header.time_ns,
+        chunk_count=chunk_count,
+        outputs={name: (mark.position, mark.checksum) for name, mark in header.outputs.items()},
+        outputs_size_bytes=len(outputs),
+        outputs_check=crc64(outputs),
+        version=header.version,
     )
     return seal(b"checkpoints", SEQUENCE_KEY.pack(header.checkpoint_id), payload)
 
 
 def decode_header(key: bytes, value: bytes) -> StoredHeader:
     """Raises DamagedLogError."""
-    fields = unseal(b"checkpoints", key, value, _HEADER)
-    checkpoint_id, sequence_id, size_bytes, check, time_ns, chunk_count, marks, outputs_size, outputs_check = fields
-    outputs = {name: OutputMark(*mark) for name, mark in marks.items()}
-    header = CheckpointHeader(checkpoint_id, sequence_id, size_bytes, check, time_ns, outputs)
-    return StoredHeader(header, chunk_count, outputs_size, outputs_check)
+    payload = unseal(b"checkpoints", key, value, _HEADER)
+    header = CheckpointHeader(
+        payload.checkpoint_id,
+        payload.sequence_id,
+        payload.size_bytes,
+        payload.check,
+        payload.time_ns,
+        {name: OutputMark(*mark) for name, mark in payload.outputs.items()},
+        version=payload.version,
+    )
+    return StoredHeader(header, payload.chunk_count, payload.outputs_size_bytes, payload.outputs_check)
+
+
+def encode_version_start(key: bytes, start: VersionStart) -> bytes:
+    return seal(b"versions", key, (start.version, start.sequence_id, start.app))
+
+
+def decode_version_start(key: bytes, value: bytes) -> VersionStart:
+    """Raises DamagedLogError."""
+    return VersionStart(*unseal(b"versions", key, value, _VERSION_START))
 
 
 def encode_outputs(unacknowledged: Mapping[str, Sequence[OutputBatch]]) -> bytes:

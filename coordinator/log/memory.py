@@ -6,14 +6,20 @@ import copy
 from dataclasses import dataclass, field, replace
 
 from coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError, require
-from coordinator.core.interfaces import CheckpointHeader, ImpulseBatch, LogSummary, SourcePosition, Transaction
+from coordinator.core.interfaces import (
+    CheckpointHeader,
+    ImpulseBatch,
+    LogSummary,
+    SourcePosition,
+    Transaction,
+    VersionStart,
+)
 from coordinator.log.checkpoint_store import PendingBlob
 from coordinator.log.store import check_records
+from coordinator.log.trim import STEP_ROWS_MAX, Retention
 from coordinator.log.values import check_value, logged_time_ns
 from protocol.checksum import crc64
 from protocol.varint import Readable
-
-STEP_ROWS_MAX = 4096
 
 
 @dataclass(slots=True)
@@ -31,6 +37,8 @@ class _Durable:
     acknowledged: dict[str, int] = field(default_factory=dict)
     peers: dict[str, int] = field(default_factory=dict)
     impulses: dict[tuple[str, int], ImpulseBatch] = field(default_factory=dict)
+    versions: list[VersionStart] = field(default_factory=list)
+    cut_sequence_id: int | None = None
 
 
 class MemoryLogStore:
@@ -50,8 +58,8 @@ class MemoryLogStore:
         store._durable = copy.copy(self._durable)
         for name in _Durable.__dataclass_fields__:
             value = getattr(self._durable, name)
-            if isinstance(value, dict):
-                setattr(store._durable, name, dict(value))
+            if isinstance(value, dict | list):
+                setattr(store._durable, name, value.copy())
         known = store._durable.checkpoints
         store._durable.chunks = {key: chunk for key, chunk in store._durable.chunks.items() if key[0] in known}
         self._failure = LogError("this log is closed: its process crashed")
@@ -95,6 +103,8 @@ class MemoryLogStore:
             impulses=impulses,
             extensions=durable.extensions,
             last_time_ns=logged_time_ns(durable.records[last], last, durable.committer_id) if last >= first else 0,
+            versions=list(durable.versions),
+            cut_sequence_id=durable.cut_sequence_id,
         )
 
     def commit(self, transaction: Transaction) -> None:
@@ -113,6 +123,8 @@ class MemoryLogStore:
         durable.sources.update(transaction.sources)
         durable.acknowledged.update(transaction.acknowledged)
         durable.peers.update(transaction.peers)
+        for removed in transaction.impulses_removed:
+            durable.impulses.pop(removed, None)
         durable.impulses.update(((batch.destination, batch.first_position), batch) for batch in transaction.impulses)
         if checkpoint is not None:
             unacknowledged = {name: list(batches) for name, batches in checkpoint.unacknowledged.items()}
@@ -120,6 +132,10 @@ class MemoryLogStore:
                 checkpoint, outputs=dict(checkpoint.outputs), unacknowledged=unacknowledged
             )
             self._pending = None
+        if transaction.version is not None:
+            durable.versions.append(transaction.version)
+        if transaction.cut_healed:
+            durable.cut_sequence_id = None
         if transaction.epoch is not None:
             durable.epoch = transaction.epoch
         if transaction.extensions is not None:
@@ -181,21 +197,32 @@ class MemoryLogStore:
             raise DamagedCheckpointError(f"chunk {index} of checkpoint {checkpoint_id} is damaged", checkpoint_id)
         return data
 
-    def trim(self, *, keep_checkpoints: int | None) -> bool:
+    def cut(self, sequence_id: int) -> None:
+        """Remove the records from ``sequence_id`` on and the checkpoints that have seen them, as `immortal recover`."""
+        self._refuse_after_failure()
+        durable = self._durable
+        for removed in [number for number in durable.records if number >= sequence_id]:
+            del durable.records[removed]
+        for header in [header for header in durable.checkpoints.values() if header.sequence_id >= sequence_id]:
+            del durable.checkpoints[header.checkpoint_id]
+            self._drop_chunks(header.checkpoint_id, header.checkpoint_id + 1)
+        durable.versions = [start for start in durable.versions if start.sequence_id < sequence_id]
+        if durable.cut_sequence_id is None or sequence_id < durable.cut_sequence_id:
+            durable.cut_sequence_id = sequence_id
+
+    def trim(self, *, keep_checkpoints: int | None, keep_since_ns: int | None = None) -> bool:
         """As LmdbLogStore.trim; a step is bounded in records only."""
         self._refuse_after_failure()
-        if keep_checkpoints is None:
+        if keep_checkpoints is None and keep_since_ns is None:
             return False
-        require(keep_checkpoints >= 1, f"{keep_checkpoints} checkpoints cannot be kept, it must be at least one")
         durable = self._durable
-        valid = [
-            checkpoint_id
-            for checkpoint_id in sorted(durable.checkpoints)
+        oldest = Retention(keep_checkpoints, keep_since_ns).oldest_kept(
+            header
+            for checkpoint_id, header in sorted(durable.checkpoints.items(), reverse=True)
             if checkpoint_id not in self._damaged_checkpoint_ids
-        ]
-        if not valid:
+        )
+        if oldest is None:
             return False
-        oldest = durable.checkpoints[valid[-keep_checkpoints:][0]]
         for checkpoint_id in [key for key in durable.checkpoints if key < oldest.checkpoint_id]:
             del durable.checkpoints[checkpoint_id]
         self._drop_chunks(0, oldest.checkpoint_id)

@@ -1,4 +1,4 @@
-"""A log open for reading only, beside its live writer: for ``immortal log show``, status and the pipeline."""
+"""A log open for reading only, beside its live writer: for ``immortal log show``, status, time travel, the pipeline."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from typing import TypeVar
 
 import lmdb
 
-from coordinator.core.errors import DamagedLogError
+from coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError
 from coordinator.core.interfaces import LogSummary, OutputBatch
 from coordinator.log import reading
-from coordinator.log.environment import LogIdentity, Tables
-from coordinator.log.format import INT, META_TRIMMED, SEQUENCE_KEY, StoredHeader
+from coordinator.log.environment import DATA_FILE_NAME, LogIdentity, Tables
+from coordinator.log.format import INT, META_TRIMMED, SEQUENCE_KEY, StoredHeader, decode_header
+from coordinator.log.residency import MappedPages
 from coordinator.log.store import checked_prefix
 from coordinator.log.values import check_value
+from protocol.checksum import crc64
 
 Result = TypeVar("Result")
 
@@ -26,16 +28,21 @@ SCAN_ROWS_MAX = 4096
 SCAN_SIZE_BYTES_MAX = 8 << 20
 
 
+class TrimmedError(LogError):
+    """What was asked for is no longer kept: trimming removed it, perhaps since the reader was opened."""
+
+
 @dataclass(frozen=True, slots=True)
 class LoggedValue:
     """A record with its trailer, as it is in the log; ``problem`` says in words what is damaged, None if nothing is.
 
-    ``value`` is empty where the record is missing.
+    ``value`` is empty where the record is missing; then ``last_sequence_id`` is the last of those missing in a row.
     """
 
     sequence_id: int
     value: bytes
     problem: str | None
+    last_sequence_id: int = -1
 
 
 class LogReader:
@@ -47,6 +54,7 @@ class LogReader:
         self.problems: list[str] = []
         self._environment = environment
         self._tables = tables
+        self._mapped_pages = MappedPages(folder / DATA_FILE_NAME)
 
     def __enter__(self) -> LogReader:
         return self
@@ -65,6 +73,10 @@ class LogReader:
         self.problems = problems
         return summary
 
+    def last_sequence_id(self) -> int:
+        """The last record's, as of now; -1 in a new log. Cheap: whoever follows a live log may poll it."""
+        return self.transact(reading.first_and_last_sequence_id)[1]
+
     def read(self, first_sequence_id: int, size_bytes_max: int) -> list[bytes]:
         """As LmdbLogStore.read; behind the last record an empty list."""
         values, gap = self.transact(
@@ -73,6 +85,28 @@ class LogReader:
         if not values and gap is not None:
             raise gap
         return checked_prefix(values, first_sequence_id, self.identity.committer_id)
+
+    def values(self, first_sequence_id: int, last_sequence_id: int | None = None) -> Iterator[bytes]:
+        """Every value (record + trailer) of the range, both ends included, in order and without a gap, each checked.
+
+        It ends behind ``last_sequence_id``, or behind what is the last record when it gets there: to follow a live
+        log, call it again from there. Raises TrimmedError for a record that is no longer kept, DamagedLogError for one
+        that is damaged or missing. As :meth:`records` it never holds back the writer.
+        """
+        expected = max(first_sequence_id, 0)
+        while True:
+            rows, last_there = self.transact(partial(_scan_to_last, first=expected, last=last_sequence_id))
+            if not rows:
+                if expected <= last_there and (last_sequence_id is None or expected <= last_sequence_id):
+                    raise self._not_there(expected)
+                return
+            self._have_touched(rows)
+            for sequence_id, value in rows:
+                if sequence_id != expected:
+                    raise self._not_there(expected)
+                check_value(value, sequence_id, self.identity.committer_id)
+                yield value
+                expected += 1
 
     def records(
         self, first_sequence_id: int | None = None, last_sequence_id: int | None = None
@@ -89,6 +123,7 @@ class LogReader:
             rows = self.transact(partial(_scan, first=expected, last=last_sequence_id))
             if not rows:
                 return
+            self._have_touched(rows)
             for sequence_id, value in rows:
                 if sequence_id > expected and not self._trimmed(sequence_id - 1):
                     yield _missing(expected, sequence_id - 1)
@@ -100,11 +135,29 @@ class LogReader:
         return self.transact(lambda transaction, tables: reading.read_chunk(transaction, tables, checkpoint_id, index))
 
     def checkpoint_chunks(self, checkpoint_id: int) -> Iterator[bytes]:
-        """The chunks of a blob, in order. Raises DamagedCheckpointError."""
-        index = 0
-        while chunk := self.read_checkpoint_chunk(checkpoint_id, index):
+        """The chunks of a blob, in order, each checked; behind the last one the whole is.
+
+        Raises TrimmedError for a checkpoint that is no longer kept, or never was; DamagedCheckpointError.
+        """
+        stored = self._stored_header(checkpoint_id)
+        size_bytes = check = 0
+        for index in range(stored.chunk_count):
+            try:
+                chunk = self.read_checkpoint_chunk(checkpoint_id, index)
+            except DamagedCheckpointError:
+                self._stored_header(checkpoint_id)  # is it damaged, or was it trimmed meanwhile?
+                raise
+            size_bytes += len(chunk)
+            check = crc64(chunk, check)
+            self._mapped_pages.have_touched(len(chunk))
             yield chunk
-            index += 1
+        header = stored.header
+        if (size_bytes, check) != (header.size_bytes, header.check):
+            raise DamagedCheckpointError(
+                f"the blob of checkpoint {checkpoint_id} has {size_bytes} bytes with CRC {check:016x},"
+                f" its header says {header.size_bytes} with {header.check:016x}",
+                checkpoint_id,
+            )
 
     def transact(self, operation: Callable[[reading.ReadTransaction, Tables], Result]) -> Result:
         """Run ``operation`` in a read transaction of its own. Raises DamagedLogError where LMDB cannot read."""
@@ -123,6 +176,36 @@ class LogReader:
     def _load_outputs(self, stored: StoredHeader) -> dict[str, list[OutputBatch]]:
         return self.transact(lambda transaction, tables: reading.load_outputs(transaction, tables, stored))
 
+    def _have_touched(self, rows: list[tuple[int, bytes]]) -> None:
+        """A scan of a large log must not make this process as large as the log."""
+        self._mapped_pages.have_touched(sum(len(value) for _, value in rows))
+
+    def _stored_header(self, checkpoint_id: int) -> StoredHeader:
+        """Raises TrimmedError, DamagedCheckpointError."""
+        key = SEQUENCE_KEY.pack(checkpoint_id)
+        value = self.transact(lambda transaction, tables: _copy(transaction.get(key, db=tables.checkpoints)))
+        if value is None:
+            raise TrimmedError(
+                f"checkpoint {checkpoint_id} is not in the log in {self.folder}: old ones are trimmed away"
+                " ('--keep-checkpoints' and '--keep-log-days' of the instance say how many are kept)"
+            )
+        try:
+            return decode_header(key, value)
+        except DamagedLogError as error:
+            raise DamagedCheckpointError(
+                f"the header of checkpoint {checkpoint_id} is damaged: {error}", checkpoint_id
+            ) from None
+
+    def _not_there(self, sequence_id: int) -> LogError:
+        """Why a record below the last one is not in the log."""
+        if self._trimmed(sequence_id):
+            first, _ = self.transact(reading.first_and_last_sequence_id)
+            return TrimmedError(
+                f"record {sequence_id} is not in the log in {self.folder}: it begins with record {first}, what was"
+                " before is trimmed away"
+            )
+        return DamagedLogError(f"record {sequence_id} is missing in the log in {self.folder}", sequence_id)
+
     def _problem(self, sequence_id: int, value: bytes) -> str | None:
         try:
             check_value(value, sequence_id, self.identity.committer_id)
@@ -136,10 +219,21 @@ class LogReader:
         return trimmed is not None and sequence_id <= trimmed
 
 
+def _copy(value: memoryview | None) -> bytes | None:
+    return None if value is None else bytes(value)
+
+
 def _missing(first: int, last: int) -> LoggedValue:
     """One marker for the whole gap: a damaged key may make it look 2^63 records wide."""
     what = f"record {first} is missing" if first == last else f"records {first} to {last} are missing"
-    return LoggedValue(first, b"", what)
+    return LoggedValue(first, b"", what, last)
+
+
+def _scan_to_last(
+    transaction: reading.ReadTransaction, tables: Tables, first: int, last: int | None
+) -> tuple[list[tuple[int, bytes]], int]:
+    """Rows, and the last record's sequence ID at that moment: it tells the end of the log from a gap."""
+    return _scan(transaction, tables, first, last), reading.first_and_last_sequence_id(transaction, tables)[1]
 
 
 def _scan(

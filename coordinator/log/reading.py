@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 import lmdb
 import msgspec
 
 from coordinator.core.errors import DamagedCheckpointError, DamagedLogError
-from coordinator.core.interfaces import CheckpointHeader, ImpulseBatch, LogSummary, OutputBatch, SourcePosition
+from coordinator.core.interfaces import (
+    CheckpointHeader,
+    ImpulseBatch,
+    LogSummary,
+    OutputBatch,
+    SourcePosition,
+    VersionStart,
+)
 from coordinator.log import format as log_format
 from coordinator.log.environment import Tables
 from coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY, StoredHeader
@@ -99,6 +107,19 @@ def stored_headers(
                 yield checkpoint_id, error
 
 
+def has_readable_header(transaction: ReadTransaction, tables: Tables, checkpoint_id: int) -> bool:
+    """Whether there is a checkpoint of that ID with an undamaged header and undamaged outputs: one for a summary."""
+    key = SEQUENCE_KEY.pack(checkpoint_id)
+    value = transaction.get(key, db=tables.checkpoints)
+    if value is None:
+        return False
+    try:
+        check_outputs(transaction, tables, log_format.decode_header(key, bytes(value)))
+    except (DamagedLogError, DamagedCheckpointError):
+        return False
+    return True
+
+
 def outputs_pieces(transaction: ReadTransaction, tables: Tables, checkpoint_id: int) -> Iterator[bytes]:
     """The pieces of a checkpoint's unacknowledged outputs. Raises DamagedCheckpointError."""
     index = 0
@@ -174,6 +195,8 @@ def load_summary(
         impulses=load_impulses(transaction, tables, acknowledged),
         extensions=None if extensions is None else frozenset(extensions),
         last_time_ns=_record_time_ns(transaction, tables, last, committer_id),
+        versions=version_starts(transaction, tables),
+        cut_sequence_id=meta_value(transaction, tables, log_format.META_CUT, log_format.INT),
     )
 
 
@@ -182,18 +205,17 @@ def _record_time_ns(transaction: ReadTransaction, tables: Tables, sequence_id: i
     return 0 if value is None else logged_time_ns(value, sequence_id, committer_id)
 
 
+def version_starts(transaction: ReadTransaction, tables: Tables) -> list[VersionStart]:
+    """In the order in which they began. Raises DamagedLogError."""
+    with transaction.cursor(tables.versions) as cursor:
+        return [log_format.decode_version_start(bytes(key), bytes(value)) for key, value in cursor]
+
+
 def with_outputs(stored: StoredHeader, load: LoadOutputs) -> CheckpointHeader:
     """The header as the core knows it."""
-    header = stored.header
-    return CheckpointHeader(
-        header.checkpoint_id,
-        header.sequence_id,
-        header.size_bytes,
-        header.check,
-        header.time_ns,
-        header.outputs,
-        StoredOutputs(stored, load) if stored.outputs_size_bytes else {},
-    )
+    if not stored.outputs_size_bytes:
+        return stored.header
+    return replace(stored.header, unacknowledged=StoredOutputs(stored, load))
 
 
 def load_impulses(transaction: ReadTransaction, tables: Tables, acknowledged: Mapping[str, int]) -> list[ImpulseBatch]:

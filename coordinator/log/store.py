@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
@@ -20,7 +21,7 @@ from coordinator.core.errors import (
     LogSyncError,
     require,
 )
-from coordinator.core.interfaces import LogSummary, OutputBatch, Transaction
+from coordinator.core.interfaces import LogSummary, OutputBatch, Transaction, VersionStart
 from coordinator.log import format as log_format
 from coordinator.log import reading, trim
 from coordinator.log.checkpoint_store import CheckpointWriter, remove_half_written
@@ -84,11 +85,12 @@ class LmdbLogStore:
         Raises DamagedLogError with sequence ID -1 for a damaged position, peer or meta value.
         """
         problems: list[str] = []
-        summary = self._read(
-            lambda transaction: reading.load_summary(
-                transaction, self._tables, self.identity.committer_id, self._load_outputs, problems
+        with self._naming_remedy():
+            summary = self._read(
+                lambda transaction: reading.load_summary(
+                    transaction, self._tables, self.identity.committer_id, self._load_outputs, problems
+                )
             )
-        )
         self.problems = problems
         return summary
 
@@ -110,18 +112,28 @@ class LmdbLogStore:
         Raises DamagedLogError if the first of them is damaged or missing; those before a damaged one are returned.
         """
         last = self._last_sequence_id  # before the transaction: what was committed by now must be there
-        values, gap = self._read(
-            lambda transaction: reading.collect_values(transaction, self._tables, first_sequence_id, size_bytes_max)
-        )
-        if not values:
-            if gap is not None:
-                raise gap
-            if first_sequence_id <= last:
-                raise DamagedLogError(
-                    f"record {first_sequence_id} is missing: the last is record {last}", first_sequence_id
-                )
-        self._have_touched(sum(map(len, values)))
-        return checked_prefix(values, first_sequence_id, self.identity.committer_id)
+        with self._naming_remedy():
+            values, gap = self._read(
+                lambda transaction: reading.collect_values(transaction, self._tables, first_sequence_id, size_bytes_max)
+            )
+            if not values:
+                if gap is not None:
+                    raise gap
+                if first_sequence_id <= last:
+                    raise DamagedLogError(
+                        f"record {first_sequence_id} is missing: the last is record {last}", first_sequence_id
+                    )
+            self._have_touched(sum(map(len, values)))
+            return checked_prefix(values, first_sequence_id, self.identity.committer_id)
+
+    @contextlib.contextmanager
+    def _naming_remedy(self) -> Iterator[None]:
+        """What stops a recovery says which command looks into it."""
+        try:
+            yield
+        except DamagedLogError as error:
+            remedy = f"'immortal recover {self.identity.instance_name}' says what can be done"
+            raise DamagedLogError(f"{error}: {remedy}", error.sequence_id) from error
 
     def _have_touched(self, size_bytes: int) -> None:
         with self._map_lock:
@@ -147,21 +159,24 @@ class LmdbLogStore:
             self._damaged_checkpoint_ids.add(checkpoint_id)
             raise
 
-    def trim(self, *, keep_checkpoints: int | None) -> bool:
-        """Remove one bounded step of what the newest ``keep_checkpoints`` do not need; True if more remains.
+    def trim(self, *, keep_checkpoints: int | None, keep_since_ns: int | None = None) -> bool:
+        """Remove one bounded step of what need not be kept; True if more remains.
 
-        None keeps everything. The only valid checkpoint and the records after it always stay.
+        Kept are the newest ``keep_checkpoints`` with the records after them and, where ``keep_since_ns`` (ns since the
+        Unix epoch) is given, the newest checkpoint taken at or before that moment with all that came after it.
+        ``keep_checkpoints`` None: only ``keep_since_ns`` counts, and without it everything is kept. The newest valid
+        checkpoint and the records after it always stay.
         """
-        if keep_checkpoints is None:
+        if keep_checkpoints is None and keep_since_ns is None:
             return False
-        require(keep_checkpoints >= 1, f"{keep_checkpoints} checkpoints cannot be kept, it must be at least one")
+        keep = trim.Retention(keep_checkpoints, keep_since_ns)
         budget = trim.Budget.step()
 
         def step(write: WriteTransaction) -> None:
             nonlocal budget
             self._environment.reader_check()  # a killed reader's slot would keep freed pages from being used again
             budget = trim.Budget.step()  # a retry with a larger map begins anew
-            trim.trim_step(write, self._tables, keep_checkpoints, self._damaged_checkpoint_ids, budget)
+            trim.trim_step(write, self._tables, keep, self._damaged_checkpoint_ids, budget)
 
         self._write(step)
         if budget.rows_left < trim.STEP_ROWS_MAX:
@@ -194,6 +209,8 @@ class LmdbLogStore:
         for name, position in transaction.acknowledged.items():
             key = log_format.name_key(name)
             write.put(key, log_format.seal(b"acknowledged", key, position), db=tables.acknowledged)
+        for destination, first_position in transaction.impulses_removed:
+            write.delete(log_format.impulse_key(destination, first_position), db=tables.impulses)
         for batch in transaction.impulses:
             require(batch.count > 0 and batch.first_position > 0, f"{batch.count} impulses at {batch.first_position}")
             key = log_format.impulse_key(batch.destination, batch.first_position)
@@ -203,10 +220,22 @@ class LmdbLogStore:
             write.put(key, log_format.seal(b"peers", key, committer_id), db=tables.peers)
         if transaction.checkpoint is not None:
             self._checkpoint_writer.put_header(write, transaction.checkpoint)
+        if transaction.version is not None:
+            self._put_version(write, transaction.version)
+        if transaction.cut_healed:
+            write.delete(log_format.META_CUT, db=tables.meta)
         if transaction.epoch is not None:
             self._put_meta(write, log_format.META_EPOCH, transaction.epoch)
         if transaction.extensions is not None:
             self._put_meta(write, log_format.META_EXTENSIONS, sorted(transaction.extensions))
+
+    def _put_version(self, write: WriteTransaction, start: VersionStart) -> None:
+        """Versions are kept in the order in which they began: one may come back."""
+        table = self._tables.versions
+        with write.cursor(table) as cursor:
+            number = SEQUENCE_KEY.unpack(cursor.key())[0] + 1 if cursor.last() else 1
+        key = SEQUENCE_KEY.pack(number)
+        write.put(key, log_format.encode_version_start(key, start), db=table)
 
     def _put_meta(self, write: WriteTransaction, key: bytes, payload: object) -> None:
         write.put(key, log_format.seal(b"meta", key, payload), db=self._tables.meta)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import lmdb
 
-from coordinator.core.errors import DamagedLogError
+from coordinator.core.errors import DamagedLogError, require
 from coordinator.core.interfaces import CheckpointHeader
 from coordinator.log import format as log_format
 from coordinator.log.environment import Tables
 from coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
 
-STEP_ROWS_MAX = 4096  # a commit waits for at most one step: some milliseconds
-STEP_SIZE_BYTES_MAX = 64 << 20
+STEP_ROWS_MAX = 1024  # a commit waits for at most one step: a millisecond or two
+STEP_SIZE_BYTES_MAX = 16 << 20
 
 
 @dataclass(slots=True)
@@ -35,6 +36,31 @@ class Budget:
     @property
     def exhausted(self) -> bool:
         return self.rows_left <= 0 or self.bytes_left <= 0
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """What is to be kept: the newest ``keep_checkpoints`` (None: what ``keep_since_ns`` asks for alone counts), and
+    all that a replay from ``keep_since_ns`` on needs (ns since the Unix epoch; None: no more than that)."""
+
+    keep_checkpoints: int | None
+    keep_since_ns: int | None
+
+    def __post_init__(self) -> None:
+        require(
+            self.keep_checkpoints is None or self.keep_checkpoints >= 1,
+            f"{self.keep_checkpoints} checkpoints cannot be kept, it must be at least one",
+        )
+
+    def oldest_kept(self, newest_first: Iterable[CheckpointHeader]) -> CheckpointHeader | None:
+        """The oldest checkpoint to keep; None where there is none at all."""
+        oldest = None
+        for kept, header in enumerate(newest_first, start=1):
+            oldest = header
+            enough = self.keep_checkpoints is None or kept >= self.keep_checkpoints
+            if enough and (self.keep_since_ns is None or header.time_ns <= self.keep_since_ns):
+                break
+        return oldest
 
 
 def delete_range(
@@ -58,31 +84,24 @@ def delete_range(
     return last_key
 
 
-def oldest_kept(
-    transaction: lmdb.Transaction[memoryview], tables: Tables, keep_checkpoints: int, damaged_ids: Collection[int]
-) -> CheckpointHeader | None:
-    """The oldest of the newest ``keep_checkpoints`` valid checkpoints; those known to be damaged do not count."""
-    oldest = None
+def valid_headers(
+    transaction: lmdb.Transaction[memoryview], tables: Tables, damaged_ids: Collection[int]
+) -> Iterator[CheckpointHeader]:
+    """The headers of all checkpoints, newest first; those that are known to be damaged do not count."""
     with transaction.cursor(tables.checkpoints) as cursor:
         found = cursor.last()
-        while found and keep_checkpoints > 0:
-            key = bytes(cursor.key())
-            try:
-                header = log_format.decode_header(key, bytes(cursor.value())).header
-            except DamagedLogError:
-                pass
-            else:
+        while found:
+            with contextlib.suppress(DamagedLogError):
+                header = log_format.decode_header(bytes(cursor.key()), bytes(cursor.value())).header
                 if header.checkpoint_id not in damaged_ids:
-                    oldest = header
-                    keep_checkpoints -= 1
+                    yield header
             found = cursor.prev()
-    return oldest
 
 
 def trim_step(
     transaction: lmdb.Transaction[memoryview],
     tables: Tables,
-    keep_checkpoints: int,
+    keep: Retention,
     damaged_ids: Collection[int],
     budget: Budget,
 ) -> None:
@@ -91,7 +110,7 @@ def trim_step(
     The order matters: a header goes before its chunks, and headers before the records that they need, so that a
     crash between two steps never leaves a checkpoint that looks whole and is not.
     """
-    oldest = oldest_kept(transaction, tables, keep_checkpoints, damaged_ids)
+    oldest = keep.oldest_kept(valid_headers(transaction, tables, damaged_ids))
     if oldest is None:
         return
     oldest_key = SEQUENCE_KEY.pack(oldest.checkpoint_id)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 from pathlib import Path
 
 from coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError, LogLockedError
-from coordinator.core.interfaces import SourcePosition
 from coordinator.log import format as log_format
 from coordinator.log import reading
 from coordinator.log.environment import (
@@ -21,28 +19,13 @@ from coordinator.log.environment import (
     log_exists,
     structure_problems,
 )
+from coordinator.log.findings import Finding, Severity
 from coordinator.log.folder import open_reader
 from coordinator.log.format import StoredHeader
 from coordinator.log.lock import is_locked
-from coordinator.log.reader import LogReader
+from coordinator.log.reader import LogReader, TrimmedError
+from coordinator.log.stream_positions import StreamPositions
 from coordinator.log.values import verify_value
-from protocol.checksum import crc64
-from protocol.trailer import BatchKind, Trailer
-
-
-class Severity(Enum):
-    NOTE = "note"  # nothing is lost
-    DAMAGE = "damage"  # something is not what was written, and recovery does not need it
-    FATAL = "fatal"  # recovery will stop there, or go wrong
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that is wrong. ``message`` says what, where, and what it means."""
-
-    severity: Severity
-    place: str  # "file", "meta", "checkpoint 3", "record 812", "sources", ...
-    message: str
 
 
 @dataclass(slots=True)
@@ -51,6 +34,7 @@ class LogVerification:
 
     folder: Path
     instance_name: str | None = None
+    lock_held: bool = False  # by the caller: no coordinator writes the log
     identity: LogIdentity | None = None
     records_checked: int = 0
     size_bytes_checked: int = 0
@@ -59,21 +43,31 @@ class LogVerification:
     last_sequence_id: int = -1
     recovery_checkpoint_id: int | None = None  # the newest one that is whole: recovery starts from it
     recovery_sequence_id: int = -1
+    whole_checkpoints: list[tuple[int, int]] = field(default_factory=list)  # (ID, sequence ID), oldest first
+    damaged_records: list[tuple[int, int]] = field(default_factory=list)  # first and last, missing ones as well
     damaged: int = 0
     fatal: int = 0
-    _expected_positions: dict[str, int] = field(default_factory=dict)
-    _next_impulse_position: int = 0
+    _positions: StreamPositions = field(default_factory=StreamPositions)
 
     @property
     def is_sound(self) -> bool:
         """Whether nothing was found but notes; valid once the findings were iterated."""
         return not (self.damaged or self.fatal)
 
+    def first_damage(self, first_sequence_id: int) -> int | None:
+        """The first record from ``first_sequence_id`` on that is damaged or missing; valid as :attr:`is_sound`."""
+        return min(
+            (max(first, first_sequence_id) for first, last in self.damaged_records if last >= first_sequence_id),
+            default=None,
+        )
+
     def findings(self) -> Iterator[Finding]:
         """Every finding, as it is found. Raises nothing for damage; LogLockedError if this process has the log open."""
         for finding in self._walk():
             self.damaged += finding.severity is Severity.DAMAGE
             self.fatal += finding.severity is Severity.FATAL
+            if finding.records is not None:
+                self.damaged_records.append(finding.records)
             yield finding
 
     def _walk(self) -> Iterator[Finding]:
@@ -86,7 +80,7 @@ class LogVerification:
         except LogError as error:
             yield Finding(Severity.FATAL, "file", str(error))
             return
-        if is_locked(self.folder):
+        if not self.lock_held and is_locked(self.folder):
             yield Finding(
                 Severity.NOTE, "file", "a coordinator writes this log: the structure of its pages is not checked"
             )
@@ -133,6 +127,7 @@ class LogVerification:
             else:
                 self.recovery_checkpoint_id = checkpoint_id
                 self.recovery_sequence_id = stored.header.sequence_id
+                self.whole_checkpoints.append((checkpoint_id, stored.header.sequence_id))
         for checkpoint_id, problem in damaged:
             place = f"checkpoint {checkpoint_id}"
             if self.recovery_checkpoint_id is None:
@@ -150,33 +145,23 @@ class LogVerification:
         )
 
     def _blob_problem(self, reader: LogReader, stored: StoredHeader) -> str | None:
-        header = stored.header
-        size_bytes = check = 0
         try:
-            for chunk in reader.checkpoint_chunks(header.checkpoint_id):
-                size_bytes += len(chunk)
-                check = crc64(chunk, check)
+            for _ in reader.checkpoint_chunks(stored.header.checkpoint_id):
+                pass
             reader.transact(lambda transaction, tables: reading.check_outputs(transaction, tables, stored))
-        except (DamagedCheckpointError, DamagedLogError) as error:
+        except (DamagedCheckpointError, DamagedLogError, TrimmedError) as error:
             return str(error)
-        if (size_bytes, check) != (header.size_bytes, header.check):
-            return (
-                f"its blob has {size_bytes} bytes with CRC {check:016x},"
-                f" its header says {header.size_bytes} with {header.check:016x}"
-            )
         return None
 
     def _verify_records(self, reader: LogReader) -> Iterator[Finding]:
         try:
             self.first_sequence_id, self.last_sequence_id = reader.transact(reading.first_and_last_sequence_id)
-            trimmed = reader.transact(
-                lambda transaction, tables: reading.meta_value(
-                    transaction, tables, log_format.META_TRIMMED, log_format.INT
-                )
-            )
+            trimmed = reader.transact(partial(reading.meta_value, key=log_format.META_TRIMMED, decoder=log_format.INT))
+            cuts = reader.transact(partial(reading.meta_value, key=log_format.META_CUTS, decoder=log_format.INTS))
         except DamagedLogError as error:
             yield Finding(Severity.FATAL, "meta", str(error))
             return
+        self._positions = StreamPositions(cuts or ())
         first_expected = 0 if trimmed is None else trimmed + 1
         if self.first_sequence_id != first_expected:
             yield self._record_finding(
@@ -190,6 +175,7 @@ class LogVerification:
                 f"record {self.last_sequence_id + 1}",
                 f"the last record is {self.last_sequence_id}, but {self._recovery_start()}:"
                 " records at the end are missing",
+                (self.last_sequence_id + 1, self.recovery_sequence_id),
             )
         if self.recovery_checkpoint_id is None and self.first_sequence_id > 0:
             yield Finding(
@@ -202,52 +188,31 @@ class LogVerification:
                 self.records_checked += 1
                 self.size_bytes_checked += len(row.value)
                 if row.problem is not None:
-                    yield self._record_finding(row.sequence_id, row.problem, row.sequence_id)
-                    self._expected_positions.clear()  # what it held is unknown
-                    self._next_impulse_position = 0
+                    yield self._record_finding(row.sequence_id, row.problem, max(row.sequence_id, row.last_sequence_id))
+                    self._positions.skip(row.sequence_id)
                     continue
                 try:
                     _, trailer = verify_value(row.value, row.sequence_id, reader.identity.committer_id)
                 except DamagedLogError as error:
                     yield self._record_finding(row.sequence_id, str(error), row.sequence_id)
+                    self._positions.skip(row.sequence_id)
                     continue
-                yield from self._verify_positions(row.sequence_id, trailer)
+                yield from self._positions.check(row.sequence_id, trailer)
         except DamagedLogError as error:
             yield Finding(Severity.FATAL, "records", f"{error}; recovery will stop there: restore a copy of the log")
 
     def _record_finding(self, sequence_id: int, problem: str, last_sequence_id: int) -> Finding:
         place = f"record {sequence_id}"
+        records = (sequence_id, last_sequence_id)
         if self.recovery_checkpoint_id is not None and last_sequence_id <= self.recovery_sequence_id:
-            return Finding(Severity.DAMAGE, place, f"{problem}; {self._recovery_start()} and does not need it")
+            return Finding(Severity.DAMAGE, place, f"{problem}; {self._recovery_start()} and does not need it", records)
         return Finding(
             Severity.FATAL,
             place,
             f"{problem}; recovery will stop there: the state after record {sequence_id - 1} is the last that can be"
             " rebuilt",
+            records,
         )
-
-    def _verify_positions(self, sequence_id: int, trailer: Trailer) -> Iterator[Finding]:
-        """Each stream's positions must follow one another; 1 is a stream that began anew."""
-        for batch in trailer.batches:
-            if batch.kind == BatchKind.STREAM:
-                expected = self._expected_positions.get(batch.name)
-                self._expected_positions[batch.name] = batch.last_position + 1
-                what = f"the stream from {batch.name!r}" if batch.name else "the stream from oneself"
-            elif batch.kind == BatchKind.IMPULSES:
-                expected = self._next_impulse_position or None
-                self._next_impulse_position = batch.last_position + 1
-                what = "the impulses to oneself"
-            else:
-                continue
-            if expected is None or batch.first_position == expected:
-                continue
-            message = f"record {sequence_id}: {what} goes on at position {batch.first_position}, expected {expected}"
-            if batch.first_position == 1:
-                yield Finding(Severity.NOTE, f"record {sequence_id}", f"{message}: that stream began anew")
-            else:
-                yield Finding(
-                    Severity.FATAL, f"record {sequence_id}", f"{message}: messages were lost or executed twice"
-                )
 
     def _verify_tables(self, reader: LogReader) -> Iterator[Finding]:
         """Every small value's CRC; ``sources`` against the trailers; the payloads of all impulses."""
@@ -260,10 +225,11 @@ class LogVerification:
                 )
             )
             if last == self.last_sequence_id:
-                yield from self._compare_sources({name: SourcePosition(*row) for name, row in sources.items()})
+                yield from self._positions.compare(last, {name: row[2] for name, row in sources.items()})
         except DamagedLogError as error:
             yield Finding(Severity.FATAL, "sources", f"{error}; the log cannot be opened")
         for place, check, meaning in (
+            ("versions", _check_versions, "the log cannot be opened"),
             ("acknowledged", _check_acknowledged, "the log cannot be opened"),
             ("peers", _check_peers, "the log cannot be opened"),
             ("impulses", reading.check_impulses, "impulses that were accepted may be lost"),
@@ -274,20 +240,13 @@ class LogVerification:
             except DamagedLogError as error:
                 yield Finding(Severity.FATAL, place, f"{error}; {meaning}")
 
-    def _compare_sources(self, sources: dict[str, SourcePosition]) -> Iterator[Finding]:
-        for name, expected in sorted(self._expected_positions.items()):
-            position = sources[name].position if name in sources else 0
-            if position == expected - 1:
-                continue
-            message = f"the stream from {name!r}: table 'sources' says {position}, the trailers end at {expected - 1}"
-            if position == 0 and name in sources:
-                yield Finding(Severity.NOTE, "sources", f"{message}: the stream was reset")
-            else:
-                yield Finding(Severity.FATAL, "sources", f"{message}: messages would be lost or executed twice")
-
 
 def _has_header(transaction: reading.ReadTransaction, tables: Tables, checkpoint_id: int) -> bool:
     return transaction.get(log_format.SEQUENCE_KEY.pack(checkpoint_id), db=tables.checkpoints) is not None
+
+
+def _check_versions(transaction: reading.ReadTransaction, tables: Tables) -> None:
+    reading.version_starts(transaction, tables)
 
 
 def _check_acknowledged(transaction: reading.ReadTransaction, tables: Tables) -> None:
@@ -301,8 +260,14 @@ def _check_peers(transaction: reading.ReadTransaction, tables: Tables) -> None:
 def _check_meta(transaction: reading.ReadTransaction, tables: Tables) -> None:
     reading.meta_value(transaction, tables, log_format.META_EPOCH, log_format.INT)
     reading.meta_value(transaction, tables, log_format.META_EXTENSIONS, log_format.INTS)
+    reading.meta_value(transaction, tables, log_format.META_CUT, log_format.INT)
 
 
-def verify_log(folder: str | os.PathLike[str], instance_name: str | None = None) -> LogVerification:
-    """A verification of the log in ``folder``: iterate its ``findings()``, then look at its figures."""
-    return LogVerification(Path(folder), instance_name)
+def verify_log(
+    folder: str | os.PathLike[str], instance_name: str | None = None, *, lock_held: bool = False
+) -> LogVerification:
+    """A verification of the log in ``folder``: iterate its ``findings()``, then look at its figures.
+
+    ``lock_held``: by the caller, who so knows that no coordinator writes the log.
+    """
+    return LogVerification(Path(folder), instance_name, lock_held)

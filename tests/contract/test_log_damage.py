@@ -13,6 +13,7 @@ import pytest
 
 from coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError, LogFormatError
 from coordinator.core.interfaces import (
+    IMPULSES,
     CheckpointHeader,
     ImpulseBatch,
     OutputBatch,
@@ -67,7 +68,11 @@ def log(tmp_path: Path) -> Path:
     """20 records; checkpoint 1 after record 4, checkpoint 2 after record 9."""
     store = create_log(tmp_path, "alice", committer_id=COMMITTER_ID, map_size_bytes=1 << 20)
     for number in range(20):
-        sources = {"bob": SourcePosition(5, 1, number + 1), f"sender-of-{number}-": SourcePosition(6, 1, 1)}
+        sources = {
+            "bob": SourcePosition(5, 1, number + 1),
+            IMPULSES: SourcePosition(COMMITTER_ID, 1, number + 1),
+            f"sender-of-{number}-": SourcePosition(6, 1, 1),
+        }
         store.commit(Transaction(records=[(number, make_value(number))], sources=sources))
     for checkpoint_id, chunks in BLOB_CHUNKS.items():
         for index, chunk in enumerate(chunks):
@@ -172,6 +177,59 @@ def test_a_damaged_record_before_the_checkpoint(log: Path) -> None:
         problems = {logged.sequence_id: logged.problem for logged in reader.records()}
     assert [number for number, problem in problems.items() if problem] == [7]
     assert len(problems) == 20  # damage stops no listing
+
+
+@pytest.mark.parametrize("damaged", [12, 19])
+def test_a_reader_gives_no_damaged_value(log: Path, damaged: int) -> None:
+    flip(log, content(damaged))
+    with open_reader(log) as reader:
+        values = reader.values(3)
+        assert [next(values) for _ in range(3, damaged)] == [make_value(number) for number in range(3, damaged)]
+        with pytest.raises(DamagedLogError, match=f"record {damaged} is damaged") as caught:
+            next(values)
+        assert caught.value.sequence_id == damaged
+
+
+@pytest.mark.parametrize("missing", [(11, 13), (0, 20), (18, 19)])
+def test_a_reader_steps_over_no_gap(log: Path, missing: tuple[int, int]) -> None:
+    store = open_small(log)
+    for number in range(*missing):
+        put(store, "records", struct.pack(">Q", number), None)
+    put(store, "records", struct.pack(">Q", 30), make_value(30))
+    store.close()
+    with open_reader(log) as reader:
+        values = reader.values(0, missing[1])
+        for _ in range(missing[0]):
+            next(values)
+        with pytest.raises(DamagedLogError, match=f"record {missing[0]} is missing"):
+            next(values)
+
+
+def test_what_stops_a_recovery_names_the_command(log: Path) -> None:
+    flip(log, content(12))
+    store = open_small(log)
+    with pytest.raises(DamagedLogError, match=r"'immortal recover alice' says what can be done$") as caught:
+        store.read(12, 1)
+    assert caught.value.sequence_id == 12
+    store.close()
+
+
+@pytest.mark.parametrize("needle", [b"\x11\x22\x33\x44\x55\x66\x77\x02", b"output kept by 2;"])
+@pytest.mark.parametrize("blob", [b"", b"a new blob"])
+def test_the_id_of_a_checkpoint_that_was_left_out_is_free_again(log: Path, needle: bytes, blob: bytes) -> None:
+    """The core never hears of it, so it gives its next checkpoint that ID."""
+    flip(log, needle)
+    store = open_small(log)
+    if blob:
+        store.write_checkpoint_chunk(2, 0, blob)
+    store.commit(Transaction(checkpoint=CheckpointHeader(2, 19, len(blob), crc64(blob), 1)))
+    store.close()
+    store = open_small(log)
+    assert [header.sequence_id for header in store.summary().checkpoints] == [4, 19]
+    assert store.read_checkpoint_chunk(2, 0) == blob
+    assert store.read_checkpoint_chunk(2, 1) == b""
+    store.close()
+    assert findings(log) == []
 
 
 def test_a_damaged_trailer(log: Path) -> None:

@@ -31,8 +31,19 @@ from coordinator.core.interfaces import (
     OutputMark,
     SourcePosition,
     Transaction,
+    VersionStart,
 )
-from coordinator.log import LmdbLogStore, MemoryLogStore, create_log, open_log, open_reader, verify_log, verify_value
+from coordinator.log import (
+    LmdbLogStore,
+    LogCutter,
+    MemoryLogStore,
+    TrimmedError,
+    create_log,
+    open_log,
+    open_reader,
+    verify_log,
+    verify_value,
+)
 from coordinator.log import format as log_format
 from protocol.checksum import crc64
 from protocol.record import encode_record
@@ -59,12 +70,15 @@ def write_checkpoint(
     chunks: list[bytes],
     outputs: dict[str, OutputMark] | None = None,
     unacknowledged: dict[str, list[OutputBatch]] | None = None,
+    *,
+    time_ns: int = 123,
+    version: int = 1,
 ) -> CheckpointHeader:
     for index, chunk in enumerate(chunks):
         store.write_checkpoint_chunk(checkpoint_id, index, chunk)
     blob = b"".join(chunks)
     header = CheckpointHeader(
-        checkpoint_id, sequence_id, len(blob), crc64(blob), 123, outputs or {}, unacknowledged or {}
+        checkpoint_id, sequence_id, len(blob), crc64(blob), time_ns, outputs or {}, unacknowledged or {}, version
     )
     store.commit(Transaction(checkpoint=header))
     return header
@@ -77,19 +91,26 @@ def read_blob(store: LogStore, checkpoint_id: int) -> bytes:
     return blob
 
 
-def trim_all(store: LogStore, keep_checkpoints: int | None) -> int:
+def trim_all(store: LogStore, keep_checkpoints: int | None, keep_since_ns: int | None = None) -> int:
     steps = 1
-    while store.trim(keep_checkpoints=keep_checkpoints):
+    while store.trim(keep_checkpoints=keep_checkpoints, keep_since_ns=keep_since_ns):
         steps += 1
     return steps
 
 
 class Bench:
-    """A store, and the way to close and open it again."""
+    """A store, and the ways to close and open it again, and to cut it off by hand."""
 
-    def __init__(self, store: LogStore, reopen: Callable[[LogStore], LogStore]) -> None:
+    def __init__(
+        self, store: LogStore, reopen: Callable[[LogStore], LogStore], cut: Callable[[LogStore, int], LogStore]
+    ) -> None:
         self.store = store
         self._reopen = reopen
+        self._cut = cut
+
+    def cut(self, sequence_id: int) -> LogStore:
+        self.store = self._cut(self.store, sequence_id)
+        return self.store
 
     def reopen(self) -> LogStore:
         self.store = self._reopen(self.store)
@@ -108,15 +129,26 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
             assert isinstance(store, MemoryLogStore)
             return store.crash()
 
-        bench = Bench(MemoryLogStore(COMMITTER_ID), crash)
+        def cut_in_memory(store: LogStore, sequence_id: int) -> LogStore:
+            assert isinstance(store, MemoryLogStore)
+            store.cut(sequence_id)
+            return store.crash()
+
+        bench = Bench(MemoryLogStore(COMMITTER_ID), crash, cut_in_memory)
     else:
 
         def close_and_open(store: LogStore) -> LogStore:
             store.close()
             return open_small(tmp_path / "log")
 
+        def cut_and_open(store: LogStore, sequence_id: int) -> LogStore:
+            store.close()
+            with LogCutter(tmp_path / "log", "alice") as cutter:
+                cutter.cut(cutter.plan(sequence_id, force=True))
+            return open_small(tmp_path / "log")
+
         store = create_log(tmp_path / "log", "alice", committer_id=COMMITTER_ID, map_size_bytes=MAP_SIZE_BYTES)
-        bench = Bench(store, close_and_open)
+        bench = Bench(store, close_and_open, cut_and_open)
     yield bench
     bench.store.close()
 
@@ -134,6 +166,8 @@ def test_a_new_log(bench: Bench) -> None:
         assert not summary.acknowledged
         assert not summary.peers
         assert not summary.impulses
+        assert not summary.versions
+        assert summary.cut_sequence_id is None
         assert bench.store.read(0, 1 << 20) == []
         assert not bench.store.trim(keep_checkpoints=1)
         bench.reopen()
@@ -264,6 +298,108 @@ def test_impulses(bench: Bench) -> None:
     assert list(bench.reopen().summary().impulses) == [rows[0], rows[2]]
 
 
+def test_impulses_are_removed_before_new_ones_are_written(bench: Bench) -> None:
+    kept = ImpulseBatch("bob", 1, 1, b"kept")
+    bench.store.commit(Transaction(impulses=[kept, ImpulseBatch("bob", 2, 2, b"removed")]))
+    moved = ImpulseBatch("bob", 2, 1, b"another in its place")
+    bench.store.commit(Transaction(impulses=[moved], impulses_removed=[("bob", 2), ("carol", 7)]))
+    assert list(bench.reopen().summary().impulses) == [kept, moved]
+    bench.store.commit(Transaction(impulses_removed=[("bob", 1)]))
+    assert list(bench.reopen().summary().impulses) == [moved]
+
+
+def test_versions_in_the_order_in_which_they_began(bench: Bench) -> None:
+    write_checkpoint(bench.store, 1, -1, [b"one"], version=1)
+    starts = [
+        VersionStart(1, -1, "shop:Cart"),
+        VersionStart(2, 1, "shop:NewCart"),
+        VersionStart(1, 3, "shop:Cart"),  # a downgrade
+        VersionStart(2, 3),
+    ]
+    for number, start in enumerate(starts):
+        bench.store.commit(Transaction(version=start, records=records(number, number + 1).records))
+    write_checkpoint(bench.store, 2, 3, [b"two"], version=2)
+    trim_all(bench.store, 1)
+    for _ in range(2):
+        summary = bench.store.summary()
+        assert list(summary.versions) == starts
+        assert [(header.checkpoint_id, header.version) for header in summary.checkpoints] == [(2, 2)]
+        bench.reopen()
+
+
+@pytest.mark.parametrize(
+    ("keep_checkpoints", "keep_since_ns", "kept_ids"),
+    [
+        (1, 500, [5]),
+        (1, 400, [4, 5]),
+        (1, 399, [3, 4, 5]),
+        (1, 99, [1, 2, 3, 4, 5]),  # none is that old: a replay from there needs all there is
+        (4, 500, [2, 3, 4, 5]),  # what the number keeps, the time does not take away
+        (None, 250, [2, 3, 4, 5]),
+        (None, 10_000, [5]),  # the newest always stays
+        (None, None, [1, 2, 3, 4, 5]),
+    ],
+)
+def test_trim_by_time(
+    bench: Bench, keep_checkpoints: int | None, keep_since_ns: int | None, kept_ids: list[int]
+) -> None:
+    bench.store.commit(records(0, 12))
+    for number in range(1, 6):
+        write_checkpoint(bench.store, number, 2 * number, [b"blob"], time_ns=number * 100)
+    trim_all(bench.store, keep_checkpoints, keep_since_ns)
+    summary = bench.reopen().summary()
+    assert [header.checkpoint_id for header in summary.checkpoints] == kept_ids
+    trimmed = keep_checkpoints is not None or keep_since_ns is not None
+    assert summary.first_sequence_id == (2 * kept_ids[0] + 1 if trimmed else 0)
+    assert summary.last_sequence_id == 11
+
+
+def test_a_log_that_was_cut_off(bench: Bench) -> None:
+    bench.store.commit(records(0, 10))
+    impulse = ImpulseBatch("carol", 1, 1, b"impulse")
+    bench.store.commit(
+        Transaction(
+            sources={"bob": SourcePosition(5, 1, 9)},
+            acknowledged={"carol": 3},
+            peers={"carol": 8},
+            impulses=[impulse],
+            epoch=4,
+        )
+    )
+    bench.store.commit(Transaction(version=VersionStart(1, -1)))
+    write_checkpoint(bench.store, 1, 2, [b"one"])
+    write_checkpoint(bench.store, 2, 6, [b"two"], version=2)
+    bench.store.commit(Transaction(version=VersionStart(2, 6)))
+    bench.cut(6)
+    for _ in range(2):
+        summary = bench.reopen().summary()
+        assert (summary.first_sequence_id, summary.last_sequence_id, summary.cut_sequence_id) == (0, 5, 6)
+        assert [header.checkpoint_id for header in summary.checkpoints] == [1]
+        assert list(summary.versions) == [VersionStart(1, -1)]
+        # What was cut off counts as received, and as sent.
+        assert summary.sources == {"bob": SourcePosition(5, 1, 9)}
+        assert (summary.acknowledged, summary.peers, summary.epoch) == ({"carol": 3}, {"carol": 8}, 4)
+        assert bench.store.read(6, 1 << 20) == []
+        assert len(bench.store.read(0, 1 << 20)) == 6
+    bench.store.commit(records(6, 9, b"new"))
+    assert bench.cut(8).summary().cut_sequence_id == 6, "the first cut is not healed yet"
+    write_checkpoint(bench.store, 2, 7, [b"another two"])
+    bench.store.commit(Transaction(cut_healed=True))
+    summary = bench.reopen().summary()
+    assert (summary.last_sequence_id, summary.cut_sequence_id) == (7, None)
+    assert read_blob(bench.store, 2) == b"another two"
+    assert bench.cut(3).summary().cut_sequence_id == 3
+
+
+def test_a_cut_at_the_first_record(bench: Bench) -> None:
+    bench.store.commit(records(0, 2))
+    write_checkpoint(bench.store, 1, -1, [b"one"])
+    assert bench.cut(0).summary().cut_sequence_id == 0
+    bench.store.commit(records(0, 1, b"new"))
+    summary = bench.reopen().summary()
+    assert (summary.first_sequence_id, summary.last_sequence_id, summary.cut_sequence_id) == (0, 0, 0)
+
+
 def test_trim_keeps_what_is_needed(bench: Bench) -> None:
     bench.store.commit(records(0, 10))
     write_checkpoint(bench.store, 1, 1, [b"one"], {"bob": OutputMark(1, 1)})
@@ -308,8 +444,7 @@ def test_trim_goes_in_bounded_steps(bench: Bench) -> None:
     seen = []
     while bench.store.trim(keep_checkpoints=1):
         seen.append(bench.store.summary().first_sequence_id)
-    assert seen[0] == 4096
-    assert len(seen) == 2
+    assert seen == [trim_module.STEP_ROWS_MAX * steps for steps in range(1, 10)]
     assert bench.reopen().summary().first_sequence_id == 9_998
 
 
@@ -472,6 +607,69 @@ def test_a_reader_shows_ranges(tmp_path: Path) -> None:
         open_reader(tmp_path, "bob")
 
 
+def test_a_reader_gives_values_without_a_gap(tmp_path: Path) -> None:
+    store = new_log(tmp_path)
+    store.commit(records(0, 10_000, b""))
+    write_checkpoint(store, 1, 4, [b"one"])
+    trim_all(store, 1)
+    store.close()
+    with open_reader(tmp_path, "alice") as reader:
+        assert reader.last_sequence_id() == 9_999
+        assert list(reader.values(5)) == [make_value(number, b"") for number in range(5, 10_000)]
+        assert list(reader.values(9_997, 9_998)) == [make_value(9_997, b""), make_value(9_998, b"")]
+        assert list(reader.values(9_999, 20_000)) == [make_value(9_999, b"")]
+        assert list(reader.values(10_000)) == list(reader.values(7, 6)) == []
+        for first, last in ((4, None), (0, 9), (1, 3)):
+            with pytest.raises(TrimmedError, match=f"record {first} is not in the log .* begins with record 5"):
+                next(reader.values(first, last))
+        with pytest.raises(TrimmedError, match="checkpoint 2 is not in the log"):
+            next(reader.checkpoint_chunks(2))
+
+
+TRIM_ON_DEMAND = """
+import sys
+from coordinator.core.interfaces import CheckpointHeader, Transaction
+from coordinator.log import open_log
+from protocol.checksum import crc64
+store = open_log(sys.argv[1], "alice", map_size_bytes=1 << 20)
+print("open", flush=True)
+for checkpoint_id, sequence_id in ((2, 4999), (3, 5001)):
+    sys.stdin.readline()
+    store.write_checkpoint_chunk(checkpoint_id, 0, b"blob")
+    header = CheckpointHeader(checkpoint_id, sequence_id, 4, crc64(b"blob"), 0)
+    store.commit(Transaction(checkpoint=header))
+    while store.trim(keep_checkpoints=1):
+        pass
+    print("trimmed", flush=True)
+"""
+
+
+def test_a_reader_beside_a_trimming_writer_says_what_is_gone(tmp_path: Path) -> None:
+    store = new_log(tmp_path)
+    for first in range(0, 10_000, 1000):
+        store.commit(records(first, first + 1000, b""))
+    write_checkpoint(store, 1, -1, [b"one", b"two"])
+    store.close()
+    process = in_process(TRIM_ON_DEMAND, tmp_path)
+    assert read_line(process) == "open"
+    with open_reader(tmp_path) as reader:
+        values, chunks = reader.values(0), reader.checkpoint_chunks(1)
+        assert (next(values), next(chunks)) == (make_value(0, b""), b"one")
+        send_line(process)
+        assert read_line(process) == "trimmed"
+        with pytest.raises(TrimmedError, match="checkpoint 1 is not in the log"):
+            next(chunks)
+        with pytest.raises(TrimmedError, match="begins with record 5000"):
+            list(values)
+        values = reader.values(5_000)
+        assert next(values) == make_value(5_000, b"")
+        send_line(process)
+        assert read_line(process) == "trimmed"
+        assert len(list(values)) == 4_999, "what was read in one go before it was trimmed may still be given"
+        assert [header.checkpoint_id for header in reader.summary().checkpoints] == [3]
+    process.communicate()
+
+
 def test_the_map_grows_during_commits(tmp_path: Path) -> None:
     store = new_log(tmp_path)
     content = os.urandom(300_000)
@@ -588,10 +786,23 @@ def test_a_newer_format(tmp_path: Path) -> None:
         value = log_format.seal(b"meta", log_format.META_FORMAT, 9)
         transaction.put(log_format.META_FORMAT, value, db=store._tables.meta)
     store.close()
-    with pytest.raises(LogFormatError, match="format version 9, this program reads version 1"):
+    with pytest.raises(LogFormatError, match="format version 9, this program reads version 2"):
         open_small(tmp_path)
     with pytest.raises(LogFormatError, match="use the newer version"):
         open_reader(tmp_path)
+
+
+def test_a_log_of_the_first_format(tmp_path: Path) -> None:
+    """It lacks a database that this one has: that must not be taken for a log that was not made to the end."""
+    store = new_log(tmp_path)
+    with store._environment.begin(write=True) as transaction:
+        value = log_format.seal(b"meta", log_format.META_FORMAT, 1)
+        transaction.put(log_format.META_FORMAT, value, db=store._tables.meta)
+        transaction.drop(store._tables.versions)
+    store.close()
+    for opener in (open_small, open_reader):
+        with pytest.raises(LogFormatError, match="format version 1, this program reads version 2: no release wrote it"):
+            opener(tmp_path)
 
 
 def test_no_log(tmp_path: Path) -> None:

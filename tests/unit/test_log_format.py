@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordinator.core.errors import DamagedLogError, InvariantError
-from coordinator.core.interfaces import CheckpointHeader, ImpulseBatch, OutputBatch, OutputMark
+from coordinator.core.interfaces import CheckpointHeader, ImpulseBatch, OutputBatch, OutputMark, VersionStart
 from coordinator.log import format as log_format
 from protocol.checksum import crc64
 
@@ -83,18 +83,29 @@ def test_impulses() -> None:
         log_format.decode_impulses_count(key, value[:19])
 
 
+def test_a_version_start() -> None:
+    key = log_format.SEQUENCE_KEY.pack(2)
+    value = log_format.encode_version_start(key, VersionStart(3, -1, "a:B"))
+    packed = b"\x93\x03\xff\xa3a:B"
+    assert value == crc(b"versions\0" + key + packed) + packed
+    assert log_format.decode_version_start(key, value) == VersionStart(3, -1, "a:B")
+    with pytest.raises(DamagedLogError, match="table 'versions' is damaged"):
+        log_format.decode_version_start(log_format.SEQUENCE_KEY.pack(1), value)
+
+
 def test_a_header() -> None:
     outputs = {"bob": OutputMark((1 << 63) - 1, (1 << 64) - 1)}
     unacknowledged = {"bob": [OutputBatch(1, 2, b"ab"), OutputBatch(3, 1, b"")]}
-    header = CheckpointHeader(3, -1, 10, (1 << 64) - 1, 5, outputs, unacknowledged)
+    header = CheckpointHeader(3, -1, 10, (1 << 64) - 1, 5, outputs, unacknowledged, version=7)
     kept = log_format.encode_outputs(unacknowledged)
     assert log_format.decode_outputs(kept) == unacknowledged
     key = log_format.SEQUENCE_KEY.pack(3)
     value = log_format.encode_header(header, 4, kept)
     stored = log_format.decode_header(key, value)
-    assert stored.header == CheckpointHeader(3, -1, 10, (1 << 64) - 1, 5, outputs)
+    assert stored.header == CheckpointHeader(3, -1, 10, (1 << 64) - 1, 5, outputs, version=7)
     assert (stored.chunk_count, stored.outputs_size_bytes, stored.outputs_check) == (4, len(kept), crc64(kept))
-    assert value[8:12] == b"\x99\x03\xff\x0a"  # an array of 9: ID, sequence ID -1, size
+    assert value[8:12] == b"\x9a\x03\xff\x0a"  # an array of 10: ID, sequence ID -1, size
+    assert value[-1:] == b"\x07"  # the app's version comes last
     assert log_format.encode_outputs({}) == b""
     with pytest.raises(DamagedLogError):
         log_format.decode_header(log_format.SEQUENCE_KEY.pack(4), value)

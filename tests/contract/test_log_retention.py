@@ -1,0 +1,92 @@
+"""How much of a log is kept, from the command line to the log: by number of checkpoints and by days."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from coordinator.bench import trim as bench_trim
+from coordinator.cli import main
+from coordinator.core.interfaces import CheckpointHeader, Transaction
+from coordinator.log import create_log, open_reader
+from coordinator.log_writer import DAY_NS, LogWriter
+from coordinator.registry import Registry
+from protocol.checksum import crc64
+from protocol.record import encode_record
+from protocol.trailer import Trailer, encode_trailer
+
+DEADLINE_S = 20.0
+DAYS_AGO = {1: 30, 2: 8, 3: 6, 4: 2, 5: 1}  # when each checkpoint was taken
+
+
+def kept_checkpoints(folder: Path, *, keep_checkpoints: int | None, keep_log_days: int | None) -> list[int]:
+    """Which of five checkpoints are left once the writer has trimmed a log; each was taken behind one record."""
+    store = create_log(folder, "alice", committer_id=77)
+    now_ns = time.time_ns()
+    for checkpoint_id, days in DAYS_AGO.items():
+        record = encode_record(77, checkpoint_id - 1, b"content")
+        value = record + encode_trailer(Trailer(1), int.from_bytes(record[8:16], "little"))
+        store.commit(Transaction(records=[(checkpoint_id - 1, value)]))
+        store.write_checkpoint_chunk(checkpoint_id, 0, b"blob")
+        header = CheckpointHeader(checkpoint_id, checkpoint_id - 1, 4, crc64(b"blob"), now_ns - days * DAY_NS)
+        store.commit(Transaction(checkpoint=header))
+    writer = LogWriter(
+        store, keep_checkpoints=keep_checkpoints, keep_log_days=keep_log_days, inline_size_bytes_max=1 << 20
+    )
+    try:
+        writer.trim()
+        waiting, begun = threading.Event(), time.monotonic()
+        while writer.trimming:
+            assert not waiting.wait(0.001)
+            assert time.monotonic() - begun < DEADLINE_S
+    finally:
+        writer.close()
+        store.close()
+    with open_reader(folder) as reader:
+        summary = reader.summary()
+        assert summary.first_sequence_id <= summary.checkpoints[0].sequence_id + 1
+    return [header.checkpoint_id for header in summary.checkpoints]
+
+
+@pytest.mark.parametrize(
+    ("keep_checkpoints", "keep_log_days", "kept"),
+    [
+        (2, None, [4, 5]),
+        (2, 7, [2, 3, 4, 5]),  # from seven days ago on: the checkpoint from before that, and all since
+        (3, 1, [3, 4, 5]),
+        (1, 365, [1, 2, 3, 4, 5]),
+        (None, 7, [2, 3, 4, 5]),
+        (None, None, [1, 2, 3, 4, 5]),
+    ],
+)
+def test_the_writer_trims_by_number_and_by_days(
+    tmp_path: Path, keep_checkpoints: int | None, keep_log_days: int | None, kept: list[int]
+) -> None:
+    assert kept_checkpoints(tmp_path, keep_checkpoints=keep_checkpoints, keep_log_days=keep_log_days) == kept
+
+
+def test_the_benchmark_of_trimming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_trim, "COMMITS_WITHOUT", 20)
+    monkeypatch.setattr(bench_trim, "COMMITS_MIN", 5)
+    (result,) = bench_trim.measure_trimming([(64, 3000)], folder=tmp_path)
+    assert (result.size_bytes, result.records % 3000, result.without.commits) == (64, 0, 20)
+    assert result.trimming.commits >= 5
+    assert 0 < result.trimming.p50_ms <= result.trimming.p99_ms <= result.trimming.max_ms
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_days_at_the_command_line(tmp_path: Path) -> None:
+    def register(name: str, *options: str) -> int:
+        arguments = ["--home", str(tmp_path), "register", name, "--peer", "tcp://127.0.0.1:*", *options]
+        return CliRunner().invoke(main, arguments).exit_code
+
+    assert register("counter", "--keep-log-days", "14", "--keep-checkpoints", "all") == 0
+    settings = Registry(tmp_path).load("counter")
+    assert (settings.keep_log_days, settings.keep_checkpoints) == (14, None)
+    assert register("reader") == 0
+    assert Registry(tmp_path).load("reader").keep_log_days is None
+    assert register("writer", "--keep-log-days", "0") == 2
