@@ -115,6 +115,7 @@ class Machine:
         self._passing: VersionStart | None = None  # the version of the log's past that the app is being upgraded to
         self._cut = False  # the log that is replayed was cut by hand
         self._healing: Transaction | None = None
+        self._waiting_told = False
         self._paused = False
         self._stopping = False
         self._final_checkpoint_asked = False
@@ -235,6 +236,7 @@ class Machine:
         self._versions.begin_at(header)
         self._cut = summary.cut_sequence_id is not None
         self._healing = None
+        self._waiting_told = False
         self._peers.restore(header, summary, self._epoch)
         record = encode_record(self._committer_id, CHECKPOINT_SEQUENCE_ID, encode_checkpoint(header.size_bytes))
         self._send(record)
@@ -312,6 +314,8 @@ class Machine:
         session, versions = self._session, self._versions
         fed = session.fed_sequence_id
         at_end = fed >= session.replay_target and not versions.begins_behind(fed)
+        if at_end and self._cut and self._waits_for_peers():
+            return
         if at_end and versions.upgrade_to is None:
             session.advance(Step.CAUGHT_UP)
             session.checkpoint_sequence_id = fed
@@ -324,6 +328,17 @@ class Machine:
         elif versions.begins_behind(fed):
             self._passing = versions.take_next()
             self._ask_for_upgrade(self._passing.version)
+
+    def _waits_for_peers(self) -> bool:
+        """What receivers have of a lost part is theirs to say: an acknowledgement may have been lost with it."""
+        unheard = self._peers.unheard()
+        if unheard and not self._waiting_told:
+            self._waiting_told = True
+            names = ", ".join(map(repr, unheard))
+            self._report(
+                "warning", f"the log was cut: waiting for {names} to say how much of this instance's calls they have"
+            )
+        return bool(unheard)
 
     def _ask_for_upgrade(self, version: int | None) -> None:
         session = self._session

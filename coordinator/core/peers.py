@@ -210,6 +210,11 @@ class Peers:
             transaction.impulses_removed += [(destination, position) for position in replaced]
         return transaction
 
+    def unheard(self) -> list[str]:
+        """The receivers that were called before and have not said yet how much they have."""
+        self._open_all_called()
+        return [destination for destination, stream in self.outputs.items() if stream.state is StreamState.GREETING]
+
     def _open_all_called(self) -> None:
         """Streams that were used count as well if the replay does not call there at all."""
         called = [*self._known_acknowledged, *self._checks]

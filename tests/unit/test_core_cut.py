@@ -22,11 +22,12 @@ def lived() -> Driven:
     return driven
 
 
-def recovered(driven: Driven) -> Driven:
-    """Its next life, in which the replay makes calls 1 and 2 only."""
+def recovered(driven: Driven, welcome: int = 4) -> Driven:
+    """Its next life, in which the replay makes calls 1 and 2 only; ``welcome``: what b says that it has."""
     second = driven.crash()
     second.connect()
     second.data(HELLO + attach("b") + call("b", 1) + call("b", 2))
+    second.reply(FrameType.WELCOME, welcome)
     second.data(checkpoint(b"cut"))
     assert second.phase is Phase.NORMAL, second.reports
     return second
@@ -48,7 +49,6 @@ def test_the_streams_go_on_behind_what_their_receivers_have() -> None:
     driven.store.cut(2)
     second = recovered(driven)
     assert second.store.summary().cut_sequence_id is None
-    second.reply(FrameType.WELCOME, 4)
     second.data(call("b", 7))
     assert sent(second) == [(5, rpc(5, rpc_type=2) + rpc(6, rpc_type=2)), (7, rpc(7))]
 
@@ -72,7 +72,6 @@ def test_a_later_recovery_from_before_the_cut_puts_the_gap_back() -> None:
     driven = lived()
     driven.store.cut(2)
     second = recovered(driven)
-    second.reply(FrameType.WELCOME, 4)
     second.data(call("b", 7))
     third = second.crash()
     third.bad_checkpoints.add(third.store.summary().checkpoints[-1].checkpoint_id)
@@ -89,12 +88,11 @@ def test_impulses_that_the_receiver_has_in_part_are_sent_from_there() -> None:
     driven.reply(FrameType.TRIM_TO, 5)
     driven.batch("t4", 4, rpc(4))
     driven.store.cut(2)
-    second = recovered(driven)
+    second = recovered(driven, welcome=5)
     assert list(second.store.summary().impulses) == [
         ImpulseBatch("b", 3, 3, b""),
         ImpulseBatch("b", 6, 1, rpc(6, rpc_type=2)),
     ]
-    second.reply(FrameType.WELCOME, 5)
     assert sent(second) == [(6, rpc(6, rpc_type=2))]
 
 
@@ -112,3 +110,19 @@ def test_calls_to_oneself_go_on_behind_those_that_were_logged() -> None:
     assert second.phase is Phase.NORMAL, second.reports
     assert second.heard[-1] == (3, "RECORD_TIME", "RPC")
     assert second.machine.status(0)["inputs"]["a"] == {"position": 3}
+
+
+def test_a_receiver_may_have_more_than_it_is_known_to_have() -> None:
+    # Its last acknowledgement was not durable: only it can say where the stream goes on.
+    driven = lived()
+    driven.store.cut(2)
+    second = driven.crash()
+    second.connect()
+    second.data(HELLO + attach("b") + call("b", 1) + call("b", 2))
+    assert second.phase is Phase.REPLAYING
+    waits = "the log was cut: waiting for 'b' to say how much of this instance's calls they have"
+    assert second.reports.count(("warning", waits)) == 1
+    second.reply(FrameType.WELCOME, 6)
+    assert second.phase is Phase.BECOMING_PRIMARY
+    second.data(checkpoint(b"cut") + call("b", 7))
+    assert sent(second) == [(7, rpc(7))]
