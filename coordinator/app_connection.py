@@ -1,53 +1,40 @@
-"""The socket to the app: what is to be sent waits here, and nothing here blocks."""
+"""The connection with the app: what is to be sent waits here, and nothing here blocks."""
 
 from __future__ import annotations
 
+import select
 import socket
 from collections import deque
 
-from protocol.errors import ImmortalError
-
 RECEIVE_SIZE_BYTES = 256 << 10
-SOCKET_BUFFER_SIZE_BYTES = 1 << 20
 BUFFERS_PER_SEND = 64
-
-
-class AppListenError(ImmortalError):
-    """The address for the app can't be had."""
-
-
-def listen(host: str, port: int, instance: str) -> socket.socket:
-    """A non-blocking listening socket. Raises AppListenError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(8)
-    except OSError as error:
-        listener.close()
-        raise AppListenError(
-            f"can't listen for the app of {instance!r} at {host}:{port}: {error.strerror}; stop what uses this port, "
-            f"or choose another one (app_port in the instance's settings)"
-        ) from None
-    listener.setblocking(False)
-    return listener
+GONE = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 
 
 class AppConnection:
-    """One accepted connection."""
+    """A socket for each direction, or one for both."""
 
-    def __init__(self, accepted: socket.socket) -> None:
-        accepted.setblocking(False)
-        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            accepted.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_SIZE_BYTES)
-        self._socket = accepted
+    def __init__(self, receiver: socket.socket, sender: socket.socket | None = None) -> None:
+        """``receiver`` brings what the app sends. ``sender`` takes what is for it; without one, ``receiver`` does.
+
+        Both do not block.
+        """
+        self._receiver = receiver
+        self._sender = sender or receiver
         self._waiting: deque[bytes | memoryview] = deque()
         self.closing = False  # close when all is sent
 
-    def fileno(self) -> int:
-        return self._socket.fileno()
+    @property
+    def receiver_fileno(self) -> int:
+        return self._receiver.fileno()
+
+    @property
+    def sender_fileno(self) -> int:
+        return self._sender.fileno()
+
+    @property
+    def has_two_sockets(self) -> bool:
+        return self._sender is not self._receiver
 
     @property
     def has_waiting(self) -> bool:
@@ -56,7 +43,16 @@ class AppConnection:
     def receive(self) -> bytes | None:
         """What has come in; b"" at the end of the connection, None if there is nothing now."""
         try:
-            return self._socket.recv(RECEIVE_SIZE_BYTES)
+            return self._receiver.recv(RECEIVE_SIZE_BYTES)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return b""
+
+    def peek_sender(self) -> bytes | None:
+        """As :meth:`receive`, of what should never come: something that the app sends where it is only sent to."""
+        try:
+            return self._sender.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return None
         except OSError:
@@ -66,13 +62,13 @@ class AppConnection:
         self._waiting.append(data)
 
     def flush(self) -> int:
-        """Hand to the socket what it takes now; how many bytes that were. A lost connection shows in receive()."""
+        """Hand to the socket what it takes now; how many bytes that were. A lost connection shows elsewhere."""
         waiting = self._waiting
         total = 0
         while waiting:
             buffers = [waiting[index] for index in range(min(len(waiting), BUFFERS_PER_SEND))]
             try:
-                sent = self._socket.sendmsg(buffers)
+                sent = self._sender.sendmsg(buffers)
             except BlockingIOError:
                 break
             except OSError:
@@ -86,5 +82,18 @@ class AppConnection:
                 break
         return total
 
+    def interest(self, *, reading: bool) -> dict[int, int]:
+        """What to poll for, by descriptor. ``reading``: there is room for what the app sends."""
+        # RDHUP always: an app that dies while it is not read must make room for the next one.
+        receive = select.EPOLLRDHUP | (select.EPOLLIN if reading and not self.closing else 0)
+        send = select.EPOLLOUT if self._waiting else 0
+        if not self.has_two_sockets:
+            return {self._receiver.fileno(): receive | send}
+        return {
+            self._receiver.fileno(): receive,
+            self._sender.fileno(): select.EPOLLRDHUP | select.EPOLLIN | send,
+        }
+
     def close(self) -> None:
-        self._socket.close()
+        self._receiver.close()
+        self._sender.close()

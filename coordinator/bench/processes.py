@@ -43,7 +43,7 @@ class Service:
             )
             self.app = subprocess.Popen(
                 [sys.executable, "-m", "appsdk", self._app],
-                env={**self._environment, "IMMORTAL_APP_ADDRESS": f"{settings.app_host}:{settings.app_port}"},
+                env={**self._environment, "IMMORTAL_APP_ADDRESS": settings.app_address},
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.app_connection import AppConnection, AppListenError, listen
+from coordinator.app_connection import AppConnection
+from coordinator.app_endpoint import AppEndpoint
+from coordinator.app_listener import AppListenError, listen
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.errors import LogError, LogFullError, LogSyncError
@@ -19,7 +21,7 @@ from coordinator.log import MemoryLogStore
 from coordinator.log_writer import JOINED_SIZE_BYTES_MAX, LogWriter
 from coordinator.logs import Events
 from coordinator.registry import Registry
-from coordinator.runtime import Coordinator, check_checkpoint
+from coordinator.runtime import check_checkpoint
 from protocol.checksum import crc64
 from protocol.record import encode_record
 from protocol.trailer import Trailer, encode_trailer
@@ -50,7 +52,7 @@ class Store(MemoryLogStore):
         super().write_checkpoint_chunk(checkpoint_id, index, data)
         self.done.append(f"chunk {index}")
 
-    def trim(self, *, keep_checkpoints: int | None) -> bool:
+    def trim(self, *, keep_checkpoints: int | None, keep_since_ns: int | None = None) -> bool:
         self.done.append(f"trim {keep_checkpoints}")
         if self.error is not None:
             raise self.error
@@ -147,7 +149,7 @@ def test_trimming_happens_when_there_is_nothing_to_write(store: Store, writer: L
 def test_a_failed_trim_leaves_the_thread_alive(store: Store, writer: LogWriter) -> None:
     trimmed = threading.Event()
 
-    def trim(*, keep_checkpoints: int | None) -> bool:
+    def trim(*, keep_checkpoints: int | None, keep_since_ns: int | None = None) -> bool:
         trimmed.set()
         raise OSError("strange")
 
@@ -258,12 +260,8 @@ def test_a_checkpoint_is_compared_with_what_was_written(header: CheckpointHeader
 def test_what_a_socket_does_not_take_waits() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        connection = AppConnection.__new__(AppConnection)
         ours.setblocking(False)
-        connection._socket, connection.closing = ours, False
-        from collections import deque
-
-        connection._waiting = deque()
+        connection = AppConnection(ours)
         chunks = [bytes((index % 251,)) * 5000 for index in range(400)]
         for chunk in chunks:
             connection.send(chunk)
@@ -286,24 +284,30 @@ def test_what_a_socket_does_not_take_waits() -> None:
 
 def test_an_address_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(AppListenError, match=r"can't listen for the app of 'alice' at 192\.0\.2\.1:7002"):
-        listen("192.0.2.1", 7002, "alice")
+        listen("192.0.2.1", 7002, "alice", "app_port")
 
 
 def test_the_next_app_is_accepted_only_when_the_core_knows_that_the_last_one_is_gone(tmp_path: Path) -> None:
     # Accepted in the same turn, it was sent what was still meant for the last one.
     registry = Registry(tmp_path)
     settings = registry.register("alice", "tcp://127.0.0.1:*")
-    coordinator = Coordinator(settings, registry, MemoryLogStore(), Events("alice"))
-    coordinator._listener = listen(settings.app_host, settings.app_port, settings.name)
+    epoll = select.epoll()
+    endpoint = AppEndpoint(settings, Events("alice"), epoll)
+    endpoint.listen()
+
+    def turn() -> list[ev.Event]:
+        return endpoint.process(dict(epoll.poll(DEADLINE_S)))
+
+    address = ("127.0.0.1", settings.app_port)
     try:
-        with socket.create_connection((settings.app_host, settings.app_port)):
-            assert select.select([coordinator._listener], [], [], DEADLINE_S)[0]
-            coordinator._events = [ev.AppClosed()]
-            coordinator._accept()
-            assert coordinator._app is None
-            coordinator._events = []
-            coordinator._accept()
-            assert coordinator._app is not None
-            assert coordinator._events == [ev.AppConnected()]
+        with socket.create_connection(address) as first:
+            assert turn() == [ev.AppConnected()]
+            first.close()
+            with socket.create_connection(address):
+                assert turn() == [ev.AppClosed()]
+                endpoint.send(ef.SendToApp(b"for the first one"))
+                assert turn() == [ev.AppConnected()]
+                assert endpoint.flush() == [], "the second one was sent what was for the first one"
     finally:
-        coordinator._close()
+        endpoint.close()
+        epoll.close()

@@ -1,0 +1,140 @@
+"""The app as the core sees it: what happens at its sockets becomes events, the core's effects go to them."""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Mapping
+
+from coordinator.app_connection import GONE, AppConnection
+from coordinator.app_listener import AppListener
+from coordinator.config import InstanceSettings
+from coordinator.core import effects as ef
+from coordinator.core import events as ev
+from coordinator.logs import Events
+
+
+class AppEndpoint:
+    """Serves one app at a time. Each turn calls :meth:`process` once, and :meth:`flush` behind each batch of effects.
+
+    Its sockets are registered with ``epoll``.
+    """
+
+    def __init__(self, settings: InstanceSettings, log: Events, epoll: select.epoll) -> None:
+        self._log = log
+        self._epoll = epoll
+        self._listener = AppListener(settings, log, epoll)
+        self._app: AppConnection | None = None
+        self._interest: dict[int, int] = {}
+        self._paused = False
+        self.moved_ns = time.monotonic_ns()  # when a byte last went to the app or came from it
+
+    def listen(self) -> None:
+        """Raises AppListenError."""
+        self._listener.listen()
+
+    def next_deadline_ns(self) -> int | None:
+        """When :meth:`process` is to be called although nothing is ready, on the monotonic clock."""
+        return self._listener.next_deadline_ns()
+
+    def process(self, ready: Mapping[int, int]) -> list[ev.Event]:
+        """Take in what is ``ready`` (masks by descriptor) or due.
+
+        The core must have handled all earlier events: what it has for an app that is gone must not reach the next.
+        """
+        events: list[ev.Event] = []
+        if self._app is not None:
+            events = self._app_ready(self._app, ready)
+            if self._app is None:
+                return events  # the next turn accepts, when the core knows
+        connection = self._listener.process(ready, taken=self._app is not None)
+        if connection is not None:
+            self._app = connection
+            self._paused = False
+            self._interest = connection.interest(reading=True)
+            for descriptor, mask in self._interest.items():
+                self._epoll.register(descriptor, mask)
+            self.moved_ns = time.monotonic_ns()
+            events.append(ev.AppConnected())
+        return events
+
+    def flush(self) -> list[ev.Event]:
+        """Hand to the socket what it takes now."""
+        app = self._app
+        events: list[ev.Event] = []
+        if app is None:
+            return events
+        if app.has_waiting:
+            sent = app.flush()
+            if sent:
+                self.moved_ns = time.monotonic_ns()
+                events.append(ev.AppSent(sent))
+        if app.closing and not app.has_waiting:
+            events.append(self._lose(app))
+        else:
+            self._watch(app)
+        return events
+
+    def send(self, effect: ef.SendToApp) -> None:
+        if self._app is not None and not self._app.closing:
+            self._app.send(effect.data)
+
+    def close_app(self, effect: ef.CloseApp) -> None:
+        if self._app is not None:
+            self._app.closing = True
+
+    def pause(self, effect: ef.PauseApp) -> None:
+        self._paused = True
+
+    def resume(self, effect: ef.ResumeApp) -> None:
+        self._paused = False
+
+    def drain(self, timeout_s: float) -> None:
+        """Let what is left reach the app. Blocks, up to ``timeout_s``."""
+        deadline_s = time.monotonic() + timeout_s
+        app = self._app
+        while app is not None and app.has_waiting and time.monotonic() < deadline_s:
+            select.select([], [app.sender_fileno], [], max(0.0, deadline_s - time.monotonic()))
+            app.flush()
+
+    def close(self) -> None:
+        if self._app is not None:
+            self._app.close()
+        self._listener.close()
+
+    def _app_ready(self, app: AppConnection, ready: Mapping[int, int]) -> list[ev.Event]:
+        received, sent = ready.get(app.receiver_fileno, 0), ready.get(app.sender_fileno, 0)
+        events = self.flush() if sent & select.EPOLLOUT else []
+        if self._app is not app:
+            return events
+        over = False
+        if received & select.EPOLLRDHUP and self._paused:
+            over = True  # what it sent and was not read was not accepted either
+        elif received & (select.EPOLLIN | GONE):
+            data = app.receive()
+            over = data == b""
+            if data:
+                self.moved_ns = time.monotonic_ns()
+                events.append(ev.AppData(data))
+        if app.has_two_sockets and sent & (select.EPOLLIN | GONE):
+            stray = app.peek_sender()
+            over = over or stray is not None
+            if stray:
+                self._log.warning("the app sent something on the connection that it is only sent to; both are closed")
+        if over:
+            events.append(self._lose(app))
+        return events
+
+    def _lose(self, app: AppConnection) -> ev.Event:
+        for descriptor in self._interest:
+            self._epoll.unregister(descriptor)
+        app.close()
+        self._app = None
+        return ev.AppClosed()
+
+    def _watch(self, app: AppConnection) -> None:
+        interest = app.interest(reading=not self._paused)
+        for descriptor, mask in interest.items():
+            if mask != self._interest[descriptor]:
+                self._epoll.modify(descriptor, mask)
+        self._interest = interest

@@ -1,0 +1,246 @@
+"""A client in C that knows only docs/WIRE.md, with real coordinators. It aborts at all that the base protocol lacks."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from coordinator import control
+from coordinator.app_addresses import hosts_of
+from coordinator.config import InstanceSettings
+from protocol.batch import encode_batch
+from protocol.extensions import encode_impulses_accepted, encode_record_time
+from protocol.messages import MessageType, encode_checkpoint, encode_incoming_rpc, encode_message
+from protocol.record import CHECKPOINT_SEQUENCE_ID, CONTROL_SEQUENCE_ID, encode_record
+from tests.helpers.processes import BASE_TYPES, DEADLINE_S, CoordinatorProcess, House
+
+SOURCE = Path(__file__).with_name("client.c")
+GCC = ["gcc", "-std=c99", "-Wall", "-Wextra", "-Wpedantic", "-Werror", "-O1", "-fsanitize=undefined"]
+COUNT = 400
+PORTS = {
+    "one port": {},
+    "two ports, the client connects": {"app_send_port": 0},
+    "two ports, the client listens": {"app_send_port": 0, "app_send_mode": "listen"},
+}
+
+pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no gcc to build the C client with")
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    program = tmp_path_factory.mktemp("c_client") / "client"
+    subprocess.run([*GCC, "-o", str(program), str(SOURCE)], check=True)
+    return program
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[House]:
+    made = House(tmp_path / "home")
+    yield made
+    made.close()
+
+
+class Client:
+    """One run of the C client; its lines as they come."""
+
+    def __init__(self, command: list[str]) -> None:
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.lines: list[str] = []
+        self._over = False
+        self._changed = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._changed:
+                self.lines.append(line.rstrip("\n"))
+                self._changed.notify_all()
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+
+    def line(self, text: str) -> str:
+        """The first line that begins with ``text``, once it is there."""
+
+        def found() -> list[str]:
+            return [line for line in self.lines if line.startswith(text)]
+
+        with self._changed:
+            self._changed.wait_for(lambda: found() or self._over, DEADLINE_S)
+            problem = self.process.communicate()[1] if self._over else ""
+            assert found(), f"no line {text!r} came: {self.lines[-20:]} {problem}"
+            return found()[0]
+
+    def ended(self) -> tuple[int, str]:
+        """Its status and what it complained of, once it has ended."""
+        self._reader.join(DEADLINE_S)
+        _, problem = self.process.communicate(timeout=DEADLINE_S)
+        return self.process.returncode, problem
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.ended()
+
+
+class Clients:
+    """The C clients of one test. What it starts, it stops."""
+
+    def __init__(self, program: Path) -> None:
+        self.program = program
+        self.started: list[Client] = []
+
+    def start(self, settings: InstanceSettings, peer: str, *options: str, host: str = "127.0.0.1") -> Client:
+        ports = ["--port", str(settings.app_port)]
+        if settings.app_send_port is not None:
+            ports += ["--send-port", str(settings.app_send_port)]
+            ports += ["--listen"] if settings.app_send_mode == "listen" else []
+        return self.run(*ports, "--host", host, "--peer", peer, "--count", str(COUNT), *options)
+
+    def run(self, *arguments: str) -> Client:
+        self.started.append(Client([str(self.program), *arguments]))
+        return self.started[-1]
+
+    def close(self) -> None:
+        for client in self.started:
+            if client.process.poll() is None:
+                client.kill()
+
+
+@pytest.fixture
+def clients(client: Path) -> Iterator[Clients]:
+    made = Clients(client)
+    yield made
+    made.close()
+
+
+def check_in_order(client: Client, coordinator: CoordinatorProcess) -> None:
+    assert client.process.poll() is None, client.ended()
+    assert coordinator.count(" error ") == 0, coordinator.lines
+
+
+@pytest.mark.parametrize("ports", list(PORTS))
+def test_two_clients_count_together_across_kills(house: House, clients: Clients, ports: str) -> None:
+    house.register("alice", "bob", **PORTS[ports])
+    alice_host, bob_host = hosts_of("localhost")[0], hosts_of("localhost")[-1]
+    alice_settings, bob_settings = house.settings("alice"), house.settings("bob")
+    alice_coordinator, bob_coordinator = house.start("alice"), house.start("bob")
+    bob = clients.start(bob_settings, "alice", host=bob_host)
+    bob.line("new")
+    alice = clients.start(alice_settings, "bob", "--begin", host=alice_host)
+    alice.line("at 100")
+
+    alice.kill()
+    alice_coordinator.line("the app is gone")
+    alice = clients.start(alice_settings, "bob", host=alice_host)
+    alice.line("restored 0")
+    alice.line("primary")
+    alice.line("at 200")
+
+    bob_coordinator.kill()
+    assert bob.ended() == (0, "")
+    bob_coordinator = house.start("bob")
+    bob = clients.start(bob_settings, "alice", host=bob_host)
+    bob.line("restored 0")
+    alice.line("at 300")
+
+    taken = bob_coordinator.count("checkpoint taken")
+    assert control.query(bob_settings.folder, "checkpoint") == {"asked": True}
+    checkpoint = bob.line("checkpoint ")
+    bob_coordinator.line("checkpoint taken", taken + 1)
+    bob.kill()
+    bob_coordinator.line("the app is gone")
+    assert int(checkpoint.split()[1]) >= 300
+    bob = clients.start(bob_settings, "alice", host=bob_host)
+    bob.line(checkpoint.replace("checkpoint", "restored"))
+
+    # Each fifth number came with a note: the even ones from bob, the odd ones from alice.
+    alice.line(f"done {COUNT} notes {COUNT // 10}")
+    bob.line(f"done {COUNT} notes {COUNT // 10}")
+    check_in_order(alice, alice_coordinator)
+    check_in_order(bob, bob_coordinator)
+
+    alice_coordinator.terminate()
+    assert alice.ended() == (0, "")
+    assert alice.lines[-1] == f"checkpoint {COUNT}"
+    assert alice_coordinator.ended()[0] == 0
+    alice_coordinator = house.start("alice")
+    alice = clients.start(alice_settings, "bob", host=alice_host)
+    alice.line(f"restored {COUNT}")
+    alice.line("primary")
+
+
+# --- that the client does find what it is here to find ---------------------------------------------------------------
+
+COMMITTER_ID = 77
+PRIMARY = encode_record(COMMITTER_ID, CONTROL_SEQUENCE_ID, encode_message(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT))
+INITIAL = encode_message(MessageType.INITIAL_MESSAGE, encode_incoming_rpc(32, 1, b"\0"))
+CALL = encode_incoming_rpc(1, 1, (1).to_bytes(8, "little"))
+
+
+def logged(sequence_id: int, content: bytes) -> bytes:
+    return encode_record(COMMITTER_ID, sequence_id, content)
+
+
+def controlled(content: bytes) -> bytes:
+    return encode_record(COMMITTER_ID, CONTROL_SEQUENCE_ID, content)
+
+
+FOREIGN = sorted(set(range(16)) - BASE_TYPES) + [int(one) for one in MessageType if one > 15]
+
+
+def fed(clients: Clients, data: bytes) -> tuple[int, str]:
+    """How a client ends that is sent ``data``, and its coordinator's end behind it."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        listening.settimeout(DEADLINE_S)
+        client = clients.run("--port", str(listening.getsockname()[1]), "--peer", "bob", "--count", "10")
+        connection, _ = listening.accept()
+        with connection:
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
+            return client.ended()
+
+
+def test_what_is_right_passes(clients: Clients) -> None:
+    batch = encode_batch(CALL, 1) + CALL
+    assert fed(clients, PRIMARY + logged(0, INITIAL) + logged(1, b"") + logged(2, batch)) == (0, "")
+    assert clients.started[-1].lines == ["new", "primary"]
+
+
+@pytest.mark.parametrize("message_type", FOREIGN)
+def test_a_foreign_type_aborts_the_client(clients: Clients, message_type: int) -> None:
+    message = encode_message(message_type, b"")  # type: ignore[arg-type]  # some are no types at all
+    for data in (PRIMARY + logged(0, INITIAL + message), PRIMARY + controlled(message)):
+        status, problem = fed(clients, data)
+        assert status == -signal.SIGABRT
+        assert f"message of type {message_type}" in problem
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (PRIMARY[:-1] + b"\2", "the check bytes of record -1 are wrong"),
+        (PRIMARY + logged(0, INITIAL)[:-1] + b"\1", "the check bytes of record 0 are wrong"),
+        (PRIMARY + logged(1, INITIAL), "record 1, 0 was next"),
+        (PRIMARY + logged(0, INITIAL) + logged(0, INITIAL), "record 0, 1 was next"),
+        (logged(0, INITIAL), "record 0, 0 was next"),
+        (PRIMARY + encode_record(78, 0, INITIAL), "the committer ID was 77 and is 78"),
+        (PRIMARY + logged(0, encode_record_time(1) + INITIAL), "type 65"),
+        (PRIMARY + controlled(encode_impulses_accepted(1)), "type 68"),
+        (PRIMARY + logged(0, INITIAL) + logged(1, CALL + CALL), "method 1 with 1, 3 was next"),
+        (PRIMARY + logged(0, INITIAL) + logged(1, encode_batch(CALL, 2) + CALL), "a batch's count is wrong"),
+        (PRIMARY + encode_record(COMMITTER_ID, CHECKPOINT_SEQUENCE_ID, encode_checkpoint(9)), "a second checkpoint"),
+        (encode_record(COMMITTER_ID, CHECKPOINT_SEQUENCE_ID, encode_checkpoint(9)), "a checkpoint of 9 bytes"),
+    ],
+)
+def test_what_is_wrong_aborts_the_client(clients: Clients, data: bytes, problem: str) -> None:
+    status, said = fed(clients, data)
+    assert (status, problem in said) == (-signal.SIGABRT, True), said
