@@ -6,5 +6,18 @@ from appsdk.immortal import Immortal
 from appsdk.proxy import Impulses, peer
 from appsdk.runner import run
 from appsdk.state import Transient
+from appsdk.upgrades import upgrades
 
-__all__ = ["Immortal", "Impulses", "Transient", "errors", "impulse", "initial", "on_primary", "peer", "rpc", "run"]
+__all__ = [
+    "Immortal",
+    "Impulses",
+    "Transient",
+    "errors",
+    "impulse",
+    "initial",
+    "on_primary",
+    "peer",
+    "rpc",
+    "run",
+    "upgrades",
+]

@@ -11,8 +11,13 @@ from appsdk.errors import DefinitionError
 from appsdk.handlers import HOOK_MARK, Handler
 from appsdk.proxy import Peer
 from appsdk.state import StateSchema
+from protocol.varint import INT_MAX
 
 Serializer = Literal["msgspec", "pickle"]
+CheckpointMode = Literal["inline", "fork"]
+
+VERSION_DEFAULT = 1
+VERSION_MAX = INT_MAX  # a ZigZagInt in the protocol
 
 OVERRIDABLE = {
     "checkpoint": "def checkpoint(self) -> bytes",
@@ -29,6 +34,9 @@ class Definition:
     cls: type
     serializer: Serializer
     formerly: tuple[str, ...]
+    checkpoint_mode: CheckpointMode
+    given_version: int | None  # by the class itself
+    upgrades: Definition | None = None  # the class that its upgrade() starts from; set by @upgrades
     handlers: dict[str, Handler[Any, Any]] = field(default_factory=dict)
     by_method_id: dict[int, Handler[Any, Any]] = field(default_factory=dict)
     by_key: dict[str, Handler[Any, Any]] = field(default_factory=dict)  # overridden ones included
@@ -47,6 +55,21 @@ class Definition:
     def label(self) -> str:
         """``module:Class``: what the app calls itself to its coordinator."""
         return f"{self.cls.__module__}:{self.cls.__qualname__}"
+
+    @property
+    def version(self) -> int:
+        """Of the state: from 1; by default one more than that of the class which this one upgrades."""
+        if self.given_version is not None:
+            return self.given_version
+        return VERSION_DEFAULT if self.upgrades is None else self.upgrades.version + 1
+
+    @property
+    def chain(self) -> list[Definition]:
+        """This class, the one that it upgrades, the one that that one upgrades, and so on."""
+        chain = [self]
+        while (older := chain[-1].upgrades) is not None:
+            chain.append(older)
+        return chain
 
     def codec(self, handler: Handler[Any, Any]) -> ArgumentCodec:
         """Raises DefinitionError when an annotation can't be resolved or encoded."""
@@ -83,11 +106,24 @@ class Definition:
                     raise
 
 
-def define(cls: type, base: type, serializer: Serializer, formerly: Iterable[str]) -> Definition:
+def define(
+    cls: type,
+    base: type,
+    serializer: Serializer,
+    formerly: Iterable[str],
+    checkpoint_mode: CheckpointMode,
+    version: int | None,
+) -> Definition:
     """Collect and check the class. Raises DefinitionError."""
     if serializer not in ("msgspec", "pickle"):
         raise DefinitionError(f"{cls.__qualname__}: serializer={serializer!r}: 'msgspec' or 'pickle' were expected")
-    definition = Definition(cls, serializer, tuple(formerly))
+    if checkpoint_mode not in ("inline", "fork"):
+        raise DefinitionError(f"{cls.__qualname__}: checkpoint={checkpoint_mode!r}: 'inline' or 'fork' were expected")
+    if version is not None and (
+        isinstance(version, bool) or not isinstance(version, int) or not 1 <= version <= VERSION_MAX
+    ):
+        raise DefinitionError(f"{cls.__qualname__}: version={version!r}: a number from 1 to {VERSION_MAX} was expected")
+    definition = Definition(cls, serializer, tuple(formerly), checkpoint_mode, version)
     _check_names(cls, base)
     for ancestor in reversed(cls.__mro__):
         for name, value in vars(ancestor).items():

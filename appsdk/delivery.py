@@ -19,7 +19,7 @@ from protocol.varint import encode_zigzag
 
 VIEW_SIZE_BYTES_MIN = 4 << 10  # messages from this size on are decoded from a view, smaller ones from a faster copy
 
-_Entry = tuple[Decode, Callable[..., Any], str]
+Entry = tuple[Decode, Callable[..., Any], str]
 
 
 class Delivery:
@@ -28,8 +28,8 @@ class Delivery:
     def __init__(self, definition: Definition, context: Context) -> None:
         self._definition = definition
         self._context = context
-        self._entries: dict[int, _Entry] = {}
-        self._by_front: dict[bytes, _Entry] = {}
+        self._entries: dict[int, Entry] = {}
+        self._by_front: dict[bytes, Entry] = {}
         for method_id, handler in self._definition.by_method_id.items():
             codec = self._definition.codec(handler)
             self._entries[method_id] = (codec.decode, handler.function, codec.name)
@@ -85,7 +85,7 @@ class Delivery:
         context.handling_thread_id = 0
         return offset
 
-    def _look_up(self, content: bytes, offset: int, end: int, index: int) -> tuple[_Entry, int, int]:
+    def _look_up(self, content: bytes, offset: int, end: int, index: int) -> tuple[Entry, int, int]:
         """The message at ``offset``: (its handler, where its arguments start, its size in bytes)."""
         first = content[offset]
         if first < 0x80 and not first & 1:

@@ -3,6 +3,9 @@
     nothing --11--> __init__, initial message, checkpoint --the initial message comes back--> primary     first start
     nothing --blob--> restored --records--> ... --11--> checkpoint --> primary                            recovery
                                                --15--> primary
+    nothing --blob--> restored --records--> ... --10--> upgraded, checkpoint --2--> checkpoint --> primary      upgrade
+                                                                             --records--> ...    one of the log's past
+    nothing --blob--> restored --12--> upgraded --records--> ...                                what-if of an upgrade
 
 One thread: the one that made the :class:`Dispatcher` calls it, and the handlers run in it.
 """
@@ -17,19 +20,24 @@ from typing import Any
 from appsdk.context import Context
 from appsdk.definition import Definition
 from appsdk.delivery import Delivery
-from appsdk.errors import StateError
+from appsdk.errors import StateError, UpgradeError
 from appsdk.handlers import INITIAL_METHOD_ID
 from appsdk.immortal import Immortal, attach
 from appsdk.outbox import Chunk, Outbox, make_writer
+from appsdk.proxy import method_names
 from appsdk.report import call_user_code
 from appsdk.state import Envelope, decode_envelope, encode_envelope
+from appsdk.upgrades import class_that_restores, guarded, moved, upgrade_path, upgraded
 from protocol.batch import decode_batch, decode_replayable_batch
 from protocol.errors import RemoteProtocolError
 from protocol.extensions import (
     ALL_EXTENSIONS,
+    AppDescription,
     Hello,
     decode_impulses_accepted,
     decode_record_time,
+    decode_version,
+    encode_app_description,
     encode_hello,
 )
 from protocol.messages import (
@@ -70,7 +78,17 @@ class Refusal:
     reason: str
 
 
-Event = BecamePrimary | OutputReady | Goodbye | Refusal
+@dataclass(frozen=True, slots=True)
+class SnapshotBegun:
+    """A checkpoint of the state as it is now is to be taken beside the handlers, before more input is handled.
+
+    ``encode`` makes the pieces of its blob; it raises StateError.
+    """
+
+    encode: Callable[[], tuple[bytes, bytes]]
+
+
+Event = BecamePrimary | OutputReady | Goodbye | Refusal | SnapshotBegun
 
 
 class Dispatcher:
@@ -78,6 +96,7 @@ class Dispatcher:
 
     ``draw_seed`` gives SEED_SIZE_BYTES bytes at a first start; ``wake`` is called by other threads when they have
     put impulses where :meth:`data_to_send` finds them. An error that is raised ends the connection: stop the app.
+    ``extensions``, ``make_outbox`` and ``make_delivery`` are others where a run is looked at more closely.
     """
 
     def __init__(
@@ -85,21 +104,32 @@ class Dispatcher:
         definition: Definition,
         draw_seed: Callable[[], bytes],
         wake: Callable[[], None] = lambda: None,
+        *,
+        extensions: frozenset[int] = ALL_EXTENSIONS,
+        make_outbox: Callable[[Context, Callable[[], None]], Outbox] = Outbox,
+        make_delivery: Callable[[Definition, Context], Delivery] = Delivery,
     ) -> None:
-        definition.resolve(names_may_be_missing=False)
-        self.definition = definition
+        for one in definition.chain:
+            one.resolve(names_may_be_missing=False)
+        self.definition = definition  # of the class that runs: one that this app upgrades from, until it is told to
         self.instance: Any = None
         self.context = Context(b"")
-        self.outbox = self.context.outbox = Outbox(self.context, wake)
+        self.outbox = self.context.outbox = make_outbox(self.context, wake)
+        self._main_definition = definition
         self._draw_seed = draw_seed
+        self._make_delivery = make_delivery
         self._reader = RecordReader()
+        self._extended = False  # the coordinator has used an extension, so it took our Hello
         self._primary = False
+        self._upgraded = False  # the next TakeCheckpoint completes it, unless more records come
         self._awaiting_initial = False
         self._blob: list[bytes] = []
         self._next_sequence_id = 0
-        self._delivery = Delivery(definition, self.context)
+        self._delivery = make_delivery(definition, self.context)
         self._work = self._run()
-        self.outbox.send(encode_hello(Hello(ALL_EXTENSIONS, definition.label)))
+        self.outbox.send(encode_hello(Hello(extensions, definition.label)))
+        methods = {key: name for one in reversed(definition.chain) for key, name in method_names(one).items()}
+        self.outbox.send(encode_app_description(AppDescription(definition.version, methods)))
 
     # --- what the transport calls -----------------------------------------------------------------------------------
 
@@ -110,7 +140,8 @@ class Dispatcher:
     def next_event(self) -> Event | None:
         """Handle input up to the next event; None when there is no more input.
 
-        Raises HandlerError, StateError, RemoteProtocolError: each ends the connection.
+        Raises HandlerError, StateError, UpgradeError, RemoteProtocolError: each ends the connection. What is to be sent
+        after an UpgradeError says so to the coordinator.
         """
         return next(self._work)
 
@@ -147,11 +178,19 @@ class Dispatcher:
     def _control(self, record: Record) -> Iterator[Event]:
         content = record.content
         self.context.committer_id = record.header.committer_id
+        version: int | None = None
         for message_type, start, end in decode_messages(content):
             data = content[start:end]
             if message_type == MessageType.TAKE_CHECKPOINT:
-                self._checkpoint()
+                yield from self._take_checkpoint()
+            elif message_type == MessageType.VERSION:
+                version = decode_version(data)
+                self._extended = True
+            elif message_type == MessageType.UPGRADE_TAKE_CHECKPOINT:
+                self._upgrade(version, with_checkpoint=True)
                 yield OutputReady()
+            elif message_type == MessageType.UPGRADE_SERVICE:
+                self._upgrade(version, with_checkpoint=False)
             elif message_type == MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT:
                 if self.instance is None:
                     self._start_first()
@@ -162,6 +201,7 @@ class Dispatcher:
             elif message_type == MessageType.BECOMING_PRIMARY:
                 yield from self._become_primary()
             elif message_type == MessageType.IMPULSES_ACCEPTED:
+                self._extended = True
                 self.outbox.impulses.accept(decode_impulses_accepted(data))
             elif message_type == MessageType.GOODBYE:
                 yield Goodbye(data.decode("utf-8", "replace"))
@@ -178,6 +218,7 @@ class Dispatcher:
             raise RemoteProtocolError(f"record {sequence_id} came before a checkpoint or a first start")
         if sequence_id != self._next_sequence_id:
             raise RemoteProtocolError(f"record {sequence_id} came, {self._next_sequence_id} was expected")
+        self._upgraded = False
         context = self.context
         context.committer_id = record.header.committer_id
         context.sequence_id = sequence_id
@@ -185,6 +226,7 @@ class Dispatcher:
         context.message_index = 0
         for message_type, start, end in decode_messages(content):
             if message_type == MessageType.RECORD_TIME:
+                self._extended = True
                 context.record_time_ns = decode_record_time(content, start, end)
             elif message_type == MessageType.RPC_BATCH:
                 count, skipped = decode_batch(content[start : start + 16])
@@ -229,6 +271,7 @@ class Dispatcher:
     def _start_first(self) -> None:
         definition = self.definition
         self.context.seed = self._draw_seed()
+        self.context.record_time_ns = self.context.now_ns()  # kept with the checkpoint: an upgrade of it sees it again
         instance = self._new_instance()
         call_user_code(f"{definition.name}.__init__", lambda: instance.__init__(), StateError)
         self._prepare(instance)
@@ -243,9 +286,11 @@ class Dispatcher:
         blob = b"".join(self._blob)
         self._blob.clear()
         envelope, state = decode_envelope(blob)
+        self._use(class_that_restores(self._main_definition, envelope))
         self.context.seed = envelope.seed
         self._next_sequence_id = envelope.sequence_id + 1
         self.context.sequence_id = envelope.sequence_id
+        self.context.record_time_ns = envelope.record_time_ns
         instance = self._new_instance()
         schema = self.definition.state()
         call_user_code(
@@ -258,24 +303,71 @@ class Dispatcher:
         if hasattr(instance, "prepare"):
             call_user_code(f"{self.definition.name}.prepare", instance.prepare, StateError)
 
+    def _use(self, definition: Definition) -> None:
+        """From here on this class's code handles what comes in."""
+        if definition is not self.definition:
+            self.definition = definition
+            self._delivery = self._make_delivery(definition, self.context)
+
+    def _upgrade(self, version: int | None, *, with_checkpoint: bool) -> None:
+        """Bring state and code to ``version`` (None: that of the app), behind all outputs of the old code."""
+        if self.instance is None or self._primary:
+            raise RemoteProtocolError(
+                "an upgrade was asked for before the app had a state"
+                if self.instance is None
+                else "an upgrade was asked for after the app was told that it is primary"
+            )
+        self.outbox.close_batches()
+        try:
+            start, *steps = upgrade_path(self._main_definition, self.definition, version)
+            if start is not self.definition:
+                self.instance = moved(start, self.definition, self.instance, self.context)
+            for definition in steps:
+                self.instance = upgraded(definition, self.instance, self.context)
+                self._use(definition)
+            if with_checkpoint:
+                guarded(self.definition, f"{self.definition.name}.checkpoint", self._checkpoint)
+                self._upgraded = True
+        except UpgradeError as error:
+            self.outbox.send(encode_message(MessageType.UPGRADE_FAILED, error.reason.encode("utf-8", "replace")))
+            raise
+
+    def _take_checkpoint(self) -> Iterator[Event]:
+        if self._upgraded and not self._primary:
+            self._checkpoint()
+            yield OutputReady()
+            yield from self._become_primary()
+        elif self.definition.checkpoint_mode == "fork" and self._primary and self._extended:
+            self.outbox.close_batches()
+            self.outbox.send(encode_message(MessageType.SNAPSHOT_BEGIN))
+            yield SnapshotBegun(self._encode)
+        else:
+            self._checkpoint()
+            yield OutputReady()
+
     def _checkpoint(self) -> None:
         """Put a checkpoint behind all outputs of the records so far."""
         if self.instance is None:
             raise RemoteProtocolError("a checkpoint was asked for before the first start or a recovery")
         self.outbox.close_batches()
+        pieces = self._encode()
+        self.outbox.send(encode_checkpoint(sum(map(len, pieces))))
+        for piece in pieces:
+            self.outbox.send(piece)
+
+    def _encode(self) -> tuple[bytes, bytes]:
+        """The blob: its envelope and the state as it is now. Raises StateError."""
         schema = self.definition.state()
         state = call_user_code(f"{self.definition.name}.checkpoint", partial(schema.encode, self.instance), StateError)
-        front = encode_envelope(
-            Envelope(
-                class_name=self.definition.name,
-                serializer=schema.serializer,
-                seed=self.context.seed,
-                sequence_id=self._next_sequence_id - 1,
-            )
+        envelope = Envelope(
+            class_name=self.definition.name,
+            serializer=schema.serializer,
+            seed=self.context.seed,
+            sequence_id=self._next_sequence_id - 1,
+            version=self.definition.version,
+            record_time_ns=self.context.record_time_ns,
         )
-        self.outbox.send(encode_checkpoint(len(front) + len(state)))
-        self.outbox.send(front)
-        self.outbox.send(state)
+        return encode_envelope(envelope), state
 
     def _become_primary(self) -> Iterator[Event]:
         if self.instance is None:

@@ -5,6 +5,7 @@
       UsageError         a call that is not possible here: from the wrong thread, outside a handler, too large
       StateError         the state can't be written into a checkpoint, or a checkpoint can't be read back
       HandlerError       a logged input can't be handled: replay would only repeat it, so the app stops
+      UpgradeError       the state can't be brought to the version that was asked for
       LoadError          the class to run can't be found
       ConnectError       no coordinator answers
       Refused            the coordinator closed the connection and said why
@@ -23,6 +24,7 @@ EXIT_DONE = 0  # the coordinator said Goodbye: a clean stop
 EXIT_FAILED = 1  # the coordinator is gone or refused
 EXIT_NOT_RUNNABLE = 2  # the class can't be found, or can't be run: starting again without a change is of no use
 EXIT_HANDLER_FAILED = 70  # the app's own code failed: starting again without a change would only repeat it
+EXIT_UPGRADE_FAILED = 71  # an upgrade() failed: the instance is of its old version, as before
 EXIT_INTERRUPTED = 130  # SIGINT
 EXIT_TERMINATED = 143  # SIGTERM
 
@@ -58,6 +60,16 @@ class HandlerError(AppError):
         super().__init__(text)
         self.sequence_id = sequence_id
         self.message_index = message_index
+
+
+class UpgradeError(AppError):
+    """The state can't be brought to the version that was asked for. ``reason`` says why in one line."""
+
+    exit_status = EXIT_UPGRADE_FAILED
+
+    def __init__(self, text: str, reason: str) -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 class HookError(AppError):

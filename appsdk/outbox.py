@@ -171,11 +171,14 @@ class Outbox:
             self._context.slice_end = 0
 
     def _append(self, message_type: MessageType, destination: str, count: int, data: bytearray) -> None:
+        self._attach(destination)
+        self.send(encode_batch_front(message_type, destination, count, len(data)))
+        self.send(data)
+
+    def _attach(self, destination: str) -> None:
         if destination and destination not in self._attached:
             self._attached.add(destination)
             self.send(encode_attach_to(destination))
-        self.send(encode_batch_front(message_type, destination, count, len(data)))
-        self.send(data)
 
     def send(self, chunk: Chunk) -> None:
         """Put bytes behind what is ready. Messages of the app's own (Hello, Checkpoint) take this way."""
@@ -206,8 +209,7 @@ def _not_in_handler(context: Context, name: str) -> UsageError:
         )
     return UsageError(
         f"{name}.fork: only handlers send calls (@rpc, @impulse and @initial methods): what __init__, prepare, "
-        f"checkpoint "
-        f"and restore do is not in the log; use an @initial method for calls at the first start"
+        f"checkpoint, restore and upgrade do is not in the log; use an @initial method for calls at the first start"
     )
 
 

@@ -6,9 +6,10 @@ call; at run time it is a :class:`PeerProxy`.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 from types import MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 from appsdk.codec import bind_arguments
 from appsdk.context import Context
 from appsdk.errors import DefinitionError, UsageError
-from appsdk.handlers import BoundHandler, Handler, definition_key
+from appsdk.handlers import INITIAL_METHOD_ID, BoundHandler, Handler, definition_key
 from appsdk.outbox import ImpulseQueue, make_writer
 from protocol.limits import NAME_SIZE_BYTES_MAX
 from protocol.messages import RpcType
@@ -77,6 +78,28 @@ class Peer(property):
         elif not isinstance(target, type):
             target = target()
         return definition_of(target)
+
+
+def method_names(definition: Definition) -> dict[tuple[str, int], str]:
+    """What people call the methods that a class has (destination "") and can call: (destination, method ID) to name.
+
+    Without those of a peer whose class can't be found (yet): its first call will say so.
+    """
+    initial = f"{definition.name}.{definition.initial or 'initial'}"
+    found = [("", INITIAL_METHOD_ID, initial), *_handler_names("", definition)]
+    for source in definition.peers.values():
+        with contextlib.suppress(Exception):  # whatever importing its module raises
+            found += _handler_names(source.name, source.resolve())
+    return {(destination, method_id): _clipped(name) for destination, method_id, name in found}
+
+
+def _handler_names(destination: str, definition: Definition) -> Iterator[tuple[str, int, str]]:
+    for handler in definition.handlers.values():
+        yield destination, handler.method_id, handler.function.__qualname__
+
+
+def _clipped(name: str) -> str:
+    return name.encode()[:NAME_SIZE_BYTES_MAX].decode(errors="ignore")
 
 
 @overload

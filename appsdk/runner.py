@@ -15,8 +15,12 @@ from operator import attrgetter
 from types import FrameType
 from typing import Any, NoReturn
 
+from appsdk import tracing
+from appsdk.breakpoint import Breakpoint
 from appsdk.context import SEED_SIZE_BYTES
 from appsdk.definition import Definition
+from appsdk.delivery import Delivery
+from appsdk.determinism import DeterminismError, check
 from appsdk.dispatch import Dispatcher
 from appsdk.errors import (
     EXIT_DONE,
@@ -28,13 +32,17 @@ from appsdk.errors import (
     ConnectError,
     DefinitionError,
     Disconnected,
+    HandlerError,
     HookError,
     LoadError,
 )
+from appsdk.options import BREAK_VARIABLE, STRICT_VARIABLE, TRACE_VARIABLE, RunOptions, run_options
+from appsdk.outbox import Outbox
 from appsdk.proxy import Impulses, definition_of
 from appsdk.report import user_traceback
 from appsdk.transport import CONNECT_TIMEOUT_S, Transport, Waker, connect
 from protocol.errors import ImmortalError
+from protocol.extensions import ALL_EXTENSIONS
 
 ADDRESS_VARIABLE = "IMMORTAL_APP_ADDRESS"
 SWITCH_INTERVAL_S = 0.0005  # a hook that computes must not hold up the handlers for 5 ms at a time
@@ -72,6 +80,27 @@ def load(target: str) -> type:
     return cls
 
 
+def load_or_say(target: str) -> type | None:
+    """As :func:`load`, also from the current folder; None when the user has been told, on stderr, what is wrong."""
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return load(target)
+    except ImmortalError as error:
+        say(target, str(error))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the user's module: its own traceback, without importlib's frames
+        say(target, f"importing {target.partition(':')[0]!r} failed:")
+        trace = error.__traceback__
+        while trace and (
+            trace.tb_frame.f_code.co_filename == __file__ or "importlib" in trace.tb_frame.f_code.co_filename
+        ):
+            trace = trace.tb_next
+        traceback.print_exception(type(error), error, trace)
+    return None
+
+
 def _is_app(value: object) -> bool:
     try:
         definition_of(value)
@@ -80,11 +109,25 @@ def _is_app(value: object) -> bool:
     return True
 
 
-def run_connection(definition: Definition, address: str, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> str:
+def run_connection(
+    definition: Definition,
+    address: str,
+    connect_timeout_s: float = CONNECT_TIMEOUT_S,
+    *,
+    trace: bool = False,
+    stop: Breakpoint | None = None,
+) -> str:
     """Connect and run the app until the coordinator says Goodbye; its reason. Raises ImmortalError."""
     waker = Waker()
-    dispatcher = Dispatcher(definition, lambda: os.urandom(SEED_SIZE_BYTES), waker.wake)
-    for cls in definition.cls.__mro__:
+    dispatcher = Dispatcher(
+        definition,
+        lambda: os.urandom(SEED_SIZE_BYTES),
+        waker.wake,
+        extensions=tracing.EXTENSIONS if trace else ALL_EXTENSIONS,
+        make_outbox=tracing.TracingOutbox if trace else Outbox,
+        make_delivery=Delivery if stop is None else stop.make_delivery,
+    )
+    for cls in {cls for one in definition.chain for cls in one.cls.__mro__}:
         if cls.__module__ != "builtins" and (file_name := inspect.getsourcefile(cls)):
             dispatcher.context.sites.load(file_name)
     connection = connect(address, connect_timeout_s)
@@ -92,6 +135,10 @@ def run_connection(definition: Definition, address: str, connect_timeout_s: floa
     reason = f"the connection with the coordinator at {address} has ended"
     try:
         return transport.run(lambda: _start_hooks(dispatcher, transport))
+    except HandlerError as error:
+        if trace:
+            tracing.report_failure(error, dispatcher, transport)
+        raise
     except Disconnected as error:
         reason = str(error)
         raise
@@ -130,14 +177,24 @@ def _stop(number: int, frame: FrameType | None) -> None:
     raise _Terminated
 
 
-def run_to_status(cls: type, address: str | None, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> int:
-    """Run the app in this process's main thread; its exit status. What the user has to know is on stderr."""
+def run_to_status(
+    cls: type,
+    address: str | None,
+    connect_timeout_s: float = CONNECT_TIMEOUT_S,
+    options: RunOptions | None = None,
+) -> int:
+    """Run the app in this process's main thread; its exit status. What the user has to know is on stderr.
+
+    ``options`` are by default those in the environment.
+    """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     label = getattr(cls, "__qualname__", repr(cls))
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _stop)
     try:
         definition = definition_of(cls)
+        options = options or run_options()
+        _check_determinism(definition, label, strict=options.strict)
         address = address or os.environ.get(ADDRESS_VARIABLE)
         if not address:
             raise ConnectError(
@@ -145,7 +202,9 @@ def run_to_status(cls: type, address: str | None, connect_timeout_s: float = CON
                 f"start both "
                 f"with 'immortal run NAME module:Class'"
             )
-        run_connection(definition, address, connect_timeout_s)
+        run_connection(definition, address, connect_timeout_s, trace=options.trace, stop=options.stop)
+        if options.stop is not None and not options.stop.reached:
+            say(label, f"{options.stop} did not come: there was nothing to stop at")
         return EXIT_DONE
     except ImmortalError as error:
         say(label, str(error))
@@ -154,6 +213,22 @@ def run_to_status(cls: type, address: str | None, connect_timeout_s: float = CON
         return EXIT_INTERRUPTED
     except _Terminated:
         return EXIT_TERMINATED
+
+
+def _check_determinism(definition: Definition, label: str, *, strict: bool) -> None:
+    """Warn of what a replay would not repeat; with ``strict`` raise DeterminismError."""
+    try:
+        findings = check(definition)
+    except Exception as error:  # reading the user's code is a help: it must not be what keeps the app from running
+        problem = f"the search for what a replay would not repeat failed: {error!r}"
+        if strict:
+            raise DefinitionError(f"{problem} (--strict: without it the app starts all the same)") from error
+        say(label, f"warning: {problem}")
+        return
+    if findings and strict:
+        raise DeterminismError(findings)
+    for finding in findings:
+        say(label, f"warning: {finding}")
 
 
 def say(label: str, text: str) -> None:
@@ -166,33 +241,43 @@ def run(cls: type, address: str | None = None) -> NoReturn:
 
     ``address`` is by default that in the environment, IMMORTAL_APP_ADDRESS. The exit status is 0 after a clean stop, 1
     when the coordinator is gone or refuses, EXIT_NOT_RUNNABLE for a class that can't be run, EXIT_HANDLER_FAILED when
-    a handler, hook or the state fails.
+    a handler, hook or the state fails, EXIT_UPGRADE_FAILED when an upgrade does.
     """
     sys.exit(run_to_status(cls, address))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """``python -m appsdk module:Class [--address HOST:PORT]``."""
+    """``python -m appsdk module:Class [--address HOST:PORT] [--strict] [--trace] [--break SEQ[:MESSAGE]]``."""
     parser = argparse.ArgumentParser(prog="python -m appsdk", description="Run an app beside its coordinator.")
     parser.add_argument("target", metavar="module:Class", help="the class below appsdk.Immortal")
     parser.add_argument("--address", metavar="HOST:PORT", help=f"the coordinator's; default: ${ADDRESS_VARIABLE}")
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help=f"do not start while handlers do what a replay would not repeat; default: ${STRICT_VARIABLE}=1",
+    )
+    parser.add_argument(
+        "--trace",
+        action="store_true",
+        help=f"in a replay: tell which message made each call; default: ${TRACE_VARIABLE}=1",
+    )
+    parser.add_argument(
+        "--break",
+        dest="stop",
+        metavar="SEQ[:MESSAGE]",
+        default="",
+        help=f"start the debugger at the handler of this record's message; default: ${BREAK_VARIABLE}",
+    )
     options = parser.parse_args(arguments)
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
     try:
-        cls = load(options.target)
+        how = run_options(strict=options.strict, trace=options.trace, stop=options.stop)
     except ImmortalError as error:
         say(options.target, str(error))
         return EXIT_NOT_RUNNABLE
+    try:
+        cls = load_or_say(options.target)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BaseException as error:  # the user's module: its own traceback, without importlib's frames
-        say(options.target, f"importing {options.target.partition(':')[0]!r} failed:")
-        trace = error.__traceback__
-        while trace and (
-            trace.tb_frame.f_code.co_filename == __file__ or "importlib" in trace.tb_frame.f_code.co_filename
-        ):
-            trace = trace.tb_next
-        traceback.print_exception(type(error), error, trace)
+    if cls is None:
         return EXIT_NOT_RUNNABLE
-    return run_to_status(cls, options.address)
+    return run_to_status(cls, options.address, options=how)

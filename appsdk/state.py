@@ -52,6 +52,8 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     serializer: str  # msgspec, pickle or own
     seed: bytes  # of the random streams, drawn at the first start
     sequence_id: int  # of the last record handled; -1: none
+    version: int = 1  # of the class that wrote the state
+    record_time_ns: int | None = None  # of the last record handled; None: unknown
 
 
 def encode_envelope(envelope: Envelope) -> bytes:
@@ -83,7 +85,7 @@ def decode_envelope(blob: bytes) -> tuple[Envelope, memoryview]:
     return envelope, memoryview(blob)[end:]
 
 
-def _is_transient(hint: Any) -> bool:
+def is_transient(hint: Any) -> bool:
     return any(isinstance(mark, _TransientMark) for mark in getattr(hint, "__metadata__", ()))
 
 
@@ -106,7 +108,7 @@ class StateSchema:
                 continue
             if name.startswith("_immortal_"):  # the SDK's own
                 continue
-            if _is_transient(hint):
+            if is_transient(hint):
                 self.transient.add(name)
                 continue
             self.fields[name] = typing.get_args(hint)[0] if typing.get_origin(hint) is Final else hint
@@ -184,6 +186,8 @@ class StateSchema:
     def _pickled(self, values: dict[str, Any]) -> bytes:
         try:
             return pickle.dumps(values, protocol=pickle.HIGHEST_PROTOCOL)
+        except MemoryError:
+            raise
         except Exception as error:  # whatever a __reduce__ raises
             for name, value in values.items():
                 try:

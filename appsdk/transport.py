@@ -3,6 +3,9 @@
 Two limits keep memory bounded. With OUTPUT_PENDING_BYTES_MAX not taken by the coordinator, no input is handled until it
 reads again (for however long: it pushes back when a peer is down). Up to INPUT_BUFFERED_BYTES_MAX the app goes on
 reading meanwhile, so that it hears of a Goodbye, a Refusal or the end, and never keeps the coordinator from sending.
+
+A checkpoint that a child process encodes goes out in chunks between the other messages, SNAPSHOT_CHUNKS_PENDING_MAX
+ahead of the coordinator at most; the rest waits in the child.
 """
 
 from __future__ import annotations
@@ -14,9 +17,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from appsdk.dispatch import BecamePrimary, Dispatcher, Goodbye, Refusal
-from appsdk.errors import AppError, ConnectError, Disconnected, Refused
+from appsdk.dispatch import BecamePrimary, Dispatcher, Goodbye, Refusal, SnapshotBegun
+from appsdk.errors import AppError, ConnectError, Disconnected, Refused, UpgradeError
 from appsdk.outbox import Chunk
+from appsdk.snapshot import CHUNK_SIZE_BYTES_MAX, Snapshot
+from protocol.errors import RemoteProtocolError
+from protocol.messages import MessageType, encode_message
+from protocol.varint import encode_zigzag
 
 CONNECT_TIMEOUT_S = 30.0  # a coordinator that opens a large log may take seconds before it listens
 CONNECT_ATTEMPT_TIMEOUT_S = 5.0
@@ -24,6 +31,8 @@ CONNECT_DELAY_S_MIN, CONNECT_DELAY_S_MAX = 0.01, 0.5
 RECEIVE_SIZE_BYTES = 256 << 10  # of one recv: larger ones cost more in fresh memory than they save in calls
 OUTPUT_PENDING_BYTES_MAX = 4 << 20  # handed to the socket and not taken: beyond it no input is handled
 INPUT_BUFFERED_BYTES_MAX = 8 << 20  # read while no input is handled
+SNAPSHOT_CHUNKS_PENDING_MAX = (1 << 20) // CHUNK_SIZE_BYTES_MAX  # handed to the socket and not taken
+LAST_WORDS_TIMEOUT_S = 5.0  # for what the coordinator is to hear before the app leaves
 SEND_CHUNKS_MAX = 256  # of one sendmsg; the system's own limit is 1024
 
 
@@ -99,6 +108,10 @@ class Transport:
         self._address = address
         self._pending: deque[memoryview] = deque()
         self._pending_size_bytes = 0
+        self._sent_size_bytes = 0
+        self._snapshot: Snapshot | None = None
+        self._snapshot_ends: deque[int] = deque()  # up to which byte of all output each of its pending chunks goes
+        self._snapshot_polled = -1
         self._input_ended = False
         self._output_ended = False
         self._failure: AppError | None = None
@@ -117,9 +130,21 @@ class Transport:
 
         Raises Refused, Disconnected, what :meth:`fail` was given, and whatever the dispatcher raises.
         """
+        try:
+            return self._run(on_primary)
+        except UpgradeError:
+            self.say_last_words()
+            raise
+        finally:
+            if self._snapshot is not None:
+                self._snapshot.close()
+
+    def _run(self, on_primary: Callable[[], None]) -> str:
         while True:
             if self._failure is not None:
                 raise self._failure
+            if self._snapshot is not None:
+                self._relay(self._snapshot)
             if self._pending_size_bytes < OUTPUT_PENDING_BYTES_MAX:
                 event = self._dispatcher.next_event()
                 if isinstance(event, Goodbye):
@@ -128,6 +153,10 @@ class Transport:
                     raise Refused(f"the coordinator at {self._address} refuses: {event.reason}")
                 if isinstance(event, BecamePrimary):
                     on_primary()
+                elif isinstance(event, SnapshotBegun):
+                    if self._snapshot is not None:
+                        raise RemoteProtocolError("a checkpoint was asked for while another one is on its way")
+                    self._snapshot = Snapshot(event.encode)
                 self._take(self._dispatcher.data_to_send())
                 self._send()
                 if event is not None:
@@ -135,6 +164,24 @@ class Transport:
                 if self._input_ended:
                     raise self._gone()
             self._wait()
+
+    def say_last_words(self, timeout_s: float = LAST_WORDS_TIMEOUT_S) -> None:
+        """Send what the dispatcher still has, and see to it that the coordinator can read it, before the connection is
+        closed: what comes in after that would make the system throw away what is on its way out. Raises nothing."""
+        deadline_s = time.monotonic() + timeout_s
+        poll = select.poll()
+        self._take(self._dispatcher.data_to_send())
+        self._send()
+        with contextlib.suppress(OSError):
+            while self._pending:
+                poll.register(self._connection, select.POLLOUT)
+                if not poll.poll(1000 * max(0.0, deadline_s - time.monotonic())):
+                    return
+                self._send()
+            self._connection.shutdown(socket.SHUT_WR)
+            poll.register(self._connection, select.POLLIN)
+            while not self._input_ended and poll.poll(1000 * max(0.0, deadline_s - time.monotonic())):
+                self._input_ended = not self._connection.recv(RECEIVE_SIZE_BYTES)
 
     def _gone(self) -> Disconnected:
         where = " (in the middle of a record)" if self._dispatcher.buffered_bytes else ""
@@ -164,6 +211,7 @@ class Transport:
                 self._end_output()  # what the coordinator said before it went away may still be read
                 return
             self._pending_size_bytes -= sent
+            self._sent_size_bytes += sent
             while sent:
                 first = pending[0]
                 if sent < len(first):
@@ -176,6 +224,43 @@ class Transport:
         self._output_ended = True
         self._pending.clear()
         self._pending_size_bytes = 0
+        if self._snapshot is not None:
+            self._snapshot.close()
+            self._snapshot = None
+
+    # --- a checkpoint beside the handlers ---------------------------------------------------------------------------
+
+    def _snapshot_has_room(self) -> bool:
+        ends = self._snapshot_ends
+        while ends and ends[0] <= self._sent_size_bytes:
+            ends.popleft()
+        return len(ends) < SNAPSHOT_CHUNKS_PENDING_MAX
+
+    def _relay(self, snapshot: Snapshot) -> None:
+        """Put what the child has written behind the output, as far as there is room for it."""
+        while self._snapshot_has_room():
+            chunk = snapshot.read()
+            if chunk is None:
+                return
+            if not chunk:
+                self._snapshot = None
+                self._take([encode_message(MessageType.SNAPSHOT_END, snapshot.reason.encode())])
+                return
+            front = encode_zigzag(1 + len(chunk)) + bytes((MessageType.SNAPSHOT_CHUNK,))
+            self._take([front, chunk])
+            self._snapshot_ends.append(self._sent_size_bytes + self._pending_size_bytes)
+
+    def _poll_snapshot(self) -> None:
+        """Wait for the child only while there is room for what it writes."""
+        snapshot = self._snapshot
+        wanted = snapshot.fileno() if snapshot is not None and self._snapshot_has_room() else -1
+        if wanted == self._snapshot_polled:
+            return
+        if self._snapshot_polled >= 0:
+            self._poll.unregister(self._snapshot_polled)
+        if wanted >= 0:
+            self._poll.register(wanted, select.POLLIN)
+        self._snapshot_polled = wanted
 
     # --- waiting and receiving --------------------------------------------------------------------------------------
 
@@ -190,10 +275,13 @@ class Transport:
         if interest != self._interest:
             self._poll.register(self._connection, interest)
             self._interest = interest
+        self._poll_snapshot()
         for descriptor, happened in self._poll.poll():
             if descriptor == self._waker.fileno():
                 self._waker.clear()
                 continue
+            if descriptor == self._snapshot_polled:
+                continue  # read when the output's turn comes
             if happened & select.POLLOUT:
                 self._send()
             if happened & ~select.POLLOUT:

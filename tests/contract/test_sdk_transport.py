@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,65 +20,10 @@ from appsdk import Immortal, Impulses, impulse, on_primary, peer, rpc
 from appsdk.errors import EXIT_FAILED, EXIT_NOT_RUNNABLE, ConnectError, Disconnected, HandlerError, HookError, Refused
 from appsdk.proxy import definition_of
 from appsdk.runner import run_connection
-from appsdk.testing import AppOutput, accepted, call, checkpoint_record, control, initial_record, logged
+from appsdk.testing import accepted, call, checkpoint_record, control, logged
 from appsdk.transport import connect
 from protocol.messages import MessageType, RpcType
-
-WAIT_S = 20.0  # no test waits this long unless it fails
-TAKE_FIRST = control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
-GOODBYE = control(MessageType.GOODBYE, b"stopping")
-
-Script = Callable[["ScriptedCoordinator"], None]
-
-
-class ScriptedCoordinator(threading.Thread):
-    """Listens, takes one app, runs the script, closes."""
-
-    def __init__(self, script: Script) -> None:
-        super().__init__(daemon=True)
-        self._script = script
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
-        self.output = AppOutput()
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self.connection, _ = self.listener.accept()
-            self.connection.settimeout(WAIT_S)
-            self._script(self)
-        except BaseException as error:
-            self.error = error
-        finally:
-            with contextlib.suppress(AttributeError):
-                self.connection.close()
-            self.listener.close()
-
-    def send(self, data: bytes) -> None:
-        self.connection.sendall(data)
-
-    def read_until(self, condition: Callable[[AppOutput], bool]) -> None:
-        while not condition(self.output):
-            data = self.connection.recv(1 << 16)
-            if not data:
-                raise EOFError("the app has closed the connection")
-            self.output.receive_data(data)
-
-    def start_first(self) -> None:
-        self.send(TAKE_FIRST)
-        self.read_until(lambda output: len(output.blobs) == 1)
-        self.send(initial_record(self.output.initial_message))
-
-
-@contextlib.contextmanager
-def coordinator(script: Script) -> Iterator[ScriptedCoordinator]:
-    made = ScriptedCoordinator(script)
-    made.start()
-    yield made
-    made.join(WAIT_S)
-    assert not made.is_alive()
-    if made.error is not None:
-        raise made.error
+from tests.helpers.sdk import GOODBYE, TAKE_FIRST, WAIT_S, Script, ScriptedCoordinator, coordinator
 
 
 class Counter(Immortal):

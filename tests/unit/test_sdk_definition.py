@@ -369,7 +369,8 @@ def test_peers_that_refer_to_each_other() -> None:
 
 
 USER_PROGRAM = """
-from appsdk import Immortal, Impulses, impulse, on_primary, peer, rpc
+from __future__ import annotations
+from appsdk import Immortal, Impulses, impulse, on_primary, peer, rpc, upgrades
 
 class Counter(Immortal):
     words: dict[str, int]
@@ -400,6 +401,21 @@ class Reader(Immortal):
             impulses.line(text)
         impulses.to(self).line("c")
         impulses.to(self.counter).count("d")
+
+@upgrades(Counter)
+class Totals(Immortal, checkpoint="fork"):
+    counter = peer(Counter, "counter")
+    total: int
+
+    @classmethod
+    def upgrade(cls, old: Counter) -> Totals:
+        new = cls()
+        new.total = sum(old.words.values())
+        return new
+
+    @rpc
+    def go(self) -> None:
+        self.counter.count.fork("a")
 """
 
 WRONG_USES = """
@@ -413,6 +429,10 @@ class Wrong(Immortal):
         self.counter.counted.fork("a")
         self.go.fork("a")
         self.counter.count.fork("fine")
+
+@upgrades(int)
+class Wronger(Immortal):
+    pass
 """
 
 
@@ -428,4 +448,4 @@ def test_the_users_program_is_typed(tmp_path: Path) -> None:
     bad = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     first = (USER_PROGRAM + WRONG_USES).split("\n").index("        self.counter.count.fork(1)") + 1
     wrong_lines = {int(line.split(":")[1]) for line in bad.stdout.splitlines() if ": error:" in line}
-    assert wrong_lines == {first, first + 1, first + 2, first + 3}, bad.stdout
+    assert wrong_lines == {first, first + 1, first + 2, first + 3, first + 6}, bad.stdout

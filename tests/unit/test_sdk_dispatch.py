@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
 
 import msgspec
 import pytest
 
 from appsdk import Immortal, Transient, impulse, initial, peer, rpc
-from appsdk.dispatch import BecamePrimary, Dispatcher, Event, Goodbye, OutputReady, Refusal
+from appsdk.dispatch import BecamePrimary, Goodbye, OutputReady, Refusal
 from appsdk.errors import EXIT_HANDLER_FAILED, HandlerError, StateError
 from appsdk.handlers import method_id_of_name
 from appsdk.outbox import BATCH_SIZE_BYTES, READY_SIZE_BYTES_MAX
-from appsdk.proxy import definition_of
 from appsdk.testing import (
     COMMITTER_ID,
     START_TIME_NS,
-    AppOutput,
     accepted,
     call,
     checkpoint_record,
@@ -30,9 +26,7 @@ from protocol.errors import DamagedRecordError, RemoteProtocolError
 from protocol.extensions import decode_hello
 from protocol.messages import MessageType, RpcType, decode_incoming_rpc, decode_message, encode_message
 from protocol.record import encode_record
-
-TAKE_FIRST = control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
-SEED = bytes(range(16))
+from tests.helpers.sdk import TAKE_FIRST, Life, first_start, recover
 
 
 class Counter(Immortal):
@@ -98,49 +92,6 @@ class Relay(Immortal):
 COUNT, LINE, MANY = method_id_of_name("count"), method_id_of_name("line"), method_id_of_name("many")
 
 
-@dataclass
-class Life:
-    """A dispatcher and what it sent."""
-
-    dispatcher: Dispatcher
-    output: AppOutput
-    events: list[Event]
-
-    @classmethod
-    def of(cls, app: type) -> Life:
-        return cls(Dispatcher(definition_of(app), lambda: SEED), AppOutput(), [])
-
-    def give(self, data: bytes, piece_size_bytes: int = 1 << 20) -> Any:
-        for start in range(0, len(data), piece_size_bytes):
-            self.dispatcher.receive_data(data[start : start + piece_size_bytes])
-            while True:
-                event = self.dispatcher.next_event()
-                for chunk in self.dispatcher.data_to_send():
-                    self.output.receive_data(bytes(chunk))
-                if event is None:
-                    break
-                if not isinstance(event, OutputReady):
-                    self.events.append(event)
-        return self.dispatcher.instance
-
-    @property
-    def sent_types(self) -> list[int]:
-        return [sent.message_type for sent in self.output.messages]
-
-
-def first_start(app: type, piece_size_bytes: int = 1 << 20) -> Life:
-    life = Life.of(app)
-    life.give(TAKE_FIRST, piece_size_bytes)
-    life.give(initial_record(life.output.initial_message), piece_size_bytes)
-    return life
-
-
-def recover(app: type, blob: bytes, *records: bytes, piece_size_bytes: int = 1 << 20) -> Life:
-    life = Life.of(app)
-    life.give(checkpoint_record(blob) + b"".join(records) + TAKE_FIRST, piece_size_bytes)
-    return life
-
-
 def test_hello_is_first() -> None:
     life = Life.of(Counter)
     life.give(b"")
@@ -153,7 +104,12 @@ def test_hello_is_first() -> None:
 def test_first_start() -> None:
     life = Life.of(Relay)
     relay = life.give(TAKE_FIRST)
-    assert life.sent_types == [MessageType.HELLO, MessageType.INITIAL_MESSAGE, MessageType.CHECKPOINT]
+    assert life.sent_types == [
+        MessageType.HELLO,
+        MessageType.APP_DESCRIPTION,
+        MessageType.INITIAL_MESSAGE,
+        MessageType.CHECKPOINT,
+    ]
     message_type, start, end = decode_message(life.output.initial_message)
     rpc_message = decode_incoming_rpc(life.output.initial_message, start, end)
     assert (message_type, rpc_message.method_id, rpc_message.rpc_type) == (MessageType.RPC, -1, RpcType.FORK)
@@ -321,7 +277,8 @@ def test_what_is_not_the_protocol() -> None:
         (logged(0, [call(COUNT, "a")]), "before a checkpoint"),
         (control(MessageType.TAKE_CHECKPOINT), "before the first start"),
         (control(MessageType.BECOMING_PRIMARY), "before it had a state"),
-        (control(MessageType.UPGRADE_SERVICE), "type 12"),
+        (control(MessageType.UPGRADE_SERVICE), "before the app had a state"),
+        (control(MessageType.HELLO), "type 64"),
         (checkpoint_record(blob) * 2, "second checkpoint"),
         (checkpoint_record(blob) + logged(1, [call(COUNT, "a")]), "record 1 came, 0 was expected"),
         (checkpoint_record(blob) + encode_record(COMMITTER_ID, 0, encode_message(1, b"a")), "type 1"),

@@ -26,7 +26,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_the_programs_of_the_guide(programs: dict[str, Any]) -> None:
-    assert sorted(programs) == ["catalogue", "lottery", "own_form", "wordcount"]
+    assert sorted(programs) == ["archive", "catalogue", "lottery", "own_form", "wordcount", "wordcount2"]
     counter = programs["wordcount"].Counter()
     counter.count("a b a")
     assert counter.words == {"a": 2, "b": 1}
@@ -44,3 +44,10 @@ def test_the_programs_of_the_guide(programs: dict[str, Any]) -> None:
     own.restore(own.checkpoint())
     assert own.total == 3
     programs["own_form"].Pickled()
+    counter.count("A")
+    upgraded = programs["wordcount2"].Counter.upgrade(counter)
+    upgraded.count("B c")
+    assert upgraded.words == {"a": 3, "b": 2, "c": 1}
+    archive = programs["archive"].Archive()
+    archive.store("name", "text")
+    assert archive.documents == {"name": "text"}

@@ -1,0 +1,138 @@
+"""What differs from run to run, and what a handler uses in its place: the table behind :mod:`appsdk.determinism`."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import random
+import sys
+from dataclasses import dataclass
+from datetime import date
+from types import BuiltinFunctionType, MethodType, ModuleType
+from typing import Any
+
+DIFFERS = "which differs at each replay"
+NOT_REPEATED = "which no replay repeats"
+
+_NOW = "use self.now()"
+_NOW_NS = "use self.now_ns()"
+_RANDOM = "use self.random"
+_UUID = "use self.uuid4()"
+_SEND = "take it in an @on_primary hook and send it as an impulse"
+_HOOK = "start it in an @on_primary hook, and send what the app is to know as an impulse"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """``name`` is how people write it, ``why`` what is wrong with it, ``instead`` the replacement.
+
+    ``arguments_count``: it depends on the run only when it is called with fewer arguments; -1: in any case.
+    """
+
+    name: str
+    why: str
+    instead: str
+    arguments_count: int = -1
+
+    def holds(self, call: ast.Call) -> bool:
+        """Whether this call of it is one that differs."""
+        if self.arguments_count < 0 or any(isinstance(argument, ast.Starred) for argument in call.args):
+            return self.arguments_count < 0
+        given = [*call.args, *(keyword.value for keyword in call.keywords)]
+        nothing = sum(isinstance(argument, ast.Constant) and argument.value is None for argument in given)
+        return len(given) - nothing < self.arguments_count
+
+
+_ROWS: dict[str, list[tuple[str, str, str]]] = {  # module: (names, why, instead)
+    "time": [
+        ("time monotonic perf_counter process_time thread_time clock_gettime", DIFFERS, _NOW),
+        ("time_ns monotonic_ns perf_counter_ns process_time_ns thread_time_ns clock_gettime_ns", DIFFERS, _NOW_NS),
+    ],
+    "secrets": [("token_bytes token_hex token_urlsafe randbelow", DIFFERS, _RANDOM)],
+    "uuid": [("uuid1 uuid4 uuid6 uuid7 uuid8", DIFFERS, _UUID)],
+    "os": [("urandom getrandom", DIFFERS, _RANDOM), ("getpid getppid fork", DIFFERS, _SEND)],
+    "builtins": [("id", DIFFERS, "use a key of your own"), ("input", NOT_REPEATED, _SEND)],
+    "_thread": [("start_new_thread start_new", NOT_REPEATED, _HOOK)],
+    "asyncio": [("run new_event_loop get_event_loop run_coroutine_threadsafe", NOT_REPEATED, _HOOK)],
+}
+_UNLESS_GIVEN = {"time": [("localtime gmtime ctime asctime", 1), ("strftime", 2)]}  # the time is an argument, or now
+_CLASSES = {  # module: (base class, what people import it from)
+    "threading": ("Thread", "threading"),
+    "concurrent.futures": ("Executor", "concurrent.futures"),
+    "multiprocessing.process": ("BaseProcess", "multiprocessing"),
+    "multiprocessing.pool": ("Pool", "multiprocessing.pool"),
+    "asyncio": ("Runner", "asyncio"),
+}
+_DATE_METHODS = {"now": _NOW, "utcnow": _NOW, "today": "use self.now().date()"}
+_MODULES = {*_ROWS, *_UNLESS_GIVEN, *_CLASSES, "random", "datetime", "multiprocessing"}
+
+
+class Rules:
+    """The table, with the functions themselves as keys. A module that nothing has imported can't be reached either."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, tuple[Any, Rule]] = {}
+        self._classes: dict[type, str] = {}
+        for name in _MODULES:
+            if name in sys.modules:
+                self._add(name)
+
+    def module(self, name: str) -> ModuleType | None:
+        """The module for an import in a handler, if it is loaded; one of the table's is, if it has to be."""
+        if name not in sys.modules and name in _MODULES:
+            importlib.import_module(name)
+            for each in _MODULES & sys.modules.keys():
+                self._add(each)
+        return sys.modules.get(name)
+
+    def _add(self, module_name: str) -> None:
+        module = sys.modules[module_name]
+        for names, why, instead in _ROWS.get(module_name, ()):
+            for name in names.split():
+                if (found := getattr(module, name, None)) is not None:
+                    shown = name if module_name == "builtins" else f"{module_name}.{name}"
+                    self._by_id[id(found)] = found, Rule(shown, why, instead)
+        for names, count in _UNLESS_GIVEN.get(module_name, ()):
+            for name in names.split():
+                found = getattr(module, name)
+                self._by_id[id(found)] = found, Rule(f"{module_name}.{name}", DIFFERS, _NOW, count)
+        if module_name in _CLASSES:
+            class_name, shown = _CLASSES[module_name]
+            self._classes[getattr(module, class_name)] = shown
+
+    def of_function(self, function: object) -> Rule | None:
+        """The rule for a function, method or built-in, however it was reached."""
+        if (entry := self._by_id.get(id(function))) is not None:
+            return entry[1]
+        if not isinstance(function, BuiltinFunctionType | MethodType):
+            return None
+        receiver, name = function.__self__, function.__name__
+        if isinstance(receiver, type):
+            if issubclass(receiver, date) and name in _DATE_METHODS:
+                instead = _NOW if receiver.__name__ == "datetime" else _DATE_METHODS[name]
+                return Rule(f"{receiver.__name__}.{name}", DIFFERS, instead)
+        elif isinstance(receiver, random.Random):
+            return self.of_random(receiver, name)
+        elif type(receiver).__module__ == "multiprocessing.context":
+            return Rule(f"multiprocessing.{name}", NOT_REPEATED, _HOOK)
+        return None
+
+    def of_random(self, generator: random.Random, name: str) -> Rule:
+        """A method of a generator that is no part of the state."""
+        if generator is getattr(random, "_inst", None):
+            return Rule(f"random.{name}", DIFFERS, _RANDOM)
+        if isinstance(generator, random.SystemRandom):
+            return Rule(f"secrets.{name}", DIFFERS, _RANDOM)
+        return Rule(f"{name} of a random.Random that is no part of the state", DIFFERS, _RANDOM)
+
+    def of_class(self, cls: type) -> Rule | None:
+        """The rule for making an instance."""
+        if issubclass(cls, random.SystemRandom):
+            return Rule("random.SystemRandom", DIFFERS, _RANDOM)
+        if cls is random.Random:
+            return Rule("random.Random", DIFFERS, _RANDOM, 1)
+        for forbidden, shown in self._classes.items():
+            if issubclass(cls, forbidden):
+                is_pythons = cls.__module__.partition(".")[0] == shown.partition(".")[0]
+                return Rule(f"{shown}.{cls.__name__}" if is_pythons else cls.__name__, NOT_REPEATED, _HOOK)
+        return None

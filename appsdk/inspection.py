@@ -1,0 +1,135 @@
+"""``python -m appsdk.inspection``: checkpoints in words, read with the class that wrote them, apart from any run.
+
+    show module:Class FILE                                 the state, as one JSON object
+    diff module:Class FILE other:Class FILE [--limit N]    what differs, as a JSON list of {"path", "old", "new"}
+
+The exit status is 0, EXIT_FAILED for a checkpoint that can't be read, EXIT_NOT_RUNNABLE for a class that can't be found
+or is none. Nothing of the class runs but what reads its state: no handler, no hook, no ``prepare``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from appsdk.codec import resolve_hints
+from appsdk.definition import Definition
+from appsdk.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_RUNNABLE, AppError, StateError
+from appsdk.immortal import Immortal
+from appsdk.proxy import definition_of
+from appsdk.runner import load_or_say, say
+from appsdk.state import Envelope, decode_envelope, is_transient
+from appsdk.state_diff import differences
+from appsdk.state_tree import Fields, to_json, tree
+from appsdk.upgrades import class_that_restores
+from protocol.checksum import crc64
+from protocol.errors import ImmortalError
+
+
+@dataclass(frozen=True, slots=True)
+class InspectedState:
+    """What a checkpoint holds. ``state``: the attributes as trees (:mod:`appsdk.state_tree`), by name."""
+
+    envelope: Envelope
+    state: Fields
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "class": self.envelope.class_name,
+            "version": self.envelope.version,
+            "sequence_id": self.envelope.sequence_id,
+            "state": to_json(self.state),
+        }
+
+
+def inspect_state(main: Definition, blob: bytes) -> InspectedState:
+    """Read a checkpoint's blob with the class ``main``, or the older one of its chain that wrote it.
+
+    Raises StateError, and DefinitionError for a class whose annotations can't be resolved.
+    """
+    envelope, state = decode_envelope(blob)
+    definition = class_that_restores(main, envelope)
+    schema = definition.state()
+    instance: Any = Immortal.__new__(definition.cls)
+    try:
+        schema.restore(instance, envelope, state)
+    except ImmortalError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise StateError(f"{definition.name}.restore raised {type(error).__name__}: {error}") from error
+    names = _annotated(definition, instance) if schema.serializer == "own" else list(schema.fields)
+    if not names and schema.serializer == "own":
+        return InspectedState(envelope, Fields({"$opaque": len(state), "check": f"{crc64(bytes(state)):016x}"}))
+    try:
+        return InspectedState(envelope, Fields({name: tree(getattr(instance, name)) for name in names}))
+    except RecursionError:
+        raise StateError(f"{definition.name}: the state is too deep to be shown") from None
+
+
+def _annotated(definition: Definition, instance: object) -> list[str]:
+    """Of a class that keeps its state in a form of its own: the attributes that it has restored and annotates."""
+    hints = resolve_hints(definition.cls)
+    return [name for name in hints if name in vars(instance) and not is_transient(hints[name])]
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    with contextlib.redirect_stdout(sys.stderr):  # what the user's module prints is no part of the answer
+        status, answer = _answer(options)
+    if status == EXIT_DONE:
+        print(json.dumps(answer))
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m appsdk.inspection", description="Read checkpoints of an app.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    show = commands.add_parser("show", help="the state in a checkpoint, as JSON")
+    compare = commands.add_parser("diff", help="what differs between two checkpoints, as JSON")
+    for command, sides in ((show, [""]), (compare, ["old_", "new_"])):
+        for side in sides:
+            command.add_argument(f"{side}target", metavar="module:Class", help="the class below appsdk.Immortal")
+            command.add_argument(f"{side}file", metavar="FILE", type=Path, help="the blob of a checkpoint")
+    compare.add_argument("--limit", metavar="N", type=_positive, help="the first N differences only")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: a number from 1 was expected")
+    return int(text)
+
+
+def _answer(options: argparse.Namespace) -> tuple[int, Any]:
+    sides = ("",) if options.command == "show" else ("old_", "new_")
+    read = []
+    for side in sides:
+        target, file = getattr(options, f"{side}target"), getattr(options, f"{side}file")
+        if (cls := load_or_say(target)) is None:
+            return EXIT_NOT_RUNNABLE, None
+        try:
+            read.append(inspect_state(definition_of(cls), file.read_bytes()))
+        except OSError as error:
+            say(target, f"the checkpoint can't be read: {file}: {error.strerror}")
+            return EXIT_FAILED, None
+        except AppError as error:
+            say(target, f"{file}: {error}")
+            return EXIT_NOT_RUNNABLE if error.exit_status == EXIT_NOT_RUNNABLE else EXIT_FAILED, None
+    if options.command == "show":
+        return EXIT_DONE, read[0].to_json()
+    found = islice(differences(read[0].state, read[1].state), options.limit)
+    return EXIT_DONE, [difference.to_json() for difference in found]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,226 @@
+"""A checkpoint beside the handlers: a forked child encodes the state as it was, and writes it into a pipe.
+
+The child has a copy of the process's memory and of its one thread; it shares pages with its parent until one of them
+writes. It encodes, writes and leaves: no handler of the parent's runs in it, no file of the parent's is open in it.
+
+What is in the pipe is a kind (1 byte), a size (8 bytes, little endian), then that many bytes: the blob, or a text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import gc
+import os
+import signal
+import struct
+import warnings
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from appsdk.errors import StateError
+
+CHUNK_SIZE_BYTES_MAX = 256 << 10
+PIPE_SIZE_BYTES = 1 << 20  # what an ordinary user may ask for
+_FRONT = struct.Struct("<BQ")
+_BLOB, _STATE_ERROR, _PROBLEM = 0, 1, 2
+
+_PR_SET_PDEATHSIG = 1
+_OOM_SCORE_ADJUSTMENT_MAX = b"1000"
+
+
+class SnapshotReader:
+    """What a child has written, in any pieces: the blob's bytes, and how it ended."""
+
+    def __init__(self) -> None:
+        self._front = b""
+        self._kind = _PROBLEM
+        self._missing_bytes = -1  # not known yet
+        self._text = b""
+
+    def receive_data(self, data: bytes) -> bytes:
+        """The part of ``data`` that belongs to the blob."""
+        if self._missing_bytes < 0:
+            self._front += data
+            if len(self._front) < _FRONT.size:
+                return b""
+            self._kind, self._missing_bytes = _FRONT.unpack_from(self._front)
+            data, self._front = self._front[_FRONT.size :], b""
+        self._missing_bytes -= len(data)
+        if self._kind == _BLOB:
+            return data
+        self._text += data
+        return b""
+
+    def end(self, how: str) -> str:
+        """Nothing more comes, and the child has ended in the way ``how``. Why there is no blob; "" if it is whole.
+
+        Raises StateError if the state can't be saved.
+        """
+        if self._missing_bytes:
+            return f"the process that encoded the state {how} before it was done"
+        text = self._text.decode("utf-8", "replace")
+        if self._kind == _STATE_ERROR:
+            raise StateError(text)
+        return text
+
+
+class Snapshot:
+    """One child and the pipe from it. ``encode`` makes the pieces of the blob; it raises StateError.
+
+    ``reason`` says, once :meth:`read` has returned no bytes, why there is no blob; "" if it is whole.
+    """
+
+    def __init__(self, encode: Callable[[], Sequence[bytes]]) -> None:
+        self.reason = ""
+        self._reader = SnapshotReader()
+        self._child = self._pipe = -1
+        self._thaw = False
+        try:
+            self._start(encode)
+        except OSError as error:  # no memory, too many processes or files
+            self.reason = f"the process that was to encode the state could not be started: {error}"
+            self.close()
+
+    def _start(self, encode: Callable[[], Sequence[bytes]]) -> None:
+        self._pipe, writer = os.pipe()
+        if hasattr(fcntl, "F_SETPIPE_SZ"):
+            with contextlib.suppress(OSError):  # more than this user may have: then it takes longer
+                fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_SIZE_BYTES)
+        parent, prctl = os.getpid(), _load_prctl()  # the child is to load nothing
+        # What the user has frozen is not ours to thaw.
+        self._thaw = gc.get_freeze_count() == 0
+        if self._thaw:
+            gc.freeze()  # a collection in the parent would touch, and so copy, every page with objects
+        # Blocked for the child's life: no handler of the parent's can run in it, not even before its first line.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            with warnings.catch_warnings():
+                # Python 3.12 warns of forks beside threads: the child takes no lock that one of them could hold.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                self._child = os.fork()
+                if not self._child:
+                    _run_child(encode, writer, parent, prctl)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            os.close(writer)
+        os.set_blocking(self._pipe, False)
+
+    def fileno(self) -> int:
+        """Readable when :meth:`read` has something; -1 after its end."""
+        return self._pipe
+
+    def read(self) -> bytes | None:
+        """The next bytes of the blob, CHUNK_SIZE_BYTES_MAX at most; empty at the end; None when none are there yet.
+
+        Raises StateError if the state can't be saved.
+        """
+        while self._pipe >= 0:
+            try:
+                data = os.read(self._pipe, CHUNK_SIZE_BYTES_MAX)
+            except BlockingIOError:
+                return None
+            if not data:
+                how = self._end()
+                self.reason = self._reader.end(how)
+            elif blob := self._reader.receive_data(data):
+                return blob
+        return b""
+
+    def _end(self) -> str:
+        """Take the child's place in the process table away; how it ended."""
+        if self._pipe >= 0:
+            os.close(self._pipe)
+            self._pipe = -1
+        if self._thaw:
+            gc.unfreeze()
+            self._thaw = False
+        child, self._child = self._child, -1
+        if child < 0:
+            return "was not started"
+        try:
+            # Its end of the pipe is closed as one of the last acts of its exit: this returns at once.
+            _, status = os.waitpid(child, 0)
+        except ChildProcessError:  # the app ignores SIGCHLD, or waits for all its children
+            return "ended"
+        if os.WIFSIGNALED(status):
+            return f"was killed by signal {os.WTERMSIG(status)}"
+        return f"left with status {os.WEXITSTATUS(status)}"
+
+    def close(self) -> None:
+        """End the child if it still runs."""
+        if self._child >= 0:
+            with contextlib.suppress(ChildProcessError):
+                # Killed only as long as it is certain that the ID is still this child's.
+                if os.waitpid(self._child, os.WNOHANG) == (0, 0):
+                    os.kill(self._child, signal.SIGKILL)
+                else:
+                    self._child = -1
+        self._end()
+
+
+Prctl = Callable[..., int]
+
+
+@functools.cache
+def _load_prctl() -> Prctl | None:
+    """Linux's; None where there is none: there a child whose parent is gone ends when it writes."""
+    try:
+        import ctypes  # here: it takes milliseconds, and few apps need it
+
+        prctl: Prctl = ctypes.CDLL(None).prctl
+    except (ImportError, OSError, AttributeError):
+        return None
+    return prctl
+
+
+# --- in the child -----------------------------------------------------------------------------------------------------
+
+
+def _run_child(encode: Callable[[], Sequence[bytes]], writer: int, parent: int, prctl: Prctl | None) -> NoReturn:
+    status = 1
+    try:
+        gc.disable()
+        _die_with(parent, prctl)
+        os.closerange(3, writer)
+        os.closerange(writer + 1, os.sysconf("SC_OPEN_MAX"))
+        kind, pieces = _encoded(encode)
+        _write(writer, _FRONT.pack(kind, sum(map(len, pieces))))
+        for piece in pieces:
+            _write(writer, piece)
+        status = 0
+    finally:
+        os._exit(status)  # nothing that is the parent's may run: no finally, no atexit, no buffer's flush
+
+
+def _encoded(encode: Callable[[], Sequence[bytes]]) -> tuple[int, Sequence[bytes]]:
+    try:
+        return _BLOB, encode()
+    except MemoryError as error:
+        problem: BaseException = error
+    except Exception as error:
+        if not isinstance(error.__cause__, MemoryError):
+            return _STATE_ERROR, [str(error).encode("utf-8", "replace")]
+        problem = error.__cause__
+    return _PROBLEM, [f"there is not enough memory to encode the state beside the app: {problem!r}".encode()]
+
+
+def _die_with(parent: int, prctl: Prctl | None) -> None:
+    if prctl is not None:
+        prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        if os.getppid() != parent:  # it died before
+            os._exit(1)
+    # When memory runs out this process is the one to end, not the app.
+    with contextlib.suppress(OSError):
+        descriptor = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+        try:
+            os.write(descriptor, _OOM_SCORE_ADJUSTMENT_MAX)
+        finally:
+            os.close(descriptor)
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]

@@ -1,0 +1,160 @@
+"""A state as a tree of plain values, for people and for comparing: the same for the same state, in each process.
+
+Attributes of objects are :class:`Fields`, other mappings plain dicts, sequences lists, sets :class:`Members`; what has
+no such form (the serializer "pickle" allows any object) is taken apart as pickle would.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+from uuid import UUID
+
+import msgspec
+
+Tree = Any
+"""None, bool, int, float, str, bytes, list, dict, Fields or Members; within them the same."""
+
+_AS_TEXT = datetime | date | time | timedelta | Decimal | UUID
+_SCALARS = (bool, int, float, str, bytes)
+
+
+class Fields(dict[str, Tree]):
+    """The attributes of an object, by name. Names that start with "$" are no attributes."""
+
+
+class Members(list[Tree]):
+    """The members of a set, in an order that depends on nothing but them."""
+
+
+def tree(value: Any) -> Tree:
+    """``value`` as a tree. Raises RecursionError for one that is too deep."""
+    return _Builder().build(value)
+
+
+class _Builder:
+    def __init__(self) -> None:
+        self._above: list[int] = []  # the identities of what holds the value that is being built
+
+    def build(self, value: Any) -> Tree:
+        if value is None or type(value) in _SCALARS:
+            return value
+        if isinstance(value, Enum):
+            return self.build(value.value)
+        if isinstance(value, _AS_TEXT):
+            return msgspec.to_builtins(value)
+        if isinstance(value, bytes | bytearray | memoryview):
+            return bytes(value)
+        for scalar in (int, float, str):
+            if isinstance(value, scalar):
+                return scalar(value)
+        if id(value) in self._above:
+            return Fields({"$cycle": len(self._above) - self._above.index(id(value))})
+        self._above.append(id(value))
+        try:
+            return self._container(value)
+        finally:
+            self._above.pop()
+
+    def _container(self, value: Any) -> Tree:
+        if isinstance(value, AbstractSet):
+            return Members(sorted(map(self.build, value), key=canonical))
+        if isinstance(value, Mapping):
+            return self._mapping(value)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return self._fields(value, value._fields)
+        if isinstance(value, list | tuple | deque):
+            return [self.build(item) for item in value]
+        if isinstance(value, msgspec.Struct):
+            tag = value.__struct_config__.tag
+            front = {} if tag is None else {value.__struct_config__.tag_field or "type": tag}
+            return Fields({**front, **self._fields(value, value.__struct_fields__)})
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return self._fields(value, [field.name for field in dataclasses.fields(value)])
+        if (attributes := getattr(type(value), "__attrs_attrs__", None)) is not None:
+            return self._fields(value, [attribute.name for attribute in attributes])
+        return self._reduced(value)
+
+    def _fields(self, value: Any, names: Iterable[str]) -> Fields:
+        return Fields({name: self.build(getattr(value, name)) for name in names if hasattr(value, name)})
+
+    def _mapping(self, value: Mapping[Any, Any]) -> dict[Any, Tree]:
+        made: dict[Any, Tree] = {}
+        for key, item in value.items():
+            key_tree = self._key(key)
+            if key_tree in made:  # two keys that look alike, such as a UUID and its text
+                key_tree = (type(key).__qualname__, key_tree)
+            made[key_tree] = self.build(item)
+        return made
+
+    def _key(self, key: Any) -> Any:
+        found = self.build(key)
+        if isinstance(found, list) and not isinstance(found, Members):
+            return tuple(map(self._key, found))
+        return canonical(found) if isinstance(found, list | dict) else found
+
+    def _reduced(self, value: Any) -> Fields:
+        if isinstance(value, type | FunctionType | BuiltinFunctionType):
+            return Fields({"$global": f"{value.__module__}.{value.__qualname__}"})
+        made = Fields({"$type": f"{type(value).__module__}.{type(value).__qualname__}"})
+        try:
+            parts: Any = value.__reduce_ex__(4)
+        except Exception as error:  # whatever a method of the user's raises; a lock, a socket
+            return Fields({**made, "$opaque": str(error)})
+        if isinstance(parts, str):
+            return Fields({"$global": parts})
+        arguments, state, items, entries = [*parts[1:5], None, None, None][:4]
+        if arguments := [argument for argument in arguments if argument is not type(value)]:
+            made["$arguments"] = self.build(arguments)
+        for part in state if isinstance(state, tuple) and len(state) == 2 else (state,):  # (__dict__, __slots__)
+            if isinstance(part, dict):
+                made.update({str(name): self.build(item) for name, item in part.items()})
+            elif part is not None:
+                made["$state"] = self.build(state)
+        if items is not None:
+            made["$items"] = self.build(list(items))
+        if entries is not None:
+            made["$entries"] = self.build(dict(entries))
+        return made
+
+
+def to_json(part: Tree) -> Any:
+    """A tree as JSON has it. What JSON lacks is an object with one name that starts with "$".
+
+    bytes {"$bytes": hex}, sets {"$set": [...]}, NaN and infinities {"$float": "nan"}. Keys that are no strings are
+    written as text; where two would look alike, or as one of these, the mapping is {"$map": [[key, value], ...]}.
+    """
+    if isinstance(part, bytes):
+        return {"$bytes": part.hex()}
+    if isinstance(part, float) and not math.isfinite(part):
+        return {"$float": repr(part)}
+    if isinstance(part, Members):
+        return {"$set": [to_json(item) for item in part]}
+    if isinstance(part, list | tuple):
+        return [to_json(item) for item in part]
+    if isinstance(part, Fields):
+        return {name: to_json(item) for name, item in part.items()}
+    if isinstance(part, dict):
+        made = {key_text(key): to_json(item) for key, item in part.items()}
+        if len(made) < len(part) or any(name.startswith("$") for name in made):
+            return {"$map": [[to_json(key), to_json(part[key])] for key in sorted(part, key=canonical)]}
+        return made
+    return part
+
+
+def key_text(key: Any) -> str:
+    return key if isinstance(key, str) else json.dumps(to_json(key))
+
+
+def canonical(part: Tree) -> str:
+    """A text that equal trees share."""
+    return json.dumps(to_json(part), sort_keys=True)

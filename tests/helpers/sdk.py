@@ -1,0 +1,127 @@
+"""The other end of an app: a dispatcher driven by hand, and a small coordinator on a real socket."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from appsdk.dispatch import Dispatcher, Event, OutputReady
+from appsdk.proxy import definition_of
+from appsdk.testing import COMMITTER_ID, AppOutput, checkpoint_record, control, initial_record
+from protocol.extensions import encode_version
+from protocol.messages import MessageType, encode_message
+from protocol.record import CONTROL_SEQUENCE_ID, encode_record
+
+WAIT_S = 20.0  # no test waits this long unless it fails
+TAKE = control(MessageType.TAKE_CHECKPOINT)
+TAKE_FIRST = control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
+GOODBYE = control(MessageType.GOODBYE, b"stopping")
+SEED = bytes(range(16))
+
+
+def upgrade_record(version: int | None, message_type: int = MessageType.UPGRADE_TAKE_CHECKPOINT) -> bytes:
+    """The control record that asks for an upgrade; without a version, as a base coordinator does."""
+    content = b"" if version is None else encode_version(version)
+    return encode_record(COMMITTER_ID, CONTROL_SEQUENCE_ID, content + encode_message(message_type))
+
+
+@dataclass
+class Life:
+    """A dispatcher and what it sent."""
+
+    dispatcher: Dispatcher
+    output: AppOutput
+    events: list[Event]
+
+    @classmethod
+    def of(cls, app: type) -> Life:
+        return cls(Dispatcher(definition_of(app), lambda: SEED), AppOutput(), [])
+
+    def give(self, data: bytes, piece_size_bytes: int = 1 << 20) -> Any:
+        for start in range(0, max(len(data), 1), piece_size_bytes):
+            self.dispatcher.receive_data(data[start : start + piece_size_bytes])
+            while True:
+                event = self.dispatcher.next_event()
+                for chunk in self.dispatcher.data_to_send():
+                    self.output.receive_data(bytes(chunk))
+                if event is None:
+                    break
+                if not isinstance(event, OutputReady):
+                    self.events.append(event)
+        return self.dispatcher.instance
+
+    @property
+    def sent_types(self) -> list[int]:
+        return [sent.message_type for sent in self.output.messages]
+
+
+def first_start(app: type, piece_size_bytes: int = 1 << 20) -> Life:
+    life = Life.of(app)
+    life.give(TAKE_FIRST, piece_size_bytes)
+    life.give(initial_record(life.output.initial_message), piece_size_bytes)
+    return life
+
+
+def recover(app: type, blob: bytes, *records: bytes, piece_size_bytes: int = 1 << 20) -> Life:
+    life = Life.of(app)
+    life.give(checkpoint_record(blob) + b"".join(records) + TAKE_FIRST, piece_size_bytes)
+    return life
+
+
+# --- over a socket ----------------------------------------------------------------------------------------------------
+
+Script = Callable[["ScriptedCoordinator"], None]
+
+
+class ScriptedCoordinator(threading.Thread):
+    """Listens, takes one app, runs the script, closes."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__(daemon=True)
+        self._script = script
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
+        self.output = AppOutput()
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.connection, _ = self.listener.accept()
+            self.connection.settimeout(WAIT_S)
+            self._script(self)
+        except BaseException as error:
+            self.error = error
+        finally:
+            with contextlib.suppress(AttributeError):
+                self.connection.close()
+            self.listener.close()
+
+    def send(self, data: bytes) -> None:
+        self.connection.sendall(data)
+
+    def read_until(self, condition: Callable[[AppOutput], bool]) -> None:
+        while not condition(self.output):
+            data = self.connection.recv(1 << 16)
+            if not data:
+                raise EOFError("the app has closed the connection")
+            self.output.receive_data(data)
+
+    def start_first(self) -> None:
+        self.send(TAKE_FIRST)
+        self.read_until(lambda output: len(output.blobs) == 1)
+        self.send(initial_record(self.output.initial_message))
+
+
+@contextlib.contextmanager
+def coordinator(script: Script) -> Iterator[ScriptedCoordinator]:
+    made = ScriptedCoordinator(script)
+    made.start()
+    yield made
+    made.join(WAIT_S)
+    assert not made.is_alive()
+    if made.error is not None:
+        raise made.error

@@ -1,0 +1,180 @@
+"""What made each call: in a traced run each batch is preceded by it. An ordinary run has nothing of that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from appsdk import Immortal, initial, peer, rpc, tracing
+from appsdk.dispatch import Dispatcher
+from appsdk.errors import HandlerError
+from appsdk.handlers import INITIAL_METHOD_ID, method_id_of_name
+from appsdk.outbox import Outbox
+from appsdk.proxy import definition_of, method_names
+from appsdk.testing import AppOutput, call, control, initial_record, logged
+from protocol.extensions import ALL_EXTENSIONS, TRACE_EXTENSIONS, decode_hello, decode_origins
+from protocol.messages import MessageType
+
+TAKE_FIRST = control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
+
+
+class Counter(Immortal):
+    @rpc(id=1)
+    def count(self, line: str) -> None: ...
+
+
+class Relay(Immortal):
+    counter = peer(Counter, "counter")
+    other = peer(Counter, "other")
+    seen: int
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    @initial
+    def begin(self) -> None:
+        self.counter.count.fork("begin")
+
+    @rpc(id=1)
+    def line(self, text: str) -> None:
+        for word in text.split():
+            self.counter.count.fork(word)
+
+    @rpc(id=2)
+    def three(self, size_bytes: int) -> None:
+        self.other.count.fork("x")
+        self.line.fork("y" * size_bytes)
+        self.counter.count.fork("z")
+
+    @rpc(id=3)
+    def failing(self) -> None:
+        self.counter.count.fork("before")
+        for wrong in (object(), "x" * (65 << 20)):
+            try:
+                self.counter.count.fork(wrong)  # type: ignore[arg-type]
+            except Exception:
+                self.seen += 1
+        try:
+            self.counter.count.fork()  # type: ignore[call-arg]
+        except TypeError:
+            self.seen += 1
+        self.counter.count.fork("after")
+
+
+class Run:
+    """A dispatcher and the messages it sends."""
+
+    def __init__(self, cls: type = Relay, *, traced: bool = True) -> None:
+        self.dispatcher = Dispatcher(
+            definition_of(cls),
+            lambda: bytes(16),
+            extensions=tracing.EXTENSIONS if traced else ALL_EXTENSIONS,
+            make_outbox=tracing.TracingOutbox if traced else Outbox,
+        )
+        self.output = AppOutput()
+        self.feed(TAKE_FIRST)
+        self.feed(initial_record(self.output.initial_message))
+
+    def feed(self, data: bytes) -> None:
+        self.dispatcher.receive_data(data)
+        while True:
+            event = self.dispatcher.next_event()
+            self.output.receive_data(b"".join(self.dispatcher.data_to_send()))
+            if event is None:
+                return
+
+    def batches(self) -> list[tuple[list[tuple[int, int, int]], str, int]]:
+        """For each batch what precedes it, its destination and how many calls it has."""
+        found = []
+        for before, sent in zip(self.output.messages, self.output.messages[1:], strict=False):
+            if sent.message_type == MessageType.STREAM_BATCH:
+                assert before.message_type == MessageType.ORIGINS
+                runs = [(o.sequence_id, o.message_index, o.count) for o in decode_origins(before.data)]
+                found.append((runs, sent.destination, len(sent.calls)))
+        return found
+
+
+def test_each_batch_has_its_origins() -> None:
+    run = Run()
+    run.feed(logged(1, [call(1, "a b c"), call(1, ""), call(1, "d")]) + logged(2, [call(2, 1), call(1, "e f")]))
+    assert run.batches() == [
+        ([(0, 0, 1)], "counter", 1),
+        ([(1, 0, 3), (1, 2, 1), (2, 0, 1), (2, 1, 2)], "counter", 7),
+        ([(2, 0, 1)], "other", 1),
+        ([(2, 0, 1)], "", 1),
+    ]
+    assert decode_hello(run.output.messages[0].data).extensions == ALL_EXTENSIONS | TRACE_EXTENSIONS
+
+
+def test_a_batch_that_a_call_closes() -> None:
+    run = Run()
+    run.feed(logged(1, [call(2, 40_000)] * 5))
+    own = [(runs, count) for runs, destination, count in run.batches() if destination == ""]
+    assert own == [([(1, 0, 1), (1, 1, 1)], 2), ([(1, 2, 1), (1, 3, 1)], 2), ([(1, 4, 1)], 1)]
+    for runs, _, count in run.batches():
+        assert sum(made for _, _, made in runs) == count
+
+
+def test_calls_that_fail_have_no_origin() -> None:
+    run = Run()
+    run.feed(logged(1, [call(3), call(3)]))
+    assert run.dispatcher.instance.seen == 6
+    assert run.batches()[1:] == [([(1, 0, 2), (1, 1, 2)], "counter", 4)]
+
+
+def test_an_ordinary_run_has_none() -> None:
+    run = Run(traced=False)
+    run.feed(logged(1, [call(1, "a b c")]))
+    assert MessageType.ORIGINS not in {sent.message_type for sent in run.output.messages}
+    fork = run.dispatcher.instance.counter.count.fork
+    assert fork.__qualname__ == "Outbox.make_fork.<locals>.fork"
+    assert decode_hello(run.output.messages[0].data).extensions == ALL_EXTENSIONS
+
+
+def test_the_calls_before_a_failure_come_first() -> None:
+    class Failing(Relay):
+        @rpc(id=1)
+        def line(self, text: str) -> None:
+            super().line(text)
+            if text == "bad":
+                raise ValueError(text)
+
+    class NoTransport:
+        """Takes what the last words are."""
+
+        def say_last_words(self, timeout_s: float) -> None:
+            run.output.receive_data(b"".join(run.dispatcher.data_to_send()))
+
+    run = Run(Failing)
+    with pytest.raises(HandlerError) as caught:
+        run.feed(logged(1, [call(1, "good"), call(1, "bad"), call(1, "never")]))
+    transport: Any = NoTransport()
+    tracing.report_failure(caught.value, run.dispatcher, transport)
+    assert run.batches()[1:] == [([(1, 0, 1), (1, 1, 1)], "counter", 2)]
+    assert run.output.messages[-1].message_type == MessageType.HANDLER_FAILED
+
+
+def test_names_of_methods() -> None:
+    assert method_names(definition_of(Relay)) == {
+        ("", INITIAL_METHOD_ID): "Relay.begin",
+        ("", 1): "Relay.line",
+        ("", 2): "Relay.three",
+        ("", 3): "Relay.failing",
+        ("counter", 1): "Counter.count",
+        ("other", 1): "Counter.count",
+    }
+
+    class Wide(Relay):
+        lost = peer("surely_not_there:Counter", "lost")
+
+        def wide(self) -> None: ...
+
+        wide.__qualname__ = "é" * 200
+        wide = rpc(wide)  # type: ignore[assignment]
+
+    names = method_names(definition_of(Wide))
+    assert names["", method_id_of_name("wide")] == "é" * 127
+    assert ("counter", 1) in names
+    assert not any(destination == "lost" for destination, _ in names)
+    assert names["", INITIAL_METHOD_ID].endswith("Wide.begin")
