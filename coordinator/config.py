@@ -10,6 +10,7 @@ line and the field: a typo must not become a default.
 from __future__ import annotations
 
 import difflib
+import enum
 import os
 import re
 import tempfile
@@ -21,13 +22,16 @@ from typing import Any
 
 import tomli_w
 
+from coordinator.app_addresses import LOCALHOST, host_port
 from protocol.errors import ImmortalError
 
 INSTANCE_NAME_SIZE_MAX = 64  # characters; the name is a file name, and part of each message between coordinators
 KEEP_CHECKPOINTS_DEFAULT = 2  # the newest, and one to fall back on
 KEEP_CHECKPOINTS_MAX = 1_000_000  # what is meant beyond this is "all"
+KEEP_LOG_DAYS_MAX = 36_500  # a hundred years: beyond it keep_checkpoints = "all" is meant
 LOG_TRIGGER_MB_DEFAULT = 1024
 LOG_TRIGGER_MB_MAX = 1 << 30
+CHECKPOINT_AGE_S_MAX = 366 * 86_400
 IPC_PATH_SIZE_MAX = 107  # bytes; the kernel's limit for the path of a Unix socket
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -52,6 +56,13 @@ class Tuning:
     peer_buffer_mib_max: int = 64  # outputs that no peer has acknowledged; above it the app is slowed
 
 
+class AppSendMode(enum.StrEnum):
+    """What the app of a two-port instance does at its second port, from which it is sent to."""
+
+    CONNECT = "connect"
+    LISTEN = "listen"
+
+
 @dataclass(frozen=True, slots=True)
 class InstanceSettings:
     """One instance. ``folder`` holds its files of the running time, and its log unless ``log`` says otherwise."""
@@ -61,11 +72,25 @@ class InstanceSettings:
     log: Path
     peer: str  # an endpoint with a port that is no longer `*`
     app_port: int
-    app_host: str = "127.0.0.1"
-    keep_checkpoints: int | None = KEEP_CHECKPOINTS_DEFAULT  # None: all of them
+    app_host: str = LOCALHOST
+    app_send_port: int | None = None  # None: both directions use one connection, to app_port
+    app_send_mode: AppSendMode = AppSendMode.CONNECT
+    keep_checkpoints: int | None = KEEP_CHECKPOINTS_DEFAULT  # None: all of them; with keep_log_days, of these days
+    keep_log_days: int | None = None  # the log of so many days is kept in any case; None: time does not count
     log_trigger_mb: int = LOG_TRIGGER_MB_DEFAULT
+    checkpoint_age_s: int | None = None  # None: a checkpoint's age alone asks for no other
     app: str | None = None  # "module:Class", as last run
     tuning: Tuning = field(default_factory=Tuning)
+
+    @property
+    def app_address(self) -> str:
+        """``HOST:PORT`` where the app connects."""
+        return host_port(self.app_host, self.app_port)
+
+    @property
+    def app_send_address(self) -> str | None:
+        """``HOST:PORT`` of the second port; None if there is none."""
+        return None if self.app_send_port is None else host_port(self.app_host, self.app_send_port)
 
 
 # --- checks: each returns the value to use, or says what was expected -------------------------------------------------
@@ -146,8 +171,15 @@ def _host(value: object) -> str:
         or not value
         or any(character.isspace() or character in "/[]*" for character in value)
     ):
-        raise _WrongValueError('an address such as "127.0.0.1"')
+        raise _WrongValueError('an address such as "127.0.0.1", or "localhost" for both loopbacks')
     return value
+
+
+def _app_send_mode(value: object) -> AppSendMode:
+    try:
+        return AppSendMode(value)  # type: ignore[arg-type]  # anything may stand in a file
+    except ValueError:
+        raise _WrongValueError(" or ".join(f'"{mode}"' for mode in AppSendMode)) from None
 
 
 def _path(value: object) -> str:
@@ -166,9 +198,13 @@ _CHECKS: Mapping[str, Callable[[object], Any]] = {
     "peer": _endpoint,
     "app_host": _host,
     "app_port": _integer(1, 65535),
+    "app_send_port": _integer(1, 65535),
+    "app_send_mode": _app_send_mode,
     "log": _path,
     "keep_checkpoints": _keep_checkpoints,
+    "keep_log_days": _integer(1, KEEP_LOG_DAYS_MAX),
     "log_trigger_mb": _integer(1, LOG_TRIGGER_MB_MAX),
+    "checkpoint_age_s": _integer(1, CHECKPOINT_AGE_S_MAX),
     "app": _app,
 }
 _TUNING_CHECKS: Mapping[str, Callable[[object], int]] = {
@@ -220,6 +256,7 @@ def check_settings(values: Mapping[str, object], name: str, path: Path, text: st
     for required in _REQUIRED:
         if required not in checked:
             raise ConfigError(f"{path}: the field {required!r} is missing")
+    _check_app_ports(checked, path, text)
     folder = path.parent / check_instance_name(name)
     log = path.parent / checked.pop("log", folder / "log")
     return InstanceSettings(name=name, folder=folder, log=log, tuning=Tuning(**tuned), **checked)
@@ -247,6 +284,18 @@ def _check_table(
         except _WrongValueError as error:
             raise ConfigError(f"{place}: got {_shown(value)}, expected {error}") from None
     return checked
+
+
+def _check_app_ports(checked: Mapping[str, Any], path: Path, text: str) -> None:
+    if "app_send_mode" in checked and "app_send_port" not in checked:
+        place = _place(path, line_of(text, "app_send_mode"))
+        raise ConfigError(f"{place}, field 'app_send_mode': it needs an 'app_send_port', the port that it is about")
+    if checked.get("app_send_port") == checked["app_port"]:
+        place = _place(path, line_of(text, "app_send_port"))
+        raise ConfigError(
+            f"{place}, field 'app_send_port': got {checked['app_port']}, expected another port than 'app_port'"
+            " (without 'app_send_port' one connection serves both directions)"
+        )
 
 
 def _place(path: Path, line: int | None) -> str:
@@ -291,14 +340,22 @@ def _syntax_error(path: Path, text: str, message: str) -> str:
 def settings_text(settings: InstanceSettings, *, log: Path | None) -> str:
     """The settings file's text. Defaults are left out, ``log`` too when it is None."""
     values: dict[str, Any] = {"peer": settings.peer, "app_port": settings.app_port}
-    if settings.app_host != "127.0.0.1":
+    if settings.app_host != LOCALHOST:
         values["app_host"] = settings.app_host
+    if settings.app_send_port is not None:
+        values["app_send_port"] = settings.app_send_port
+        if settings.app_send_mode is not AppSendMode.CONNECT:
+            values["app_send_mode"] = settings.app_send_mode.value
     if log is not None:
         values["log"] = str(log)
     if settings.keep_checkpoints != KEEP_CHECKPOINTS_DEFAULT:
         values["keep_checkpoints"] = "all" if settings.keep_checkpoints is None else settings.keep_checkpoints
+    if settings.keep_log_days is not None:
+        values["keep_log_days"] = settings.keep_log_days
     if settings.log_trigger_mb != LOG_TRIGGER_MB_DEFAULT:
         values["log_trigger_mb"] = settings.log_trigger_mb
+    if settings.checkpoint_age_s is not None:
+        values["checkpoint_age_s"] = settings.checkpoint_age_s
     if settings.app is not None:
         values["app"] = settings.app
     default = Tuning()

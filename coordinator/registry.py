@@ -13,10 +13,11 @@ import os
 import random
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 
-from coordinator import control
+from coordinator import control, upgrade_mark
+from coordinator.app_addresses import LOCALHOST, hosts_of
 from coordinator.config import (
     ConfigError,
     InstanceSettings,
@@ -94,12 +95,18 @@ class Registry:
         peer: str,
         *,
         app_port: int | None = None,
-        app_host: str = "127.0.0.1",
+        app_host: str = LOCALHOST,
+        app_send_port: int | None = None,
+        app_send_mode: str | None = None,
         log: Path | None = None,
         keep_checkpoints: int | None = 2,
+        keep_log_days: int | None = None,
         log_trigger_mb: int | None = None,
+        checkpoint_age_s: int | None = None,
     ) -> InstanceSettings:
         """Write the settings of a new instance. `*` as the port of ``peer`` takes a free one, as no ``app_port`` does.
+
+        ``app_send_port``: for an app that uses two; 0 takes a free one. ``app_send_mode``: "connect" or "listen".
 
         Raises ConfigError for a wrong value, RegistryError when the name is taken.
         """
@@ -115,20 +122,32 @@ class Registry:
             values: dict[str, object] = {"peer": peer, "app_host": app_host}
             address = split_tcp(peer)
             if address is not None and address[1] == 0:
-                port = free_port(address[0], taken)
+                port = free_port((address[0],), taken)
                 values["peer"] = peer.removesuffix("*") + str(port)
                 taken.add(port)
             elif address is not None:
                 taken.add(address[1])
-            values["app_port"] = free_port(app_host, taken) if app_port is None else app_port
+            app_hosts = hosts_of(app_host)
+            values["app_port"] = app_port = free_port(app_hosts, taken) if app_port is None else app_port
+            if app_send_port == 0:
+                app_send_port = free_port(app_hosts, taken | {app_port})
+            if app_send_port is not None:
+                values["app_send_port"] = app_send_port
+            if app_send_mode is not None:
+                values["app_send_mode"] = app_send_mode
             values["keep_checkpoints"] = "all" if keep_checkpoints is None else keep_checkpoints
+            if keep_log_days is not None:
+                values["keep_log_days"] = keep_log_days
             if log_trigger_mb is not None:
                 values["log_trigger_mb"] = log_trigger_mb
+            if checkpoint_age_s is not None:
+                values["checkpoint_age_s"] = checkpoint_age_s
             if log is not None:
                 values["log"] = str(log.absolute())
             settings = check_settings(values, name, path)
-            if address is not None and settings.app_port == split_tcp(settings.peer)[1]:  # type: ignore[index]
-                raise ConfigError(f"the app of {name!r} and its peers cannot both use port {settings.app_port}")
+            peer_address = split_tcp(settings.peer)
+            if peer_address is not None and peer_address[1] in (settings.app_port, settings.app_send_port):
+                raise ConfigError(f"the app of {name!r} and its peers cannot both use port {peer_address[1]}")
             self._refuse_shared_log(settings)
             write_atomically(path, settings_text(settings, log=settings.log if log is not None else None).encode())
         return settings
@@ -155,6 +174,7 @@ class Registry:
                 _delete_log(settings)
             self.path(name).unlink(missing_ok=True)
             control.path(folder).unlink(missing_ok=True)
+            upgrade_mark.clear(folder)
             with contextlib.suppress(OSError):
                 folder.rmdir()  # stays where it still holds the log
         return settings.log if settings is not None else folder / "log"
@@ -210,6 +230,8 @@ class Registry:
         ports = set()
         for settings in self._readable():
             ports.add(settings.app_port)
+            if settings.app_send_port is not None:
+                ports.add(settings.app_send_port)
             address = split_tcp(settings.peer)
             if address is not None:
                 ports.add(address[1])
@@ -231,8 +253,8 @@ def _delete_log(settings: InstanceSettings) -> None:
         settings.log.rmdir()
 
 
-def free_port(host: str, taken: set[int]) -> int:
-    """A port of ``host`` that nobody listens at and that is not in ``taken``. Raises RegistryError.
+def free_port(hosts: Sequence[str], taken: Set[int]) -> int:
+    """A port that nobody listens at on any of ``hosts`` and that is not in ``taken``. Raises RegistryError.
 
     Outside the range from which the kernel takes ports for outgoing connections: such a port could be in use by
     a connection when the coordinator comes back after a crash, even by a peer's own attempt to reach it.
@@ -243,10 +265,12 @@ def free_port(host: str, taken: set[int]) -> int:
     else:
         candidates = []
     for port in (*candidates, *[0] * _PORT_TRIES_MAX):
-        found = _bind(host, port)
-        if found is not None and found not in taken:
+        found = _bind(hosts[0], port)
+        if found is None or found in taken:
+            continue
+        if all(_bind(other, found) is not None for other in hosts[1:]):
             return found
-    raise RegistryError(f"no free port was found at {host}")
+    raise RegistryError(f"no free port was found at {' and '.join(hosts)}")
 
 
 def _lowest_outgoing_port() -> int:

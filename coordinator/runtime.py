@@ -18,13 +18,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from coordinator import control
+from coordinator import control, upgrade_mark
 from coordinator.allocator import keep_freed_memory
-from coordinator.app_connection import AppConnection, listen
+from coordinator.app_endpoint import AppEndpoint
 from coordinator.config import InstanceSettings
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
-from coordinator.core.errors import LogError
+from coordinator.core.errors import DamagedLogError, DivergenceError, LogError
 from coordinator.core.interfaces import CheckpointHeader, LogStore
 from coordinator.core.limits import MIB, Limits
 from coordinator.core.machine import Machine
@@ -41,40 +41,46 @@ from protocol.peer import PeerFrame, decode_frame, encode_frame
 STOP_TIMEOUT_S = 25.0  # for the last checkpoint; the supervisor waits 30
 FAREWELL_TIMEOUT_S = 1.0  # for the last bytes to the app
 SWITCH_INTERVAL_S = 0.0005  # the commit thread gets the interpreter back this soon: 5 ms would be 5 ms per commit
+STATUS_NO_RECOVERY = 3  # the log can't be replayed as it is: the next start would find the same
 CONTROL_ENDPOINT = "tcp://127.0.0.1:*"
 
 
 class Coordinator:
     """One running coordinator over an open log. :meth:`run` returns when it has stopped."""
 
-    def __init__(self, settings: InstanceSettings, registry: Registry, store: LogStore, log: Events) -> None:
+    def __init__(
+        self,
+        settings: InstanceSettings,
+        registry: Registry,
+        store: LogStore,
+        log: Events,
+        upgrade_to: int | None = None,
+    ) -> None:
         self._settings = settings
         self._registry = registry
         self._store = store
         self._log = log
-        self._machine = Machine(settings.name, store.summary(), limits_of(settings))
+        self._machine = Machine(settings.name, store.summary(), limits_of(settings), upgrade_to)
         self._events: list[ev.Event] = []
         self._error: ImmortalError | None = None
         self._stop_requests = StopRequests()
         self._stop_deadline_ns: int | None = None
+        self._wake_at_ns: int | None = None  # wall clock
         self._endpoints: dict[str, str] = {}
-        self._app: AppConnection | None = None
-        self._app_mask = 0
-        self._app_moved_ns = time.monotonic_ns()
-        self._paused = False
-        self._turned_away = 0
         self._writer = LogWriter(
             store,
             keep_checkpoints=settings.keep_checkpoints,
+            keep_log_days=settings.keep_log_days,
             inline_size_bytes_max=settings.tuning.commit_inline_kib_max << 10,
         )
         self._epoll = select.epoll()
+        self._app = AppEndpoint(settings, log, self._epoll)
         self._messenger = Messenger()
         self._carry_out: dict[type, Callable[[Any], None]] = {
-            ef.SendToApp: self._send_to_app,
-            ef.CloseApp: self._close_app,
-            ef.PauseApp: self._pause_app,
-            ef.ResumeApp: self._resume_app,
+            ef.SendToApp: self._app.send,
+            ef.CloseApp: self._app.close_app,
+            ef.PauseApp: self._app.pause,
+            ef.ResumeApp: self._app.resume,
             ef.Commit: self._writer.submit,
             ef.WriteCheckpointChunk: self._writer.submit,
             ef.Trim: self._trim,
@@ -86,26 +92,30 @@ class Coordinator:
             ef.SendToPeer: self._send_to_peer,
             ef.ResetPeer: self._reset_peer,
             ef.ReplyToPeer: self._reply_to_peer,
+            ef.WakeAt: self._wake_at,
+            ef.UpgradeEnded: self._upgrade_ended,
             ef.Report: self._report,
             ef.Stop: self._stop,
         }
 
     def run(self) -> int:
-        """Serve until stopped: 0 after a clean stop, 1 after an error, which has been logged."""
+        """Serve until stopped: 0 after a clean stop; after an error, which has been logged, 1 or STATUS_NO_RECOVERY."""
         settings = self._settings
-        self._listener = listen(settings.app_host, settings.app_port, settings.name)
         try:
+            self._app.listen()
             self._messenger.listen(settings.peer, self._peer_frame_received)
             control_endpoint = self._messenger.listen(CONTROL_ENDPOINT, self._control_received)
             self._wake_receiver, self._wake_sender = socket.socketpair()
             self._catch_signals()
-            for descriptor in (self._listener, self._messenger, self._writer, self._wake_receiver):
+            for descriptor in (self._messenger, self._writer, self._wake_receiver):
                 self._epoll.register(descriptor.fileno(), select.EPOLLIN)
             control.announce(settings.folder, control_endpoint)
             self._log.info(
                 "coordinator started",
                 peer=settings.peer,
-                app=f"{settings.app_host}:{settings.app_port}",
+                app=settings.app_address,
+                app_send=settings.app_send_address,
+                app_send_mode=settings.app_send_mode if settings.app_send_port is not None else None,
                 **{key: self._machine.status(time.time_ns())[key] for key in ("committer_id", "sequence_id")},
             )
             while not self._machine.stopped:
@@ -115,26 +125,23 @@ class Coordinator:
             self._close()
         if self._error is not None:
             self._log.error(str(self._error))
-            return 1
+            return STATUS_NO_RECOVERY if isinstance(self._error, DivergenceError | DamagedLogError) else 1
         self._log.info("stopped")
         return 0
 
     # --- one turn --------------------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
-        app = self._app
-        for descriptor, mask in self._epoll.poll(self._timeout_s()):
-            if descriptor == self._messenger.fileno():
-                continue  # below: also when only a retry is due
-            if app is not None and descriptor == app.fileno():
-                self._app_ready(app, mask)
-            elif descriptor == self._writer.fileno():
-                self._events += self._writer.take_done()
-            elif descriptor == self._listener.fileno():
-                self._accept()
-            else:
-                self._wake_receiver.recv(64)
+        ready = dict(self._epoll.poll(self._timeout_s()))
+        if self._writer.fileno() in ready:
+            self._events += self._writer.take_done()
+        if self._wake_receiver.fileno() in ready:
+            self._wake_receiver.recv(64)
+        self._events += self._app.process(ready)
         self._messenger.process()
+        if self._wake_at_ns is not None and time.time_ns() >= self._wake_at_ns:
+            self._wake_at_ns = None
+            self._events.append(ev.Tick())
         if self._stop_deadline_ns is not None and time.monotonic_ns() > self._stop_deadline_ns:
             self._log.warning("the app gave no checkpoint in time; stopping without one: the log has everything")
             self._machine.stopped = True
@@ -143,94 +150,18 @@ class Coordinator:
             events, self._events = self._events, []
             for effect in self._machine.handle(events, time.time_ns()):
                 self._carry_out[type(effect)](effect)
-            self._flush_app()
+            self._events += self._app.flush()
             self._messenger.flush()
             self._events += self._writer.run_inline()
 
     def _timeout_s(self) -> float | None:
         if self._events:
             return 0
-        deadlines = [ns for ns in (self._messenger.next_deadline_ns(), self._stop_deadline_ns) if ns is not None]
+        due_ns = (self._messenger.next_deadline_ns(), self._app.next_deadline_ns(), self._stop_deadline_ns)
+        deadlines = [ns for ns in due_ns if ns is not None]
+        if self._wake_at_ns is not None:
+            deadlines.append(time.monotonic_ns() + self._wake_at_ns - time.time_ns())
         return max(0.0, (min(deadlines) - time.monotonic_ns()) / 1e9) if deadlines else None
-
-    # --- the app ---------------------------------------------------------------------------------------------------
-
-    def _accept(self) -> None:
-        if any(isinstance(event, ev.AppClosed) for event in self._events):
-            return  # the next turn accepts it: what this turn still has for the app that is gone must not reach it
-        try:
-            accepted, _ = self._listener.accept()
-        except OSError:
-            return
-        if self._app is not None:
-            self._turned_away += 1
-            self._log.warning("a second app was turned away: one is connected", count=self._turned_away)
-            accepted.close()
-            return
-        self._app = AppConnection(accepted)
-        self._paused = False
-        self._app_mask = select.EPOLLIN | select.EPOLLRDHUP
-        self._epoll.register(self._app.fileno(), self._app_mask)
-        self._app_moved_ns = time.monotonic_ns()
-        self._events.append(ev.AppConnected())
-
-    def _app_ready(self, app: AppConnection, mask: int) -> None:
-        if mask & select.EPOLLOUT:
-            self._flush_app()
-        if self._app is not app:
-            return
-        if mask & select.EPOLLRDHUP and self._paused:
-            self._app_lost()  # what it sent and was not read was not accepted either
-        elif mask & (select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR):
-            data = app.receive()
-            if data:
-                self._app_moved_ns = time.monotonic_ns()
-                self._events.append(ev.AppData(data))
-            elif data is not None:
-                self._app_lost()
-
-    def _app_lost(self) -> None:
-        if self._app is not None:
-            self._epoll.unregister(self._app.fileno())
-            self._app.close()
-            self._app = None
-            self._events.append(ev.AppClosed())
-
-    def _send_to_app(self, effect: ef.SendToApp) -> None:
-        if self._app is not None and not self._app.closing:
-            self._app.send(effect.data)
-
-    def _flush_app(self) -> None:
-        app = self._app
-        if app is None:
-            return
-        if app.has_waiting:
-            sent = app.flush()
-            if sent:
-                self._app_moved_ns = time.monotonic_ns()
-                self._events.append(ev.AppSent(sent))
-        if app.closing and not app.has_waiting:
-            self._app_lost()
-            return
-        self._watch(app)
-
-    def _watch(self, app: AppConnection) -> None:
-        # RDHUP also while paused: an app that dies then must make room for the next one.
-        reading = 0 if self._paused or app.closing else select.EPOLLIN
-        mask = select.EPOLLRDHUP | reading | (select.EPOLLOUT if app.has_waiting else 0)
-        if mask != self._app_mask:
-            self._app_mask = mask
-            self._epoll.modify(app.fileno(), mask)
-
-    def _close_app(self, effect: ef.CloseApp) -> None:
-        if self._app is not None:
-            self._app.closing = True
-
-    def _pause_app(self, effect: ef.PauseApp) -> None:
-        self._paused = True
-
-    def _resume_app(self, effect: ef.ResumeApp) -> None:
-        self._paused = False
 
     # --- the log ---------------------------------------------------------------------------------------------------
 
@@ -331,7 +262,7 @@ class Coordinator:
     def _status(self) -> dict[str, object]:
         status = {**self._machine.status(time.time_ns()), "pid": os.getpid()}
         behind = bool(status["backlog_records"] or status["unsent_bytes"])
-        silent_s = (time.monotonic_ns() - self._app_moved_ns) / 1e9
+        silent_s = (time.monotonic_ns() - self._app.moved_ns) / 1e9
         status["app_silent_s"] = round(silent_s, 3) if behind and status["app_connected"] else 0.0
         outputs = status["outputs"]
         if isinstance(outputs, dict):
@@ -342,6 +273,15 @@ class Coordinator:
                     bool(endpoint) and self._messenger.connected(endpoint)
                 )
         return status
+
+    def _wake_at(self, effect: ef.WakeAt) -> None:
+        self._wake_at_ns = effect.time_ns
+
+    def _upgrade_ended(self, effect: ef.UpgradeEnded) -> None:
+        if effect.problem is None:
+            complete_upgrade(self._settings, self._registry, effect.version)
+        else:
+            upgrade_mark.give_up(self._settings.folder, effect.problem)
 
     def _report(self, effect: ef.Report) -> None:
         getattr(self._log, effect.level)(effect.message, **effect.fields)
@@ -370,19 +310,13 @@ class Coordinator:
 
     def _say_farewell(self) -> None:
         """Let the last bytes reach the app and the last answers the peers."""
-        deadline = time.monotonic() + FAREWELL_TIMEOUT_S
-        app = self._app
-        while app is not None and app.has_waiting and time.monotonic() < deadline:
-            select.select([], [app], [], max(0.0, deadline - time.monotonic()))
-            app.flush()
+        self._app.drain(FAREWELL_TIMEOUT_S)
         self._messenger.flush()
 
     def _close(self) -> None:
         signal.set_wakeup_fd(-1)
         self._writer.close()
-        if self._app is not None:
-            self._app.close()
-        self._listener.close()
+        self._app.close()
         self._messenger.close()
         self._epoll.close()
         control.withdraw(self._settings.folder)
@@ -394,7 +328,27 @@ def limits_of(settings: InstanceSettings) -> Limits:
         group_size_bytes=tuning.group_size_kib_max << 10,
         output_waiting_bytes=tuning.peer_buffer_mib_max * MIB,
         checkpoint_trigger_bytes=settings.log_trigger_mb * MIB,
+        checkpoint_age_ns=None if settings.checkpoint_age_s is None else settings.checkpoint_age_s * 10**9,
     )
+
+
+def complete_upgrade(settings: InstanceSettings, registry: Registry, version: int) -> None:
+    """The log is of ``version``: if that was asked for, nothing is asked for any more."""
+    mark = upgrade_mark.read(settings.folder)
+    if mark is None or mark.to != version:
+        return
+    if mark.app is not None:
+        registry.remember_app(settings.name, mark.app)
+    upgrade_mark.clear(settings.folder)
+
+
+def upgrade_asked_for(settings: InstanceSettings, registry: Registry, store: LogStore) -> int | None:
+    """The version that the next recovery is to end in. Raises UpgradeMarkError."""
+    versions = store.summary().versions
+    if versions:
+        complete_upgrade(settings, registry, versions[-1].version)
+    mark = upgrade_mark.read(settings.folder)
+    return mark.to if mark is not None and mark.pending else None
 
 
 def check_checkpoint(store: LogStore, header: CheckpointHeader) -> str | None:
@@ -422,6 +376,7 @@ def run_coordinator(settings: InstanceSettings, registry: Registry) -> int:
     opener = open_log if log_exists(settings.log) else create_log
     store = opener(settings.log, settings.name)
     try:
-        return Coordinator(settings, registry, store, Events(settings.name)).run()
+        upgrade_to = upgrade_asked_for(settings, registry, store)
+        return Coordinator(settings, registry, store, Events(settings.name), upgrade_to).run()
     finally:
         store.close()

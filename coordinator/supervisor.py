@@ -7,7 +7,9 @@
 What a death means (`Verdict`):
 
 - status 70 of the app: a handler failed. A replay would run it again, so nothing is started again.
+- status 71 of the app: an upgrade failed. Both are started again, with the version before.
 - status 2 of either: it was called wrongly; the next start would be, too.
+- status 3 of the coordinator: its log can't be replayed as it is, and could not be the next time.
 - status 0 of the coordinator: somebody else asked it to stop. It is a clean end once the app has ended with 0 as well;
   with restart both come back, since it was not the supervisor that was asked.
 - status 0 of the app: it was said goodbye to, if the coordinator ends by itself with 0 as well; else a death like any.
@@ -39,7 +41,10 @@ from coordinator.stop_requests import StopRequests
 
 APP_ADDRESS_VARIABLE = "IMMORTAL_APP_ADDRESS"
 STATUS_HANDLER_FAILED = 70
+STATUS_UPGRADE_FAILED = 71
 STATUS_CALLED_WRONGLY = 2
+STATUS_NO_RECOVERY = 3
+_OWN_DEATHS = (STATUS_HANDLER_FAILED, STATUS_UPGRADE_FAILED, STATUS_CALLED_WRONGLY)
 STOP_GRACE_S = 5.0  # between SIGTERM and SIGKILL
 LEAVE_S = 1.0  # for one to end by itself after the other has ended well
 CLEAN_STOP_S = 30.0  # for a last checkpoint, which may be GiB
@@ -76,11 +81,10 @@ def coordinator_command(settings: InstanceSettings, *, log_format: str, log_leve
 
 
 def app_command(settings: InstanceSettings, app: str) -> Command:
-    host = f"[{settings.app_host}]" if ":" in settings.app_host else settings.app_host
-    address = f"{host}:{settings.app_port}"
     # The SDK wants a fixed hash seed, and would start itself over to get one.
     hash_seed = os.environ.get("PYTHONHASHSEED", "0")
-    return Command([sys.executable, "-m", "appsdk", app], {APP_ADDRESS_VARIABLE: address, "PYTHONHASHSEED": hash_seed})
+    environment = {APP_ADDRESS_VARIABLE: settings.app_address, "PYTHONHASHSEED": hash_seed}
+    return Command([sys.executable, "-m", "appsdk", app], environment)
 
 
 @dataclass(frozen=True)
@@ -106,13 +110,20 @@ class Verdict(enum.Enum):
     DIED = "died"
     STOPPED = "stopped"
     HANDLER_FAILED = "handler failed"
+    UPGRADE_FAILED = "an upgrade failed"
     CALLED_WRONGLY = "called wrongly"
+    NO_RECOVERY = "the log can't be replayed"
 
 
 def judge(first: Exit, second: Exit, second_was_told: bool) -> Verdict:
     """What it means that ``first`` died by itself, and ``second`` then, by itself or because it was told to."""
     if first.role is Role.APP and first.returncode == STATUS_HANDLER_FAILED:
         return Verdict.HANDLER_FAILED
+    if first.role is Role.APP and first.returncode == STATUS_UPGRADE_FAILED:
+        return Verdict.UPGRADE_FAILED
+    coordinator = first if first.role is Role.COORDINATOR else second
+    if coordinator.returncode == STATUS_NO_RECOVERY:  # the app may be found dead first: it leaves when it hears of it
+        return Verdict.NO_RECOVERY
     if first.returncode == STATUS_CALLED_WRONGLY:
         return Verdict.CALLED_WRONGLY
     if first.returncode == 0 and second.returncode == 0 and not second_was_told:
@@ -126,7 +137,7 @@ def who_died_first(exits: Sequence[Exit]) -> Exit:
     app, coordinator = by_role.get(Role.APP), by_role.get(Role.COORDINATOR)
     if app is None or coordinator is None:
         return exits[0]
-    own_death = app.returncode < 0 or app.returncode in (STATUS_HANDLER_FAILED, STATUS_CALLED_WRONGLY)
+    own_death = app.returncode < 0 or app.returncode in _OWN_DEATHS
     return app if own_death and coordinator.returncode >= 0 else coordinator
 
 
@@ -188,20 +199,26 @@ def _die_with_parent(parent_pid: int) -> Callable[[], None]:
 
 
 class Supervisor:
-    """Runs the two until they are to run no more. For the main thread: it takes SIGTERM and SIGINT."""
+    """Runs the two until they are to run no more. For the main thread: it takes SIGTERM and SIGINT.
+
+    ``commands`` is asked before each start. ``gave_up_upgrade`` is told that the app gave an upgrade up, and says
+    whether there is a version before it that can go on.
+    """
 
     def __init__(
         self,
-        commands: Mapping[Role, Command],
+        commands: Callable[[], Mapping[Role, Command]],
         events: Events,
         *,
         restart: bool = False,
+        gave_up_upgrade: Callable[[], bool] = lambda: False,
         stop_grace_s: float = STOP_GRACE_S,
         clean_stop_s: float = CLEAN_STOP_S,
     ) -> None:
         self._commands = commands
         self._events = events
         self._restart = restart
+        self._gave_up_upgrade = gave_up_upgrade
         self._stop_grace_s = stop_grace_s
         self._clean_stop_s = clean_stop_s
         self._children: dict[Role, _Child] = {}  # those that run
@@ -246,8 +263,11 @@ class Supervisor:
             self._tell(verdict, first)
             if verdict is Verdict.HANDLER_FAILED:
                 return STATUS_HANDLER_FAILED
-            if verdict is Verdict.CALLED_WRONGLY:
+            if verdict in (Verdict.CALLED_WRONGLY, Verdict.NO_RECOVERY):
                 return 1
+            if verdict is Verdict.UPGRADE_FAILED and self._gave_up_upgrade() and not self._stop_requests.count:
+                self._events.info("starting the version before again")
+                continue
             if self._stop_requests.count or not self._restart:
                 return 0 if verdict is Verdict.STOPPED else 1
             pause_s = pause.after(life_s, recovered=self._was_ready)
@@ -260,9 +280,10 @@ class Supervisor:
         self._exits.clear()
         self._was_ready = False
         read, write = os.pipe()
+        commands = self._commands()
         try:
-            self._children[Role.COORDINATOR] = _Child(Role.COORDINATOR, self._commands[Role.COORDINATOR], write)
-            self._children[Role.APP] = _Child(Role.APP, self._commands[Role.APP], None)
+            self._children[Role.COORDINATOR] = _Child(Role.COORDINATOR, commands[Role.COORDINATOR], write)
+            self._children[Role.APP] = _Child(Role.APP, commands[Role.APP], None)
         finally:
             os.close(write)
             self._ready_descriptor = read
@@ -323,6 +344,13 @@ class Supervisor:
             self._events.error(
                 f"{what}: a handler failed, and a replay would only repeat it; nothing is lost: mend the handler,"
                 " then start 'immortal run' again",
+                pid=first.pid,
+            )
+        elif verdict is Verdict.UPGRADE_FAILED:
+            self._events.error(f"{what}: the upgrade failed; the old version is whole", pid=first.pid)
+        elif verdict is Verdict.NO_RECOVERY:
+            self._events.error(
+                f"{what}: its log can't be replayed as it is, a restart would not help; its own line says why",
                 pid=first.pid,
             )
         elif verdict is Verdict.CALLED_WRONGLY:

@@ -9,29 +9,34 @@ from typing import Any
 
 import click
 
-from coordinator import control
+from coordinator import control, upgrade_mark
 from coordinator.cli.common import app_name, log_options, name_argument, pass_registry
 from coordinator.config import (
+    CHECKPOINT_AGE_S_MAX,
     KEEP_CHECKPOINTS_DEFAULT,
     KEEP_CHECKPOINTS_MAX,
+    KEEP_LOG_DAYS_MAX,
     LOG_TRIGGER_MB_DEFAULT,
     LOG_TRIGGER_MB_MAX,
+    AppSendMode,
     InstanceSettings,
 )
 from coordinator.registry import Registry, RegistryError
+from coordinator.upgrade_mark import UpgradeMark
 
 
 class _OrWord(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
-    """A whole number in a range, or one word, which stands for None."""
+    """A whole number in a range, or one word, which stands for ``meaning``."""
 
-    def __init__(self, word: str, least: int, most: int) -> None:
+    def __init__(self, word: str, least: int, most: int, meaning: int | None = None) -> None:
         self.name = f"integer or {word}"
         self._word = word
+        self._meaning = meaning
         self._range = click.IntRange(least, most)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
         if value is None or value == self._word:
-            return None
+            return self._meaning
         try:
             return int(self._range.convert(value, param, ctx))
         except click.BadParameter as error:
@@ -45,6 +50,16 @@ class _OrWord(click.ParamType):  # type: ignore[type-arg]  # generic in newer ve
 )
 @click.option("--app-port", type=_OrWord("*", 1, 65535), default="*", show_default=True, help="Where its app connects.")
 @click.option(
+    "--app-send-port",
+    type=_OrWord("*", 1, 65535, 0),
+    help="For an app that uses two ports: where it is sent to. '*' takes a free one.  [default: --app-port for both]",
+)
+@click.option(
+    "--app-send-mode",
+    type=click.Choice([mode.value for mode in AppSendMode]),
+    help="What the app does at --app-send-port: connect, or listen until its coordinator connects.  [default: connect]",
+)
+@click.option(
     "--log", type=click.Path(file_okay=False, path_type=Path), help="The log's folder.  [default: HOME/NAME/log]"
 )
 @click.option(
@@ -55,11 +70,22 @@ class _OrWord(click.ParamType):  # type: ignore[type-arg]  # generic in newer ve
     help="How many are kept, with the log after the oldest of them; all: for time travel.",
 )
 @click.option(
+    "--keep-log-days",
+    type=click.IntRange(1, KEEP_LOG_DAYS_MAX),
+    help="Keep beside them what it takes to replay the last so many days; with --keep-checkpoints all: only that."
+    "  [default: time does not count]",
+)
+@click.option(
     "--log-trigger-mb",
     type=click.IntRange(1, LOG_TRIGGER_MB_MAX),
     default=LOG_TRIGGER_MB_DEFAULT,
     show_default=True,
     help="A checkpoint is taken after so much log.",
+)
+@click.option(
+    "--checkpoint-age-s",
+    type=click.IntRange(1, CHECKPOINT_AGE_S_MAX),
+    help="... or when the last one is so old and there is anything new.  [default: age does not count]",
 )
 @pass_registry
 def register(
@@ -67,16 +93,37 @@ def register(
     name: str,
     peer: str,
     app_port: int | None,
+    app_send_port: int | None,
+    app_send_mode: str | None,
     log: Path | None,
     keep_checkpoints: int | None,
+    keep_log_days: int | None,
     log_trigger_mb: int,
+    checkpoint_age_s: int | None,
 ) -> None:
     """Write the settings of a new instance."""
+    if app_send_mode is not None and app_send_port is None:
+        raise click.UsageError("--app-send-mode needs --app-send-port, the port that it is about")
     settings = registry.register(
-        name, peer, app_port=app_port, log=log, keep_checkpoints=keep_checkpoints, log_trigger_mb=log_trigger_mb
+        name,
+        peer,
+        app_port=app_port,
+        app_send_port=app_send_port,
+        app_send_mode=app_send_mode,
+        log=log,
+        keep_checkpoints=keep_checkpoints,
+        keep_log_days=keep_log_days,
+        log_trigger_mb=log_trigger_mb,
+        checkpoint_age_s=checkpoint_age_s,
     )
-    click.echo(f"registered {name}: peers at {settings.peer}, app at {settings.app_host}:{settings.app_port}")
-    click.echo(f"settings in {_relative(registry.path(name))}; start it with: immortal run {name} MODULE:CLASS")
+    app = settings.app_address
+    start = f"immortal run {name} MODULE:CLASS"
+    if settings.app_send_port is not None:
+        does = "listens" if settings.app_send_mode is AppSendMode.LISTEN else "connects, too,"
+        app += f" ({does} at {settings.app_send_address})"
+        start = f"immortal coordinator {name}"
+    click.echo(f"registered {name}: peers at {settings.peer}, app at {app}")
+    click.echo(f"settings in {_relative(registry.path(name))}; start it with: {start}")
 
 
 @click.command()
@@ -102,20 +149,36 @@ def run(registry: Registry, name: str, app: str | None, restart: bool, log_forma
     Without MODULE:CLASS it is the one of the last run. SIGTERM or Ctrl-C stops both cleanly, with a checkpoint.
     """
     from coordinator.logs import configure
-    from coordinator.supervisor import Role, Supervisor, app_command, coordinator_command
+    from coordinator.supervisor import Command, Role, Supervisor, app_command, coordinator_command
 
     settings = registry.load(name)
-    app = app or settings.app
+    _refuse_two_ports(settings)
+    mark = upgrade_mark.read(settings.folder)
+    upgrading = mark is not None and mark.pending
+    app = app or (mark.app if mark is not None and upgrading else None) or settings.app
     if app is None:
         raise RegistryError(f"{name!r} has not been run yet: say what its app is ('immortal run {name} MODULE:CLASS')")
     _refuse_running(settings)
-    settings = registry.remember_app(name, app)
-    commands = {
-        Role.COORDINATOR: coordinator_command(settings, log_format=log_format, log_level=log_level),
-        Role.APP: app_command(settings, app),
-    }
+    if mark is not None and upgrading:
+        upgrade_mark.write(settings.folder, UpgradeMark(mark.to, app))  # registered once the upgrade is durable
+    else:
+        settings = registry.remember_app(name, app)
+
+    def commands() -> dict[Role, Command]:
+        """The version before an upgrade runs again where the upgrade has failed."""
+        mark = upgrade_mark.read(settings.folder)
+        failed = mark is not None and not mark.pending
+        return {
+            Role.COORDINATOR: coordinator_command(settings, log_format=log_format, log_level=log_level),
+            Role.APP: app_command(settings, (settings.app or app) if failed else app),
+        }
+
+    def gave_up_upgrade() -> bool:
+        upgrade_mark.give_up(settings.folder, "the app gave it up; its own lines say why")
+        return upgrading
+
     events = configure(name, level=log_level, log_format=log_format)
-    sys.exit(Supervisor(commands, events, restart=restart).run())
+    sys.exit(Supervisor(commands, events, restart=restart, gave_up_upgrade=gave_up_upgrade).run())
 
 
 @click.command()
@@ -136,6 +199,14 @@ def _refuse_running(settings: InstanceSettings) -> None:
     found = control.running(settings.folder)
     if found is not None:
         raise RegistryError(f"the coordinator of {settings.name!r} runs already, as process {found.pid}: stop it first")
+
+
+def _refuse_two_ports(settings: InstanceSettings) -> None:
+    if settings.app_send_port is not None:
+        raise RegistryError(
+            f"{settings.name!r} is for an app that uses two ports (app_send_port), which the apps of 'immortal run' do"
+            f" not: start 'immortal coordinator {settings.name}' and the app by itself, or register it without"
+        )
 
 
 def _relative(path: Path) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from coordinator import control
+from coordinator import control, upgrade_mark
 from coordinator.cli.common import echo_json, instance_name, json_option, pass_registry
 from coordinator.config import InstanceSettings
 from coordinator.registry import Registry
@@ -53,15 +53,27 @@ def instance_status(registry: Registry, name: str) -> dict[str, Any]:
     """The fields of a live instance's own answer, or as many of them as the log holds; "error" if there are none."""
     try:
         settings = registry.load(name)
-        found = control.running(settings.folder)
-        if found is not None:
-            try:
-                return {"pid": found.pid, **control.query(settings.folder, "status")}
-            except control.NotRunningError:
-                pass  # it stopped just now
-        return _stopped_status(settings)
+        return _live_status(settings) or _stopped_status(settings) | _upgrade(settings)
     except ImmortalError as error:
         return {"name": name, "phase": "unknown", "error": str(error)}
+
+
+def _live_status(settings: InstanceSettings) -> dict[str, Any] | None:
+    found = control.running(settings.folder)
+    if found is None:
+        return None
+    try:
+        return {"pid": found.pid, **control.query(settings.folder, "status"), **_upgrade(settings)}
+    except control.NotRunningError:
+        return None  # it stopped just now
+
+
+def _upgrade(settings: InstanceSettings) -> dict[str, Any]:
+    """The upgrade that is asked for, or has failed."""
+    mark = upgrade_mark.read(settings.folder)
+    if mark is None:
+        return {}
+    return {"upgrade_to": mark.to} if mark.pending else {"upgrade_to": mark.to, "upgrade_problem": mark.problem}
 
 
 def _stopped_status(settings: InstanceSettings) -> dict[str, Any]:
@@ -85,6 +97,7 @@ def _stopped_status(settings: InstanceSettings) -> dict[str, Any]:
         "committer_id": summary.committer_id,
         "epoch": summary.epoch,
         "sequence_id": summary.last_sequence_id,
+        "version": summary.versions[-1].version if summary.versions else None,
         "checkpoint": None,
         "inputs": {named(source): {"position": one.position} for source, one in sources.items()},
         "outputs": {named(to): {"acknowledged": position} for to, position in summary.acknowledged.items()},
@@ -131,7 +144,8 @@ def _table(rows: list[dict[str, Any]]) -> Table:
 def _phase(row: dict[str, Any]) -> str:
     silent_s = row.get("app_silent_s") or 0
     hint = f" (the app has taken nothing for {silent_s:.0f} s)" if silent_s >= 5 and row.get("backlog_records") else ""
-    return f"{row['phase']}{hint}"
+    version = f", version {row['version']}" if (row.get("version") or 1) != 1 else ""
+    return f"{row['phase']}{version}{hint}"
 
 
 def _checkpoint(checkpoint: dict[str, Any] | None) -> str:
@@ -152,6 +166,9 @@ def _output(one: dict[str, Any]) -> str:
 
 def _problems(row: dict[str, Any]) -> list[str]:
     problems = [f"{row['name']}: {problem}" for problem in row.get("problems", ())]
+    if row.get("upgrade_problem"):
+        failed = f"the upgrade to version {row['upgrade_to']} failed: {row['upgrade_problem']}"
+        problems.append(f"{row['name']}: {failed} ('immortal upgrade {row['name']} --cancel' forgets it)")
     problems += [
         f"{row['name']} to {to}: {one['error']}" for to, one in row.get("outputs", {}).items() if one.get("error")
     ]

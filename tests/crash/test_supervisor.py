@@ -33,7 +33,7 @@ given = json.loads(sys.argv[1])
 commands = {Role.COORDINATOR: Command(given["coordinator"]), Role.APP: Command(given["app"], {"TEST_ROLE": "app"})}
 if given["options"].pop("broken", None):
     commands[Role.APP] = Command(["/nonexistent/program"])
-supervisor = Supervisor(commands, configure("x", log_format="json"), **given["options"])
+supervisor = Supervisor(lambda: commands, configure("x", log_format="json"), **given["options"])
 sys.exit(supervisor.run())
 """
 

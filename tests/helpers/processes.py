@@ -82,10 +82,10 @@ class CoordinatorProcess:
         self._reader.join(DEADLINE_S)
         return status, [line for line in self.lines if line]
 
-    def failed(self) -> str:
-        """Ended with status 1; the one line of its error."""
+    def failed(self, expected: int = 1) -> str:
+        """Ended with that status; the one line of its error."""
         status, lines = self.ended()
-        assert status == 1, (status, lines)
+        assert status == expected, (status, lines)
         assert not any("Traceback" in line for line in lines), lines
         errors = [line for line in lines if " error " in line or line.startswith("error: ")]
         return errors[-1]

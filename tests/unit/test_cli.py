@@ -145,6 +145,7 @@ def test_status_of_a_stopped_one(logged: Registry) -> None:
     assert row == {
         "name": "counter",
         "phase": "stopped",
+        "version": None,
         "committer_id": COMMITTER_ID,
         "epoch": 1,
         "sequence_id": 1,

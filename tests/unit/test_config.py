@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.config import (
+    AppSendMode,
     ConfigError,
     InstanceSettings,
     Tuning,
@@ -22,6 +23,7 @@ from coordinator.config import (
     write_atomically,
 )
 
+PORT_FIELDS = ("app_port", "app_send_port", "app_send_mode")
 GOOD = 'peer = "tcp://127.0.0.1:7001"\napp_port = 7002\n'
 
 
@@ -46,7 +48,9 @@ def test_defaults(tmp_path: Path) -> None:
         log=tmp_path / "counter" / "log",
         peer="tcp://127.0.0.1:7001",
         app_port=7002,
-        app_host="127.0.0.1",
+        app_host="localhost",
+        app_send_port=None,
+        app_send_mode=AppSendMode.CONNECT,
         keep_checkpoints=2,
         log_trigger_mb=1024,
         app=None,
@@ -75,7 +79,8 @@ def test_all_fields(tmp_path: Path) -> None:
         (
             GOOD + "\n# a comment\nzzz = 1\n",
             "counter.toml, line 5, field 'zzz': unknown field: known are"
-            " peer, app_host, app_port, log, keep_checkpoints, log_trigger_mb, app, tuning",
+            " peer, app_host, app_port, app_send_port, app_send_mode,"
+            " log, keep_checkpoints, keep_log_days, log_trigger_mb, checkpoint_age_s, app, tuning",
         ),
         (
             GOOD.replace("7002", '"7002"'),
@@ -90,6 +95,27 @@ def test_all_fields(tmp_path: Path) -> None:
             "counter.toml, line 2, field 'app_port': got true, expected a whole number from 1 to 65535",
         ),
         (
+            GOOD + "app_send_port = 0\n",
+            "counter.toml, line 3, field 'app_send_port': got 0, expected a whole number from 1 to 65535",
+        ),
+        (
+            GOOD + "app_send_port = 7002\n",
+            "counter.toml, line 3, field 'app_send_port': got 7002, expected another port than 'app_port'"
+            " (without 'app_send_port' one connection serves both directions)",
+        ),
+        (
+            GOOD + 'app_send_port = 7003\napp_send_mode = "accept"\n',
+            'counter.toml, line 4, field \'app_send_mode\': got "accept", expected "connect" or "listen"',
+        ),
+        (
+            GOOD + "app_send_port = 7003\napp_send_mode = [1]\n",
+            'counter.toml, line 4, field \'app_send_mode\': got [1], expected "connect" or "listen"',
+        ),
+        (
+            GOOD + 'app_send_mode = "listen"\n',
+            "counter.toml, line 3, field 'app_send_mode': it needs an 'app_send_port', the port that it is about",
+        ),
+        (
             GOOD.replace("tcp:", "tpc:"),
             "counter.toml, line 1, field 'peer': got \"tpc://127.0.0.1:7001\","
             ' expected an endpoint such as "tcp://127.0.0.1:7001" or "ipc:///run/counter.sock"',
@@ -98,6 +124,10 @@ def test_all_fields(tmp_path: Path) -> None:
             GOOD.replace("7001", "*"),
             "counter.toml, line 1, field 'peer': got \"tcp://127.0.0.1:*\","
             " expected an endpoint with its port (`*` is for 'immortal register' alone)",
+        ),
+        (
+            GOOD + "keep_log_days = 0\n",
+            "counter.toml, line 3, field 'keep_log_days': got 0, expected a whole number from 1 to 36500",
         ),
         (
             GOOD + "keep_checkpoints = 0\n",
@@ -167,6 +197,22 @@ def test_split_tcp(endpoint: str, address: tuple[str, int] | None) -> None:
     assert split_tcp(endpoint) == address
 
 
+@pytest.mark.parametrize(
+    ("host", "address", "send_address"),
+    [
+        ("localhost", "127.0.0.1:7002", "127.0.0.1:7003"),
+        ("127.0.0.1", "127.0.0.1:7002", "127.0.0.1:7003"),
+        ("::1", "[::1]:7002", "[::1]:7003"),
+        ("app.example", "app.example:7002", "app.example:7003"),
+    ],
+)
+def test_the_addresses_for_the_app(tmp_path: Path, host: str, address: str, send_address: str) -> None:
+    settings = read(tmp_path, GOOD + f'app_host = "{host}"\napp_send_port = 7003\n')
+    assert (settings.app_host, settings.app_address, settings.app_send_address) == (host, address, send_address)
+    assert settings.app_send_mode is AppSendMode.CONNECT
+    assert read(tmp_path, GOOD).app_send_address is None
+
+
 def test_line_of_looks_into_the_right_table() -> None:
     text = 'a = 1\n[tuning]\n"b" = 2\n[other]\nb = 3\n'
     assert line_of(text, "a") == 1
@@ -175,25 +221,31 @@ def test_line_of_looks_into_the_right_table() -> None:
     assert line_of(text, "tuning") == 2
 
 
+app_ports = st.one_of(
+    st.tuples(st.integers(1, 65535), st.none(), st.just(AppSendMode.CONNECT)),
+    st.tuples(st.integers(1, 7002), st.integers(7003, 65535), st.sampled_from(AppSendMode)),
+)
 settings_values = st.builds(
     InstanceSettings,
     name=st.just("counter"),
     folder=st.just(Path("/home/x/counter")),
     log=st.sampled_from([Path("/home/x/counter/log"), Path('/var/a "strange" one')]),
     peer=st.sampled_from(["tcp://127.0.0.1:7001", "ipc:///run/c.sock", "tcp://[::1]:1"]),
-    app_port=st.integers(1, 65535),
-    app_host=st.sampled_from(["127.0.0.1", "::1"]),
+    app_port=st.just(7002),
+    app_host=st.sampled_from(["localhost", "127.0.0.1", "::1"]),
     keep_checkpoints=st.none() | st.integers(1, 1000),
+    keep_log_days=st.none() | st.integers(1, 36_500),
     log_trigger_mb=st.integers(1, 1 << 20),
     app=st.none() | st.just("wordcount:Counter"),
     tuning=st.builds(Tuning, st.integers(1, 9999), st.integers(0, 9999), st.integers(1, 9999)),
 )
 
 
-@given(settings_values)
-def test_what_is_written_reads_the_same(settings: InstanceSettings) -> None:
+@given(settings_values, app_ports)
+def test_what_is_written_reads_the_same(settings: InstanceSettings, ports: tuple[int, int | None, AppSendMode]) -> None:
     import tomllib
 
+    settings = dataclasses.replace(settings, **dict(zip(PORT_FIELDS, ports, strict=True)))
     text = settings_text(settings, log=settings.log)
     assert check_settings(tomllib.loads(text), "counter", Path("/home/x/counter.toml"), text) == settings
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from coordinator import control
-from coordinator.config import ConfigError, split_tcp
+from coordinator.config import AppSendMode, ConfigError, split_tcp
 from coordinator.registry import Registry, RegistryError, UnknownInstanceError, free_port
 
 
@@ -42,8 +42,8 @@ def test_star_takes_a_port_and_writes_it_down(registry: Registry) -> None:
 def test_ports_of_other_instances_are_not_taken(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     offered = iter([7001, 7002, 7001, 7003, 7002, 7004])
     monkeypatch.setattr("coordinator.registry._bind", lambda host, port: next(offered))
-    first = registry.register("a", "tcp://127.0.0.1:*")
-    second = registry.register("b", "tcp://127.0.0.1:*")
+    first = registry.register("a", "tcp://127.0.0.1:*", app_host="127.0.0.1")
+    second = registry.register("b", "tcp://127.0.0.1:*", app_host="127.0.0.1")
     assert (first.peer, first.app_port) == ("tcp://127.0.0.1:7001", 7002)
     assert (second.peer, second.app_port) == ("tcp://127.0.0.1:7003", 7004)
 
@@ -68,10 +68,36 @@ def test_registering_at_once_never_shares_a_port(registry: Registry) -> None:
 
 def test_a_free_port_is_free_and_none_for_outgoing_connections() -> None:
     lowest_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    port = free_port("127.0.0.1", set())
+    port = free_port(("127.0.0.1",), set())
     assert port < lowest_outgoing or lowest_outgoing < 16000
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", port))
+
+
+def test_a_port_is_free_on_all_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    offered = {("127.0.0.1", 0): iter([7001, 7002, 7003])}
+
+    def bind(host: str, port: int) -> int | None:
+        if host == "::1":
+            return None if port == 7001 else port
+        return next(offered["127.0.0.1", 0])
+
+    monkeypatch.setattr("coordinator.registry._bind", bind)
+    assert free_port(("127.0.0.1", "::1"), {7002}) == 7003
+
+
+def test_two_ports_for_an_app(registry: Registry) -> None:
+    settings = registry.register("a", "tcp://127.0.0.1:*", app_send_port=0, app_send_mode="listen")
+    assert settings.app_send_port is not None
+    assert settings.app_send_mode is AppSendMode.LISTEN
+    assert registry.load("a") == settings
+    peer = split_tcp(settings.peer)
+    assert peer is not None
+    taken = {peer[1], settings.app_port, settings.app_send_port}
+    assert len(taken) == 3
+    other = registry.register("b", "tcp://127.0.0.1:*", app_send_port=7003)
+    assert (other.app_send_port, other.app_send_mode) == (7003, AppSendMode.CONNECT)
+    assert {7003} | taken <= registry._ports_taken()
 
 
 def test_an_address_of_another_machine_is_refused(registry: Registry) -> None:
@@ -91,6 +117,12 @@ def test_duplicate_name(registry: Registry) -> None:
 def test_one_port_for_app_and_peers(registry: Registry) -> None:
     with pytest.raises(ConfigError, match="cannot both use port 7001"):
         registry.register("a", "tcp://127.0.0.1:7001", app_port=7001)
+    with pytest.raises(ConfigError, match="cannot both use port 7001"):
+        registry.register("a", "tcp://127.0.0.1:7001", app_send_port=7001)
+    with pytest.raises(ConfigError, match="expected another port than 'app_port'"):
+        registry.register("a", "tcp://127.0.0.1:7001", app_port=7002, app_send_port=7002)
+    with pytest.raises(ConfigError, match="it needs an 'app_send_port'"):
+        registry.register("a", "tcp://127.0.0.1:7001", app_send_mode="listen")
 
 
 def test_one_log_for_two(registry: Registry, tmp_path: Path) -> None:

@@ -1,0 +1,123 @@
+"""checkpoint, upgrade: what an operator asks of an instance."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import click
+
+from coordinator import control, upgrade_mark
+from coordinator.cli.common import FailedError, app_name, echo_json, json_option, name_argument, pass_registry
+from coordinator.config import InstanceSettings
+from coordinator.registry import Registry
+from coordinator.upgrade_mark import UpgradeMark
+
+POLL_S = 0.05
+CHECKPOINT_TIMEOUT_S = 60.0
+
+
+@click.command()
+@name_argument
+@click.option(
+    "--timeout-s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=CHECKPOINT_TIMEOUT_S,
+    show_default=True,
+    help="How long to wait for it.",
+)
+@json_option
+@pass_registry
+def checkpoint(registry: Registry, name: str, timeout_s: float, as_json: bool) -> None:
+    """Let a running instance take a checkpoint now, and wait until it is durable."""
+    folder = registry.load(name).folder
+    before = _checkpoint_id(control.query(folder, "status"))
+    control.query(folder, "checkpoint")
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        status = control.query(folder, "status")
+        if _checkpoint_id(status) > before:
+            break
+        if time.monotonic() > deadline_s:
+            raise FailedError(
+                f"no checkpoint of {name!r} within {timeout_s:g} s: it is in the phase {status['phase']!r}, "
+                f"and takes one as soon as its app answers ('immortal status {name}')"
+            )
+        time.sleep(POLL_S)
+    taken = status["checkpoint"]
+    if as_json:
+        echo_json(taken)
+    else:
+        click.echo(
+            f"{name}: checkpoint {taken['id']} taken, behind record {taken['sequence_id']}: {taken['size_bytes']} bytes"
+        )
+
+
+def _checkpoint_id(status: dict[str, Any]) -> int:
+    taken = status.get("checkpoint")
+    return taken["id"] if taken else 0
+
+
+@click.command()
+@name_argument
+@click.argument("app", metavar="[MODULE:CLASS]", required=False, callback=app_name)
+@click.option("--to", type=click.IntRange(min=1), help="The version to reach.")
+@click.option("--cancel", is_flag=True, help="Forget an upgrade that was asked for, or that failed.")
+@pass_registry
+def upgrade(registry: Registry, name: str, app: str | None, to: int | None, cancel: bool) -> None:
+    """Mark an instance: at its next start the app's state and code become those of another version.
+
+    MODULE:CLASS is the class that holds both versions, by default the one that is registered. A lower version is a
+    downgrade. Without --to it says what is asked for, and how the last attempt ended.
+    """
+    settings = registry.load(name)
+    if cancel:
+        if to is not None or app is not None:
+            raise click.UsageError("--cancel goes with no other option")
+        known = upgrade_mark.read(settings.folder)
+        upgrade_mark.clear(settings.folder)
+        forgotten = f"the upgrade to version {known.to} is forgotten" if known else "no upgrade is asked for"
+        click.echo(f"{name}: {forgotten}")
+    elif to is None:
+        if app is not None:
+            raise click.UsageError("--to VERSION is missing: the version that this app brings")
+        click.echo(_state(settings))
+    else:
+        _mark(settings, to, app)
+
+
+def _mark(settings: InstanceSettings, to: int, app: str | None) -> None:
+    name = settings.name
+    current = _version(settings)
+    if current is None:
+        raise FailedError(f"{name!r} has not been started yet: it begins with whatever version it is run with")
+    if current == to:
+        raise FailedError(f"{name!r} is of version {to} already")
+    upgrade_mark.write(settings.folder, UpgradeMark(to, app))
+    holder = app or settings.app or "its app"
+    click.echo(f"{name}: version {current} becomes version {to} at the next start, with {holder}")
+    running = control.running(settings.folder)
+    first = f"it runs now, as process {running.pid}: stop it, then" if running else "start it with"
+    click.echo(f"{first}: immortal run {name}")
+
+
+def _state(settings: InstanceSettings) -> str:
+    mark = upgrade_mark.read(settings.folder)
+    current = _version(settings)
+    version = "not started yet" if current is None else f"version {current}"
+    if mark is None:
+        return f"{settings.name}: {version}; no upgrade is asked for"
+    if mark.pending:
+        return f"{settings.name}: {version}; the next start upgrades it to version {mark.to}"
+    return f"{settings.name}: {version}; the upgrade to version {mark.to} failed: {mark.problem}"
+
+
+def _version(settings: InstanceSettings) -> int | None:
+    """The version that the log is of; None before the first start."""
+    from coordinator.log import log_exists, open_reader
+
+    if not log_exists(settings.log):
+        return None
+    with open_reader(settings.log, settings.name) as reader:
+        versions = reader.summary().versions
+    return versions[-1].version if versions else None

@@ -1,0 +1,90 @@
+"""`immortal` as a person types it: commands that end, and `immortal run` with its lines as they come."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+DEADLINE_S = 40.0
+HOME = "home"
+
+
+def command_line(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "coordinator", "--home", HOME, *arguments]
+
+
+def immortal(folder: Path, *arguments: str, status: int = 0, given: str | None = None) -> str:
+    """What the command prints, on stdout then stderr; it must end with ``status`` and without a traceback."""
+    result = subprocess.run(
+        command_line(*arguments), cwd=folder, capture_output=True, text=True, timeout=60, check=False, input=given
+    )
+    output = result.stdout + result.stderr
+    assert result.returncode == status, f"status {result.returncode}: {output}"
+    return output
+
+
+class Run:
+    """One `immortal run` in ``folder``."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            command_line("run", *arguments),
+            cwd=folder,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self._ended = False
+        self._changed = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._changed:
+                self.lines.append(line.rstrip("\n"))
+                self._changed.notify_all()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def count(self, text: str) -> int:
+        return sum(text in line for line in self.lines)
+
+    def line(self, text: str, count: int = 1) -> str:
+        """The ``count``-th line with ``text``, once it is there."""
+        with self._changed:
+            there = self._changed.wait_for(lambda: self.count(text) >= count or self._ended, DEADLINE_S)
+            assert there, f"no line with {text!r} came: {self.text}"
+            assert self.count(text) >= count, f"it ended without a line with {text!r}: {self.text}"
+            return [line for line in self.lines if text in line][count - 1]
+
+    def ended(self) -> int:
+        """The exit status, once it has ended by itself."""
+        status = self.process.wait(DEADLINE_S)
+        self._reader.join(DEADLINE_S)
+        return status
+
+    def stop(self) -> int:
+        """Stop it cleanly."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.ended()
+
+    def kill(self) -> None:
+        """kill -9; its children die with it."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.ended()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
