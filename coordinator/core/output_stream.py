@@ -128,13 +128,13 @@ class OutputStream:
         ``all_sent``: the app holds nothing back that its replay made; a base app may, and sends it later. Raises
         DivergenceError where the app has sent less than it once did.
         """
+        while self._kept_impulses and self._kept_impulses[0].first_position == self.position + 1:
+            self._add_kept_impulse()
         if all_sent and self._check is not None:
             self._check.finish()
             self._check = None
-        while self._kept_impulses:
-            if self._kept_impulses[0].first_position != self.position + 1:
-                raise self._misplaced_impulse()
-            self._add_kept_impulse()
+        if self._kept_impulses:
+            raise self._misplaced_impulse()
         if all_sent and self.acknowledged > self.position:
             raise DivergenceError(
                 f"{self.destination!r} has {self.acknowledged} messages of this instance, the replay made only "

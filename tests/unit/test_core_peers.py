@@ -348,6 +348,18 @@ def test_calls_to_oneself_go_through_the_log_once() -> None:
 # --- replay compared with what receivers have ------------------------------------------------------------------------
 
 
+def test_an_impulse_behind_the_last_call_is_no_divergence() -> None:
+    # The mark counts the impulse; the replay puts it back only at its end.
+    driven = Driven.started()
+    driven.data(attach("b") + call("b", 1))
+    driven.data(call("b", 2, rpc_type=2))
+    driven.batch("t", 1, rpc(9))  # a record with the mark, whose handler calls nobody
+    second = driven.crash()
+    second.connect()
+    second.data(HELLO + attach("b") + call("b", 1) + checkpoint(b"same"))
+    assert second.phase is Phase.NORMAL, second.reports
+
+
 @pytest.mark.parametrize("destination", ["b", ""])
 def test_a_replay_that_makes_less_stops_before_its_checkpoint_counts(destination: str) -> None:
     driven = Driven.started()
