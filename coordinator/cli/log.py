@@ -1,8 +1,9 @@
-"""log show, log verify: both only read, also beside a running coordinator."""
+"""log show, log verify, log diff: all only read, also beside a running coordinator."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import click
 
@@ -92,6 +93,53 @@ def verify(registry: Registry, name: str, as_json: bool) -> None:
             f" {verification.size_bytes_checked} bytes), {verification.checkpoints_checked} checkpoints"
         )
     sys.exit(0 if verification.is_sound else 1)
+
+
+@log.command()
+@click.argument("first", metavar="A")
+@click.argument("second", metavar="B")
+@click.option(
+    "--limit", type=click.IntRange(min=0), default=5, show_default=True, help="At most so many of each in full."
+)
+@json_option
+@pass_registry
+def diff(registry: Registry, first: str, second: str, limit: int, as_json: bool) -> None:
+    """Compare two logs record by record: A and B are instances or log folders.
+
+    The exit status is 0 if they hold the same, 3 if not.
+    """
+    folders = _log_folder(registry, first), _log_folder(registry, second)
+    if folders[0].resolve() == folders[1].resolve():
+        raise click.UsageError(f"{first} and {second} are the same log, in {folders[0]}")
+    from coordinator.cli.log_diff import diff_lines, diff_values
+    from coordinator.cli.progress import progress_bar
+    from coordinator.log import open_reader
+    from coordinator.replay.log_diff import diff_logs
+
+    with open_reader(folders[0]) as ours, open_reader(folders[1]) as theirs:
+        with progress_bar("comparing") as progress:
+            found = diff_logs(ours, theirs, limit=limit, progress=progress)
+        if as_json:
+            echo_json(diff_values(found, (ours, theirs)))
+        else:
+            for line in diff_lines(found, (ours, theirs), (first, second)):
+                click.echo(line)
+    sys.exit(0 if found.is_same else 3)
+
+
+def _log_folder(registry: Registry, name_or_folder: str) -> Path:
+    """The log of an instance, or the folder itself. A registered name comes first."""
+    from coordinator.log import log_exists
+
+    if name_or_folder not in registry.names():
+        folder = Path(name_or_folder)
+        if log_exists(folder):
+            return folder
+        if len(folder.parts) > 1 or folder.is_dir():
+            raise RegistryError(f"there is no log in {name_or_folder}: an instance, or a log's folder, was expected")
+    settings = registry.load(name_or_folder)
+    _require_log(settings)
+    return settings.log
 
 
 def _require_log(settings: InstanceSettings) -> None:

@@ -1,0 +1,119 @@
+"""what-if: the log of an instance, handled by other code."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+
+from coordinator.cli.common import FailedError, app_name, echo_json, json_option, name_argument, pass_registry
+from coordinator.cli.progress import progress_bar
+from coordinator.cli.what_if_report import Report
+from coordinator.core.output_check import Divergence, OutputDivergenceError
+from coordinator.log import log_exists, open_reader
+from coordinator.registry import Registry, RegistryError
+from coordinator.replay import BY_HAND, OWN_VERSION, AppCommand
+from coordinator.replay.apps import default_app
+from coordinator.replay.compare import Side
+from coordinator.replay.what_if import plan_what_if, run_what_if
+
+
+class _Version(click.ParamType):  # type: ignore[type-arg]
+    """A version number; the option alone stands for the app's own."""
+
+    name = "version"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        return OWN_VERSION if value is OWN_VERSION else int(click.IntRange(min=1).convert(value, param, ctx))
+
+
+def _app(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    return value if value == BY_HAND else app_name(ctx, parameter, value)
+
+
+@click.command("what-if")
+@name_argument
+@click.option(
+    "--app", "new_app", required=True, metavar="MODULE:CLASS", callback=_app, help="The code to try; - waits for one."
+)
+@click.option("--old-app", metavar="MODULE:CLASS", callback=_app, help="What to compare with.  [default: its own app]")
+@click.option("--from", "checkpoint_id", type=click.IntRange(min=0), help="Begin at this checkpoint, not the oldest.")
+@click.option("--to", "last_sequence_id", type=click.IntRange(min=0), help="The last record to be handled.")
+@click.option(
+    "--upgrade",
+    "upgrade_to",
+    is_flag=False,
+    flag_value=OWN_VERSION,
+    type=_Version(),
+    metavar="[VERSION]",
+    help="The new code upgrades the state first: to this version, or to its own.",
+)
+@click.option(
+    "--limit", type=click.IntRange(min=1), default=10, show_default=True, help="At most so many differences in full."
+)
+@json_option
+@pass_registry
+def what_if(
+    registry: Registry,
+    name: str,
+    new_app: str,
+    old_app: str | None,
+    checkpoint_id: int | None,
+    last_sequence_id: int | None,
+    upgrade_to: int | None,
+    limit: int,
+    as_json: bool,
+) -> None:
+    """What would be different if other code had handled the log of NAME?
+
+    The recorded inputs go through both, side by side; nothing is sent, and the log is only read. The exit status is 0
+    if nothing would be different, 3 if something would (an exception is), 1 if it could not be tried.
+    """
+    settings = registry.load(name)
+    if not log_exists(settings.log):
+        raise RegistryError(f"{name!r} has not been started yet: there is no log in {settings.log}")
+    with (
+        open_reader(settings.log, name) as reader,
+        tempfile.TemporaryDirectory(prefix="immortal-") as folder,
+    ):
+        route = plan_what_if(reader, checkpoint_id=checkpoint_id, last_sequence_id=last_sequence_id)
+        old_app = old_app or default_app(name, settings.app, reader.summary(), route.last_version)
+        apps = {Side.OLD: AppCommand.of(old_app), Side.NEW: AppCommand.of(new_app)}
+        blob_paths = {side: Path(folder, side.value) for side in Side}
+        try:
+            with progress_bar("replaying") as progress:
+                outcome = run_what_if(
+                    reader,
+                    route,
+                    apps,
+                    upgrade_to=upgrade_to,
+                    limit=limit,
+                    blob_paths=blob_paths,
+                    progress=progress,
+                    announce=lambda side, address: click.echo(
+                        f"waiting for the {side.value} app at {address}", err=True
+                    ),
+                )
+        except OutputDivergenceError as error:
+            raise FailedError(_divergence_text(error.divergence, name, old_app)) from None
+        report = Report(name, apps, outcome, reader, limit, blob_paths)
+        for warning in report.warnings:
+            click.echo(warning, err=True)
+        if as_json:
+            echo_json(report.values())
+        else:
+            for line in report.lines():
+                click.echo(line)
+    sys.exit(report.exit_status)
+
+
+def _divergence_text(divergence: Divergence, name: str, old_app: str) -> str:
+    stream = f"the calls to {divergence.destination!r}" if divergence.destination else "the calls to itself"
+    return (
+        f"{old_app} does not make again what the log of {name!r} says was made: of {stream} those from number"
+        f" {divergence.after_position + 1} to {divergence.position} are others, or missing. So there is nothing to"
+        f" compare with: give the code that made this log with --old-app, or see 'immortal verify {name}'"
+    )

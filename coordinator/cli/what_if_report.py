@@ -1,0 +1,288 @@
+"""What a what-if has found: in words, and as plain values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from coordinator.core.errors import LogError
+from coordinator.core.words import Methods, call_in_words
+from coordinator.replay import AppCommand, RecordSource, ReplayError, ReplayResult
+from coordinator.replay.compare import Key, Kind, Side
+from coordinator.replay.contents import message_at, record_of
+from coordinator.replay.findings import Call, Finding
+from coordinator.replay.inspection import diff_states
+from coordinator.replay.what_if import WhatIf
+
+SAME, FAILED, DIFFERENT = 0, 1, 3  # exit statuses
+INITIAL_METHOD_ID = -1
+TRACEBACK_LINES_MAX = 8
+VALUE_SIZE_MAX = 60  # characters of a value in the state
+
+Values = dict[str, Any]
+
+
+class Report:
+    """``blob_paths``: the states at the end. ``reader``: the log, for the inputs of the differences that are shown."""
+
+    def __init__(
+        self,
+        name: str,
+        apps: Mapping[Side, AppCommand],
+        outcome: WhatIf,
+        reader: RecordSource,
+        limit: int,
+        blob_paths: Mapping[Side, Path],
+    ) -> None:
+        self._name = name
+        self._apps = apps
+        self._outcome = outcome
+        self._reader = reader
+        self._limit = limit
+        self.state_problem: str | None = None
+        self.state: list[Values] = []
+        if set(outcome.results) == set(Side) and not any(result.failure for result in outcome.results.values()):
+            try:
+                self.state = self._state_differences(blob_paths)
+            except ReplayError as error:
+                self.state_problem = str(error)
+
+    @property
+    def exit_status(self) -> int:
+        if self._exception(Side.OLD) is not None:
+            return FAILED
+        if self._outcome.findings.total or self.state or self._exception(Side.NEW) is not None:
+            return DIFFERENT
+        return SAME if self.state_problem is None else FAILED
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the SDK says about the new code."""
+        new = self._outcome.results.get(Side.NEW)
+        return [] if new is None else new.warnings
+
+    def _state_differences(self, blob_paths: Mapping[Side, Path]) -> list[Values]:
+        """At most ``limit`` and one more."""
+        results = self._outcome.results
+        old, new = ((result.blob_size_bytes, result.blob_check) for result in (results[Side.OLD], results[Side.NEW]))
+        if old == new:
+            return []
+        if any(result.description is None for result in results.values()):  # no SDK app: only its bytes are known
+            return [{"path": "", **{side.value: _blob_text(results[side]) for side in Side}}]
+        apps = {side: results[side].label if app.by_hand else app.name for side, app in self._apps.items()}
+        return diff_states(
+            apps[Side.OLD], blob_paths[Side.OLD], apps[Side.NEW], blob_paths[Side.NEW], limit=self._limit + 1
+        )
+
+    # --- calls in words ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _methods(self) -> Methods:
+        """The names that either side gives; where both name a method, the new side's."""
+        methods: dict[tuple[str, int], str] = {("", INITIAL_METHOD_ID): "the initial message"}
+        for side in Side:
+            result = self._outcome.results.get(side)
+            if result is not None and result.description is not None:
+                methods |= result.description.methods
+        return methods
+
+    def _method(self, destination: str, method_id: int) -> str:
+        return self._methods.get((destination, method_id)) or f"method {method_id}"
+
+    def _call(self, destination: str, call: Call | None) -> str | None:
+        return None if call is None else f"{self._method(destination, call.method_id)}({call.arguments})"
+
+    def _input(self, key: Key) -> str | None:
+        """The logged call with that key; None if the apps do not tell, or if it is no call or no longer kept."""
+        if self._outcome.by_position:
+            return None
+        try:
+            value = next(self._reader.values(key[0], key[0]), None)
+        except LogError:  # trimmed meanwhile
+            return None
+        message = None if value is None else message_at(record_of(value).content, key[1])
+        return None if message is None else call_in_words(message, "", self._methods)
+
+    def _exception(self, side: Side) -> Values | None:
+        result = self._outcome.results.get(side)
+        if side is Side.NEW and self._outcome.upgrade_error:
+            return {"record": None, "message": None, "input": None, "text": self._outcome.upgrade_error}
+        if result is None or result.failure is None:
+            return None
+        failure = result.failure
+        return {
+            "record": failure.sequence_id,
+            "message": failure.message_index,
+            "input": self._input((failure.sequence_id, failure.message_index)),
+            "text": failure.text,
+        }
+
+    # --- plain values, for JSON --------------------------------------------------------------------------------------
+
+    def values(self) -> Values:
+        outcome, findings = self._outcome, self._outcome.findings
+        return {
+            "instance": self._name,
+            "old_app": self._apps[Side.OLD].name,
+            "new_app": self._apps[Side.NEW].name,
+            "from_checkpoint": outcome.route.checkpoint.checkpoint_id,
+            "to": outcome.route.last_sequence_id,
+            "records": self._most("records"),
+            "messages": self._most("messages"),
+            "same": self.exit_status == SAME,
+            "equal": outcome.equal_count,
+            "differences": {kind.value: findings.count(kind) for kind in Kind},
+            "by_method": self._by_method(),
+            "first": [self._finding_values(finding) for finding in findings.first],
+            "by_position": outcome.by_position,
+            "exception": self._exception(Side.NEW),
+            "old_exception": self._exception(Side.OLD),
+            "state": self.state[: self._limit],
+            "state_has_more": len(self.state) > self._limit,
+            "state_problem": self.state_problem,
+            "notes": outcome.notes,
+        }
+
+    def _most(self, count: str) -> int:
+        return max((getattr(result, count) for result in self._outcome.results.values()), default=0)
+
+    def _by_method(self) -> list[Values]:
+        rows = [
+            {
+                "destination": destination,
+                "method": self._method(destination, method_id),
+                **{kind.value: counts[kind] for kind in Kind},
+            }
+            for (destination, method_id), counts in self._outcome.findings.counts.items()
+        ]
+        return sorted(rows, key=lambda row: (row["destination"], row["method"]))
+
+    def _finding_values(self, finding: Finding) -> Values:
+        where: Values = {"record": finding.key[0], "message": finding.key[1], "input": self._input(finding.key)}
+        if self._outcome.by_position:
+            where = {"place": finding.key[0]}
+        return {
+            "kind": finding.kind.value,
+            **where,
+            "destination": finding.destination,
+            "old": self._call(finding.destination, finding.old),
+            "new": self._call(finding.destination, finding.new),
+        }
+
+    # --- for people --------------------------------------------------------------------------------------------------
+
+    def lines(self) -> Iterator[str]:
+        outcome, findings = self._outcome, self._outcome.findings
+        old, new = self._apps[Side.OLD].name, self._apps[Side.NEW].name
+        yield f"what if {new} had handled the log of {self._name!r}, and not {old}?"
+        start = outcome.route.checkpoint
+        begin = f"taken after record {start.sequence_id}" if start.sequence_id >= 0 else "the first one"
+        yield (
+            f"from checkpoint {start.checkpoint_id} ({begin}) to record {outcome.route.last_sequence_id}:"
+            f" {_count(self._most('records'), 'record')} with {_count(self._most('messages'), 'message')}"
+        )
+        yield from (f"note: {note}" for note in outcome.notes)
+        if outcome.by_position:
+            yield "note: the apps do not tell which input made which call: calls are compared place by place"
+        if findings.first:
+            yield ""
+            yield from (self._finding_line(finding) for finding in findings.first)
+            if findings.total > len(findings.first):
+                yield f"and {findings.total - len(findings.first):,} more"
+            yield ""
+            yield from self._table()
+        for side in Side:
+            yield from self._exception_lines(side)
+        if self.state or self.state_problem:
+            yield ""
+            yield from self._state_lines()
+        yield ""
+        yield self._verdict()
+
+    def _finding_line(self, finding: Finding) -> str:
+        old, new = (self._call(finding.destination, call) for call in (finding.old, finding.new))
+        to = f"to {finding.destination!r}" if finding.destination else "to itself"
+        if self._outcome.by_position:
+            where = f"call {finding.key[0]} {to}"
+        else:
+            made_by = self._input(finding.key) or "an input"
+            where = f"record {finding.key[0]}, message {finding.key[1]}: {made_by} -> {to}"
+        if old is None:
+            return f"{where}: would be {new} in addition"
+        return f"{where}: was {old}; would not be" if new is None else f"{where}: was {old}; would be {new}"
+
+    def _table(self) -> Iterator[str]:
+        rows = [["destination", "method", *(kind.value for kind in Kind)]]
+        for method in self._by_method():
+            counts = [f"{method[kind.value]:,}" for kind in Kind]
+            rows.append([method["destination"] or "itself", method["method"], *counts])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            names = [text.ljust(width) for text, width in zip(row[:2], widths[:2], strict=True)]
+            yield "  ".join(names + [text.rjust(width) for text, width in zip(row[2:], widths[2:], strict=True)])
+
+    def _exception_lines(self, side: Side) -> Iterator[str]:
+        exception = self._exception(side)
+        if exception is None:
+            return
+        yield ""
+        first, *rest = exception["text"].splitlines()
+        if exception["record"] is None:
+            yield f"the {side.value} code can't take over the state: {first}"
+            yield from rest
+            return
+        call = f": {exception['input']}" if exception["input"] else ""
+        yield f"the {side.value} code fails at record {exception['record']}, message {exception['message']}{call}"
+        trace = [line for line in rest if line.startswith("    ")]
+        yield from trace[-TRACEBACK_LINES_MAX:] or [f"    {first}"]
+        yield "nothing behind it was compared"
+
+    def _state_lines(self) -> Iterator[str]:
+        if self.state_problem:
+            yield f"the states at the end can't be compared: {self.state_problem}"
+            return
+        yield "the state at the end:"
+        for difference in self.state[: self._limit]:
+            old, new = (_value_text(difference, side) for side in Side)
+            yield f"  {difference['path'] or 'all of it'}: was {old}; would be {new}"
+        if len(self.state) > self._limit:
+            yield "  and more"
+
+    def _verdict(self) -> str:
+        outcome, findings = self._outcome, self._outcome.findings
+        if self.exit_status == SAME:
+            return f"no difference: {outcome.equal_count:,} calls are the same, and so is the state"
+        if self._exception(Side.OLD) is not None:
+            new = outcome.results.get(Side.NEW)
+            end = f"; the new code goes on to record {new.last_sequence_id}" if new and not new.failure else ""
+            return f"can't be told: the old code itself fails{end}"
+        if self._exception(Side.NEW) is not None:
+            if self._outcome.upgrade_error:
+                return "different: the new code can't take over the state"
+            before = f"{findings.total:,} different" if findings.total else "none different"
+            return f"different: the new code fails; of the calls before that {before}, {outcome.equal_count:,} the same"
+        if not findings.total and not self.state:
+            return f"can't be told: {outcome.equal_count:,} calls are the same, the states can't be compared"
+        state = " and the state" if self.state else ", not the state"
+        if not findings.total:
+            return f"different: the state; all {outcome.equal_count:,} calls are the same"
+        return f"different: {_count(findings.total, 'call')}{state}; {outcome.equal_count:,} calls are the same"
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def _blob_text(result: ReplayResult) -> str:
+    return f"{result.blob_size_bytes} bytes with CRC {result.blob_check or 0:016x}"
+
+
+def _value_text(difference: Values, side: Side) -> str:
+    """A value of the state, shortened; "absent" where that side has none."""
+    if side.value not in difference:
+        return "absent"
+    text = json.dumps(difference[side.value], ensure_ascii=False)
+    return text if len(text) <= VALUE_SIZE_MAX else f"{text[: VALUE_SIZE_MAX - 3]}..."

@@ -1,0 +1,33 @@
+"""Time travel: a log's records are given to a real app once more, and what it makes of them is looked at.
+
+Nothing is sent to anybody, the log is only read, and the app never becomes primary.
+
+    with open_reader(settings.log, name) as reader:
+        result = run_replay(reader, ReplayPlan(last_sequence_id=1000), AppCommand.of("counter:Counter"), sink)
+"""
+
+from __future__ import annotations
+
+from coordinator.replay.app import BY_HAND, AppCommand
+from coordinator.replay.errors import AppDiedError, ReplayError, UpgradeFailedError
+from coordinator.replay.host import run_replay
+from coordinator.replay.plan import OWN_VERSION, ReplayPlan, Route, plan_route
+from coordinator.replay.result import ReplayResult, Sink
+from coordinator.replay.source import RecordSource, SharedSource
+
+__all__ = [
+    "BY_HAND",
+    "OWN_VERSION",
+    "AppCommand",
+    "AppDiedError",
+    "RecordSource",
+    "ReplayError",
+    "ReplayPlan",
+    "ReplayResult",
+    "Route",
+    "SharedSource",
+    "Sink",
+    "UpgradeFailedError",
+    "plan_route",
+    "run_replay",
+]

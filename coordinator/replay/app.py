@@ -1,0 +1,49 @@
+"""How the app of a replay is started: which command, with which terminal."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+BY_HAND = "-"
+"""As an app's name: it is started by whoever replays, and told the address."""
+
+
+@dataclass(frozen=True, slots=True)
+class AppCommand:
+    """How to start the app: ``argv`` with ``{address}`` where the address is to stand; empty: it is started by hand.
+
+    ``environment`` is set in addition to the caller's. ``foreground``: it has the caller's terminal; otherwise its
+    output is captured, and shown when it fails.
+    """
+
+    name: str
+    argv: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    foreground: bool = False
+
+    @classmethod
+    def of(cls, app: str, *, strict: bool = False, break_at: tuple[int, int | None] | None = None) -> AppCommand:
+        """An SDK app, "module:Class", in trace mode; BY_HAND: none is started.
+
+        ``break_at``: (record, message): pdb stops before the handler of that message, in the caller's terminal.
+        """
+        if app == BY_HAND:
+            return cls(BY_HAND)
+        argv = [sys.executable, "-m", "appsdk", app, "--address", "{address}", "--trace"]
+        if strict:
+            argv.append("--strict")
+        if break_at is not None:
+            sequence_id, message = break_at
+            argv += ["--break", f"{sequence_id}" if message is None else f"{sequence_id}:{message}"]
+        # The SDK wants a fixed hash seed, and would start itself over to get one.
+        environment = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
+        # What the caller's environment says is meant for an app in service.
+        environment |= {"IMMORTAL_STRICT": "", "IMMORTAL_BREAK": ""}
+        return cls(app, argv, environment, foreground=break_at is not None)
+
+    @property
+    def by_hand(self) -> bool:
+        return not self.argv

@@ -1,0 +1,112 @@
+"""The messages inside a logged record: its batches, one message of it, or only the first few of it.
+
+Messages are counted from 0 through the whole record, as the app counts them: RPCs, and the initial message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from coordinator.replay.errors import ReplayError
+from protocol.batch import decode_batch, decode_replayable_batch, encode_batch, encode_replayable_batch, offset_after
+from protocol.errors import RemoteProtocolError
+from protocol.messages import (
+    IncomingRpc,
+    MessageType,
+    RpcType,
+    decode_incoming_rpc,
+    decode_message,
+    decode_messages,
+)
+from protocol.readers import Record
+from protocol.record import HEADER_SIZE_BYTES, decode_header, encode_record
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One top-level message of a record: ``count`` RPC messages, packed in ``payload``."""
+
+    message_type: int
+    count: int
+    payload: bytes
+
+
+def record_of(value: bytes) -> Record:
+    """The record at the start of a log's value; it was checked before."""
+    header = decode_header(value)
+    return Record(header, value[HEADER_SIZE_BYTES : header.size_bytes])
+
+
+def batches(content: bytes) -> Iterator[Batch]:
+    """The batches of a record, in the order of its trailer's. Raises RemoteProtocolError."""
+    offset = 0
+    while offset < len(content):
+        message_type, start, end = decode_message(content, offset)
+        if message_type == MessageType.RPC:
+            yield Batch(message_type, 1, content[offset:end])
+        elif message_type == MessageType.RPC_BATCH:
+            count, skipped = decode_batch(content[start:end])
+            yield Batch(message_type, count, content[start + skipped : end])
+        elif message_type == MessageType.COUNT_REPLAYABLE_RPC_BATCH:
+            count, _, skipped = decode_replayable_batch(content[start:end])
+            yield Batch(message_type, count, content[start + skipped : end])
+        elif message_type == MessageType.INITIAL_MESSAGE:
+            yield Batch(message_type, 1, content[start:end])
+        elif message_type != MessageType.RECORD_TIME:
+            raise RemoteProtocolError(f"the record holds a message of type {message_type}, which is never logged")
+        offset = end
+
+
+def message_at(content: bytes, index: int) -> bytes | None:
+    """Message ``index`` of a record, whole; None if there is none. Raises RemoteProtocolError."""
+    for batch in batches(content):
+        if batch.message_type == MessageType.INITIAL_MESSAGE and index == 0:
+            return batch.payload  # which may be any bytes
+        if index < batch.count:
+            start = offset_after(batch.payload, index, batch.count)
+            return batch.payload[start : decode_message(batch.payload, start)[2]]
+        index -= batch.count
+    return None
+
+
+def rpcs(payload: bytes) -> Iterator[tuple[bytes, IncomingRpc]]:
+    """Each message of a batch's payload: its bytes, and what they say. Raises RemoteProtocolError."""
+    offset = 0
+    for _, start, end in decode_messages(payload):
+        yield payload[offset:end], decode_incoming_rpc(payload, start, end)
+        offset = end
+
+
+def with_first_messages(record: Record, count: int) -> bytes:
+    """The record with only its first ``count`` messages. Raises ReplayError if it has fewer."""
+    content = record.content
+    parts = []
+    left = count
+    offset = 0
+    for message_type, _, end in decode_messages(content):
+        if message_type == MessageType.RECORD_TIME:
+            parts.append(content[offset:end])
+        elif left:
+            (batch,) = batches(content[offset:end])
+            taken = min(left, batch.count)
+            parts.append(content[offset:end] if taken == batch.count else _first_of(batch, taken))
+            left -= taken
+        offset = end
+    if left:
+        has = count - left
+        raise ReplayError(
+            f"record {record.header.sequence_id} has no message {count - 1}: "
+            + (f"its {has} messages are counted from 0 to {has - 1}" if has else "it holds none")
+        )
+    return encode_record(record.header.committer_id, record.header.sequence_id, b"".join(parts))
+
+
+def _first_of(batch: Batch, count: int) -> bytes:
+    payload = batch.payload[: offset_after(batch.payload, count, batch.count)]
+    if batch.message_type == MessageType.COUNT_REPLAYABLE_RPC_BATCH:
+        replayable = sum(rpc.rpc_type != RpcType.IMPULSE for _, rpc in rpcs(payload))
+        return encode_replayable_batch(payload, count, replayable)
+    if count == 1:
+        return payload
+    return encode_batch(payload, count) + payload

@@ -1,0 +1,88 @@
+"""The differences that a comparison finds: counted all, the first of them kept in full."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter
+from dataclasses import dataclass
+
+from coordinator.core.words import arguments_in_words
+from coordinator.replay.compare import Difference, Key, Kind
+from protocol.messages import IncomingRpc, decode_incoming_rpc, decode_message
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One message: its arguments in words, so that not all of a large one need be kept."""
+
+    method_id: int
+    arguments: str
+
+    @classmethod
+    def of(cls, rpc: IncomingRpc, *, is_msgpack: bool) -> Call:
+        return cls(rpc.method_id, arguments_in_words(rpc.arguments, is_msgpack))
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """``key``: the input that made the calls, (record, message); for apps that do not tell, (place in the stream, 0).
+
+    ``number`` counts the differences of the stream, so that findings have an order of their own.
+    """
+
+    key: Key
+    destination: str
+    number: int
+    kind: Kind
+    old: Call | None
+    new: Call | None
+
+    @property
+    def order(self) -> tuple[Key, str, int]:
+        return self.key, self.destination, self.number
+
+
+class Findings:
+    """What was found. ``first``: the first ``limit`` differences in the order of the log.
+
+    ``counts``: (destination, method ID) to how often each kind was found. A changed call counts for the method that it
+    was. ``is_msgpack``: whether arguments are MessagePack, as the SDK's are.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.counts: dict[tuple[str, int], Counter[Kind]] = {}
+        self.first: list[Finding] = []
+        self.is_msgpack = True
+        self._limit = limit
+        self._numbers: Counter[str] = Counter()
+
+    def add(self, difference: Difference) -> None:
+        """Raises RemoteProtocolError for a message that is none."""
+        destination = difference.destination
+        old, new = _rpc(difference.old), _rpc(difference.new)
+        counted = old or new
+        if counted is not None:
+            self.counts.setdefault((destination, counted.method_id), Counter())[difference.kind] += 1
+        self._numbers[destination] += 1
+        order = (difference.key, destination, self._numbers[destination])
+        if len(self.first) < self._limit or (self.first and order < self.first[-1].order):
+            finding = Finding(*order, difference.kind, self._call(old), self._call(new))
+            insort(self.first, finding, key=lambda each: each.order)
+            del self.first[self._limit :]
+
+    def _call(self, rpc: IncomingRpc | None) -> Call | None:
+        return None if rpc is None else Call.of(rpc, is_msgpack=self.is_msgpack)
+
+    def count(self, kind: Kind) -> int:
+        return sum(counts[kind] for counts in self.counts.values())
+
+    @property
+    def total(self) -> int:
+        return sum(counts.total() for counts in self.counts.values())
+
+
+def _rpc(message: bytes | None) -> IncomingRpc | None:
+    if message is None:
+        return None
+    _, start, end = decode_message(message)
+    return decode_incoming_rpc(message, start, end)

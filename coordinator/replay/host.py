@@ -1,0 +1,288 @@
+"""A replay with a real app: its process, its socket, and the log, each never read further than the others keep up."""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import BinaryIO
+
+from coordinator.app_connection import AppConnection
+from coordinator.core.interfaces import LogSummary
+from coordinator.replay.app import AppCommand
+from coordinator.replay.errors import AppDiedError, ReplayError
+from coordinator.replay.plan import ReplayPlan, Route, plan_route
+from coordinator.replay.positions import KeptImpulses, Outputs
+from coordinator.replay.process import LEAVE_S, AppProcess, exit_text
+from coordinator.replay.result import ReplayResult, Sink
+from coordinator.replay.session import BlobPiece, Ended, ReplaySession
+from coordinator.replay.source import RecordSource
+from protocol.checksum import crc64
+from protocol.record import decode_header
+from protocol.trailer import decode_trailer
+
+APP_WINDOW_SIZE_BYTES = 4 << 20  # handed over for the app and not yet taken by its socket
+CONNECT_TIMEOUT_S = 120.0  # for an app that was started: its module may load much
+FOLLOW_DELAY_S = 0.05  # at the end of the log, between two looks for more
+PROGRESS_DELAY_S = 0.1
+
+
+def run_replay(
+    source: RecordSource,
+    plan: ReplayPlan | Route,
+    app: AppCommand,
+    sink: Sink,
+    *,
+    blob_path: Path | None = None,
+    progress: Callable[[int, int | None], None] | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    announce: Callable[[str], None] = lambda address: None,
+) -> ReplayResult:
+    """Replay ``plan`` of the log ``source`` with ``app``, and tell ``sink`` what it makes.
+
+    ``plan`` may be the route that :func:`plan_route` has made of it for this log. For one thread; several replays may
+    run in threads of their own (share the reader with :class:`SharedSource`). ``blob_path``: a file for the state at
+    the end. ``progress(records, total)`` is called now and then, ``total`` None while there is no end. ``stop``: asked
+    now and then; True ends the replay at the record reached.
+    ``announce(address)``: where an app that is started by hand is to connect.
+
+    A handler that raises is no error: the result's ``failure`` has it. Raises ReplayError (a plan that this log can't
+    do), AppDiedError, UpgradeFailedError, RemoteProtocolError (the app breaks the protocol), LogError (damage, or
+    records that were trimmed meanwhile), and what the sink raises. The app's process is gone in any case.
+    """
+    summary = source.summary()
+    route = plan_route(plan, source, summary) if isinstance(plan, ReplayPlan) else plan
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        address = "{}:{}".format(*listener.getsockname())
+        process = None
+        if app.by_hand:
+            announce(address)
+        else:
+            process = AppProcess(app, address)
+            stack.callback(process.close)
+        connection = AppConnection(_accept(listener, process, app, stop))
+        stack.callback(connection.close)
+        blob_file = stack.enter_context(blob_path.open("wb")) if blob_path is not None else None
+        host = _Host(source, summary, route, app, process, connection, sink, blob_file)
+        host.run(progress or (lambda records, total: None), stop)
+    result = host.result
+    if process is not None:
+        result.exit_status = process.exit_status
+        result.stderr_head, result.stderr_tail = process.head, process.tail
+    result.blob_path = blob_path if result.failure is None else None
+    return result
+
+
+def _accept(
+    listener: socket.socket, process: AppProcess | None, app: AppCommand, stop: Callable[[], bool]
+) -> socket.socket:
+    """The app's connection. Raises AppDiedError, ReplayError."""
+    deadline_s = None if process is None or app.foreground else time.monotonic() + CONNECT_TIMEOUT_S
+    while True:
+        if deadline_s is not None and time.monotonic() > deadline_s:
+            raise ReplayError(f"the app {app.name} did not connect within {CONNECT_TIMEOUT_S:g} s")
+        if stop():
+            raise ReplayError("stopped before an app had connected")
+        ready = _poll({listener.fileno(): select.POLLIN}, process, PROGRESS_DELAY_S)
+        if listener.fileno() in ready:
+            accepted, _ = listener.accept()
+            accepted.setblocking(False)
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return accepted
+        if process is not None and process.exit_status is not None:
+            raise _died(process, app)
+
+
+def _poll(interest: dict[int, int], process: AppProcess | None, timeout_s: float) -> dict[int, int]:
+    """Wait for one of these, or for the process to say something (which is taken) or to die."""
+    poller = select.poll()
+    for descriptor, events in interest.items():
+        poller.register(descriptor, events)
+    if process is not None:
+        for descriptor in process.descriptors:
+            poller.register(descriptor, select.POLLIN)
+    ready = dict(poller.poll(timeout_s * 1000 + 1))
+    if process is not None:
+        process.take_output()
+    return ready
+
+
+def _died(process: AppProcess, app: AppCommand) -> AppDiedError:
+    exit_status = process.wait(LEAVE_S)
+    process.take_output()
+    ended = "closed its connection" if exit_status is None else f"ended with {exit_text(exit_status)}"
+    said = "".join(f"\n  {line}" for line in process.tail.splitlines())
+    return AppDiedError(
+        f"the app {app.name} {ended} before the replay was complete{'; it said:' if said else ''}{said}", exit_status
+    )
+
+
+class _Host:
+    """One replay, from the app's connection to its end."""
+
+    def __init__(
+        self,
+        source: RecordSource,
+        summary: LogSummary,
+        route: Route,
+        app: AppCommand,
+        process: AppProcess | None,
+        connection: AppConnection,
+        sink: Sink,
+        blob_file: BinaryIO | None,
+    ) -> None:
+        self._source = source
+        self._route = route
+        self._app = app
+        self._process = process
+        self._connection = connection
+        self._sink = sink
+        self._blob_file = blob_file
+        self._blob_size_bytes = self._blob_check = 0
+        self._session = ReplaySession(source.identity.instance_name, summary, route)
+        self._blob = source.checkpoint_chunks(route.checkpoint.checkpoint_id)
+        self._values: Iterator[bytes] | None = None
+        self._unsent_size_bytes = 0
+        self._ended: Ended | None = None
+        self._look_again_s = 0.0
+        first = route.checkpoint.sequence_id + 1
+        self.result = ReplayResult(route.checkpoint, first, first - 1, notes=route.notes)
+
+    def run(self, progress: Callable[[int, int | None], None], stop: Callable[[], bool]) -> None:
+        started_s = time.monotonic()
+        for event in self._session.begin():
+            self._take(event)
+        progress_s = started_s
+        while self._ended is None:
+            if stop():
+                self._session.end_here()
+            waits = self._feed()
+            self._turn(waits)
+            now_s = time.monotonic()
+            if now_s - progress_s >= PROGRESS_DELAY_S:
+                progress_s = now_s
+                progress(self._session.records, self._route.record_count)
+        progress(self._session.records, self._route.record_count)
+        self._fill_result(time.monotonic() - started_s)
+        self._leave()
+
+    def _fill_result(self, duration_s: float) -> None:
+        session, result = self._session, self.result
+        result.last_sequence_id = session.fed_sequence_id
+        result.records, result.messages = session.records, session.messages
+        result.duration_s = duration_s
+        result.flushed = session.app_flushes
+        result.description, result.label = session.description, session.label
+        result.failure = self._ended.failure if self._ended else None
+        if result.failure is None:
+            result.blob_size_bytes, result.blob_check = self._blob_size_bytes, self._blob_check
+
+    # --- the log to the app -----------------------------------------------------------------------------------------
+
+    def _feed(self) -> bool:
+        """Give the app what it wants and has room for; True if it waits for a record that is not logged yet."""
+        session = self._session
+        waits = False
+        while True:
+            for data in session.data_to_send():
+                self._unsent_size_bytes += len(data)
+                self._connection.send(data)
+            if self._unsent_size_bytes >= APP_WINDOW_SIZE_BYTES:
+                break
+            if session.wants_blob:
+                self._give_blob()
+            elif session.wants_records and not waits:
+                waits = not self._give_record()
+            else:
+                break
+        self._unsent_size_bytes -= self._connection.flush()
+        return waits
+
+    def _give_blob(self) -> None:
+        chunk = next(self._blob, None)
+        if chunk is None:
+            self._session.blob_is_complete()
+        else:
+            self._session.give_blob(chunk)
+
+    def _give_record(self) -> bool:
+        """False if there is none yet."""
+        value = self._next_value()
+        if value is None:
+            return False
+        header = decode_header(value)
+        trailer = decode_trailer(value[header.size_bytes :], header.check)
+        self._sink.record(header.sequence_id, value, trailer)
+        self._session.give_record(value, trailer)
+        return True
+
+    def _next_value(self) -> bytes | None:
+        if self._values is None:
+            if time.monotonic() < self._look_again_s:
+                return None
+            self._values = self._source.values(self._session.fed_sequence_id + 1, self._route.last_sequence_id)
+        value = next(self._values, None)
+        if value is None:
+            self._values = None
+            self._look_again_s = time.monotonic() + FOLLOW_DELAY_S
+        return value
+
+    # --- the app to the sink ----------------------------------------------------------------------------------------
+
+    def _turn(self, waits: bool) -> None:
+        """Wait until something can be done, and take what has come in."""
+        connection, process = self._connection, self._process
+        interest = select.POLLIN | (select.POLLOUT if connection.has_waiting else 0)
+        timeout_s = FOLLOW_DELAY_S if waits else PROGRESS_DELAY_S
+        happened = _poll({connection.receiver_fileno: interest}, process, timeout_s).get(connection.receiver_fileno, 0)
+        if happened & select.POLLOUT:
+            self._unsent_size_bytes -= connection.flush()
+        if happened & ~select.POLLOUT:  # also what a dead app said before
+            self._receive()
+        elif process is not None and process.exit_status is not None:
+            raise _died(process, self._app)
+
+    def _receive(self) -> None:
+        data = self._connection.receive()
+        if data is None:
+            return
+        if not data:
+            if self._process is None:
+                raise AppDiedError("the app closed its connection before the replay was complete", None)
+            raise _died(self._process, self._app)
+        for event in self._session.receive(data):
+            self._take(event)
+
+    def _take(self, event: Outputs | KeptImpulses | BlobPiece | Ended) -> None:
+        if isinstance(event, Outputs):
+            self._sink.outputs(event.destination, event.first_position, event.count, event.payload, event.origins)
+        elif isinstance(event, KeptImpulses):
+            self._sink.impulses(event.destination, event.first_position, event.count, event.payload)
+        elif isinstance(event, BlobPiece):
+            self._blob_size_bytes += len(event.data)
+            self._blob_check = crc64(event.data, self._blob_check)
+            if self._blob_file is not None:
+                self._blob_file.write(event.data)
+        else:
+            self._ended = event
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def _leave(self) -> None:
+        """Let the app leave by itself; one that does not is stopped when its process is closed."""
+        connection, process = self._connection, self._process
+        deadline_s = time.monotonic() + LEAVE_S
+        for data in self._session.data_to_send():
+            connection.send(data)
+        connection.flush()
+        while connection.has_waiting and (rest_s := deadline_s - time.monotonic()) > 0:
+            _poll({connection.receiver_fileno: select.POLLOUT}, process, rest_s)
+            connection.flush()
+        if not self._session.app_leaves:
+            connection.close()
+        while process is not None and process.exit_status is None and (rest_s := deadline_s - time.monotonic()) > 0:
+            _poll({}, process, rest_s)

@@ -1,0 +1,47 @@
+"""What is inside a state: asked of the SDK, in a process of its own, since only the user's class can tell."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from coordinator.replay.errors import ReplayError
+
+DIFFERENCES_MAX = 20
+
+
+def show_state(app: str, blob: Path) -> dict[str, Any]:
+    """The state in the file ``blob`` as the class ``app`` ("module:Class") reads it: plain JSON values.
+
+    Raises ReplayError.
+    """
+    shown: dict[str, Any] = _inspect("show", app, str(blob))
+    return shown
+
+
+def diff_states(
+    old_app: str, old: Path, new_app: str, new: Path, *, limit: int = DIFFERENCES_MAX
+) -> list[dict[str, Any]]:
+    """Where two states differ: [{"path", "old", "new"}], at most ``limit``; what a side has not is left out.
+
+    Raises ReplayError.
+    """
+    differences: list[dict[str, Any]] = _inspect("diff", old_app, str(old), new_app, str(new), "--limit", str(limit))
+    return differences
+
+
+def _inspect(*arguments: str) -> Any:
+    environment = {**os.environ, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
+    command = [sys.executable, "-m", "appsdk.inspection", *arguments]
+    done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    if done.returncode:
+        said = done.stderr.decode("utf-8", "replace").strip()
+        raise ReplayError(f"the state can't be looked into: {said or f'status {done.returncode}'}")
+    try:
+        return json.loads(done.stdout)
+    except ValueError as error:
+        raise ReplayError(f"the state can't be looked into: the answer is no JSON: {error}") from None

@@ -1,0 +1,67 @@
+"""What a replay gives: to a sink as it goes on, and as a whole at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from coordinator.core.interfaces import CheckpointHeader
+from protocol.extensions import AppDescription, HandlerFailure, Origin
+from protocol.trailer import Trailer
+
+
+class Sink:
+    """Who looks on. Called by the thread that replays, which waits: a slow sink slows the replay, and no memory grows.
+
+    What either method raises ends the replay.
+    """
+
+    def record(self, sequence_id: int, value: bytes, trailer: Trailer) -> None:
+        """A record goes to the app. ``value``: record and trailer as the log holds them."""
+
+    def outputs(
+        self, destination: str, first_position: int, count: int, payload: bytes, origins: Sequence[Origin] | None
+    ) -> None:
+        """The app has made ``count`` messages (incoming RPC form, packed) of the stream to ``destination``.
+
+        ``destination`` "" is the instance itself. ``origins`` says which logged messages made them, ``count`` in all;
+        None where the app does not tell. The positions go on from the checkpoint's; kept impulses take theirs.
+        """
+
+    def impulses(self, destination: str, first_position: int, count: int, payload: bytes) -> None:
+        """Impulses that were sent there at these positions; no replay makes them. ``payload`` b"": not kept."""
+
+
+@dataclass(slots=True)
+class ReplayResult:
+    """``records`` and ``messages`` are those that the app was given.
+
+    ``blob_size_bytes``, ``blob_check`` (CRC-64/XZ): the state at the end, also in the file ``blob_path`` if one was
+    asked for; None if a handler failed. ``failure``: the handler that did; then nothing behind it was replayed.
+    ``flushed``: the app holds nothing back, all that it made has come; one of the base protocol may hold messages back.
+    ``exit_status``: of the app's process, negative for a signal; None if it was started by hand.
+    """
+
+    checkpoint: CheckpointHeader
+    first_sequence_id: int
+    last_sequence_id: int
+    records: int = 0
+    messages: int = 0
+    duration_s: float = 0.0
+    blob_path: Path | None = None
+    blob_size_bytes: int | None = None
+    blob_check: int | None = None
+    description: AppDescription | None = None
+    label: str = ""
+    flushed: bool = False
+    failure: HandlerFailure | None = None
+    exit_status: int | None = None
+    stderr_head: str = ""
+    stderr_tail: str = ""
+    notes: Sequence[str] = field(default_factory=list)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the SDK found in the app's code as it started: one line each."""
+        return [line for line in self.stderr_head.splitlines() if line.startswith("app ") and ": warning: " in line]

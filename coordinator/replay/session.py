@@ -1,0 +1,306 @@
+"""The protocol of a replay as a state machine without I/O: what the app gets, what it answers.
+
+    GREETING --Hello--> RESTORING --the blob is given--> REPLAYING --the last record is given--> ENDING --> DONE
+                                                         |      ^
+                                                         +--10--+  UPGRADING: an upgrade of the log's past,
+                                                                   until the app's checkpoint comes
+
+ENDING asks for a checkpoint (2): the app answers with all outputs that it still holds, then with its state. It is never
+told that it is primary. A handler that raises leads to DONE from anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from coordinator.core import session as coordinator_session
+from coordinator.core.app_messages import read_calls
+from coordinator.core.errors import AppProtocolError, require
+from coordinator.core.interfaces import LogSummary
+from coordinator.replay.contents import record_of, with_first_messages
+from coordinator.replay.errors import UpgradeFailedError
+from coordinator.replay.plan import OWN_VERSION, Route
+from coordinator.replay.positions import KeptImpulses, Outputs, StreamPositions
+from protocol.extensions import (
+    AppDescription,
+    HandlerFailure,
+    Origin,
+    decode_app_description,
+    decode_handler_failed,
+    decode_hello,
+    decode_origins,
+    encode_version,
+)
+from protocol.messages import MessageType, decode_attach_to, encode_checkpoint, encode_message
+from protocol.readers import BlobStart, Message, MessageReader
+from protocol.record import CHECKPOINT_SEQUENCE_ID, CONTROL_SEQUENCE_ID, decode_header, encode_record
+from protocol.trailer import Trailer
+
+_CALLS = frozenset({MessageType.RPC, MessageType.RPC_BATCH, MessageType.STREAM_BATCH, MessageType.IMPULSE_BATCH})
+
+
+class Phase(Enum):
+    GREETING = "waiting for the app's Hello"
+    RESTORING = "restoring the checkpoint"
+    REPLAYING = "replaying"
+    UPGRADING = "upgrading"
+    ENDING = "collecting the state"
+    DONE = "done"
+
+
+@dataclass(frozen=True, slots=True)
+class BlobPiece:
+    """A piece of the state at the end."""
+
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """All outputs and the whole state have come, or (with a ``failure``) a handler raised."""
+
+    failure: HandlerFailure | None = None
+
+
+Event = Outputs | KeptImpulses | BlobPiece | Ended
+
+
+class ReplaySession:
+    """One replay of ``route`` with one app. ``name``: the instance. ``summary``: its log."""
+
+    def __init__(self, name: str, summary: LogSummary, route: Route) -> None:
+        self.name = name
+        self.phase = Phase.GREETING
+        self.description: AppDescription | None = None
+        self.fed_sequence_id = route.checkpoint.sequence_id
+        self.records = 0
+        self.messages = 0
+        self._summary = summary
+        self._route = route
+        self._last_sequence_id = route.last_sequence_id
+        self._versions = list(route.versions)
+        self._upgrade_to = route.upgrade_to
+        self._reader = MessageReader()
+        # What apps may say is checked as a coordinator does, during its replay.
+        self._app = coordinator_session.AppSession(summary.committer_id)
+        self._app.phase = coordinator_session.Phase.REPLAYING
+        self._output: list[bytes | memoryview] = []
+        self._origins: list[Origin] | None = None
+        self._snapshot = False
+        self._blob_is_final = False
+        self._upgraded_to: int | None = None  # and no record since
+        self.app_leaves = False
+        """The app was said goodbye to: it closes the connection itself."""
+        self._streams = {
+            destination: self._stream(destination)
+            for destination in sorted({*route.checkpoint.outputs, *(batch.destination for batch in summary.impulses)})
+        }
+        if not summary.extensions:  # the log of an app of the base protocol, which says no Hello
+            self._begin()
+
+    @property
+    def label(self) -> str:
+        """What the app calls itself."""
+        return self._app.hello.label if self._app.hello else ""
+
+    @property
+    def app_flushes(self) -> bool:
+        """Before its state it sends all that it has made."""
+        return MessageType.STREAM_BATCH in self._app.extensions
+
+    @property
+    def wants_blob(self) -> bool:
+        return self.phase is Phase.RESTORING
+
+    @property
+    def wants_records(self) -> bool:
+        return self.phase is Phase.REPLAYING
+
+    def data_to_send(self) -> list[bytes | memoryview]:
+        """What the app is to get now, in order; it is the caller's from here on."""
+        output, self._output = self._output, []
+        return output
+
+    def begin(self) -> Iterator[Event]:
+        """Impulses that lie right behind the checkpoint: to be looked at before anything else."""
+        for stream in self._streams.values():
+            yield from stream.impulses_here()
+
+    # --- the log's side ---------------------------------------------------------------------------------------------
+
+    def give_blob(self, data: bytes) -> None:
+        self._output.append(data)
+
+    def blob_is_complete(self) -> None:
+        require(self.phase is Phase.RESTORING, f"the end of the blob in phase {self.phase.value!r}")
+        self.phase = Phase.REPLAYING
+        if self._upgrade_to is not None:
+            version = None if self._upgrade_to == OWN_VERSION else self._upgrade_to
+            self._send_control(MessageType.UPGRADE_SERVICE, version)
+        self._go_on()
+
+    def give_record(self, value: bytes, trailer: Trailer) -> bool:
+        """The next record, as the log holds it; False if the replay does not want it any more.
+
+        Raises ReplayError where it has not the message at which the replay is to end.
+        """
+        if self.phase is not Phase.REPLAYING:
+            return False
+        header = decode_header(value)
+        require(header.sequence_id == self.fed_sequence_id + 1, f"record {header.sequence_id} out of turn")
+        last_message = self._route.last_message
+        if header.sequence_id == self._last_sequence_id and last_message is not None:
+            self._output.append(with_first_messages(record_of(value), last_message + 1))
+            self.messages += last_message + 1
+        else:
+            self._output.append(memoryview(value)[: header.size_bytes])
+            self.messages += sum([batch.count for batch in trailer.batches])
+        self._upgraded_to = None
+        self.records += 1
+        self.fed_sequence_id = header.sequence_id
+        self._go_on()
+        return True
+
+    def end_here(self) -> None:
+        """No record follows: whoever follows the log has seen enough."""
+        if self.phase in (Phase.REPLAYING, Phase.UPGRADING):
+            self._last_sequence_id = self.fed_sequence_id
+        if self.phase is Phase.REPLAYING:
+            self._go_on()
+
+    def _begin(self) -> None:
+        self.phase = Phase.RESTORING
+        size = encode_checkpoint(self._route.checkpoint.size_bytes)
+        self._output.append(encode_record(self._summary.committer_id, CHECKPOINT_SEQUENCE_ID, size))
+
+    def _go_on(self) -> None:
+        """What comes behind the record that was given last."""
+        at_end = self._last_sequence_id is not None and self.fed_sequence_id >= self._last_sequence_id
+        if self._versions and self._versions[0].sequence_id <= self.fed_sequence_id:
+            start = self._versions.pop(0)
+            more = bool(self._versions) and self._versions[0].sequence_id <= self.fed_sequence_id
+            self.phase = Phase.UPGRADING
+            self._blob_is_final = at_end and not more
+            self._upgraded_to = start.version
+            self._send_control(MessageType.UPGRADE_TAKE_CHECKPOINT, start.version)
+        elif at_end:
+            self.phase = Phase.ENDING
+            self._blob_is_final = True
+            if self._upgraded_to is None:
+                self._send_control(MessageType.TAKE_CHECKPOINT)
+            else:  # right behind an upgrade a TakeCheckpoint would make the app primary
+                self._send_control(MessageType.UPGRADE_TAKE_CHECKPOINT, self._upgraded_to)
+        else:
+            self.phase = Phase.REPLAYING
+
+    def _send_control(self, message_type: MessageType, version: int | None = None, data: bytes = b"") -> None:
+        content = encode_message(message_type, data)
+        if version is not None and MessageType.VERSION in self._app.extensions:
+            content = encode_version(version) + content
+        self._output.append(encode_record(self._summary.committer_id, CONTROL_SEQUENCE_ID, content))
+
+    # --- the app's side ---------------------------------------------------------------------------------------------
+
+    def receive(self, data: bytes) -> Iterator[Event]:
+        """Bytes from the app. Raises RemoteProtocolError, UpgradeFailedError."""
+        self._reader.receive_data(data)
+        while self.phase is not Phase.DONE and (event := self._reader.next_event()) is not None:
+            if isinstance(event, Message):
+                yield from self._message(event)
+            elif isinstance(event, BlobStart):
+                self._check_extensions()
+                self._require_asked()
+            else:
+                if event.data and self._blob_is_final:
+                    yield BlobPiece(event.data)
+                if event.last:
+                    yield from self._checkpoint_came()
+
+    def _message(self, message: Message) -> Iterator[Event]:
+        message_type, data = message.message_type, message.data
+        if message_type == MessageType.HELLO:
+            if self._app.heard:
+                raise AppProtocolError("a Hello must be the app's first message")
+            self._app.hello = decode_hello(data)
+        self._check_extensions()
+        if message_type in _CALLS:
+            yield from self._calls(message)
+        elif message_type == MessageType.ATTACH_TO:
+            self._app.attached.add(decode_attach_to(data))
+        elif message_type == MessageType.ORIGINS:
+            self._origins = decode_origins(data)
+        elif message_type == MessageType.APP_DESCRIPTION:
+            self.description = decode_app_description(data)
+        elif message_type == MessageType.HANDLER_FAILED:
+            yield self._end(decode_handler_failed(data))
+        elif message_type == MessageType.UPGRADE_FAILED:
+            raise UpgradeFailedError(f"the upgrade failed: {data.decode('utf-8', 'replace')}")
+        elif message_type in (MessageType.SNAPSHOT_BEGIN, MessageType.SNAPSHOT_CHUNK, MessageType.SNAPSHOT_END):
+            yield from self._snapshot_message(message)
+        elif message_type not in (MessageType.HELLO, MessageType.TAKE_CHECKPOINT):  # a checkpoint comes at the end
+            raise AppProtocolError(f"the app sent a message of type {message_type}, which has no place in a replay")
+
+    def _check_extensions(self) -> None:
+        """With the app's first message: is it the kind of app that the log was begun with?"""
+        if self._app.heard:
+            return
+        self._app.heard = True
+        time = MessageType.RECORD_TIME
+        logged, asked = time in (self._summary.extensions or ()), time in self._app.extensions
+        if logged != asked:
+            kind = "the SDK's" if logged else "the base protocol's"
+            raise AppProtocolError(
+                f"the log of {self.name!r} was begun by an app of {kind} kind, whose records "
+                f"{'have' if logged else 'have no'} times; this app is of the other kind"
+            )
+        if self.phase is Phase.GREETING:
+            self._begin()
+
+    def _calls(self, message: Message) -> Iterator[Outputs | KeptImpulses]:
+        origins, self._origins = self._origins, None
+        for calls in read_calls(self._app, self.name, message):
+            if origins is not None and sum(origin.count for origin in origins) != calls.count:
+                raise AppProtocolError(f"the app gives origins for another number of messages than {calls.count}")
+            stream = self._streams.get(calls.destination)
+            if stream is None:
+                stream = self._streams[calls.destination] = self._stream(calls.destination)
+            yield from stream.append(calls.count, calls.payload, origins)
+
+    def _stream(self, destination: str) -> StreamPositions:
+        impulses = [batch for batch in self._summary.impulses if batch.destination == destination]
+        return StreamPositions(destination, self._route.checkpoint.outputs.get(destination), impulses)
+
+    # --- checkpoints, in one piece or beside the app's work -----------------------------------------------------------
+
+    def _require_asked(self) -> None:
+        if self.phase not in (Phase.UPGRADING, Phase.ENDING):
+            raise AppProtocolError(f"the app sent a checkpoint in the phase {self.phase.value!r}: none was asked for")
+
+    def _snapshot_message(self, message: Message) -> Iterator[Event]:
+        begins = message.message_type == MessageType.SNAPSHOT_BEGIN
+        self._require_asked()
+        if begins == self._snapshot:
+            raise AppProtocolError("the app sent a piece of a snapshot out of turn")
+        self._snapshot = True
+        if message.message_type == MessageType.SNAPSHOT_CHUNK and self._blob_is_final:
+            yield BlobPiece(message.data)
+        if message.message_type == MessageType.SNAPSHOT_END:
+            self._snapshot = False
+            if message.data:
+                raise AppProtocolError(f"the app could not give its state: {message.data.decode('utf-8', 'replace')}")
+            yield from self._checkpoint_came()
+
+    def _checkpoint_came(self) -> Iterator[Event]:
+        if self._blob_is_final:
+            yield self._end(None)
+        else:
+            self._go_on()
+
+    def _end(self, failure: HandlerFailure | None) -> Ended:
+        self.phase = Phase.DONE
+        if failure is None and MessageType.GOODBYE in self._app.extensions:
+            self._send_control(MessageType.GOODBYE, data=b"the replay is complete")
+            self.app_leaves = True
+        return Ended(failure)

@@ -1,0 +1,54 @@
+"""What a replay reads of a log, and how two replays of one process share it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Protocol
+
+from coordinator.core.interfaces import LogSummary
+from coordinator.log import LogIdentity
+
+
+class RecordSource(Protocol):
+    """A log open for reading: :class:`coordinator.log.LogReader` is one."""
+
+    identity: LogIdentity
+    problems: list[str]
+    """What the last summary had to leave out, in words."""
+
+    def summary(self) -> LogSummary: ...
+
+    def values(self, first_sequence_id: int, last_sequence_id: int | None = None) -> Iterator[bytes]: ...
+
+    def checkpoint_chunks(self, checkpoint_id: int) -> Iterator[bytes]: ...
+
+
+class SharedSource:
+    """One reader for several threads: a log can't be opened twice in one process."""
+
+    def __init__(self, source: RecordSource) -> None:
+        self.identity = source.identity
+        self._source = source
+        self.problems: list[str] = []
+        self._lock = threading.Lock()
+
+    def summary(self) -> LogSummary:
+        with self._lock:
+            summary = self._source.summary()
+            self.problems = self._source.problems
+            return summary
+
+    def values(self, first_sequence_id: int, last_sequence_id: int | None = None) -> Iterator[bytes]:
+        return self._locked(self._source.values(first_sequence_id, last_sequence_id))
+
+    def checkpoint_chunks(self, checkpoint_id: int) -> Iterator[bytes]:
+        return self._locked(self._source.checkpoint_chunks(checkpoint_id))
+
+    def _locked(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
+        while True:
+            with self._lock:
+                piece = next(pieces, None)
+            if piece is None:
+                return
+            yield piece

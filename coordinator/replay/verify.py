@@ -1,0 +1,327 @@
+"""Proof of determinism: a stretch of the log is replayed, and what comes of it is compared with what came of it then.
+
+The outputs are compared with the marks in the records, the state at the end with the next checkpoint. Where a
+receiver's log is at hand, the outputs are compared with it too, which shows what was sent then.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from coordinator.core.interfaces import ONESELF, CheckpointHeader, LogSummary, OutputBatch, OutputMark
+from coordinator.core.output_check import Divergence, OutputCheck, OutputDivergenceError
+from coordinator.replay.app import AppCommand
+from coordinator.replay.errors import ReplayError
+from coordinator.replay.host import run_replay
+from coordinator.replay.inspection import DIFFERENCES_MAX, diff_states
+from coordinator.replay.plan import ReplayPlan, blob_problem, usable_checkpoints
+from coordinator.replay.receivers import Difference, Witness, received
+from coordinator.replay.result import ReplayResult, Sink
+from coordinator.replay.source import RecordSource
+from protocol.checksum import crc64
+from protocol.extensions import Origin
+from protocol.trailer import Trailer
+
+MARKS_AHEAD_MAX = 1 << 20  # of records that the app was given: one that is so far behind makes too little
+ORIGINS_KEPT_MAX = 1 << 16  # runs, of each stream: beyond it a report names no origin
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFinding:
+    """A stream that the replay makes differently.
+
+    ``divergence``: the mark that it does not fit; None where only the receiver's log shows it. ``is_surplus``: it fits
+    all marks, but makes more; ``divergence`` then has what lies behind the last one. ``difference``: the first message
+    that is another one, if the receiver's log is at hand. ``origins``: what made the messages of both, by position.
+    """
+
+    destination: str
+    divergence: Divergence | None
+    difference: Difference | None
+    origins: Mapping[int, Origin]
+    is_surplus: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StateFinding:
+    """The state at the end is another one: [{"path", "old", "new"}]; ``problem``: why it can't be looked into."""
+
+    differences: Sequence[Mapping[str, Any]]
+    problem: str | None = None
+
+
+@dataclass(slots=True)
+class Section:
+    """What the replay from one checkpoint to the next (``end``; None: to the end of the log) has shown.
+
+    ``counts``: messages made, by destination. ``unproved``: those at the end of a stream that nothing says anything
+    about: no mark, no receiver's log. ``state_is_same``: None if there was none to compare with.
+    """
+
+    start: CheckpointHeader
+    end: CheckpointHeader | None
+    result: ReplayResult
+    counts: dict[str, int]
+    unproved: dict[str, int] = field(default_factory=dict)
+    outputs: list[OutputFinding] = field(default_factory=list)
+    state: StateFinding | None = None
+    state_is_same: bool | None = None
+
+    @property
+    def is_same(self) -> bool:
+        return not self.outputs and self.state is None and self.result.failure is None
+
+
+@dataclass(frozen=True, slots=True)
+class Stretches:
+    """What is to be replayed: each from a checkpoint to the next (None: to the end of the log). ``notes``: in words."""
+
+    pairs: Sequence[tuple[CheckpointHeader, CheckpointHeader | None]]
+    notes: Sequence[str]
+
+
+def stretches(
+    source: RecordSource, summary: LogSummary, *, checkpoint_id: int | None = None, everything: bool = False
+) -> Stretches:
+    """By default the last two; from ``checkpoint_id`` on only one; or ``everything`` that is kept.
+
+    A damaged checkpoint is passed over, and that is noted. Raises ReplayError.
+    """
+    notes = list(source.problems)
+    sound: list[CheckpointHeader] = []
+    for header in reversed(usable_checkpoints(summary)):
+        problem = blob_problem(source, header)
+        if problem is not None and header.checkpoint_id == checkpoint_id:
+            raise ReplayError(f"checkpoint {checkpoint_id} can't be used: {problem}; choose another one")
+        if problem is not None:
+            notes.append(f"checkpoint {header.checkpoint_id} is left out: {problem}")
+            continue
+        sound.insert(0, header)
+        if header.checkpoint_id == checkpoint_id or (checkpoint_id is None and not everything and len(sound) == 2):
+            break
+    if not sound:
+        raise ReplayError("the log has no sound checkpoint to begin at: 'immortal log verify' says what is damaged")
+    ends: list[CheckpointHeader | None] = [*sound[1:], None]
+    pairs = list(zip(sound, ends, strict=True))
+    if checkpoint_id is not None:
+        if sound[0].checkpoint_id != checkpoint_id:
+            kept = ", ".join(str(header.checkpoint_id) for header in sound)
+            raise ReplayError(f"there is no checkpoint {checkpoint_id} to begin at: the log holds {kept}")
+        return Stretches(pairs[:1], notes)
+    if sound[-1].sequence_id >= summary.last_sequence_id and len(pairs) > 1:
+        pairs.pop()  # nothing lies behind the last checkpoint
+    return Stretches(pairs, notes)
+
+
+def verify_section(
+    source: RecordSource,
+    start: CheckpointHeader,
+    end: CheckpointHeader | None,
+    app: AppCommand,
+    *,
+    receivers: Mapping[str, RecordSource] | None = None,
+    progress: Callable[[int, int | None], None] | None = None,
+    announce: Callable[[str], None] = lambda address: None,
+) -> Section:
+    """Replay one stretch with ``app`` and compare. ``receivers``: the logs of those that it calls, where at hand.
+
+    Raises what :func:`run_replay` raises.
+    """
+    plan = ReplayPlan(checkpoint_id=start.checkpoint_id)
+    if end is not None:
+        plan = ReplayPlan(checkpoint_id=start.checkpoint_id, last_sequence_id=end.sequence_id, last_version=end.version)
+    with tempfile.TemporaryDirectory(prefix="immortal-verify-") as folder:
+        blob = Path(folder) / "replayed"
+        checking = _Checking(source, start, receivers or {})
+        result = run_replay(source, plan, app, checking, blob_path=blob, progress=progress, announce=announce)
+        section = Section(start, end, result, checking.counts)
+        if result.failure is None:
+            checking.finish(None if end is None else end.outputs, all_made=result.flushed)
+            if end is not None:
+                _compare_state(section, source, end, app, blob)
+        section.outputs = checking.findings()
+        section.unproved = checking.unproved()
+    return section
+
+
+def _compare_state(section: Section, source: RecordSource, end: CheckpointHeader, app: AppCommand, blob: Path) -> None:
+    result = section.result
+    if (result.blob_size_bytes, result.blob_check) == (end.size_bytes, end.check):
+        section.state_is_same = True
+        return
+    old = blob.with_name("checkpoint")
+    with old.open("wb") as file:
+        for chunk in source.checkpoint_chunks(end.checkpoint_id):
+            file.write(chunk)
+    if result.description is None:  # no SDK app: only its bytes are known
+        problem = (
+            f"the checkpoint has {end.size_bytes} bytes with CRC {end.check:016x}, "
+            f"the replay ends with {result.blob_size_bytes} with CRC {result.blob_check:016x}"
+        )
+        section.state = StateFinding((), problem)
+    else:
+        name = result.label if app.by_hand else app.name
+        try:
+            differences = diff_states(name, old, name, blob, limit=DIFFERENCES_MAX + 1)
+        except ReplayError as error:
+            section.state = StateFinding((), str(error))
+        else:
+            section.state = StateFinding(differences) if differences else None
+    section.state_is_same = section.state is None
+
+
+class _Checking(Sink):
+    """Compares the outputs as they come."""
+
+    def __init__(self, source: RecordSource, start: CheckpointHeader, receivers: Mapping[str, RecordSource]) -> None:
+        self.counts: dict[str, int] = {}
+        self._source = source
+        self._start = start
+        self._receivers = receivers
+        self._streams: dict[str, _CheckedStream] = {}
+
+    def record(self, sequence_id: int, value: bytes, trailer: Trailer) -> None:
+        for mark in trailer.outputs:
+            self._stream(mark.destination).expect(sequence_id, OutputMark(mark.position, mark.checksum))
+
+    def outputs(
+        self, destination: str, first_position: int, count: int, payload: bytes, origins: Sequence[Origin] | None
+    ) -> None:
+        self.counts[destination] = self.counts.get(destination, 0) + count
+        self._stream(destination).made(OutputBatch(first_position, count, payload), origins or ())
+
+    def impulses(self, destination: str, first_position: int, count: int, payload: bytes) -> None:
+        self._stream(destination).passed(OutputBatch(first_position, count, payload))
+
+    def finish(self, marks: Mapping[str, OutputMark] | None, *, all_made: bool) -> None:
+        """The replay has come to its end, where the streams had these ``marks``; None: nobody knows."""
+        for destination in marks or ():
+            self._stream(destination)
+        for destination, stream in self._streams.items():
+            mark = None if marks is None else marks.get(destination, OutputMark(0, 0))
+            stream.finish(mark, all_made=all_made)
+
+    def findings(self) -> list[OutputFinding]:
+        found = [stream.finding() for _, stream in sorted(self._streams.items())]
+        return [finding for finding in found if finding is not None]
+
+    def unproved(self) -> dict[str, int]:
+        counts = {destination: stream.unproved_count for destination, stream in self._streams.items()}
+        return {destination: count for destination, count in counts.items() if count}
+
+    def _stream(self, destination: str) -> _CheckedStream:
+        stream = self._streams.get(destination)
+        if stream is None:
+            mark = self._start.outputs.get(destination)
+            stream = _CheckedStream(destination, mark, self._witness(destination))
+            self._streams[destination] = stream
+        return stream
+
+    def _witness(self, destination: str) -> Witness | None:
+        if destination == ONESELF:  # what is made behind a record is logged behind it
+            return Witness(received(self._source, ONESELF, self._start.sequence_id + 1))
+        receiver = self._receivers.get(destination)
+        return None if receiver is None else Witness(received(receiver, self._source.identity.instance_name))
+
+
+class _CheckedStream:
+    def __init__(self, destination: str, mark: OutputMark | None, witness: Witness | None) -> None:
+        self.destination = destination
+        self._check = OutputCheck(destination, mark)
+        self._checksum = mark.checksum if mark else 0
+        self._witness = witness
+        self._divergence: Divergence | None = None
+        self._unproved: deque[tuple[int, int]] = deque()  # (first position, count) of batches with none behind them
+        self._made_position = self._proved_position = self._called_position = mark.position if mark else 0
+        self._is_surplus = False
+        self._marks: deque[int] = deque()  # positions to be reached
+        self._origins: deque[tuple[int, Origin]] = deque(maxlen=ORIGINS_KEPT_MAX)  # (first position, of what follows)
+
+    def expect(self, sequence_id: int | None, mark: OutputMark) -> None:
+        def compare() -> None:
+            self._check.expect(sequence_id, mark)
+            self._check.compare()
+
+        self._guard(compare)
+        if self._divergence is None:
+            self._marks.append(mark.position)
+            self._prove()
+            if len(self._marks) > MARKS_AHEAD_MAX:
+                self._guard(self._check.finish)
+
+    def made(self, batch: OutputBatch, origins: Sequence[Origin]) -> None:
+        if self._divergence is not None:
+            return
+        position = batch.first_position
+        for origin in origins:
+            self._origins.append((position, origin))
+            position += origin.count
+        before, self._checksum = self._checksum, crc64(batch.payload, self._checksum)
+        if self._witness is not None:
+            self._witness.made(batch.first_position, batch.count, batch.payload)
+        self._guard(lambda: self._check.made(batch, before, self._checksum))
+        self._unproved.append((batch.first_position, batch.count))
+        self._made_position = self._called_position = batch.last_position
+        self._prove()
+
+    def _prove(self) -> None:
+        """Marks that have been reached speak for all before them."""
+        while self._marks and self._marks[0] <= self._made_position:
+            self._proved_position = max(self._proved_position, self._marks.popleft())
+        if self._witness is not None:
+            self._proved_position = max(self._proved_position, self._witness.compared_position)
+        unproved = self._unproved
+        while unproved and unproved[0][0] + unproved[0][1] - 1 <= self._proved_position:
+            unproved.popleft()
+
+    @property
+    def unproved_count(self) -> int:
+        return sum(count - max(0, self._proved_position - first + 1) for first, count in self._unproved)
+
+    def passed(self, impulses: OutputBatch) -> None:
+        self._guard(lambda: self._check.made(impulses, self._checksum, self._checksum))
+        self._made_position = impulses.last_position
+        self._prove()
+
+    def finish(self, mark: OutputMark | None, *, all_made: bool) -> None:
+        """``mark``: how far the stream had got; None: nobody knows. ``all_made``: the app holds nothing back."""
+        if mark is not None:
+            self.expect(None, mark)
+        if not all_made:  # what was held back then may have come earlier now, or later
+            return
+        self._guard(self._check.finish)
+        if mark is not None and self._called_position > mark.position and self._divergence is None:
+            # No stream has ever had such a mark: what was made behind the real one is what does not fit.
+            self._is_surplus = True
+            self.expect(None, OutputMark(self._called_position, self._checksum ^ 1))
+
+    def _guard(self, compare: Callable[[], None]) -> None:
+        """The first divergence is the one that counts: nothing behind it can be compared."""
+        if self._divergence is None:
+            try:
+                compare()
+            except OutputDivergenceError as error:
+                self._divergence = error.divergence
+
+    def finding(self) -> OutputFinding | None:
+        difference = self._witness.difference if self._witness is not None else None
+        if self._divergence is None and difference is None:
+            return None
+        positions = [position for position, _ in self._divergence.made] if self._divergence else []
+        if difference is not None:
+            positions.append(difference.position)
+        origins = self._origins_of(positions)
+        return OutputFinding(self.destination, self._divergence, difference, origins, self._is_surplus)
+
+    def _origins_of(self, positions: Sequence[int]) -> dict[int, Origin]:
+        wanted = set(positions)
+        found = {}
+        for first, origin in self._origins:
+            for position in wanted.intersection(range(first, first + origin.count)):
+                found[position] = origin
+        return found

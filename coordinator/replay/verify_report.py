@@ -1,0 +1,229 @@
+"""What a verification found, in lines for people or as plain values."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from coordinator.core.output_check import Divergence
+from coordinator.core.words import Methods, call_in_words, divergence_in_words
+from coordinator.replay.contents import message_at, record_of
+from coordinator.replay.inspection import DIFFERENCES_MAX
+from coordinator.replay.plan import place_of
+from coordinator.replay.receivers import Difference
+from coordinator.replay.source import RecordSource
+from coordinator.replay.summary import failure_json
+from coordinator.replay.verify import OutputFinding, Section
+from protocol.errors import ImmortalError
+from protocol.extensions import Origin
+from protocol.messages import decode_incoming_rpc, decode_message
+
+CALL_SIZE_MAX = 2000  # characters of a call that is shown whole
+_VALUE_SIZE_MAX = 200  # characters of one value of a state
+
+
+class Report:
+    """One section in words. ``source``: the log, where the messages are found that made the calls."""
+
+    def __init__(self, name: str, section: Section, source: RecordSource) -> None:
+        self._name = name
+        self._section = section
+        self._source = source
+        description = section.result.description
+        self._methods: Methods = description.methods if description else {}
+
+    # --- for people -------------------------------------------------------------------------------------------------
+
+    def lines(self) -> Iterator[str]:
+        section, result = self._section, self._section.result
+        for note in result.notes:
+            yield f"note: {note}"
+        yield (
+            f"{self._name}: {self._stretch()}: {result.records:,} records, {result.messages:,} messages replayed in "
+            f"{result.duration_s:.2f} s"
+        )
+        if not section.outputs:
+            yield f"  outputs: the same ({', '.join(self._counts()) or 'none'})"
+        for finding in section.outputs:
+            yield from (f"  {line}" for line in self._output_lines(finding))
+        if result.failure is not None:
+            failure = result.failure
+            yield f"  DIVERGED: the handler of record {failure.sequence_id}, message {failure.message_index} raised:"
+            yield from (f"    {line}" for line in failure.text.splitlines())
+        elif section.state is not None:
+            yield from (f"  {line}" for line in self._state_lines())
+        elif section.state_is_same:
+            yield "  state: the same"
+
+    def _stretch(self) -> str:
+        start, end = self._section.start, self._section.end
+        until = (
+            f"to the end of the log (record {self._section.result.last_sequence_id})"
+            if end is None
+            else f"to checkpoint {end.checkpoint_id} ({place_of(end)})"
+        )
+        return f"checkpoint {start.checkpoint_id} ({place_of(start)}) {until}"
+
+    def _counts(self) -> Iterator[str]:
+        for to, count in sorted(self._section.counts.items()):
+            unproved = self._section.unproved.get(to, 0)
+            hint = (
+                f", of which the last {unproved:,} can't be told: the log has no mark behind them" if unproved else ""
+            )
+            yield f"{count:,} to {to or 'itself'}{hint}"
+
+    def _output_lines(self, finding: OutputFinding) -> Iterator[str]:
+        divergence, difference = finding.divergence, finding.difference
+        if divergence is not None:
+            yield f"DIVERGED: {self._divergence(finding, divergence)}"
+            for position, message in divergence.made:
+                yield f"  now {position}: {self._call(message, finding)}{self._made_by(finding.origins.get(position))}"
+        else:
+            to = repr(finding.destination) if finding.destination else "itself"
+            yield f"DIVERGED: the log of {to} holds other calls than the replay makes"
+        if difference is not None:
+            yield f"  the first that differs is number {difference.position}:"
+            then, now = self._both(finding.destination, difference)
+            yield f"    then: {then}"
+            yield f"    now:  {now}{self._made_by(finding.origins.get(difference.position))}"
+
+    def _divergence(self, finding: OutputFinding, divergence: Divergence) -> str:
+        if not finding.is_surplus:
+            return divergence_in_words(replace(divergence, made=()), self._name, self._methods)
+        to = f"the calls to {divergence.destination!r}" if divergence.destination else "the calls to itself"
+        return (
+            f"{self._name!r} does more than it did before: by a checkpoint, {to} had reached number "
+            f"{divergence.after_position}; the replay makes {divergence.made_position}"
+        )
+
+    def _call(self, message: bytes, finding: OutputFinding) -> str:
+        return call_in_words(message, finding.destination, self._methods)
+
+    def _both(self, destination: str, difference: Difference) -> tuple[str, str]:
+        """Both calls whole; of large ones the part where they differ."""
+        then = whole_call_in_words(difference.then, destination, self._methods)
+        now = whole_call_in_words(difference.now, destination, self._methods)
+        if max(len(then), len(now)) <= CALL_SIZE_MAX:
+            return then, now
+        place = next((index for index, (one, other) in enumerate(zip(then, now, strict=False)) if one != other), 0)
+        start = max(0, place - CALL_SIZE_MAX // 2)
+        return _part(then, start), _part(now, start)
+
+    def _made_by(self, origin: Origin | None) -> str:
+        if origin is None:
+            return ""
+        handler = self._handler(origin)
+        where = f"record {origin.sequence_id}, message {origin.message_index}"
+        return f"  <- {where}{': ' if handler else ''}{handler}"
+
+    def _handler(self, origin: Origin) -> str:
+        """The logged message that made a call, in words; "" if it can't be read."""
+        try:
+            for value in self._source.values(origin.sequence_id, origin.sequence_id):
+                message = message_at(record_of(value).content, origin.message_index)
+                return call_in_words(message, "", self._methods) if message is not None else ""
+        except ImmortalError:
+            pass  # trimmed meanwhile: the report does without
+        return ""
+
+    def _state_lines(self) -> Iterator[str]:
+        finding = self._section.state
+        if finding is None:
+            return
+        end = self._section.end
+        where = f"of checkpoint {end.checkpoint_id}" if end is not None else "at the end"
+        if finding.problem is not None:
+            yield f"DIVERGED: the state {where} is another one: {finding.problem}"
+            return
+        yield f"DIVERGED: the state {where} is another one:"
+        for difference in finding.differences[:DIFFERENCES_MAX]:
+            then, now = (_value(difference, side) for side in ("old", "new"))
+            yield f"  {difference['path']}: then {then}, now {now}"
+        if len(finding.differences) > DIFFERENCES_MAX:
+            yield "  ... and more"
+
+    # --- plain values -----------------------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        section, result = self._section, self._section.result
+        state = section.state
+        return {
+            "from_checkpoint": section.start.checkpoint_id,
+            "to_checkpoint": None if section.end is None else section.end.checkpoint_id,
+            "last_record": result.last_sequence_id,
+            "records": result.records,
+            "messages": result.messages,
+            "same": section.is_same,
+            "outputs": {to or self._name: count for to, count in sorted(section.counts.items())},
+            "unproved": {to or self._name: count for to, count in sorted(section.unproved.items())},
+            "output_divergences": [self._output_json(finding) for finding in section.outputs],
+            "state_is_same": section.state_is_same,
+            "state": [] if state is None else list(state.differences[:DIFFERENCES_MAX]),
+            "state_problem": None if state is None else state.problem,
+            "failure": failure_json(result),
+            "warnings": result.warnings,
+            "notes": list(result.notes),
+        }
+
+    def _output_json(self, finding: OutputFinding) -> dict[str, Any]:
+        divergence, difference = finding.divergence, finding.difference
+        described: dict[str, Any] = {"destination": finding.destination or self._name}
+        if divergence is not None:
+            described |= {
+                "record": divergence.sequence_id,
+                "after_position": divergence.after_position,
+                "position": divergence.position,
+                "made_position": divergence.made_position,
+                "is_surplus": finding.is_surplus,
+                "made": [
+                    {"position": position, "call": self._call(message, finding), **self._origin_json(finding, position)}
+                    for position, message in divergence.made
+                ],
+            }
+        if difference is not None:
+            then, now = self._both(finding.destination, difference)
+            described["difference"] = {
+                "position": difference.position,
+                "then": then,
+                "now": now,
+                **self._origin_json(finding, difference.position),
+            }
+        return described
+
+    def _origin_json(self, finding: OutputFinding, position: int) -> dict[str, Any]:
+        origin = finding.origins.get(position)
+        if origin is None:
+            return {}
+        by = {"record": origin.sequence_id, "message": origin.message_index, "handler": self._handler(origin)}
+        return {"made_by": by}
+
+
+def whole_call_in_words(message: bytes, destination: str, methods: Methods) -> str:
+    """As :func:`call_in_words`, but with all of its arguments, however large."""
+    _, start, end = decode_message(message)
+    rpc = decode_incoming_rpc(message, start, end)
+    name = methods.get((destination, rpc.method_id))
+    text = rpc.arguments.hex(" ")
+    if name is not None:
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):  # a handler with a form of its own
+            values = msgspec.msgpack.decode(rpc.arguments)
+            text = ", ".join(map(repr, values)) if isinstance(values, list) else repr(values)
+    return f"{name or f'method {rpc.method_id}'}({text})"
+
+
+def _part(text: str, start: int) -> str:
+    front = "..." if start else ""
+    rest = "..." if len(text) > start + CALL_SIZE_MAX else ""
+    return f"{front}{text[start : start + CALL_SIZE_MAX]}{rest}"
+
+
+def _value(difference: Mapping[str, Any], side: str) -> str:
+    """As JSON would have it, but short."""
+    if side not in difference:
+        return "nothing"
+    text = repr(difference[side])
+    return text if len(text) <= _VALUE_SIZE_MAX else f"{text[: _VALUE_SIZE_MAX - 3]}..."

@@ -1,0 +1,318 @@
+"""What if other code had handled a log? The old and the new code replay it side by side, and are compared as they go.
+
+Both get the same records at the same time, each in a thread with a process of its own. The inputs are those of the log,
+also the calls that the instance had sent itself: what would have come back as another input is not played.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from coordinator.core.interfaces import OutputBatch, OutputMark
+from coordinator.core.output_check import OutputCheck
+from coordinator.replay.app import AppCommand
+from coordinator.replay.compare import Comparison, Key, Outputs, Side
+from coordinator.replay.errors import ReplayError, UpgradeFailedError
+from coordinator.replay.findings import Findings
+from coordinator.replay.host import run_replay
+from coordinator.replay.plan import ReplayPlan, Route, plan_route
+from coordinator.replay.result import ReplayResult, Sink
+from coordinator.replay.source import RecordSource, SharedSource
+from coordinator.replay.spool import MemoryBudget, Spool
+from protocol.checksum import crc64
+from protocol.extensions import Origin
+from protocol.trailer import Trailer
+
+AHEAD_SIZE_BYTES_MAX = 16 << 20  # of outputs that one side has made and the other has not: beyond it ...
+AHEAD_PAUSE_S = 0.05  # ... it pauses so long at each batch, no longer: an app may be waiting to say its last words
+MEMORY_SIZE_BYTES_MAX = 64 << 20  # of what waits on either side, all streams together; more than that goes to disk
+STOP_S = 10.0  # for the other side's app to be stopped when one side could not go on
+
+Progress = Callable[[int, int | None], None]
+
+
+@dataclass(slots=True)
+class WhatIf:
+    """What came out. ``equal_count``: the messages that both sides made alike.
+
+    A side's ``failure`` ends the comparison there. ``upgrade_error``: the new code could not take over the state; then
+    there are no results. ``by_position``: the apps do not tell which input made which output.
+    """
+
+    route: Route
+    results: dict[Side, ReplayResult]
+    findings: Findings
+    equal_count: int
+    by_position: bool
+    upgrade_error: str
+    notes: list[str]
+
+
+def plan_what_if(
+    source: RecordSource, *, checkpoint_id: int | None = None, last_sequence_id: int | None = None
+) -> Route:
+    """Where to begin, by default at the oldest sound checkpoint, and where to end, by default at what is the last
+    record now. Raises ReplayError for what the log can't do.
+    """
+    summary = source.summary()
+    notes = list(source.problems)
+    last = summary.last_sequence_id if last_sequence_id is None else last_sequence_id
+    if last > summary.last_sequence_id:
+        raise ReplayError(f"record {last} is not in the log: its last one is {summary.last_sequence_id}")
+    kept = [header for header in summary.checkpoints if header.sequence_id + 1 >= summary.first_sequence_id]
+    problems = []
+    for candidate in [header.checkpoint_id for header in kept] if checkpoint_id is None else [checkpoint_id]:
+        try:
+            route = plan_route(ReplayPlan(candidate, last), source, summary)
+        except ReplayError as error:
+            problems.append(str(error))
+        else:
+            return replace(route, notes=[*notes, *problems])
+    nothing = "the log has no sound checkpoint to begin at: 'immortal log verify' says what is damaged"
+    raise ReplayError(problems[0] if problems else nothing)
+
+
+def run_what_if(
+    source: RecordSource,
+    route: Route,
+    apps: Mapping[Side, AppCommand],
+    *,
+    upgrade_to: int | None = None,
+    limit: int = 20,
+    blob_paths: Mapping[Side, Path] | None = None,
+    progress: Progress | None = None,
+    announce: Callable[[Side, str], None] = lambda side, address: None,
+) -> WhatIf:
+    """Replay ``route`` of the log ``source`` with both apps and compare what they make; ``limit`` differences in full.
+
+    ``upgrade_to``: the new app first takes over the state, see :class:`ReplayPlan`. ``blob_paths``: files for the
+    states at the end. ``progress`` is called from both threads, not at the same time. ``announce(side, address)``:
+    where an app that is started by hand is to connect.
+
+    Raises what :func:`run_replay` does, and OutputDivergenceError where the old code does not do again what it did.
+    """
+    shared = SharedSource(source)
+    routes = {Side.OLD: route, Side.NEW: route}
+    if upgrade_to is not None:
+        routes[Side.NEW] = replace(route, versions=(), upgrade_to=upgrade_to)
+    run = _Run(limit, progress)
+    sinks = {Side.OLD: _Prover(run, Side.OLD, route.checkpoint.outputs), Side.NEW: _Looker(run, Side.NEW)}
+    results: dict[Side, ReplayResult] = {}
+
+    def replay(side: Side) -> None:
+        result = results[side] = run_replay(
+            shared,
+            routes[side],
+            apps[side],
+            sinks[side],
+            blob_path=(blob_paths or {}).get(side),
+            progress=lambda records, total: run.progress(side, records, total),
+            stop=lambda: run.failed_at is not None and sinks[side].fed_sequence_id >= run.failed_at,
+            announce=lambda address: announce(side, address),
+        )
+        sinks[side].finish(result)
+
+    run.both(replay)
+    notes = list(route.notes)
+    if upgrade_to is None and Side.NEW in results:
+        notes += _version_note(apps[Side.NEW], results[Side.NEW], route.last_version)
+    return WhatIf(
+        route,
+        {} if run.upgrade_error else results,
+        run.findings,
+        run.comparison.equal_count,
+        run.by_position is True,
+        run.upgrade_error,
+        notes,
+    )
+
+
+def _version_note(app: AppCommand, result: ReplayResult, ran: int) -> list[str]:
+    """An app that has the versions of the log besides its own runs these, which may surprise."""
+    if result.description is None or result.description.version == ran:
+        return []
+    own = result.description.version
+    return [
+        f"{app.name} is of version {own}; what ran is the version {ran} that it holds, as in the log:"
+        f" --upgrade tries version {own}"
+    ]
+
+
+class _StoppedError(Exception):
+    """Nobody needs the rest of this side's replay."""
+
+
+class _Run:
+    """What the two sides share: their outputs meet in ``comparison``, which one side at a time uses."""
+
+    def __init__(self, limit: int, progress: Progress | None) -> None:
+        self.findings = Findings(limit)
+        budget = MemoryBudget(MEMORY_SIZE_BYTES_MAX)
+        self.comparison = Comparison(self.findings.add, lambda: Spool(budget))
+        self.by_position: bool | None = None  # None: nothing was made yet
+        self.upgrade_error = ""
+        self.failed_at: int | None = None  # the record at which the new code's handler raised
+        self._progress = progress
+        self._records = dict.fromkeys(Side, 0)
+        self._changed = threading.Condition()
+        self._running = set(Side)
+        self._error: BaseException | None = None
+
+    def both(self, replay: Callable[[Side], None]) -> None:
+        """Run ``replay`` for each side, at the same time. Raises what the first that could not go on raised."""
+        threads = [threading.Thread(target=self._one, args=(replay, side), daemon=True) for side in Side]
+        for thread in threads:
+            thread.start()
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._error is not None or not self._running)
+        except BaseException as error:  # Ctrl-C
+            self._stop(error)
+        for thread in threads:
+            thread.join(STOP_S)
+        if self._error is not None:
+            raise self._error
+
+    def _one(self, replay: Callable[[Side], None], side: Side) -> None:
+        try:
+            replay(side)
+        except UpgradeFailedError as error:
+            if side is Side.OLD:
+                self._stop(error)
+            else:
+                self.upgrade_error = str(error)
+        except _StoppedError:
+            pass
+        except BaseException as error:
+            self._stop(error)
+        with self._changed:
+            self._running.discard(side)
+            self._changed.notify_all()
+
+    def _stop(self, error: BaseException) -> None:
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def add(self, side: Side, destination: str, outputs: Outputs, *, by_position: bool) -> None:
+        """Raises ReplayError, _StoppedError."""
+        with self._changed:
+            self._check_going_on()
+            if self.by_position is None:
+                self.by_position = by_position
+                self.findings.is_msgpack = not by_position
+            if self.by_position != by_position:
+                raise ReplayError(
+                    "the two apps can't be compared: one says which input made which call, the other does not"
+                )
+            self.comparison.add(side, destination, outputs)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._error is not None or not self._is_ahead(side), AHEAD_PAUSE_S)
+
+    def _is_ahead(self, side: Side) -> bool:
+        pending = self.comparison.pending_size_bytes
+        return (
+            side.other in self._running
+            and pending[side] > AHEAD_SIZE_BYTES_MAX
+            and pending[side.other] <= AHEAD_SIZE_BYTES_MAX
+        )
+
+    def finish(self, side: Side, result: ReplayResult) -> None:
+        """``side`` has made all that it makes."""
+        failure = result.failure
+        with self._changed:
+            if failure is None:
+                self.comparison.finish(side, complete=result.flushed)
+                return
+            self.comparison.finish(side, complete=False, before=(failure.sequence_id, failure.message_index))
+            if side is Side.NEW:
+                self.failed_at = failure.sequence_id
+
+    def progress(self, side: Side, records: int, total: int | None) -> None:
+        """Raises _StoppedError."""
+        with self._changed:
+            self._check_going_on()
+            self._records[side] = records
+            if self._progress is not None:
+                self._progress(min(self._records[each] for each in self._running | {side}), total)
+
+    def _check_going_on(self) -> None:
+        if self._error is not None or self.upgrade_error:
+            raise _StoppedError
+
+
+class _Looker(Sink):
+    """What one side makes goes to the comparison."""
+
+    def __init__(self, run: _Run, side: Side) -> None:
+        self._run = run
+        self._side = side
+        self._counts: Counter[str] = Counter()
+        self.fed_sequence_id = -1
+
+    def record(self, sequence_id: int, value: bytes, trailer: Trailer) -> None:
+        self.fed_sequence_id = sequence_id
+
+    def outputs(
+        self, destination: str, first_position: int, count: int, payload: bytes, origins: Sequence[Origin] | None
+    ) -> None:
+        keys: list[Key] = []
+        if origins is None:  # positions would not do: impulses lie between them, and not for both sides at the same
+            made = self._counts[destination]
+            keys += [(number, 0) for number in range(made + 1, made + count + 1)]
+            self._counts[destination] += count
+        else:
+            for origin in origins:
+                keys += [(origin.sequence_id, origin.message_index)] * origin.count
+        self._run.add(self._side, destination, Outputs(keys, payload), by_position=origins is None)
+
+    def finish(self, result: ReplayResult) -> None:
+        """The replay has ended."""
+        self._run.finish(self._side, result)
+
+
+class _Prover(_Looker):
+    """The old side's: what it makes must be what it had made, as the log's marks say; else a comparison means nothing.
+
+    Its methods raise OutputDivergenceError.
+    """
+
+    def __init__(self, run: _Run, side: Side, outputs: Mapping[str, OutputMark]) -> None:
+        super().__init__(run, side)
+        self._marks = dict(outputs)
+        self._checks = {name: OutputCheck(name, mark) for name, mark in outputs.items()}
+
+    def _check(self, destination: str) -> OutputCheck:
+        return self._checks.setdefault(destination, OutputCheck(destination))
+
+    def record(self, sequence_id: int, value: bytes, trailer: Trailer) -> None:
+        super().record(sequence_id, value, trailer)
+        for mark in trailer.outputs:
+            check = self._check(mark.destination)
+            check.expect(sequence_id, OutputMark(mark.position, mark.checksum))
+            check.compare()
+
+    def outputs(
+        self, destination: str, first_position: int, count: int, payload: bytes, origins: Sequence[Origin] | None
+    ) -> None:
+        self._made(OutputBatch(first_position, count, payload), destination, payload)
+        super().outputs(destination, first_position, count, payload, origins)
+
+    def impulses(self, destination: str, first_position: int, count: int, payload: bytes) -> None:
+        self._made(OutputBatch(first_position, count, payload), destination, b"")
+
+    def _made(self, batch: OutputBatch, destination: str, checked: bytes) -> None:
+        before = self._marks.get(destination, OutputMark(0, 0)).checksum
+        after = crc64(checked, before)
+        self._marks[destination] = OutputMark(batch.last_position, after)
+        self._check(destination).made(batch, before, after)
+
+    def finish(self, result: ReplayResult) -> None:
+        if result.failure is None and result.flushed and self._run.failed_at is None:
+            for check in self._checks.values():
+                check.finish()
+        super().finish(result)

@@ -1,0 +1,68 @@
+"""The guide for operators: its programs run, and its commands and options exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import click
+import pytest
+
+from coordinator.cli import main
+
+GUIDE = (Path(__file__).parents[2] / "docs" / "guide" / "operations.md").read_text()
+PROGRAMS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", GUIDE, re.DOTALL))
+COMMANDS = [line.removeprefix("$ ") for line in GUIDE.splitlines() if line.startswith("$ immortal ")]
+MENTIONED = [text for text in re.findall(r"`(immortal [^`]+)`", GUIDE.replace("\n", " ")) if "NAME" not in text]
+
+
+def test_the_programs_of_the_guide(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, Any] = {}
+    for name, source in PROGRAMS.items():
+        module = made[name] = ModuleType(name)
+        monkeypatch.setitem(sys.modules, name, module)
+        exec(compile(source, f"{name}.py", "exec"), module.__dict__)
+    assert sorted(made) == ["clock", "shop", "shop2"]
+    upgraded = made["shop2"].Stock.upgrade(made["shop"].Stock())
+    assert upgraded.left == {"tea": 10, "rice": 8, "salt": 0}
+    made["clock"].Clock().tick()
+
+
+def parsed(line: str) -> Iterator[str]:
+    """The names of the commands of one command line, whose options exist."""
+    command: click.Command = main
+    arguments = shlex.split(line)[1:]
+    context = click.Context(main)
+    while isinstance(command, click.Group):
+        name = arguments.pop(0)
+        found = command.get_command(context, name)
+        assert found is not None, f"{line}: there is no {name!r}"
+        command = found
+        yield name
+    command.make_parser(click.Context(command)).parse_args(arguments)
+
+
+@pytest.mark.parametrize("line", sorted({*COMMANDS, *MENTIONED}))
+def test_the_commands_of_the_guide_exist(line: str) -> None:
+    assert list(parsed(line))
+
+
+def test_every_command_of_an_operator_is_in_the_guide() -> None:
+    used = {next(parsed(line)) for line in COMMANDS}
+    assert used == {
+        "register",
+        "status",
+        "checkpoint",
+        "replay",
+        "verify",
+        "what-if",
+        "upgrade",
+        "run",
+        "log",
+        "recover",
+    }
