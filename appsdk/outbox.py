@@ -17,7 +17,7 @@ from appsdk.context import Context
 from appsdk.errors import Disconnected, UsageError
 from protocol.errors import RemoteProtocolError
 from protocol.limits import MESSAGE_SIZE_BYTES_MAX
-from protocol.messages import MessageType, RpcKind, RpcType, encode_attach_to, encode_name
+from protocol.messages import MessageType, RpcKind, RpcType, encode_attach_to, encode_message, encode_name
 from protocol.varint import encode_zigzag
 
 BATCH_SIZE_BYTES = 64 << 10  # enough to make the cost of a batch vanish; small enough to keep both ends at work
@@ -196,6 +196,8 @@ class Outbox:
         self.close_batches()
         for batch in self.impulses.take():
             self._append(MessageType.IMPULSE_BATCH, batch.destination, batch.count, batch.data)
+        if self.impulses.take_checkpoint_wish():
+            self.send(encode_message(MessageType.TAKE_CHECKPOINT))
         taken, self._ready = self._ready, []
         self.ready_size_bytes = 0
         return taken
@@ -223,6 +225,7 @@ class ImpulseQueue:
         self._changed = threading.Condition(self._lock)  # to be entered by its lock: that is C, this is Python
         self._batches: list[_Batch] = []
         self._why_closed: str | None = None
+        self._checkpoint_wanted = False
         self._sent_count = self._sent_size_bytes = 0  # by the app's threads
         self._taken_count = self._taken_size_bytes = 0  # by the connection
         self._accepted_count = self._accepted_size_bytes = 0  # by the coordinator
@@ -260,6 +263,18 @@ class ImpulseQueue:
             if len(batches) > 1:
                 return
         self._wake()
+
+    def ask_for_checkpoint(self) -> None:
+        """Any thread. Raises Disconnected."""
+        with self._lock:
+            if self._why_closed is not None:
+                raise Disconnected(self._why_closed)
+            self._checkpoint_wanted = True
+        self._wake()
+
+    def take_checkpoint_wish(self) -> bool:
+        wanted, self._checkpoint_wanted = self._checkpoint_wanted, False
+        return wanted
 
     def take(self) -> list[_Batch]:
         """The batches to be sent now, in order."""

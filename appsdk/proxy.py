@@ -272,6 +272,10 @@ class Impulses:
         """Wait until all impulses sent so far are durable, at most ``timeout`` seconds. Raises TimeoutError."""
         self._queue.flush(timeout)
 
+    def checkpoint(self) -> None:
+        """Ask for a checkpoint soon: where much was done and the next recovery is to be short. Does not wait for it."""
+        self._queue.ask_for_checkpoint()
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)

@@ -80,11 +80,11 @@ def coordinator_command(settings: InstanceSettings, *, log_format: str, log_leve
     return Command([*argv, "--log-format", log_format, "--log-level", log_level])
 
 
-def app_command(settings: InstanceSettings, app: str) -> Command:
+def app_command(settings: InstanceSettings, app: str, *, strict: bool = False) -> Command:
     # The SDK wants a fixed hash seed, and would start itself over to get one.
     hash_seed = os.environ.get("PYTHONHASHSEED", "0")
     environment = {APP_ADDRESS_VARIABLE: settings.app_address, "PYTHONHASHSEED": hash_seed}
-    return Command([sys.executable, "-m", "appsdk", app], environment)
+    return Command([sys.executable, "-m", "appsdk", app, *(["--strict"] if strict else [])], environment)
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,8 @@ class Supervisor:
     def _stop_other(self, first: Exit) -> tuple[Exit, bool]:
         """Wait for the other one's end; True if it had to be told to."""
         other = first.role.other
-        if first.returncode == 0:
+        # Status 1 of the app says that its coordinator leaves it: that one's own status says why.
+        if first.returncode == 0 or (first.role is Role.APP and first.returncode == 1):
             self._wait_for(lambda: other in self._exits, LEAVE_S)
         told = other not in self._exits
         return self._terminate(other), told

@@ -141,9 +141,12 @@ def unregister(registry: Registry, name: str, delete_log: bool) -> None:
 @name_argument
 @click.argument("app", metavar="[MODULE:CLASS]", required=False, callback=app_name)
 @click.option("--restart", is_flag=True, help="When one of the two dies, start both again; they recover.")
+@click.option("--strict", is_flag=True, help="Refuse an app whose handlers do what no replay can repeat.")
 @log_options
 @pass_registry
-def run(registry: Registry, name: str, app: str | None, restart: bool, log_format: str, log_level: str) -> None:
+def run(
+    registry: Registry, name: str, app: str | None, restart: bool, strict: bool, log_format: str, log_level: str
+) -> None:
     """Run an instance: its coordinator and its app, as two processes that live and die together.
 
     Without MODULE:CLASS it is the one of the last run. SIGTERM or Ctrl-C stops both cleanly, with a checkpoint.
@@ -170,7 +173,7 @@ def run(registry: Registry, name: str, app: str | None, restart: bool, log_forma
         failed = mark is not None and not mark.pending
         return {
             Role.COORDINATOR: coordinator_command(settings, log_format=log_format, log_level=log_level),
-            Role.APP: app_command(settings, (settings.app or app) if failed else app),
+            Role.APP: app_command(settings, (settings.app or app) if failed else app, strict=strict),
         }
 
     def gave_up_upgrade() -> bool:

@@ -324,3 +324,11 @@ def test_found_dead_at_once(app: int, coordinator: int, first: Role) -> None:
 )
 def test_verdicts(first: Exit, second: Exit, told: bool, verdict: Verdict) -> None:
     assert judge(first, second, told) is verdict
+
+
+def test_an_app_that_leaves_because_its_coordinator_gives_up_is_not_started_again() -> None:
+    # The app may be found dead first; the status that counts is its coordinator's, which is still leaving.
+    app = Exit(Role.APP, 1, 1)
+    gives_up = Exit(Role.COORDINATOR, 2, 3)
+    for first, second in ((app, gives_up), (gives_up, app)):
+        assert judge(first, second, second_was_told=False) is Verdict.NO_RECOVERY

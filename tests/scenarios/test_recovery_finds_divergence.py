@@ -68,6 +68,13 @@ def start(folder: Path) -> Iterator[Start]:
         run.kill()
 
 
+def test_with_strict_it_never_starts(folder: Path, start: Start) -> None:
+    run = start("clock", "clock:Clock", "--strict")
+    assert run.ended() == 1
+    assert "clock.py, line 11" in run.line("time.time()")
+    assert run.count("it was called wrongly") == 1
+
+
 def test_a_handler_that_reads_the_clock_is_found_by_the_recovery(folder: Path, start: Start) -> None:
     start("echo", "echo:Echo").line("ready")
     first = start("clock", "clock:Clock")

@@ -1,0 +1,82 @@
+"""Checkpoints as a policy: by hand, by age, by the app, by size of log, at a clean stop; with real processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.cli import Run, immortal
+
+APP = """
+import os, threading
+from appsdk import Immortal, Impulses, impulse, on_primary
+
+class Counter(Immortal):
+    count: int
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @impulse
+    def add(self, data: bytes) -> None:
+        self.count += 1
+
+    @on_primary
+    def feed(self, impulses: Impulses) -> None:
+        for _ in range(int(os.environ.get("IMPULSES", "3"))):
+            impulses.add(bytes(100_000))
+        impulses.flush(20)
+        if os.environ.get("ASK"):
+            impulses.checkpoint()
+        print("fed", flush=True)
+"""
+
+Start = Callable[..., Run]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    (tmp_path / "counter.py").write_text(APP)
+    runs: list[Run] = []
+
+    def begin(*options: str) -> Run:
+        immortal(tmp_path, "register", "counter", "--peer", "tcp://127.0.0.1:*", *options)
+        runs.append(Run(tmp_path, "counter", "counter:Counter"))
+        runs[-1].line("fed")
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.kill()
+
+
+def test_by_hand(start: Start, tmp_path: Path) -> None:
+    run = start()
+    said = immortal(tmp_path, "checkpoint", "counter")
+    assert said.startswith("counter: checkpoint 2 taken, behind record "), said
+    assert json.loads(immortal(tmp_path, "checkpoint", "counter", "--json"))["id"] == 3
+    assert run.stop() == 0
+    assert "the coordinator of 'counter' does not run" in immortal(tmp_path, "checkpoint", "counter", status=1)
+
+
+def test_by_age(start: Start) -> None:
+    assert "checkpoint=2" in start("--checkpoint-age-s", "1").line("checkpoint taken", count=2)
+
+
+def test_by_size_of_log(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IMPULSES", "30")
+    assert "checkpoint=2" in start("--log-trigger-mb", "1").line("checkpoint taken", count=2)
+
+
+def test_by_the_app(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASK", "1")
+    assert "checkpoint=2" in start().line("checkpoint taken", count=2)
+
+
+def test_at_a_clean_stop(start: Start) -> None:
+    run = start()
+    assert run.stop() == 0
+    assert "checkpoint=2" in run.line("checkpoint taken", count=2)
