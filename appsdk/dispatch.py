@@ -239,6 +239,8 @@ class Dispatcher:
                 yield from self._batch(content, start + skipped, end, count)
             elif message_type == MessageType.INITIAL_MESSAGE:
                 yield from self._batch(content, start, end, 1)
+            elif message_type == MessageType.INSTANCE_NAME:
+                pass  # nothing needs it yet
             else:
                 raise RemoteProtocolError(
                     f"record {sequence_id} holds a message of type {message_type}, which is never logged"

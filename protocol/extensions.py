@@ -31,6 +31,7 @@ ALL_EXTENSIONS = frozenset(
         MessageType.APP_DESCRIPTION,
         MessageType.UPGRADE_FAILED,
         MessageType.VERSION,
+        MessageType.INSTANCE_NAME,
     }
 )
 """Those of a coordinator and its app."""

@@ -47,6 +47,7 @@ class MessageType(IntEnum):
     VERSION = 76
     ORIGINS = 77
     HANDLER_FAILED = 78
+    INSTANCE_NAME = 79
 
 
 class RpcKind(IntEnum):

@@ -64,7 +64,7 @@ from protocol.record import CHECKPOINT_SEQUENCE_ID, decode_header, encode_record
 from protocol.trailer import BatchKind, BatchSource, decode_trailer
 
 _CALLS = frozenset({MessageType.RPC, MessageType.RPC_BATCH, MessageType.STREAM_BATCH, MessageType.IMPULSE_BATCH})
-LOGGED_EXTENSIONS = frozenset({MessageType.RECORD_TIME})
+LOGGED_EXTENSIONS = frozenset({MessageType.RECORD_TIME, MessageType.INSTANCE_NAME})
 """Extensions that change what the log holds: an app must ask for the same ones all its life."""
 
 
@@ -683,7 +683,10 @@ class Machine:
         self._log.with_record_time = MessageType.RECORD_TIME in session.extensions
         message = encode_message(MessageType.INITIAL_MESSAGE, session.initial_message or b"")
         source = BatchSource(BatchKind.INITIAL, ONESELF, 1, 1, self._now_ns)
-        group = self._log.append((message,), len(message), source)
+        chunks = [message]
+        if MessageType.INSTANCE_NAME in session.extensions:  # in the log, so that each replay tells it again
+            chunks.insert(0, encode_message(MessageType.INSTANCE_NAME, self.name.encode()))
+        group = self._log.append(chunks, sum(map(len, chunks)), source)
         group.transaction.extensions = self._extensions = session.extensions
         app = session.hello.label if session.hello else ""
         group.transaction.version = VersionStart(session.description.version, -1, app)

@@ -150,6 +150,8 @@ class SimulatedApp:
                 if impulse is not None:
                     self.world.accepted[self.name, impulse[0]].append(impulse[1])
             self.accepted = count
+        elif message_type == MessageType.INSTANCE_NAME:
+            assert data.decode() == self.name
         elif message_type == MessageType.GOODBYE:
             pass
         else:

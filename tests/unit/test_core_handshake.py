@@ -176,7 +176,7 @@ def test_a_recovery_gives_checkpoint_records_and_type_11() -> None:
     second.disk()
     assert second.heard == [
         b"state one",
-        (0, "RECORD_TIME", "INITIAL_MESSAGE"),
+        (0, "RECORD_TIME", "INSTANCE_NAME", "INITIAL_MESSAGE"),
         (1, "RECORD_TIME", "RPC"),
         (2, "RECORD_TIME", "RPC_BATCH"),
         PRIMARY,
@@ -212,7 +212,7 @@ def test_input_of_peers_is_taken_and_acknowledged_while_no_app_is_there() -> Non
     driven.connect()
     assert driven.heard == [
         b"state one",
-        (0, "RECORD_TIME", "INITIAL_MESSAGE"),
+        (0, "RECORD_TIME", "INSTANCE_NAME", "INITIAL_MESSAGE"),
         (1, "RECORD_TIME", "RPC"),
         PRIMARY,
     ]
@@ -244,7 +244,7 @@ def test_a_damaged_newest_checkpoint_falls_back_and_is_reported() -> None:
     ]
     assert second.heard == [
         b"state one",
-        (0, "RECORD_TIME", "INITIAL_MESSAGE"),
+        (0, "RECORD_TIME", "INSTANCE_NAME", "INITIAL_MESSAGE"),
         (1, "RECORD_TIME", "RPC"),
         (2, "RECORD_TIME", "RPC"),
         PRIMARY,
@@ -386,7 +386,7 @@ def test_nothing_of_a_lost_app_reaches_the_next_one() -> None:
     )
     driven.connect()
     driven.disk_all()
-    assert driven.heard == [b"state one", (0, "RECORD_TIME", "INITIAL_MESSAGE"), PRIMARY]
+    assert driven.heard == [b"state one", (0, "RECORD_TIME", "INSTANCE_NAME", "INITIAL_MESSAGE"), PRIMARY]
     driven.data(HELLO + checkpoint(b"x"))
     assert driven.phase is Phase.NORMAL
 

@@ -158,7 +158,7 @@ def test_an_instance_keeps_the_kind_of_app_it_began_with(began: bool, comes: boo
     driven.data((HELLO if comes else b"") + checkpoint(b"x"))
     (error,) = [text for level, text in driven.reports if level == "error"]
     assert "an instance keeps the kind of app that it was begun with" in error
-    assert ("[65], this one asks for []" in error) is began
+    assert ("[65, 79], this one asks for []" in error) is began
     assert driven.of(ef.CloseApp)
 
 

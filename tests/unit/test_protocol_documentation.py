@@ -78,6 +78,7 @@ BYTES = {
     "Version 2": encode_version(2),
     "Origins: two calls by message 0 of record 7, one by message 3": encode_origins([Origin(7, 0, 2), Origin(7, 3, 1)]),
     "HandlerFailed: message 3 of record 7, no": encode_handler_failed(HandlerFailure(7, 3, "no")),
+    "InstanceName, counter": encode_message(MessageType.INSTANCE_NAME, b"counter"),
     "record 1 with its time and an RPCBatch of 2": encode_record(
         COMMITTER, 1, encode_record_time(TIME_NS) + encode_batch(CALL * 2, 2) + CALL * 2
     ),
