@@ -72,11 +72,17 @@ class Machine:
     """One coordinator, from the opening of its log to its end.
 
     ``name``: the instance. ``summary``: its log, as opened. ``upgrade_to``: the version of the app that its next
-    recovery is to end in.
+    recovery is to end in. ``promote``: a recovered app begins to work without a checkpoint first.
     """
 
     def __init__(
-        self, name: str, summary: LogSummary, limits: Limits | None = None, upgrade_to: int | None = None
+        self,
+        name: str,
+        summary: LogSummary,
+        limits: Limits | None = None,
+        upgrade_to: int | None = None,
+        *,
+        promote: bool = False,
     ) -> None:
         self.name = name
         self.limits = limits or Limits()
@@ -113,6 +119,8 @@ class Machine:
         self._checkpoints = Checkpointing(self.limits, summary.checkpoints)
         self._versions = Versions(summary.versions, upgrade_to)
         self._passing: VersionStart | None = None  # the version of the log's past that the app is being upgraded to
+        self._promote = promote
+        self._unproved = False  # the app is primary, and has not shown that its replay is whole
         self._cut = False  # the log that is replayed was cut by hand
         self._healing: Transaction | None = None
         self._waiting_told = False
@@ -236,7 +244,7 @@ class Machine:
         self._versions.begin_at(header)
         self._cut = summary.cut_sequence_id is not None
         self._healing = None
-        self._waiting_told = False
+        self._waiting_told = self._unproved = False
         self._peers.restore(header, summary, self._epoch)
         record = encode_record(self._committer_id, CHECKPOINT_SEQUENCE_ID, encode_checkpoint(header.size_bytes))
         self._send(record)
@@ -316,7 +324,9 @@ class Machine:
         at_end = fed >= session.replay_target and not versions.begins_behind(fed)
         if at_end and self._cut and self._waits_for_peers():
             return
-        if at_end and versions.upgrade_to is None:
+        if at_end and versions.upgrade_to is None and self._promote and not self._cut:
+            self._promote_if_due()
+        elif at_end and versions.upgrade_to is None:
             session.advance(Step.CAUGHT_UP)
             session.checkpoint_sequence_id = fed
             self._send_control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
@@ -328,6 +338,16 @@ class Machine:
         elif versions.begins_behind(fed):
             self._passing = versions.take_next()
             self._ask_for_upgrade(self._passing.version)
+
+    def _promote_if_due(self) -> None:
+        """The app may work once all is made again that the log knows of; its next checkpoint proves the rest."""
+        if self._peers.replay_is_behind():
+            return
+        session = self._session
+        session.advance(Step.PROMOTED)
+        self._unproved = True
+        self._send_control(MessageType.BECOMING_PRIMARY)
+        self._report("info", "recovered", {"epoch": self._epoch, "sequence_id": session.fed_sequence_id})
 
     def _waits_for_peers(self) -> bool:
         """What receivers have of a lost part is theirs to say: an acknowledgement may have been lost with it."""
@@ -537,6 +557,9 @@ class Machine:
 
     def _begin_checkpoint(self) -> None:
         session = self._session
+        if self._unproved:
+            self._unproved = False
+            self._finish_replay()
         outputs = self._peers.outputs
         version = self._versions.current
         if session.phase is Phase.FIRST_START:

@@ -64,6 +64,11 @@ class OutputCheck:
         self._made_size_bytes = 0
         self._made_position = self._confirmed.position
 
+    @property
+    def waits(self) -> bool:
+        """There is a mark that the replay has not reached."""
+        return bool(self._expected)
+
     def expect(self, sequence_id: int | None, mark: OutputMark) -> None:
         """The log says that the stream had ``mark``. To be compared by :meth:`compare`, in the order of the log."""
         if mark.position > self._confirmed.position:  # those below are of what the checkpoint holds already

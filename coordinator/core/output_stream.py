@@ -142,6 +142,13 @@ class OutputStream:
                 f"or this log was replaced by an older copy"
             )
 
+    @property
+    def has_kept_impulses(self) -> bool:
+        """Impulses whose places the replay has not reached; those right behind what it made take theirs now."""
+        while self._kept_impulses and self._kept_impulses[0].first_position == self.position + 1:
+            self._add_kept_impulse()
+        return bool(self._kept_impulses)
+
     def heal_cut(self) -> tuple[list[ImpulseBatch], list[int]]:
         """The log was cut: what its lost part had sent is never made again. Go on behind what the receiver has.
 

@@ -210,6 +210,12 @@ class Peers:
             transaction.impulses_removed += [(destination, position) for position in replaced]
         return transaction
 
+    def replay_is_behind(self) -> bool:
+        """The replay has not made yet all that the log's marks and kept impulses say that there was."""
+        return any(check.waits for check in self._checks.values()) or any(
+            stream.has_kept_impulses for stream in self.outputs.values()
+        )
+
     def unheard(self) -> list[str]:
         """The receivers that were called before and have not said yet how much they have."""
         self._open_all_called()

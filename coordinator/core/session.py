@@ -2,7 +2,8 @@
 
     WAITING --first start--> FIRST_START --its checkpoint--------------------------------> NORMAL
             --recovery-----> LOADING --> RESTORING --> REPLAYING --> BECOMING_PRIMARY ----> NORMAL
-                                                                       (its checkpoint)
+                                          |                            (its checkpoint)
+                                          '--promoted, BecomingPrimary sent-----------> NORMAL
     NORMAL --TakeCheckpoint sent--> CHECKPOINTING --its checkpoint, or that there is none--> NORMAL
     REPLAYING --UpgradeTakeCheckpoint sent--> UPGRADING --its checkpoint--> REPLAYING        a version of the log's past
     REPLAYING --UpgradeTakeCheckpoint sent--> UPGRADING --its checkpoint, TakeCheckpoint sent--> CONFIRMING_UPGRADE
@@ -48,6 +49,7 @@ class Step(Enum):
     CHECKPOINT_ASKED = "a checkpoint was asked for"
     CHECKPOINT_RECEIVED = "the checkpoint was received"
     CHECKPOINT_ABANDONED = "there will be no checkpoint"
+    PROMOTED = "the app is primary without a checkpoint"
     UPGRADE_ASKED = "an upgrade was asked for"
     UPGRADE_REPLAYED = "an upgrade of the past was repeated"
     UPGRADE_CONFIRMED = "the upgraded app has sent its checkpoint"
@@ -62,6 +64,7 @@ TRANSITIONS: dict[tuple[Phase, Step], Phase] = {
     (Phase.LOADING, Step.CHECKPOINT_CHOSEN): Phase.RESTORING,
     (Phase.RESTORING, Step.BLOB_SENT): Phase.REPLAYING,
     (Phase.REPLAYING, Step.CAUGHT_UP): Phase.BECOMING_PRIMARY,
+    (Phase.REPLAYING, Step.PROMOTED): Phase.NORMAL,
     (Phase.FIRST_START, Step.CHECKPOINT_RECEIVED): Phase.NORMAL,
     (Phase.BECOMING_PRIMARY, Step.CHECKPOINT_RECEIVED): Phase.NORMAL,
     (Phase.NORMAL, Step.CHECKPOINT_ASKED): Phase.CHECKPOINTING,

@@ -136,6 +136,8 @@ class SimulatedApp:
             else:
                 self._checkpoint()
                 self._become_primary()
+        elif message_type == MessageType.BECOMING_PRIMARY:
+            self._become_primary()
         elif message_type == MessageType.VERSION:
             self.upgrading_to = decode_version(data)
         elif message_type == MessageType.UPGRADE_TAKE_CHECKPOINT:
@@ -336,7 +338,8 @@ class World:
         if summary.versions and node.upgrade_to is None and self.rng.random() < 0.2:
             node.upgrade_to = summary.versions[-1].version + 1
         node.bit_rot = False
-        node.machine = Machine(node.name, summary, self.limits, node.upgrade_to)
+        promote = self.rng.random() < 0.3
+        node.machine = Machine(node.name, summary, self.limits, node.upgrade_to, promote=promote)
 
     def _crash(self, node: Node) -> None:
         self.crashes += 1

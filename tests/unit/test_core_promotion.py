@@ -1,0 +1,101 @@
+"""A recovered app that becomes primary without a checkpoint (type 15), and proves its replay with the next one."""
+
+from __future__ import annotations
+
+from coordinator.core import effects as ef
+from coordinator.core import events as ev
+from coordinator.core.machine import Machine
+from coordinator.core.session import Phase
+from protocol.peer import FrameType
+from tests.helpers.core import HELLO, Driven, attach, call, checkpoint, rpc
+
+PRIMARY = (-1, "BECOMING_PRIMARY")
+
+
+def promoted(driven: Driven) -> Driven:
+    """Its next life, connected."""
+    second = driven.crash()
+    second.machine = Machine("a", second.store.summary(), promote=True)
+    second.connect()
+    return second
+
+
+def test_it_works_without_a_checkpoint_of_its_own() -> None:
+    driven = Driven.started()
+    driven.batch("t", 1, rpc(1))
+    second = promoted(driven)
+    assert second.heard == [
+        b"state one",
+        (0, "RECORD_TIME", "INSTANCE_NAME", "INITIAL_MESSAGE"),
+        (1, "RECORD_TIME", "RPC"),
+        PRIMARY,
+    ]
+    assert second.phase is Phase.NORMAL
+    assert ("info", "recovered") in second.reports
+    assert not second.of(ef.WriteCheckpointChunk)
+    second.forget()
+    second.data(HELLO + call("", 5, rpc_type=2))
+    assert second.heard[0] == (2, "RECORD_TIME", "RPC")
+
+
+def with_outputs() -> Driven:
+    driven = Driven.started()
+    driven.data(attach("b") + call("b", 1))
+    driven.reply(FrameType.WELCOME, 0)
+    driven.data(call("b", 2, rpc_type=2))
+    driven.data(call("b", 3))
+    driven.batch("t", 1, rpc(1))  # holds the mark
+    return driven
+
+
+def test_it_waits_for_the_calls_that_the_log_knows_of() -> None:
+    second = promoted(with_outputs())
+    second.data(HELLO + attach("b") + call("b", 1))
+    assert second.phase is Phase.REPLAYING
+    second.data(call("b", 3))
+    assert second.phase is Phase.NORMAL
+    second.reply(FrameType.WELCOME, 0)
+    second.data(call("b", 4, rpc_type=2))
+    sent = b"".join(frame.payload for frame in second.frames(FrameType.BATCH))
+    assert sent == rpc(1) + rpc(2, rpc_type=2) + rpc(3) + rpc(4, rpc_type=2)
+
+
+def test_its_next_checkpoint_proves_the_replay() -> None:
+    driven = with_outputs()
+    driven.data(call("b", 9))  # no mark knows of it, but its receiver does
+    driven.reply(FrameType.TRIM_TO, 4)
+    driven.batch("u", 2, rpc(2))
+    second = promoted(driven)
+    second.data(HELLO + attach("b") + call("b", 1) + call("b", 3) + call("b", 9))
+    assert second.phase is Phase.NORMAL
+    second.handle(ev.CheckpointRequested())
+    second.data(checkpoint(b"proved"))
+    assert second.phase is Phase.NORMAL
+    assert not second.of(ef.Stop)
+
+
+def test_a_replay_that_made_less_than_a_receiver_has_is_found_by_the_next_checkpoint() -> None:
+    driven = Driven.started()
+    driven.data(attach("b") + call("b", 1))
+    driven.reply(FrameType.WELCOME, 0)
+    driven.reply(FrameType.TRIM_TO, 1)
+    driven.data(call("", 1, rpc_type=2))  # durable, with the acknowledgement
+    second = driven.crash()
+    for record in second.store._durable.records:
+        assert record in (0, 1)
+    second.machine = Machine("a", second.store.summary(), promote=True)
+    second.connect()
+    second.data(HELLO)
+    if second.phase is Phase.NORMAL:
+        second.handle(ev.CheckpointRequested())
+        second.data(checkpoint(b"x"))
+        assert "does not do again" in str(second.stop.error) or "made only" in str(second.stop.error)
+    else:
+        assert second.phase is Phase.REPLAYING  # the mark says so already: it waits for the call
+
+
+def test_a_cut_log_takes_its_checkpoint_first() -> None:
+    driven = Driven.started()
+    driven.batch("t", 1, rpc(1))
+    driven.store.cut(1)
+    assert promoted(driven).heard[-1] == (-1, "TAKE_BECOMING_PRIMARY_CHECKPOINT")
