@@ -55,12 +55,14 @@ class Coordinator:
         store: LogStore,
         log: Events,
         upgrade_to: int | None = None,
+        *,
+        promote: bool = False,
     ) -> None:
         self._settings = settings
         self._registry = registry
         self._store = store
         self._log = log
-        self._machine = Machine(settings.name, store.summary(), limits_of(settings), upgrade_to)
+        self._machine = Machine(settings.name, store.summary(), limits_of(settings), upgrade_to, promote=promote)
         self._events: list[ev.Event] = []
         self._error: ImmortalError | None = None
         self._stop_requests = StopRequests()
@@ -366,8 +368,10 @@ def check_checkpoint(store: LogStore, header: CheckpointHeader) -> str | None:
     return None
 
 
-def run_coordinator(settings: InstanceSettings, registry: Registry) -> int:
+def run_coordinator(settings: InstanceSettings, registry: Registry, *, promote: bool = False) -> int:
     """Open the log (a new one at the first start) and serve until stopped; the exit status.
+
+    ``promote``: a recovered app begins to work without a checkpoint first.
 
     Raises ImmortalError for what keeps it from starting.
     """
@@ -377,6 +381,6 @@ def run_coordinator(settings: InstanceSettings, registry: Registry) -> int:
     store = opener(settings.log, settings.name)
     try:
         upgrade_to = upgrade_asked_for(settings, registry, store)
-        return Coordinator(settings, registry, store, Events(settings.name), upgrade_to).run()
+        return Coordinator(settings, registry, store, Events(settings.name), upgrade_to, promote=promote).run()
     finally:
         store.close()

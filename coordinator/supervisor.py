@@ -74,10 +74,13 @@ class Command:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def coordinator_command(settings: InstanceSettings, *, log_format: str, log_level: str) -> Command:
+def coordinator_command(
+    settings: InstanceSettings, *, log_format: str, log_level: str, promote: bool = False
+) -> Command:
     home = str(settings.folder.parent)
     argv = [sys.executable, "-m", "coordinator", "--home", home, "coordinator", settings.name]
-    return Command([*argv, "--log-format", log_format, "--log-level", log_level])
+    options = ["--log-format", log_format, "--log-level", log_level, *(["--promote"] if promote else [])]
+    return Command([*argv, *options])
 
 
 def app_command(settings: InstanceSettings, app: str, *, strict: bool = False) -> Command:

@@ -77,6 +77,14 @@ def log_options(function: Function) -> Function:
     )(function)
 
 
+def promote_option(function: Function) -> Function:
+    return click.option(
+        "--promote",
+        is_flag=True,
+        help="After a recovery, begin to work before a checkpoint is taken: for large states.",
+    )(function)
+
+
 def json_option(function: Function) -> Function:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(function)
 

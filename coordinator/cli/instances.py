@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from coordinator import control, upgrade_mark
-from coordinator.cli.common import app_name, log_options, name_argument, pass_registry
+from coordinator.cli.common import app_name, log_options, name_argument, pass_registry, promote_option
 from coordinator.config import (
     CHECKPOINT_AGE_S_MAX,
     KEEP_CHECKPOINTS_DEFAULT,
@@ -142,10 +142,18 @@ def unregister(registry: Registry, name: str, delete_log: bool) -> None:
 @click.argument("app", metavar="[MODULE:CLASS]", required=False, callback=app_name)
 @click.option("--restart", is_flag=True, help="When one of the two dies, start both again; they recover.")
 @click.option("--strict", is_flag=True, help="Refuse an app whose handlers do what no replay can repeat.")
+@promote_option
 @log_options
 @pass_registry
 def run(
-    registry: Registry, name: str, app: str | None, restart: bool, strict: bool, log_format: str, log_level: str
+    registry: Registry,
+    name: str,
+    app: str | None,
+    restart: bool,
+    strict: bool,
+    promote: bool,
+    log_format: str,
+    log_level: str,
 ) -> None:
     """Run an instance: its coordinator and its app, as two processes that live and die together.
 
@@ -172,7 +180,9 @@ def run(
         mark = upgrade_mark.read(settings.folder)
         failed = mark is not None and not mark.pending
         return {
-            Role.COORDINATOR: coordinator_command(settings, log_format=log_format, log_level=log_level),
+            Role.COORDINATOR: coordinator_command(
+                settings, log_format=log_format, log_level=log_level, promote=promote
+            ),
             Role.APP: app_command(settings, (settings.app or app) if failed else app, strict=strict),
         }
 
@@ -186,16 +196,17 @@ def run(
 
 @click.command()
 @name_argument
+@promote_option
 @log_options
 @pass_registry
-def coordinator(registry: Registry, name: str, log_format: str, log_level: str) -> None:
+def coordinator(registry: Registry, name: str, promote: bool, log_format: str, log_level: str) -> None:
     """Run a coordinator alone, for an app that is started by other means (see IMMORTAL_APP_ADDRESS)."""
     from coordinator.logs import configure
     from coordinator.runtime import run_coordinator
 
     settings = registry.load(name)
     configure(name, level=log_level, log_format=log_format)
-    sys.exit(run_coordinator(settings, registry))
+    sys.exit(run_coordinator(settings, registry, promote=promote))
 
 
 def _refuse_running(settings: InstanceSettings) -> None:

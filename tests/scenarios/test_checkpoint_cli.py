@@ -76,6 +76,19 @@ def test_by_the_app(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "checkpoint=2" in start().line("checkpoint taken", count=2)
 
 
+def test_none_before_the_first_work_of_a_recovery_that_is_promoted(start: Start, tmp_path: Path) -> None:
+    start().kill()
+    run = Run(tmp_path, "counter", "--promote")
+    try:
+        run.line("fed")
+        assert run.count("checkpoint taken") == 0
+        assert run.count("recovered") == 1
+        assert run.stop() == 0
+        assert "checkpoint=2" in run.line("checkpoint taken")
+    finally:
+        run.kill()
+
+
 def test_at_a_clean_stop(start: Start) -> None:
     run = start()
     assert run.stop() == 0
