@@ -317,6 +317,8 @@ class Coordinator:
 
     def _close(self) -> None:
         signal.set_wakeup_fd(-1)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)  # stopped already: one more wish must not spoil the exit status
         self._writer.close()
         self._app.close()
         self._messenger.close()
