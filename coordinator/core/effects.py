@@ -86,7 +86,7 @@ class ReadRecords:
 
 @dataclass(slots=True)
 class OpenPeer:
-    """Find out where ``destination`` is; PeerUnknown if that can't be said."""
+    """Find out where ``destination`` is. What is sent there before that is known may be dropped; PeerMoved follows."""
 
     destination: str
 
@@ -103,6 +103,14 @@ class ResetPeer:
     """Forget all that is on its way to ``destination``."""
 
     destination: str
+
+
+@dataclass(slots=True)
+class PeerResetDone:
+    """Answers PeerReset, once it is durable; ``found`` False: nothing is known of that peer."""
+
+    token: object
+    found: bool
 
 
 @dataclass(slots=True)
@@ -157,6 +165,7 @@ Effect = (
     | OpenPeer
     | SendToPeer
     | ResetPeer
+    | PeerResetDone
     | ReplyToPeer
     | WakeAt
     | UpgradeEnded

@@ -53,10 +53,6 @@ class DivergenceError(ImmortalError):
     """Replay did not do what was done before."""
 
 
-class UnknownDestinationError(ImmortalError):
-    """The app calls an instance that nobody knows."""
-
-
 class InvariantError(ImmortalError):
     """The core itself is wrong: a bug. It stops before anything false becomes durable or visible."""
 

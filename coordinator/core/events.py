@@ -52,11 +52,18 @@ class PeerReplied:
 
 
 @dataclass(slots=True)
-class PeerUnknown:
-    """A destination has no endpoint."""
+class PeerMoved:
+    """A destination is reached in another place, or for the first time: nothing of what is on its way will arrive."""
 
     destination: str
-    reason: str
+
+
+@dataclass(slots=True)
+class PeerReset:
+    """An operator asks to forget which log ``peer`` had; answered by PeerResetDone with ``token``."""
+
+    peer: str
+    token: object
 
 
 @dataclass(slots=True)
@@ -131,7 +138,8 @@ Event = (
     | AppClosed
     | PeerFrameReceived
     | PeerReplied
-    | PeerUnknown
+    | PeerMoved
+    | PeerReset
     | Committed
     | ChunkWritten
     | LogLoaded

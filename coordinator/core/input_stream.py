@@ -8,9 +8,9 @@ committer ID means another log, and frames of an epoch before the newest are fro
 from __future__ import annotations
 
 from coordinator.core.interfaces import SourcePosition
-from protocol.batch import offset_after
-from protocol.errors import RemoteProtocolError
-from protocol.peer import PeerFrame, RefusedCode
+from coordinator.core.peer_problems import sender_swapped
+from protocol.batch import check_batch, offset_after
+from protocol.peer import FrameType, PeerFrame, RefusedCode
 
 
 class InputStream:
@@ -19,44 +19,87 @@ class InputStream:
     def __init__(self, source: str, known: SourcePosition | None) -> None:
         self.source = source
         self.committer_id = known.committer_id if known else 0
-        self.epoch = known.epoch if known else 0
+        self.epoch = abs(known.epoch) if known else 0
+        self.epoch_began_ns = 0  # by the sender's clock, from its Hello; two that differ are two lives
         self.received = self.durable = known.position if known else 0
+        self.reset_pending = known is not None and known.epoch < 0  # the sender may come with another log
+        self.forked = False  # let in by a reset, from an older copy of its log; nothing of it taken yet
+        self.error = ""  # why the last frame was refused
+        self._greeted_committer_id = 0  # of a sender of which nothing is logged yet
         self._waiting: list[tuple[int, object]] = []  # (last position, token) of frames to be acknowledged
 
     def refusal(self, frame: PeerFrame) -> tuple[RefusedCode, str] | None:
         """Why ``frame`` can't be from the sender that this stream knows; None if it can. Notes a newer epoch."""
         if self.committer_id and frame.committer_id != self.committer_id:
-            return RefusedCode.COMMITTER_CHANGED, (
-                f"{self.source!r} was committer {self.committer_id} here and is {frame.committer_id} now: "
-                f"its log was wiped or swapped"
-            )
-        if frame.epoch < self.epoch:
+            if not (self.reset_pending and frame.frame_type is FrameType.HELLO):
+                return RefusedCode.COMMITTER_CHANGED, sender_swapped(
+                    frame.receiver, self.source, self.committer_id, frame.committer_id, self.received
+                )
+            self._begin_anew(frame.committer_id)
+        is_hello = frame.frame_type is FrameType.HELLO
+        if is_hello and not self.has_greeted(frame.committer_id):
+            self._greeted_committer_id = frame.committer_id  # nothing of the one that was heard before is here
+            self.epoch = self.epoch_began_ns = 0
+        # From a sender that was reset too: it asks what is here before it numbers anything.
+        begins_anew = self.reset_pending and is_hello and frame.position == 0
+        if frame.epoch < self.epoch and not begins_anew:
             return RefusedCode.STALE_EPOCH, (
                 f"a frame of epoch {frame.epoch} of {self.source!r}, which has since started epoch {self.epoch}"
             )
+        if is_hello and frame.epoch == self.epoch and not begins_anew and self._is_another_life(frame):
+            return RefusedCode.STALE_EPOCH, (
+                f"epoch {frame.epoch} of {self.source!r} has begun twice: its log was replaced by an older copy"
+            )
+        if begins_anew:
+            self.forked = self.committer_id != 0 and self.received > 0 and frame.epoch <= self.epoch
         self.epoch = frame.epoch
+        if is_hello:
+            self.epoch_began_ns = frame.time_ns
+            self.reset_pending = False
         return None
+
+    def has_greeted(self, committer_id: int) -> bool:
+        """Whether its batches may be taken: without a Hello they may be meant for a log that was here before."""
+        return committer_id in (self.committer_id, self._greeted_committer_id)
+
+    def _is_another_life(self, hello: PeerFrame) -> bool:
+        return self.epoch_began_ns != 0 and hello.time_ns != 0 and hello.time_ns != self.epoch_began_ns
+
+    def reset(self) -> SourcePosition:
+        """Let in a sender with another log, or with an older copy of the one that it had; what the log is to know."""
+        self.reset_pending = True
+        self.error = ""
+        return self._known(self.epoch)
+
+    def _known(self, epoch: int) -> SourcePosition:
+        return SourcePosition(self.committer_id, -max(epoch, 1) if self.reset_pending else epoch, self.received)
+
+    def _begin_anew(self, committer_id: int) -> None:
+        self.committer_id = committer_id
+        self.epoch = self.epoch_began_ns = self.received = self.durable = 0
+        self._waiting.clear()
 
     def new_part(self, frame: PeerFrame) -> tuple[int, int, bytes] | None:
         """What of a Batch is new: (first position, count, payload); None if nothing, or if there is a gap.
 
-        Taking it is up to :meth:`take`. Raises RemoteProtocolError for a payload that can't be cut.
+        Taking it is up to :meth:`take`. Raises RemoteProtocolError for a payload that is not ``count`` calls: logged,
+        it would stop every app that is given it, and a wrong count would pass over what is still to come.
         """
         known = self.received - frame.position + 1  # messages of it that are here already
         if known < 0 or known >= frame.count:
             return None
+        check_batch(frame.payload, frame.count)
         if known == 0:
             return frame.position, frame.count, frame.payload
         offset = offset_after(frame.payload, known, frame.count)
-        if offset >= len(frame.payload):
-            raise RemoteProtocolError(f"a batch of {frame.count} messages from {self.source!r} has fewer")
         return self.received + 1, frame.count - known, frame.payload[offset:]
 
     def take(self, frame: PeerFrame, last_position: int) -> SourcePosition:
         """The messages up to ``last_position`` go into the log; what the log is to know of it."""
         self.committer_id = frame.committer_id
         self.received = last_position
-        return SourcePosition(frame.committer_id, frame.epoch, last_position)
+        self.forked = False
+        return self._known(frame.epoch)
 
     def wait_for(self, last_position: int, token: object) -> None:
         """The frame behind ``token`` is to be acknowledged once ``last_position`` is durable."""

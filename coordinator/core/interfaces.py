@@ -23,11 +23,26 @@ class SourcePosition:
     """How much of one incoming stream is in the log.
 
     ``position`` is the last one logged (0: none yet); ``committer_id`` and ``epoch`` are the sender's, as of then.
+    A negative epoch: the stream was reset, and a sender with another log may come once, and begins at 1.
     """
 
     committer_id: int
     epoch: int
     position: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStart:
+    """Where an output stream that was reset goes on at its receiver.
+
+    The receiver's position p is the position p + ``offset`` of this log, whose own numbers never change. ``pending``:
+    the receiver has not said yet how much it has, which decides the offset. ``forked``: this log is known to be an
+    older copy of one that has sent more, so that what the receiver has beyond the acknowledged may be something else.
+    """
+
+    offset: int = 0
+    pending: bool = False
+    forked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +125,7 @@ class Transaction:
     sources: dict[str, SourcePosition] = field(default_factory=dict)  # by sender's name
     acknowledged: dict[str, int] = field(default_factory=dict)  # destination: last position durable there
     peers: dict[str, int] = field(default_factory=dict)  # destination: its committer ID
+    stream_starts: dict[str, StreamStart] = field(default_factory=dict)  # destination: where its numbers begin
     impulses: list[ImpulseBatch] = field(default_factory=list)
     impulses_removed: list[tuple[str, int]] = field(default_factory=list)  # (destination, first position); goes first
     checkpoint: CheckpointHeader | None = None  # its blob's chunks were written before
@@ -124,6 +140,7 @@ class Transaction:
         self.sources.update(later.sources)
         self.acknowledged.update(later.acknowledged)
         self.peers.update(later.peers)
+        self.stream_starts.update(later.stream_starts)
         new = {(batch.destination, batch.first_position) for batch in self.impulses}
         require(new.isdisjoint(later.impulses_removed), "impulses are removed in the transaction that brings them")
         self.impulses += later.impulses
@@ -153,6 +170,7 @@ class LogSummary:
     last_time_ns: int = 0  # of the last record; 0 if there is none, or if it is damaged
     versions: Sequence[VersionStart] = ()  # oldest first; empty for a new log
     cut_sequence_id: int | None = None  # records from here on were cut off by hand, and no checkpoint since
+    stream_starts: Mapping[str, StreamStart] = field(default_factory=dict)  # of the output streams once reset
 
 
 class LogStore(Protocol):

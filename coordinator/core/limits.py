@@ -14,6 +14,9 @@ class Limits:
     group_size_bytes: int = 1 * MIB
     """A group is sealed above this. Syncs of 1 MiB run at the disk's full rate; larger ones only add latency."""
 
+    stream_retry_ns: int = 2_000_000_000
+    """A stream that has stopped greets its receiver again after this: what was wrong may have been mended there."""
+
     log_pending_bytes: int = 16 * MIB
     """Input from the app that waits for the log; above this the app is not read."""
 

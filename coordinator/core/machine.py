@@ -9,6 +9,7 @@ the app makes of a record is sent only after that record was given to it, so aft
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from coordinator.core.effects import (
     LoadLog,
     OpenPeer,
     PauseApp,
+    PeerResetDone,
     ReadRecords,
     Report,
     ResumeApp,
@@ -31,7 +33,7 @@ from coordinator.core.effects import (
     UpgradeEnded,
     WakeAt,
 )
-from coordinator.core.errors import AppProtocolError, DivergenceError, UnknownDestinationError
+from coordinator.core.errors import AppProtocolError, DivergenceError
 from coordinator.core.group_commit import Group, GroupCommit
 from coordinator.core.interfaces import (
     IMPULSES,
@@ -47,7 +49,7 @@ from coordinator.core.output_check import OutputDivergenceError
 from coordinator.core.peers import Peers
 from coordinator.core.recovery import Recovery
 from coordinator.core.session import AWAITING_CHECKPOINT, GETS_RECORDS, UPGRADES, AppSession, Phase, Step
-from coordinator.core.status import describe
+from coordinator.core.status import describe, describe_peers
 from coordinator.core.versions import Versions
 from coordinator.core.words import divergence_in_words
 from protocol.batch import encode_batch
@@ -91,6 +93,7 @@ class Machine:
         self._now_ns = 0
         self._committer_id = summary.committer_id
         self._epoch = summary.epoch
+        self._epoch_began_ns = 0
         last_checkpoint_ns = max((header.time_ns for header in summary.checkpoints), default=0)
         self._log = GroupCommit(
             summary.committer_id,
@@ -109,6 +112,7 @@ class Machine:
             self._effects,
             ready=summary.extensions is not None,
             committer_ids=dict(summary.peers),
+            starts=dict(summary.stream_starts),
         )
         self._peers.load_inputs(summary)
         impulses = summary.sources.get(IMPULSES)
@@ -124,6 +128,9 @@ class Machine:
         self._cut = False  # the log that is replayed was cut by hand
         self._healing: Transaction | None = None
         self._waiting_told = False
+        self._resets: deque[tuple[int, object]] = deque()  # (commit to wait for, token) of what an operator asked
+        self._checkpoint_wake_ns: int | None = None
+        self._retry_wake_ns: int | None = None  # for streams that have stopped
         self._paused = False
         self._stopping = False
         self._final_checkpoint_asked = False
@@ -136,7 +143,8 @@ class Machine:
             ev.AppClosed: self._app_closed,
             ev.PeerFrameReceived: self._peer_frame_received,
             ev.PeerReplied: self._peer_replied,
-            ev.PeerUnknown: self._peer_unknown,
+            ev.PeerMoved: self._peer_moved,
+            ev.PeerReset: self._peer_reset,
             ev.Committed: self._committed,
             ev.ChunkWritten: self._chunk_written,
             ev.LogLoaded: self._log_loaded,
@@ -190,6 +198,7 @@ class Machine:
         self._commit()
         self._ask_for_checkpoint()
         self._push_back()
+        self._plan_retry()
         self._finish_stop()
 
     def _commit(self) -> None:
@@ -209,6 +218,7 @@ class Machine:
         # The new epoch's commit is behind all that the last app has sent: once it is durable, so is that.
         group = self._log.append_outside_record(0)
         self._epoch += 1
+        self._epoch_began_ns = self._now_ns
         group.transaction.epoch = self._epoch
         self._load_ticket = group.ticket
 
@@ -218,7 +228,7 @@ class Machine:
         if self._peers.ready:
             self._effects.append(self._recovery.choose(event.summary))
             return
-        self._peers.restore(None, event.summary, self._epoch)
+        self._peers.restore(None, event.summary, self._epoch, self._epoch_began_ns)
         self._session.advance(Step.LOG_IS_NEW)
         self._send_control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
 
@@ -245,7 +255,7 @@ class Machine:
         self._cut = summary.cut_sequence_id is not None
         self._healing = None
         self._waiting_told = self._unproved = False
-        self._peers.restore(header, summary, self._epoch)
+        self._peers.restore(header, summary, self._epoch, self._epoch_began_ns)
         record = encode_record(self._committer_id, CHECKPOINT_SEQUENCE_ID, encode_checkpoint(header.size_bytes))
         self._send(record)
         self._report(
@@ -718,7 +728,8 @@ class Machine:
     def _checkpoint_committed(self, header: CheckpointHeader) -> None:
         wake_at_ns = self._checkpoints.became_durable(header)
         if wake_at_ns is not None:
-            self._effects.append(WakeAt(wake_at_ns))
+            self._checkpoint_wake_ns = wake_at_ns
+            self._plan_wake()
         self._report(
             "info",
             "checkpoint taken",
@@ -737,7 +748,27 @@ class Machine:
         self._checkpoints.wanted = True
 
     def _tick(self, event: ev.Tick) -> None:
-        """Time has passed: whether a checkpoint is due is looked at in each turn."""
+        """Time has passed. Whether a checkpoint is due is looked at in each turn."""
+        checkpoint_due = self._checkpoint_wake_ns is not None and self._now_ns >= self._checkpoint_wake_ns
+        retry_due = self._retry_wake_ns is not None and self._now_ns >= self._retry_wake_ns
+        if checkpoint_due:
+            self._checkpoint_wake_ns = None
+        if retry_due:
+            self._retry_wake_ns = None
+            self._peers.retry_failed()
+        if checkpoint_due or retry_due:
+            self._plan_wake()
+
+    def _plan_retry(self) -> None:
+        if self._retry_wake_ns is None and not self.stopped and self._peers.any_failed:
+            self._retry_wake_ns = self._now_ns + self.limits.stream_retry_ns
+            self._plan_wake()
+
+    def _plan_wake(self) -> None:
+        """One WakeAt takes the place of the one before: the next of all that is waited for."""
+        due_ns = [at_ns for at_ns in (self._checkpoint_wake_ns, self._retry_wake_ns) if at_ns is not None]
+        if due_ns:
+            self._effects.append(WakeAt(min(due_ns)))
 
     # --- the log ---------------------------------------------------------------------------------------------------
 
@@ -745,7 +776,9 @@ class Machine:
         group = self._log.committed(event.ticket)
         transaction = group.transaction
         if transaction.sources:
-            self._peers.became_durable([(name, known.position) for name, known in transaction.sources.items()])
+            self._peers.became_durable(transaction.sources.items())
+        while self._resets and self._resets[0][0] <= event.ticket:
+            self._effects.append(PeerResetDone(self._resets.popleft()[1], True))
         if transaction.epoch is not None:
             self._report("debug", "new epoch", {"epoch": transaction.epoch})
         session = self._session
@@ -778,8 +811,16 @@ class Machine:
     def _peer_replied(self, event: ev.PeerReplied) -> None:
         self._peers.replied(event.destination, event.tag, event.frame)
 
-    def _peer_unknown(self, event: ev.PeerUnknown) -> None:
-        self._stop(UnknownDestinationError(event.reason))
+    def _peer_moved(self, event: ev.PeerMoved) -> None:
+        self._peers.moved(event.destination)
+
+    def _peer_reset(self, event: ev.PeerReset) -> None:
+        group = self._peers.reset(event.peer)
+        if group is None:
+            self._effects.append(PeerResetDone(event.token, False))
+            return
+        self._resets.append((group.ticket, event.token))
+        self._report("warning", "what was known of a peer's log is forgotten", {"peer": event.peer})
 
     # --- back-pressure and the end -----------------------------------------------------------------------------------
 
@@ -819,6 +860,10 @@ class Machine:
 
     def _report(self, level: str, message: str, fields: dict[str, object] | None = None) -> None:
         self._effects.append(Report(level, message, fields or {}))
+
+    def peers_status(self) -> dict[str, dict[str, object]]:
+        """What `immortal peers show` shows of each other instance; plain values."""
+        return describe_peers(self._peers)
 
     def status(self, now_ns: int) -> dict[str, object]:
         """What `immortal status` shows of a live instance; plain values."""

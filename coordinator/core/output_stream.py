@@ -7,7 +7,11 @@ the positions that they had.
 
     CLOSED --open--> GREETING --Welcome--> OPEN          Hello asks how much the receiver has; batches follow it
                         |                    |
-                        +----- Refused ------+--> FAILED   this stream alone stops; its messages are kept
+                        +----- Refused ------+--> FAILED   this stream alone stops; its messages are kept, and it is
+                        <--- after a while, or reset ---+  tried again
+
+Positions are those of this instance, for the life of its log. The receiver's differ from them by an offset once the
+stream was reset, since its log was wiped or replaced.
 """
 
 from __future__ import annotations
@@ -75,12 +79,15 @@ class OutputStream:
         self.destination = destination
         self.state = StreamState.CLOSED
         self.error = ""
+        self.failure = ""  # what the last failure was about, until the stream is open again
         self.attempt = attempt  # grows when frames on their way are given up; tags what is sent
-        self.peer_committer_id = 0
         self.position = mark.position if mark else 0
         self.checksum = mark.checksum if mark else 0
         self.acknowledged = acknowledged
-        self.greeted_position = 0  # what was acknowledged when Hello was sent
+        self.first_tag = 0  # answers to attempts before it are from before a reset
+        self.forked = False  # this log is an older copy of one that has sent more
+        self.offset = 0  # the receiver's position p is p + offset here
+        self.greeted_position = 0  # what Hello said, in the receiver's positions
         self.waiting_bytes = 0  # not acknowledged, on its way or not
         self._limits = limits
         self._unsent: deque[_Waiting] = deque()
@@ -89,6 +96,7 @@ class OutputStream:
         self._in_flight_bytes = 0
         self._marked_position = self.position
         self._impulse_ticket = 0  # of the last impulse's commit
+        self._opening_ticket = 0  # of the commit without which nothing is sent
         self._check = check  # while a replay makes messages again
         self._kept_impulses = deque(batch for batch in impulses if batch.first_position > self.position)
         for batch in unacknowledged:
@@ -121,6 +129,16 @@ class OutputStream:
         self._impulse_ticket = ticket
         self._add(count, payload, ticket, made_by_replay=False)
         return batch
+
+    @property
+    def end_of_replay(self) -> int:
+        """The position that the stream has at the end of the replay, when this is it."""
+        position = self.position
+        for impulses in self._kept_impulses:
+            if impulses.first_position != position + 1:
+                break
+            position = impulses.last_position
+        return position
 
     def finish_replay(self, *, all_sent: bool = True) -> None:
         """The replay is complete: impulses that came after the last replayed message go behind it.
@@ -210,6 +228,7 @@ class OutputStream:
         limits = self._limits
         if (
             self.state is not StreamState.OPEN
+            or self._opening_ticket > durable_ticket
             or not unsent
             or unsent[0].ticket > durable_ticket
             or self._in_flight_bytes >= limits.peer_window_bytes
@@ -247,10 +266,15 @@ class OutputStream:
             size_bytes = len(in_flight.popleft().payload)
             self._in_flight_bytes -= size_bytes
             self.waiting_bytes -= size_bytes
-        unsent = self._unsent  # only after a restart, when the receiver has more than was known
-        while not in_flight and unsent and unsent[0].batch.first_position <= position:
+        if not in_flight:  # after a restart, when the receiver has more than was known
+            self._drop_acknowledged()
+
+    def _drop_acknowledged(self) -> None:
+        """Of what waits to be sent."""
+        unsent = self._unsent
+        while unsent and unsent[0].batch.first_position <= self.acknowledged:
             waiting = unsent.popleft()
-            rest = behind(waiting.batch, position)
+            rest = behind(waiting.batch, self.acknowledged)
             size_bytes = len(waiting.batch.payload) - (len(rest.payload) if rest else 0)
             self._unsent_bytes -= size_bytes
             self.waiting_bytes -= size_bytes
@@ -266,10 +290,33 @@ class OutputStream:
         self._in_flight.clear()
         self._in_flight_bytes = 0
 
+    def reset(self) -> None:
+        """All that was sent or answered so far counts for nothing."""
+        self.give_up_in_flight()
+        self._drop_acknowledged()  # of a frame that was acknowledged in part
+        self.first_tag = self.attempt
+        self.state = StreamState.CLOSED
+        self.error = self.failure = ""
+
+    def open(self, ticket: int = 0) -> None:
+        """The receiver has said how much it has. Nothing is sent before the commit ``ticket`` is durable."""
+        self.state = StreamState.OPEN
+        self.error = self.failure = ""
+        self._opening_ticket = ticket
+
     def fail(self, reason: str) -> None:
         self.give_up_in_flight()
         self.state = StreamState.FAILED
         self.error = reason
+
+    @property
+    def sent(self) -> int:
+        """The last position that was sent, on the current attempt or earlier ones."""
+        return self._in_flight[-1].last_position if self._in_flight else self.acknowledged
+
+    @property
+    def in_flight_bytes(self) -> int:
+        return self._in_flight_bytes
 
     # --- marks ---------------------------------------------------------------------------------------------------
 

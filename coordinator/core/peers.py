@@ -6,12 +6,22 @@ A stream to oneself is an output stream whose receiver is the own log: the machi
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from coordinator.core import peer_problems as problems
 from coordinator.core.effects import Effect, OpenPeer, ReplyToPeer, Report, ResetPeer, SendToPeer
-from coordinator.core.group_commit import GroupCommit
+from coordinator.core.group_commit import Group, GroupCommit
 from coordinator.core.input_stream import InputStream
-from coordinator.core.interfaces import IMPULSES, ONESELF, CheckpointHeader, LogSummary, OutputMark, Transaction
+from coordinator.core.interfaces import (
+    IMPULSES,
+    ONESELF,
+    CheckpointHeader,
+    LogSummary,
+    OutputMark,
+    SourcePosition,
+    StreamStart,
+    Transaction,
+)
 from coordinator.core.limits import Limits
 from coordinator.core.output_check import OutputCheck
 from coordinator.core.output_stream import OutputStream, StreamState
@@ -49,10 +59,12 @@ class Peers:
     effects: list[Effect]  # where effects go; the machine's
     ready: bool  # the instance has completed its first start
     committer_ids: dict[str, int]  # of receivers, once seen
+    starts: dict[str, StreamStart] = field(default_factory=dict)  # of the output streams that were reset
     outputs: dict[str, OutputStream] = field(default_factory=dict)
     inputs: dict[str, InputStream] = field(default_factory=dict)
     accepting: bool = True  # of new input; not while stopping
     catching_up: bool = False  # a replay is making messages again: receivers may have more than there are yet
+    epoch_began_ns: int = 0  # ns since the Unix epoch
     held: bool = False  # nothing is sent: what was put in place of a cut's losses is not durable yet
     _checks: dict[str, OutputCheck] = field(default_factory=dict)  # of the replay, by destination
     _parked: list[_ParkedHello] = field(default_factory=list)
@@ -72,9 +84,12 @@ class Peers:
 
     # --- sending ---------------------------------------------------------------------------------------------------
 
-    def restore(self, header: CheckpointHeader | None, summary: LogSummary, epoch: int) -> None:
+    def restore(
+        self, header: CheckpointHeader | None, summary: LogSummary, epoch: int, epoch_began_ns: int = 0
+    ) -> None:
         """Output streams as they were at a checkpoint; replay and kept impulses continue them."""
         self.epoch = epoch
+        self.epoch_began_ns = epoch_began_ns
         self.catching_up = header is not None
         for destination, position in summary.acknowledged.items():
             self._known_acknowledged[destination] = max(position, self._known_acknowledged.get(destination, 0))
@@ -82,7 +97,6 @@ class Peers:
         self._moved.clear()
         self._checks.clear()
         self.held = False
-        self.committer_ids.update(summary.peers)
         outputs: Mapping[str, OutputMark] = header.outputs if header else {}
         if header is not None:
             self._checks = {name: OutputCheck(name, mark) for name, mark in outputs.items()}
@@ -126,9 +140,13 @@ class Peers:
         if destination == ONESELF:
             stream.state = StreamState.OPEN
         else:
+            stream.offset = self._start(destination).offset
             self.effects.append(OpenPeer(destination))
             self._greet(stream)
         return stream
+
+    def _start(self, destination: str) -> StreamStart:
+        return self.starts.get(destination, StreamStart())
 
     def output(self, destination: str) -> OutputStream:
         """The stream to ``destination``, opened if it is new."""
@@ -149,8 +167,11 @@ class Peers:
 
     def _greet(self, stream: OutputStream) -> None:
         stream.state = StreamState.GREETING
-        stream.greeted_position = stream.acknowledged
-        frame = self._frame(FrameType.HELLO, stream.destination, position=stream.acknowledged)
+        pending = self._start(stream.destination).pending
+        stream.greeted_position = 0 if pending else stream.acknowledged - stream.offset
+        frame = self._frame(
+            FrameType.HELLO, stream.destination, position=stream.greeted_position, time_ns=self.epoch_began_ns
+        )
         self.effects.append(SendToPeer(stream.destination, stream.attempt, frame))
 
     def _frame(
@@ -195,8 +216,12 @@ class Peers:
         """The app has replayed what it was to; :meth:`OutputStream.finish_replay`. Raises DivergenceError."""
         self._open_all_called()
         self.catching_up = not all_sent
-        for stream in self.outputs.values():
+        for destination, stream in self.outputs.items():
+            if all_sent:
+                self._give_back_unmade(stream)
             stream.finish_replay(all_sent=all_sent)
+            if destination != ONESELF:
+                self._note_acknowledged(stream)
 
     def heal_cut(self) -> Transaction:
         """As :meth:`finish_replay`, where the log was cut; what must become durable before anything is sent."""
@@ -208,6 +233,8 @@ class Peers:
             rows, replaced = stream.heal_cut()
             transaction.impulses += rows
             transaction.impulses_removed += [(destination, position) for position in replaced]
+            if destination != ONESELF:
+                self._note_acknowledged(stream)
         return transaction
 
     def replay_is_behind(self) -> bool:
@@ -242,7 +269,7 @@ class Peers:
                 frame = self._frame(
                     FrameType.BATCH,
                     destination,
-                    batch.first_position,
+                    batch.first_position - stream.offset,
                     count=batch.count,
                     time_ns=now_ns,
                     payload=batch.payload,
@@ -266,43 +293,68 @@ class Peers:
     def replied(self, destination: str, tag: int, frame: PeerFrame) -> None:
         """A receiver has answered."""
         stream = self.outputs.get(destination)
-        if stream is None or stream.state in (StreamState.CLOSED, StreamState.FAILED):
+        if stream is None or stream.state in (StreamState.CLOSED, StreamState.FAILED) or tag < stream.first_tag:
             return
+        pending = self._start(destination).pending
         if frame.frame_type is FrameType.REFUSED:
-            if tag == stream.attempt and (frame.code == RefusedCode.NOT_ME or self._is_same_receiver(stream, frame)):
-                self._fail(stream, f"{destination!r} refuses this instance's messages: {frame.reason}")
+            if tag == stream.attempt and (
+                pending or frame.code == RefusedCode.NOT_ME or self._is_same_receiver(stream, frame)
+            ):
+                stream.forked = stream.forked or frame.code == RefusedCode.STALE_EPOCH
+                self._fail(stream, problems.refused(self.name, destination, frame))
+            return
+        if pending:
+            if tag == stream.attempt and frame.frame_type is FrameType.WELCOME:
+                self._begin_anew(stream, frame)
             return
         if not self._is_same_receiver(stream, frame):
             return
-        if frame.position > stream.position and not self.catching_up:
-            self._fail(
-                stream,
-                f"{destination!r} has {frame.position} messages of this instance, which has made only "
-                f"{stream.position}: this instance's log was replaced by an older copy",
-            )
+        position = frame.position + stream.offset
+        if position > stream.position and not self.catching_up:
+            self._fail_forked(stream, frame.position)
             return
         if frame.frame_type is FrameType.TRIM_TO:
-            self._acknowledge(stream, frame.position)
+            self._acknowledge(stream, position)
         elif tag != stream.attempt:
             return
         elif frame.frame_type is FrameType.RESEND:
             stream.give_up_in_flight()
+            # Late, or from an older copy of its log, or from one that has not heard of this stream: it will say.
+            if position < stream.acknowledged or frame.position == 0:
+                self._greet(stream)
         elif frame.frame_type is FrameType.WELCOME and stream.state is StreamState.GREETING:
             # Compared with what Hello said: an acknowledgement may have overtaken the Welcome since.
             if frame.position < stream.greeted_position:
-                self._fail(
-                    stream,
-                    f"{destination!r} has {frame.position} messages of this instance, it once had "
-                    f"{stream.greeted_position}: its log was replaced by an older copy",
-                )
+                once = stream.greeted_position
+                self._fail(stream, problems.receiver_older(self.name, destination, frame.position, once))
                 return
-            stream.state = StreamState.OPEN
-            self._acknowledge(stream, frame.position)
+            stream.open()
+            self._acknowledge(stream, position)
+
+    def _fail_forked(self, stream: OutputStream, received: int) -> None:
+        made = stream.position - stream.offset
+        stream.forked = True
+        reason = problems.own_log_older(self.name, stream.destination, received, made)
+        self._fail(stream, reason, failure="own log older")
 
     def _acknowledge(self, stream: OutputStream, position: int) -> None:
         stream.acknowledge(position)
-        self._known_acknowledged[stream.destination] = stream.acknowledged
-        self.log.open.transaction.acknowledged[stream.destination] = stream.acknowledged
+        if position <= stream.position:  # else the replay has not got there: whether it will is not known yet
+            self._note_acknowledged(stream)
+
+    def _note_acknowledged(self, stream: OutputStream) -> None:
+        destination, position = stream.destination, stream.acknowledged
+        if position > self._known_acknowledged.get(destination, -1):
+            self._known_acknowledged[destination] = position
+            self.log.open.transaction.acknowledged[destination] = position
+
+    def _give_back_unmade(self, stream: OutputStream) -> None:
+        """The replay is complete, and the receiver has more: then this log is an older copy, and that stream stops."""
+        known = self._known_acknowledged.get(stream.destination, 0)
+        if stream.destination != ONESELF and known <= stream.end_of_replay < stream.acknowledged:
+            received = stream.acknowledged - stream.offset
+            stream.acknowledged = stream.end_of_replay
+            self._fail_forked(stream, received)
 
     def _is_same_receiver(self, stream: OutputStream, frame: PeerFrame) -> bool:
         destination = stream.destination
@@ -312,18 +364,98 @@ class Peers:
             group = self.log.append_outside_record(0)
             group.transaction.peers[destination] = frame.committer_id
         elif known != frame.committer_id:
-            self._fail(
-                stream,
-                f"{destination!r} was committer {known} and is {frame.committer_id} now: its log was wiped or swapped",
+            reason = problems.receiver_swapped(
+                self.name, destination, known, frame.committer_id, stream.acknowledged, stream.position
             )
+            self._fail(stream, reason, failure=f"committer {frame.committer_id}")
             return False
         return True
 
-    def _fail(self, stream: OutputStream, reason: str) -> None:
+    def _fail(self, stream: OutputStream, reason: str, *, failure: str = "") -> None:
+        """``failure``: what it is about, where the reason has figures that change. The same one is told once."""
+        told = stream.failure == (failure or reason)
+        stream.failure = failure or reason
         stream.fail(reason)
         self.effects.append(ResetPeer(stream.destination))
+        if not told:
+            self.effects.append(
+                Report("error", f"stream stopped: {reason}; its messages are kept", {"peer": stream.destination})
+            )
+
+    @property
+    def any_failed(self) -> bool:
+        return any(stream.state is StreamState.FAILED for stream in self.outputs.values())
+
+    def retry_failed(self) -> None:
+        """What stopped them may have been mended at the other end: ask again."""
+        for stream in self.outputs.values():
+            if stream.state is StreamState.FAILED:
+                self._greet(stream)
+
+    def moved(self, destination: str) -> None:
+        """Nothing of what is on its way there will arrive: ask how much has. A stopped stream waits for its turn."""
+        stream = self.outputs.get(destination)
+        if stream is not None and stream.state in (StreamState.OPEN, StreamState.GREETING):
+            stream.give_up_in_flight()
+            self._greet(stream)
+
+    # --- a peer with another log, by the operator's word -------------------------------------------------------------
+
+    def reset(self, peer: str) -> Group | None:
+        """Let the streams from and to ``peer`` begin anew with whatever log it has; the group that makes it durable.
+
+        None if nothing is known of it.
+        """
+        source = self.inputs.get(peer)
+        known_source = source is not None and source.committer_id != 0
+        if peer in (ONESELF, IMPULSES) or not (known_source or peer in self.committer_ids):
+            return None
+        group = self.log.append_outside_record(0)
+        if source is not None and known_source:
+            group.transaction.sources[peer] = source.reset()
+        if peer in self.committer_ids:
+            self.starts[peer] = group.transaction.stream_starts[peer] = self._pending_start(peer)
+        stream = self.outputs.get(peer)
+        if stream is not None:
+            known = self._known_acknowledged.get(peer, 0)  # more than that counts as far as it is made
+            stream.acknowledged = max(known, min(stream.acknowledged, stream.position))
+            stream.reset()
+            self.effects.append(ResetPeer(peer))
+            self._greet(stream)
+        return group
+
+    def _pending_start(self, peer: str) -> StreamStart:
+        start, stream = self._start(peer), self.outputs.get(peer)
+        forked = stream is not None and stream.forked
+        return replace(start, pending=True, forked=forked or (start.pending and start.forked))
+
+    def _begin_anew(self, stream: OutputStream, frame: PeerFrame) -> None:
+        """The receiver of a stream that was reset says how much it has: what it never acknowledged goes on behind that.
+
+        Where it is the log that it was, with all that it had, and so is this one, nothing changes. Where this one is an
+        older copy, what the receiver has beyond the acknowledged may be something else: all of it is sent.
+        """
+        destination = stream.destination
+        position = frame.position + stream.offset
+        same = self.committer_ids.get(destination) == frame.committer_id
+        forked = self._start(destination).forked or frame.code == RefusedCode.STALE_EPOCH
+        all_made = position <= stream.position or self.catching_up
+        group = self.log.append_outside_record(0)
+        if forked or not same or position < stream.acknowledged or not all_made:
+            position = stream.acknowledged
+            stream.offset = position - frame.position
+            self._known_acknowledged[destination] = group.transaction.acknowledged[destination] = position
+        stream.forked = False
+        self.starts[destination] = group.transaction.stream_starts[destination] = StreamStart(stream.offset)
+        self.committer_ids[destination] = group.transaction.peers[destination] = frame.committer_id
+        stream.open(group.ticket)
+        self._acknowledge(stream, position)
         self.effects.append(
-            Report("error", f"stream stopped: {reason}; its messages are kept", {"peer": stream.destination})
+            Report(
+                "warning",
+                "the stream was reset and goes on",
+                {"peer": destination, "behind_position": stream.acknowledged, "receiver_has": frame.position},
+            )
         )
 
     # --- receiving -------------------------------------------------------------------------------------------------
@@ -355,20 +487,26 @@ class Peers:
         if refused is None and frame.frame_type is FrameType.HELLO and frame.position > stream.durable:
             refused = (
                 RefusedCode.ROLLED_BACK,
-                f"{self.name!r} has {stream.durable} messages of {frame.sender!r}, it once had {frame.position}: "
-                f"its log was replaced by an older copy",
+                problems.has_less_than_once(self.name, frame.sender, stream.durable, frame.position),
             )
         if refused is None:
+            stream.error = ""
             return None
         code, reason = refused
-        if code is not RefusedCode.STALE_EPOCH:
+        told, stream.error = stream.error == reason, reason
+        if code is not RefusedCode.STALE_EPOCH and not told:
             self.effects.append(Report("error", f"stream refused: {reason}", {"peer": frame.sender}))
+        elif frame.frame_type is FrameType.HELLO and not told:  # one that was late is no error: its sender knows
+            text = problems.perhaps_older(self.name, frame.sender, reason)
+            self.effects.append(Report("warning", f"stream refused: {text}", {"peer": frame.sender}))
         return _Reply(FrameType.REFUSED, code=code, reason=reason)
 
     def _answer(self, token: object, frame: PeerFrame) -> _Reply | None:
         stream = self.input(frame.sender)
         if frame.frame_type is FrameType.HELLO:
-            return _Reply(FrameType.WELCOME, stream.durable)
+            return _Reply(
+                FrameType.WELCOME, stream.durable, RefusedCode.STALE_EPOCH if stream.forked else RefusedCode.NONE
+            )
         if not self.ready:
             return _Reply(
                 FrameType.REFUSED, code=RefusedCode.NOT_READY, reason=f"{self.name!r} has not completed its first start"
@@ -377,7 +515,7 @@ class Peers:
             return _Reply(
                 FrameType.REFUSED, code=RefusedCode.MALFORMED, reason=f"unexpected frame {frame.frame_type.name}"
             )
-        if frame.position > stream.received + 1:
+        if frame.position > stream.received + 1 or not stream.has_greeted(frame.committer_id):
             return _Reply(FrameType.RESEND, stream.received)
         last_position = frame.position + frame.count - 1
         if last_position <= stream.durable:
@@ -414,12 +552,14 @@ class Peers:
             )
         )
 
-    def became_durable(self, sources: Iterable[tuple[str, int]]) -> None:
+    def became_durable(self, sources: Iterable[tuple[str, SourcePosition]]) -> None:
         """Records up to these positions are on disk: acknowledge them."""
-        for source, position in sources:
-            if source == IMPULSES:
-                continue
-            tokens = self.input(source).became_durable(position)
+        for source, known in sources:
+            stream = self.input(source) if source != IMPULSES else None
+            if stream is None or known.committer_id != stream.committer_id:
+                continue  # impulses; or of the log that its sender had before a reset
+            position = known.position
+            tokens = stream.became_durable(position)
             if source == ONESELF:
                 if ONESELF in self.outputs:
                     self.outputs[ONESELF].acknowledge(position)

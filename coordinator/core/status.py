@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coordinator.core.group_commit import GroupCommit
-from coordinator.core.interfaces import CheckpointHeader
+from coordinator.core.interfaces import ONESELF, CheckpointHeader
 from coordinator.core.peers import Peers
 from coordinator.core.session import GETS_RECORDS, AppSession, Phase
 
@@ -48,4 +48,29 @@ def describe(
             }
             for destination, stream in peers.outputs.items()
         },
+    }
+
+
+def describe_peers(peers: Peers) -> dict[str, dict[str, object]]:
+    """Each other instance by name: the streams to it and from it, and what is wrong with them. Positions are ours."""
+    names = {*peers.outputs, *peers.inputs, *peers.committer_ids} - {ONESELF}
+    return {name: _describe_peer(peers, name) for name in sorted(names)}
+
+
+def _describe_peer(peers: Peers, name: str) -> dict[str, object]:
+    output, source = peers.outputs.get(name), peers.inputs.get(name)
+    start = peers.starts.get(name)
+    return {
+        "committer_id": peers.committer_ids.get(name) or (source.committer_id if source else 0) or None,
+        "state": output.state.value if output else None,
+        "made": output.position if output else None,
+        "sent": output.sent if output else None,
+        "acknowledged": output.acknowledged if output else None,
+        "waiting_bytes": output.waiting_bytes if output else 0,
+        "in_flight_bytes": output.in_flight_bytes if output else 0,
+        "window_bytes": peers.limits.peer_window_bytes,
+        "received": source.durable if source else None,
+        "offset": start.offset if start else 0,
+        "reset_pending": bool((start and start.pending) or (source and source.reset_pending)),
+        "error": (output.error if output else "") or (source.error if source else "") or None,
     }

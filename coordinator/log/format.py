@@ -36,12 +36,14 @@ META_EXTENSIONS = b"extensions"
 META_TRIMMED = b"trimmed_sequence_id"
 META_CUT = b"cut_sequence_id"
 META_CUTS = b"cuts"
+META_STREAM_STARTS = b"stream_starts"
 
 _encode = msgspec.msgpack.Encoder().encode
 INT = msgspec.msgpack.Decoder(int)
 INTS = msgspec.msgpack.Decoder(list[int])
 TEXT = msgspec.msgpack.Decoder(str)
 SOURCE = msgspec.msgpack.Decoder(tuple[int, int, int])
+STREAM_STARTS = msgspec.msgpack.Decoder(dict[str, tuple[int, bool, bool]])
 _VERSION_START = msgspec.msgpack.Decoder(tuple[int, int, str])
 _OUTPUTS = msgspec.msgpack.Decoder(dict[str, list[tuple[int, int, bytes]]])
 

@@ -11,6 +11,7 @@ from coordinator.core.interfaces import (
     ImpulseBatch,
     LogSummary,
     SourcePosition,
+    StreamStart,
     Transaction,
     VersionStart,
 )
@@ -39,6 +40,7 @@ class _Durable:
     impulses: dict[tuple[str, int], ImpulseBatch] = field(default_factory=dict)
     versions: list[VersionStart] = field(default_factory=list)
     cut_sequence_id: int | None = None
+    stream_starts: dict[str, StreamStart] = field(default_factory=dict)
 
 
 class MemoryLogStore:
@@ -105,6 +107,7 @@ class MemoryLogStore:
             last_time_ns=logged_time_ns(durable.records[last], last, durable.committer_id) if last >= first else 0,
             versions=list(durable.versions),
             cut_sequence_id=durable.cut_sequence_id,
+            stream_starts=dict(durable.stream_starts),
         )
 
     def commit(self, transaction: Transaction) -> None:
@@ -123,6 +126,7 @@ class MemoryLogStore:
         durable.sources.update(transaction.sources)
         durable.acknowledged.update(transaction.acknowledged)
         durable.peers.update(transaction.peers)
+        durable.stream_starts.update(transaction.stream_starts)
         for removed in transaction.impulses_removed:
             durable.impulses.pop(removed, None)
         durable.impulses.update(((batch.destination, batch.first_position), batch) for batch in transaction.impulses)

@@ -16,6 +16,7 @@ from coordinator.core.interfaces import (
     LogSummary,
     OutputBatch,
     SourcePosition,
+    StreamStart,
     VersionStart,
 )
 from coordinator.log import format as log_format
@@ -197,7 +198,14 @@ def load_summary(
         last_time_ns=_record_time_ns(transaction, tables, last, committer_id),
         versions=version_starts(transaction, tables),
         cut_sequence_id=meta_value(transaction, tables, log_format.META_CUT, log_format.INT),
+        stream_starts=stream_starts(transaction, tables),
     )
+
+
+def stream_starts(transaction: ReadTransaction, tables: Tables) -> dict[str, StreamStart]:
+    """Of the output streams that were reset. Raises DamagedLogError."""
+    rows = meta_value(transaction, tables, log_format.META_STREAM_STARTS, log_format.STREAM_STARTS)
+    return {name: StreamStart(*row) for name, row in (rows or {}).items()}
 
 
 def _record_time_ns(transaction: ReadTransaction, tables: Tables, sequence_id: int, committer_id: int) -> int:

@@ -7,7 +7,7 @@ import errno
 import os
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
@@ -21,7 +21,7 @@ from coordinator.core.errors import (
     LogSyncError,
     require,
 )
-from coordinator.core.interfaces import LogSummary, OutputBatch, Transaction, VersionStart
+from coordinator.core.interfaces import LogSummary, OutputBatch, StreamStart, Transaction, VersionStart
 from coordinator.log import format as log_format
 from coordinator.log import reading, trim
 from coordinator.log.checkpoint_store import CheckpointWriter, remove_half_written
@@ -218,6 +218,8 @@ class LmdbLogStore:
         for name, committer_id in transaction.peers.items():
             key = log_format.name_key(name)
             write.put(key, log_format.seal(b"peers", key, committer_id), db=tables.peers)
+        if transaction.stream_starts:
+            self._put_stream_starts(write, transaction.stream_starts)
         if transaction.checkpoint is not None:
             self._checkpoint_writer.put_header(write, transaction.checkpoint)
         if transaction.version is not None:
@@ -236,6 +238,11 @@ class LmdbLogStore:
             number = SEQUENCE_KEY.unpack(cursor.key())[0] + 1 if cursor.last() else 1
         key = SEQUENCE_KEY.pack(number)
         write.put(key, log_format.encode_version_start(key, start), db=table)
+
+    def _put_stream_starts(self, write: WriteTransaction, changed: Mapping[str, StreamStart]) -> None:
+        starts = {**reading.stream_starts(write, self._tables), **changed}
+        rows = {name: (start.offset, start.pending, start.forked) for name, start in sorted(starts.items())}
+        self._put_meta(write, log_format.META_STREAM_STARTS, rows)
 
     def _put_meta(self, write: WriteTransaction, key: bytes, payload: object) -> None:
         write.put(key, log_format.seal(b"meta", key, payload), db=self._tables.meta)

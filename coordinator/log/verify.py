@@ -261,6 +261,7 @@ def _check_meta(transaction: reading.ReadTransaction, tables: Tables) -> None:
     reading.meta_value(transaction, tables, log_format.META_EPOCH, log_format.INT)
     reading.meta_value(transaction, tables, log_format.META_EXTENSIONS, log_format.INTS)
     reading.meta_value(transaction, tables, log_format.META_CUT, log_format.INT)
+    reading.stream_starts(transaction, tables)
 
 
 def verify_log(

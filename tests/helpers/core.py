@@ -218,9 +218,15 @@ class Driven:
         values: dict = {"sender": "b", "receiver": self.machine.name, "committer_id": PEER_COMMITTER_ID, "epoch": 1}
         return PeerFrame(frame_type, position=position, **(values | fields))
 
-    def batch(self, token: object, position: int, *messages: bytes, **fields: object) -> list[ef.Effect]:
+    def batch(
+        self, token: object, position: int, *messages: bytes, greeted: bool = True, **fields: object
+    ) -> list[ef.Effect]:
+        """``greeted``: a sender that is new here has said Hello before; of that nothing is kept."""
         payload = {"count": len(messages), "payload": b"".join(messages), "time_ns": 5}
         frame = self.peer_frame(FrameType.BATCH, position, **(payload | fields))
+        source = self.machine._peers.input(frame.sender)
+        if greeted and not source.committer_id and frame.receiver == self.machine.name:
+            source._greeted_committer_id = frame.committer_id
         return self.handle(ev.PeerFrameReceived(token, frame))
 
     def greeted(self, token: object, position: int = 0, **fields: object) -> list[ef.Effect]:

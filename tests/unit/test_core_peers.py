@@ -174,7 +174,22 @@ def test_a_batch_that_lies_about_its_count_is_refused() -> None:
     driven.batch("lie", 1, rpc(1), count=3)
     ((code, reason),) = refusals(driven)
     assert code is RefusedCode.MALFORMED
-    assert "fewer" in reason or "ends after" in reason
+    assert "a batch of 3 messages ends after 1" in reason
+
+
+@pytest.mark.parametrize(
+    ("payload", "count"),
+    [(b"no call", 1), (rpc(1) + b"x", 1), (rpc(1)[:-1], 1), (rpc(1), 2), (rpc(1) * 2, 1), (rpc(1), 0x7FFFFFFF)],
+    ids=["nonsense", "bytes too many", "cut off", "too few", "too many", "a count that passes over what is to come"],
+)
+def test_a_batch_that_is_not_whole_calls_never_gets_into_the_log(payload: bytes, count: int) -> None:
+    driven = Driven.started()
+    driven.batch("t", 1, payload, count=count)
+    assert [code for code, _ in refusals(driven)] == [RefusedCode.MALFORMED]
+    assert not driven.app_bytes
+    driven.batch("right", 1, rpc(1))
+    assert driven.replies[1:] == [("right", FrameType.TRIM_TO, 1)]
+    assert arguments(bytes(driven.app_bytes)) == [rpc(1)]
 
 
 def test_an_answer_that_comes_as_a_message_is_refused() -> None:
@@ -246,13 +261,14 @@ def test_what_was_acknowledged_before_a_checkpoint_is_on_disk_with_it() -> None:
 def test_a_resend_gives_up_what_is_on_its_way_once() -> None:
     driven = Driven.started()
     driven.open_stream()
-    driven.data(call("b", 2))
+    driven.reply(FrameType.TRIM_TO, 1)
+    driven.data(call("b", 2) + call("b", 3))
     tag = driven.of(ef.SendToPeer)[-1].tag
     driven.forget()
-    driven.reply(FrameType.RESEND, 0, tag=tag)
-    assert [(frame.position, frame.payload) for frame in driven.frames()] == [(1, rpc(1) + rpc(2))]
+    driven.reply(FrameType.RESEND, 1, tag=tag)
+    assert [(frame.position, frame.payload) for frame in driven.frames()] == [(2, rpc(2) + rpc(3))]
     driven.forget()
-    driven.reply(FrameType.RESEND, 0, tag=tag)
+    driven.reply(FrameType.RESEND, 1, tag=tag)
     assert driven.frames() == [], "the second frame of the same gap was taken for another gap"
 
 
@@ -510,7 +526,7 @@ def test_a_receiver_that_has_more_than_was_ever_made_stops_the_stream() -> None:
     driven.reply(FrameType.WELCOME, 5)
     assert errors(driven) == [
         "stream stopped: 'b' has 5 messages of this instance, which has made only 1: this instance's log was "
-        "replaced by an older copy; its messages are kept"
+        "replaced by an older copy; restore it, or run 'immortal peers reset a b'; its messages are kept"
     ]
     driven.data(call("b", 2))
     assert driven.frames(FrameType.BATCH) == []

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 
 from coordinator.core import effects as ef
-from coordinator.core import events as ev
 from coordinator.core.session import Phase
 from protocol.extensions import ALL_EXTENSIONS, Hello, encode_app_batch, encode_hello
 from protocol.limits import MESSAGE_SIZE_BYTES_MAX
@@ -176,14 +175,6 @@ def test_attaching_twice_or_to_oneself_is_harmless() -> None:
     assert [text for level, text in driven.reports if level == "error"] == []
     assert {effect.destination for effect in driven.of(ef.OpenPeer)} == {"b"}
     assert (1, "RECORD_TIME", "RPC") in driven.heard
-
-
-def test_an_unknown_destination_stops_the_coordinator_and_tells_the_app() -> None:
-    driven = primary()
-    driven.data(attach("nobody"))
-    driven.handle(ev.PeerUnknown("nobody", "'a' calls 'nobody': there is no instance 'nobody'"))
-    assert str(driven.stop.error) == "'a' calls 'nobody': there is no instance 'nobody'"
-    assert driven.heard == [(-1, "REFUSAL")]
 
 
 # --- any split -------------------------------------------------------------------------------------------------------

@@ -109,7 +109,12 @@ def test_a_crash_before_the_last_checkpoint_is_durable_leaves_the_old_version_wh
     third.auto = True
     assert third.machine.status(0)["version"] == 1
     third.connect()
-    assert third.heard == [b"state one", (0, "RECORD_TIME", "INSTANCE_NAME", "INITIAL_MESSAGE"), (1, "RECORD_TIME", "RPC"), PRIMARY]
+    assert third.heard == [
+        b"state one",
+        (0, "RECORD_TIME", "INSTANCE_NAME", "INITIAL_MESSAGE"),
+        (1, "RECORD_TIME", "RPC"),
+        PRIMARY,
+    ]
     third.data(hello(2) + checkpoint(b"still old"))
     assert third.store.summary().checkpoints[-1].version == 1
 

@@ -1,0 +1,248 @@
+"""peers: where each peer of an instance is, how far its streams are, and the way out when a peer has another log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from coordinator import control
+from coordinator.cli.common import (
+    Commands,
+    FailedError,
+    echo_json,
+    instance_name,
+    json_option,
+    name_argument,
+    pass_registry,
+)
+from coordinator.config import InstanceSettings
+from coordinator.registry import Registry
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from coordinator.core.interfaces import LogSummary
+
+Peer = dict[str, Any]
+
+
+@click.group(cls=Commands)
+def peers() -> None:
+    """Look at an instance's peers, and begin anew with one whose log was wiped or replaced."""
+
+
+@peers.command()
+@name_argument
+@json_option
+@pass_registry
+def show(registry: Registry, name: str, as_json: bool) -> None:
+    """Show each peer of NAME: where it is and what says so, how far the streams are, the last error.
+
+    All positions are those of NAME's own log. A stopped instance is read from its log.
+    """
+    settings = registry.load(name)
+    found = _live_peers(settings)
+    if found is None:
+        found = _stopped_peers(settings, registry)
+    if as_json:
+        echo_json({"name": name, "peers": found})
+        return
+    if not found:
+        click.echo(f"{name} has no peers yet")
+        return
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=200)
+    console.print(_table(found))
+    for peer, one in found.items():
+        if one["error"]:
+            click.echo(f"{peer}: {one['error']}")
+
+
+@peers.command()
+@name_argument
+@click.argument("peer", callback=instance_name)
+@click.option("--yes", is_flag=True, help="Reset without asking.")
+@json_option
+@pass_registry
+def reset(registry: Registry, name: str, peer: str, yes: bool, as_json: bool) -> None:
+    """Let the streams between NAME and PEER begin anew: the log of PEER was wiped, or replaced by an older copy.
+
+    Restoring PEER's own log is better, where there is a copy of all of it: then nothing is lost. NAME may be running or
+    stopped. Where PEER's log is an older copy, PEER needs the same: 'immortal peers reset PEER NAME'.
+    """
+    settings = registry.load(name)
+    if peer == name:
+        raise click.UsageError(f"{name!r} is no peer of itself")
+    live = _live_peers(settings)
+    known = (_stopped_peers(settings, registry) if live is None else live).get(peer)
+    if known is None or known["committer_id"] is None:
+        raise _nothing_known(name, peer)
+    lines = list(_consequences(name, peer, known))
+    if not yes:
+        for line in lines:
+            click.echo(line, err=as_json)
+        click.confirm(f"Begin anew with {peer}?", abort=True, err=as_json)
+    if not _reset_live(settings, peer):
+        _reset_stopped(settings, peer)
+    if as_json:
+        echo_json({"name": name, "peer": peer, "reset": True, "before": known})
+        return
+    if yes:
+        for line in lines:
+            click.echo(line)
+    click.echo(f"reset: {name} takes the log that {peer} has when they next meet")
+
+
+def _nothing_known(name: str, peer: str) -> FailedError:
+    return FailedError(f"{name!r} has heard nothing of {peer!r} yet: there is nothing to reset")
+
+
+def _consequences(name: str, peer: str, known: Peer) -> Iterator[str]:
+    """What a reset may lose or double, in figures."""
+    acknowledged, made, received = known["acknowledged"], known["made"], known["received"]
+    yield f"this makes {name} forget which log {peer} has (committer {known['committer_id']}):"
+    if acknowledged is not None:
+        yield (
+            f"  {name} to {peer}: the first {acknowledged} calls, which {peer} acknowledged, are not sent again: what"
+            f" its log has not is lost to it"
+        )
+        waiting = "" if made is None else f" ({made - acknowledged} of {made})"
+        yield (
+            f"    what is not acknowledged{waiting} is sent to the log that {peer} has then; any of it that is there"
+            f" already is executed twice"
+        )
+    if received is not None:
+        yield (
+            f"  {peer} to {name}: {received} calls are here; a new log of {peer} begins with its call 1, and what"
+            f" it makes again is executed twice"
+        )
+    yield f"  if {peer} turns out to have the log that it had, whole, nothing is lost or doubled"
+
+
+def _reset_live(settings: InstanceSettings, peer: str) -> bool:
+    """Whether a running coordinator has done it."""
+    if control.running(settings.folder) is None:
+        return False
+    answer = control.query(settings.folder, f"reset-peer {peer}")
+    if not answer.get("found"):
+        raise _nothing_known(settings.name, peer)
+    return True
+
+
+def _reset_stopped(settings: InstanceSettings, peer: str) -> None:
+    from coordinator.core.peer_reset import reset_transaction
+    from coordinator.log import open_log
+
+    store = open_log(settings.log, settings.name)
+    try:
+        transaction = reset_transaction(store.summary(), peer)
+        if transaction is None:
+            raise _nothing_known(settings.name, peer)
+        store.commit(transaction)
+    finally:
+        store.close()
+
+
+def _live_peers(settings: InstanceSettings) -> dict[str, Peer] | None:
+    """None where no coordinator runs."""
+    if control.running(settings.folder) is None:
+        return None
+    try:
+        found: dict[str, Peer] = control.query(settings.folder, "peers")["peers"]
+    except control.NotRunningError:
+        return None  # it stopped just now
+    return found
+
+
+def _stopped_peers(settings: InstanceSettings, registry: Registry) -> dict[str, Peer]:
+    from coordinator.core.interfaces import IMPULSES, ONESELF
+    from coordinator.discovery import Discovery, Routes
+    from coordinator.log import log_exists, open_reader
+
+    if not log_exists(settings.log):
+        return {}
+    with open_reader(settings.log, settings.name) as reader:
+        summary = reader.summary()
+    routes = Routes(Discovery(settings, registry), lambda message: None)
+    names = {*summary.sources, *summary.peers, *summary.acknowledged} - {IMPULSES, ONESELF}
+    return {name: _of_log(summary, name) | _of_route(routes, name) for name in sorted(names)}
+
+
+def _of_log(summary: LogSummary, name: str) -> Peer:
+    """The fields of a live coordinator's answer, as far as the log has them."""
+    source, start = summary.sources.get(name), summary.stream_starts.get(name)
+    return {
+        "committer_id": summary.peers.get(name) or (source.committer_id if source else 0) or None,
+        "state": None,
+        "made": None,
+        "sent": None,
+        "acknowledged": summary.acknowledged.get(name),
+        "waiting_bytes": None,
+        "in_flight_bytes": None,
+        "window_bytes": None,
+        "received": source.position if source else None,
+        "offset": start.offset if start else 0,
+        "reset_pending": bool((start and start.pending) or (source and source.epoch < 0)),
+        "connected_s": None,
+    }
+
+
+def _of_route(routes: Any, name: str) -> Peer:
+    route = routes.describe(name)
+    return {"endpoint": route["endpoint"], "origin": route["origin"], "error": route["problem"]}
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def _table(found: dict[str, Peer]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    numbers = ("made", "sent", "acknowledged", "received", "waiting", "in flight")
+    for column in ("peer", "endpoint", "by", "connected", "stream", *numbers):
+        table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+    for peer, one in found.items():
+        cells = (
+            peer,
+            one["endpoint"] or "not found",
+            one["origin"] or "-",
+            "-" if one["connected_s"] is None else f"for {one['connected_s']:.0f} s",
+            _state(one),
+            *(_number(one[key]) for key in ("made", "sent", "acknowledged", "received")),
+            _bytes(one["waiting_bytes"]),
+            _window(one),
+        )
+        table.add_row(*(Text(cell) for cell in cells))
+    return table
+
+
+def _state(one: Peer) -> str:
+    return f"{one['state'] or '-'}{', reset' if one['reset_pending'] else ''}"
+
+
+def _window(one: Peer) -> str:
+    if one["window_bytes"] is None:
+        return "-"
+    return f"{_bytes(one['in_flight_bytes'])} of {_bytes(one['window_bytes'])}"
+
+
+def _number(value: int | None) -> str:
+    return "-" if value is None else str(value)
+
+
+def _bytes(size_bytes: int | None) -> str:
+    if size_bytes is None:
+        return "-"
+    size = float(size_bytes)
+    for unit in ("B", "KiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.0f} MiB"
