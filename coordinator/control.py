@@ -1,14 +1,18 @@
 """Asking a running coordinator: where it says how it is reached, and one question and answer through the messenger.
 
 A coordinator writes <folder>/coordinator.json when it is ready to answer, and removes it when it stops cleanly. After
-a crash the file stays: it counts only while the process that wrote it lives.
+a crash the file stays: it counts only while the process that wrote it lives. <folder>/control_token, made anew at each
+start, is what a question must bring: only the instance's owner can read it.
 """
 
 from __future__ import annotations
 
+import hmac
 import os
+import secrets
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,8 @@ QUERY_TIMEOUT_S = 5.0
 ALIVE_CHECK_S = 0.25  # how often a waiting query looks whether the coordinator still lives
 READY_VARIABLE = "IMMORTAL_READY_FD"  # a descriptor from the supervisor: a line is written to it at "ready"
 _FILE_NAME = "coordinator.json"
+_TOKEN_FILE_NAME = "control_token"
+_TOKEN_SIZE_BYTES = 32
 
 
 class ControlError(ImmortalError):
@@ -53,6 +59,27 @@ def announce(folder: Path, control: str) -> None:
     pid = os.getpid()
     written = ControlFile(pid, control, time.time_ns(), _process_start_ticks(pid) or 0)
     write_atomically(path(folder), msgspec.json.encode(written))
+
+
+def make_token(folder: Path) -> bytes:
+    """What questions to this process must bring from now on; it is in a file for whoever may ask."""
+    folder.mkdir(parents=True, exist_ok=True)
+    token = secrets.token_hex(_TOKEN_SIZE_BYTES).encode()
+    write_atomically(token_path(folder), token, mode=0o600)
+    return token
+
+
+def may_ask(token: bytes, parts: Sequence[bytes]) -> bool:
+    """Whether the question in ``parts`` (verb, token) brings ``token``."""
+    return len(parts) > 1 and hmac.compare_digest(parts[1], token)
+
+
+def token_path(folder: Path) -> Path:
+    return folder / _TOKEN_FILE_NAME
+
+
+def remove_token(folder: Path) -> None:
+    token_path(folder).unlink(missing_ok=True)
 
 
 def withdraw(folder: Path) -> None:
@@ -104,7 +131,7 @@ def query(folder: Path, verb: str, timeout_s: float = QUERY_TIMEOUT_S) -> dict[s
     messenger = Messenger()
     try:
         messenger.start()
-        messenger.send_message(found.control, [verb.encode()], reply)
+        messenger.send_message(found.control, [verb.encode(), _token(folder)], reply)
         deadline = time.monotonic() + timeout_s
         while not answered.wait(min(ALIVE_CHECK_S, max(0.0, deadline - time.monotonic()))):
             if running(folder) != found:
@@ -118,9 +145,24 @@ def query(folder: Path, verb: str, timeout_s: float = QUERY_TIMEOUT_S) -> dict[s
     finally:
         messenger.close()
     try:
-        return msgspec.json.decode(b"".join(replies), type=dict[str, Any])
+        answer = msgspec.json.decode(b"".join(replies), type=dict[str, Any])
     except msgspec.MsgspecError as error:
         raise ControlError(f"the coordinator of {folder.name!r} gave an answer that makes no sense: {error}") from None
+    if "refused" in answer:
+        raise ControlError(f"the coordinator of {folder.name!r} gives no answer: {answer['refused']}")
+    return answer
+
+
+def _token(folder: Path) -> bytes:
+    path = token_path(folder)
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise ControlError(
+            f"the coordinator of {folder.name!r} answers only to its owner: {path} cannot be read ({error.strerror})"
+        ) from None
 
 
 def _read(folder: Path) -> ControlFile | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ class Replay:
 @dataclass(frozen=True, slots=True)
 class Results:
     one_way: list[OneWay]
+    one_way_curve: list[OneWay]  # the same between instances with keys, if that was asked for
     disk_mb_per_s: dict[int, float]  # by block size
     replay: Replay | None
     peak_memory_mib: dict[str, tuple[float, float]]  # of (coordinator, app) by instance
@@ -56,10 +58,13 @@ def run_benchmark(
     sizes: Sequence[int],
     *,
     volume_mb: int,
+    curve: bool = False,
     folder: Path | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Results:
     """Measure each size once with ``volume_mb`` MB of traffic (calls counted as 200 bytes beside their arguments).
+
+    ``curve``: and once more between instances with keys.
 
     ``folder``: where the logs go, the system's temporary folder by default. Raises BenchError.
     """
@@ -70,22 +75,33 @@ def run_benchmark(
         # The first, short run is not counted: it finds the processes cold.
         plan = [plan_for(size, volume_mb * 1_000_000) for size in sizes]
         plan.insert(0, plan_for(sizes[0], 20_000_000))
-        services = register(
-            home,
-            {"receiver": "coordinator.bench.apps:Receiver", "sender": "coordinator.bench.apps:Sender"},
-            {PLAN_VARIABLE: json.dumps(plan)},
-        )
-        try:
-            for service in services.values():
-                service.start()
+        with _running(home / "plain", plan, curve=False) as services:
             one_way = _measure(services, plan, progress)[1:]
             memory = {name: service.peak_memory_mib() for name, service in services.items()}
             progress("replay")
             replay = _measure_replay(services["receiver"])
-        finally:
-            for service in services.values():
-                service.kill()
-    return Results(one_way, disk, replay, memory)
+        one_way_curve: list[OneWay] = []
+        if curve:
+            with _running(home / "curve", plan, curve=True) as services:
+                one_way_curve = _measure(services, plan, lambda text: progress(f"{text}, with CURVE"))[1:]
+    return Results(one_way, one_way_curve, disk, replay, memory)
+
+
+@contextlib.contextmanager
+def _running(home: Path, plan: list[tuple[int, int, int]], *, curve: bool) -> Iterator[dict[str, Service]]:
+    services = register(
+        home,
+        {"receiver": "coordinator.bench.apps:Receiver", "sender": "coordinator.bench.apps:Sender"},
+        {PLAN_VARIABLE: json.dumps(plan)},
+        curve=curve,
+    )
+    try:
+        for service in services.values():
+            service.start()
+        yield services
+    finally:
+        for service in services.values():
+            service.kill()
 
 
 def _measure(

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from coordinator import control
+from coordinator import app_secret, control, keys
+from coordinator.app_addresses import default_app_socket
 from coordinator.config import InstanceSettings
 from coordinator.registry import Registry
 from protocol.errors import ImmortalError
@@ -43,7 +44,11 @@ class Service:
             )
             self.app = subprocess.Popen(
                 [sys.executable, "-m", "appsdk", self._app],
-                env={**self._environment, "IMMORTAL_APP_ADDRESS": settings.app_address},
+                env={
+                    **self._environment,
+                    "IMMORTAL_APP_ADDRESS": settings.app_nearest_address,
+                    app_secret.SECRET_FILE_VARIABLE: str(app_secret.path(settings.folder)),
+                },
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
@@ -100,13 +105,16 @@ def _peak_memory_mib(pid: int) -> float:
     return 0.0
 
 
-def register(home: Path, apps: dict[str, str], variables: dict[str, str]) -> dict[str, Service]:
-    """Register an instance for each (name, "module:Class") of ``apps`` in ``home``."""
+def register(home: Path, apps: dict[str, str], variables: dict[str, str], *, curve: bool = False) -> dict[str, Service]:
+    """Register an instance for each (name, "module:Class") of ``apps`` in ``home``; with ``curve`` all have keys."""
     registry = Registry(home)
     environment = {**os.environ, **variables, "IMMORTAL_HOME": str(home), "PYTHONHASHSEED": "0"}
     services = {}
     for name, app in apps.items():
-        settings = registry.register(name, "tcp://127.0.0.1:*")
+        app_socket = default_app_socket(registry.home / name)  # as under `immortal run`
+        settings = registry.register(name, "tcp://127.0.0.1:*", app_socket=app_socket)
         settings.folder.mkdir(parents=True, exist_ok=True)
+        if curve:
+            keys.make(settings.folder)
         services[name] = Service(settings, app, environment)
     return services

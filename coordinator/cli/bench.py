@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from coordinator.bench.one_way import Results, run_benchmark
+from coordinator.bench.one_way import OneWay, Results, run_benchmark
 from coordinator.bench.trim import TrimResult, measure_trimming
 
 
@@ -29,8 +29,9 @@ def _sizes(context: click.Context, parameter: click.Parameter, value: str) -> li
 @click.option("--volume", "volume_mb", default=500, show_default=True, help="MB of traffic for each size.")
 @click.option("--folder", type=click.Path(file_okay=False, exists=True, path_type=Path), help="Where the logs go.")
 @click.option("--trim", is_flag=True, help="Measure instead how long a commit takes while a log is trimmed.")
+@click.option("--curve", is_flag=True, help="Measure once more with keys: encrypted and authenticated.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def bench(sizes: list[int], volume_mb: int, folder: Path | None, trim: bool, as_json: bool) -> None:
+def bench(sizes: list[int], volume_mb: int, folder: Path | None, trim: bool, curve: bool, as_json: bool) -> None:
     """One-way calls between two services with durable logs, next to what the disk alone does."""
     console = Console(stderr=True)
     if trim:
@@ -42,7 +43,7 @@ def bench(sizes: list[int], volume_mb: int, folder: Path | None, trim: bool, as_
             _print_trim(trimmed)
         return
     with console.status("starting") as status:
-        results = run_benchmark(sizes, volume_mb=volume_mb, folder=folder, progress=status.update)
+        results = run_benchmark(sizes, volume_mb=volume_mb, curve=curve, folder=folder, progress=status.update)
     if as_json:
         click.echo(json.dumps(asdict(results)))
     else:
@@ -66,12 +67,11 @@ def _print_trim(results: list[TrimResult]) -> None:
         console.print(f"trimming records of {row.size_bytes} B adds {row.added_p99_ms:.2f} ms at the 99th percentile")
 
 
-def _print(results: Results) -> None:
-    console = Console()
-    table = Table(title="one-way calls, executed by the receiver, both logs durable")
+def _one_way_table(title: str, rows: list[OneWay]) -> Table:
+    table = Table(title=title)
     for heading in ("size", "calls", "seconds", "calls/s", "MB/s"):
         table.add_column(heading, justify="right")
-    for row in results.one_way:
+    for row in rows:
         table.add_row(
             f"{row.size_bytes} B",
             f"{row.calls:,}",
@@ -79,7 +79,17 @@ def _print(results: Results) -> None:
             f"{row.calls_per_s:,.0f}",
             f"{row.mb_per_s:,.1f}",
         )
-    console.print(table)
+    return table
+
+
+def _print(results: Results) -> None:
+    console = Console()
+    title = "one-way calls, executed by the receiver, both logs durable"
+    console.print(_one_way_table(title, results.one_way))
+    if results.one_way_curve:
+        console.print(_one_way_table(f"{title}, with CURVE", results.one_way_curve))
+    for plain, curve in zip(results.one_way, results.one_way_curve, strict=False):
+        console.print(f"{plain.size_bytes} B with CURVE: {curve.calls_per_s / plain.calls_per_s:.0%} of the calls/s")
     for block, rate in results.disk_mb_per_s.items():
         console.print(f"the disk alone: append + fdatasync of {block >> 10} KiB: {rate:,.0f} MB/s")
     if results.replay is not None:

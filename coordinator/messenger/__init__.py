@@ -15,6 +15,7 @@ from coordinator.messenger.errors import (
 from coordinator.messenger.listener import Received, ServerLoop
 from coordinator.messenger.messenger import Messenger
 from coordinator.messenger.outbox import ReplyCallback, RetryPolicy
+from coordinator.messenger.security import KeyPair, Security
 from coordinator.messenger.sockets import Counters
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Counters",
     "EndpointError",
     "EndpointInUseError",
+    "KeyPair",
     "MessageTooLargeError",
     "Messenger",
     "MessengerClosedError",
@@ -29,5 +31,6 @@ __all__ = [
     "Received",
     "ReplyCallback",
     "RetryPolicy",
+    "Security",
     "ServerLoop",
 ]

@@ -15,9 +15,11 @@
         32     8  source callback ID      message: what waits for the reply, 0 (NOOP) if nothing does. reply: 0
         40     8  destination callback ID message: 0. reply: the message's source callback ID
 
-The parts of the message or reply follow, none or more; kind 3 has none. A message's bytes change only in
-the lowest pending ID when it is sent again. From a DEALER to a ROUTER and back: ZeroMQ puts the routing ID
-before the envelope and takes it off.
+A message's parts follow as parts of the ZeroMQ message, none or more. A reply is one part, envelope
+included: behind it stands each of the reply's parts, its size in front (4 bytes); kind 3 has none. (A DEALER
+whose connection ends while a message of several parts is being read never gives the rest, or that of
+another.) A message's bytes change only in the lowest pending ID when it is sent again. From a DEALER to a
+ROUTER and back: ZeroMQ puts the routing ID before the envelope and takes it off.
 
 The lowest pending ID is what the seed design lacks: with it a receiver that starts anew knows that the IDs
 below were acknowledged by another, and one that goes on knows which replies nobody can ask for any more.
@@ -25,6 +27,7 @@ below were acknowledged by another, and one that goes on knows which replies nob
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import IntEnum
 from struct import Struct
 from struct import error as struct_error
@@ -36,6 +39,7 @@ VERSION = 1
 NOOP = 0  # the callback ID of nobody
 
 _LAYOUT = Struct(">BBHIQQQQQ")
+_SIZE = Struct(">I")
 ENVELOPE_SIZE_BYTES = _LAYOUT.size
 
 
@@ -74,6 +78,29 @@ def encode_message(
 def encode_reply(kind: int, link_id: int, incarnation: int, message_id: int, destination_callback_id: int) -> bytes:
     """The envelope of the reply to ``message_id``; ``kind`` is REPLY or REPLY_EXPIRED."""
     return _LAYOUT.pack(VERSION, kind, 0, link_id, incarnation, message_id, 0, NOOP, destination_callback_id)
+
+
+def encode_parts(parts: Iterable[bytes]) -> bytes:
+    """What stands behind a reply's envelope."""
+    pieces: list[bytes] = []
+    for part in parts:
+        pieces += (_SIZE.pack(len(part)), part)
+    return b"".join(pieces)
+
+
+def decode_parts(data: bytes, offset: int) -> list[bytes]:
+    """The parts of a reply, from ``offset`` on. Raises EnvelopeError unless they end where ``data`` does."""
+    parts = []
+    available = len(data)
+    while offset < available:
+        start = offset + _SIZE.size
+        if start > available:
+            raise EnvelopeError(f"a reply ends inside the size of a part, at byte {available}")
+        offset = start + _SIZE.unpack_from(data, offset)[0]
+        if offset > available:
+            raise EnvelopeError(f"a part of a reply has {offset - start} bytes, only {available - start} are left")
+        parts.append(data[start:offset])
+    return parts
 
 
 def decode_envelope(data: bytes) -> Envelope:

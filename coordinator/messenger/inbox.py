@@ -25,11 +25,13 @@ class StoredReply:
 
 
 class Conversation:
-    """One link as its receiver sees it. ``route`` is the latest ZeroMQ routing ID of its sender."""
+    """One link as its receiver sees it. ``route`` is the latest ZeroMQ routing ID of its sender, ``peer`` the name
+    that its key stands for."""
 
     __slots__ = (
         "incarnation",
         "link_id",
+        "peer",
         "replies",
         "replies_size_bytes",
         "replies_size_bytes_max",
@@ -42,11 +44,13 @@ class Conversation:
         incarnation: int,
         link_id: int,
         *,
+        peer: str | None = None,
         span_max: int = SPAN_MAX,
         replies_size_bytes_max: int = REPLIES_SIZE_BYTES_MAX,
     ) -> None:
         self.incarnation = incarnation
         self.link_id = link_id
+        self.peer = peer
         self.route = b""
         self.tracker = DuplicateTracker(span_max)
         self.replies: dict[int, StoredReply] = {}  # by message ID, oldest reply first
@@ -91,17 +95,23 @@ class Inbox:
 
     def __init__(self, conversations_max: int = CONVERSATIONS_MAX) -> None:
         self.conversations_max = conversations_max
-        self._conversations: OrderedDict[tuple[int, int], Conversation] = OrderedDict()
+        self._conversations: OrderedDict[tuple[int, int, str | None], Conversation] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._conversations)
 
-    def conversation(self, incarnation: int, link_id: int) -> Conversation:
-        """That of the link, new if it is not known (any more)."""
-        key = (incarnation, link_id)
+    def conversation(self, incarnation: int, link_id: int, peer: str | None = None) -> Conversation:
+        """That of the link, new if it is not known (any more). Nobody gets at one of another ``peer``; one that was
+        begun in plain goes on when its sender shows a key."""
+        key = (incarnation, link_id, peer)
         conversation = self._conversations.get(key)
+        if conversation is None and peer is not None:
+            conversation = self._conversations.pop((incarnation, link_id, None), None)
+            if conversation is not None:
+                conversation.peer = peer
+                self._conversations[key] = conversation
         if conversation is None:
-            conversation = self._conversations[key] = Conversation(incarnation, link_id)
+            conversation = self._conversations[key] = Conversation(incarnation, link_id, peer=peer)
             if len(self._conversations) > self.conversations_max:
                 self._conversations.popitem(last=False)
         else:

@@ -31,6 +31,9 @@ REPLIES_QUEUED_MAX = 2 * SPAN_MAX
 PART_SIZE_BYTES_MAX = 256 * 2**20
 PARTS_MAX = 1024
 
+# A reply travels as one part: its parts together, less room for the envelope and their sizes.
+REPLY_SIZE_BYTES_MAX = PART_SIZE_BYTES_MAX - 2**20
+
 # Below it, a part is cheaper to copy than to share with ZeroMQ's thread.
 LARGE_PART_SIZE_BYTES = 32 * 1024
 
@@ -45,9 +48,27 @@ SENT_PER_LOOK = 64
 RECONNECT_MS_MIN = 10
 RECONNECT_MS_MAX = 200
 
+# A link that is closed gets so long to finish what it is sending: without it, ZeroMQ ends the whole process where the
+# connection breaks in the middle of a message at the same moment (an assertion in session_base.cpp, clean_pipes).
+CLOSE_LINGER_MS = 100
+
+# A connection that gets no answer is begun anew: TCP itself asks after longer and longer waits, so a peer that comes
+# back after a minute would be found a minute later. Far above a round trip.
+CONNECT_TIMEOUT_MS = 1_000
+
 # A peer whose machine is gone sends no FIN: ZeroMQ asks, and drops the connection without an answer.
 HEARTBEAT_INTERVAL_MS = 5_000
 HEARTBEAT_TIMEOUT_MS = 20_000
+
+# A connection that has not said who it is by then is closed: what a stranger can hold open is bounded by how
+# fast it connects. Far above what a handshake takes on a busy machine.
+HANDSHAKE_TIMEOUT_MS = 10_000
+
+# After a handshake that failed, the link is made anew with what is known of its destination by then.
+RECONNECT_REFUSED_NS = 200_000_000
+
+# A listener that changes its key must wait until ZeroMQ's thread has let go of the endpoint: milliseconds.
+REBIND_NS = 2_000_000
 
 # A warning about a misbehaving peer is logged at most so often.
 WARNING_INTERVAL_NS = 5_000_000_000

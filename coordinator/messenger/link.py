@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from struct import Struct
 
 import zmq
 
-from coordinator.messenger.envelope import MESSAGE, REPLY_EXPIRED, decode_envelope, encode_message
+from coordinator.messenger.envelope import (
+    ENVELOPE_SIZE_BYTES,
+    MESSAGE,
+    REPLY,
+    REPLY_EXPIRED,
+    decode_envelope,
+    decode_parts,
+    encode_message,
+)
 from coordinator.messenger.errors import EndpointError, EnvelopeError
+from coordinator.messenger.inproc import Watcher, is_inproc, unwatch, watch
 from coordinator.messenger.limits import (
+    CLOSE_LINGER_MS,
+    CONNECT_TIMEOUT_MS,
+    HANDSHAKE_TIMEOUT_MS,
     HEARTBEAT_INTERVAL_MS,
     HEARTBEAT_TIMEOUT_MS,
     IN_FLIGHT_MAX,
@@ -17,9 +31,11 @@ from coordinator.messenger.limits import (
     RECEIVED_PER_TURN_MAX,
     RECONNECT_MS_MAX,
     RECONNECT_MS_MIN,
+    RECONNECT_REFUSED_NS,
     SENT_PER_LOOK,
 )
 from coordinator.messenger.outbox import Outbox, PendingMessage, ReplyCallback
+from coordinator.messenger.security import KeyPair, connect_with
 from coordinator.messenger.sockets import (
     EVENTS,
     NOBLOCK,
@@ -30,14 +46,21 @@ from coordinator.messenger.sockets import (
     Counters,
     Socket,
     Warnings,
+    descriptor_of,
+    monitored_events,
+    open_monitor,
     plain_send,
     receive_parts,
     send_parts,
 )
 
 _ROUTING_ID = Struct(">cQI")
-_MONITOR_EVENT = Struct("=HI")  # in the machine's own byte order
-_MONITORED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED) | int(zmq.EVENT_DISCONNECTED)
+_CONNECTED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+_REFUSED = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+_OTHER_MECHANISM = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+_BROKEN_OFF = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+_FAILED = (_REFUSED, _OTHER_MECHANISM, _BROKEN_OFF)
+_MONITORED = _CONNECTED | _REFUSED | _OTHER_MECHANISM | _BROKEN_OFF | int(zmq.EVENT_DISCONNECTED)
 
 
 class Link:
@@ -45,8 +68,11 @@ class Link:
 
     Nothing is sent before the monitor has told of a connection, and what was in flight before goes first: so
     the first delivery of each message is in ID order even to a receiver that starts anew. ``inproc`` has
-    neither monitor nor reconnects: such a link counts as connected from the start and ends with its
-    receiver.
+    neither monitor nor reconnects: such a link counts as connected from the start, ``listener_changed`` is told when
+    its listener goes and when there is one again, and the link is to be replaced then.
+
+    ``pair`` and ``server_key``: for CURVE, both or neither. Where a handshake fails ZeroMQ may never try again:
+    ``reopen_due_ns`` says when the link is to be replaced, by one with the same ID and outbox.
     """
 
     def __init__(
@@ -58,19 +84,31 @@ class Link:
         outbox: Outbox,
         counters: Counters,
         warnings: Warnings,
+        pair: KeyPair | None = None,
+        server_key: str | None = None,
+        listener_changed: Callable[[Link, bool], None] | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.outbox = outbox
+        self.pair = pair
+        self.server_key = server_key
+        self.link_id = link_id
         self.closed = False
-        self._link_id = link_id
+        self.reopen_due_ns: int | None = None
+        self.connected_since_ns: int | None = None  # by the messenger's clock; of the last connection
         self._incarnation = incarnation
         self._counters = counters
         self._warnings = warnings
         self._monitor: Socket | None = None
+        self._watcher: Watcher | None = None
+        self._context = context
         self._socket: Socket = context.socket(zmq.DEALER)
         try:
             self._configure()
-            self.connected = endpoint.startswith("inproc://")
+            self.connected = is_inproc(endpoint)
+            if self.connected and listener_changed is not None:
+                self._watcher = partial(listener_changed, self)
+                watch(context, endpoint, self._watcher)
             if not self.connected:
                 self._monitor = self._open_monitor(context)
             self._socket.connect(endpoint)
@@ -78,41 +116,58 @@ class Link:
             self.close()
             raise EndpointError(f"can't connect to {endpoint!r}: {error.strerror}") from error
         self._plain_send = plain_send(self._socket)
-        self.descriptor = _descriptor(self._socket)
-        self.monitor_descriptor = None if self._monitor is None else _descriptor(self._monitor)
+        self.descriptor = descriptor_of(self._socket)
+        self.monitor_descriptor = None if self._monitor is None else descriptor_of(self._monitor)
 
     def _configure(self) -> None:
         socket = self._socket
-        socket.setsockopt(zmq.ROUTING_ID, _ROUTING_ID.pack(b"I", self._incarnation, self._link_id))
+        socket.setsockopt(zmq.ROUTING_ID, _ROUTING_ID.pack(b"I", self._incarnation, self.link_id))
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, IN_FLIGHT_MAX)  # a full pipe says EAGAIN, it drops nothing
         socket.setsockopt(zmq.RCVHWM, 0)  # replies are bounded by what is in flight
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS_MIN)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
         socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
         socket.setsockopt(zmq.MAXMSGSIZE, PART_SIZE_BYTES_MAX)
         socket.copy_threshold = LARGE_PART_SIZE_BYTES
+        if self.pair is not None and self.server_key is not None:
+            connect_with(socket, self.pair, self.server_key)
 
     def _open_monitor(self, context: Context) -> Socket:
-        address = f"inproc://monitor-{self._incarnation:x}-{self._link_id}-{_descriptor(self._socket)}"
-        self._socket.monitor(address, _MONITORED)
-        monitor: Socket = context.socket(zmq.PAIR)
-        monitor.setsockopt(zmq.LINGER, 0)
-        monitor.setsockopt(zmq.RCVHWM, 0)  # an event lost would be a connection missed
-        monitor.connect(address)
-        return monitor
+        address = f"monitor-{self._incarnation:x}-{self.link_id}-{descriptor_of(self._socket)}"
+        return open_monitor(context, self._socket, address, _MONITORED)
 
-    def read_monitor(self) -> None:
-        """Take note of connections lost and made."""
+    def read_monitor(self, now_ns: int) -> None:
+        """Take note of connections lost, made and refused."""
         if self._monitor is None:
             return
-        while (event := receive_parts(self._monitor)) is not None:
-            kind, _ = _MONITOR_EVENT.unpack(event[0])
-            self.connected = kind == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        for kind, _ in monitored_events(self._monitor):
+            self.connected = kind == _CONNECTED
             if self.connected:
+                self.connected_since_ns = now_ns
+                self.reopen_due_ns = None
                 self.outbox.requeue_all()
+            elif kind in _FAILED:
+                self._handshake_failed(kind, now_ns)
+
+    def _handshake_failed(self, kind: int, now_ns: int) -> None:
+        if self.reopen_due_ns is None:
+            self.reopen_due_ns = now_ns + RECONNECT_REFUSED_NS
+        if kind == _REFUSED:
+            reason = "it does not let this instance's key in"
+        elif kind == _OTHER_MECHANISM and self.server_key is None:
+            reason = "it takes only callers with keys, and this link has none for it"
+        elif kind == _OTHER_MECHANISM:
+            reason = "it has no keys, and a key is expected of it"
+        elif self.server_key is None:
+            return  # it ended just then
+        else:
+            reason = "it has another key than expected, or ended just then"
+        self._warnings.warn(f"no connection to {self.endpoint}: {reason}", "it is tried again, nothing is lost")
 
     def receive(self) -> bool:
         """Take replies and run their callbacks; False if some were left for another turn."""
@@ -128,13 +183,18 @@ class Link:
         return False
 
     def _acknowledge(self, parts: list[bytes]) -> ReplyCallback | None:
-        """Take the envelope from ``parts``; what to call with the rest, if anything."""
+        """Put the reply's parts in place of those that came in; what to call with them, if anything."""
         try:
-            envelope = decode_envelope(parts.pop(0))
-            if envelope.kind == MESSAGE or envelope.link_id != self._link_id:
+            if len(parts) != 1:
+                raise EnvelopeError(f"{len(parts)} parts came in, a reply is one")
+            reply = parts.pop()
+            envelope = decode_envelope(reply[:ENVELOPE_SIZE_BYTES])
+            if envelope.kind == MESSAGE or envelope.link_id != self.link_id:
                 raise EnvelopeError(
-                    f"kind {envelope.kind} on link {envelope.link_id} came in, expected replies on link {self._link_id}"
+                    f"kind {envelope.kind} on link {envelope.link_id} came in, expected replies on link {self.link_id}"
                 )
+            if envelope.kind == REPLY:
+                parts += decode_parts(reply, ENVELOPE_SIZE_BYTES)
         except EnvelopeError as error:
             self._counters.malformed += 1
             self._warnings.warn(f"from {self.endpoint}: {error}")
@@ -154,7 +214,6 @@ class Link:
         self._counters.acknowledged += 1
         if envelope.kind == REPLY_EXPIRED:
             self._counters.replies_expired += 1
-            parts.clear()
         return message.callback
 
     def transmit(self, now_ns: int) -> bool:
@@ -177,7 +236,7 @@ class Link:
         blocked = False
         while (message := outbox.next_to_send()) is not None:
             if count % SENT_PER_LOOK == 0:
-                self._look_at_connection()
+                self._look_at_connection(now_ns)
                 message = outbox.next_to_send()
                 if not self.connected or message is None:
                     break
@@ -189,19 +248,19 @@ class Link:
         self._counters.sent += count
         return blocked
 
-    def _look_at_connection(self) -> None:
+    def _look_at_connection(self, now_ns: int) -> None:
         monitor = self._monitor
         if monitor is not None:
             events = monitor.getsockopt(EVENTS)  # cheaper than a receive that finds nothing
             assert isinstance(events, int)
             if events & POLLIN:
-                self.read_monitor()
+                self.read_monitor(now_ns)
 
     def _send(self, message: PendingMessage) -> bool:
         """Send one message whole; False if ZeroMQ has no room for it."""
         parts = message.parts
         envelope = encode_message(
-            self._link_id,
+            self.link_id,
             self._incarnation,
             message.message_id,
             self.outbox.lowest_pending_id,
@@ -221,13 +280,9 @@ class Link:
         """Close the sockets; what is pending stays in the outbox."""
         self.closed = True
         self.connected = False
+        if self._watcher is not None:
+            unwatch(self._context, self.endpoint, self._watcher)
         if self._monitor is not None:
             self._socket.disable_monitor()
             self._monitor.close()
-        self._socket.close()
-
-
-def _descriptor(socket: Socket) -> int:
-    descriptor = socket.getsockopt(zmq.FD)
-    assert isinstance(descriptor, int)
-    return descriptor
+        self._socket.close(CLOSE_LINGER_MS)

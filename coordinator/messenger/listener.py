@@ -2,25 +2,44 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import zmq
 
 from coordinator.messenger.duplicates import Sighting
-from coordinator.messenger.envelope import MESSAGE, REPLY, REPLY_EXPIRED, Envelope, decode_envelope, encode_reply
-from coordinator.messenger.errors import AlreadyRepliedError, EnvelopeError
+from coordinator.messenger.envelope import (
+    MESSAGE,
+    REPLY,
+    REPLY_EXPIRED,
+    Envelope,
+    decode_envelope,
+    encode_parts,
+    encode_reply,
+)
+from coordinator.messenger.errors import (
+    AlreadyRepliedError,
+    EndpointInUseError,
+    EnvelopeError,
+    MessageTooLargeError,
+)
 from coordinator.messenger.inbox import Conversation, Inbox
+from coordinator.messenger.inproc import is_inproc, telling
 from coordinator.messenger.limits import (
+    HANDSHAKE_TIMEOUT_MS,
     HEARTBEAT_INTERVAL_MS,
     HEARTBEAT_TIMEOUT_MS,
     LARGE_PART_SIZE_BYTES,
     PART_SIZE_BYTES_MAX,
     PARTS_MAX,
+    REBIND_NS,
     RECEIVED_PER_TURN_MAX,
     REPLIES_QUEUED_MAX,
+    REPLY_SIZE_BYTES_MAX,
     SPAN_MAX,
 )
+from coordinator.messenger.security import Security, serve_with
 from coordinator.messenger.sockets import (
     EVENTS,
     NOBLOCK,
@@ -31,13 +50,19 @@ from coordinator.messenger.sockets import (
     Socket,
     Warnings,
     bind,
+    descriptor_of,
     message_parts,
+    monitored_events,
+    open_monitor,
     plain_send,
+    receive_identified,
     receive_parts,
-    send_parts,
 )
 
 FIRST, REFUSED = Sighting.FIRST, Sighting.REFUSED
+_OTHER_MECHANISM = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+_SILENT = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+_monitor_numbers = itertools.count()
 
 
 class Reply(NamedTuple):
@@ -54,7 +79,7 @@ class Received:
     """A message, given to a server loop once.
 
     ``parts`` are its bytes, ``endpoint`` where it came in, ``sender`` the random incarnation (u64) of the
-    messenger it came from.
+    messenger it came from, ``peer`` the name that its key stands for, None without keys.
     """
 
     __slots__ = ("_callback_id", "_conversation", "_listener", "_message_id", "_replied", "parts")
@@ -82,11 +107,15 @@ class Received:
     def sender(self) -> int:
         return self._conversation.incarnation
 
+    @property
+    def peer(self) -> str | None:
+        return self._conversation.peer
+
     def reply(self, *parts: bytes) -> None:
         """Acknowledge the message: its sender keeps and resends it until then.
 
-        From any thread, at once or much later, once: AlreadyRepliedError otherwise. MessageTooLargeError if
-        a part is too large. Does nothing once the messenger is closed.
+        From any thread, at once or much later, once: AlreadyRepliedError otherwise. MessageTooLargeError
+        above limits.REPLY_SIZE_BYTES_MAX. Does nothing once the messenger is closed.
         """
         if self._replied:
             raise AlreadyRepliedError(
@@ -94,6 +123,9 @@ class Received:
                 f"a reply is the acknowledgement and there is one"
             )
         checked = message_parts(parts)
+        size_bytes = sum(map(len, checked))
+        if size_bytes > REPLY_SIZE_BYTES_MAX:
+            raise MessageTooLargeError("a reply", size_bytes, REPLY_SIZE_BYTES_MAX)
         self._replied = True
         listener = self._listener
         listener.accept_reply(Reply(listener, self._conversation, self._message_id, self._callback_id, checked))
@@ -103,7 +135,12 @@ ServerLoop = Callable[[Received], None]
 
 
 class Listener:
-    """Takes messages at one endpoint and sends the replies. Used by one thread, but for accept_reply()."""
+    """Takes messages at one endpoint and sends the replies. Used by one thread, but for accept_reply().
+
+    With ``security`` only from its callers. For other keys of its own it needs a new socket: secure() makes one, which
+    takes the endpoint over once ZeroMQ has let go of it, at ``reopen_due_ns`` or soon after. What the old socket had
+    is sent again by its senders.
+    """
 
     def __init__(
         self,
@@ -114,28 +151,66 @@ class Listener:
         accept_reply: Callable[[Reply], None],
         counters: Counters,
         warnings: Warnings,
+        stranger_warnings: Warnings,
+        security: Security | None = None,
+        secured: bool = False,
     ) -> None:
         self.closed = False
+        self.endpoint = ""
+        self.secured = secured  # goes by the messenger's security, when it has one
+        self.reopen_due_ns: int | None = None
+        self._context = context
+        self._security = security
+        self._monitor: Socket | None = None
         self.accept_reply = accept_reply
         self._server_loop = server_loop
         self._incarnation = incarnation
         self._counters = counters
         self._warnings = warnings
+        self._stranger_warnings = stranger_warnings
         self._inbox = Inbox()
-        self._socket: Socket = context.socket(zmq.ROUTER)
+        self._open()
         try:
-            self._configure()
-            self.endpoint = bind(self._socket, endpoint)
+            with telling(context, endpoint, True):
+                self.endpoint = bind(self._socket, endpoint)
         except BaseException:
-            self._socket.close()
+            self.close()
             raise
+
+    def _open(self) -> None:
+        """An own socket, which is not bound yet."""
+        self._socket: Socket = self._context.socket(zmq.ROUTER)
+        self._configure()
         self._plain_send = plain_send(self._socket)
-        descriptor = self._socket.getsockopt(zmq.FD)
-        assert isinstance(descriptor, int)
-        self.descriptor = descriptor
+        self.descriptor = descriptor_of(self._socket)
+        self.monitor_descriptor: int | None = None
+        if self._security is not None:
+            address = f"listener-{self._incarnation:x}-{next(_monitor_numbers)}"
+            self._monitor = open_monitor(self._context, self._socket, address, _OTHER_MECHANISM | _SILENT)
+            self.monitor_descriptor = descriptor_of(self._monitor)
+
+    def secure(self, security: Security, now_ns: int) -> None:
+        """Go by ``security`` from now on. The descriptors change if its own keys have."""
+        known, self._security = self._security, security
+        if known is None or known.own != security.own:
+            self._close_sockets()
+            self._open()
+            self.reopen_due_ns = now_ns
+
+    def reopen(self, now_ns: int) -> None:
+        """Take the endpoint over from the socket before; later, if that has not let go of it."""
+        try:
+            bind(self._socket, self.endpoint)
+        except EndpointInUseError:
+            self.reopen_due_ns = now_ns + REBIND_NS
+        else:
+            self.reopen_due_ns = None
 
     def _configure(self) -> None:
         socket = self._socket
+        if self._security is not None:
+            serve_with(socket, self._security.own)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a reconnect keeps its routing ID, the old connection goes
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an error instead of dropping silently
         socket.setsockopt(zmq.LINGER, 0)
@@ -151,16 +226,42 @@ class Listener:
         for _ in range(RECEIVED_PER_TURN_MAX):
             if self.closed:
                 return True
-            parts = receive_parts(self._socket)
-            if parts is None:
-                return True
-            received = self._accept(parts)
+            received = None
+            if self._security is None:
+                parts = receive_parts(self._socket)
+                if parts is None:
+                    return True
+                received = self._accept(parts, None)
+            else:
+                identified = receive_identified(self._socket)
+                if identified is None:
+                    return True
+                key, parts = identified
+                peer = self._security.callers.get(key)
+                if peer is None:  # let in once, and no more
+                    self._counters.strangers_dropped += 1
+                    self._stranger_warnings.warn(
+                        f"at {self.endpoint}: a message came with the key {key}, which may not call"
+                    )
+                else:
+                    received = self._accept(parts, peer)
+                del identified
             if received is not None:
                 self._server_loop(received)
             del parts, received  # the next one can use its memory
         return False
 
-    def _accept(self, frames: list[bytes]) -> Received | None:
+    def read_monitor(self, now_ns: int) -> None:
+        """Count those who never came as far as the gate."""
+        if self._monitor is None:
+            return
+        for _ in monitored_events(self._monitor):
+            self._counters.strangers_refused += 1
+            self._stranger_warnings.warn(
+                f"at {self.endpoint}: a connection was refused that has no key, or expects another one here"
+            )
+
+    def _accept(self, frames: list[bytes], peer: str | None) -> Received | None:
         """The message in ``frames``, if it is one and new."""
         try:
             envelope = decode_envelope(frames[1] if len(frames) > 1 else b"")
@@ -172,7 +273,7 @@ class Listener:
             self._counters.malformed += 1
             self._warnings.warn(f"at {self.endpoint}: {error}")
             return None
-        conversation = self._inbox.conversation(envelope.incarnation, envelope.link_id)
+        conversation = self._inbox.conversation(envelope.incarnation, envelope.link_id, peer)
         conversation.route = frames[0]
         sighting = conversation.see(envelope.message_id, envelope.lowest_pending_id)
         if sighting == FIRST:
@@ -223,8 +324,8 @@ class Listener:
                 raise
             self._counters.replies_unsent += 1
             return
-        send(envelope, NOBLOCK_MORE if parts else NOBLOCK)
-        send_parts(send, parts)
+        reply = envelope + encode_parts(parts)
+        send(reply, NOBLOCK, copy=len(reply) < LARGE_PART_SIZE_BYTES)
 
     def has_unread(self) -> bool:
         """Whether messages may have come in unnoticed while replies were sent."""
@@ -233,4 +334,14 @@ class Listener:
     def close(self) -> None:
         """Let go of the endpoint. Replies that are still to be given do nothing."""
         self.closed = True
+        with telling(self._context, self.endpoint, False):
+            if is_inproc(self.endpoint):
+                self._socket.unbind(self.endpoint)  # closing alone lets go later, in ZeroMQ's own time
+            self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        if self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor.close()
+            self._monitor = None
         self._socket.close()

@@ -26,14 +26,17 @@ import zmq
 
 from coordinator.messenger.envelope import NOOP
 from coordinator.messenger.errors import MessengerClosedError, MessengerError
+from coordinator.messenger.gate import Gate
 from coordinator.messenger.limits import IN_FLIGHT_MAX, SPAN_MAX, TURNS_MAX
 from coordinator.messenger.link import Link
 from coordinator.messenger.listener import Listener, Reply, ServerLoop
 from coordinator.messenger.outbox import Outbox, ReplyCallback, RetryPolicy
+from coordinator.messenger.security import Security
 from coordinator.messenger.sockets import Context, Counters, Warnings, check_destination, message_parts
 from coordinator.messenger.threaded import OwnerThread
 from coordinator.messenger.wake import Wake
 
+_Source = Link | Listener
 _Send = tuple[str, tuple[bytes, ...], ReplyCallback | None]
 
 
@@ -43,7 +46,8 @@ class Messenger:
     ``context``: a ZeroMQ context to share, as inproc endpoints between messengers need; else an own one.
     ``incarnation``: a random u64 that no other messenger has. ``clock_ns``: monotonic. ``random``: from [0, 1).
     ``in_flight_max``: unacknowledged messages per link, at most limits.SPAN_MAX; later ones wait in
-    the buffer, which is bounded by who calls send_message(): see pending_count().
+    the buffer, which is bounded by who calls send_message(): see pending_count(). ``security``: who this is, and
+    who may send to it; it needs an own context, without inproc endpoints. Without it everything is in plain.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class Messenger:
         random: Callable[[], float] = random_module.random,
         retry: RetryPolicy | None = None,
         in_flight_max: int = IN_FLIGHT_MAX,
+        security: Security | None = None,
     ) -> None:
         if not 1 <= in_flight_max <= SPAN_MAX:
             raise MessengerError(f"in_flight_max is {in_flight_max}, expected 1 to {SPAN_MAX}")
@@ -67,6 +72,7 @@ class Messenger:
         self._in_flight_max = in_flight_max
         self._counters = Counters()
         self._warnings = Warnings(clock_ns)
+        self._stranger_warnings = Warnings(clock_ns)  # apart, so that they hide no others
 
         self._links: dict[str, Link] = {}
         self._listeners: list[Listener] = []
@@ -75,17 +81,22 @@ class Messenger:
 
         self._sends: deque[_Send] = deque()  # appended to by any thread, as is the next
         self._replies: deque[Reply] = deque()
-        self._ready: dict[Link | Listener, None] = {}  # have something to receive, or may have
+        self._security: Security | None = None
+        self._gate: Gate | None = None
+        self._listener_news: deque[tuple[Link, bool]] = deque()  # of inproc links; appended to by any thread
+        self._ready: dict[_Source, None] = {}  # have something to receive, or may have
         self._sending: dict[Link, None] = {}  # have something to send, or may send again
 
         self._epoll = select.epoll()
-        self._sources: dict[int, Link | Listener] = {}  # by descriptor
-        self._monitors: dict[int, Link] = {}  # by their monitor's descriptor
+        self._sources: dict[int, _Source] = {}  # by descriptor
+        self._monitors: dict[int, Link | Listener] = {}  # by their monitor's descriptor
         self._wake = Wake()
         self._epoll.register(self._wake.descriptor, select.EPOLLIN)
         self._processing = False
         self._closed = False
         self._thread = OwnerThread(self, self._wake, clock_ns)
+        if security is not None:
+            self._secure(security)
 
     # What any thread may do
 
@@ -114,18 +125,20 @@ class Messenger:
 
     def counters(self) -> Counters:
         """A copy of what has been counted."""
-        return replace(self._counters)
+        refused = 0 if self._gate is None else self._gate.refused
+        return replace(self._counters, strangers_refused=self._counters.strangers_refused + refused)
 
     # What the owner does; any thread after start()
 
-    def listen(self, endpoint: str, server_loop: ServerLoop) -> str:
+    def listen(self, endpoint: str, server_loop: ServerLoop, *, secured: bool = True) -> str:
         """Give what comes in at ``endpoint`` to ``server_loop``; returns the real endpoint, with its port.
 
-        Raises EndpointInUseError, EndpointError.
+        Not ``secured``: in plain, for anybody, whatever the messenger's security. Raises EndpointInUseError,
+        EndpointError.
         """
-        return self._thread.call(lambda: self._listen(endpoint, server_loop))
+        return self._thread.call(lambda: self._listen(endpoint, server_loop, secured))
 
-    def _listen(self, endpoint: str, server_loop: ServerLoop) -> str:
+    def _listen(self, endpoint: str, server_loop: ServerLoop, secured: bool) -> str:
         self._check_open()
         listener = Listener(
             self._context,
@@ -135,12 +148,43 @@ class Messenger:
             self._accept_reply,
             self._counters,
             self._warnings,
+            self._stranger_warnings,
+            self._security if secured else None,
+            secured,
         )
         self._listeners.append(listener)
-        self._watch(listener.descriptor, listener)
+        self._watch(listener)
         self._ready[listener] = None  # over inproc, what was sent before comes in with the binding, unannounced
         self._wake.signal()
         return listener.endpoint
+
+    def secure(self, security: Security) -> None:
+        """Go by ``security`` from now on: nothing is lost, and nobody else is let in.
+
+        With other keys of its own, and to destinations that may no longer have the key that they have shown, all
+        connections are made anew; messages with a key that ``callers`` no longer has are dropped.
+        """
+        self._thread.call(lambda: self._secure(security))
+
+    def _secure(self, security: Security) -> None:
+        self._check_open()
+        if self._gate is None:
+            self._gate = Gate(self._context, security.callers, self._clock_ns)
+        self._gate.callers = security.callers
+        self._security = security
+        now_ns = self._clock_ns()
+        for listener in self._listeners:
+            if listener.secured:
+                self._unwatch(listener)
+                listener.secure(security, now_ns)
+                self._watch(listener)
+        for link in list(self._links.values()):
+            keys = security.servers(link.endpoint)
+            pair = security.own if keys else None
+            expected = link.server_key in keys if keys else link.server_key is None
+            if link.pair != pair or not expected:
+                self._reopen_link(link)
+        self._wake.signal()
 
     def drop(self, destination: str) -> int:
         """Forget what is pending for ``destination`` and close its link; returns how many were forgotten.
@@ -173,10 +217,16 @@ class Messenger:
         return 0 if link is None else len(link.outbox)
 
     def connected(self, destination: str) -> bool:
-        """Whether there is a connection to ``destination``, as of the last process(). Always true for an
-        inproc link."""
+        """Whether there is a connection to ``destination``, as of the last process(). True for an
+        inproc link whose listener has not come yet."""
         link = self._links.get(destination)
         return link is not None and link.connected
+
+    def connected_since_ns(self, destination: str) -> int | None:
+        """When the connection to ``destination`` was made, by the messenger's clock; None without one, and for
+        inproc."""
+        link = self._links.get(destination)
+        return link.connected_since_ns if link is not None and link.connected else None
 
     def fileno(self) -> int:
         """The one descriptor to wait for: readable when process() has something to do."""
@@ -187,8 +237,12 @@ class Messenger:
         None for never."""
         deadline_ns: int | None = None
         for link in self._links.values():
-            check_ns = link.outbox.retry_check_ns
-            if link.connected and check_ns is not None and (deadline_ns is None or check_ns < deadline_ns):
+            check_ns = link.outbox.retry_check_ns if link.connected else link.reopen_due_ns
+            if check_ns is not None and (deadline_ns is None or check_ns < deadline_ns):
+                deadline_ns = check_ns
+        for listener in self._listeners:
+            check_ns = listener.reopen_due_ns
+            if check_ns is not None and (deadline_ns is None or check_ns < deadline_ns):
                 deadline_ns = check_ns
         return deadline_ns
 
@@ -204,9 +258,11 @@ class Messenger:
             raise MessengerError("process() was called from within a callback of this messenger")
         self._processing = True
         try:
-            self._collect_ready()
-            self._wake.hold()
             now_ns = self._clock_ns()
+            self._collect_ready(now_ns)
+            self._wake.hold()
+            self._take_listener_news()
+            self._reopen_due(now_ns)
             for link in self._links.values():
                 if link.connected and link.outbox.requeue_due(now_ns):
                     self._sending[link] = None
@@ -278,16 +334,26 @@ class Messenger:
 
     # The owner's work
 
-    def _collect_ready(self) -> None:
+    def _collect_ready(self, now_ns: int) -> None:
         for descriptor, _ in self._epoll.poll(0):
             if descriptor == self._wake.descriptor:
                 self._wake.clear()
             elif descriptor in self._monitors:
-                link = self._monitors[descriptor]
-                link.read_monitor()
-                self._sending[link] = None
+                monitored = self._monitors[descriptor]
+                monitored.read_monitor(now_ns)
+                if isinstance(monitored, Link):
+                    self._sending[monitored] = None
             else:
                 self._ready[self._sources[descriptor]] = None
+
+    def _reopen_due(self, now_ns: int) -> None:
+        """Take up again what failed for reasons that may be over."""
+        for listener in self._listeners:
+            if listener.reopen_due_ns is not None and listener.reopen_due_ns <= now_ns:
+                listener.reopen(now_ns)
+        for link in list(self._links.values()):
+            if link.reopen_due_ns is not None and link.reopen_due_ns <= now_ns:
+                self._reopen_link(link)
 
     def _receive(self) -> None:
         """Replies and their callbacks first, then messages and their server loops."""
@@ -330,40 +396,73 @@ class Messenger:
 
     def _open_link(self, destination: str) -> Link:
         outbox = Outbox(self._retry, self._random, in_flight_max=self._in_flight_max)
+        return self._connect(destination, next(self._link_ids), outbox, None)
+
+    def _reopen_link(self, link: Link) -> None:
+        """The same link over a new socket, with the next of the keys that its destination may have."""
+        self._ready.pop(link, None)
+        self._sending.pop(link, None)
+        self._unwatch(link)
+        link.close()
+        self._connect(link.endpoint, link.link_id, link.outbox, link.server_key)
+
+    def _connect(self, destination: str, link_id: int, outbox: Outbox, tried_key: str | None) -> Link:
+        keys = () if self._security is None else self._security.servers(destination)
+        following = (keys.index(tried_key) + 1) % len(keys) if tried_key in keys else 0
         link = Link(
             self._context,
             destination,
-            next(self._link_ids),
+            link_id,
             self.incarnation,
             outbox,
             self._counters,
             self._warnings,
+            self._security.own if self._security is not None and keys else None,
+            keys[following] if keys else None,
+            self._listener_changed,
         )
         self._links[destination] = link
-        self._watch(link.descriptor, link)
-        if link.monitor_descriptor is not None:
-            self._monitors[link.monitor_descriptor] = link
-            self._epoll.register(link.monitor_descriptor, select.EPOLLIN)
+        self._watch(link)
         return link
 
-    def _watch(self, descriptor: int, source: Link | Listener) -> None:
-        self._sources[descriptor] = source
-        self._epoll.register(descriptor, select.EPOLLIN)
+    def _listener_changed(self, link: Link, listening: bool) -> None:
+        self._listener_news.append((link, listening))
+        self._wake.signal()
 
-    def _unwatch(self, source: Link | Listener) -> None:
+    def _take_listener_news(self) -> None:
+        """Make anew what inproc itself does not."""
+        while self._listener_news:
+            link, listening = self._listener_news.popleft()
+            if link.closed:
+                continue
+            if not listening:
+                link.connected = False
+            elif not link.connected:
+                self._reopen_link(link)
+                link.outbox.requeue_all()
+                self._sending[self._links[link.endpoint]] = None
+
+    def _watch(self, source: _Source) -> None:
+        self._sources[source.descriptor] = source
+        self._epoll.register(source.descriptor, select.EPOLLIN)
+        if source.monitor_descriptor is not None:
+            self._monitors[source.monitor_descriptor] = source
+            self._epoll.register(source.monitor_descriptor, select.EPOLLIN)
+
+    def _unwatch(self, source: _Source) -> None:
         del self._sources[source.descriptor]
         self._epoll.unregister(source.descriptor)
-        if isinstance(source, Link) and source.monitor_descriptor is not None:
+        if source.monitor_descriptor is not None:
             del self._monitors[source.monitor_descriptor]
             self._epoll.unregister(source.monitor_descriptor)
 
-    def _all_sources(self) -> list[Link | Listener]:
+    def _all_sources(self) -> list[_Source]:
         return [*self._links.values(), *self._listeners]
 
     def _finish(self) -> None:
         """Keep the descriptor readable while there is work left."""
         self._wake.release()
-        if self._ready or self._sends or self._replies or self._sending:
+        if self._ready or self._sends or self._replies or self._sending or self._listener_news:
             self._wake.signal()
 
     def _check_open(self) -> None:
@@ -374,6 +473,8 @@ class Messenger:
         for source in self._all_sources():
             self._unwatch(source)
             source.close()
+        if self._gate is not None:
+            self._gate.close()
         self._links.clear()
         self._listeners.clear()
         self._ready.clear()

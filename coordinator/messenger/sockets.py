@@ -7,8 +7,9 @@ import errno
 import logging
 import re
 import socket as unix_socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from struct import Struct
 
 import zmq
 
@@ -28,6 +29,7 @@ POLLIN = int(zmq.POLLIN)
 POLLOUT = int(zmq.POLLOUT)
 
 _TCP = re.compile(r"tcp://(?P<host>[^/]+):(?P<port>\d{1,5}|\*)")
+_MONITOR_EVENT = Struct("=HI")  # in the machine's own byte order
 IPC_PATH_SIZE_BYTES_MAX = 107  # of sockaddr_un, less the final zero
 
 
@@ -45,6 +47,8 @@ class Counters:
     replies_expired: int = 0  # acknowledgements that came without their reply, since it was no longer kept
     refused: int = 0  # IDs further ahead than a sender may go
     malformed: int = 0  # what is not of this protocol
+    strangers_refused: int = 0  # connections of those who may not call here, or do not show a key
+    strangers_dropped: int = 0  # messages that came with a key which may not call any more
 
 
 class Warnings:
@@ -55,13 +59,13 @@ class Warnings:
         self._next_ns: int | None = None
         self._left_out = 0
 
-    def warn(self, what: str) -> None:
+    def warn(self, what: str, outcome: str = "dropped") -> None:
         now_ns = self._clock_ns()
         if self._next_ns is not None and now_ns < self._next_ns:
             self._left_out += 1
             return
         self._next_ns = now_ns + WARNING_INTERVAL_NS
-        logger.warning("%s; dropped (%d more since the last warning)", what, self._left_out)
+        logger.warning("%s; %s (%d more since the last warning)", what, outcome, self._left_out)
         self._left_out = 0
 
 
@@ -71,24 +75,72 @@ def plain_send(socket: Socket) -> Callable[..., object]:
 
 
 def send_parts(send: Callable[..., object], parts: tuple[bytes, ...]) -> None:
-    """Send the rest of a message whose beginning ZeroMQ has taken: it takes a message whole."""
+    """Send the rest of a message whose beginning ZeroMQ has taken: it takes a message whole.
+
+    Or it drops it, if its connection ends meanwhile; it is sent again on the next one.
+    """
     last = len(parts) - 1
     for index, part in enumerate(parts):
         flags = NOBLOCK_MORE if index < last else NOBLOCK
-        send(part, flags, copy=len(part) < LARGE_PART_SIZE_BYTES)
+        try:
+            send(part, flags, copy=len(part) < LARGE_PART_SIZE_BYTES)
+        except zmq.Again:
+            continue  # the parts behind it must be given all the same, to be dropped as well
 
 
 def receive_parts(socket: Socket) -> list[bytes] | None:
-    """One whole message, or None if there is none. After None, ZeroMQ's descriptor will tell of the next."""
+    """One whole message, or None if there is none. After None, ZeroMQ's descriptor will tell of the next.
+
+    From a DEALER it is whole only if it has one part: see envelope.py.
+    """
+    try:
+        frame = socket.recv(NOBLOCK, copy=False)
+        parts = [frame.bytes]
+        while frame.more:  # three times as fast as recv_multipart, which asks the socket each time
+            frame = socket.recv(NOBLOCK, copy=False)
+            parts.append(frame.bytes)
+    except zmq.Again:
+        return None
+    return parts
+
+
+def receive_identified(socket: Socket) -> tuple[str, list[bytes]] | None:
+    """As receive_parts(), with the public key that the gate let in."""
     try:
         frame = socket.recv(NOBLOCK, copy=False)
     except zmq.Again:
         return None
+    key = frame.get("User-Id")
+    assert isinstance(key, str)
     parts = [frame.bytes]
-    while frame.more:  # three times as fast as recv_multipart, which asks the socket each time
+    while frame.more:
         frame = socket.recv(NOBLOCK, copy=False)
         parts.append(frame.bytes)
-    return parts
+    return key, parts
+
+
+def descriptor_of(socket: Socket) -> int:
+    """What to wait for with the socket; it tells of news, once."""
+    descriptor = socket.getsockopt(zmq.FD)
+    assert isinstance(descriptor, int)
+    return descriptor
+
+
+def open_monitor(context: Context, socket: Socket, address: str, events: int) -> Socket:
+    """A socket that tells of ``events`` of ``socket``, which has none yet; ``address`` is unique in the context."""
+    socket.monitor(f"inproc://{address}", events)
+    monitor: Socket = context.socket(zmq.PAIR)
+    monitor.setsockopt(zmq.LINGER, 0)
+    monitor.setsockopt(zmq.RCVHWM, 0)  # an event lost would be a connection missed
+    monitor.connect(f"inproc://{address}")
+    receive_parts(monitor)  # there is nothing; ZeroMQ's descriptor tells only a reader that has found nothing
+    return monitor
+
+
+def monitored_events(monitor: Socket) -> Iterator[tuple[int, int]]:
+    """(event, value) of all that the monitor has to tell."""
+    while (event := receive_parts(monitor)) is not None:
+        yield _MONITOR_EVENT.unpack(event[0])
 
 
 def message_parts(message: bytes | Sequence[bytes]) -> tuple[bytes, ...]:

@@ -1,0 +1,57 @@
+"""Who a messenger is, whom it lets in, and whom it expects to answer: CURVE keys and the names that they stand for.
+
+Keys are 32 bytes, here always as the 40 characters of their Z85 text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import zmq
+
+from coordinator.messenger.sockets import Socket
+
+ZAP_DOMAIN = b"immortal"
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """A public key and its secret one, which no text of this object shows."""
+
+    public: str
+    secret: str = field(repr=False)
+
+    @classmethod
+    def new(cls) -> KeyPair:
+        public, secret = zmq.curve_keypair()
+        return cls(public.decode(), secret.decode())
+
+
+@dataclass(frozen=True, slots=True)
+class Security:
+    """What a messenger goes by until it is given another one; see :meth:`Messenger.secure`.
+
+    ``own``: what it shows to others. ``callers``: the name of each public key that may send to it; nobody else gets
+    a connection. ``servers``: the public keys that may answer at an endpoint, the likeliest first; with none the
+    endpoint is connected to in plain.
+    """
+
+    own: KeyPair
+    callers: Mapping[str, str]
+    servers: Callable[[str], Sequence[str]]
+
+
+def serve_with(socket: Socket, pair: KeyPair) -> None:
+    """Let ``socket`` take connections only with CURVE, and only after the gate's consent."""
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.encode())
+    socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a gate nobody gets in, instead of everybody
+
+
+def connect_with(socket: Socket, pair: KeyPair, server_key: str) -> None:
+    """Let ``socket`` connect as the owner of ``pair``, to whoever has the secret key of ``server_key``."""
+    socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public.encode())
+    socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret.encode())

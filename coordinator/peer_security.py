@@ -1,0 +1,195 @@
+"""Whom an instance talks to: its keys, those of its peers, and the list of those who may call it.
+
+All of it is looked at again and again, so that keys change without a restart. A peer that had keys once is never called
+in plain again, and what cannot be read leaves in use what was there before.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from coordinator import keys
+from coordinator.app_addresses import is_loopback
+from coordinator.config import InstanceSettings, split_tcp
+from coordinator.keys import KeysError
+from coordinator.messenger import KeyPair, Security
+from coordinator.registry import Registry
+from protocol.errors import ImmortalError
+
+LOOK_NS = 1_000_000_000  # between two looks: a stat for each instance of the registry
+
+_Version = tuple[int, int, int]
+
+
+class KeyBook:
+    """The public keys of the instances of a registry, and those that one instance's settings give."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._read: dict[str, tuple[_Version, tuple[str, ...]]] = {}
+
+    def keys_of(self, settings: InstanceSettings, name: str) -> tuple[str, ...]:
+        """As ``settings`` give them for the peer ``name``, else as its public file does. Raises KeysError."""
+        return settings.peer_keys.get(name) or self._from_file(self._registry.home / name)
+
+    def callers(self, settings: InstanceSettings) -> list[str]:
+        """The names of those who may call the instance of ``settings``."""
+        names = settings.allow
+        if names is None:
+            names = tuple(sorted({*self._registry.names(), *settings.peer_keys}))
+        return [name for name in names if name != settings.name]
+
+    def _from_file(self, folder: Path) -> tuple[str, ...]:
+        try:
+            status = os.stat(keys.public_path(folder))
+        except OSError:
+            return ()
+        version = (status.st_mtime_ns, status.st_size, status.st_ino)
+        known = self._read.get(folder.name)
+        if known is None or known[0] != version:
+            known = self._read[folder.name] = (version, keys.read_public_keys(folder))
+        return known[1]
+
+
+class PeerSecurity:
+    """The messenger's security, kept up to date for one running instance. Clocks are monotonic, in ns.
+
+    ``names_at`` says which peers are called at an endpoint. Raises KeysError for keys that cannot be used, and where
+    keys are required and there are none.
+    """
+
+    def __init__(
+        self,
+        settings: InstanceSettings,
+        registry: Registry,
+        names_at: Callable[[str], Iterable[str]],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._settings = settings
+        self._registry = registry
+        self._names_at = names_at
+        self._warn = warn
+        self._book = KeyBook(registry)
+        self._own: KeyPair | None = None
+        self._known: dict[str, tuple[str, ...]] = {}  # of each peer, the last keys that it had
+        self._told: set[str] = set()
+        self._told_now: set[str] = set()
+        self._next_look_ns = 0
+        self.security: Security | None = self._look(check_start(settings))
+
+    def next_deadline_ns(self) -> int:
+        """When :meth:`look` is to be called next."""
+        return self._next_look_ns
+
+    def look(self, now_ns: int) -> bool:
+        """Look again if it is time: whether ``security`` is another one."""
+        if now_ns < self._next_look_ns:
+            return False
+        self._next_look_ns = now_ns + LOOK_NS
+        self._told, self._told_now = self._told_now, set()
+        pairs: tuple[KeyPair, ...] = ()
+        try:
+            settings = self._registry.load(self._settings.name)
+            self._settings = replace(self._settings, allow=settings.allow, peer_keys=settings.peer_keys)
+            pairs = keys.read_pairs(settings.folder)
+        except ImmortalError as error:
+            self._tell(f"keys and callers as they were stay in use: {error}")
+        before, known_before = self.security, dict(self._known)
+        try:
+            found = self._look(pairs)
+        except ImmortalError as error:
+            self._tell(f"keys and callers as they were stay in use: {error}")
+            return False
+        if found is None or before is None:
+            self.security = found
+            return found is not before
+        self.security = found
+        return (found.own, found.callers, self._known) != (before.own, before.callers, known_before)
+
+    def barrier(self, endpoint: str) -> str | None:
+        """Why ``endpoint`` must not be connected to as things are; None if it may."""
+        has_keys = bool(self._servers(endpoint))
+        if has_keys and self._own is not None:
+            return None
+        if not has_keys and (self._settings.insecure or is_local(endpoint)):
+            return None
+        name = self._settings.name
+        names = ", ".join(self._names_at(endpoint))
+        if has_keys:
+            return f"{names} takes only callers with keys, and {name!r} has none: 'immortal keys {name} --make'"
+        if self._own is None:
+            return f"{endpoint} is not on this machine, and {name!r} has no keys: 'immortal keys {name} --make'"
+        return (
+            f"no public key of {names} is known, which {endpoint} must have since it is not on this machine: write it "
+            f"into {keys.public_path(self._registry.home / names)}, or under [peer_keys] in {self._registry.path(name)}"
+        )
+
+    def _look(self, pairs: tuple[KeyPair, ...]) -> Security | None:
+        if pairs:
+            self._own = pairs[0]
+        callers: dict[str, str] = {}
+        shared: set[str] = set()
+        allowed = self._book.callers(self._settings)
+        for name in {*allowed, *self._registry.names(), *self._settings.peer_keys, *self._known}:
+            found = self._keys_of(name)
+            if found:
+                self._known[name] = found
+            if name not in allowed:
+                continue
+            for key in found:
+                if callers.setdefault(key, name) != name:
+                    shared.add(key)
+        for key in shared:
+            self._tell(f"the public key {key} is given for several instances, and so let in for none")
+            del callers[key]
+        return None if self._own is None else Security(self._own, callers, self._servers)
+
+    def _keys_of(self, name: str) -> tuple[str, ...]:
+        try:
+            return self._book.keys_of(self._settings, name)
+        except KeysError as error:
+            self._tell(f"the keys of {name!r} as they were stay in use: {error}")
+            return self._known.get(name, ())
+
+    def _servers(self, endpoint: str) -> tuple[str, ...]:
+        return tuple(key for name in self._names_at(endpoint) for key in self._known.get(name) or self._keys_of(name))
+
+    def _tell(self, problem: str) -> None:
+        """Warn, once for as long as it lasts."""
+        self._told_now.add(problem)
+        if problem not in self._told:
+            self._warn(problem)
+
+
+def check_start(settings: InstanceSettings) -> tuple[KeyPair, ...]:
+    """The instance's own pairs. Raises KeysError for those that cannot be used, and where there must be some."""
+    pairs = keys.read_pairs(settings.folder)
+    if pairs or settings.insecure or is_local(settings.peer):
+        return pairs
+    raise KeysError(
+        f"{settings.name!r} is reached at {settings.peer}, also from other machines, and has no keys: 'immortal keys "
+        f"{settings.name} --make' makes them; '--insecure' starts it without, open to whoever reaches that address"
+    )
+
+
+def insecurity(settings: InstanceSettings, security: Security | None) -> str | None:
+    """What is to be said at each start of an instance that is run with ``insecure``."""
+    if not settings.insecure:
+        return None
+    if security is None:
+        return (
+            f"INSECURE, as asked for: {settings.peer} takes input from whoever reaches it, and nothing to or from "
+            f"peers is encrypted; 'immortal keys {settings.name} --make' and a start without 'insecure' end that"
+        )
+    return "INSECURE, as asked for: peers of which no key is known are called without encryption, wherever they are"
+
+
+@functools.lru_cache(maxsize=1024)  # asked for each frame
+def is_local(endpoint: str) -> bool:
+    """Whether only this machine reaches ``endpoint``."""
+    address = split_tcp(endpoint)
+    return endpoint.startswith(("ipc://", "inproc://")) or (address is not None and is_loopback(address[0]))
