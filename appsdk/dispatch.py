@@ -96,6 +96,7 @@ class Dispatcher:
 
     ``draw_seed`` gives SEED_SIZE_BYTES bytes at a first start; ``wake`` is called by other threads when they have
     put impulses where :meth:`data_to_send` finds them. An error that is raised ends the connection: stop the app.
+    ``secret``: the coordinator's, where it asks for one.
     ``extensions``, ``make_outbox`` and ``make_delivery`` are others where a run is looked at more closely.
     """
 
@@ -106,6 +107,7 @@ class Dispatcher:
         wake: Callable[[], None] = lambda: None,
         *,
         extensions: frozenset[int] = ALL_EXTENSIONS,
+        secret: bytes = b"",
         make_outbox: Callable[[Context, Callable[[], None]], Outbox] = Outbox,
         make_delivery: Callable[[Definition, Context], Delivery] = Delivery,
     ) -> None:
@@ -127,7 +129,7 @@ class Dispatcher:
         self._next_sequence_id = 0
         self._delivery = make_delivery(definition, self.context)
         self._work = self._run()
-        self.outbox.send(encode_hello(Hello(extensions, definition.label)))
+        self.outbox.send(encode_hello(Hello(extensions, definition.label, secret)))
         methods = {key: name for one in reversed(definition.chain) for key, name in method_names(one).items()}
         self.outbox.send(encode_app_description(AppDescription(definition.version, methods)))
 

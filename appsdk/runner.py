@@ -7,6 +7,7 @@ import importlib
 import inspect
 import os
 import signal
+import socket
 import sys
 import threading
 import traceback
@@ -40,11 +41,12 @@ from appsdk.options import BREAK_VARIABLE, STRICT_VARIABLE, TRACE_VARIABLE, RunO
 from appsdk.outbox import Outbox
 from appsdk.proxy import Impulses, definition_of
 from appsdk.report import user_traceback
-from appsdk.transport import CONNECT_TIMEOUT_S, Transport, Waker, connect
+from appsdk.transport import CONNECT_TIMEOUT_S, Transport, Waker, connect, read_secret
 from protocol.errors import ImmortalError
 from protocol.extensions import ALL_EXTENSIONS
 
 ADDRESS_VARIABLE = "IMMORTAL_APP_ADDRESS"
+SECRET_FILE_VARIABLE = "IMMORTAL_APP_SECRET_FILE"
 SWITCH_INTERVAL_S = 0.0005  # a hook that computes must not hold up the handlers for 5 ms at a time
 
 
@@ -116,21 +118,43 @@ def run_connection(
     *,
     trace: bool = False,
     stop: Breakpoint | None = None,
+    secret_file: str | None = None,
 ) -> str:
-    """Connect and run the app until the coordinator says Goodbye; its reason. Raises ImmortalError."""
+    """Connect and run the app until the coordinator says Goodbye; its reason. Raises ImmortalError.
+
+    ``secret_file``: where the coordinator's secret is; None for a coordinator that asks for none.
+    """
+    for one in definition.chain:
+        one.resolve(names_may_be_missing=False)  # what is wrong with the class needs no coordinator to be told
+    connection = connect(address, connect_timeout_s)
+    try:
+        return _run_connected(definition, connection, address, read_secret(secret_file), trace=trace, stop=stop)
+    finally:
+        connection.close()
+
+
+def _run_connected(
+    definition: Definition,
+    connection: socket.socket,
+    address: str,
+    secret: bytes,
+    *,
+    trace: bool,
+    stop: Breakpoint | None,
+) -> str:
     waker = Waker()
     dispatcher = Dispatcher(
         definition,
         lambda: os.urandom(SEED_SIZE_BYTES),
         waker.wake,
         extensions=tracing.EXTENSIONS if trace else ALL_EXTENSIONS,
+        secret=secret,
         make_outbox=tracing.TracingOutbox if trace else Outbox,
         make_delivery=Delivery if stop is None else stop.make_delivery,
     )
     for cls in {cls for one in definition.chain for cls in one.cls.__mro__}:
         if cls.__module__ != "builtins" and (file_name := inspect.getsourcefile(cls)):
             dispatcher.context.sites.load(file_name)
-    connection = connect(address, connect_timeout_s)
     transport = Transport(connection, dispatcher, waker, address)
     reason = f"the connection with the coordinator at {address} has ended"
     try:
@@ -144,7 +168,6 @@ def run_connection(
         raise
     finally:
         dispatcher.outbox.impulses.close(reason)
-        connection.close()
         waker.close()
 
 
@@ -182,10 +205,11 @@ def run_to_status(
     address: str | None,
     connect_timeout_s: float = CONNECT_TIMEOUT_S,
     options: RunOptions | None = None,
+    secret_file: str | None = None,
 ) -> int:
     """Run the app in this process's main thread; its exit status. What the user has to know is on stderr.
 
-    ``options`` are by default those in the environment.
+    ``address``, ``options`` and ``secret_file`` are by default those in the environment.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     label = getattr(cls, "__qualname__", repr(cls))
@@ -202,7 +226,14 @@ def run_to_status(
                 f"start both "
                 f"with 'immortal run NAME module:Class'"
             )
-        run_connection(definition, address, connect_timeout_s, trace=options.trace, stop=options.stop)
+        run_connection(
+            definition,
+            address,
+            connect_timeout_s,
+            trace=options.trace,
+            stop=options.stop,
+            secret_file=secret_file or os.environ.get(SECRET_FILE_VARIABLE),
+        )
         if options.stop is not None and not options.stop.reached:
             say(label, f"{options.stop} did not come: there was nothing to stop at")
         return EXIT_DONE
@@ -237,20 +268,28 @@ def say(label: str, text: str) -> None:
 
 
 def run(cls: type, address: str | None = None) -> NoReturn:
-    """Run ``cls`` as this process's app beside the coordinator at ``address`` ("host:port"); never returns.
+    """Run ``cls`` as this process's app beside the coordinator at ``address``; never returns.
 
-    ``address`` is by default that in the environment, IMMORTAL_APP_ADDRESS. The exit status is 0 after a clean stop, 1
-    when the coordinator is gone or refuses, EXIT_NOT_RUNNABLE for a class that can't be run, EXIT_HANDLER_FAILED when
-    a handler, hook or the state fails, EXIT_UPGRADE_FAILED when an upgrade does.
+    ``address``, "host:port" or "unix:path", is by default that in the environment, IMMORTAL_APP_ADDRESS. The file with
+    the coordinator's secret is that of IMMORTAL_APP_SECRET_FILE. The exit status is 0 after a clean stop, 1 when the
+    coordinator is gone or refuses, EXIT_NOT_RUNNABLE for a class that can't be run, EXIT_HANDLER_FAILED when a handler,
+    hook or the state fails, EXIT_UPGRADE_FAILED when an upgrade does.
     """
     sys.exit(run_to_status(cls, address))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """``python -m appsdk module:Class [--address HOST:PORT] [--strict] [--trace] [--break SEQ[:MESSAGE]]``."""
+    """``python -m appsdk module:Class [--address ADDRESS] [--secret-file PATH] [--strict] [--trace] [--break ...]``."""
     parser = argparse.ArgumentParser(prog="python -m appsdk", description="Run an app beside its coordinator.")
     parser.add_argument("target", metavar="module:Class", help="the class below appsdk.Immortal")
-    parser.add_argument("--address", metavar="HOST:PORT", help=f"the coordinator's; default: ${ADDRESS_VARIABLE}")
+    parser.add_argument(
+        "--address", metavar="ADDRESS", help=f"the coordinator's, HOST:PORT or unix:PATH; default: ${ADDRESS_VARIABLE}"
+    )
+    parser.add_argument(
+        "--secret-file",
+        metavar="PATH",
+        help=f"where the coordinator's secret is, HOME/NAME/app_secret; default: ${SECRET_FILE_VARIABLE}",
+    )
     parser.add_argument(
         "--strict",
         action="store_true",
@@ -280,4 +319,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     if cls is None:
         return EXIT_NOT_RUNNABLE
-    return run_to_status(cls, options.address, options=how)
+    return run_to_status(cls, options.address, options=how, secret_file=options.secret_file)

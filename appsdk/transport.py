@@ -11,17 +11,20 @@ ahead of the coordinator at most; the rest waits in the child.
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from appsdk.dispatch import BecamePrimary, Dispatcher, Goodbye, Refusal, SnapshotBegun
 from appsdk.errors import AppError, ConnectError, Disconnected, Refused, UpgradeError
 from appsdk.outbox import Chunk
 from appsdk.snapshot import CHUNK_SIZE_BYTES_MAX, Snapshot
 from protocol.errors import RemoteProtocolError
+from protocol.extensions import SECRET_SIZE_BYTES_MAX
 from protocol.messages import MessageType, encode_message
 from protocol.varint import encode_zigzag
 
@@ -34,13 +37,27 @@ INPUT_BUFFERED_BYTES_MAX = 8 << 20  # read while no input is handled
 SNAPSHOT_CHUNKS_PENDING_MAX = (1 << 20) // CHUNK_SIZE_BYTES_MAX  # handed to the socket and not taken
 LAST_WORDS_TIMEOUT_S = 5.0  # for what the coordinator is to hear before the app leaves
 SEND_CHUNKS_MAX = 256  # of one sendmsg; the system's own limit is 1024
+UNIX = "unix:"  # in front of the path of a Unix socket
+UNIX_PATH_SIZE_BYTES_MAX = 107  # the kernel's limit
+UNIX_SEND_BUFFER_SIZE_BYTES = 1 << 20
 
 
-def parse_address(address: str) -> tuple[str, int]:
-    """``host:port``. Raises ConnectError."""
+def parse_address(address: str) -> tuple[str, int] | str:
+    """``host:port`` as a pair, ``unix:path`` as the path. Raises ConnectError."""
+    if address.startswith(UNIX):
+        path = address.removeprefix(UNIX)
+        size_bytes = len(os.fsencode(path))
+        if not 0 < size_bytes <= UNIX_PATH_SIZE_BYTES_MAX or "\0" in path:
+            raise ConnectError(
+                f"the coordinator's address is {address!r}, with a path of {size_bytes} bytes; a Unix socket's path "
+                f"has 1 to {UNIX_PATH_SIZE_BYTES_MAX}, none of them zero"
+            )
+        return path
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConnectError(f"the coordinator's address is {address!r}, HOST:PORT was expected (such as 127.0.0.1:7001)")
+        raise ConnectError(
+            f"the coordinator's address is {address!r}, HOST:PORT was expected (such as 127.0.0.1:7001), or unix:PATH"
+        )
     return host.strip("[]"), int(port)
 
 
@@ -51,13 +68,10 @@ def connect(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> socket.socket
     delay_s = CONNECT_DELAY_S_MIN
     while True:
         try:
-            connection = socket.create_connection(target, CONNECT_ATTEMPT_TIMEOUT_S)
-            # Without a listener, a connection to a port that the system picks for clients may meet itself.
-            if connection.getsockname() != connection.getpeername():
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection = _connect_once(target)
+            if connection is not None:
                 connection.setblocking(False)
                 return connection
-            connection.close()
             problem = "nobody listens there"
         except OSError as error:
             problem = error.strerror or str(error)
@@ -69,6 +83,47 @@ def connect(address: str, timeout_s: float = CONNECT_TIMEOUT_S) -> socket.socket
             )
         time.sleep(delay_s)
         delay_s = min(2 * delay_s, CONNECT_DELAY_S_MAX)
+
+
+def _connect_once(target: tuple[str, int] | str) -> socket.socket | None:
+    """None where the connection has met itself. Raises OSError."""
+    if isinstance(target, str):
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(CONNECT_ATTEMPT_TIMEOUT_S)
+        try:
+            # The system's default is small: with it, a Unix socket costs more than TCP, otherwise half of it.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNIX_SEND_BUFFER_SIZE_BYTES)
+            connection.connect(target)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+    connection = socket.create_connection(target, CONNECT_ATTEMPT_TIMEOUT_S)
+    # Without a listener, a connection to a port that the system picks for clients may meet itself.
+    if connection.getsockname() == connection.getpeername():
+        connection.close()
+        return None
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def read_secret(path: str | None) -> bytes:
+    """The secret in the file at ``path``, its one line; empty where there is no path. Raises ConnectError.
+
+    To be read once the connection is there: the coordinator makes a new secret at each start, before it listens.
+    """
+    if not path:
+        return b""
+    try:
+        secret = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise ConnectError(f"the secret for the coordinator can't be read from {path}: {error.strerror}") from None
+    if not 0 < len(secret) <= SECRET_SIZE_BYTES_MAX:
+        raise ConnectError(
+            f"the secret for the coordinator in {path} has {len(secret)} bytes, "
+            f"1 to {SECRET_SIZE_BYTES_MAX} were expected"
+        )
+    return secret
 
 
 class Waker:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 from collections import deque
@@ -35,6 +36,11 @@ class AppConnection:
     @property
     def has_two_sockets(self) -> bool:
         return self._sender is not self._receiver
+
+    @property
+    def is_owners(self) -> bool:
+        """It came by a Unix socket: only who owns that can connect to it."""
+        return self._receiver.family == socket.AF_UNIX
 
     @property
     def has_waiting(self) -> bool:
@@ -93,6 +99,11 @@ class AppConnection:
             self._receiver.fileno(): receive,
             self._sender.fileno(): select.EPOLLRDHUP | select.EPOLLIN | send,
         }
+
+    def end_sending(self) -> None:
+        """The app finds the end behind what was sent; what it sends itself can still be read."""
+        with contextlib.suppress(OSError):
+            self._sender.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         self._receiver.close()

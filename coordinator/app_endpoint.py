@@ -6,9 +6,12 @@ import select
 import time
 from collections.abc import Mapping
 
+from coordinator import app_secret
+from coordinator.app_addresses import is_loopback
 from coordinator.app_connection import GONE, AppConnection
+from coordinator.app_gate import AppGate
 from coordinator.app_listener import AppListener
-from coordinator.config import InstanceSettings
+from coordinator.config import AppAuth, InstanceSettings
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.logs import Events
@@ -17,25 +20,42 @@ from coordinator.logs import Events
 class AppEndpoint:
     """Serves one app at a time. Each turn calls :meth:`process` once, and :meth:`flush` behind each batch of effects.
 
-    Its sockets are registered with ``epoll``.
+    Where the settings ask for the secret, the core hears of a connection once that has been shown. The sockets are
+    registered with ``epoll``.
     """
 
     def __init__(self, settings: InstanceSettings, log: Events, epoll: select.epoll) -> None:
+        self._settings = settings
         self._log = log
         self._epoll = epoll
         self._listener = AppListener(settings, log, epoll)
+        self._gate: AppGate | None = None
         self._app: AppConnection | None = None
         self._interest: dict[int, int] = {}
         self._paused = False
         self.moved_ns = time.monotonic_ns()  # when a byte last went to the app or came from it
 
     def listen(self) -> None:
-        """Raises AppListenError."""
+        """Raises AppListenError, AppSecretError. For who holds the lock of the log: it makes a new secret."""
+        settings = self._settings
+        if not is_loopback(settings.app_host):
+            open_to = "who can then read the secret" if settings.app_auth is AppAuth.SECRET else "who need no secret"
+            self._log.warning(
+                f"the app's socket at {settings.app_host} is open to others than this machine, {open_to}: what goes "
+                f"over it is not encrypted"
+            )
+        app_secret.remove(settings.folder)
+        if settings.app_auth is AppAuth.SECRET:
+            # Before anybody can connect: who has connected finds the right one.
+            self._gate = AppGate(settings.name, app_secret.make(settings.folder), self._log, self._epoll)
         self._listener.listen()
 
     def next_deadline_ns(self) -> int | None:
         """When :meth:`process` is to be called although nothing is ready, on the monotonic clock."""
-        return self._listener.next_deadline_ns()
+        deadlines = [self._listener.next_deadline_ns()]
+        if self._gate is not None:
+            deadlines.append(self._gate.next_deadline_ns())
+        return min((ns for ns in deadlines if ns is not None), default=None)
 
     def process(self, ready: Mapping[int, int]) -> list[ev.Event]:
         """Take in what is ``ready`` (masks by descriptor) or due.
@@ -47,15 +67,15 @@ class AppEndpoint:
             events = self._app_ready(self._app, ready)
             if self._app is None:
                 return events  # the next turn accepts, when the core knows
-        connection = self._listener.process(ready, taken=self._app is not None)
-        if connection is not None:
-            self._app = connection
-            self._paused = False
-            self._interest = connection.interest(reading=True)
-            for descriptor, mask in self._interest.items():
-                self._epoll.register(descriptor, mask)
-            self.moved_ns = time.monotonic_ns()
-            events.append(ev.AppConnected())
+        gate = self._gate
+        if gate is not None and (proven := gate.process(ready)) is not None:
+            connection, said = proven
+            events += [self._take(connection), ev.AppData(said)]
+        arrived = self._listener.process(ready, taken=self._app is not None)
+        if arrived is not None and gate is not None:
+            gate.admit(arrived)
+        elif arrived is not None:
+            events.append(self._take(arrived))
         return events
 
     def flush(self) -> list[ev.Event]:
@@ -100,7 +120,19 @@ class AppEndpoint:
     def close(self) -> None:
         if self._app is not None:
             self._app.close()
+        if self._gate is not None:
+            self._gate.close()
+            app_secret.remove(self._settings.folder)
         self._listener.close()
+
+    def _take(self, connection: AppConnection) -> ev.Event:
+        self._app = connection
+        self._paused = False
+        self._interest = connection.interest(reading=True)
+        for descriptor, mask in self._interest.items():
+            self._epoll.register(descriptor, mask)
+        self.moved_ns = time.monotonic_ns()
+        return ev.AppConnected()
 
     def _app_ready(self, app: AppConnection, ready: Mapping[int, int]) -> list[ev.Event]:
         received, sent = ready.get(app.receiver_fileno, 0), ready.get(app.sender_fileno, 0)

@@ -1,6 +1,6 @@
 """Where apps come in: a connection of one socket, or of a pair.
 
-    one port                    the app connects
+    one port, a Unix socket     the app connects
     two ports, mode "connect"   the app connects to both, in any order
     two ports, mode "listen"    the app connects to the first; to the second, where it listens, we connect
 
@@ -10,18 +10,25 @@ A socket that still lacks its other half is watched: an app that dies then makes
 from __future__ import annotations
 
 import enum
+import errno
+import os
 import select
 import socket
+import stat
+from collections import deque
 from collections.abc import Mapping, Set
+from pathlib import Path
 
-from coordinator.app_addresses import family_of, host_port, hosts_of
+from coordinator.app_addresses import UNIX, family_of, host_port, hosts_of
 from coordinator.app_connection import AppConnection
 from coordinator.app_dialer import AppDialer
 from coordinator.config import AppSendMode, InstanceSettings
+from coordinator.limited_log import LimitedLog
 from coordinator.logs import Events
 from protocol.errors import ImmortalError
 
 SOCKET_BUFFER_SIZE_BYTES = 1 << 20
+BACKLOG_MAX = 128  # connections that the kernel holds for us: strangers must not fill it while a commit is waited for
 
 
 class AppListenError(ImmortalError):
@@ -43,10 +50,11 @@ class AppListener:
         self._dials = settings.app_send_port is not None and settings.app_send_mode is AppSendMode.LISTEN
         self._log = log
         self._epoll = epoll
-        self._listening: list[tuple[Half, socket.socket]] = []
+        self._listening: deque[tuple[Half, socket.socket]] = deque()
+        self._unix_file: tuple[Path, int] | None = None  # its path and inode
         self._halves: dict[Half, socket.socket] = {}  # of an app that has not come in whole
         self._dialer: AppDialer | None = None
-        self._turned_away = 0
+        self._turned_away = LimitedLog(log)
 
     def listen(self) -> None:
         """Raises AppListenError."""
@@ -56,13 +64,23 @@ class AppListener:
             ports[Half.SEND] = settings.app_send_port
         for half, port in ports.items():
             for host in hosts_of(settings.app_host):
-                listening = listen(host, port, settings.name, half.value)
-                self._listening.append((half, listening))
-                self._epoll.register(listening.fileno(), select.EPOLLIN)
+                self._add(half, listen(host, port, settings.name, half.value))
+        if settings.app_socket is not None:
+            path = Path(settings.app_socket.removeprefix(UNIX))
+            self._add(Half.RECEIVE, listen_unix(path, settings.name))
+            self._unix_file = path, path.stat().st_ino
+
+    def _add(self, half: Half, listening: socket.socket) -> None:
+        self._listening.append((half, listening))
+        self._epoll.register(listening.fileno(), select.EPOLLIN)
 
     def next_deadline_ns(self) -> int | None:
         """When :meth:`process` is to be called although nothing is ready, on the monotonic clock."""
-        return self._dialer.next_deadline_ns() if self._dialer is not None else None
+        told_ns = self._turned_away.next_deadline_ns()
+        if self._dialer is None:
+            return told_ns
+        due_ns = self._dialer.next_deadline_ns()
+        return due_ns if told_ns is None else min(due_ns, told_ns)
 
     def process(self, ready: Mapping[int, int], *, taken: bool) -> AppConnection | None:
         """Go on with what is ``ready`` (masks by descriptor) or due; the connection of an app that has come in whole.
@@ -70,9 +88,14 @@ class AppListener:
         ``taken``: there is an app; others are turned away.
         """
         self._drop({half for half, one in self._halves.items() if one.fileno() in ready})
-        for half, listening in self._listening:
+        for half, listening in list(self._listening):
             if listening.fileno() in ready:
                 self._accept(half, listening, taken)
+                if self._settings.app_send_port is None and self._halves:
+                    # One at a time, from the sockets in turn: who comes in elsewhere is the next turn's.
+                    self._listening.rotate(-1 - self._listening.index((half, listening)))
+                    break
+        self._turned_away.process()
         if self._dialer is not None and (dialed := self._dialer.process(ready)) is not None:
             self._dialer = None
             self._keep(Half.SEND, dialed)
@@ -83,6 +106,11 @@ class AppListener:
         for _, listening in self._listening:
             listening.close()
         self._listening.clear()
+        if self._unix_file is not None:
+            path, inode = self._unix_file
+            if path.exists() and path.stat().st_ino == inode:
+                path.unlink()
+            self._unix_file = None
 
     def _accept(self, half: Half, listening: socket.socket, taken: bool) -> None:
         try:
@@ -90,8 +118,7 @@ class AppListener:
         except OSError:
             return
         if taken or half in self._halves:
-            self._turned_away += 1
-            self._log.warning("a second app was turned away: one is connected", count=self._turned_away)
+            self._turned_away.warning("a second app was turned away: one is connected")
             accepted.close()
             return
         self._keep(half, accepted)
@@ -103,7 +130,8 @@ class AppListener:
 
     def _keep(self, half: Half, accepted: socket.socket) -> None:
         accepted.setblocking(False)
-        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if accepted.family != socket.AF_UNIX:
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             accepted.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_SIZE_BYTES)
         self._halves[half] = accepted
@@ -145,7 +173,7 @@ def listen(host: str, port: int, instance: str, setting: str) -> socket.socket:
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind((host, port))
-        listening.listen(8)
+        listening.listen(BACKLOG_MAX)
     except OSError as error:
         listening.close()
         raise AppListenError(
@@ -154,3 +182,41 @@ def listen(host: str, port: int, instance: str, setting: str) -> socket.socket:
         ) from None
     listening.setblocking(False)
     return listening
+
+
+def listen_unix(path: Path, instance: str) -> socket.socket:
+    """A non-blocking listening Unix socket that only its owner can connect to. Raises AppListenError.
+
+    The file that a dead coordinator has left is replaced.
+    """
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _remove_stale(path)
+        listening.bind(str(path))
+        path.chmod(0o600)  # nobody can connect before it listens
+        listening.listen(BACKLOG_MAX)
+    except OSError as error:
+        listening.close()
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise AppListenError(
+            f"can't listen for the app of {instance!r} at {UNIX}{path}: {reason}; make room for it there, or choose "
+            f"another path (app_socket in the instance's settings)"
+        ) from None
+    listening.setblocking(False)
+    return listening
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove the socket that nobody listens at any more. Raises OSError where something else is in the way."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise OSError(errno.EEXIST, "")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        reached = probe.connect_ex(str(path))
+    if reached != errno.ECONNREFUSED:  # a full backlog is somebody's as well
+        raise OSError(errno.EADDRINUSE, "")
+    path.unlink()
