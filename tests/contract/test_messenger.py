@@ -1,4 +1,4 @@
-"""The messenger's promises, the same over tcp, ipc and inproc; all waiting is for the messengers' descriptors."""
+"""The messenger's promises, the same over tcp, ipc and inproc, in plain and with CURVE; waiting is for descriptors."""
 
 from __future__ import annotations
 
@@ -19,17 +19,21 @@ from coordinator.messenger import (
     AlreadyRepliedError,
     EndpointError,
     EndpointInUseError,
+    KeyPair,
     MessageTooLargeError,
     Messenger,
     MessengerClosedError,
     MessengerError,
     Received,
     RetryPolicy,
+    Security,
 )
+from coordinator.messenger import listener as messenger_listener
 from coordinator.messenger import sockets as messenger_sockets
-from coordinator.messenger.envelope import encode_message, encode_reply
+from coordinator.messenger.envelope import ENVELOPE_SIZE_BYTES, decode_parts, encode_message, encode_parts, encode_reply
 from coordinator.messenger.link import Link
 from coordinator.messenger.listener import Listener
+from coordinator.messenger.security import connect_with
 
 WAIT_SECONDS = 20.0
 
@@ -45,10 +49,18 @@ class FakeClock:
 
 
 class House:
-    """Messengers that share a ZeroMQ context; one loop calls process() only when a descriptor says so."""
+    """Messengers; one loop calls process() only when a descriptor says so.
+
+    In plain they share a ZeroMQ context. With CURVE, each has its own, and all have the same key.
+    """
 
     def __init__(self, transport: str, folder: Path) -> None:
-        self.transport = transport
+        self.transport, _, curve = transport.partition("+")
+        self.security = None
+        self.peer = "friend" if curve else None
+        if curve:
+            pair = KeyPair.new()
+            self.security = Security(pair, {pair.public: "friend"}, lambda endpoint: (pair.public,))
         self.context: zmq.Context[Any] = zmq.Context()
         self.clock = FakeClock()
         self.messengers: list[Messenger] = []
@@ -56,7 +68,9 @@ class House:
         self._names = 0
 
     def messenger(self, **options: Any) -> Messenger:
-        messenger = Messenger(context=self.context, **{"clock_ns": self.clock, **options})
+        context = self.context if self.security is None else None
+        options = {"clock_ns": self.clock, "context": context, "security": self.security, **options}
+        messenger = Messenger(**options)
         self.messengers.append(messenger)
         return messenger
 
@@ -75,6 +89,15 @@ class House:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+    def raw(self, kind: int) -> zmq.Socket[bytes]:
+        """A socket of a friend's key that belongs to no messenger; a ROUTER lets everybody in."""
+        made = self.context.socket(kind)
+        if self.security is not None:
+            connect_with(made, self.security.own, self.security.own.public)
+            if kind == zmq.ROUTER:
+                made.setsockopt(zmq.CURVE_SERVER, 1)
+        return made
 
     def close(self, messenger: Messenger) -> None:
         self.messengers.remove(messenger)
@@ -102,7 +125,8 @@ class House:
 
     def settle(self) -> None:
         """Until nothing is readable, twice in a row over a real round trip of ZeroMQ's threads."""
-        probe, answers = self.messenger(), []
+        probe, answers = Messenger(context=self.context), []
+        self.messengers.append(probe)
         endpoint = probe.listen("inproc://settle", lambda received: received.reply())
         for _ in range(3):
             probe.send_message(endpoint, b"", answers.append)
@@ -111,7 +135,7 @@ class House:
         self.close(probe)
 
 
-@pytest.fixture(params=["tcp", "ipc", "inproc"])
+@pytest.fixture(params=["tcp", "ipc", "inproc", "tcp+curve", "ipc+curve"])
 def house(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[House]:
     house = House(request.param, tmp_path)
     yield house
@@ -120,7 +144,7 @@ def house(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[House]:
     house.context.destroy(linger=0)
 
 
-@pytest.fixture(params=["tcp", "ipc"])
+@pytest.fixture(params=["tcp", "ipc", "tcp+curve"])
 def networked(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[House]:
     house = House(request.param, tmp_path)
     yield house
@@ -259,7 +283,8 @@ def test_callbacks_run_before_server_loops(house: House) -> None:
     middle_endpoint = middle.listen(house.endpoint(), middle_loop)
     other_endpoint = other.listen(house.endpoint(), held.append)
     middle.send_message(other_endpoint, b"x", lambda parts: happened.append("callback"))
-    house.drive(lambda: held)
+    other.send_message(middle_endpoint, b"connect")  # with CURVE, nobody gets in to one that sleeps
+    house.drive(lambda: held and happened)
     happened.clear()
     house.messengers.remove(middle)  # it sleeps while both arrive
     other.send_message(middle_endpoint, b"y")
@@ -267,7 +292,7 @@ def test_callbacks_run_before_server_loops(house: House) -> None:
     watched = select.poll()
     watched.register(middle._listeners[0].descriptor, select.POLLIN)
     end = time.monotonic() + WAIT_SECONDS
-    while other.counters().sent < 1 or not watched.poll(10):
+    while other.counters().sent < 2 or not watched.poll(10):
         other.process()
         assert time.monotonic() < end
     held[0].reply()
@@ -331,8 +356,8 @@ def test_exactly_once_whatever_is_lost_or_comes_twice(house: House, seed: int, m
         if chance.random() > 0.33:
             send_reply(self, *arguments)
 
-    def lossy_accept(self: Listener, frames: list[bytes]) -> Received | None:
-        return accept(self, frames) if chance.random() > 0.33 else None
+    def lossy_accept(self: Listener, *arguments: Any) -> Received | None:
+        return accept(self, *arguments) if chance.random() > 0.33 else None
 
     monkeypatch.setattr(Listener, "_send", lossy_reply)
     monkeypatch.setattr(Listener, "_accept", lossy_accept)
@@ -406,7 +431,7 @@ def test_a_reply_that_is_no_longer_kept_still_acknowledges(house: House, monkeyp
         received.reply(received.parts[0] * 1000)
 
     endpoint = receiver.listen(house.endpoint(), loop)
-    receiver._listeners[0]._inbox.conversation(sender.incarnation, 1).replies_size_bytes_max = 1500
+    receiver._listeners[0]._inbox.conversation(sender.incarnation, 1, house.peer).replies_size_bytes_max = 1500
     replies: list[list[bytes]] = []
     sender.send_message(endpoint, b"a", replies.append)
     sender.send_message(endpoint, b"b", replies.append)
@@ -420,8 +445,7 @@ def test_a_reply_that_is_no_longer_kept_still_acknowledges(house: House, monkeyp
 
 
 @pytest.mark.parametrize("in_flight_max", [8, 1024])
-def test_receiver_closed_and_opened_again(networked: House, in_flight_max: int) -> None:
-    house = networked
+def test_receiver_closed_and_opened_again(house: House, in_flight_max: int) -> None:
     sender = house.messenger(in_flight_max=in_flight_max)
     first, second = house.messenger(), house.messenger()
     arrived_first: list[int] = []
@@ -455,9 +479,8 @@ def test_receiver_closed_and_opened_again(networked: House, in_flight_max: int) 
     assert second.counters().refused == 0
 
 
-def test_receiver_keeps_coming_and_going(networked: House) -> None:
+def test_receiver_keeps_coming_and_going(house: House) -> None:
     """Each receiver answers a few and goes, with the rest in flight; to each of them, first deliveries are in order."""
-    house = networked
     sender = house.messenger()
     endpoint = house.fixed_endpoint()
     replies: list[int] = []
@@ -577,7 +600,7 @@ def test_a_reply_goes_where_its_message_came_from_last(house: House) -> None:
     endpoint = receiver.listen(house.endpoint(), held.append)
     senders = []
     for count, routing_id in enumerate([b"same", b"same", b"other"], start=1):
-        sender = house.context.socket(zmq.DEALER)
+        sender = house.raw(zmq.DEALER)
         sender.setsockopt(zmq.ROUTING_ID, routing_id)
         sender.connect(endpoint)
         for message_id in (1, 2, 3):
@@ -586,9 +609,9 @@ def test_a_reply_goes_where_its_message_came_from_last(house: House) -> None:
         held[count - 1].reply(b"%d" % count)
         receiver.process()
         assert sender.poll(int(WAIT_SECONDS * 1000))
-        answers = [sender.recv_multipart()[1:]]
+        answers = [decode_parts(sender.recv(), ENVELOPE_SIZE_BYTES)]
         while answers[-1] != [b"%d" % count]:
-            answers.append(sender.recv_multipart()[1:])
+            answers.append(decode_parts(sender.recv(), ENVELOPE_SIZE_BYTES))
         assert answers == [[b"%d" % number] for number in range(1, count + 1)]
         senders.append(sender)
     for sender in senders:
@@ -713,10 +736,27 @@ def test_what_is_too_large_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -
     messenger.close()
 
 
+def test_a_reply_that_is_too_large_is_refused_and_another_may_be_given(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messenger_listener, "REPLY_SIZE_BYTES_MAX", 10)
+    receiver, sender = house.messenger(), house.messenger()
+    held: list[Received] = []
+    endpoint = receiver.listen(house.endpoint(), held.append)
+    replies: list[list[bytes]] = []
+    sender.send_message(endpoint, b"x", replies.append)
+    house.drive(lambda: held)
+    with pytest.raises(MessageTooLargeError, match="a reply of 11 bytes, at most 10"):
+        held[0].reply(b"12345", b"678901")
+    held[0].reply(b"12345", b"67890")
+    house.drive(lambda: replies)
+    assert replies == [[b"12345", b"67890"]]
+
+
 def test_a_stranger_is_dropped_and_counted(house: House, caplog: pytest.LogCaptureFixture) -> None:
     receiver, sender = house.messenger(), house.messenger()
     endpoint = receiver.listen(house.endpoint(), echo)
-    stranger = house.context.socket(zmq.DEALER)
+    stranger = house.raw(zmq.DEALER)
     stranger.connect(endpoint)
     garbage = [
         [b""],
@@ -746,7 +786,7 @@ def test_a_stranger_is_dropped_and_counted(house: House, caplog: pytest.LogCaptu
 
 def test_a_receiver_that_answers_nonsense(house: House) -> None:
     sender = house.messenger()
-    router = house.context.socket(zmq.ROUTER)
+    router = house.raw(zmq.ROUTER)
     router.bind(house.endpoint())
     endpoint = router.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
     replies: list[list[bytes]] = []
@@ -760,17 +800,19 @@ def test_a_receiver_that_answers_nonsense(house: House) -> None:
         envelope,
         encode_reply(2, 99, 1, 1, 1),  # another link
         encode_reply(2, 1, 1, 1, 77),  # another callback
+        encode_reply(2, 1, 1, 1, 1) + b"\0",  # a part that is cut off
         encode_reply(2, 1, 1, 2, 1),  # another message
         encode_reply(2, 1, 1, 1, 1),
         encode_reply(2, 1, 1, 1, 1),
     ):
-        router.send_multipart([route, answer, b"answer"])
+        router.send_multipart([route, answer + encode_parts([b"answer"])])
     house.drive(lambda: sender.counters().duplicates_dropped == 2)
     assert replies == [[b"answer"]]
-    assert sender.counters().malformed == 4
+    assert sender.counters().malformed == 5
     sender.send_message(endpoint, b"y", replies.append)
     house.drive(lambda: sender.counters().sent == 2)
-    router.send_multipart([route, encode_reply(3, 1, 1, 2, 2), b"expired, and yet something"])
+    router.send_multipart([route, encode_reply(2, 1, 1, 2, 2), b"a reply in two parts"])
+    router.send_multipart([route, encode_reply(3, 1, 1, 2, 2) + b"expired, and yet something"])
     house.drive(lambda: len(replies) == 2)
     assert replies[1] == []
     router.close(0)
@@ -1072,9 +1114,8 @@ def small_pipes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_pipes")
-def test_what_waits_in_zeromq_does_not_overtake_at_a_reconnect(networked: House) -> None:
+def test_what_waits_in_zeromq_does_not_overtake_at_a_reconnect(house: House) -> None:
     """The receiver goes while it reads nothing, with messages in ZeroMQ's pipe that were never on the wire."""
-    house = networked
     first, second, sender = house.messenger(), house.messenger(), house.messenger()
     arrived: list[int] = []
 

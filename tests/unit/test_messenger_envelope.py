@@ -14,7 +14,9 @@ from coordinator.messenger.envelope import (
     Envelope,
     Kind,
     decode_envelope,
+    decode_parts,
     encode_message,
+    encode_parts,
     encode_reply,
 )
 from coordinator.messenger.errors import EnvelopeError
@@ -104,3 +106,22 @@ def test_changed_bytes_raise_nothing_else(index: int, change: int) -> None:
         changed[index] ^= change
         with contextlib.suppress(EnvelopeError):
             assert fields(*decode_envelope(bytes(changed))) == changed
+
+
+@given(st.lists(st.binary(max_size=300), max_size=20), st.binary(max_size=60))
+def test_the_parts_of_a_reply(parts: list[bytes], front: bytes) -> None:
+    data = front + encode_parts(parts)
+    assert decode_parts(data, len(front)) == parts
+
+
+@given(st.lists(st.binary(max_size=30), min_size=1, max_size=5), st.data())
+def test_the_parts_of_a_reply_that_is_cut_off(parts: list[bytes], data: st.DataObject) -> None:
+    """It is refused, or ends between two of its parts."""
+    whole = encode_parts(parts)
+    cut = data.draw(st.integers(0, len(whole) - 1))
+    ends = [len(encode_parts(parts[:count])) for count in range(len(parts))]
+    if cut in ends:
+        assert decode_parts(whole[:cut], 0) == parts[: ends.index(cut)]
+    else:
+        with pytest.raises(EnvelopeError, match=r"a reply ends inside|only .* are left"):
+            decode_parts(whole[:cut], 0)

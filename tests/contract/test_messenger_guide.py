@@ -1,0 +1,67 @@
+"""The guide of the messenger: its programs are the examples, and run; its numbers are those of the code."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coordinator.messenger import limits
+from coordinator.messenger.outbox import RetryPolicy
+
+ROOT = Path(__file__).parents[2]
+GUIDE = (ROOT / "docs" / "guide" / "messenger.md").read_text(encoding="utf-8")
+PROGRAMS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", GUIDE, re.DOTALL))
+OUTPUTS = {
+    "two_loops": "the replica has 1000 records, the last is x=1000 y=3000\nthe model expects 6000 at 2000\n",
+    "own_loop": "TO BE OR NOT\n",
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_the_programs_of_the_guide_are_the_examples_and_run(name: str) -> None:
+    program = ROOT / "examples" / "messenger" / f"{name}.py"
+    assert PROGRAMS[name] == program.read_text(encoding="utf-8")
+    ended = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, OUTPUTS[name], "")
+
+
+def test_the_guide_has_all_programs() -> None:
+    assert sorted(PROGRAMS) == sorted(OUTPUTS)
+    assert OUTPUTS["two_loops"] in GUIDE
+
+
+def test_the_numbers_of_the_guide() -> None:
+    said = {
+        f"{limits.IN_FLIGHT_MAX} messages or {limits.IN_FLIGHT_SIZE_BYTES_MAX >> 20} MiB",
+        f"| a part | {limits.PART_SIZE_BYTES_MAX >> 20} MiB |",
+        f"| parts of a message | {limits.PARTS_MAX - 1} |",
+        f"| a reply, all its parts | {limits.REPLY_SIZE_BYTES_MAX >> 20} MiB |",
+        f"| {limits.CONVERSATIONS_MAX} |",
+        f"{limits.REPLIES_SIZE_BYTES_MAX >> 20} MiB of replies",
+        f"within {limits.RECONNECT_MS_MAX} ms",
+        f"{limits.HEARTBEAT_TIMEOUT_MS // 1000} s without an",
+        f"once in {limits.WARNING_INTERVAL_NS // 10**9} s",
+        f"{RetryPolicy().delay_ns_min // 10**9} s, then twice as long each time, at most "
+        f"{RetryPolicy().delay_ns_max // 10**9} s",
+    }
+    words = " ".join(GUIDE.split())
+    assert not {number for number in said if number not in words}
+
+
+def test_many_messages_with_forced_retries_are_each_delivered_once() -> None:
+    """The measurement of the guide, with fewer messages; its status says whether all were delivered once."""
+    command = [sys.executable, "scripts/measure_messenger.py", "--messages", "20000", "--cut-every", "250", "--json"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    figures = json.loads(ended.stdout)
+    assert figures["delivered_once"] == figures["called_back"] == 20_000
+    assert figures["cuts"] >= 5
+    assert figures["sent_again"] > 1_000
+    assert figures["duplicates_dropped"] > 1_000
+    assert figures["missing_ids_max"] < limits.SPAN_MAX
+    assert figures["replies_kept_max"] <= limits.IN_FLIGHT_MAX

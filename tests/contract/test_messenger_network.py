@@ -1,0 +1,164 @@
+"""Two messengers with a proxy between them: what the network does to connections, without coordinators."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import zmq
+
+from coordinator.messenger import Counters, Messenger, Received, RetryPolicy
+from coordinator.messenger import link as messenger_link
+from coordinator.messenger import listener as messenger_listener
+from tests.helpers.proxy import DEADLINE_S, FaultProxy
+
+COUNT = 300
+GREETING_SIZE_BYTES = 64  # of ZMTP 3; a command follows it: flags, size, READY and its properties
+
+
+class Receiver:
+    """Notes what its loop is given, replies the same, and lets a test wait for the ``n``-th."""
+
+    def __init__(self) -> None:
+        self.arrived: list[int] = []
+        self._changed = threading.Condition()
+
+    def loop(self, received: Received) -> None:
+        with self._changed:
+            self.arrived.append(int(received.parts[0]))
+            self._changed.notify_all()
+        received.reply(received.parts[0])
+
+    def until(self, count: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.arrived) >= count, DEADLINE_S), len(self.arrived)
+
+
+class Sender:
+    """Sends numbers, from 0, and notes the replies."""
+
+    def __init__(self, messenger: Messenger) -> None:
+        self._messenger = messenger
+        self.replies: list[int] = []
+        self.sent = 0
+        self._changed = threading.Condition()
+
+    def send(self, endpoint: str, count: int) -> None:
+        for _ in range(count):
+            self._messenger.send_message(endpoint, b"%d" % self.sent, self._replied)
+            self.sent += 1
+
+    def _replied(self, parts: list[bytes]) -> None:
+        with self._changed:
+            self.replies.append(int(parts[0]))
+            self._changed.notify_all()
+
+    def until_all(self) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.replies) >= self.sent, DEADLINE_S), len(self.replies)
+
+
+def until(messenger: Messenger, condition: object) -> Counters:
+    """The counters for which the condition holds."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition(counters := messenger.counters()):  # type: ignore[operator]
+        assert time.monotonic() < deadline_s, counters
+    return counters
+
+
+def test_a_connection_that_is_played_again_gives_nothing_twice() -> None:
+    """All bytes of a connection come once more, as from its sender, whose own connection it takes over."""
+    receiver = Receiver()
+    with Messenger() as servers, Messenger() as messenger:
+        endpoint = servers.listen("tcp://127.0.0.1:*", receiver.loop)
+        with FaultProxy(endpoint, record=True) as proxy:
+            sender = Sender(messenger)
+            sender.send(proxy.endpoint, COUNT)
+            sender.until_all()
+            proxy.set(refusing=True)  # else the sender takes its place back before anything is read
+            proxy.cut()
+            (recording,) = proxy.recordings
+            before = servers.counters().duplicates_dropped
+            handshake_size_bytes = GREETING_SIZE_BYTES + 2 + recording[GREETING_SIZE_BYTES + 1]
+            replayed = proxy.play_again(recording[:handshake_size_bytes])
+            answer = b""
+            while b"READY" not in answer:  # ZeroMQ takes nothing before that
+                answer += replayed.recv(1000)
+            replayed.sendall(recording[handshake_size_bytes:])
+            until(servers, lambda counters: counters.duplicates_dropped >= before + COUNT)
+            proxy.set(refusing=False)
+            sender.send(proxy.endpoint, COUNT)
+            sender.until_all()
+            replayed.close()
+    assert receiver.arrived == sender.replies == list(range(2 * COUNT))
+
+
+def test_a_black_hole_is_noticed_by_the_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing comes back and nothing ends: the connection is given up, and made anew where that helps."""
+    for module in (messenger_link, messenger_listener):
+        monkeypatch.setattr(module, "HEARTBEAT_INTERVAL_MS", 50)
+        monkeypatch.setattr(module, "HEARTBEAT_TIMEOUT_MS", 200)
+    receiver = Receiver()
+    with Messenger() as servers, Messenger() as messenger:
+        endpoint = servers.listen("tcp://127.0.0.1:*", receiver.loop)
+        with FaultProxy(endpoint) as proxy:
+            sender = Sender(messenger)
+            sender.send(proxy.endpoint, COUNT)
+            sender.until_all()
+            accepted = proxy.accepted
+            proxy.set(black_hole=True)
+            sender.send(proxy.endpoint, COUNT)
+            proxy.until(lambda: proxy.accepted > accepted)
+            proxy.set(black_hole=False)
+            proxy.cut()  # the handshake that the hole has swallowed
+            sender.until_all()
+    assert receiver.arrived == sender.replies == list(range(2 * COUNT))
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_cuts_while_replies_of_several_parts_come_in(parts: int) -> None:
+    """A reply is whole, and its own message's, wherever the connection ends."""
+    wrong: list[list[bytes]] = []
+    done = threading.Semaphore(0)
+
+    def loop(received: Received) -> None:
+        received.reply(*received.parts * parts)
+
+    with (
+        Messenger() as servers,
+        Messenger(retry=RetryPolicy(delay_ns_min=20_000_000)) as messenger,
+        FaultProxy(servers.listen("tcp://127.0.0.1:*", loop)) as proxy,
+    ):
+        for number in range(20 * COUNT):
+            expected = [b"%d" % number] * parts
+
+            def replied(reply: list[bytes], expected: list[bytes] = expected) -> None:
+                if reply != expected:
+                    wrong.append(reply)
+                done.release()
+
+            messenger.send_message(proxy.endpoint, b"%d" % number, replied)
+            if number % COUNT == COUNT - 1:
+                proxy.cut()
+        for _ in range(20 * COUNT):
+            assert done.acquire(timeout=DEADLINE_S)
+    assert wrong == []
+
+
+def test_inproc_listeners_that_come_and_go_in_other_threads() -> None:
+    """Each listener replies to all that it is given before it goes; the sender goes on with the next."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    endpoint = "inproc://comes-and-goes"
+    with Messenger(context=context) as messenger:
+        sender = Sender(messenger)
+        for _ in range(10):
+            receiver = Receiver()
+            with Messenger(context=context) as servers:
+                servers.listen(endpoint, receiver.loop)
+                sender.send(endpoint, COUNT)
+                receiver.until(COUNT)
+                sender.until_all()
+            assert receiver.arrived == list(range(sender.sent - COUNT, sender.sent))
+        assert sender.replies == list(range(10 * COUNT))
+    context.destroy(linger=0)

@@ -1,0 +1,82 @@
+"""Whole and valid inputs of each target: where a fuzzer begins, and what the mutation tests mutate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from coordinator.messenger.envelope import encode_message as encode_envelope
+from coordinator.messenger.envelope import encode_parts, encode_reply
+from protocol import extensions
+from protocol.batch import encode_batch, encode_replayable_batch
+from protocol.messages import MessageType, encode_attach_to, encode_checkpoint, encode_message, encode_outgoing_rpc
+from protocol.peer import FrameType, PeerFrame, RefusedCode, encode_frame
+from protocol.record import CHECKPOINT_SEQUENCE_ID, CONTROL_SEQUENCE_ID, encode_record
+from tests.helpers.core import HELLO, NOW_NS, first_start, rpc
+
+ENVELOPES = (
+    encode_envelope(1, 2, 3, 1, 4),
+    encode_envelope(0xFFFFFFFF, (1 << 64) - 1, 8000, 8000, 0),
+    encode_reply(2, 1, 2, 3, 4),
+    encode_reply(3, 1, 2, 3, 0),
+)
+
+CALLS = (rpc(1), rpc(2), rpc(b"a longer argument"))
+FRAMES = (
+    PeerFrame(FrameType.HELLO, "b", "a", 77, 1, 0),
+    PeerFrame(FrameType.WELCOME, "a", "b", 77, 1, 12),
+    PeerFrame(FrameType.BATCH, "b", "a", 77, 1, 1, 3, NOW_NS, b"".join(CALLS)),
+    PeerFrame(FrameType.TRIM_TO, "a", "b", 77, 1, 12),
+    PeerFrame(FrameType.RESEND, "a", "b", 77, 1, 12),
+    PeerFrame(FrameType.REFUSED, "a", "b", 77, 1, 0, code=RefusedCode.MALFORMED, reason="because"),
+)
+
+FROM_APP = (
+    HELLO,
+    encode_message(MessageType.INITIAL_MESSAGE, b"begin") + encode_checkpoint(5) + b"state",
+    encode_attach_to("b") + encode_outgoing_rpc("b", 3, 1, b"argument"),
+    encode_message(MessageType.CHECKPOINT, (300).to_bytes(8, "little")) + bytes(300),
+    extensions.encode_app_batch(MessageType.STREAM_BATCH, "b", 3, b"".join(CALLS)),
+    extensions.encode_app_batch(MessageType.IMPULSE_BATCH, "", 2, rpc(1, rpc_type=2) * 2),
+    encode_batch(b"".join([encode_outgoing_rpc("", 3, 1, b"x")] * 2), 2) + encode_outgoing_rpc("", 3, 1, b"x") * 2,
+    encode_replayable_batch(CALLS[0] * 3, 3, 2),
+    extensions.encode_app_description(extensions.AppDescription(2, {("", 3): "A.b", ("b", 1): "B.c"})),
+    extensions.encode_origins([extensions.Origin(7, 0, 2), extensions.Origin(7, 3, 1)]),
+    extensions.encode_handler_failed(extensions.HandlerFailure(7, 3, "no")),
+    encode_message(MessageType.SNAPSHOT_BEGIN)
+    + encode_message(MessageType.SNAPSHOT_CHUNK, b"ab")
+    + encode_message(MessageType.SNAPSHOT_END),
+)
+
+TO_APP = (
+    encode_record(7, CONTROL_SEQUENCE_ID, encode_message(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)),
+    encode_record(7, CHECKPOINT_SEQUENCE_ID, encode_checkpoint(4)) + b"blob",
+    encode_record(7, 0, extensions.encode_record_time(NOW_NS) + encode_message(MessageType.INITIAL_MESSAGE, b"begin")),
+    encode_record(7, 1, extensions.encode_record_time(NOW_NS) + encode_batch(CALLS[0] * 3, 3) + CALLS[0] * 3),
+    encode_record(7, CONTROL_SEQUENCE_ID, extensions.encode_version(2) + extensions.encode_impulses_accepted(9)),
+    encode_record(7, CONTROL_SEQUENCE_ID, encode_message(MessageType.REFUSAL, b"why")),
+)
+
+
+def _two_parts(frame: PeerFrame) -> bytes:
+    header, *payload = encode_frame(frame)
+    return len(header).to_bytes(2, "little") + header + b"".join(payload)
+
+
+SEEDS: Mapping[str, tuple[bytes, ...]] = {
+    "envelope": ENVELOPES,
+    "reply": (b"", encode_parts((b"one",)), encode_parts((b"", b"two", bytes(300)))),
+    "inbox": (b"".join(encode_envelope(1, 2, number, 1, 0) for number in (1, 2, 4, 3, 4, 9)), b"".join(ENVELOPES)),
+    "frame": tuple(_two_parts(frame) for frame in FRAMES),
+    "peers": (
+        bytes((2, 1, 3, 1, 4, 1, 0, 1)) + bytes(7),
+        bytes((1, 1, 3, 1, 0, 1)) + bytes(7) + bytes((1, 1, 3, 1, 0, 2)) + bytes(7),
+        bytes((1, 0, 7)) + CALLS[0] + bytes((0, 1)) + bytes(7),
+    ),
+    "app_stream": tuple(bytes((index,)) + stream for index, stream in enumerate(FROM_APP)),
+    "coordinator_stream": tuple(bytes((index,)) + stream for index, stream in enumerate((*TO_APP, b"".join(TO_APP)))),
+    "app": (
+        *(b"\1" + stream for stream in FROM_APP),
+        b"\0" + HELLO + first_start() + b"".join(FROM_APP[2:5]),
+        b"\0" + first_start(),
+    ),
+}

@@ -1,0 +1,324 @@
+"""What is fuzzed: functions of any bytes that return, or raise only if there is a defect.
+
+Where a checksum stands before the code that is of interest it is made right first: a fuzzer would never get past it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Callable, Iterator, Mapping
+
+from coordinator.core import effects as ef
+from coordinator.core import events as ev
+from coordinator.messenger.duplicates import Sighting
+from coordinator.messenger.envelope import (
+    ENVELOPE_SIZE_BYTES,
+    Kind,
+    decode_envelope,
+    decode_parts,
+    encode_message,
+    encode_parts,
+    encode_reply,
+)
+from coordinator.messenger.errors import EnvelopeError
+from coordinator.messenger.inbox import Inbox
+from coordinator.messenger.limits import SPAN_MAX
+from protocol import extensions
+from protocol.batch import check_batch, decode_batch, decode_replayable_batch, offset_after
+from protocol.checksum import crc64
+from protocol.errors import DamagedRecordError, RemoteProtocolError
+from protocol.messages import (
+    MessageType,
+    decode_attach_to,
+    decode_incoming_rpc,
+    decode_messages,
+    decode_outgoing_rpc,
+    encode_incoming_rpc,
+)
+from protocol.peer import FrameType, PeerFrame, decode_frame, encode_frame
+from protocol.readers import BlobData, BlobStart, Message, MessageReader, Record, RecordReader
+from protocol.record import HEADER_SIZE_BYTES
+from tests.helpers.core import HELLO, PEER_COMMITTER_ID, Driven, arguments, first_start
+
+FRAME_CHECK = slice(36, 44)
+RECORD_CHECK = slice(8, 16)
+Target = Callable[[bytes], None]
+
+
+class Fields:
+    """Takes bytes apart into small numbers and pieces; where they end, zeros follow."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._offset = 0
+
+    @property
+    def left(self) -> bool:
+        return self._offset < len(self._data)
+
+    def piece(self, size_bytes: int) -> bytes:
+        taken = self._data[self._offset : self._offset + size_bytes]
+        self._offset += size_bytes
+        return taken
+
+    def number(self, size_bytes: int = 1) -> int:
+        return int.from_bytes(self.piece(size_bytes), "little")
+
+    def one_of(self, *choices: object) -> object:
+        return choices[self.number() % len(choices)]
+
+
+# --- the messenger ---------------------------------------------------------------------------------------------------
+
+
+def envelope(data: bytes) -> None:
+    """The envelope: one documented error, or fields that give the same bytes again."""
+    try:
+        found = decode_envelope(data)
+    except EnvelopeError:
+        return
+    if found.kind == Kind.MESSAGE:
+        again = encode_message(
+            found.link_id, found.incarnation, found.message_id, found.lowest_pending_id, found.source_callback_id
+        )
+    else:
+        again = encode_reply(
+            found.kind, found.link_id, found.incarnation, found.message_id, found.destination_callback_id
+        )
+    assert again == data
+
+
+def reply(data: bytes) -> None:
+    """The parts of a reply: one documented error, or parts that give the same bytes again."""
+    try:
+        parts = decode_parts(data, 0)
+    except EnvelopeError:
+        return
+    assert encode_parts(parts) == data
+
+
+def inbox(data: bytes) -> None:
+    """Any sequence of envelopes: nothing is given twice while it is remembered, and memory is bounded."""
+    kept = Inbox(conversations_max=4)
+    given: dict[int, set[int]] = {}  # by conversation: a forgotten one may begin anew
+    conversations = []
+    for offset in range(0, len(data), ENVELOPE_SIZE_BYTES):
+        try:
+            found = decode_envelope(data[offset : offset + ENVELOPE_SIZE_BYTES])
+        except EnvelopeError:
+            continue
+        conversation = kept.conversation(found.incarnation, found.link_id)
+        conversations.append(conversation)
+        if conversation.see(found.message_id, found.lowest_pending_id) is Sighting.FIRST:
+            seen = given.setdefault(id(conversation), set())
+            assert found.message_id not in seen
+            seen.add(found.message_id)
+            conversation.keep_reply(found.message_id, 1, (b"reply",))
+        assert len(kept) <= 4
+        assert len(conversation.tracker.missing) < SPAN_MAX
+        assert len(conversation.replies) <= SPAN_MAX
+
+
+# --- frames between coordinators -------------------------------------------------------------------------------------
+
+
+def frame(data: bytes) -> None:
+    """A frame in two parts, as it is and with a right check."""
+    size_bytes = int.from_bytes(data[:2], "little")
+    header, payload = data[2 : 2 + size_bytes], data[2 + size_bytes :]
+    parts = [header, payload] if payload else [header]
+    with contextlib.suppress(RemoteProtocolError):
+        decode_frame(parts)
+    if len(header) < FRAME_CHECK.stop:
+        return
+    checked = with_check(header, payload)
+    try:
+        found = decode_frame([checked, *parts[1:]])
+    except DamagedRecordError:
+        raise AssertionError("the check was made right") from None
+    except RemoteProtocolError:
+        return
+    assert decode_frame(encode_frame(found)) == found
+
+
+def with_check(header: bytes, payload: bytes) -> bytes:
+    """The header of a frame, its check made right."""
+    front, names = header[: FRAME_CHECK.start], header[FRAME_CHECK.stop :]
+    check = crc64(payload, crc64(front + bytes(8) + names))
+    return front + check.to_bytes(8, "little") + names
+
+
+def peers(data: bytes) -> None:
+    """Frames of peers at a running instance: what is refused leaves nothing, what is taken is whole calls in order."""
+    fields = Fields(data)
+    driven = Driven.started()
+    taken: dict[str, int] = {}
+    answered = 0
+    while fields.left and answered < 64:
+        received = _frame(fields)
+        driven.handle(ev.PeerFrameReceived(answered, received))
+        answered += 1
+        assert not driven.of(ef.Stop)
+    replies = driven.of(ef.ReplyToPeer)
+    assert len(replies) <= answered
+    for name, stream in driven.machine.status(0)["inputs"].items():  # type: ignore[attr-defined]
+        taken[name] = stream["position"]
+    assert len(arguments(bytes(driven.app_bytes))) == sum(taken.values())
+    second = driven.crash()
+    assert {name: at["position"] for name, at in second.machine.status(0)["inputs"].items()} == {  # type: ignore[attr-defined]
+        name: position for name, position in taken.items() if position
+    }
+
+
+def _frame(fields: Fields) -> PeerFrame:
+    count = fields.number() % 4
+    small = fields.number()
+    if small & 1:
+        calls = [
+            encode_incoming_rpc(fields.number(), fields.number() % 3, fields.piece(small >> 6)) for _ in range(count)
+        ]
+        payload = b"".join(calls)
+    else:
+        payload = fields.piece(fields.number())
+    if small & 2:
+        count = fields.number(4) & 0x7FFFFFFF
+    known = FrameType(fields.one_of(*(FrameType.BATCH,) * 3, *FrameType))
+    position = fields.number(8) & (1 << 63) - 1 if small & 4 else fields.number()
+    if known is FrameType.BATCH:  # the codec lets no others through
+        count, position, payload = max(count, 1), max(position, 1), payload or encode_incoming_rpc(1, 1, b"x")
+    else:
+        count, payload = 0, b""
+    return PeerFrame(
+        known,
+        str(fields.one_of("b", "b", "b", "c", "a", "", "!impulses")) if small & 8 else "b",
+        str(fields.one_of("a", "x")) if small & 16 else "a",
+        PEER_COMMITTER_ID + (fields.number() if small & 32 else 0),
+        fields.number(7) if small & 32 else 1,
+        position,
+        count,
+        fields.number(7),
+        payload,
+    )
+
+
+# --- the local protocol ----------------------------------------------------------------------------------------------
+
+_DECODERS: Mapping[int, Callable[[bytes], object]] = {
+    MessageType.RPC: decode_outgoing_rpc,
+    MessageType.ATTACH_TO: decode_attach_to,
+    MessageType.RPC_BATCH: lambda data: check_batch(data[decode_batch(data)[1] :], decode_batch(data)[0]),
+    MessageType.COUNT_REPLAYABLE_RPC_BATCH: decode_replayable_batch,
+    MessageType.HELLO: extensions.decode_hello,
+    MessageType.RECORD_TIME: lambda data: extensions.decode_record_time(data, 0, len(data)),
+    MessageType.STREAM_BATCH: lambda data: _check_app_batch(data),
+    MessageType.IMPULSE_BATCH: lambda data: _check_app_batch(data),
+    MessageType.IMPULSES_ACCEPTED: extensions.decode_impulses_accepted,
+    MessageType.APP_DESCRIPTION: extensions.decode_app_description,
+    MessageType.VERSION: extensions.decode_version,
+    MessageType.ORIGINS: extensions.decode_origins,
+    MessageType.HANDLER_FAILED: extensions.decode_handler_failed,
+}
+
+
+def _check_app_batch(data: bytes) -> None:
+    batch = extensions.decode_app_batch(data)
+    check_batch(batch.payload, batch.count)
+    assert offset_after(batch.payload, batch.count, batch.count) == len(batch.payload)
+
+
+def _decode(message_type: int, data: bytes) -> None:
+    decoder = _DECODERS.get(message_type)
+    if decoder is not None:
+        with contextlib.suppress(RemoteProtocolError):
+            decoder(data)
+
+
+def read_all(reader: MessageReader | RecordReader, pieces: Iterator[bytes]) -> tuple[list[object], bool]:
+    """All events, blobs joined, and whether the reader refused the rest."""
+    events: list[object] = []
+    try:
+        for piece in pieces:
+            reader.receive_data(piece)
+            while (event := reader.next_event()) is not None:
+                if isinstance(event, BlobData) and events and isinstance(events[-1], BlobData):
+                    event = BlobData(events.pop().data + event.data, event.last)  # type: ignore[attr-defined]
+                elif isinstance(event, BlobData) and not event.data and not event.last:
+                    continue
+                events.append(event)
+    except RemoteProtocolError:
+        return events, True
+    return events, False
+
+
+def _in_pieces(data: bytes, size_bytes: int) -> Iterator[bytes]:
+    return (data[offset : offset + size_bytes] for offset in range(0, len(data), size_bytes))
+
+
+def app_stream(data: bytes) -> None:
+    """What an app sends: the same events in any pieces; every message decodes or gives the documented error."""
+    size_bytes, data = (data[0] % 16 + 1, data[1:]) if data else (1, data)
+    events, refused = read_all(MessageReader(), iter([data]))
+    assert read_all(MessageReader(), _in_pieces(data, size_bytes)) == (events, refused)
+    for event in events:
+        if isinstance(event, Message):
+            _decode(event.message_type, event.data)
+
+
+def coordinator_stream(data: bytes) -> None:
+    """What a coordinator sends, its checks made right."""
+    size_bytes, data = (data[0] % 16 + 1, with_checks(data[1:])) if data else (1, data)
+    events, refused = read_all(RecordReader(), iter([data]))
+    assert read_all(RecordReader(), _in_pieces(data, size_bytes)) == (events, refused)
+    for event in events:
+        assert isinstance(event, Record | BlobStart | BlobData)
+        if isinstance(event, Record):
+            with contextlib.suppress(RemoteProtocolError):
+                for message_type, start, end in decode_messages(event.content):
+                    if message_type == MessageType.RPC:
+                        decode_incoming_rpc(event.content, start, end)
+                    else:
+                        _decode(message_type, event.content[start:end])
+
+
+def with_checks(stream: bytes) -> bytes:
+    """A stream of records, each check made right as far as sizes lead from one to the next."""
+    fixed = bytearray(stream)
+    offset = 0
+    while offset + HEADER_SIZE_BYTES <= len(fixed):
+        (size_bytes,) = struct.unpack_from("<i", fixed, offset + 4)
+        if not HEADER_SIZE_BYTES <= size_bytes <= len(fixed) - offset:
+            break
+        record = bytes(fixed[offset : offset + size_bytes])
+        check = crc64(record[RECORD_CHECK.stop :], crc64(record[: RECORD_CHECK.start]))
+        fixed[offset + RECORD_CHECK.start : offset + RECORD_CHECK.stop] = check.to_bytes(8, "little")
+        offset += size_bytes
+    return bytes(fixed)
+
+
+def app(data: bytes) -> None:
+    """An app that says anything, from its first byte on or once it is primary: the instance goes on, whole."""
+    fields = Fields(data)
+    primary = fields.number() & 1
+    driven = Driven()
+    driven.connect()
+    if primary:
+        driven.data(HELLO + first_start())
+    driven.data(fields.piece(len(data)))
+    assert not driven.of(ef.Stop) or driven.stop.error is not None
+    arguments(bytes(driven.app_bytes))
+    second = driven.crash()
+    second.connect()
+    arguments(bytes(second.app_bytes))
+
+
+TARGETS: Mapping[str, Target] = {
+    "envelope": envelope,
+    "reply": reply,
+    "inbox": inbox,
+    "frame": frame,
+    "peers": peers,
+    "app_stream": app_stream,
+    "coordinator_stream": coordinator_stream,
+    "app": app,
+}
