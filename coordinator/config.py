@@ -9,6 +9,7 @@ line and the field: a typo must not become a default.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import enum
 import os
@@ -22,7 +23,7 @@ from typing import Any
 
 import tomli_w
 
-from coordinator.app_addresses import LOCALHOST, host_port
+from coordinator.app_addresses import LOCALHOST, UNIX, UNIX_PATH_SIZE_BYTES_MAX, host_port, is_loopback
 from protocol.errors import ImmortalError
 
 INSTANCE_NAME_SIZE_MAX = 64  # characters; the name is a file name, and part of each message between coordinators
@@ -32,11 +33,13 @@ KEEP_LOG_DAYS_MAX = 36_500  # a hundred years: beyond it keep_checkpoints = "all
 LOG_TRIGGER_MB_DEFAULT = 1024
 LOG_TRIGGER_MB_MAX = 1 << 30
 CHECKPOINT_AGE_S_MAX = 366 * 86_400
+NAME_PLACE = "{name}"  # in peer_template
 IPC_PATH_SIZE_MAX = 107  # bytes; the kernel's limit for the path of a Unix socket
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _APP = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-_TCP = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):(?P<port>\d{1,5}|\*)")
+_PUBLIC_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+_TCP = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9][A-Za-z0-9._%-]*):(?P<port>\d{1,5}|\*)")
 
 
 class ConfigError(ImmortalError):
@@ -63,6 +66,13 @@ class AppSendMode(enum.StrEnum):
     LISTEN = "listen"
 
 
+class AppAuth(enum.StrEnum):
+    """How an app shows that it is the instance's own."""
+
+    SECRET = "secret"  # that of its coordinator, in its Hello
+    NONE = "none"  # it need not: for clients that know only the base protocol
+
+
 @dataclass(frozen=True, slots=True)
 class InstanceSettings:
     """One instance. ``folder`` holds its files of the running time, and its log unless ``log`` says otherwise."""
@@ -75,17 +85,31 @@ class InstanceSettings:
     app_host: str = LOCALHOST
     app_send_port: int | None = None  # None: both directions use one connection, to app_port
     app_send_mode: AppSendMode = AppSendMode.CONNECT
+    app_socket: str | None = None  # "unix:PATH", absolute: a Unix socket beside the port
+    app_auth: AppAuth = AppAuth.SECRET
+    app_insecure: bool = False  # app_auth "none" is meant, although others than this machine reach app_host
     keep_checkpoints: int | None = KEEP_CHECKPOINTS_DEFAULT  # None: all of them; with keep_log_days, of these days
     keep_log_days: int | None = None  # the log of so many days is kept in any case; None: time does not count
     log_trigger_mb: int = LOG_TRIGGER_MB_DEFAULT
+    metrics: str | None = None  # "HOST:PORT" where Prometheus finds them; None: nowhere
     checkpoint_age_s: int | None = None  # None: a checkpoint's age alone asks for no other
     app: str | None = None  # "module:Class", as last run
+    peers: Mapping[str, str] = field(default_factory=dict)  # name: endpoint, of peers that are no part of the registry
+    allow: tuple[str, ...] | None = None  # the peers that may call; None: every instance of the registry
+    peer_keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # public keys that no registry file gives
+    insecure: bool = False  # peers without keys are meant, although others than this machine are involved
+    peer_template: str | None = None  # the endpoint of all others, with {name} in it
     tuning: Tuning = field(default_factory=Tuning)
 
     @property
     def app_address(self) -> str:
         """``HOST:PORT`` where the app connects."""
         return host_port(self.app_host, self.app_port)
+
+    @property
+    def app_nearest_address(self) -> str:
+        """``unix:PATH`` where there is a Unix socket, else ``HOST:PORT``: for an app on this machine."""
+        return self.app_socket or self.app_address
 
     @property
     def app_send_address(self) -> str | None:
@@ -148,6 +172,14 @@ def _endpoint(value: object) -> str:
     return value
 
 
+def _peer_template(value: object) -> str:
+    """An endpoint as soon as a name stands for {name}."""
+    if not isinstance(value, str) or NAME_PLACE not in value:
+        raise _WrongValueError(f'an endpoint with {NAME_PLACE} in it, such as "tcp://{NAME_PLACE}.example:7400"')
+    _endpoint(value.replace(NAME_PLACE, "x"))
+    return value
+
+
 def _integer(least: int, most: int) -> Callable[[object], int]:
     def check(value: object) -> int:
         if type(value) is not int or not least <= value <= most:  # a bool is no number
@@ -182,6 +214,59 @@ def _app_send_mode(value: object) -> AppSendMode:
         raise _WrongValueError(" or ".join(f'"{mode}"' for mode in AppSendMode)) from None
 
 
+def check_app_socket(value: object) -> str:
+    """ "unix:PATH" with an absolute path, if that can be one; ConfigError otherwise."""
+    try:
+        return _app_socket(value)
+    except _WrongValueError as error:
+        raise ConfigError(f"got {_shown(value)}, expected {error}") from None
+
+
+def _app_socket(value: object) -> str:
+    if not isinstance(value, str) or not value.startswith(f"{UNIX}/") or "\0" in value:
+        raise _WrongValueError('"unix:" and an absolute path, such as "unix:/run/counter.sock"')
+    size_bytes = len(os.fsencode(value.removeprefix(UNIX)))
+    if size_bytes > UNIX_PATH_SIZE_BYTES_MAX:
+        raise _WrongValueError(f"a path of at most {UNIX_PATH_SIZE_BYTES_MAX} bytes behind {UNIX}, it has {size_bytes}")
+    return value
+
+
+def _app_auth(value: object) -> AppAuth:
+    try:
+        return AppAuth(value)  # type: ignore[arg-type]  # anything may stand in a file
+    except ValueError:
+        raise _WrongValueError(" or ".join(f'"{auth}"' for auth in AppAuth)) from None
+
+
+def _boolean(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise _WrongValueError("true or false")
+    return value
+
+
+def _names(value: object) -> tuple[str, ...]:
+    expected = _WrongValueError('a list of instance names, such as ["reader", "feeder"]')
+    if not isinstance(value, list):
+        raise expected
+    try:
+        return tuple(check_instance_name(str(name)) for name in value)
+    except ConfigError:
+        raise expected from None
+
+
+def _public_keys(value: object) -> tuple[str, ...]:
+    found = value if isinstance(value, list) else [value]
+    if not found or not all(isinstance(key, str) and _PUBLIC_KEY.fullmatch(key) for key in found):
+        raise _WrongValueError("a public key, 40 characters of Z85, or a list of them")
+    return tuple(found)
+
+
+def _metrics(value: object) -> str:
+    if not isinstance(value, str) or split_tcp(f"tcp://{value}") is None:
+        raise _WrongValueError('HOST:PORT such as "127.0.0.1:9400" (HOST:* takes a free port)')
+    return value
+
+
 def _path(value: object) -> str:
     if not isinstance(value, str) or not value or "\0" in value:
         raise _WrongValueError("the path of a folder")
@@ -196,15 +281,22 @@ def _app(value: object) -> str:
 
 _CHECKS: Mapping[str, Callable[[object], Any]] = {
     "peer": _endpoint,
+    "peer_template": _peer_template,
+    "allow": _names,
+    "insecure": _boolean,
     "app_host": _host,
     "app_port": _integer(1, 65535),
     "app_send_port": _integer(1, 65535),
     "app_send_mode": _app_send_mode,
+    "app_socket": _app_socket,
+    "app_auth": _app_auth,
+    "app_insecure": _boolean,
     "log": _path,
     "keep_checkpoints": _keep_checkpoints,
     "keep_log_days": _integer(1, KEEP_LOG_DAYS_MAX),
     "log_trigger_mb": _integer(1, LOG_TRIGGER_MB_MAX),
     "checkpoint_age_s": _integer(1, CHECKPOINT_AGE_S_MAX),
+    "metrics": _metrics,
     "app": _app,
 }
 _TUNING_CHECKS: Mapping[str, Callable[[object], int]] = {
@@ -251,15 +343,28 @@ def check_settings(values: Mapping[str, object], name: str, path: Path, text: st
     if not isinstance(tuning, dict):
         line = line_of(text, "tuning")
         raise ConfigError(f"{_place(path, line)}, field 'tuning': got {_shown(tuning)}, expected a table [tuning]")
-    checked = _check_table(tables, _CHECKS, path, text, table="", also=("tuning",))
+    peers = _check_names(tables.pop("peers", {}), "peers", _endpoint, path, text)
+    peer_keys = _check_names(tables.pop("peer_keys", {}), "peer_keys", _public_keys, path, text)
+    checked = _check_table(tables, _CHECKS, path, text, table="", also=("tuning", "peers", "peer_keys"))
     tuned = _check_table(tuning, _TUNING_CHECKS, path, text, table="tuning")
     for required in _REQUIRED:
         if required not in checked:
             raise ConfigError(f"{path}: the field {required!r} is missing")
     _check_app_ports(checked, path, text)
+    checked.setdefault("app_auth", default_app_auth(checked.get("app_send_port")))
+    _check_app_auth(checked, path, text)
     folder = path.parent / check_instance_name(name)
     log = path.parent / checked.pop("log", folder / "log")
-    return InstanceSettings(name=name, folder=folder, log=log, tuning=Tuning(**tuned), **checked)
+    checked |= {"peers": peers, "peer_keys": peer_keys, "tuning": Tuning(**tuned)}
+    return InstanceSettings(name=name, folder=folder, log=log, **checked)
+
+
+def override(settings: InstanceSettings, **changes: object) -> InstanceSettings:
+    """``settings`` with ``changes`` (fields and values), checked as if they stood in the file. Raises ConfigError."""
+    changed = dataclasses.replace(settings, **changes)  # type: ignore[arg-type]  # checked in what follows
+    values = tomllib.loads(settings_text(changed, log=changed.log))
+    check_settings(values, settings.name, settings.folder.parent / f"{settings.name}.toml")
+    return changed
 
 
 def _check_table(
@@ -286,6 +391,19 @@ def _check_table(
     return checked
 
 
+def _check_names(values: object, table: str, check: Callable[[object], Any], path: Path, text: str) -> dict[str, Any]:
+    """A table that says one thing about each peer, by name."""
+    if not isinstance(values, dict):
+        line = line_of(text, table)
+        raise ConfigError(f"{_place(path, line)}, field {table!r}: got {_shown(values)}, expected a table [{table}]")
+    for name in values:
+        try:
+            check_instance_name(name)
+        except ConfigError as error:
+            raise ConfigError(f"{_place(path, line_of(text, name, table))}, table [{table}]: {error}") from None
+    return _check_table(values, dict.fromkeys(values, check), path, text, table=table)
+
+
 def _check_app_ports(checked: Mapping[str, Any], path: Path, text: str) -> None:
     if "app_send_mode" in checked and "app_send_port" not in checked:
         place = _place(path, line_of(text, "app_send_mode"))
@@ -295,6 +413,34 @@ def _check_app_ports(checked: Mapping[str, Any], path: Path, text: str) -> None:
         raise ConfigError(
             f"{place}, field 'app_send_port': got {checked['app_port']}, expected another port than 'app_port'"
             " (without 'app_send_port' one connection serves both directions)"
+        )
+
+
+def default_app_auth(app_send_port: int | None) -> AppAuth:
+    """Two ports are for clients that know only the base protocol, which has no secret."""
+    return AppAuth.SECRET if app_send_port is None else AppAuth.NONE
+
+
+def _check_app_auth(checked: Mapping[str, Any], path: Path, text: str) -> None:
+    place = _place(path, line_of(text, "app_auth"))
+    two_ports = "app_send_port" in checked
+    if two_ports and checked["app_auth"] is AppAuth.SECRET:
+        raise ConfigError(
+            f"{place}, field 'app_auth': got \"secret\", expected \"none\" beside an 'app_send_port': at the second"
+            " port nothing is shown that a secret could stand in"
+        )
+    if two_ports and "app_socket" in checked:
+        place = _place(path, line_of(text, "app_socket"))
+        raise ConfigError(
+            f"{place}, field 'app_socket': one connection to it serves both directions, so it goes without an"
+            " 'app_send_port'"
+        )
+    host = checked.get("app_host", LOCALHOST)
+    if checked["app_auth"] is AppAuth.NONE and not is_loopback(host) and not checked.get("app_insecure"):
+        place = _place(path, line_of(text, "app_host"))
+        raise ConfigError(
+            f"{place}, field 'app_host': with app_auth \"none\" whoever reaches {host} could be the app of this"
+            ' instance: take a loopback address, or app_auth = "secret"; if it is meant, say app_insecure = true'
         )
 
 
@@ -346,6 +492,12 @@ def settings_text(settings: InstanceSettings, *, log: Path | None) -> str:
         values["app_send_port"] = settings.app_send_port
         if settings.app_send_mode is not AppSendMode.CONNECT:
             values["app_send_mode"] = settings.app_send_mode.value
+    if settings.app_socket is not None:
+        values["app_socket"] = settings.app_socket
+    if settings.app_auth is not default_app_auth(settings.app_send_port):
+        values["app_auth"] = settings.app_auth.value
+    if settings.app_insecure:
+        values["app_insecure"] = True
     if log is not None:
         values["log"] = str(log)
     if settings.keep_checkpoints != KEEP_CHECKPOINTS_DEFAULT:
@@ -354,10 +506,22 @@ def settings_text(settings: InstanceSettings, *, log: Path | None) -> str:
         values["keep_log_days"] = settings.keep_log_days
     if settings.log_trigger_mb != LOG_TRIGGER_MB_DEFAULT:
         values["log_trigger_mb"] = settings.log_trigger_mb
+    if settings.metrics is not None:
+        values["metrics"] = settings.metrics
     if settings.checkpoint_age_s is not None:
         values["checkpoint_age_s"] = settings.checkpoint_age_s
     if settings.app is not None:
         values["app"] = settings.app
+    if settings.peer_template is not None:
+        values["peer_template"] = settings.peer_template
+    if settings.allow is not None:
+        values["allow"] = list(settings.allow)
+    if settings.insecure:
+        values["insecure"] = True
+    if settings.peers:
+        values["peers"] = dict(settings.peers)
+    if settings.peer_keys:
+        values["peer_keys"] = {name: list(keys) for name, keys in settings.peer_keys.items()}
     default = Tuning()
     tuned = {limit.name: getattr(settings.tuning, limit.name) for limit in fields(Tuning)}
     tuned = {key: value for key, value in tuned.items() if value != getattr(default, key)}
@@ -366,12 +530,12 @@ def settings_text(settings: InstanceSettings, *, log: Path | None) -> str:
     return tomli_w.dumps(values)
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     """``path`` holds ``data`` whole, or what it held before, whatever happens. The folder must exist."""
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(file.fileno(), 0o644)
+            os.fchmod(file.fileno(), mode)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

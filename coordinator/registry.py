@@ -16,8 +16,8 @@ import socket
 from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 
-from coordinator import control, upgrade_mark
-from coordinator.app_addresses import LOCALHOST, hosts_of
+from coordinator import app_secret, control, upgrade_mark
+from coordinator.app_addresses import LOCALHOST, hosts_of, socket_path
 from coordinator.config import (
     ConfigError,
     InstanceSettings,
@@ -59,11 +59,13 @@ class Registry:
         return self.home / f"{name}.toml"
 
     def names(self) -> list[str]:
-        """All registered instances, sorted."""
+        """All registered instances, sorted. Raises RegistryError where the folder cannot be read."""
         try:
             files = [entry.name for entry in self.home.iterdir() if entry.name.endswith(".toml")]
         except (FileNotFoundError, NotADirectoryError):
             return []
+        except OSError as error:  # too many open files, say
+            raise RegistryError(f"the registry folder {self.home} cannot be read: {error.strerror}") from None
         return sorted(file.removesuffix(".toml") for file in files if not file.startswith("."))
 
     def load(self, name: str) -> InstanceSettings:
@@ -98,6 +100,8 @@ class Registry:
         app_host: str = LOCALHOST,
         app_send_port: int | None = None,
         app_send_mode: str | None = None,
+        app_socket: str | None = None,
+        app_auth: str | None = None,
         log: Path | None = None,
         keep_checkpoints: int | None = 2,
         keep_log_days: int | None = None,
@@ -107,6 +111,7 @@ class Registry:
         """Write the settings of a new instance. `*` as the port of ``peer`` takes a free one, as no ``app_port`` does.
 
         ``app_send_port``: for an app that uses two; 0 takes a free one. ``app_send_mode``: "connect" or "listen".
+        ``app_socket``: "unix:" and an absolute path. ``app_auth``: "secret" or "none"; by default "none" for two ports.
 
         Raises ConfigError for a wrong value, RegistryError when the name is taken.
         """
@@ -135,6 +140,10 @@ class Registry:
                 values["app_send_port"] = app_send_port
             if app_send_mode is not None:
                 values["app_send_mode"] = app_send_mode
+            if app_socket is not None:
+                values["app_socket"] = app_socket
+            if app_auth is not None:
+                values["app_auth"] = app_auth
             values["keep_checkpoints"] = "all" if keep_checkpoints is None else keep_checkpoints
             if keep_log_days is not None:
                 values["keep_log_days"] = keep_log_days
@@ -153,10 +162,12 @@ class Registry:
         return settings
 
     def unregister(self, name: str, *, delete_log: bool = False) -> Path:
-        """Remove the settings of ``name``, and its log where that is asked for; returns the log's folder.
+        """Remove the settings of ``name``, its keys, and its log where that is asked for; returns the log's folder.
 
         Raises RegistryError while its coordinator runs.
         """
+        from coordinator import keys  # needs ZeroMQ, whose loading takes longer than most commands
+
         with self._locked():
             try:
                 settings = self.load(name)
@@ -174,6 +185,10 @@ class Registry:
                 _delete_log(settings)
             self.path(name).unlink(missing_ok=True)
             control.path(folder).unlink(missing_ok=True)
+            app_secret.remove(folder)
+            keys.remove(folder)
+            control.remove_token(folder)
+            socket_path(folder).unlink(missing_ok=True)
             upgrade_mark.clear(folder)
             with contextlib.suppress(OSError):
                 folder.rmdir()  # stays where it still holds the log

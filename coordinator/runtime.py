@@ -28,10 +28,13 @@ from coordinator.core.errors import DamagedLogError, DivergenceError, LogError
 from coordinator.core.interfaces import CheckpointHeader, LogStore
 from coordinator.core.limits import MIB, Limits
 from coordinator.core.machine import Machine
+from coordinator.discovery import Discovery, Routes
+from coordinator.limited_log import LimitedLog
 from coordinator.log import create_log, log_exists, open_log
 from coordinator.log_writer import LogWriter
 from coordinator.logs import Events
 from coordinator.messenger import Messenger, Received
+from coordinator.peer_security import PeerSecurity, insecurity
 from coordinator.registry import Registry
 from coordinator.stop_requests import StopRequests
 from protocol.checksum import crc64
@@ -68,7 +71,7 @@ class Coordinator:
         self._stop_requests = StopRequests()
         self._stop_deadline_ns: int | None = None
         self._wake_at_ns: int | None = None  # wall clock
-        self._endpoints: dict[str, str] = {}
+        self._routes = Routes(Discovery(settings, registry), log.warning)
         self._writer = LogWriter(
             store,
             keep_checkpoints=settings.keep_checkpoints,
@@ -77,7 +80,12 @@ class Coordinator:
         )
         self._epoll = select.epoll()
         self._app = AppEndpoint(settings, log, self._epoll)
-        self._messenger = Messenger()
+        self._security = PeerSecurity(settings, registry, self._routes.at, log.warning)
+        self._strangers = LimitedLog(log)
+        self._barred: dict[str, str] = {}  # destinations that must not be connected to, and why
+        self._impostors = 0  # frames under another name than that of their key
+        self._messenger = Messenger(security=self._security.security)
+        self._control_token = b""
         self._carry_out: dict[type, Callable[[Any], None]] = {
             ef.SendToApp: self._app.send,
             ef.CloseApp: self._app.close_app,
@@ -93,6 +101,7 @@ class Coordinator:
             ef.OpenPeer: self._open_peer,
             ef.SendToPeer: self._send_to_peer,
             ef.ResetPeer: self._reset_peer,
+            ef.PeerResetDone: self._peer_reset_done,
             ef.ReplyToPeer: self._reply_to_peer,
             ef.WakeAt: self._wake_at,
             ef.UpgradeEnded: self._upgrade_ended,
@@ -106,7 +115,8 @@ class Coordinator:
         try:
             self._app.listen()
             self._messenger.listen(settings.peer, self._peer_frame_received)
-            control_endpoint = self._messenger.listen(CONTROL_ENDPOINT, self._control_received)
+            self._control_token = control.make_token(settings.folder)
+            control_endpoint = self._messenger.listen(CONTROL_ENDPOINT, self._control_received, secured=False)
             self._wake_receiver, self._wake_sender = socket.socketpair()
             self._catch_signals()
             for descriptor in (self._messenger, self._writer, self._wake_receiver):
@@ -116,10 +126,14 @@ class Coordinator:
                 "coordinator started",
                 peer=settings.peer,
                 app=settings.app_address,
+                app_socket=settings.app_socket,
                 app_send=settings.app_send_address,
                 app_send_mode=settings.app_send_mode if settings.app_send_port is not None else None,
+                encrypted=self._security.security is not None,
                 **{key: self._machine.status(time.time_ns())[key] for key in ("committer_id", "sequence_id")},
             )
+            if (warning := insecurity(settings, self._security.security)) is not None:
+                self._log.warning(warning)
             while not self._machine.stopped:
                 self._turn()
             self._say_farewell()
@@ -141,6 +155,8 @@ class Coordinator:
             self._wake_receiver.recv(64)
         self._events += self._app.process(ready)
         self._messenger.process()
+        self._look_for_peers()
+        self._look_for_keys()
         if self._wake_at_ns is not None and time.time_ns() >= self._wake_at_ns:
             self._wake_at_ns = None
             self._events.append(ev.Tick())
@@ -159,7 +175,14 @@ class Coordinator:
     def _timeout_s(self) -> float | None:
         if self._events:
             return 0
-        due_ns = (self._messenger.next_deadline_ns(), self._app.next_deadline_ns(), self._stop_deadline_ns)
+        due_ns = (
+            self._messenger.next_deadline_ns(),
+            self._app.next_deadline_ns(),
+            self._routes.next_deadline_ns(),
+            self._security.next_deadline_ns(),
+            self._strangers.next_deadline_ns(),
+            self._stop_deadline_ns,
+        )
         deadlines = [ns for ns in due_ns if ns is not None]
         if self._wake_at_ns is not None:
             deadlines.append(time.monotonic_ns() + self._wake_at_ns - time.time_ns())
@@ -200,18 +223,50 @@ class Coordinator:
     # --- peers -----------------------------------------------------------------------------------------------------
 
     def _open_peer(self, effect: ef.OpenPeer) -> None:
-        try:
-            self._endpoints[effect.destination] = self._registry.resolve(effect.destination)
-        except ImmortalError as error:
-            reason = (
-                f"{self._settings.name!r} calls {effect.destination!r}: {error}; register it, then start this instance "
-                f"again: nothing is lost, the call is made then"
+        self._routes.add(effect.destination, time.monotonic_ns())
+
+    def _look_for_peers(self) -> None:
+        for name, endpoint_before in self._routes.look(time.monotonic_ns(), self._messenger.connected):
+            endpoint = self._routes.endpoint(name)
+            self._log.info("peer found" if endpoint_before is None else "peer moved", peer=name, endpoint=endpoint)
+            if endpoint_before is not None:
+                self._drop(endpoint_before, name)
+            self._events.append(ev.PeerMoved(name))
+
+    def _look_for_keys(self) -> None:
+        self._strangers.process()
+        if not self._security.look(time.monotonic_ns()):
+            return
+        security = self._security.security
+        if security is not None:
+            self._messenger.secure(security)
+            self._log.info(
+                "keys or callers changed", key=security.own.public, callers=sorted(security.callers.values())
             )
-            self._events.append(ev.PeerUnknown(effect.destination, reason))
+        for name in list(self._barred):
+            endpoint = self._routes.endpoint(name)
+            if endpoint is None or self._security.barrier(endpoint) is None:
+                del self._barred[name]
+                self._events.append(ev.PeerMoved(name))
+
+    def _is_barred(self, name: str, endpoint: str) -> bool:
+        problem = self._security.barrier(endpoint)
+        if problem is None:
+            self._barred.pop(name, None)
+            return False
+        if self._barred.get(name) != problem:
+            self._barred[name] = problem
+            self._log.warning(f"nothing is sent to {name!r}, its calls wait: {problem}")
+        return True
+
+    def _drop(self, endpoint: str, destination: str) -> None:
+        """Forget what is on its way there. What was for others than ``destination`` is sent again."""
+        self._messenger.drop(endpoint)
+        self._events += [ev.PeerMoved(name) for name in self._routes.at(endpoint) if name != destination]
 
     def _send_to_peer(self, effect: ef.SendToPeer) -> None:
-        endpoint = self._endpoints.get(effect.destination)
-        if endpoint is not None:
+        endpoint = self._routes.endpoint(effect.destination)
+        if endpoint is not None and not self._is_barred(effect.destination, endpoint):
             reply = functools.partial(self._peer_replied, effect)
             self._messenger.send_message(endpoint, encode_frame(effect.frame), reply)
 
@@ -235,6 +290,11 @@ class Coordinator:
         frame = self._decode(f"{received.sender:016x}", received.parts)
         if frame is None:
             received.reply()  # its sender sends it again
+        elif received.peer is not None and received.peer != frame.sender:
+            self._impostors += 1
+            self._strangers.warning(
+                f"a frame was dropped: it says that {frame.sender!r} sends it, its key {received.peer!r}"
+            )
         else:
             self._events.append(ev.PeerFrameReceived(received, frame))
 
@@ -244,21 +304,37 @@ class Coordinator:
             token.reply(*encode_frame(effect.frame))
 
     def _reset_peer(self, effect: ef.ResetPeer) -> None:
-        endpoint = self._endpoints.get(effect.destination)
+        endpoint = self._routes.endpoint(effect.destination)
         if endpoint is not None:
-            self._messenger.drop(endpoint)
+            self._drop(endpoint, effect.destination)
+
+    def _peer_reset_done(self, effect: ef.PeerResetDone) -> None:
+        token = effect.token
+        if isinstance(token, Received):
+            token.reply(json.dumps({"found": effect.found}).encode())
 
     # --- the operator ----------------------------------------------------------------------------------------------
 
     def _control_received(self, received: Received) -> None:
+        if not control.may_ask(self._control_token, received.parts):
+            refusal = f"a question must bring what stands in {control.token_path(self._settings.folder)}"
+            received.reply(json.dumps({"refused": refusal}).encode())
+            return
         verb = bytes(received.parts[0]).decode(errors="replace") if received.parts else ""
+        verb, _, argument = verb.partition(" ")
+        answer: dict[str, object]
         if verb == "status":
             answer = self._status()
         elif verb == "checkpoint":
             self._events.append(ev.CheckpointRequested())
             answer = {"asked": True}
+        elif verb == "peers":
+            answer = {"peers": self._peers_status()}
+        elif verb == "reset-peer":
+            self._events.append(ev.PeerReset(argument, received))
+            return  # answered once it is durable
         else:
-            answer = {"error": f"unknown verb {verb!r}; known: status, checkpoint"}
+            answer = {"error": f"unknown verb {verb!r}; known: status, checkpoint, peers, reset-peer"}
         received.reply(json.dumps(answer).encode())
 
     def _status(self) -> dict[str, object]:
@@ -266,15 +342,40 @@ class Coordinator:
         behind = bool(status["backlog_records"] or status["unsent_bytes"])
         silent_s = (time.monotonic_ns() - self._app.moved_ns) / 1e9
         status["app_silent_s"] = round(silent_s, 3) if behind and status["app_connected"] else 0.0
+        counters = self._messenger.counters()
+        security = self._security.security
+        status["security"] = {
+            "key": None if security is None else security.own.public,
+            "strangers_refused": counters.strangers_refused,
+            "strangers_dropped": counters.strangers_dropped + self._impostors,
+        }
         outputs = status["outputs"]
         if isinstance(outputs, dict):
             for destination, output in outputs.items():
-                endpoint = self._endpoints.get(destination, "")
+                if destination == self._settings.name:
+                    output |= {"endpoint": "", "connected": True}
+                    continue
+                route = self._routes.describe(destination)
+                endpoint = route["endpoint"] or ""
                 output["endpoint"] = endpoint
-                output["connected"] = destination == self._settings.name or (
-                    bool(endpoint) and self._messenger.connected(endpoint)
-                )
+                output["error"] = output["error"] or route["problem"] or self._barred.get(destination)
+                output["connected"] = bool(endpoint) and self._messenger.connected(endpoint)
         return status
+
+    def _peers_status(self) -> dict[str, dict[str, object]]:
+        """What the machine knows of each peer, and how it is reached."""
+        peers = self._machine.peers_status()
+        for name, peer in peers.items():
+            route = self._routes.describe(name)
+            endpoint = route["endpoint"]
+            since_ns = self._messenger.connected_since_ns(endpoint) if endpoint else None
+            peer |= {
+                "endpoint": endpoint,
+                "origin": route["origin"],
+                "connected_s": None if since_ns is None else round((time.monotonic_ns() - since_ns) / 1e9, 3),
+                "error": peer["error"] or route["problem"] or self._barred.get(name),
+            }
+        return peers
 
     def _wake_at(self, effect: ef.WakeAt) -> None:
         self._wake_at_ns = effect.time_ns
@@ -370,6 +471,17 @@ def check_checkpoint(store: LogStore, header: CheckpointHeader) -> str | None:
     return None
 
 
+def _serve_metrics(settings: InstanceSettings) -> None:
+    """Raises ImmortalError."""
+    try:
+        from coordinator.metrics import serve_metrics
+    except ModuleNotFoundError:
+        raise ImmortalError("metrics need prometheus-client: pip install 'immortal[metrics]'") from None
+    host, _, _ = str(settings.metrics).rpartition(":")
+    port = serve_metrics(settings.name, str(settings.metrics), lambda: control.query(settings.folder, "status"))
+    Events(settings.name).info("metrics are served", at=f"http://{host}:{port}/metrics")
+
+
 def run_coordinator(settings: InstanceSettings, registry: Registry, *, promote: bool = False) -> int:
     """Open the log (a new one at the first start) and serve until stopped; the exit status.
 
@@ -383,6 +495,8 @@ def run_coordinator(settings: InstanceSettings, registry: Registry, *, promote: 
     store = opener(settings.log, settings.name)
     try:
         upgrade_to = upgrade_asked_for(settings, registry, store)
+        if settings.metrics is not None:
+            _serve_metrics(settings)
         return Coordinator(settings, registry, store, Events(settings.name), upgrade_to, promote=promote).run()
     finally:
         store.close()

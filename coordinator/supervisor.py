@@ -34,7 +34,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
-from coordinator.config import InstanceSettings
+from coordinator import app_secret
+from coordinator.app_addresses import default_app_socket
+from coordinator.config import AppAuth, InstanceSettings, override
 from coordinator.control import READY_VARIABLE
 from coordinator.logs import Events
 from coordinator.stop_requests import StopRequests
@@ -74,11 +76,27 @@ class Command:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
+def supervised(settings: InstanceSettings) -> InstanceSettings:
+    """``settings`` as they are under `immortal run`: its app knows the secret, and a Unix socket costs it less.
+
+    Raises ConfigError.
+    """
+    app_socket = settings.app_socket or default_app_socket(settings.folder)
+    return override(settings, app_auth=AppAuth.SECRET, app_socket=app_socket)
+
+
 def coordinator_command(
     settings: InstanceSettings, *, log_format: str, log_level: str, promote: bool = False
 ) -> Command:
     home = str(settings.folder.parent)
     argv = [sys.executable, "-m", "coordinator", "--home", home, "coordinator", settings.name]
+    argv += ["--app-auth", settings.app_auth.value]
+    if settings.insecure:
+        argv.append("--insecure")
+    if settings.app_socket is not None:
+        argv += ["--app-socket", settings.app_socket]
+    if settings.metrics is not None:
+        argv += ["--metrics", settings.metrics]
     options = ["--log-format", log_format, "--log-level", log_level, *(["--promote"] if promote else [])]
     return Command([*argv, *options])
 
@@ -86,7 +104,9 @@ def coordinator_command(
 def app_command(settings: InstanceSettings, app: str, *, strict: bool = False) -> Command:
     # The SDK wants a fixed hash seed, and would start itself over to get one.
     hash_seed = os.environ.get("PYTHONHASHSEED", "0")
-    environment = {APP_ADDRESS_VARIABLE: settings.app_address, "PYTHONHASHSEED": hash_seed}
+    environment = {APP_ADDRESS_VARIABLE: settings.app_nearest_address, "PYTHONHASHSEED": hash_seed}
+    if settings.app_auth is AppAuth.SECRET:
+        environment[app_secret.SECRET_FILE_VARIABLE] = str(app_secret.path(settings.folder))
     return Command([sys.executable, "-m", "appsdk", app, *(["--strict"] if strict else [])], environment)
 
 

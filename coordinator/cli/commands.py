@@ -15,6 +15,8 @@ from coordinator.registry import HOME_DEFAULT, HOME_VARIABLE, Registry
 _LOADED_WHEN_ASKED_FOR = {
     "bench": "coordinator.cli.bench:bench",
     "checkpoint": "coordinator.cli.operate:checkpoint",
+    "keys": "coordinator.cli.keys:keys",
+    "peers": "coordinator.cli.peers:peers",
     "pipeline": "pipeline.cli:pipeline",
     "recover": "coordinator.cli.recover:recover",
     "replay": "coordinator.cli.replay:replay",

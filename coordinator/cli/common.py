@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import sys
 from collections.abc import Callable
 from typing import IO, Any, TypeVar
 
 import click
 
-from coordinator.config import ConfigError, check_app, check_instance_name, near_miss
+from coordinator.app_addresses import UNIX
+from coordinator.config import AppAuth, ConfigError, check_app, check_app_socket, check_instance_name, near_miss
 from coordinator.logs import LOG_FORMATS, LOG_LEVELS
 from coordinator.registry import Registry
 from protocol.errors import ImmortalError
@@ -64,6 +66,33 @@ def app_name(ctx: click.Context, parameter: click.Parameter, value: str | None) 
         raise click.BadParameter(str(error)) from None
 
 
+def app_socket(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """A click callback: unix:PATH, with the path made absolute."""
+    if value is None:
+        return None
+    if value.startswith(UNIX) and value != UNIX:
+        value = UNIX + os.path.abspath(value.removeprefix(UNIX))
+    try:
+        return check_app_socket(value)
+    except ConfigError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+def app_auth_option(default: str) -> Callable[[Function], Function]:
+    return click.option(
+        "--app-auth",
+        type=click.Choice([auth.value for auth in AppAuth]),
+        help="Whether its app must show the secret that the coordinator makes at each start; none: for clients that "
+        f"know only the base protocol.  [default: {default}]",
+    )
+
+
+def app_socket_option(function: Function) -> Function:
+    return click.option(
+        "--app-socket", metavar="unix:PATH", callback=app_socket, help="A Unix socket for its app, beside --app-port."
+    )(function)
+
+
 def name_argument(function: Function) -> Function:
     return click.argument("name", callback=instance_name)(function)
 
@@ -77,11 +106,25 @@ def log_options(function: Function) -> Function:
     )(function)
 
 
+def insecure_option(function: Function) -> Function:
+    return click.option(
+        "--insecure",
+        is_flag=True,
+        help="Let it talk in plain, and to anybody, where keys are missing, also to other machines.",
+    )(function)
+
+
 def promote_option(function: Function) -> Function:
     return click.option(
         "--promote",
         is_flag=True,
         help="After a recovery, begin to work before a checkpoint is taken: for large states.",
+    )(function)
+
+
+def metrics_option(function: Function) -> Function:
+    return click.option(
+        "--metrics", metavar="HOST:PORT", help="Where Prometheus finds what 'status' shows; HOST:* is a free port."
     )(function)
 
 

@@ -10,7 +10,17 @@ from typing import Any
 import click
 
 from coordinator import control, upgrade_mark
-from coordinator.cli.common import app_name, log_options, name_argument, pass_registry, promote_option
+from coordinator.cli.common import (
+    app_auth_option,
+    app_name,
+    app_socket_option,
+    insecure_option,
+    log_options,
+    metrics_option,
+    name_argument,
+    pass_registry,
+    promote_option,
+)
 from coordinator.config import (
     CHECKPOINT_AGE_S_MAX,
     KEEP_CHECKPOINTS_DEFAULT,
@@ -18,8 +28,10 @@ from coordinator.config import (
     KEEP_LOG_DAYS_MAX,
     LOG_TRIGGER_MB_DEFAULT,
     LOG_TRIGGER_MB_MAX,
+    AppAuth,
     AppSendMode,
     InstanceSettings,
+    override,
 )
 from coordinator.registry import Registry, RegistryError
 from coordinator.upgrade_mark import UpgradeMark
@@ -59,6 +71,8 @@ class _OrWord(click.ParamType):  # type: ignore[type-arg]  # generic in newer ve
     type=click.Choice([mode.value for mode in AppSendMode]),
     help="What the app does at --app-send-port: connect, or listen until its coordinator connects.  [default: connect]",
 )
+@app_socket_option
+@app_auth_option("secret, with --app-send-port none")
 @click.option(
     "--log", type=click.Path(file_okay=False, path_type=Path), help="The log's folder.  [default: HOME/NAME/log]"
 )
@@ -95,13 +109,17 @@ def register(
     app_port: int | None,
     app_send_port: int | None,
     app_send_mode: str | None,
+    app_socket: str | None,
+    app_auth: str | None,
     log: Path | None,
     keep_checkpoints: int | None,
     keep_log_days: int | None,
     log_trigger_mb: int,
     checkpoint_age_s: int | None,
 ) -> None:
-    """Write the settings of a new instance."""
+    """Write the settings of a new instance, and make its keys."""
+    from coordinator import keys
+
     if app_send_mode is not None and app_send_port is None:
         raise click.UsageError("--app-send-mode needs --app-send-port, the port that it is about")
     settings = registry.register(
@@ -110,13 +128,18 @@ def register(
         app_port=app_port,
         app_send_port=app_send_port,
         app_send_mode=app_send_mode,
+        app_socket=app_socket,
+        app_auth=app_auth,
         log=log,
         keep_checkpoints=keep_checkpoints,
         keep_log_days=keep_log_days,
         log_trigger_mb=log_trigger_mb,
         checkpoint_age_s=checkpoint_age_s,
     )
+    keys.make(settings.folder)
     app = settings.app_address
+    if settings.app_socket is not None:
+        app += f" and {settings.app_socket}"
     start = f"immortal run {name} MODULE:CLASS"
     if settings.app_send_port is not None:
         does = "listens" if settings.app_send_mode is AppSendMode.LISTEN else "connects, too,"
@@ -142,7 +165,9 @@ def unregister(registry: Registry, name: str, delete_log: bool) -> None:
 @click.argument("app", metavar="[MODULE:CLASS]", required=False, callback=app_name)
 @click.option("--restart", is_flag=True, help="When one of the two dies, start both again; they recover.")
 @click.option("--strict", is_flag=True, help="Refuse an app whose handlers do what no replay can repeat.")
+@insecure_option
 @promote_option
+@metrics_option
 @log_options
 @pass_registry
 def run(
@@ -151,7 +176,9 @@ def run(
     app: str | None,
     restart: bool,
     strict: bool,
+    insecure: bool,
     promote: bool,
+    metrics: str | None,
     log_format: str,
     log_level: str,
 ) -> None:
@@ -160,7 +187,8 @@ def run(
     Without MODULE:CLASS it is the one of the last run. SIGTERM or Ctrl-C stops both cleanly, with a checkpoint.
     """
     from coordinator.logs import configure
-    from coordinator.supervisor import Command, Role, Supervisor, app_command, coordinator_command
+    from coordinator.peer_security import check_start
+    from coordinator.supervisor import Command, Role, Supervisor, app_command, coordinator_command, supervised
 
     settings = registry.load(name)
     _refuse_two_ports(settings)
@@ -174,16 +202,17 @@ def run(
         upgrade_mark.write(settings.folder, UpgradeMark(mark.to, app))  # registered once the upgrade is durable
     else:
         settings = registry.remember_app(name, app)
+    own = supervised(override(settings, insecure=True) if insecure else settings)
+    own = own if metrics is None else override(own, metrics=metrics)
+    check_start(own)  # a restart would find the same
 
     def commands() -> dict[Role, Command]:
         """The version before an upgrade runs again where the upgrade has failed."""
         mark = upgrade_mark.read(settings.folder)
         failed = mark is not None and not mark.pending
         return {
-            Role.COORDINATOR: coordinator_command(
-                settings, log_format=log_format, log_level=log_level, promote=promote
-            ),
-            Role.APP: app_command(settings, (settings.app or app) if failed else app, strict=strict),
+            Role.COORDINATOR: coordinator_command(own, log_format=log_format, log_level=log_level, promote=promote),
+            Role.APP: app_command(own, (settings.app or app) if failed else app, strict=strict),
         }
 
     def gave_up_upgrade() -> bool:
@@ -196,15 +225,40 @@ def run(
 
 @click.command()
 @name_argument
+@app_socket_option
+@app_auth_option("that of the settings")
+@insecure_option
 @promote_option
+@metrics_option
 @log_options
 @pass_registry
-def coordinator(registry: Registry, name: str, promote: bool, log_format: str, log_level: str) -> None:
-    """Run a coordinator alone, for an app that is started by other means (see IMMORTAL_APP_ADDRESS)."""
+def coordinator(
+    registry: Registry,
+    name: str,
+    app_socket: str | None,
+    app_auth: str | None,
+    insecure: bool,
+    promote: bool,
+    metrics: str | None,
+    log_format: str,
+    log_level: str,
+) -> None:
+    """Run a coordinator alone, for an app that is started by other means.
+
+    The app finds it by IMMORTAL_APP_ADDRESS, and its secret by IMMORTAL_APP_SECRET_FILE: HOME/NAME/app_secret.
+    """
     from coordinator.logs import configure
     from coordinator.runtime import run_coordinator
 
     settings = registry.load(name)
+    if app_socket is not None:
+        settings = override(settings, app_socket=app_socket)
+    if app_auth is not None:
+        settings = override(settings, app_auth=AppAuth(app_auth))
+    if insecure:
+        settings = override(settings, insecure=True)
+    if metrics is not None:
+        settings = override(settings, metrics=metrics)
     configure(name, level=log_level, log_format=log_format)
     sys.exit(run_coordinator(settings, registry, promote=promote))
 

@@ -290,7 +290,7 @@ def test_an_address_that_is_none(tmp_path: Path) -> None:
 def test_the_next_app_is_accepted_only_when_the_core_knows_that_the_last_one_is_gone(tmp_path: Path) -> None:
     # Accepted in the same turn, it was sent what was still meant for the last one.
     registry = Registry(tmp_path)
-    settings = registry.register("alice", "tcp://127.0.0.1:*")
+    settings = registry.register("alice", "tcp://127.0.0.1:*", app_auth="none")
     epoll = select.epoll()
     endpoint = AppEndpoint(settings, Events("alice"), epoll)
     endpoint.listen()

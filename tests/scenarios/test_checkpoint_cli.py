@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -60,6 +61,20 @@ def test_by_hand(start: Start, tmp_path: Path) -> None:
     assert json.loads(immortal(tmp_path, "checkpoint", "counter", "--json"))["id"] == 3
     assert run.stop() == 0
     assert "the coordinator of 'counter' does not run" in immortal(tmp_path, "checkpoint", "counter", status=1)
+
+
+def test_the_metrics_of_a_running_instance(start: Start, tmp_path: Path) -> None:
+    start().kill()
+    run = Run(tmp_path, "counter", "--metrics", "127.0.0.1:*")
+    try:
+        run.line("fed")
+        address = run.line("metrics are served").partition("at=")[2].split()[0]
+        with urllib.request.urlopen(address, timeout=20) as answer:
+            text = answer.read().decode()
+        assert 'immortal_up{instance_name="counter"} 1.0' in text
+        assert 'immortal_app_connected{instance_name="counter"} 1.0' in text
+    finally:
+        run.kill()
 
 
 def test_by_age(start: Start) -> None:

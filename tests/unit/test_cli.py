@@ -181,10 +181,11 @@ def live(logged: Registry) -> Any:
         asked.append(received.parts)
         received.reply(*answers)
 
+    token = control.make_token(logged.home / "counter")
     with Messenger() as messenger:
         control.announce(logged.home / "counter", messenger.listen("tcp://127.0.0.1:*", answer))
         yield answers
-    assert all(parts == [b"status"] for parts in asked)
+    assert all(parts == [b"status", token] for parts in asked)
 
 
 def test_status_of_a_live_one(logged: Registry, live: list[bytes]) -> None:

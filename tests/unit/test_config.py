@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.config import (
+    AppAuth,
     AppSendMode,
     ConfigError,
     InstanceSettings,
@@ -23,7 +25,7 @@ from coordinator.config import (
     write_atomically,
 )
 
-PORT_FIELDS = ("app_port", "app_send_port", "app_send_mode")
+PORT_FIELDS = ("app_port", "app_send_port", "app_send_mode", "app_socket", "app_auth")
 GOOD = 'peer = "tcp://127.0.0.1:7001"\napp_port = 7002\n'
 
 
@@ -79,8 +81,10 @@ def test_all_fields(tmp_path: Path) -> None:
         (
             GOOD + "\n# a comment\nzzz = 1\n",
             "counter.toml, line 5, field 'zzz': unknown field: known are"
-            " peer, app_host, app_port, app_send_port, app_send_mode,"
-            " log, keep_checkpoints, keep_log_days, log_trigger_mb, checkpoint_age_s, app, tuning",
+            " peer, peer_template, allow, insecure, app_host, app_port, app_send_port, app_send_mode, app_socket,"
+            " app_auth, app_insecure,"
+            " log, keep_checkpoints, keep_log_days, log_trigger_mb, checkpoint_age_s, metrics, app, tuning, peers,"
+            " peer_keys",
         ),
         (
             GOOD.replace("7002", '"7002"'),
@@ -207,7 +211,7 @@ def test_split_tcp(endpoint: str, address: tuple[str, int] | None) -> None:
     ],
 )
 def test_the_addresses_for_the_app(tmp_path: Path, host: str, address: str, send_address: str) -> None:
-    settings = read(tmp_path, GOOD + f'app_host = "{host}"\napp_send_port = 7003\n')
+    settings = read(tmp_path, GOOD + f'app_host = "{host}"\napp_send_port = 7003\napp_insecure = true\n')
     assert (settings.app_host, settings.app_address, settings.app_send_address) == (host, address, send_address)
     assert settings.app_send_mode is AppSendMode.CONNECT
     assert read(tmp_path, GOOD).app_send_address is None
@@ -222,8 +226,20 @@ def test_line_of_looks_into_the_right_table() -> None:
 
 
 app_ports = st.one_of(
-    st.tuples(st.integers(1, 65535), st.none(), st.just(AppSendMode.CONNECT)),
-    st.tuples(st.integers(1, 7002), st.integers(7003, 65535), st.sampled_from(AppSendMode)),
+    st.tuples(
+        st.integers(1, 65535),
+        st.none(),
+        st.just(AppSendMode.CONNECT),
+        st.none() | st.just("unix:/run/c.sock"),
+        st.sampled_from(AppAuth),
+    ),
+    st.tuples(
+        st.integers(1, 7002),
+        st.integers(7003, 65535),
+        st.sampled_from(AppSendMode),
+        st.none(),
+        st.just(AppAuth.NONE),
+    ),
 )
 settings_values = st.builds(
     InstanceSettings,
@@ -242,7 +258,7 @@ settings_values = st.builds(
 
 
 @given(settings_values, app_ports)
-def test_what_is_written_reads_the_same(settings: InstanceSettings, ports: tuple[int, int | None, AppSendMode]) -> None:
+def test_what_is_written_reads_the_same(settings: InstanceSettings, ports: tuple[Any, ...]) -> None:
     import tomllib
 
     settings = dataclasses.replace(settings, **dict(zip(PORT_FIELDS, ports, strict=True)))

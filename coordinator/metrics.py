@@ -1,0 +1,109 @@
+"""What `immortal status` shows, for Prometheus: asked of the coordinator at each scrape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.registry import Collector
+
+from coordinator.config import split_tcp
+from protocol.errors import ImmortalError
+
+Metric = CounterMetricFamily | GaugeMetricFamily | InfoMetricFamily
+
+
+class MetricsError(ImmortalError):
+    """The metrics can't be served."""
+
+
+class StatusCollector(Collector):
+    """``ask``: gives the status of the instance; raises ImmortalError where it can't, which leaves ``up`` at 0."""
+
+    def __init__(self, name: str, ask: Callable[[], Mapping[str, Any]]) -> None:
+        self._name = name
+        self._ask = ask
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: a coordinator that has just begun to start can't be asked yet."""
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        up = GaugeMetricFamily("immortal_up", "1 if the coordinator answers", labels=["instance_name"])
+        try:
+            status = self._ask()
+        except ImmortalError:
+            up.add_metric([self._name], 0)
+            return [up]
+        up.add_metric([self._name], 1)
+        return [up, *metrics_of(self._name, status)]
+
+
+def metrics_of(name: str, status: Mapping[str, Any]) -> list[Metric]:
+    """The metrics of one status, as `immortal status NAME --json` gives it."""
+    phase = InfoMetricFamily("immortal_phase", "What the instance does", labels=["instance_name"])
+    phase.add_metric([name], {"phase": str(status["phase"])})
+    metrics: list[Metric] = [phase]
+
+    def gauge(metric: str, text: str, value: float | None) -> None:
+        if value is not None:
+            family = GaugeMetricFamily(f"immortal_{metric}", text, labels=["instance_name"])
+            family.add_metric([name], value)
+            metrics.append(family)
+
+    checkpoint = status.get("checkpoint") or {}
+    gauge("app_connected", "1 if an app is connected", float(status.get("app_connected", False)))
+    gauge("version", "Version of the app", status.get("version"))
+    gauge("epoch", "Starts of the instance and its apps", status.get("epoch"))
+    gauge("log_records", "Records logged since the first start", status.get("sequence_id", -1) + 1)
+    gauge("backlog_records", "Logged and not yet given to the app", status.get("backlog_records"))
+    gauge("app_unsent_bytes", "Given to the app's socket and not taken", status.get("unsent_bytes"))
+    gauge("app_silent_seconds", "For how long the app has taken nothing of what waits", status.get("app_silent_s"))
+    gauge("checkpoint_age_seconds", "Age of the last checkpoint", checkpoint.get("age_s"))
+    gauge("checkpoint_size_bytes", "Size of the last checkpoint", checkpoint.get("size_bytes"))
+
+    received = CounterMetricFamily(
+        "immortal_received_messages", "Messages of a peer in the log", labels=["instance_name", "peer"]
+    )
+    for peer, one in status.get("inputs", {}).items():
+        received.add_metric([name, peer], one["position"])
+    families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {
+        "position": CounterMetricFamily(
+            "immortal_sent_messages", "Messages made for a peer", labels=["instance_name", "peer"]
+        ),
+        "acknowledged": CounterMetricFamily(
+            "immortal_acknowledged_messages", "Messages durable at a peer", labels=["instance_name", "peer"]
+        ),
+        "waiting_bytes": GaugeMetricFamily(
+            "immortal_waiting_bytes", "Not acknowledged by a peer", labels=["instance_name", "peer"]
+        ),
+        "connected": GaugeMetricFamily(
+            "immortal_peer_connected", "1 if the peer is connected", labels=["instance_name", "peer"]
+        ),
+    }
+    for peer, one in status.get("outputs", {}).items():
+        for key, family in families.items():
+            if one.get(key) is not None:
+                family.add_metric([name, peer], float(one[key]))
+    return [*metrics, received, *families.values()]
+
+
+def serve_metrics(name: str, address: str, ask: Callable[[], Mapping[str, Any]]) -> int:
+    """Serve at ``address`` ("HOST:PORT"; HOST:* takes a free one), from a thread of its own; the port.
+
+    Raises MetricsError.
+    """
+    found = split_tcp(f"tcp://{address}")
+    if found is None:
+        raise MetricsError(f'the address of the metrics is {address!r}, expected HOST:PORT such as "127.0.0.1:9400"')
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(StatusCollector(name, ask))
+    try:
+        server, _ = start_http_server(found[1], found[0], registry)
+    except OSError as error:
+        raise MetricsError(
+            f"can't serve the metrics of {name!r} at {address}: {error.strerror}; choose another address (--metrics)"
+        ) from None
+    return int(server.server_port)

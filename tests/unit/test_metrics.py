@@ -1,0 +1,78 @@
+"""The metrics of a status, as Prometheus reads them."""
+
+from __future__ import annotations
+
+import socket
+import urllib.request
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from coordinator.control import NotRunningError
+from coordinator.metrics import MetricsError, serve_metrics
+
+STATUS: dict[str, Any] = {
+    "name": "counter",
+    "phase": "normal",
+    "epoch": 4,
+    "version": 2,
+    "sequence_id": 99,
+    "backlog_records": 3,
+    "unsent_bytes": 10,
+    "app_connected": True,
+    "app_silent_s": 1.5,
+    "checkpoint": {"id": 7, "sequence_id": 90, "size_bytes": 1234, "age_s": 60.0},
+    "inputs": {"reader": {"position": 500}},
+    "outputs": {"feeder": {"position": 20, "acknowledged": 18, "waiting_bytes": 77, "connected": False}},
+}
+
+
+def scraped(port: int) -> dict[tuple[str, str], float]:
+    """Value by metric and peer."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
+        text = answer.read().decode()
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    assert {sample.labels["instance_name"] for sample in samples} == {"counter"}
+    return {(sample.name, sample.labels.get("peer", "")): sample.value for sample in samples}
+
+
+def test_what_is_served() -> None:
+    assert scraped(serve_metrics("counter", "127.0.0.1:*", lambda: STATUS)) == {
+        ("immortal_up", ""): 1,
+        ("immortal_phase_info", ""): 1,
+        ("immortal_app_connected", ""): 1,
+        ("immortal_version", ""): 2,
+        ("immortal_epoch", ""): 4,
+        ("immortal_log_records", ""): 100,
+        ("immortal_backlog_records", ""): 3,
+        ("immortal_app_unsent_bytes", ""): 10,
+        ("immortal_app_silent_seconds", ""): 1.5,
+        ("immortal_checkpoint_age_seconds", ""): 60,
+        ("immortal_checkpoint_size_bytes", ""): 1234,
+        ("immortal_received_messages_total", "reader"): 500,
+        ("immortal_sent_messages_total", "feeder"): 20,
+        ("immortal_acknowledged_messages_total", "feeder"): 18,
+        ("immortal_waiting_bytes", "feeder"): 77,
+        ("immortal_peer_connected", "feeder"): 0,
+    }
+
+
+def test_a_coordinator_that_does_not_answer_is_down() -> None:
+    def ask() -> dict[str, Any]:
+        raise NotRunningError("it does not run")
+
+    assert scraped(serve_metrics("counter", "127.0.0.1:*", ask)) == {("immortal_up", ""): 0}
+
+
+@pytest.mark.parametrize("address", ["9400", "127.0.0.1", "localhost:port", ""])
+def test_an_address_that_is_none(address: str) -> None:
+    with pytest.raises(MetricsError, match="expected HOST:PORT"):
+        serve_metrics("counter", address, dict)
+
+
+def test_an_address_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(MetricsError, match="can't serve the metrics of 'counter' at"):
+            serve_metrics("counter", f"127.0.0.1:{port}", dict)
