@@ -1,18 +1,21 @@
 """Immortal services: write a class below :class:`Immortal`, and its calls survive every crash. `docs/guide/sdk.md`."""
 
 from appsdk import errors
-from appsdk.handlers import impulse, initial, on_primary, rpc
+from appsdk.handlers import every, impulse, initial, on_primary, rpc
 from appsdk.immortal import Immortal
 from appsdk.proxy import Impulses, peer
 from appsdk.runner import run
 from appsdk.state import Transient
 from appsdk.upgrades import upgrades
+from appsdk.waits import Winner
 
 __all__ = [
     "Immortal",
     "Impulses",
     "Transient",
+    "Winner",
     "errors",
+    "every",
     "impulse",
     "initial",
     "on_primary",

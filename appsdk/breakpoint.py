@@ -40,7 +40,7 @@ class Breakpoint:
         def run(instance: object, *arguments: Any) -> None:
             self.reached = True
             print(f"{self}: {name}{describe_arguments(arguments)}", flush=True)
-            debugger = Debugger(nosigint=True)
+            debugger = Debugger(nosigint=True, skip=["appsdk.*"])  # an async handler is called by the SDK
             debugger.runcall(function, instance, *arguments)
             if debugger.left:
                 raise KeyboardInterrupt

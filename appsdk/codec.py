@@ -21,6 +21,7 @@ encoder = msgspec.msgpack.Encoder()
 """The only encoder, of arguments and state: sets, dicts and so on are written in the order they have."""
 
 _FIXARRAY, _FIXARRAY_MAX = 0x90, 15
+_ARRAY_16 = 0xDC
 
 
 def _parts(info: msgspec.inspect.Type) -> Iterable[msgspec.inspect.Type]:
@@ -78,11 +79,34 @@ class ArgumentCodec:
                     f"{self.name}: parameter {parameter.name!r}: {problem}; use a type that msgspec knows "
                     f"(numbers, str, bytes, datetime, list, dict, dataclass, msgspec.Struct, ...)"
                 )
-        self.decode = self._make_decode()
+        self.decode = self._make_decode(())
+        self._function = function
+        self._decode_call: Decode | None = None
+        self._decode_result: Callable[[Any], Any] | None = None
 
-    def _make_decode(self) -> Decode:
+    @property
+    def decode_call(self) -> Decode:
+        """As ``decode``, of a call that waits for an answer: (caller's name, number of the call, arguments ...)."""
+        if self._decode_call is None:
+            self._decode_call = self._make_decode((str, int))
+        return self._decode_call
+
+    @property
+    def decode_result(self) -> Callable[[Any], Any]:
+        """From an encoded value to what the handler's annotation says that it returns. It raises msgspec.DecodeError.
+
+        Raises DefinitionError for an annotation that can't be encoded, as it is only needed when somebody waits for it.
+        """
+        if self._decode_result is None:
+            annotation = resolve_hints(self._function)["return"]
+            if problem := unsupported_type(annotation):
+                raise DefinitionError(f"{self.name}: what it returns can't be sent: {problem}")
+            self._decode_result = msgspec.msgpack.Decoder(annotation).decode
+        return self._decode_result
+
+    def _make_decode(self, front: tuple[type, ...]) -> Decode:
         """From the encoded arguments to a tuple of them. It raises msgspec.DecodeError, also for a wrong count."""
-        decoders: list[Decode] = [self._decoder(count) for count in range(self.required_count, self.count + 1)]
+        decoders: list[Decode] = [self._decoder(front, count) for count in range(self.required_count, self.count + 1)]
         whole = decoders[-1]
         if len(decoders) == 1:
             return whole
@@ -91,15 +115,26 @@ class ArgumentCodec:
                 f"{self.name}: {self.count} parameters, some with defaults: at most {_FIXARRAY_MAX} can be, use a "
                 f"dataclass for some of them"
             )
-        by_front = {_FIXARRAY + self.required_count + index: decode for index, decode in enumerate(decoders)}
+        if len(front) + self.count > _FIXARRAY_MAX:  # with 3 bytes in front
+            by_count = {len(front) + self.required_count + index: decode for index, decode in enumerate(decoders)}
+
+            def decode_long(arguments: Any) -> tuple[Any, ...]:
+                first = arguments[0] if len(arguments) else -1
+                count = int.from_bytes(arguments[1:3], "big") if first == _ARRAY_16 else first - _FIXARRAY
+                return by_count.get(count, whole)(arguments)
+
+            return decode_long
+        by_front = {
+            _FIXARRAY + len(front) + self.required_count + index: decode for index, decode in enumerate(decoders)
+        }
 
         def decode(arguments: Any) -> tuple[Any, ...]:
             return by_front.get(arguments[0] if len(arguments) else -1, whole)(arguments)
 
         return decode
 
-    def _decoder(self, count: int) -> Decode:
-        shape: Any = tuple[tuple(self._types[:count])]  # type: ignore[misc]
+    def _decoder(self, front: tuple[type, ...], count: int) -> Decode:
+        shape: Any = tuple[(*front, *self._types[:count])]  # type: ignore[misc, valid-type]
         return msgspec.msgpack.Decoder(shape).decode
 
     def bind(self, arguments: Sequence[Any], keywords: dict[str, Any]) -> tuple[Any, ...]:

@@ -67,6 +67,7 @@ class Context:
         "committer_id",
         "handlers",
         "handling_thread_id",
+        "instance_name",
         "message_index",
         "outbox",
         "peers",
@@ -75,6 +76,7 @@ class Context:
         "sequence_id",
         "sites",
         "slice_end",
+        "tasks",
         "thread_id",
     )
 
@@ -83,6 +85,8 @@ class Context:
         self.outbox = outbox  # an appsdk.outbox.Outbox, or None: no calls
         self.handlers: Any = None  # appsdk.proxy fills in both: what self.count and self.counter lead to
         self.peers: Any = None
+        self.tasks: Any = None  # an appsdk.tasks.Tasks, or None: a plain object, or one that an upgrade makes
+        self.instance_name = ""  # what a call that waits for an answer gives as its caller
         self.sites = CallSites()
         self.thread_id = threading.get_ident()
         self.committer_id = 0
@@ -122,11 +126,16 @@ class Context:
         key = (purpose, self.sites.site(frame))
         stream = self._streams.get(key)
         if stream is None:
-            digest = hashlib.blake2b(key=self.seed, digest_size=32)
-            digest.update(f"{self.committer_id} {self.sequence_id} {self.message_index} ".encode())
-            digest.update(purpose + b"\n" + key[1])
-            stream = self._streams[key] = random.Random(int.from_bytes(digest.digest(), "little"))
+            text = f"{self.committer_id} {self.sequence_id} {self.message_index} "
+            stream = self._streams[key] = self.make_stream(text, *key)
         return stream
+
+    def make_stream(self, moment: str, purpose: bytes, site: bytes) -> random.Random:
+        """The numbers of one place in the code at one moment of this instance's life."""
+        digest = hashlib.blake2b(key=self.seed, digest_size=32)
+        digest.update(moment.encode())
+        digest.update(purpose + b"\n" + site)
+        return random.Random(int.from_bytes(digest.digest(), "little"))
 
     def uuid4_at(self, frame: FrameType) -> uuid.UUID:
         return uuid.UUID(int=self.random_at(frame, b"uuid4").getrandbits(128), version=4)

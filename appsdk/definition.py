@@ -64,6 +64,11 @@ class Definition:
         return VERSION_DEFAULT if self.upgrades is None else self.upgrades.version + 1
 
     @property
+    def has_tasks(self) -> bool:
+        """There are ``async def`` handlers."""
+        return any(handler.is_async for handler in self.handlers.values())
+
+    @property
     def chain(self) -> list[Definition]:
         """This class, the one that it upgrades, the one that that one upgrades, and so on."""
         chain = [self]

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
-from appsdk.codec import Decode
+from appsdk.codec import ArgumentCodec, Decode
 from appsdk.context import Context
 from appsdk.definition import Definition
 from appsdk.errors import HandlerError
-from appsdk.handlers import INITIAL_METHOD_ID
+from appsdk.handlers import CLOCK_METHOD_ID, INITIAL_METHOD_ID, Handler
 from appsdk.report import handler_failed, undecodable
 from protocol.errors import RemoteProtocolError
 from protocol.messages import MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_message
@@ -30,19 +30,40 @@ class Delivery:
         self._context = context
         self._entries: dict[int, Entry] = {}
         self._by_front: dict[bytes, Entry] = {}
+        self._answers: dict[RpcKind, Entry] = {
+            kind: (
+                lambda data: (bytes(data),),
+                lambda instance, data, kind=kind: context.tasks.answered(kind, data),
+                "the answer of a call",
+            )
+            for kind in (RpcKind.RETURNED_VALUE, RpcKind.RETURNED_NOTHING, RpcKind.RAISED)
+        }
+        tasks, wakes = context.tasks, definition.has_tasks
         for method_id, handler in self._definition.by_method_id.items():
             codec = self._definition.codec(handler)
-            self._entries[method_id] = (codec.decode, handler.function, codec.name)
+            self._entries[method_id] = (codec.decode, tasks.receiver(handler, wakes=wakes), codec.name)
         name = self._definition.initial
         begin: Callable[..., Any] = type(self)._no_initial if name is None else getattr(self._definition.cls, name)
+        begin = tasks.waking(begin) if wakes else begin
         nothing: Any = msgspec.msgpack.Decoder(tuple[()]).decode
         self._entries[INITIAL_METHOD_ID] = (nothing, begin, f"{self._definition.name}.{name or 'initial'}")
+        tell: Any = msgspec.msgpack.Decoder(tuple[int]).decode
+        self._entries[CLOCK_METHOD_ID] = (tell, lambda instance, time_ns: tasks.told_time(time_ns), "the clock")
         for method_id, entry in self._entries.items():
             for rpc_type in (RpcType.FORK, RpcType.IMPULSE):
                 front = bytes((MessageType.RPC, RpcKind.CALL)) + encode_zigzag(method_id) + bytes((rpc_type,))
                 self._by_front[front] = entry
+        for method_id, handler in self._definition.by_method_id.items():
+            front = bytes((MessageType.RPC, RpcKind.CALL)) + encode_zigzag(method_id) + bytes((RpcType.ASYNC,))
+            self._by_front[front] = self._answering_entry(self._definition.codec(handler), handler)
         # The lengths of fronts, the most frequent first. No front starts another: a varint says where it ends.
         self._front_sizes = sorted({len(front) for front in self._by_front}, reverse=True)
+
+    def _answering_entry(self, codec: ArgumentCodec, handler: Handler[Any, Any]) -> Entry:
+        def decode(arguments: Any) -> tuple[Any, ...]:
+            return codec.decode_call(arguments)  # made when it is needed: few apps are called so
+
+        return decode, self._context.tasks.answering_receiver(handler), codec.name
 
     @staticmethod
     def _no_initial(instance: object) -> None:
@@ -78,6 +99,8 @@ class Delivery:
             context.message_index = index
             try:
                 function(instance, *arguments)
+            except HandlerError:  # of an async handler, which says more
+                raise
             except (Exception, SystemExit) as error:
                 raise handler_failed(name, arguments, error, context.sequence_id, index) from error
             index += 1
@@ -98,7 +121,16 @@ class Delivery:
             start = type_offset + front_size_bytes
             if (entry := by_front.get(content[type_offset:start])) is not None and front_size_bytes <= size_bytes:
                 return entry, start, type_offset + size_bytes - offset
-        raise self._not_found(content, offset, end, index)
+        return self._look_up_answer(content, offset, end, index)
+
+    def _look_up_answer(self, content: bytes, offset: int, end: int, index: int) -> tuple[Entry, int, int]:
+        """As :meth:`_look_up`: an answer has the method ID of another instance's method."""
+        message_type, start, message_end = decode_message(content, offset)
+        if message_type != MessageType.RPC or message_end > end or content[start] == RpcKind.CALL:
+            raise self._not_found(content, offset, end, index)
+        rpc = decode_incoming_rpc(content, start, message_end)
+        entry = self._answers[RpcKind(rpc.kind)]
+        return entry, message_end - len(rpc.arguments), message_end - offset
 
     def _not_found(self, content: bytes, offset: int, end: int, index: int) -> Exception:
         sequence_id = self._context.sequence_id
@@ -109,12 +141,6 @@ class Delivery:
             )
         rpc = decode_incoming_rpc(content, start, message_end)
         where = f"record {sequence_id}, message {index}"
-        if rpc.method_id in self._entries or rpc.kind != RpcKind.CALL:
-            return HandlerError(
-                f"{where}: a call that waits for an answer, or an answer: this version of the SDK has only .fork(...)",
-                sequence_id,
-                index,
-            )
         handlers = sorted(self._definition.handlers.values(), key=lambda handler: handler.method_id)
         known = ", ".join(f"{handler.name} = {handler.method_id}" for handler in handlers) or "none"
         return HandlerError(

@@ -53,7 +53,14 @@ _ROWS: dict[str, list[tuple[str, str, str]]] = {  # module: (names, why, instead
     "os": [("urandom getrandom", DIFFERS, _RANDOM), ("getpid getppid fork", DIFFERS, _SEND)],
     "builtins": [("id", DIFFERS, "use a key of your own"), ("input", NOT_REPEATED, _SEND)],
     "_thread": [("start_new_thread start_new", NOT_REPEATED, _HOOK)],
-    "asyncio": [("run new_event_loop get_event_loop run_coroutine_threadsafe", NOT_REPEATED, _HOOK)],
+    "asyncio": [
+        ("run new_event_loop get_event_loop run_coroutine_threadsafe", NOT_REPEATED, _HOOK),
+        ("sleep", NOT_REPEATED, "await self.sleep(...)"),
+        ("gather wait as_completed", NOT_REPEATED, "await self.gather(...) or self.race(...)"),
+        ("wait_for timeout timeout_at", NOT_REPEATED, "await self.race(..., self.sleep(...))"),
+        ("create_task ensure_future to_thread get_running_loop open_connection start_server", NOT_REPEATED, _HOOK),
+        ("create_subprocess_exec create_subprocess_shell", NOT_REPEATED, _HOOK),
+    ],
 }
 _UNLESS_GIVEN = {"time": [("localtime gmtime ctime asctime", 1), ("strftime", 2)]}  # the time is an argument, or now
 _CLASSES = {  # module: (base class, what people import it from)

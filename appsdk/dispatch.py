@@ -27,6 +27,7 @@ from appsdk.outbox import Chunk, Outbox, make_writer
 from appsdk.proxy import method_names
 from appsdk.report import call_user_code
 from appsdk.state import Envelope, decode_envelope, encode_envelope
+from appsdk.tasks import Tasks
 from appsdk.upgrades import class_that_restores, guarded, moved, upgrade_path, upgraded
 from protocol.batch import decode_batch, decode_replayable_batch
 from protocol.errors import RemoteProtocolError
@@ -117,6 +118,7 @@ class Dispatcher:
         self.instance: Any = None
         self.context = Context(b"")
         self.outbox = self.context.outbox = make_outbox(self.context, wake)
+        self.tasks = self.context.tasks = Tasks(self.context)
         self._main_definition = definition
         self._draw_seed = draw_seed
         self._make_delivery = make_delivery
@@ -150,6 +152,15 @@ class Dispatcher:
     def data_to_send(self) -> list[Chunk]:
         """All bytes that are to be sent now, in order. They are the caller's."""
         return self.outbox.take()
+
+    @property
+    def next_due_ns(self) -> int | None:
+        """When a timer is due, by the wall clock in ns since the Unix epoch: then :meth:`tell_time`. None: nothing."""
+        return self.tasks.next_due_ns if self._primary else None
+
+    def tell_time(self, time_ns: int) -> None:
+        """What the wall clock says, ns since the Unix epoch: it goes into the log, and comes back as input."""
+        self.tasks.tell_time(time_ns)
 
     @property
     def buffered_bytes(self) -> int:
@@ -242,7 +253,7 @@ class Dispatcher:
             elif message_type == MessageType.INITIAL_MESSAGE:
                 yield from self._batch(content, start, end, 1)
             elif message_type == MessageType.INSTANCE_NAME:
-                pass  # nothing needs it yet
+                context.instance_name = content[start:end].decode("utf-8", "replace")
             else:
                 raise RemoteProtocolError(
                     f"record {sequence_id} holds a message of type {message_type}, which is never logged"
@@ -280,6 +291,7 @@ class Dispatcher:
         call_user_code(f"{definition.name}.__init__", lambda: instance.__init__(), StateError)
         self._prepare(instance)
         self.instance = instance
+        self.tasks.use(definition, instance)
         message = bytearray()
         make_writer("initial", INITIAL_METHOD_ID, RpcType.FORK)(message, ())
         self.outbox.send(encode_message(MessageType.INITIAL_MESSAGE, bytes(message)))
@@ -295,6 +307,7 @@ class Dispatcher:
         self._next_sequence_id = envelope.sequence_id + 1
         self.context.sequence_id = envelope.sequence_id
         self.context.record_time_ns = envelope.record_time_ns
+        self.context.instance_name = envelope.instance_name
         instance = self._new_instance()
         schema = self.definition.state()
         call_user_code(
@@ -302,6 +315,9 @@ class Dispatcher:
         )
         self._prepare(instance)
         self.instance = instance
+        self.tasks.use(self.definition, instance)
+        if envelope.tasks is not None:
+            self.tasks.restore(envelope.tasks)
 
     def _prepare(self, instance: Any) -> None:
         if hasattr(instance, "prepare"):
@@ -328,6 +344,8 @@ class Dispatcher:
                 self.instance = moved(start, self.definition, self.instance, self.context)
             for definition in steps:
                 self.instance = upgraded(definition, self.instance, self.context)
+                waiting = f"{definition.name}: what waits"
+                guarded(definition, waiting, partial(self.tasks.use, definition, self.instance))
                 self._use(definition)
             if with_checkpoint:
                 guarded(self.definition, f"{self.definition.name}.checkpoint", self._checkpoint)
@@ -370,6 +388,8 @@ class Dispatcher:
             sequence_id=self._next_sequence_id - 1,
             version=self.definition.version,
             record_time_ns=self.context.record_time_ns,
+            instance_name=self.context.instance_name,
+            tasks=self.tasks.save(),
         )
         return encode_envelope(envelope), state
 

@@ -1,7 +1,8 @@
-"""``@rpc``, ``@impulse``, ``@initial`` and ``@on_primary``: what they check and what they put into the class.
+"""``@rpc``, ``@impulse``, ``@every``, ``@initial`` and ``@on_primary``: what they check and put into the class.
 
 A handler becomes a :class:`Handler`, a property whose value, read from an instance, is a :class:`BoundHandler`: calling
-it is a plain call, ``.fork(...)`` sends the call through the log. (A property with a getter written in C: reading
+it is a plain call, ``.fork(...)`` sends the call through the log; an ``async def`` handler gets another ``self``, of
+which :mod:`appsdk.task_self` tells. (A property with a getter written in C: reading
 ``self.count`` costs 60 ns, with a Python ``__get__`` it would be 75.)
 """
 
@@ -10,7 +11,9 @@ from __future__ import annotations
 import hashlib
 import inspect
 import itertools
-from collections.abc import Callable
+import re
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from datetime import timedelta
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
@@ -23,6 +26,7 @@ S = TypeVar("S")
 DERIVED_METHOD_ID_MIN = 8192  # IDs below are for those given by hand: they take 2 bytes of a message, up to 63 only 1
 METHOD_ID_MAX = 1_048_575  # the largest that takes 3
 INITIAL_METHOD_ID = -1  # the RPC inside the initial message; negative IDs are the system's
+CLOCK_METHOD_ID = -2  # the impulse that tells what time it is, for timers and schedules
 
 
 def method_id_of_name(name: str) -> int:
@@ -65,15 +69,46 @@ class BoundHandler(Generic[P, R]):
         return self._call(*args, **kwargs)
 
 
-class Handler(property, Generic[P, R]):
-    """A method that logged messages call. ``function`` is what was decorated."""
+if TYPE_CHECKING:
 
-    def __init__(self, function: Callable[..., R], method_id: int | None, *, decorator: str) -> None:
+    class RemoteHandler(Generic[P, R]):
+        """What a type checker sees of a peer's handler. (``peer(Bank, "bank")`` is to it the class Bank itself.)"""
+
+        def fork(self, *args: P.args, **kwargs: P.kwargs) -> None: ...
+
+        @overload
+        def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Awaitable[R]: ...
+        @overload  # ``Counter.count(counter, ...)``, a plain call
+        def __call__(self, instance: object, /, *args: P.args, **kwargs: P.kwargs) -> R: ...
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...  # type: ignore[misc]
+
+
+Raises = Iterable[type[Exception]]
+
+
+class Handler(property, Generic[P, R]):
+    """A method that logged messages call. ``function`` is what was decorated.
+
+    ``raises``: what it may raise for its caller, by name. ``period_ns``: how often it runs by itself; 0: it does not.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., R],
+        method_id: int | None,
+        *,
+        decorator: str,
+        raises: Raises = (),
+        period_ns: int = 0,
+    ) -> None:
         super().__init__()
         self.function = function
         self.decorator = decorator
         self.name = getattr(function, "__name__", repr(function))
         self.signature = check_function(function, decorator)
+        self.is_async = inspect.iscoroutinefunction(function)
+        self.raises = _checked_raises(self.name, decorator, raises)
+        self.period_ns = period_ns
         self.method_id = self._checked_id(method_id)
         self.key = ""
         self.__doc__ = function.__doc__
@@ -95,8 +130,8 @@ class Handler(property, Generic[P, R]):
 
     if TYPE_CHECKING:
 
-        @overload
-        def __get__(self, instance: None, owner: type, /) -> Handler[P, R]: ...
+        @overload  # type: ignore[override]
+        def __get__(self, instance: None, owner: type, /) -> RemoteHandler[P, R]: ...
         @overload
         def __get__(self, instance: object, owner: type | None = None, /) -> BoundHandler[P, R]: ...
         def __get__(self, instance: object, owner: type | None = None, /) -> Any: ...
@@ -106,13 +141,35 @@ class Handler(property, Generic[P, R]):
         return self.function(instance, *args, **kwargs)
 
 
-def _refuse_async(function: Callable[..., Any], decorator: str, where: str) -> None:
-    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        raise DefinitionError(
-            f"{where}: 'async def' handlers are not there yet (they come with a later version): "
-            f"write @{decorator} on a plain 'def' and send calls with .fork(...)"
-        )
-    if inspect.isgeneratorfunction(function):
+if TYPE_CHECKING:
+
+    class AsyncHandler(Handler[P, Coroutine[Any, Any, R]]):
+        """A Handler of an ``async def``, to a type checker."""
+
+        @overload  # type: ignore[override]
+        def __get__(self, instance: None, owner: type, /) -> RemoteHandler[P, R]: ...
+        @overload
+        def __get__(
+            self, instance: object, owner: type | None = None, /
+        ) -> BoundHandler[P, Coroutine[Any, Any, R]]: ...
+        def __get__(self, instance: object, owner: type | None = None, /) -> Any: ...
+
+
+def _checked_raises(name: str, decorator: str, raises: Raises) -> dict[str, type[Exception]]:
+    found: dict[str, type[Exception]] = {}
+    given: Any = (raises,) if isinstance(raises, type) else raises
+    for one in given:
+        if not (isinstance(one, type) and issubclass(one, Exception)) or one is Exception:
+            raise DefinitionError(
+                f"{name}: @{decorator}(raises=[{one!r}]): a class of your own below Exception was expected"
+            )
+        if found.setdefault(one.__name__, one) is not one:
+            raise DefinitionError(f"{name}: @{decorator}(raises=...): two exceptions are called {one.__name__!r}")
+    return found
+
+
+def _refuse_generator(function: Callable[..., Any], decorator: str, where: str) -> None:
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise DefinitionError(f"{where}: a generator can't be run as @{decorator}: it would never be resumed")
 
 
@@ -122,7 +179,7 @@ def check_function(function: Callable[..., Any], decorator: str) -> inspect.Sign
         what = type(function).__name__
         raise DefinitionError(f"@{decorator} belongs on a plain method, this is a {what}: {function!r}")
     where = function.__qualname__
-    _refuse_async(function, decorator, where)
+    _refuse_generator(function, decorator, where)
     signature = inspect.signature(function)
     parameters = list(signature.parameters.values())
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -149,36 +206,96 @@ def check_function(function: Callable[..., Any], decorator: str) -> inspect.Sign
 
 
 @overload
+def rpc(function: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], /) -> AsyncHandler[P, R]: ...
+@overload
 def rpc(function: Callable[Concatenate[Any, P], R], /) -> Handler[P, R]: ...
 @overload
-def rpc(*, id: int) -> _Decorator: ...
-def rpc(function: Callable[..., Any] | None = None, /, *, id: int | None = None) -> Any:  # noqa: A002
-    """A method that other instances call, with ``proxy.method.fork(...)``.
+def rpc(*, id: int = ..., raises: Raises = ...) -> _Decorator: ...
+def rpc(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    id: int | None = None,  # noqa: A002
+    raises: Raises = (),
+) -> Any:
+    """A method that other instances call: with ``proxy.method.fork(...)``, or ``await proxy.method(...)``.
 
     ``id`` (1 .. METHOD_ID_MAX) takes the place of the method ID that follows from the name: for a name that
-    changes while calls are under way, and for two names whose IDs collide. Raises DefinitionError.
+    changes while calls are under way, and for two names whose IDs collide. ``raises`` lists the exceptions that go to
+    a caller that waits; any other one stops the app. Raises DefinitionError.
     """
-    return _Decorator("rpc", id) if function is None else Handler(function, id, decorator="rpc")
+    decorator = _Decorator("rpc", id, raises)
+    return decorator if function is None else decorator(function)
 
 
+@overload
+def impulse(function: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], /) -> AsyncHandler[P, R]: ...
 @overload
 def impulse(function: Callable[Concatenate[Any, P], R], /) -> Handler[P, R]: ...
 @overload
 def impulse(*, id: int) -> _Decorator: ...
 def impulse(function: Callable[..., Any] | None = None, /, *, id: int | None = None) -> Any:  # noqa: A002
     """A method for input from the outside world, sent with an :class:`Impulses` handle. ``id``: see :func:`rpc`."""
-    return _Decorator("impulse", id) if function is None else Handler(function, id, decorator="impulse")
+    decorator = _Decorator("impulse", id)
+    return decorator if function is None else decorator(function)
+
+
+def every(period: str | timedelta, /) -> _Decorator:
+    """``@every("10m")``: a method without parameters that runs once in each period, from the first start on.
+
+    ``period`` is a number and ms, s, m, h, d or w, or a timedelta. Times that pass while the app is down are made up
+    for by one run. Raises DefinitionError.
+    """
+    return _Decorator("every", None, (), _period_ns(period))
+
+
+_UNITS_NS = {
+    "ms": 10**6,
+    "s": 10**9,
+    "m": 60 * 10**9,
+    "h": 3600 * 10**9,
+    "d": 86_400 * 10**9,
+    "w": 7 * 86_400 * 10**9,
+}
+
+
+def _period_ns(period: object) -> int:
+    period_ns = 0
+    if isinstance(period, timedelta):
+        period_ns = period // timedelta(microseconds=1) * 1000
+    elif isinstance(period, str) and (found := re.fullmatch(r"(\d{1,9})(ms|s|m|h|d|w)", period.strip())):
+        period_ns = int(found[1]) * _UNITS_NS[found[2]]
+    if period_ns <= 0:
+        raise DefinitionError(
+            f'@every({period!r}): a period was expected, such as "10m" (ms, s, m, h, d or w) or timedelta(minutes=10)'
+        )
+    return period_ns
 
 
 class _Decorator:
-    """What ``@rpc(id=...)`` makes."""
+    """What ``@rpc(id=...)`` and its like make."""
 
-    def __init__(self, decorator: str, method_id: int | None) -> None:
+    def __init__(self, decorator: str, method_id: int | None, raises: Raises = (), period_ns: int = 0) -> None:
         self._decorator = decorator
         self._method_id = method_id
+        self._raises = raises
+        self._period_ns = period_ns
 
-    def __call__(self, function: Callable[Concatenate[Any, P], R], /) -> Handler[P, R]:
-        return Handler(function, self._method_id, decorator=self._decorator)
+    @overload
+    def __call__(self, function: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], /) -> AsyncHandler[P, R]: ...
+    @overload
+    def __call__(self, function: Callable[Concatenate[Any, P], R], /) -> Handler[P, R]: ...
+    def __call__(self, function: Callable[..., Any], /) -> Any:
+        handler: Handler[Any, Any] = Handler(
+            function, self._method_id, decorator=self._decorator, raises=self._raises, period_ns=self._period_ns
+        )
+        if self._period_ns and any(
+            parameter.default is inspect.Parameter.empty for parameter in handler.signature.parameters.values()
+        ):
+            raise DefinitionError(
+                f"{function.__qualname__}: @every calls it without arguments: leave the parameters out"
+            )
+        return handler
 
 
 HOOK_MARK = "_immortal_hook"
@@ -187,7 +304,12 @@ HOOK_MARK = "_immortal_hook"
 def _hook(function: Callable[..., Any], decorator: str, parameters_count: int, usage: str) -> None:
     if not inspect.isfunction(function):
         raise DefinitionError(f"@{decorator} belongs on a plain method, not on {function!r}")
-    _refuse_async(function, decorator, function.__qualname__)
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        raise DefinitionError(
+            f"{function.__qualname__}: @{decorator} belongs on a plain 'def', which can start an 'async def' handler: "
+            f"{'self.<handler>.fork(...)' if decorator == 'initial' else 'impulses.<handler>(...)'}"
+        )
+    _refuse_generator(function, decorator, function.__qualname__)
     parameters = inspect.signature(function).parameters.values()
     required = [parameter for parameter in parameters if parameter.default is inspect.Parameter.empty]
     if len(required) != parameters_count or len(parameters) < parameters_count:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import os
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from datetime import datetime
+from datetime import datetime, timedelta
 from random import Random
-from typing import Any, ClassVar, Literal, NoReturn, Self
+from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar, overload
 
 from appsdk.context import SEED_SIZE_BYTES, Context, datetime_of
 from appsdk.definition import Definition, define
-from appsdk.errors import DefinitionError
+from appsdk.errors import DefinitionError, UsageError
 from appsdk.proxy import handler_namespace, peer_namespace
+from appsdk.waits import Winner
+
+A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C")
 
 
 def attach(instance: Immortal, context: Context) -> None:
@@ -41,6 +46,10 @@ def new_instances_live_in(make_context: Callable[[], Context]) -> Iterator[None]
         yield
     finally:
         _context_factory.reset(token)
+
+
+def _only_async(name: str) -> UsageError:
+    return UsageError(f"self.{name}: only an 'async def' handler waits: a 'def' handler runs to its end at once")
 
 
 class Immortal:
@@ -117,6 +126,69 @@ class Immortal:
     def uuid4(self) -> uuid.UUID:
         """A version 4 UUID that is the same at each replay. Raises UsageError outside the handlers' thread."""
         return self._immortal_context.uuid4_at(sys._getframe(1))
+
+    # --- for async handlers: there self is an appsdk.task_self.TaskSelf, which has these once more -------------------
+
+    def sleep(self, duration: timedelta) -> Awaitable[None]:
+        """``await self.sleep(timedelta(minutes=5))``: until then; it outlives every crash. Raises UsageError."""
+        raise _only_async("sleep")
+
+    def at(self, moment: datetime) -> Awaitable[None]:
+        """``await self.at(moment)``: until then, an aware datetime. Raises UsageError."""
+        raise _only_async("at")
+
+    @overload
+    def gather(self, first: Awaitable[A], /) -> Awaitable[tuple[A]]: ...
+    @overload
+    def gather(self, first: Awaitable[A], second: Awaitable[B], /) -> Awaitable[tuple[A, B]]: ...
+    @overload
+    def gather(
+        self, first: Awaitable[A], second: Awaitable[B], third: Awaitable[C], /
+    ) -> Awaitable[tuple[A, B, C]]: ...
+    @overload
+    def gather(self, *awaitables: Awaitable[A]) -> Awaitable[tuple[A, ...]]: ...
+    def gather(self, *awaitables: Awaitable[Any]) -> Awaitable[tuple[Any, ...]]:
+        """``await self.gather(one, two)``: all at once; their values. At the first error the others are given up.
+
+        Takes calls, timers, events, steps, other gathers and races, and coroutines of one's own. Raises UsageError.
+        """
+        raise _only_async("gather")
+
+    @overload
+    def race(self, *awaitables: Awaitable[A]) -> Awaitable[Winner[A]]: ...
+    @overload
+    def race(self, *awaitables: Awaitable[Any]) -> Awaitable[Winner[Any]]: ...
+    def race(self, *awaitables: Awaitable[Any]) -> Awaitable[Winner[Any]]:
+        """``await self.race(one, two)``: the first that is done, and its value; nobody waits for the others any more.
+
+        A call that has lost is executed all the same. Takes what :meth:`gather` takes. Raises UsageError.
+        """
+        raise _only_async("race")
+
+    @overload
+    def event(self, name: str) -> Awaitable[Any]: ...
+    @overload
+    def event(self, name: str, kind: type[A]) -> Awaitable[A]: ...
+    def event(self, name: str, kind: Any = Any) -> Awaitable[Any]:
+        """``await self.event("approved", bool)``: until somebody signals it; the value, of the type ``kind``.
+
+        Each signal is for one who waits, the one that has waited longest. Raises UsageError.
+        """
+        raise _only_async("event")
+
+    def continue_as(self, *arguments: Any, **keywords: Any) -> NoReturn:
+        """``return self.continue_as(...)``: begin this handler again, with these arguments and an empty journal."""
+        raise _only_async("continue_as")
+
+    def signal(self, name: str, value: Any = None) -> None:
+        """Of any handler: whoever has waited longest in ``self.event(name)`` gets ``value``; kept if nobody waits.
+
+        Raises TypeError for a value that can't be encoded, UsageError outside handlers.
+        """
+        tasks = self._immortal_context.tasks
+        if tasks is None:
+            raise UsageError("self.signal: this instance does not run beside a coordinator, so nobody waits")
+        tasks.signal(name, value)
 
     @classmethod
     def main(cls, address: str | None = None) -> NoReturn:

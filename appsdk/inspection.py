@@ -19,10 +19,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from appsdk.codec import resolve_hints
+from appsdk.context import datetime_of
 from appsdk.definition import Definition
 from appsdk.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_RUNNABLE, AppError, StateError
 from appsdk.immortal import Immortal
+from appsdk.journal import SavedTask, SavedTasks, described
 from appsdk.proxy import definition_of
 from appsdk.runner import load_or_say, say
 from appsdk.state import Envelope, decode_envelope, is_transient
@@ -64,13 +68,54 @@ def inspect_state(main: Definition, blob: bytes) -> InspectedState:
         raise
     except (Exception, SystemExit) as error:
         raise StateError(f"{definition.name}.restore raised {type(error).__name__}: {error}") from error
+    waiting = Fields() if envelope.tasks is None else shown_tasks(definition, envelope.tasks)
     names = _annotated(definition, instance) if schema.serializer == "own" else list(schema.fields)
     if not names and schema.serializer == "own":
-        return InspectedState(envelope, Fields({"$opaque": len(state), "check": f"{crc64(bytes(state)):016x}"}))
+        opaque = Fields({"$opaque": len(state), "check": f"{crc64(bytes(state)):016x}"})
+        return InspectedState(envelope, Fields({**opaque, **waiting}))
     try:
-        return InspectedState(envelope, Fields({name: tree(getattr(instance, name)) for name in names}))
+        shown = {name: tree(getattr(instance, name)) for name in names}
+        return InspectedState(envelope, Fields({**shown, **waiting}))
     except RecursionError:
         raise StateError(f"{definition.name}: the state is too deep to be shown") from None
+
+
+def shown_tasks(definition: Definition, saved: SavedTasks) -> Fields:
+    """What the SDK keeps of async handlers, under names that no attribute has: those that wait, and what for."""
+    shown = Fields()
+    if saved.tasks:
+        shown["$waiting"] = [_shown_task(definition, task) for task in saved.tasks]
+    if saved.signals:
+        signals = {name: [_decoded(value) for value in values] for name, values in saved.signals.items()}
+        shown["$signals"] = signals
+    if saved.schedules:
+        shown["$schedules"] = {
+            _handler_name(definition, method_id): tree(datetime_of(due_ns))
+            for method_id, due_ns in saved.schedules.items()
+        }
+    return shown
+
+
+def _shown_task(definition: Definition, task: SavedTask) -> Fields:
+    shown = Fields(
+        handler=_handler_name(definition, task.method_id),
+        arguments=_decoded(task.arguments),
+        since=tree(datetime_of(task.started_ns)),
+        waits_for=[described(pending) for pending in task.pending],
+        results=[[described(entry), _decoded(entry.value)] for entry in task.entries],
+    )
+    if task.caller is not None:
+        shown["caller"] = task.caller
+    return shown
+
+
+def _handler_name(definition: Definition, method_id: int) -> str:
+    handler = definition.by_method_id.get(method_id)
+    return f"method {method_id}" if handler is None else handler.name
+
+
+def _decoded(data: bytes) -> Any:
+    return tree(msgspec.msgpack.decode(data))
 
 
 def _annotated(definition: Definition, instance: object) -> list[str]:

@@ -31,12 +31,13 @@ IMPULSES_OUTSTANDING_MAX = 16_384  # sent, not yet durable: what a hook can have
 IMPULSES_OUTSTANDING_BYTES_MAX = 4 << 20
 
 Write = Callable[[bytearray, tuple[Any, ...]], None]
+Send = Callable[[tuple[Any, ...]], None]
 Chunk = bytes | bytearray | memoryview
 
 
-def _rest_of_front(method_id: int, rpc_type: RpcType) -> bytes:
+def _rest_of_front(method_id: int, rpc_type: RpcType, kind: RpcKind = RpcKind.CALL) -> bytes:
     """A message's front (incoming form) without its size."""
-    return bytes((MessageType.RPC, RpcKind.CALL)) + encode_zigzag(method_id) + bytes((rpc_type,))
+    return bytes((MessageType.RPC, kind)) + encode_zigzag(method_id) + bytes((rpc_type,))
 
 
 def _refit_front(name: str, buffer: bytearray, start: int, front: bytes, rest: bytes) -> bytes:
@@ -61,7 +62,7 @@ def _unencodable(name: str, error: Exception) -> TypeError:
     return TypeError(f"{name}: an argument can't be encoded: {error}")
 
 
-def make_writer(name: str, method_id: int, rpc_type: RpcType) -> Write:
+def make_writer(name: str, method_id: int, rpc_type: RpcType, kind: RpcKind = RpcKind.CALL) -> Write:
     """A function that appends one RPC message (incoming form) to a buffer.
 
     The message's front depends on the size of the arguments, which is known behind them. So the front of the last
@@ -69,7 +70,7 @@ def make_writer(name: str, method_id: int, rpc_type: RpcType) -> Write:
     size. The function raises TypeError for arguments that can't be encoded, UsageError above CALL_SIZE_BYTES_MAX, and
     leaves the buffer as it was. (``Outbox.make_fork`` has the same lines once more: there a call would be felt.)
     """
-    rest = _rest_of_front(method_id, rpc_type)
+    rest = _rest_of_front(method_id, rpc_type, kind)
     encode_into = encoder.encode_into
     front = encode_zigzag(len(rest) + 1) + rest
     whole_size_bytes = len(front) + 1
@@ -163,6 +164,23 @@ class Outbox:
 
         return fork
 
+    def make_sender(self, destination: str, name: str, method_id: int, kind: RpcKind) -> Send:
+        """Sends calls of one method that wait for an answer, or answers to them. For the SDK's own use in handlers."""
+        write = make_writer(name, method_id, RpcType.ASYNC, kind)
+        batch = self._batches.setdefault(destination, _Batch(destination))
+
+        def send(arguments: tuple[Any, ...]) -> None:
+            start = len(batch.data)
+            write(batch.data, arguments)
+            batch.count += 1
+            if not start:
+                self._open.append(batch)
+            if len(batch.data) >= BATCH_SIZE_BYTES:
+                self._open.remove(batch)
+                self._close(batch)
+
+        return send
+
     def _close(self, batch: _Batch) -> None:
         data, count, destination = batch.data, batch.count, batch.destination
         batch.data, batch.count = bytearray(), 0
@@ -247,22 +265,31 @@ class ImpulseQueue:
                 self._changed.wait()
             if self._why_closed is not None:
                 raise Disconnected(self._why_closed)
-            batches = self._batches
-            batch = batches[-1] if batches else None
-            if batch is None or batch.destination != destination or len(batch.data) >= BATCH_SIZE_BYTES:
-                batch = _Batch(destination)
-            data = batch.data
-            before = len(data)
-            write(data, arguments)
-            self._sent_count += 1
-            self._sent_size_bytes += len(data) - before
-            batch.count += 1
-            if before:
-                return
-            batches.append(batch)
-            if len(batches) > 1:
+            if not self._put(destination, write, arguments):
                 return
         self._wake()
+
+    def append_own(self, write: Write, arguments: tuple[Any, ...]) -> None:
+        """Queue one impulse of the SDK's to oneself, whatever the window: there are few. The connection's thread."""
+        with self._lock:
+            self._put("", write, arguments)
+
+    def _put(self, destination: str, write: Write, arguments: tuple[Any, ...]) -> bool:
+        """Whether the connection has something to send that it does not know of."""
+        batches = self._batches
+        batch = batches[-1] if batches else None
+        if batch is None or batch.destination != destination or len(batch.data) >= BATCH_SIZE_BYTES:
+            batch = _Batch(destination)
+        data = batch.data
+        before = len(data)
+        write(data, arguments)
+        self._sent_count += 1
+        self._sent_size_bytes += len(data) - before
+        batch.count += 1
+        if before:
+            return False
+        batches.append(batch)
+        return len(batches) == 1
 
     def ask_for_checkpoint(self) -> None:
         """Any thread. Raises Disconnected."""

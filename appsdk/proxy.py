@@ -1,7 +1,7 @@
 """Typed stand-ins: a peer's handlers to fork, one's own handlers, and the handle for impulses.
 
-To a type checker ``peer(Counter, "counter")`` is a Counter, so ``self.counter.count.fork("text")`` is checked like a
-call; at run time it is a :class:`PeerProxy`.
+To a type checker ``peer(Counter, "counter")`` is the class Counter: ``self.counter.count.fork("text")`` is checked like
+a call, and ``await self.counter.count("text")`` is what ``count`` returns. At run time it is a :class:`PeerProxy`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 from appsdk.codec import bind_arguments
 from appsdk.context import Context
 from appsdk.errors import DefinitionError, UsageError
-from appsdk.handlers import INITIAL_METHOD_ID, BoundHandler, Handler, definition_key
+from appsdk.handlers import CLOCK_METHOD_ID, INITIAL_METHOD_ID, BoundHandler, Handler, definition_key
 from appsdk.outbox import ImpulseQueue, make_writer
 from protocol.limits import NAME_SIZE_BYTES_MAX
 from protocol.messages import RpcType
@@ -87,6 +87,8 @@ def method_names(definition: Definition) -> dict[tuple[str, int], str]:
     """
     initial = f"{definition.name}.{definition.initial or 'initial'}"
     found = [("", INITIAL_METHOD_ID, initial), *_handler_names("", definition)]
+    if definition.has_tasks or any(handler.period_ns for handler in definition.handlers.values()):
+        found.append(("", CLOCK_METHOD_ID, "the clock"))
     for source in definition.peers.values():
         with contextlib.suppress(Exception):  # whatever importing its module raises
             found += _handler_names(source.name, source.resolve())
@@ -103,11 +105,11 @@ def _clipped(name: str) -> str:
 
 
 @overload
-def peer(target: type[T], name: str) -> T: ...
+def peer(target: type[T], name: str) -> type[T]: ...
 @overload
 def peer(target: str, name: str) -> Any: ...
 @overload
-def peer(target: Callable[[], type[T]], name: str) -> T: ...
+def peer(target: Callable[[], type[T]], name: str) -> type[T]: ...
 def peer(target: object, name: str) -> Any:
     """A proxy for the instance called ``name``: in the class body, ``counter = peer(Counter, "counter")``.
 
@@ -120,7 +122,7 @@ def peer(target: object, name: str) -> Any:
 # --- calls ------------------------------------------------------------------------------------------------------------
 
 
-def _find_handler(definition: Definition, name: str) -> Handler[Any, Any]:
+def find_handler(definition: Definition, name: str) -> Handler[Any, Any]:
     try:
         return definition.handlers[name]
     except KeyError:
@@ -128,7 +130,7 @@ def _find_handler(definition: Definition, name: str) -> Handler[Any, Any]:
         raise AttributeError(f"{definition.name} has no handler {name!r} (its handlers: {known})") from None
 
 
-def _make_fork(context: Context, destination: str, handler: Handler[Any, Any]) -> Callable[..., None]:
+def make_fork(context: Context, destination: str, handler: Handler[Any, Any]) -> Callable[..., None]:
     name = handler.function.__qualname__
     if context.outbox is not None:
         fork: Callable[..., None] = context.outbox.make_fork(destination, name, handler.method_id, handler.signature)
@@ -150,9 +152,21 @@ def handler_namespace(instance: object, definition: Definition, context: Context
     namespace = SimpleNamespace()
     for key, handler in definition.by_key.items():
         # A call through the log reaches whatever has the name by then, also from an overridden handler.
-        fork = _make_fork(context, "", definition.handlers[handler.name])
-        setattr(namespace, key, BoundHandler(MethodType(handler.function, instance), fork))
+        fork = make_fork(context, "", definition.handlers[handler.name])
+        call = _refuse_call(handler) if handler.is_async else MethodType(handler.function, instance)
+        setattr(namespace, key, BoundHandler(call, fork))
     return namespace
+
+
+def _refuse_call(handler: Handler[Any, Any]) -> Callable[..., Any]:
+    name = handler.function.__qualname__
+
+    def refuse(*arguments: Any, **keywords: Any) -> Any:
+        raise UsageError(
+            f"{name}(...): an async handler is started with .fork(...), or awaited in another async handler"
+        )
+
+    return refuse
 
 
 def peer_namespace(definition: Definition, context: Context) -> SimpleNamespace:
@@ -171,8 +185,8 @@ class PeerMethod:
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         raise UsageError(
-            f"{self._name}(...): calls that wait for an answer are not there yet (they come with a later version): "
-            f"send the call with {self._name}.fork(...)"
+            f"{self._name}(...): only async handlers wait for an answer: send the call with {self._name}.fork(...), or "
+            f"move it into an 'async def' handler: await self.<peer>.{self._name.rpartition('.')[2]}(...)"
         )
 
 
@@ -195,9 +209,9 @@ class UnresolvedPeer(PeerProxy):
             raise AttributeError(name)
         source = self._immortal_peer
         definition = source.resolve()
-        _find_handler(definition, name)
+        find_handler(definition, name)
         for handler in definition.handlers.values():
-            fork = _make_fork(self._immortal_context, source.name, handler)
+            fork = make_fork(self._immortal_context, source.name, handler)
             vars(self)[handler.name] = PeerMethod(handler.function.__qualname__, fork)
         self.__class__ = PeerProxy  # type: ignore[assignment]
         found: PeerMethod = vars(self)[name]
@@ -217,7 +231,7 @@ class ImpulseProxy:
         if name.startswith("__"):
             raise AttributeError(name)
         definition, destination, queue = self._made_from
-        handler = _find_handler(definition, name)
+        handler = find_handler(definition, name)
         send = _make_impulse(queue, destination, handler.function.__qualname__, handler.method_id, handler.signature)
         setattr(self, name, send)
         return send
@@ -256,17 +270,21 @@ class Impulses:
         self._queue = queue
         self._own = ImpulseProxy(definition, "", queue)
 
-    def to(self, target: T) -> T:
+    @overload
+    def to(self, target: type[T]) -> type[T]: ...
+    @overload
+    def to(self, target: T) -> type[T]: ...
+    def to(self, target: Any) -> Any:
         """The handlers of ``target``: a peer (``self.counter``) or the app itself (``self``)."""
         if target is self._instance:
-            return cast("T", self._own)
+            return self._own
         if not isinstance(target, PeerProxy):
             raise TypeError(f"impulses.to({target!r}): self or one of its peers was expected")
         source = target._immortal_peer
         name = f"\x00{source.key}"  # kept, as no attribute can be called
         if (proxy := vars(self).get(name)) is None:
             proxy = vars(self)[name] = ImpulseProxy(source.resolve(), source.name, self._queue)
-        return cast("T", proxy)
+        return proxy
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until all impulses sent so far are durable, at most ``timeout`` seconds. Raises TimeoutError."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import reprlib
 import traceback
 from collections.abc import Callable
@@ -13,6 +14,8 @@ T = TypeVar("T")
 
 ARGUMENT_CHARACTERS_MAX = 200
 ARGUMENT_ITEMS_MAX = 8
+
+_OWN_FOLDER = os.path.dirname(__file__)
 
 _shortener = reprlib.Repr()
 _shortener.maxstring = _shortener.maxother = _shortener.maxlong = ARGUMENT_CHARACTERS_MAX
@@ -27,9 +30,15 @@ def describe_arguments(arguments: tuple[Any, ...]) -> str:
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback without the SDK's frame that made the call, indented."""
-    trace = error.__traceback__
-    lines = traceback.format_exception(type(error), error, trace.tb_next if trace and trace.tb_next else trace)
+    """The traceback without the SDK's own frames, indented."""
+    whole = traceback.TracebackException.from_exception(error)
+    pending: list[traceback.TracebackException | None] = [whole]
+    while pending:
+        if (one := pending.pop()) is not None:
+            users = [frame for frame in one.stack if os.path.dirname(frame.filename) != _OWN_FOLDER]
+            one.stack = traceback.StackSummary.from_list(users or one.stack)
+            pending += [one.__cause__, one.__context__]
+    lines = list(whole.format())
     return "".join(f"    {line}\n" for part in lines for line in part.rstrip("\n").split("\n")).rstrip()
 
 

@@ -6,7 +6,9 @@ refused when it is written: after a crash it would be too late.
 
 A blob is this module's envelope (magic, version, size of the header, header), then the state:
 
-    0-5 "IMMAPP" · 6 version (1) · 7 zero · 8-11 size of the header, little endian · header (MessagePack) · state
+    0-5 "IMMAPP" · 6 version · 7 zero · 8-11 size of the header, little endian · header (MessagePack) · state
+
+The version is 1, and 2 where async handlers wait.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import msgspec
 
 from appsdk.codec import encoder, resolve_hints, unsupported_type
 from appsdk.errors import DefinitionError, StateError
+from appsdk.journal import SavedTasks
 
 T = TypeVar("T")
 
@@ -37,6 +40,7 @@ VERIFIED_STATE_SIZE_BYTES_MAX = 64 << 20  # reading back takes 2-3 times as long
 
 _MAGIC = b"IMMAPP"
 _VERSION = 1
+_VERSION_WITH_TASKS = 2  # an SDK that knows nothing of them must not lose them
 _FRONT = struct.Struct("<6sBBI")
 
 WAYS_OUT = (
@@ -54,11 +58,14 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     sequence_id: int  # of the last record handled; -1: none
     version: int = 1  # of the class that wrote the state
     record_time_ns: int | None = None  # of the last record handled; None: unknown
+    instance_name: str = ""  # what the log calls the instance
+    tasks: SavedTasks | None = None  # async handlers that wait
 
 
 def encode_envelope(envelope: Envelope) -> bytes:
     header = encoder.encode(envelope)
-    return _FRONT.pack(_MAGIC, _VERSION, 0, len(header)) + header
+    version = _VERSION if envelope.tasks is None else _VERSION_WITH_TASKS
+    return _FRONT.pack(_MAGIC, version, 0, len(header)) + header
 
 
 def decode_envelope(blob: bytes) -> tuple[Envelope, memoryview]:
@@ -72,10 +79,10 @@ def decode_envelope(blob: bytes) -> tuple[Envelope, memoryview]:
         raise StateError(
             f"the checkpoint starts with {bytes(blob[:6])!r}, not {_MAGIC!r}: it was made by another kind of app"
         )
-    if version != _VERSION:
+    if version not in (_VERSION, _VERSION_WITH_TASKS):
         raise StateError(
-            f"the checkpoint has version {version}, this SDK reads version {_VERSION}: start the app with the version "
-            f"of the SDK that wrote it"
+            f"the checkpoint has version {version}, this SDK reads versions {_VERSION} and {_VERSION_WITH_TASKS}: "
+            f"start the app with the version of the SDK that wrote it"
         )
     end = _FRONT.size + header_size_bytes
     try:

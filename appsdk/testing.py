@@ -17,6 +17,7 @@ from protocol.errors import RemoteProtocolError
 from protocol.extensions import decode_app_batch, encode_impulses_accepted, encode_record_time
 from protocol.messages import (
     MessageType,
+    RpcKind,
     RpcType,
     decode_incoming_rpc,
     decode_messages,
@@ -69,9 +70,15 @@ def logged(sequence_id: int, calls: Iterable[bytes], time_ns: int | None = None)
     return encode_record(COMMITTER_ID, sequence_id, content)
 
 
-def initial_record(initial_message: bytes) -> bytes:
-    """Record 0: the initial message's data, given back."""
-    content = encode_record_time(START_TIME_NS) + encode_message(MessageType.INITIAL_MESSAGE, initial_message)
+def answer(method_id: int, kind: RpcKind, number: int, *rest: Any) -> bytes:
+    """The answer to the call with this number: with the value, with nothing, or with (name, arguments, attributes)."""
+    return encode_incoming_rpc(method_id, RpcType.ASYNC, encoder.encode((number, *rest)), kind)
+
+
+def initial_record(initial_message: bytes, instance_name: str = "") -> bytes:
+    """Record 0: what the instance is called, if it is said, and the initial message's data, given back."""
+    name = encode_message(MessageType.INSTANCE_NAME, instance_name.encode()) if instance_name else b""
+    content = encode_record_time(START_TIME_NS) + name + encode_message(MessageType.INITIAL_MESSAGE, initial_message)
     return encode_record(COMMITTER_ID, 0, content)
 
 

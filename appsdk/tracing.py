@@ -12,7 +12,7 @@ from typing import Any
 from appsdk.context import Context
 from appsdk.dispatch import Dispatcher
 from appsdk.errors import HandlerError
-from appsdk.outbox import Outbox
+from appsdk.outbox import Outbox, Send
 from appsdk.transport import Transport
 from protocol.extensions import (
     ALL_EXTENSIONS,
@@ -22,7 +22,7 @@ from protocol.extensions import (
     encode_handler_failed,
     encode_origins,
 )
-from protocol.messages import MessageType
+from protocol.messages import MessageType, RpcKind
 
 EXTENSIONS = ALL_EXTENSIONS | TRACE_EXTENSIONS
 LAST_WORDS_TIMEOUT_S = 60.0  # behind all output so far, which the coordinator may be comparing meanwhile
@@ -38,10 +38,15 @@ class TracingOutbox(Outbox):
     def make_fork(
         self, destination: str, name: str, method_id: int, signature: inspect.Signature
     ) -> Callable[..., None]:
-        fork = super().make_fork(destination, name, method_id, signature)
+        return self._traced(destination, super().make_fork(destination, name, method_id, signature))
+
+    def make_sender(self, destination: str, name: str, method_id: int, kind: RpcKind) -> Send:
+        return self._traced(destination, super().make_sender(destination, name, method_id, kind))
+
+    def _traced(self, destination: str, send: Callable[..., None]) -> Callable[..., None]:
         context, runs = self._context, self._runs.setdefault(destination, [])
 
-        def traced_fork(*arguments: Any, **keywords: Any) -> None:
+        def traced(*arguments: Any, **keywords: Any) -> None:
             # Noted before the call, which may close the batch; taken back when there is no call after all.
             before = runs[-1] if runs else None
             if before and (before.sequence_id, before.message_index) == (context.sequence_id, context.message_index):
@@ -51,12 +56,12 @@ class TracingOutbox(Outbox):
                 runs.append(Origin(context.sequence_id, context.message_index, 1))
                 undo = []
             try:
-                fork(*arguments, **keywords)
+                send(*arguments, **keywords)
             except BaseException:
                 runs[-1:] = undo
                 raise
 
-        return traced_fork
+        return traced
 
     def _append(self, message_type: MessageType, destination: str, count: int, data: bytearray) -> None:
         self._attach(destination)

@@ -36,6 +36,7 @@ OUTPUT_PENDING_BYTES_MAX = 4 << 20  # handed to the socket and not taken: beyond
 INPUT_BUFFERED_BYTES_MAX = 8 << 20  # read while no input is handled
 SNAPSHOT_CHUNKS_PENDING_MAX = (1 << 20) // CHUNK_SIZE_BYTES_MAX  # handed to the socket and not taken
 LAST_WORDS_TIMEOUT_S = 5.0  # for what the coordinator is to hear before the app leaves
+TIMER_WAIT_MS_MAX = 10_000  # then the wall clock is looked at again: it may have been set
 SEND_CHUNKS_MAX = 256  # of one sendmsg; the system's own limit is 1024
 UNIX = "unix:"  # in front of the path of a Unix socket
 UNIX_PATH_SIZE_BYTES_MAX = 107  # the kernel's limit
@@ -212,6 +213,9 @@ class Transport:
                     if self._snapshot is not None:
                         raise RemoteProtocolError("a checkpoint was asked for while another one is on its way")
                     self._snapshot = Snapshot(event.encode)
+                due_ns = self._dispatcher.next_due_ns
+                if due_ns is not None and due_ns <= (now_ns := time.time_ns()):
+                    self._dispatcher.tell_time(now_ns)
                 self._take(self._dispatcher.data_to_send())
                 self._send()
                 if event is not None:
@@ -331,7 +335,7 @@ class Transport:
             self._poll.register(self._connection, interest)
             self._interest = interest
         self._poll_snapshot()
-        for descriptor, happened in self._poll.poll():
+        for descriptor, happened in self._poll.poll(self._time_to_timer_ms()):
             if descriptor == self._waker.fileno():
                 self._waker.clear()
                 continue
@@ -341,6 +345,12 @@ class Transport:
                 self._send()
             if happened & ~select.POLLOUT:
                 self._receive()
+
+    def _time_to_timer_ms(self) -> int | None:
+        due_ns = self._dispatcher.next_due_ns
+        if due_ns is None or self._pending_size_bytes >= OUTPUT_PENDING_BYTES_MAX:
+            return None
+        return min(max(0, (due_ns - time.time_ns()) // 1_000_000 + 1), TIMER_WAIT_MS_MAX)
 
     def _receive(self) -> None:
         try:

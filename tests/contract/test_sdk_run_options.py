@@ -105,7 +105,13 @@ class Careless(Counter):
 
 
 def run_app(
-    folder: Path, target: str, script: ScriptedCoordinator | None, *options: str, stdin: str = "", **variables: str
+    folder: Path,
+    target: str,
+    script: ScriptedCoordinator | None,
+    *options: str,
+    stdin: str = "",
+    module: str = "wordcount",
+    **variables: str,
 ) -> tuple[int, str, str]:
     """The exit status of ``python -m appsdk``, its output and what it said on stderr."""
     (folder / "wordcount.py").write_text(PROGRAM)
@@ -114,7 +120,7 @@ def run_app(
     if script is not None:
         script.start()
         environment["IMMORTAL_APP_ADDRESS"] = script.address
-    command = [sys.executable, "-m", "appsdk", f"wordcount:{target}", *options]
+    command = [sys.executable, "-m", "appsdk", f"{module}:{target}", *options]
     app = subprocess.run(
         command, cwd=folder, env=environment, input=stdin, capture_output=True, text=True, timeout=WAIT_S, check=False
     )
@@ -213,3 +219,34 @@ def test_options_that_mean_nothing(tmp_path: Path, options: list[str], variables
     assert status == EXIT_NOT_RUNNABLE
     assert words in errors
     assert errors.count("\n") == 1
+
+
+ASYNC_PROGRAM = """
+from appsdk import Immortal, rpc
+
+class Waiter(Immortal):
+    @rpc(id=1)
+    async def wait(self, text: str) -> None:
+        got = await self.event(text)
+
+    @rpc(id=2)
+    def send(self, text: str) -> None:
+        self.signal(text, 1)
+"""
+
+
+def test_a_break_at_handlers_of_an_app_that_waits(tmp_path: Path) -> None:
+    def waiting(it: ScriptedCoordinator) -> None:
+        it.start_first()
+        it.send(logged(1, [call(1, "x"), call(2, "x")]))
+        it.send(GOODBYE)
+
+    (tmp_path / "waiter.py").write_text(ASYNC_PROGRAM)
+    for where, first_line in (("1:0", "got = await self.event(text)"), ("1:1", "self.signal(text, 1)")):
+        it = ScriptedCoordinator(waiting)
+        status, output, errors = run_app(
+            tmp_path, "Waiter", it, "--break", where, stdin="s\np ('in', text)\nc\n", module="waiter"
+        )
+        assert (status, errors) == (0, "")
+        assert f"-> {first_line}" in output
+        assert "('in', 'x')" in output

@@ -5,14 +5,15 @@ from __future__ import annotations
 import collections
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
 import appsdk.handlers
-from appsdk import Immortal, Impulses, Transient, impulse, initial, on_primary, peer, rpc
+from appsdk import Immortal, Impulses, Transient, every, impulse, initial, on_primary, peer, rpc
 from appsdk.errors import DefinitionError, UsageError
 from appsdk.handlers import method_id_of_name
 from appsdk.proxy import definition_of
@@ -128,10 +129,52 @@ def _keyword_only() -> None:
             pass
 
 
-def _async_handler() -> None:
+def _async_initial() -> None:
+    class App(Immortal):
+        @initial  # type: ignore[arg-type]
+        async def begin(self) -> None:
+            pass
+
+
+def _async_generator() -> None:
     class App(Immortal):
         @rpc
-        async def count(self, line: str) -> None:
+        async def count(self, line: str) -> AsyncIterator[int]:
+            yield 1
+
+
+def _no_exception() -> None:
+    class App(Immortal):
+        @rpc(raises=[int])  # type: ignore[list-item]
+        def count(self) -> None:
+            pass
+
+
+def _any_exception() -> None:
+    class App(Immortal):
+        @rpc(raises=[Exception])
+        def count(self) -> None:
+            pass
+
+
+def _no_period() -> None:
+    class App(Immortal):
+        @every("10 minutes")
+        def count(self) -> None:
+            pass
+
+
+def _period_of_nothing() -> None:
+    class App(Immortal):
+        @every(timedelta())
+        def count(self) -> None:
+            pass
+
+
+def _schedule_with_parameters() -> None:
+    class App(Immortal):
+        @every("10m")
+        def count(self, line: str) -> None:
             pass
 
 
@@ -297,8 +340,14 @@ def _peer_path() -> None:
         (_star_arguments, ["count", "'*lines'"]),
         (_star_keywords, ["count", "'**lines'"]),
         (_keyword_only, ["count", "'line'", "keyword-only"]),
-        (_async_handler, ["count", "not there yet"]),
-        (_async_hook, ["feed", "not there yet"]),
+        (_async_hook, ["feed", "plain 'def'", "impulses."]),
+        (_async_initial, ["begin", "plain 'def'", ".fork"]),
+        (_async_generator, ["count", "generator"]),
+        (_no_exception, ["count", "int", "below Exception"]),
+        (_any_exception, ["count", "below Exception"]),
+        (_no_period, ["'10 minutes'", '"10m"']),
+        (_period_of_nothing, ["timedelta", "10m"]),
+        (_schedule_with_parameters, ["count", "@every", "without arguments"]),
         (_generator, ["count", "generator"]),
         (_static_method, ["plain method", "staticmethod"]),
         (_no_self, ["count", "self"]),
@@ -449,3 +498,94 @@ def test_the_users_program_is_typed(tmp_path: Path) -> None:
     first = (USER_PROGRAM + WRONG_USES).split("\n").index("        self.counter.count.fork(1)") + 1
     wrong_lines = {int(line.split(":")[1]) for line in bad.stdout.splitlines() if ": error:" in line}
     assert wrong_lines == {first, first + 1, first + 2, first + 3, first + 6}, bad.stdout
+
+
+ASYNC_PROGRAM = """
+from __future__ import annotations
+from datetime import timedelta
+from appsdk import Immortal, Impulses, Winner, every, impulse, on_primary, peer, rpc
+
+class Bank(Immortal):
+    @rpc
+    def debit(self, account: str, amount: int) -> int:
+        return amount
+
+    @rpc(raises=[KeyError])
+    async def quote(self) -> float:
+        return 1.0
+
+class Teller(Immortal):
+    bank = peer(Bank, "bank")
+    late = peer(lambda: Bank, "late")
+
+    @rpc
+    def take(self, amount: int) -> int:
+        self.bank.debit.fork("a", self.also(amount))
+        return self.take(amount)
+
+    @rpc
+    def also(self, amount: int) -> int:
+        return amount
+
+    @impulse
+    async def go(self, account: str) -> bool:
+        one: int = await self.bank.debit(account, 5)
+        two: float = await self.late.quote()
+        three: int = await self.take(one)
+        four: tuple[int, float, int] = await self.gather(self.take(4), self.bank.quote(), self.bank.debit("a", 1))
+        five: Winner[int | None] = await self.race(self.take(4), self.sleep(timedelta(1)))
+        six: int = await self.event("x", int)
+        seven: str = await self.other(three)
+        if two:
+            return self.continue_as("a")
+        return (four, five, six, seven) is None
+
+    @impulse
+    async def other(self, number: int) -> str:
+        return "x"
+
+    @every("10m")
+    async def tick(self) -> None:
+        await self.other(3)
+
+    @on_primary
+    def feed(self, impulses: Impulses) -> None:
+        impulses.to(self).go("x")
+        impulses.to(self.bank).debit("a", 4)
+        Bank.debit(Bank(), "a", 5)
+"""
+
+WRONG_ASYNC_USES = """
+class Wrong(Teller):
+    @impulse
+    async def wrong(self) -> None:
+        one: str = await self.bank.debit("a", 1)
+        await self.bank.debit("a")
+        two: str = await self.take(1)
+        three: int = self.take(1)
+        await self.sleep(5)
+
+    @rpc
+    def waits(self) -> None:
+        four: int = self.bank.debit("a", 1)
+"""
+
+
+@pytest.mark.slow
+def test_what_async_handlers_await_is_typed(tmp_path: Path) -> None:
+    program = tmp_path / "teller.py"
+    (tmp_path / "mypy.ini").write_text(
+        "[mypy]\nstrict = true\nplugins = appsdk.mypy_plugin\n"
+        "[mypy-crcmod.*,fastcrc.*]\nignore_missing_imports = true\n"
+    )
+    options = ["--config-file", str(tmp_path / "mypy.ini"), "--cache-dir", str(tmp_path / "cache")]
+    command = [sys.executable, "-m", "mypy", *options, str(program)]
+    root = Path(__file__).parents[2]
+    program.write_text(ASYNC_PROGRAM)
+    good = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert good.returncode == 0, good.stdout
+    program.write_text(ASYNC_PROGRAM + WRONG_ASYNC_USES)
+    bad = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    first = (ASYNC_PROGRAM + WRONG_ASYNC_USES).split("\n").index('        one: str = await self.bank.debit("a", 1)') + 1
+    wrong_lines = {int(line.split(":")[1]) for line in bad.stdout.splitlines() if ": error:" in line}
+    assert wrong_lines == {*range(first, first + 5), first + 8}, bad.stdout

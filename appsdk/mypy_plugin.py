@@ -1,0 +1,42 @@
+"""For mypy: in an ``async def`` handler a call of one's own ``def`` handler is something to await.
+
+Its type can't say so by itself, as in a ``def`` handler the same call returns at once. In mypy's settings:
+``plugins = ["appsdk.mypy_plugin"]``. Nothing else imports this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mypy.nodes import CallExpr, FuncDef, MemberExpr, NameExpr
+from mypy.plugin import MethodContext, Plugin
+from mypy.types import Instance, Type, get_proper_type
+
+_CALL = "appsdk.handlers.BoundHandler.__call__"
+
+
+class _AppPlugin(Plugin):
+    def get_method_hook(self, fullname: str) -> Callable[[MethodContext], Type] | None:
+        return _awaitable if fullname == _CALL else None
+
+
+def _awaitable(context: MethodContext) -> Type:
+    returned = get_proper_type(context.default_return_type)
+    if isinstance(returned, Instance) and returned.type.fullname == "typing.Coroutine":
+        return returned  # an async handler's
+    return context.api.named_generic_type("typing.Awaitable", [returned]) if _is_step(context) else returned
+
+
+def _is_step(context: MethodContext) -> bool:
+    """Whether it is ``self.<handler>(...)`` in an ``async def``."""
+    function = context.api.scope.current_function()  # type: ignore[attr-defined]
+    if not isinstance(function, FuncDef) or not function.is_coroutine or not function.arguments:
+        return False
+    call = context.context
+    callee = call.callee if isinstance(call, CallExpr) else None
+    receiver = callee.expr if isinstance(callee, MemberExpr) else None
+    return isinstance(receiver, NameExpr) and receiver.name == function.arguments[0].variable.name
+
+
+def plugin(version: str) -> type[Plugin]:
+    return _AppPlugin

@@ -1,0 +1,370 @@
+"""The ``async def`` handlers of an instance that wait, what they wait for, and the answers to those who wait for it.
+
+All of it follows from the log: a message starts a handler, answers a call, tells the time or runs a ``def`` handler
+that signals an event. Each handler goes on until it waits again before the next one does, first woken first.
+
+A call that waits for an answer has the RPC type ASYNC, and [caller's name ("" is oneself), number of the call,
+arguments ...] as its arguments. The answer goes to the caller with the same method ID: RETURNED_VALUE [number, value],
+RETURNED_NOTHING [number] or RAISED [number, name of the exception, its arguments, its attributes].
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from appsdk.clock import Clock
+from appsdk.codec import ArgumentCodec, encoder
+from appsdk.context import Context
+from appsdk.errors import HandlerError, UsageError
+from appsdk.handlers import CLOCK_METHOD_ID, Handler
+from appsdk.journal import JournalError, SavedTask, SavedTasks, declared_name, encode_raised
+from appsdk.operations import NOTHING, Call, Event
+from appsdk.outbox import Send, make_writer
+from appsdk.proxy import make_fork
+from appsdk.report import handler_failed
+from appsdk.task import WAYS_OUT, Task
+from appsdk.task_self import encode_signal, event_decoder
+from appsdk.waits import Fiber
+from protocol.messages import RpcKind, RpcType
+
+if TYPE_CHECKING:
+    from appsdk.definition import Definition
+
+_take_call_number = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+_write_time = make_writer("the clock", CLOCK_METHOD_ID, RpcType.IMPULSE)
+
+
+class Events:
+    """Waits for events, the oldest first, and signals that nobody has waited for yet."""
+
+    def __init__(self, later: Callable[[Callable[[], None]], None], resolve: Callable[[Event, bytes], None]) -> None:
+        self.kept: dict[str, list[bytes]] = {}
+        self._waiting: dict[str, dict[int, Event]] = {}  # by name and number
+        self._later = later
+        self._resolve = resolve
+
+    def add(self, event: Event) -> None:
+        self._waiting.setdefault(event.name, {})[event.number] = event
+
+    def remove(self, event: Event) -> None:
+        waiting = self._waiting.get(event.name, {})
+        waiting.pop(event.number, None)
+        if not waiting:
+            self._waiting.pop(event.name, None)
+
+    def forget_all(self) -> None:
+        self.kept.clear()
+        self._waiting.clear()
+
+    def sort(self) -> None:
+        """After a rebuild: those that waited first come first again."""
+        self._waiting = {name: dict(sorted(waiting.items())) for name, waiting in self._waiting.items()}
+
+    def signal(self, name: str, value: bytes) -> None:
+        self._later(partial(self._give, name, value))
+
+    def offer(self, name: str) -> None:
+        """Somebody waits: the oldest signal that was kept is for it."""
+        if kept := self.kept.get(name):
+            self.signal(name, kept.pop(0))
+            if not kept:
+                del self.kept[name]
+
+    def _give(self, name: str, value: bytes) -> None:
+        for event in self._waiting.get(name, {}).values():
+            self._resolve(event, value)
+            return
+        self.kept.setdefault(name, []).append(value)
+
+
+class Tasks:
+    """Those of one instance. ``definition`` and ``instance`` are of the class that runs (see :meth:`use`)."""
+
+    definition: Definition
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.instance: Any = None
+        self.ready: deque[Fiber[Any]] = deque()
+        self.calls: dict[int, Call] = {}
+        self.clock = Clock()
+        self.events = Events(lambda action: self._queue.append(action), self._signalled)
+        self._queue: deque[Callable[[], None]] = deque()
+        self._tasks: dict[int, Task] = {}
+        self._next_number = 1
+        self._told_ns: int | None = None  # the time in an impulse that is on its way
+        self._scheduled: list[Handler[Any, Any]] = []
+        self._senders: dict[tuple[str, int, RpcKind], Send] = {}
+        self._forks: dict[tuple[str, int], Callable[..., None]] = {}
+        self._event_decoders: dict[Any, Callable[[bytes], Any]] = {}
+
+    def use(self, definition: Definition, instance: Any) -> None:
+        """From here on this class's code runs. Raises JournalError where it is not what those that wait ran."""
+        saved = self.save()
+        self.definition = definition
+        self.instance = instance
+        self._scheduled = [handler for handler in definition.handlers.values() if handler.period_ns]
+        if saved is not None:
+            self.restore(saved)
+
+    # --- what waits -------------------------------------------------------------------------------------------------
+
+    @property
+    def count(self) -> int:
+        return len(self._tasks)
+
+    def draw_number(self) -> int:
+        number = self._next_number
+        self._next_number = number + 1
+        return number
+
+    def save(self) -> SavedTasks | None:
+        """None where there is nothing to save, as in each app without ``async def`` and ``@every``."""
+        if self._next_number == 1 and not self.events.kept and not self.clock.schedules:
+            return None
+        return SavedTasks(
+            next_number=self._next_number,
+            tasks=[task.save() for task in self._tasks.values()],
+            signals={name: list(values) for name, values in self.events.kept.items()},
+            schedules=dict(self.clock.schedules),
+        )
+
+    def restore(self, saved: SavedTasks) -> None:
+        """Run all that waited again. Raises JournalError."""
+        self.calls.clear()
+        self.events.forget_all()
+        self.clock = Clock()
+        self.clock.schedules = dict(saved.schedules)
+        self.events.kept = {name: list(values) for name, values in saved.signals.items()}
+        self._next_number = saved.next_number
+        self._tasks.clear()
+        for one in saved.tasks:
+            self._tasks[one.number] = Task.rebuild(self, self._handler_of(one), one)
+        self.events.sort()
+
+    def _handler_of(self, saved: SavedTask) -> Handler[Any, Any]:
+        handler = self.definition.by_method_id.get(saved.method_id)
+        if handler is None or not handler.is_async:
+            has = "no such handler" if handler is None else f"{handler.name} there, which is no 'async def'"
+            raise JournalError(
+                f"an async handler with the method ID {saved.method_id} waits, and {self.definition.name} has {has}; "
+                f"the app stops\n{WAYS_OUT}"
+            )
+        return handler
+
+    def codec(self, handler: Handler[Any, Any]) -> ArgumentCodec:
+        return self.definition.codec(handler)
+
+    def event_decoder(self, kind: Any) -> Callable[[bytes], Any]:
+        try:
+            if (decode := self._event_decoders.get(kind)) is None:
+                decode = self._event_decoders[kind] = event_decoder(kind)
+        except TypeError:  # an annotation that can't be a key
+            decode = event_decoder(kind)
+        return decode
+
+    # --- what handlers do -------------------------------------------------------------------------------------------
+
+    def fork(self, destination: str, handler: Handler[Any, Any]) -> Callable[..., None]:
+        key = (destination, handler.method_id)
+        if (fork := self._forks.get(key)) is None:
+            fork = self._forks[key] = make_fork(self.context, destination, handler)
+        return fork
+
+    def signal(self, name: str, value: Any) -> None:
+        """Of a ``def`` handler."""
+        if threading.get_ident() != self.context.handling_thread_id:
+            raise UsageError(
+                "self.signal: only handlers signal: what hooks, __init__, prepare and upgrade do is not in the log; "
+                "send an impulse to a handler that does it"
+            )
+        self.events.signal(name, encode_signal(name, value))
+        if not self.definition.has_tasks:  # so nobody waits, and nobody else lets it through
+            self.drain()
+
+    def run_handler(self, handler: Handler[Any, Any], arguments: tuple[Any, ...]) -> tuple[bool, bytes]:
+        """Run a ``def`` handler for somebody who waits: (whether it raised, what for them). Raises HandlerError."""
+        context = self.context
+        name = handler.function.__qualname__
+        try:
+            value = handler.function(self.instance, *arguments)
+        except (Exception, SystemExit) as error:
+            if (declared := declared_name(handler, error)) is None:
+                raise handler_failed(name, arguments, error, context.sequence_id, context.message_index) from error
+            return True, self._encoded(name, arguments, partial(encode_raised, declared, error))
+        return False, self._encoded(name, arguments, partial(encoder.encode, value))
+
+    def _encoded(self, name: str, arguments: tuple[Any, ...], encode: Callable[[], bytes]) -> bytes:
+        try:
+            return encode()
+        except Exception as error:
+            problem = TypeError(f"what {name} returned or raised can't be sent to whoever waits for it: {error}")
+            raise handler_failed(
+                name, arguments, problem, self.context.sequence_id, self.context.message_index
+            ) from error
+
+    def send_call(self, call: Call, arguments: tuple[Any, ...]) -> None:
+        """Raises UsageError."""
+        caller = self.context.instance_name if call.destination else ""
+        if call.destination and not caller:
+            raise UsageError(
+                f"{call}: the log does not say what this instance is called, so the answer could not come back: a log "
+                f"that an older version of the coordinator has begun; start the instance with a new log"
+            )
+        send = self._sender(call.destination, call.handler, RpcKind.CALL)
+        send((caller, call.number, *arguments))
+
+    def _sender(self, destination: str, handler: Handler[Any, Any], kind: RpcKind) -> Send:
+        key = (destination, handler.method_id, kind)
+        if (send := self._senders.get(key)) is None:
+            outbox, name = self.context.outbox, handler.function.__qualname__
+            made: Send = outbox.make_sender(destination, name, handler.method_id, kind)
+            send = self._senders[key] = made
+        return send
+
+    def _answer(self, handler: Handler[Any, Any], caller: str, number: int, raised: bool, value: bytes) -> None:
+        if raised:
+            name, arguments, attributes = msgspec.msgpack.decode(value, type=list[msgspec.Raw])
+            self._sender(caller, handler, RpcKind.RAISED)((number, name, arguments, attributes))
+        elif value == NOTHING:
+            self._sender(caller, handler, RpcKind.RETURNED_NOTHING)((number,))
+        else:
+            self._sender(caller, handler, RpcKind.RETURNED_VALUE)((number, msgspec.Raw(value)))
+
+    # --- what the log brings ----------------------------------------------------------------------------------------
+
+    def receiver(self, handler: Handler[Any, Any], *, wakes: bool) -> Callable[..., None]:
+        """What handles a fork or impulse of ``handler``. ``wakes``: there may be handlers that wait for its signals.
+
+        Without, and with nothing special about it, it is the ``def`` handler itself.
+        """
+        if handler.is_async:
+
+            def start(instance: object, *arguments: Any) -> None:
+                self._start(handler, arguments, None, 0)
+
+            return start
+        if handler.raises:
+
+            def run(instance: object, *arguments: Any) -> None:
+                self.run_handler(handler, arguments)  # nobody waits for what it returns or raises
+                self.drain()
+
+            return run
+        function: Callable[..., None] = handler.function
+        return self.waking(function) if wakes else function
+
+    def waking(self, function: Callable[..., None]) -> Callable[..., None]:
+        """``function``, and then whoever waited for what it has signalled."""
+
+        def run(instance: object, *arguments: Any) -> None:
+            function(instance, *arguments)
+            self.drain()
+
+        return run
+
+    def answering_receiver(self, handler: Handler[Any, Any]) -> Callable[..., None]:
+        """What handles a call of ``handler`` whose caller waits: (instance, caller, number of the call, arguments)."""
+        if handler.is_async:
+
+            def start(instance: object, caller: str, number: int, *arguments: Any) -> None:
+                self._start(handler, arguments, caller, number)
+
+            return start
+
+        def run(instance: object, caller: str, number: int, *arguments: Any) -> None:
+            self._answer(handler, caller, number, *self.run_handler(handler, arguments))
+            self.drain()
+
+        return run
+
+    def _start(
+        self, handler: Handler[Any, Any], arguments: tuple[Any, ...], caller: str | None, call_number: int
+    ) -> None:
+        number = self.draw_number()
+        time_ns = self.context.record_time_ns or 0
+        task = self._tasks[number] = Task(
+            self, handler, number, encoder.encode(arguments), caller, call_number, time_ns
+        )
+        task.advance()
+        self._end_if_done(task)
+        self.drain()
+
+    def _end_if_done(self, task: Task) -> None:
+        if not task.is_done:
+            return
+        del self._tasks[task.number]
+        value, error = task.result()
+        declared = None if error is None else declared_name(task.handler, error)
+        if error is not None and declared is None:
+            raise task.failure(error)
+        if task.caller is None:
+            return
+        name, arguments = task.name, task.decoded_arguments()
+        if error is not None and declared is not None:
+            raised, encode = True, partial(encode_raised, declared, error)
+        else:
+            raised, encode = False, partial(encoder.encode, value)
+        self._answer(task.handler, task.caller, task.call_number, raised, self._encoded(name, arguments, encode))
+
+    def drain(self) -> None:
+        """Let all go on that was woken. Raises HandlerError."""
+        queue = self._queue
+        while queue:
+            queue.popleft()()
+
+    def _resolve(self, operation: Any, raised: bool, value: bytes) -> None:
+        if not operation.is_over:
+            operation.task.resolve(operation, raised, value, self.context.record_time_ns or 0)
+            self._end_if_done(operation.task)
+
+    def _signalled(self, event: Event, value: bytes) -> None:
+        self._resolve(event, False, value)
+
+    def answered(self, kind: RpcKind, data: bytes) -> None:
+        """An answer has come. One that nobody waits for any more is left alone. Raises HandlerError."""
+        try:
+            number_raw, *rest = _take_call_number(data)
+            number: int = msgspec.msgpack.decode(number_raw, type=int)
+            value = NOTHING
+            if kind is not RpcKind.RETURNED_NOTHING:
+                value = encoder.encode(rest if kind is RpcKind.RAISED else rest[0])
+        except (msgspec.DecodeError, ValueError, IndexError, UnicodeDecodeError) as error:
+            context = self.context
+            raise HandlerError(
+                f"record {context.sequence_id}, message {context.message_index}: an answer that can't be read: "
+                f"{error}; the app stops",
+                context.sequence_id,
+                context.message_index,
+            ) from None
+        if (call := self.calls.get(number)) is not None:
+            self._resolve(call, kind is RpcKind.RAISED, value)
+            self.drain()
+
+    # --- time -------------------------------------------------------------------------------------------------------
+
+    def told_time(self, time_ns: int) -> None:
+        """The log says what time it is: timers and schedules up to then are due. Raises HandlerError."""
+        if self._told_ns is not None and time_ns >= self._told_ns:
+            self._told_ns = None
+        for handler in self.clock.take_schedules(time_ns, self._scheduled):
+            self.fork("", handler)()
+        for timer in self.clock.take_timers(time_ns):
+            self._queue.append(partial(self._resolve, timer, False, NOTHING))
+        self.drain()
+
+    @property
+    def next_due_ns(self) -> int | None:
+        """When :meth:`tell_time` is to be called, by the wall clock; None: not yet, or never."""
+        return None if self._told_ns is not None else self.clock.next_due_ns(self._scheduled)
+
+    def tell_time(self, time_ns: int) -> None:
+        """Put the time into the log, as an impulse to oneself."""
+        self._told_ns = time_ns
+        self.context.outbox.impulses.append_own(_write_time, (time_ns,))

@@ -1,0 +1,286 @@
+"""What an ``async def`` handler can await, and the small loop that its parts run on: first in, first out, no clock.
+
+A :class:`Wait` begins when it is awaited, or given to ``gather`` or ``race``. The coroutines of one handler, itself and
+those that it gives to ``gather`` and ``race``, are its :class:`Fiber`\\ s. Which of them goes on next follows from the
+order in which waits are done, and that from the log.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from appsdk.errors import UsageError
+
+T = TypeVar("T")
+
+
+class _State(Enum):
+    NEW = auto()
+    BEGUN = auto()
+    DONE = auto()
+    CANCELLED = auto()
+
+
+class Fibers:
+    """The coroutines of one handler: those that can go on, and the waits that were made and not begun."""
+
+    __slots__ = ("ready", "unbegun")
+
+    def __init__(self, ready: deque[Fiber[Any]]) -> None:
+        self.ready = ready  # shared by all handlers of an instance, of which one runs at a time: a deque is large
+        self.unbegun: dict[int, Wait[Any]] = {}  # by identity, oldest first
+
+    def run(self) -> None:
+        """Until all wait. What is raised ends the handler: it is none of what its coroutines raise for each other."""
+        while self.ready:
+            self.ready.popleft().step()
+
+
+class Wait(Generic[T]):
+    """Something that an ``async def`` handler awaits: it is done with a value or an error, or cancelled."""
+
+    __slots__ = ("_error", "_fibers", "_state", "_value", "_watchers")
+
+    def __init__(self, fibers: Fibers) -> None:
+        self._fibers = fibers
+        self._state = _State.NEW
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._watchers: list[Callable[[], None]] = []
+        fibers.unbegun[id(self)] = self
+
+    def __str__(self) -> str:
+        raise NotImplementedError
+
+    def __await__(self) -> Generator[Wait[Any], None, T]:
+        self.begin()
+        if not self.is_done:
+            yield self
+        if self._error is not None:
+            raise self._error
+        value: T = self._value
+        return value
+
+    @property
+    def is_done(self) -> bool:
+        return self._state is _State.DONE
+
+    @property
+    def is_over(self) -> bool:
+        return self._state in (_State.DONE, _State.CANCELLED)
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._error
+
+    @property
+    def value(self) -> Any:
+        return self._value
+
+    def belongs_to(self, fibers: Fibers) -> bool:
+        return self._fibers is fibers
+
+    def begin(self) -> None:
+        """Once: a wait that has begun goes on."""
+        if self._state is _State.NEW:
+            self._state = _State.BEGUN
+            del self._fibers.unbegun[id(self)]
+            try:
+                self._start()
+            except Exception as error:  # arguments that can't be sent
+                self.complete(error=error)
+                self._drop()
+        elif self._state is _State.CANCELLED:
+            raise UsageError(f"{self} was cancelled, by a race or gather that is over: it can't be awaited any more")
+
+    def _start(self) -> None:
+        raise NotImplementedError
+
+    def watch(self, watcher: Callable[[], None]) -> None:
+        self._watchers.append(watcher)
+
+    def unwatch(self, watcher: Callable[[], None]) -> None:
+        """Whoever waits last takes the wait with it."""
+        if watcher in self._watchers:
+            self._watchers.remove(watcher)
+            if not self._watchers:
+                self.cancel()
+
+    def complete(self, value: Any = None, error: BaseException | None = None) -> None:
+        if not self.is_over:
+            self._state = _State.DONE
+            self._value, self._error = value, error
+            watchers, self._watchers = self._watchers, []
+            for watcher in watchers:
+                watcher()
+
+    def cancel(self) -> None:
+        """Nobody is to learn how it ends."""
+        if not self.is_over:
+            if self._state is _State.NEW:
+                self._fibers.unbegun.pop(id(self), None)
+            self._state = _State.CANCELLED
+            self._watchers.clear()
+            self._drop()
+
+    def _drop(self) -> None:
+        """It is cancelled: let go of what it waits for."""
+
+
+class Fiber(Wait[T]):
+    """A coroutine that runs beside the others of its handler."""
+
+    __slots__ = ("_coroutine", "_waits_for")
+
+    def __init__(self, fibers: Fibers, coroutine: Coroutine[Any, Any, T]) -> None:
+        super().__init__(fibers)
+        self._coroutine = coroutine
+        self._waits_for: Wait[Any] | None = None
+
+    def __str__(self) -> str:
+        return getattr(self._coroutine, "__qualname__", "a coroutine")
+
+    def _start(self) -> None:
+        self._fibers.ready.append(self)
+
+    def _resume(self) -> None:
+        self._waits_for = None
+        self._fibers.ready.append(self)
+
+    def step(self) -> None:
+        """Run up to the next wait. Raises what is meant for no coroutine (see :class:`Fibers`)."""
+        if self.is_over:
+            return
+        try:
+            awaited = self._coroutine.send(None)
+        except StopIteration as stop:
+            self.complete(stop.value)
+        except (Exception, SystemExit) as error:
+            self.complete(error=error)
+        else:
+            if isinstance(awaited, Wait) and awaited.belongs_to(self._fibers):
+                self._waits_for = awaited
+                awaited.watch(self._resume)
+            else:
+                self._coroutine.close()
+                self.complete(error=foreign(awaited))
+
+    def _drop(self) -> None:
+        waits_for, self._waits_for = self._waits_for, None
+        if waits_for is not None:
+            waits_for.unwatch(self._resume)
+        try:
+            self._coroutine.close()
+        except RuntimeError as error:
+            if str(error) != "coroutine ignored GeneratorExit":
+                raise
+            raise UsageError(
+                f"{self} has lost a race, or its gather has failed, and it goes on waiting in a 'finally' or 'except': "
+                f"nobody would wait for that: use .fork(...) there"
+            ) from error
+
+
+def foreign(awaited: object) -> UsageError:
+    what = "a bare 'yield', such as asyncio.sleep(0)," if awaited is None else f"a {type(awaited).__qualname__}"
+    return UsageError(
+        f"an async handler awaits {what} which no log would wake it from: it can await calls (await "
+        f"self.<peer>.<method>(...)), its own handlers, self.sleep, self.at, self.event, self.gather and self.race"
+    )
+
+
+def as_wait(fibers: Fibers, awaitable: Awaitable[T]) -> Wait[T]:
+    """What ``gather`` and ``race`` were given. Raises UsageError."""
+    if isinstance(awaitable, Wait) and awaitable.belongs_to(fibers):
+        return awaitable
+    if isinstance(awaitable, Coroutine):
+        return Fiber(fibers, awaitable)
+    raise foreign(awaitable)
+
+
+class _Several(Wait[T]):
+    """A wait for others, which has them to itself unless somebody else awaits them too."""
+
+    __slots__ = ("_waits", "_watchers_of")
+
+    def __init__(self, fibers: Fibers, waits: Sequence[Wait[Any]]) -> None:
+        super().__init__(fibers)
+        self._waits = waits
+        self._watchers_of: list[Callable[[], None]] = []
+
+    def _start(self) -> None:
+        for index, wait in enumerate(self._waits):
+            if self.is_over:  # one that was done at once has decided it
+                break
+            wait.begin()
+            watcher = partial(self._one_done, index)
+            self._watchers_of.append(watcher)
+            if wait.is_done:
+                watcher()
+            else:
+                wait.watch(watcher)
+
+    def _one_done(self, index: int) -> None:
+        raise NotImplementedError
+
+    def _drop(self) -> None:
+        for index, wait in enumerate(self._waits):
+            if index < len(self._watchers_of):
+                wait.unwatch(self._watchers_of[index])
+            else:  # not begun
+                wait.cancel()
+
+
+class Gather(_Several[tuple[Any, ...]]):
+    """Done when all are, with their values; at the first error with that, and the others are cancelled."""
+
+    __slots__ = ("_done_count",)
+
+    def __init__(self, fibers: Fibers, waits: Sequence[Wait[Any]]) -> None:
+        super().__init__(fibers, waits)
+        self._done_count = 0
+
+    def __str__(self) -> str:
+        return f"gather({', '.join(map(str, self._waits))})"
+
+    def _start(self) -> None:
+        super()._start()
+        if not self._waits:
+            self.complete(())
+
+    def _one_done(self, index: int) -> None:
+        self._done_count += 1
+        if (error := self._waits[index].error) is not None:
+            self.complete(error=error)
+            self._drop()
+        elif self._done_count == len(self._waits):
+            self.complete(tuple(each.value for each in self._waits))
+
+
+@dataclass(frozen=True, slots=True)
+class Winner(Generic[T]):
+    """How a race ended: ``index`` (from 0) says which of its awaitables was done first, ``value`` with what."""
+
+    index: int
+    value: T
+
+
+class Race(_Several[Winner[Any]]):
+    """Done when the first is, with its index and value, or its error; the others are cancelled."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return f"race({', '.join(map(str, self._waits))})"
+
+    def _one_done(self, index: int) -> None:
+        wait = self._waits[index]
+        if wait.error is not None:
+            self.complete(error=wait.error)
+        else:
+            self.complete(Winner(index, wait.value))
+        self._drop()

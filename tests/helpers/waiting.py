@@ -1,0 +1,104 @@
+"""Instances that wait for each other and for the time, and crash in between: real machines, logs and dispatchers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from coordinator.core import effects as ef
+from coordinator.core import events as ev
+from tests.helpers.recorded import Instances, RecordedInstance
+
+S_NS = 1_000_000_000
+
+
+class WaitingInstances(Instances):
+    """``classes``: what each instance runs. A message to one that is down is sent again once it is up."""
+
+    def __init__(self, folder: Path, classes: dict[str, type]) -> None:
+        super().__init__(folder)
+        self.classes = classes
+        self._unsent: list[tuple[RecordedInstance, ef.SendToPeer]] = []
+        for name in classes:
+            self.start(name, classes[name])
+
+    def __getitem__(self, name: str) -> RecordedInstance:
+        return self._running[name]
+
+    def app(self, name: str) -> Any:
+        return self[name].app
+
+    def waiting_count(self, name: str) -> int:
+        return self[name].dispatcher.tasks.count
+
+    # --- crashes ----------------------------------------------------------------------------------------------------
+
+    def kill(self, name: str) -> None:
+        """App and coordinator are gone, with all that they had not written or sent."""
+        self.stop(name)
+        self._unsent = [(sender, effect) for sender, effect in self._unsent if sender.name != name]
+
+    def crash(self, *names: str) -> None:
+        for name in names:
+            self.kill(name)
+        for name in names:
+            self.start(name, self.classes[name])
+
+    def step(self, name: str) -> bool:
+        """Let one instance handle what it has and say what it has to say, and go no further."""
+        instance = self._running[name]
+        moved = instance.turn()
+        effects, instance.driven.effects = instance.driven.effects, []
+        for effect in effects:
+            moved = self._carry(instance, effect) or moved
+        return moved
+
+    def settle(self) -> None:
+        moved = True
+        while moved:
+            moved = False
+            super().settle()
+            unsent, self._unsent = self._unsent, []
+            for sender, effect in unsent:
+                moved = self._carry(sender, effect) or moved
+
+    def _carry(self, instance: RecordedInstance, effect: ef.Effect) -> bool:
+        if isinstance(effect, ef.SendToPeer):
+            receiver = self._running.get(effect.destination)
+            if receiver is None:
+                self._unsent.append((instance, effect))
+                return False
+            token = (instance, effect.tag)
+            receiver.driven.handle(ev.PeerFrameReceived(token, effect.frame))
+            return True
+        if isinstance(effect, ef.ReplyToPeer):
+            assert isinstance(effect.token, tuple)
+            sender, tag = effect.token
+            if self._running.get(sender.name) is sender:  # else it was for one that has crashed
+                sender.driven.handle(ev.PeerReplied(instance.name, tag, effect.frame))
+            return True
+        return super()._carry(instance, effect)
+
+    # --- time -------------------------------------------------------------------------------------------------------
+
+    def pass_time(self, duration_s: float) -> None:
+        """The clock goes on, and whoever has a timer that is due hears of it."""
+        self._time_ns += int(duration_s * S_NS)
+        self.tell_time()
+
+    def tell_time(self) -> None:
+        told = True
+        while told:
+            told = False
+            for instance in list(self._running.values()):
+                due_ns = instance.dispatcher.next_due_ns
+                if due_ns is not None and due_ns <= self._time_ns:
+                    instance.dispatcher.tell_time(self._time_ns)
+                    told = True
+            self.settle()
+
+    def pass_all_time(self) -> None:
+        """Until no timer is left."""
+        while due := [d for i in self._running.values() if (d := i.dispatcher.next_due_ns) is not None]:
+            self._time_ns = max(self._time_ns, min(due))
+            self.tell_time()

@@ -1,0 +1,951 @@
+"""``async def`` handlers: two instances with real machines and logs, driven by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appsdk import Immortal, Winner, every, impulse, initial, peer, rpc
+from appsdk.errors import HandlerError, UpgradeError, UsageError
+from appsdk.inspection import inspect_state
+from appsdk.journal import JournalError
+from appsdk.proxy import definition_of
+from appsdk.upgrades import upgrades
+from tests.helpers.waiting import WaitingInstances
+
+
+class InsufficientFunds(Exception):  # noqa: N818
+    def __init__(self, account: str, missing: int) -> None:
+        super().__init__(f"{account} lacks {missing}")
+        self.missing = missing
+
+
+class StillMissing(InsufficientFunds):
+    """Goes to callers as what its base is declared as."""
+
+
+class Bank(Immortal):
+    accounts: dict[str, int]
+    quotes: int
+
+    def __init__(self) -> None:
+        self.accounts = {"a": 10, "b": 0}
+        self.quotes = 0
+
+    @rpc(raises=[InsufficientFunds])
+    def debit(self, account: str, amount: int = 1) -> int:
+        if self.accounts[account] < amount:
+            kind = StillMissing if amount > 1000 else InsufficientFunds
+            raise kind(account, amount - self.accounts[account])
+        self.accounts[account] -= amount
+        return self.accounts[account]
+
+    @rpc
+    def credit(self, account: str, amount: int) -> int:
+        self.accounts[account] += amount
+        return self.accounts[account]
+
+    @rpc
+    def nothing(self) -> None:
+        pass
+
+    @rpc
+    def counted(self) -> int:
+        self.quotes += 1
+        return self.quotes
+
+    @rpc
+    def moment(self) -> datetime | None:
+        return None if self.quotes else self.now()
+
+    @rpc(raises=[InsufficientFunds])
+    async def quote(self, after_s: int) -> float:
+        await self.sleep(timedelta(seconds=after_s))
+        await self.counted()
+        if after_s == 7:
+            raise InsufficientFunds("quote", 7)
+        return after_s / 2
+
+
+class Base(Immortal):
+    log: list[str]
+
+    @rpc
+    def note(self, text: str) -> int:
+        self.log.append(text)
+        return len(self.log)
+
+    @rpc
+    async def inherited(self, text: str) -> str:
+        await self.note(f"base {text}")  # type: ignore[misc]
+        return f"base {text}"
+
+
+class Teller(Base):
+    LIMIT = 100
+    bank = peer(Bank, "bank")
+    late = peer(lambda: Bank, "late")
+    balance: int
+
+    def __init__(self) -> None:
+        self.balance = 0
+        self.log = []
+
+    # --- def handlers
+
+    @rpc
+    def take(self, amount: int) -> int:
+        self.balance += amount
+        return self.balance
+
+    @rpc
+    def approve(self, name: str, value: Any) -> None:
+        self.signal(name, value)
+
+    @rpc
+    def items(self, given: list[int]) -> list[str]:
+        given.append(0)
+        return self.log
+
+    @rpc(raises=[InsufficientFunds])
+    def strict(self, amount: int) -> None:
+        if amount > 5:
+            raise InsufficientFunds("strict", amount)
+        if amount < 0:
+            raise ValueError("a bug")
+
+    def helper(self, text: str) -> str:
+        return f"{text} below {self.LIMIT}"
+
+    @property
+    def shout(self) -> str:
+        return self.helper("SHOUT")
+
+    async def twice(self, account: str) -> int:
+        one = await self.bank.credit(account, 1)
+        two = await self.bank.credit(account, 1)
+        return one + two
+
+    # --- async handlers
+
+    @impulse
+    async def transfer(self, a: str, b: str, amount: int) -> bool:
+        try:
+            await self.bank.debit(a, amount)
+        except InsufficientFunds as error:
+            await self.note(f"{type(error).__name__} {error}, {error.missing}")
+            return False
+        await self.take(amount)
+        await self.bank.credit(b, amount)
+        await self.note("transferred")
+        return True
+
+    @impulse
+    async def many(self, kind: str) -> None:
+        if kind == "gather":
+            one, two, three = await self.gather(self.bank.credit("a", 1), self.take(5), self.twice("b"))
+            await self.note(f"{one} {two} {three}")
+        elif kind == "gather nothing":
+            await self.note(f"{await self.gather()}")
+        elif kind == "gather fails":
+            try:
+                await self.gather(self.bank.debit("b", 5), self.sleep(timedelta(days=1)), self.twice("a"))
+            except InsufficientFunds as error:
+                await self.note(f"{error}")
+        elif kind == "race":
+            first = await self.race(self.bank.quote(3600), self.sleep(timedelta(seconds=1)))
+            await self.note(f"{first}")
+        elif kind == "race of coroutines":
+            first = await self.race(self.slow(), self.twice("a"))
+            await self.note(f"{first}")
+        elif kind == "race fails":
+            try:
+                await self.race(self.sleep(timedelta(days=1)), self.bank.debit("b", 2000))
+            except InsufficientFunds as error:
+                await self.note(f"{type(error).__name__} {error.missing}")
+        elif kind == "nested":
+            got = await self.race(self.gather(self.bank.quote(7), self.sleep(timedelta(days=1))), self.event("never"))
+            await self.note(f"{got}")
+        elif kind == "shared":
+            quote = self.bank.quote(3600)
+            first, also = await self.gather(self.race(quote, self.sleep(timedelta(seconds=1))), self.shares(quote))
+            await self.note(f"{first.index} {also}")
+        elif kind == "awaited twice":
+            call = self.bank.counted()
+            await self.note(f"{await call} {await call}")
+
+    async def shares(self, call: Any) -> str:
+        return f"got {await call}"
+
+    async def slow(self) -> None:
+        try:
+            await self.sleep(timedelta(days=1))
+        finally:
+            self.note.fork("slow was given up")
+
+    @impulse
+    async def ask(self, kind: str) -> None:
+        if kind == "nothing":
+            await self.note(f"{await self.bank.nothing()}")
+        elif kind == "moment":
+            await self.note(type(await self.bank.moment()).__name__)
+        elif kind == "default":
+            await self.note(f"{await self.bank.debit(account='a')}")
+        elif kind == "self":
+            await self.note(f"{await self.asked(5)}")
+        elif kind == "super":
+            await self.note(await self.inherited("x"))
+        elif kind == "step raises":
+            try:
+                await self.strict(6)
+            except InsufficientFunds as error:
+                await self.note(f"{error}")
+        elif kind == "helpers":
+            same = isinstance(self, Teller)
+            await self.note(f"{self.helper('x')} {self.shout} {self.LIMIT} {same} {self!r} {self.bank!r}")
+        elif kind == "copies":
+            given = [1]
+            got = await self.items(given)
+            got.append("not in the state")
+            await self.note(f"{given}")
+
+    @rpc
+    async def asked(self, number: int) -> int:
+        await self.sleep(timedelta(seconds=1))
+        return number * 2
+
+    @rpc
+    async def inherited(self, text: str) -> str:
+        return "own " + await super().inherited(text)
+
+    @impulse
+    async def moments(self) -> None:
+        before = (self.now(), self.random.random(), self.uuid4())
+        await self.note(f"before {before}")
+        await self.bank.nothing()
+        again = (self.now(), self.random.random(), self.uuid4())
+        await self.note(f"before {before}")
+        await self.note(f"then {again}")
+        await self.sleep(timedelta(seconds=1))
+        await self.note(f"again {before[0] < again[0] < self.now()} {before[1:] != again[1:]}")
+        await self.note(f"then {again}")
+
+    @impulse
+    async def wait(self, name: str, kind: str) -> None:
+        if kind == "bool":
+            value: Any = await self.event(name, bool)
+        elif kind == "time":
+            value = await self.event(name, datetime)
+        else:
+            value = await self.event(name)
+        await self.note(f"{name} {value!r}")
+
+    @impulse
+    async def wait_later(self, after_s: int) -> None:
+        await self.sleep(timedelta(seconds=after_s))
+        await self.note(f"{await self.event('later')} after {after_s}")
+
+    @impulse
+    async def effects(self, name: str) -> None:
+        self.bank.credit.fork("b", 1)
+        self.note.fork("forked")
+        self.signal(name, "sent")
+        await self.sleep(timedelta(seconds=1))
+        self.bank.credit.fork("b", 10)
+
+    @impulse
+    async def signals(self, name: str) -> None:
+        self.signal(name, "from async")
+        await self.note("signalled")
+
+    @impulse
+    async def loop(self, count: int) -> None:
+        await self.take(1)
+        await self.sleep(timedelta(seconds=1))
+        if count > 1:
+            self.continue_as(count - 1)
+        await self.note("looped")
+
+    @impulse
+    async def wrong(self, kind: str) -> None:
+        if kind == "reads":
+            print(self.balance)
+        elif kind == "sets":
+            self.balance = 1
+        elif kind == "deletes":
+            del self.balance
+        elif kind == "typo":
+            self.balanced  # type: ignore[attr-defined]  # noqa: B018
+        elif kind == "asyncio":
+            await asyncio.sleep(1)
+        elif kind == "asyncio yield":
+            await asyncio.sleep(0)
+        elif kind == "not awaited":
+            self.take(1)
+            await self.bank.nothing()
+        elif kind == "naive":
+            await self.at(datetime(2030, 1, 1))
+        elif kind == "seconds":
+            await self.sleep(5)  # type: ignore[arg-type]
+        elif kind == "too late":
+            await self.sleep(timedelta(days=100_000))
+        elif kind == "step bug":
+            try:
+                await self.strict(-1)
+            except Exception:
+                await self.note("never")
+        elif kind == "swallows":
+            try:
+                await self.strict(-1)
+            except BaseException:
+                await self.note("never")
+        elif kind == "raises":
+            raise ValueError("oh")
+        elif kind == "argument":
+            await self.bank.credit("a", object())  # type: ignore[arg-type]
+        elif kind == "own raises":
+            await self.note("before")
+            raise InsufficientFunds("undeclared", 1)
+        elif kind == "gather foreign":
+            await self.gather(5)  # type: ignore[call-overload]
+        elif kind == "race nobody":
+            await self.race()
+        elif kind == "finally":
+            await self.race(self.bank.nothing(), self.clings())
+        elif kind == "each other":
+            both: list[Any] = []
+            both.append(self.gather(self.on_other(both)))
+            await both[0]
+        elif kind == "handler":
+            await self.bank.stolen()  # type: ignore[attr-defined]
+
+    async def on_other(self, both: list[Any]) -> None:
+        await both[0]
+
+    async def clings(self) -> None:
+        try:
+            await self.sleep(timedelta(days=1))
+        finally:
+            await self.bank.nothing()
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[WaitingInstances]:
+    made = WaitingInstances(tmp_path, {"bank": Bank, "teller": Teller})
+    yield made
+    made.close()
+
+
+def log(two: WaitingInstances) -> list[str]:
+    found: list[str] = two.app("teller").log
+    return found
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_call_gives_what_was_returned_or_raises_what_was_raised(two: WaitingInstances) -> None:
+    two["teller"].impulse("transfer", "a", "b", 4)
+    two["teller"].impulse("transfer", "a", "b", 100)
+    two["teller"].impulse("transfer", "a", "b", 2000)
+    assert two.app("bank").accounts == {"a": 6, "b": 4}
+    assert two.app("teller").balance == 4
+    assert log(two) == [
+        "transferred",
+        "InsufficientFunds a lacks 94, 94",
+        "InsufficientFunds a lacks 1994, 1994",
+    ]
+    assert two.waiting_count("teller") == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("nothing", ["None"]),
+        ("moment", ["datetime"]),
+        ("default", ["9"]),
+        ("self", ["10"]),
+        ("super", ["base x", "own base x"]),
+        ("step raises", ["strict lacks 6"]),
+        ("helpers", ["x below 100 SHOUT below 100 100 True <Teller in Teller.ask> <peer 'bank'>"]),
+        ("copies", ["[1]"]),
+    ],
+)
+def test_what_an_async_handler_can_use(two: WaitingInstances, kind: str, expected: list[str]) -> None:
+    two["teller"].impulse("ask", kind)
+    two.pass_all_time()
+    assert log(two) == expected
+    assert two.waiting_count("teller") == 0
+
+
+@pytest.mark.parametrize("crashed", [[], ["teller"], ["bank"], ["teller", "bank"]])
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_a_caller_and_a_callee_that_crash_while_one_waits(
+    two: WaitingInstances, crashed: list[str], checkpoint: bool
+) -> None:
+    two.kill("bank")
+    two["teller"].impulse("transfer", "a", "b", 4)
+    assert two.waiting_count("teller") == 1
+    if checkpoint:
+        two["teller"].checkpoint()
+    two.start("bank", Bank) if "bank" not in crashed else None
+    if "bank" in crashed:
+        two.start("bank", Bank)
+        two["bank"].checkpoint()
+    two.crash(*crashed)
+    assert log(two) == ["transferred"]
+    assert two.app("bank").accounts == {"a": 6, "b": 4}
+    two.crash("teller", "bank")
+    assert (log(two), two.app("bank").accounts) == (["transferred"], {"a": 6, "b": 4})
+
+
+def test_def_handlers_answer_calls_of_a_class_without_async_ones(two: WaitingInstances) -> None:
+    two["bank"].impulses([("credit", ("a", 5)), ("debit", ("a", 1)), ("debit", ("a", 1000))])
+    assert two.app("bank").accounts == {"a": 14, "b": 0}  # nobody waits for what the third one raised
+
+
+# --- gather and race --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("crashing", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("gather", ["11 5 3"]),
+        ("gather nothing", ["()"]),
+        ("gather fails", ["b lacks 5"]),
+        ("race", ["Winner(index=1, value=None)"]),
+        ("race of coroutines", ["Winner(index=1, value=23)", "slow was given up"]),
+        ("race fails", ["InsufficientFunds 2000"]),
+        ("awaited twice", ["1 1"]),
+    ],
+)
+def test_gather_and_race(two: WaitingInstances, kind: str, expected: list[str], crashing: bool) -> None:
+    two.kill("bank")
+    two["teller"].impulse("many", kind)
+    if crashing:
+        two["teller"].checkpoint()
+        two.crash("teller")
+    two.start("bank", Bank)
+    two.pass_time(2)
+    assert log(two) == expected
+    assert two.waiting_count("teller") == 0
+    assert two["teller"].dispatcher.tasks.calls == {}
+    assert two["teller"].dispatcher.next_due_ns is None  # no cancelled timer stays
+    two.pass_all_time()  # the answer that has lost comes in
+    assert log(two) == expected
+
+
+def test_what_loses_a_race_is_executed_all_the_same(two: WaitingInstances) -> None:
+    two["teller"].impulse("many", "race")
+    two.pass_time(2)
+    assert (two.waiting_count("teller"), two.waiting_count("bank")) == (0, 1)
+    two.crash("teller")
+    two.pass_all_time()
+    assert (two.app("bank").quotes, two.waiting_count("bank")) == (1, 0)
+
+
+@pytest.mark.parametrize("crashing", [False, True])
+def test_what_others_wait_for_too_is_not_given_up(two: WaitingInstances, crashing: bool) -> None:
+    two["teller"].impulse("many", "shared")
+    two.pass_time(2)
+    assert log(two) == []
+    if crashing:
+        two["teller"].checkpoint()
+        two.crash("teller")
+    two.pass_all_time()
+    assert log(two) == ["1 got 1800.0"]
+
+
+def test_an_error_in_what_takes_part_ends_all_of_it(two: WaitingInstances) -> None:
+    two["teller"].impulse("many", "nested")
+    with pytest.raises(HandlerError, match=r"Teller\.many raised InsufficientFunds"):
+        two.pass_time(8)
+
+
+# --- time and randomness ----------------------------------------------------------------------------------------------
+
+
+def test_time_and_randomness_are_the_same_when_it_is_run_again(two: WaitingInstances) -> None:
+    two.kill("bank")
+    two["teller"].impulse("moments")
+    two["teller"].checkpoint()
+    two.crash("teller")
+    two.start("bank", Bank)
+    two["teller"].checkpoint()
+    two.crash("teller")
+    two.pass_time(1)
+    before, before_again, then, again, then_again = log(two)
+    assert (before, then) == (before_again, then_again)
+    assert again == "again True True"
+
+
+def test_a_timer_that_is_due_while_the_instance_is_down_fires_once_when_it_is_back(two: WaitingInstances) -> None:
+    two["teller"].impulse("loop", 1)
+    two.kill("teller")
+    two.pass_time(100)
+    two.start("teller", Teller)
+    assert log(two) == []
+    two.tell_time()
+    assert log(two) == ["looped"]
+    two.crash("teller")
+    two.pass_all_time()
+    assert log(two) == ["looped"]
+
+
+def test_a_second_impulse_for_the_same_time_does_nothing(two: WaitingInstances) -> None:
+    two["teller"].impulse("loop", 2)
+    dispatcher = two["teller"].dispatcher
+    due_ns = dispatcher.next_due_ns
+    assert due_ns is not None
+    two._time_ns = due_ns
+    dispatcher.tell_time(due_ns)
+    assert dispatcher.next_due_ns is None  # it has been told
+    dispatcher.tell_time(due_ns)
+    two.settle()
+    assert two.app("teller").balance == 2
+    assert (dispatcher.next_due_ns or 0) > due_ns
+
+
+class Scheduled(Immortal):
+    runs: list[datetime]
+    awaited: int
+
+    def __init__(self) -> None:
+        self.runs = []
+        self.awaited = 0
+
+    @every("10m")
+    def run(self) -> None:
+        self.runs.append(self.now())
+
+    @rpc
+    def add(self) -> None:
+        self.awaited += 1
+
+    @every(timedelta(hours=1))
+    async def later(self) -> None:
+        await self.sleep(timedelta(minutes=1))
+        await self.add()  # type: ignore[func-returns-value]
+
+
+def test_schedules(tmp_path: Path) -> None:
+    one = WaitingInstances(tmp_path, {"one": Scheduled})
+    one.tell_time()
+    assert one.app("one").runs == []
+    for _ in range(3):
+        one.pass_time(600)
+        one.crash("one")
+    assert len(one.app("one").runs) == 3
+    one["one"].checkpoint()
+    one.kill("one")
+    one.pass_time(5 * 3600)  # 30 times 10 minutes: made up for by one
+    one.start("one", Scheduled)
+    one.tell_time()
+    assert len(one.app("one").runs) == 4
+    assert one.app("one").awaited == 0
+    one.pass_time(60)
+    one.crash("one")
+    assert (len(one.app("one").runs), one.app("one").awaited) == (4, 1)
+    one.pass_time(540)
+    assert len(one.app("one").runs) == 5
+    one.close()
+
+
+# --- events -----------------------------------------------------------------------------------------------------------
+
+
+def test_events(two: WaitingInstances) -> None:
+    teller = two["teller"]
+    teller.impulse("wait", "approved", "bool")
+    teller.impulse("wait", "approved", "any")
+    teller.impulse("wait", "other", "any")
+    teller.checkpoint()
+    two.crash("teller")
+    teller = two["teller"]
+    teller.impulses([("signals", ("other",)), ("approve", ("approved", True))])
+    assert log(two) == ["signalled", "other 'from async'", "approved True"]
+    teller.impulse("approve", "approved", [1])
+    assert log(two)[3:] == ["approved [1]"]
+    assert two.waiting_count("teller") == 0
+
+
+def test_signals_that_nobody_waits_for_are_kept_in_order(two: WaitingInstances) -> None:
+    two["teller"].impulses([("approve", ("x", 1)), ("approve", ("x", 2))])
+    two["teller"].checkpoint()
+    two.crash("teller")
+    two["teller"].impulse("wait", "x", "any")
+    two["teller"].impulse("wait", "x", "any")
+    two["teller"].impulse("wait", "x", "any")
+    assert log(two) == ["x 1", "x 2"]
+    assert two.waiting_count("teller") == 1
+
+
+@pytest.mark.parametrize("crashing", [False, True])
+def test_who_has_waited_longest_gets_the_signal(two: WaitingInstances, crashing: bool) -> None:
+    two["teller"].impulses([("wait_later", (3,)), ("wait_later", (1,)), ("wait_later", (2,))])
+    two.pass_all_time()
+    if crashing:
+        two["teller"].checkpoint()
+        two.crash("teller")
+    two["teller"].impulses([("approve", ("later", number)) for number in range(3)])
+    assert log(two) == ["0 after 1", "1 after 2", "2 after 3"]
+
+
+def test_what_was_sent_is_not_sent_again_when_it_is_run_again(two: WaitingInstances) -> None:
+    two["teller"].impulse("effects", "x")
+    for _ in range(2):
+        two["teller"].checkpoint()
+        two.crash("teller")
+    two.pass_time(1)
+    assert two.app("bank").accounts["b"] == 11
+    assert log(two) == ["forked"]
+    assert len(two["teller"].dispatcher.tasks.events.kept["x"]) == 1
+
+
+def test_a_value_that_is_not_what_is_waited_for(two: WaitingInstances) -> None:
+    two["teller"].impulse("wait", "approved", "bool")
+    with pytest.raises(HandlerError, match=r"Teller\.wait waits for event approved, .*Expected `bool`, got `str`"):
+        two["teller"].impulse("approve", "approved", "yes")
+
+
+def test_who_may_signal(two: WaitingInstances) -> None:
+    with pytest.raises(UsageError, match="only handlers signal"):
+        two.app("teller").signal("x")
+    with pytest.raises(UsageError, match="does not run beside a coordinator"):
+        Teller().signal("x")
+
+
+# --- continue_as ------------------------------------------------------------------------------------------------------
+
+
+def test_continue_as_cuts_the_journal(two: WaitingInstances) -> None:
+    two["teller"].impulse("loop", 50)
+    for _ in range(49):
+        two.pass_time(1)
+    two["teller"].checkpoint()
+    (saved,) = two["teller"].dispatcher.tasks.save().tasks
+    assert (saved.generation, len(saved.entries), len(saved.pending)) == (49, 1, 1)
+    two.crash("teller")
+    two.pass_time(1)
+    assert (log(two), two.app("teller").balance) == (["looped"], 50)
+
+
+# --- what is wrong ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("reads", ["test_sdk_async.py, line ", "Teller.wrong reads self.balance", "'def' handler (@rpc)", "await"]),
+        ("sets", ["Teller.wrong sets self.balance"]),
+        ("deletes", ["Teller.wrong deletes self.balance"]),
+        ("typo", ["AttributeError", "'balanced'"]),
+        ("asyncio", ["asyncio does not run async handlers", "self.sleep"]),
+        ("asyncio yield", ["a bare 'yield'", "self.sleep"]),
+        ("not awaited", ["step take was made and never awaited"]),
+        ("naive", ["with a time zone"]),
+        ("seconds", ["a timedelta was expected"]),
+        ("too late", ["up to the year 2262"]),
+        ("step bug", ["Teller.strict raised ValueError", "a bug"]),
+        ("swallows", ["Teller.strict raised ValueError", "a bug"]),
+        ("raises", ["Teller.wrong raised ValueError", "oh", "arguments: ('raises')"]),
+        ("argument", ["Bank.credit: an argument can't be encoded"]),
+        ("own raises", ["Teller.wrong raised InsufficientFunds"]),
+        ("gather foreign", ["awaits a int"]),
+        ("race nobody", ["nothing takes part"]),
+        ("finally", ["Teller.wrong raised UsageError", "Teller.clings has lost a race", ".fork(...)"]),
+        ("each other", ["Teller.wrong raised UsageError", "wait for each other"]),
+        ("handler", ["Bank has no handler 'stolen'"]),
+    ],
+)
+def test_what_stops_the_app(two: WaitingInstances, kind: str, words: list[str]) -> None:
+    with pytest.raises(HandlerError) as caught:
+        two["teller"].impulse("wrong", kind)
+    for word in words:
+        assert word in str(caught.value).replace("',)", "')")
+    assert "never" not in log(two)
+    assert kind == "finally" or "/appsdk/" not in str(caught.value)  # the traceback is of the user's code
+
+
+def test_a_bug_in_the_callee_stops_the_callee(two: WaitingInstances) -> None:
+    two["teller"].impulse("many", "awaited twice")
+    with pytest.raises(HandlerError, match=r"Bank\.debit raised KeyError .*\n +arguments: \('nobody', 1\)"):
+        two["teller"].impulse("transfer", "nobody", "b", 1)
+
+
+def test_def_handlers_do_not_wait() -> None:
+    teller = Teller()
+    for call in (
+        lambda: teller.sleep(timedelta(1)),
+        lambda: teller.at(datetime.now(UTC)),
+        lambda: teller.event("x"),
+        lambda: teller.race(),
+        lambda: teller.gather(),
+        lambda: teller.continue_as(),
+    ):
+        with pytest.raises(UsageError, match="only an 'async def' handler waits"):
+            call()
+    with pytest.raises(UsageError, match="only async handlers wait for an answer"):
+        teller.bank.credit("a", 1)
+    with pytest.raises(UsageError, match=r"started with \.fork"):
+        teller.transfer("a", "b", 1)
+
+
+class Journaled(Immortal):
+    """Changed below, with one name, as the next version of a file would be."""
+
+    bank = peer(Bank, "bank")
+    log: list[str]
+
+    def __init__(self) -> None:
+        self.log = []
+
+    @rpc
+    def note(self, text: str) -> None:
+        self.log.append(text)
+
+    @impulse
+    async def work(self, text: str) -> None:
+        await self.note(f"first {text}")  # type: ignore[func-returns-value]
+        await self.bank.credit("a", 1)
+        await self.sleep(timedelta(seconds=5))
+        await self.note("done")  # type: ignore[func-returns-value]
+
+
+def changed(body: Any, **keywords: Any) -> type:
+    """``Journaled`` with another ``work``."""
+
+    def fill(namespace: dict[str, Any]) -> None:
+        body.__name__ = "work"
+        body.__qualname__ = "Journaled.work"
+        namespace["work"] = impulse(body)
+        namespace["__qualname__"] = "Journaled"
+
+    import types
+
+    return types.new_class("Journaled", (Journaled,), keywords, fill)
+
+
+async def _other_step(self: Any, text: str) -> None:
+    await self.note(f"1st {text}")
+    await self.bank.credit("a", 1)
+    await self.sleep(timedelta(seconds=5))
+
+
+async def _other_call(self: Any, text: str) -> None:
+    await self.note(f"first {text}")
+    await self.bank.debit("a", 1)
+    await self.sleep(timedelta(seconds=5))
+
+
+async def _fewer(self: Any, text: str) -> None:
+    await self.note(f"first {text}")
+
+
+async def _more(self: Any, text: str) -> None:
+    await self.note(f"first {text}")
+    await self.note("and")
+    await self.bank.credit("a", 1)
+
+
+async def _other_timer(self: Any, text: str) -> None:
+    await self.note(f"first {text}")
+    await self.bank.credit("a", 1)
+    await self.sleep(timedelta(seconds=6))
+
+
+async def _raises(self: Any, text: str) -> None:
+    await self.note(f"first {text}")
+    try:
+        await self.bank.credit("a", 2)
+    except Exception:  # what is wrong is none of its business
+        await self.sleep(timedelta(seconds=1))
+
+
+async def _fails(self: Any, text: str) -> None:
+    await self.note(f"first {text}")
+    await self.bank.credit("a", 1)
+    raise ValueError(text)
+
+
+async def _other_arguments(self: Any, text: int) -> None:
+    await self.note(f"first {text}")
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (_other_step, ["step 1", "expected step note (arguments ", "got step note (arguments "]),
+        (_other_call, ["step 2", "expected call bank.credit", "got call bank.debit"]),
+        (_fewer, ["step 2", "expected call bank.credit", "got its end"]),
+        (_more, ["step 2", "expected call bank.credit", "got step note"]),
+        (_other_timer, ["step 3", "expected timer for 2023-11-14T22:13:25", "got timer for 2023-11-14T22:13:26"]),
+        (_raises, ["step 2", "expected call bank.credit (arguments ", "got call bank.credit (arguments "]),
+        (_fails, ["step 3", "expected timer for ", "got ValueError: x"]),
+        (_other_arguments, ["Journaled.work", "arguments that do not fit its annotations"]),
+    ],
+)
+def test_a_journal_that_does_not_match_the_code(tmp_path: Path, body: Any, words: list[str]) -> None:
+    two = WaitingInstances(tmp_path, {"bank": Bank, "one": Journaled})
+    two["one"].impulse("work", "x")
+    two["one"].checkpoint()
+    two.kill("one")
+    with pytest.raises(JournalError) as caught:
+        two.start("one", changed(body))
+    assert caught.value.exit_status == 70
+    for word in ["Journaled.work", "@upgrades", *words]:
+        assert word in str(caught.value)
+    two.kill("one")
+    two.start("one", Journaled)  # with the code that it waits in it goes on
+    two.pass_time(5)
+    assert two.app("one").log == ["first x", "done"]
+    two.close()
+
+
+@upgrades(Journaled)
+class Upgraded(Immortal):
+    bank = peer(Bank, "bank")
+    log: list[str]
+    extra: int
+
+    @classmethod
+    def upgrade(cls, old: Journaled) -> Upgraded:
+        new = cls()
+        new.log = [*old.log, "upgraded"]
+        new.extra = 1
+        return new
+
+    @rpc
+    def note(self, text: str) -> None:
+        self.log.append(f"{text} {self.extra}")
+
+    @impulse
+    async def work(self, text: str) -> None:
+        await self.note(f"first {text}")  # type: ignore[func-returns-value]
+        await self.bank.credit("a", 1)
+        await self.sleep(timedelta(seconds=5))
+        await self.note("done")  # type: ignore[func-returns-value]
+        await self.note(f"{await self.bank.credit('a', 5)}")  # type: ignore[func-returns-value]
+
+
+def test_an_upgrade_while_a_handler_waits(tmp_path: Path) -> None:
+    two = WaitingInstances(tmp_path, {"bank": Bank, "one": Journaled})
+    two["one"].impulse("work", "x")
+    two["one"].checkpoint()
+    two.kill("one")
+    two.classes["one"] = Upgraded
+    two.start("one", Upgraded, upgrade_to=2)
+    two.crash("one")
+    two.pass_time(5)
+    assert two.app("one").log == ["first x", "upgraded", "done 1", "16 1"]
+    two.close()
+
+
+def test_an_upgrade_that_lacks_the_handler_that_waits_fails(tmp_path: Path) -> None:
+    @upgrades(Journaled)
+    class Lacking(Immortal):
+        log: list[str]
+
+        @classmethod
+        def upgrade(cls, old: Journaled) -> Lacking:
+            new = cls()
+            new.log = old.log
+            return new
+
+    two = WaitingInstances(tmp_path, {"bank": Bank, "one": Journaled})
+    two["one"].impulse("work", "x")
+    two.kill("one")
+    with pytest.raises(UpgradeError, match=r"an async handler with the method ID \d+ waits, .*no such handler"):
+        two.start("one", Lacking, upgrade_to=2)
+    two.kill("one")
+    two.start("one", Journaled)
+    two.pass_time(5)
+    assert two.app("one").log == ["first x", "done"]
+    two.close()
+
+
+def test_discarding_what_waits_runs_nothing_of_it(tmp_path: Path) -> None:
+    class Old(Immortal):
+        bank = peer(Bank, "bank")
+
+        @impulse
+        async def work(self) -> None:
+            try:
+                await self.sleep(timedelta(seconds=5))
+            finally:
+                self.bank.credit.fork("b", 1)
+
+    @upgrades(Old)
+    class New(Immortal):
+        bank = peer(Bank, "bank")
+
+        @classmethod
+        def upgrade(cls, old: Old) -> New:
+            return cls()
+
+        @impulse
+        async def work(self) -> None:
+            await self.sleep(timedelta(seconds=5))
+            self.bank.credit.fork("b", 10)
+
+    two = WaitingInstances(tmp_path, {"bank": Bank, "one": Old})
+    two["one"].impulse("work")
+    two.kill("one")
+    two.classes["one"] = New
+    two.start("one", New, upgrade_to=2)
+    two.pass_time(5)
+    assert two.app("bank").accounts["b"] == 10
+    two.close()
+
+
+# --- looking at it ----------------------------------------------------------------------------------------------------
+
+
+def test_what_waits_is_shown(two: WaitingInstances) -> None:
+    two.kill("bank")
+    two["teller"].impulses([("transfer", ("a", "b", 4)), ("approve", ("x", 1)), ("loop", (3,))])
+    blob = b"".join(two["teller"].dispatcher._encode())
+    shown = inspect_state(definition_of(Teller), blob).to_json()["state"]
+    first, second = shown["$waiting"]
+    assert (first["handler"], first["arguments"]) == ("transfer", ["a", "b", 4])
+    assert first["waits_for"][0].startswith("call bank.debit")
+    assert (second["handler"], second["results"][0][1]) == ("loop", 1)
+    assert second["waits_for"][0].startswith("timer for 2023-")
+    assert shown["$signals"] == {"x": [1]}
+    assert shown["balance"] == 1
+
+
+def test_an_app_without_async_handlers_has_nothing_of_it(tmp_path: Path) -> None:
+    class Plain(Immortal):
+        count: int
+
+        def __init__(self) -> None:
+            self.count = 0
+
+        @initial
+        def begin(self) -> None:
+            self.count = 1
+
+        @rpc(id=5)
+        def add(self) -> None:
+            self.count += 1
+
+    one = WaitingInstances(tmp_path, {"one": Plain})
+    dispatcher = one["one"].dispatcher
+    assert dispatcher.next_due_ns is None
+    assert dispatcher.tasks.save() is None
+    assert dispatcher._delivery._entries[5][1] is definition_of(Plain).handlers["add"].function
+    assert b"".join(dispatcher._encode())[6] == 1  # the version that older SDKs read
+    one.close()
+
+
+def test_winner() -> None:
+    assert Winner(1, "x") == Winner(index=1, value="x")
+    assert threading.active_count() >= 1
