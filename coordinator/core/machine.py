@@ -455,7 +455,7 @@ class Machine:
             return
         logged = LOGGED_EXTENSIONS & (self._extensions or frozenset())
         asked = LOGGED_EXTENSIONS & self._session.extensions
-        if logged != asked:
+        if logged != asked - (frozenset({MessageType.INSTANCE_NAME}) - logged):  # an older log may lack the name
             raise AppProtocolError(
                 f"the log of {self.name!r} was begun by an app with the extensions {sorted(map(int, logged))}, "
                 f"this one asks for {sorted(map(int, asked))}: an instance keeps the kind of app that it was begun with"
