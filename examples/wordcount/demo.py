@@ -1,6 +1,6 @@
 """Count the words of many files with two services, while their processes are killed one after another; then compare.
 
-    scripts/demo [FILES...] [--crashes N] [--seed S]
+    scripts/demo [FILES...] [--crashes N] [--seed S] [--keep FOLDER]
 
 Four processes: Reader and Counter, each with its coordinator, each pair under `immortal run --restart`. Kills are drawn
 by seed over the progress of the instance that they hit (lines read, or counted), so that all fall before the end.
@@ -42,6 +42,7 @@ LINES_WANTED = 600_000  # of the default input
 POLL_S = 0.05
 STALLED_S = 60.0  # nothing has moved for so long: give up
 STOP_S = 60.0
+REGISTRY_NAME = "registry"
 COORDINATOR, APP = "coordinator", "app"
 READER, COUNTER = "reader", "counter"
 APPS = {READER: "wordcount:Reader", COUNTER: "wordcount:Counter"}
@@ -221,16 +222,20 @@ def draw_kills(crashes: int, source: random.Random) -> list[Kill]:
 # --- the run ---------------------------------------------------------------------------------------------------------
 
 
-def run(folder: Path, files: Sequence[Path], total: int, kills: list[Kill]) -> float:
-    """Feed, kill, wait until all is counted, stop cleanly; returns the seconds until all was counted."""
-    home = folder / "registry"
+def run(folder: Path, files: Sequence[Path], total: int, kills: list[Kill], *, keep: bool) -> float:
+    """Feed, kill, wait until all is counted, stop cleanly; returns the seconds until all was counted.
+
+    ``keep``: the logs are wanted afterwards, so they are never trimmed.
+    """
+    home = folder / REGISTRY_NAME
     listing = folder / "files.txt"
     listing.write_text("".join(f"{file}\n" for file in files))
     environment = {**os.environ, "WORDCOUNT_FILES": str(listing)}
     registry = Registry(home)
     instances = []
     for name in (COUNTER, READER):
-        settings = registry.register(name, "tcp://127.0.0.1:*")
+        trimming: dict[str, Any] = {"keep_checkpoints": None} if keep else {}
+        settings = registry.register(name, "tcp://127.0.0.1:*", **trimming)
         own = [kill for kill in kills if kill.name == name]
         instances.append(Instance(name, settings.folder, total, own))
     started: list[Instance] = []
@@ -298,7 +303,7 @@ def stop_cleanly(instances: Sequence[Instance]) -> None:
 
 def final_state(folder: Path, name: str) -> dict[str, Any]:
     """The attributes that the clean stop has just written as the last checkpoint."""
-    settings = Registry(folder / "registry").load(name)
+    settings = Registry(folder / REGISTRY_NAME).load(name)
     with open_reader(settings.log, name) as reader:
         summary = reader.summary()
         newest = summary.checkpoints[-1]
@@ -343,25 +348,40 @@ def print_kills(kills: Sequence[Kill]) -> None:
     console.print(table)
 
 
+def new_folder(keep: Path | None) -> Path:
+    """Of the logs and the registry: the one to ``keep``, or one that goes away when all went well."""
+    if keep is None:
+        return Path(tempfile.mkdtemp(prefix="immortal-demo-"))
+    keep.mkdir(parents=True, exist_ok=True)
+    return keep.absolute()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], prog="scripts/demo")
     parser.add_argument("files", nargs="*", type=Path, help="default: the source of Python's standard library")
     parser.add_argument("--crashes", type=int, default=8, metavar="N", help="how many kills (default 8)")
     parser.add_argument("--seed", type=int, help="of the kills; drawn and printed without it")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="a new one, where the whole logs stay")
     options = parser.parse_args()
     if options.crashes < 0:
         parser.error("--crashes cannot be negative")
     for file in options.files:
         if not file.is_file():
             parser.error(f"there is no file {file}")
+    if (
+        options.keep is not None
+        and options.keep.exists()
+        and (not options.keep.is_dir() or any(options.keep.iterdir()))
+    ):
+        parser.error(f"{options.keep} is not an empty folder; a new one is expected")
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(1_000_000)
     files = [file.absolute() for file in options.files] or default_files()
     expected, total = plain_count(files)
     console.print(f"{total:,} lines of {len(files):,} files; {options.crashes} kills, seed {seed}")
     kills = draw_kills(options.crashes, random.Random(seed)) if total else []
-    folder = Path(tempfile.mkdtemp(prefix="immortal-demo-"))
+    folder = new_folder(options.keep)
     try:
-        elapsed_s = run(folder, files, total, kills)
+        elapsed_s = run(folder, files, total, kills, keep=options.keep is not None)
         print_kills(sorted(kills, key=lambda kill: kill.line)) if kills else None
         differences = compare(folder, expected, total)
     except (DemoError, ImmortalError) as error:
@@ -369,7 +389,8 @@ def main() -> int:
         console.print(f"logs and registry are kept in {folder}; seed {seed}", highlight=False)
         return 1
     except KeyboardInterrupt:
-        shutil.rmtree(folder)
+        if options.keep is None:
+            shutil.rmtree(folder)
         return 130
     console.print(f"{total / elapsed_s:,.0f} lines/s over {elapsed_s:.1f} s, {len(kills)} kills, seed {seed}")
     if differences:
@@ -378,7 +399,10 @@ def main() -> int:
         console.print(f"{len(differences)} differences; logs and registry are kept in {folder}", highlight=False)
         return 1
     console.print("equal", style="bold green")
-    shutil.rmtree(folder)
+    if options.keep is None:
+        shutil.rmtree(folder)
+    else:
+        console.print(f"the registry's home is {folder / REGISTRY_NAME}", highlight=False)
     return 0
 
 

@@ -1,0 +1,383 @@
+"""`immortal pipeline`: the jobs over the logs of a whole fleet. What needs Spark is imported when a job runs."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from pipeline.errors import clear_error
+from pipeline.progress import Progress, progress
+from protocol.errors import ImmortalError
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from pipeline.jobs.sources import Fleet
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+FOUND = 3
+"""The exit status where a job has found what should not be."""
+
+_PACKAGES = ("pyspark", "pyarrow", "numpy", "pandas", "matplotlib")
+_SPARKS_OWN = ("pyspark", "py4j")
+
+
+class FailedError(click.ClickException):
+    """Ends a command with one line and status 1."""
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        click.echo(f"error: {self.message}", file=file or sys.stderr)
+
+
+class _Group(click.Group):
+    """Its commands end in one clear line, also where a JVM has thousands to say."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ImmortalError as error:
+            raise FailedError(str(error)) from None
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                raise
+            raise FailedError(str(clear_error(error))) from None
+        except Exception as error:
+            if type(error).__module__.partition(".")[0] not in _SPARKS_OWN:
+                raise
+            raise FailedError(str(clear_error(error))) from None
+
+
+def spark_options(function: Function) -> Function:
+    function = click.option("--json", "as_json", is_flag=True, help="Print JSON.")(function)
+    function = click.option(
+        "--conf", "settings", multiple=True, callback=_settings, metavar="NAME=VALUE", help="A setting of Spark's."
+    )(function)
+    return click.option("--master", default="local[*]", show_default=True, help="Where Spark runs.")(function)
+
+
+def _settings(ctx: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict[str, str]:
+    settings = {}
+    for value in values:
+        name, equals, setting = value.partition("=")
+        if not equals or not name:
+            raise click.BadParameter(f"{value!r}; expected a name and a value, as in spark.driver.memory=4g")
+        settings[name] = setting
+    return settings
+
+
+def _paths(ctx: click.Context, parameter: click.Parameter, values: Sequence[str]) -> list[str]:
+    """Without any, the registry's home: all its instances."""
+    home = getattr(ctx.find_root().obj, "home", None)
+    if not values and home is None:
+        raise click.MissingParameter(ctx=ctx, param=parameter)
+    return list(values) or [str(home)]
+
+
+paths_argument = click.argument("paths", nargs=-1, metavar="[PATH]...", callback=_paths)
+limit_option = click.option(
+    "--limit", type=click.IntRange(min=0), default=10, show_default=True, help="At most so many findings in full."
+)
+decode_option = click.option(
+    "--decode", metavar="MODULE:CLASS", help="The class whose methods are called; or NAME=MODULE:CLASS,... by instance."
+)
+
+
+def _require_packages() -> None:
+    missing = [package for package in _PACKAGES if importlib.util.find_spec(package) is None]
+    if missing:
+        raise FailedError(f"the pipeline needs {', '.join(missing)}: pip install 'immortal[spark]'")
+
+
+def _open(paths: list[str]) -> Fleet:
+    """What ``paths`` are; before Spark starts, which takes a while."""
+    _require_packages()
+    from pipeline.jobs.sources import open_fleet
+
+    return open_fleet(paths)
+
+
+@contextmanager
+def _spark(master: str, settings: dict[str, str], name: str) -> Iterator[tuple[SparkSession, Progress]]:
+    """A session for one job. Its Java ends with it, unless it was there before."""
+    from pyspark.sql import SparkSession
+
+    from pipeline.session import session
+
+    was_running = SparkSession.getActiveSession() is not None
+    with progress() as shown:
+        spark = session(master, f"immortal pipeline {name}", **settings)
+        try:
+            shown.watch(spark)
+            yield spark, shown
+        finally:
+            if not was_running:
+                spark.stop()
+
+
+@click.group(cls=_Group)
+def pipeline() -> None:
+    """Jobs over the logs of a whole fleet, on Spark.
+
+    A PATH is a log folder, a registry's home, or an export; without any it is the own registry's home.
+    """
+
+
+@pipeline.command()
+@paths_argument
+@click.option("--to", "folder", required=True, type=click.Path(file_okay=False, path_type=Path), help="Where it goes.")
+@click.option("--tables", metavar="NAME,...", help="raw, records, messages, outputs, checkpoints.  [default: all]")
+@spark_options
+def export(
+    paths: list[str], folder: Path, tables: str | None, master: str, settings: dict[str, str], as_json: bool
+) -> None:
+    """Logs to Parquet, by instance and day; each time what is new. Compared with the logs before it counts."""
+    fleet = _open(paths)
+    from pipeline.jobs import export as job
+    from pipeline.report.text import export_lines
+
+    names = [name.strip() for name in tables.split(",")] if tables is not None else None
+    job.prepare(fleet, folder, names)
+    with _spark(master, settings, "export") as (spark, shown):
+        report = job.export(spark, fleet, folder, names, shown.say)
+    _print(as_json, report.to_json(), export_lines(report, folder))
+
+
+@pipeline.command()
+@paths_argument
+@click.option(
+    "--tolerance-ms",
+    type=click.IntRange(min=0),
+    default=1_000,
+    show_default=True,
+    help="By how much clocks may differ.",
+)
+@click.option("--streams", is_flag=True, help="List every stream.")
+@limit_option
+@spark_options
+def audit(
+    paths: list[str],
+    tolerance_ms: int,
+    streams: bool,
+    limit: int,
+    master: str,
+    settings: dict[str, str],
+    as_json: bool,
+) -> None:
+    """Was every message executed once, in order, after its cause, and as it was made?
+
+    The exit status is 0 if so, 3 if not.
+    """
+    fleet = _open(paths)
+    from pipeline.jobs import audit as job
+    from pipeline.report.text import audit_lines
+
+    with _spark(master, settings, "audit") as (spark, shown):
+        shown.say("auditing")
+        report = job.audit(spark, fleet, tolerance_ms=tolerance_ms)
+    _print(as_json, report.to_json(limit), audit_lines(report, limit, all_streams=streams))
+    sys.exit(FOUND if report.violation_count else 0)
+
+
+@pipeline.command()
+@paths_argument
+@limit_option
+@spark_options
+def verify(paths: list[str], limit: int, master: str, settings: dict[str, str], as_json: bool) -> None:
+    """Recompute every check of every record and checkpoint, in parallel.
+
+    The exit status is 0 if all is sound, 1 if something is damaged.
+    """
+    _require_packages()
+    from pipeline.jobs import verify as job
+    from pipeline.report.text import verify_lines
+
+    opened = job.open_all(paths)
+    with _spark(master, settings, "verify") as (spark, shown):
+        shown.say("verifying")
+        report = job.verify(spark, opened)
+    _print(as_json, report.to_json(limit), verify_lines(report, limit))
+    sys.exit(1 if report.problem_count else 0)
+
+
+@pipeline.command()
+@paths_argument
+@decode_option
+@click.option("--html", "page", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with charts.")
+@click.option(
+    "--top", type=click.IntRange(min=1), default=10, show_default=True, help="So many methods and pairs are printed."
+)
+@spark_options
+def stats(
+    paths: list[str],
+    decode: str | None,
+    page: Path | None,
+    top: int,
+    master: str,
+    settings: dict[str, str],
+    as_json: bool,
+) -> None:
+    """Calls, bytes and times from sending to logging: by service, method, minute and pair of services."""
+    fleet = _open(paths)
+    from pipeline.jobs import stats as job
+    from pipeline.report.text import stats_lines
+
+    with _spark(master, settings, "stats") as (spark, shown):
+        shown.say("counting")
+        found = job.stats(spark, fleet, decode=decode)
+    if page is not None:
+        from pipeline.report.stats_page import stats_page
+
+        page.write_text(stats_page(found))
+    _print(as_json, found.to_json(), stats_lines(found, top))
+
+
+def _place(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[int, int | None]:
+    record, colon, message = value.partition(":")
+    if not record.isdecimal() or (colon and not message.isdecimal()):
+        raise click.BadParameter(f"{value!r}; expected a record, or a record and a message in it, as in 812:3")
+    return int(record), int(message) if colon else None
+
+
+@pipeline.command()
+@click.argument("instance")
+@click.argument("place", metavar="RECORD[:MESSAGE]", callback=_place)
+@paths_argument
+@decode_option
+@click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Write a picture.")
+@click.option("--dot", type=click.Path(dir_okay=False, path_type=Path), help="Write it for graphviz.")
+@click.option("--lag", type=click.IntRange(min=0), default=1, show_default=True, help="Records an app may be behind.")
+@click.option(
+    "--within-ms", type=click.IntRange(min=0), default=1_000, show_default=True, help="Calls are sent within so long."
+)
+@click.option(
+    "--horizon-s", type=click.FloatRange(min=0), default=60.0, show_default=True, help="Follow it for so long."
+)
+@click.option("--limit", type=click.IntRange(min=1), default=1_000, show_default=True, help="At most so many nodes.")
+@spark_options
+def trace(
+    instance: str,
+    place: tuple[int, int | None],
+    paths: list[str],
+    decode: str | None,
+    svg: Path | None,
+    dot: Path | None,
+    lag: int,
+    within_ms: int,
+    horizon_s: float,
+    limit: int,
+    master: str,
+    settings: dict[str, str],
+    as_json: bool,
+) -> None:
+    """What came of a message of INSTANCE, across services.
+
+    Logs do not say which message made which call: each is shown with how many may have made it; "exact" is one.
+    """
+    fleet = _open(paths)
+    from pipeline.jobs import trace as job
+    from pipeline.report.trace_picture import trace_dot, trace_lines, trace_svg
+
+    job.check_instance(fleet, instance)
+    with _spark(master, settings, "trace") as (spark, shown):
+        shown.say("following")
+        found = job.trace(
+            spark,
+            fleet,
+            instance,
+            *place,
+            lag_records=lag,
+            within_ms=within_ms,
+            horizon_s=horizon_s,
+            nodes_max=limit,
+            decode=decode,
+        )
+    if svg is not None:
+        svg.write_text(trace_svg(found))
+    if dot is not None:
+        dot.write_text(trace_dot(found))
+    _print(as_json, found.to_json(), trace_lines(found))
+
+
+def _apps(ctx: click.Context, parameter: click.Parameter, values: Sequence[str]) -> dict[str, str]:
+    """By instance; "" stands for all others."""
+    apps = {}
+    for value in values:
+        name, equals, app = value.rpartition("=")
+        module, colon, attribute = app.partition(":")
+        if not (module and colon and attribute) or (equals and not name):
+            raise click.BadParameter(f"{value!r}; expected MODULE:CLASS, or NAME=MODULE:CLASS for one instance")
+        apps[name] = app
+    return apps
+
+
+@pipeline.command("what-if")
+@click.argument("home", required=False, type=click.Path(file_okay=False, exists=True, path_type=Path))
+@click.option(
+    "--app",
+    "apps",
+    required=True,
+    multiple=True,
+    callback=_apps,
+    metavar="[NAME=]MODULE:CLASS",
+    help="The code to try.",
+)
+@click.option("--code", type=click.Path(path_type=Path), help="A folder or wheel from which it is imported.")
+@click.option("--old-app", metavar="MODULE:CLASS", help="What to compare with.  [default: its own app]")
+@click.option("--upgrade", is_flag=True, help="The new code upgrades the state first.")
+@click.option(
+    "--timeout", "timeout_s", type=click.FloatRange(min=1), default=3_600.0, show_default=True, help="For one, in s."
+)
+@spark_options
+@click.pass_context
+def what_if(
+    ctx: click.Context,
+    home: Path | None,
+    apps: dict[str, str],
+    code: Path | None,
+    old_app: str | None,
+    upgrade: bool,
+    timeout_s: float,
+    master: str,
+    settings: dict[str, str],
+    as_json: bool,
+) -> None:
+    """What would be different if other code had handled the logs of all instances registered in HOME?
+
+    The exit status is 0 if nothing would be, 3 if something would, 1 if some could not be tried.
+    """
+    own_home = getattr(ctx.find_root().obj, "home", None)
+    folder = home or own_home
+    if folder is None:
+        raise click.MissingParameter("a registry's home is needed", ctx=ctx, param_type="argument", param_hint="HOME")
+    _require_packages()
+    from pipeline.jobs import what_if as job
+    from pipeline.report.text import what_if_lines
+
+    options = [*(["--old-app", old_app] if old_app else []), *(["--upgrade"] if upgrade else [])]
+    chosen = job.choose_apps(Path(folder), apps, code)
+    with _spark(master, settings, "what-if") as (spark, shown):
+        shown.say("replaying")
+        result = job.what_if(spark, Path(folder), chosen, code=code, options=options, timeout_s=timeout_s)
+    _print(as_json, result.to_json(), what_if_lines(result))
+    sys.exit(result.exit_status)
+
+
+def _print(as_json: bool, values: Any, lines: Iterator[str]) -> None:
+    if as_json:
+        click.echo(json.dumps(values, ensure_ascii=False))
+        return
+    for line in lines:
+        click.echo(line)
+
+
+if __name__ == "__main__":
+    pipeline()

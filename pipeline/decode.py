@@ -1,0 +1,312 @@
+"""Values of the log into arrays: headers, trailers, messages. What is unusual is left to pipeline.plain.
+
+What is decoded here and there is the same (docs/LOG_FORMAT.md, docs/WIRE.md): a record that is not ``usual`` when
+all is done gets its rows, or the reason why it has none, from there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from pipeline.lockstep import ITEMS_MIN, Bytes, Flags, Longs, binaries, fixed, message_starts, ordinals, zigzag
+from protocol.checksum import crc64
+from protocol.extensions import RECORD_TIME_SIZE_BYTES
+from protocol.limits import MESSAGE_SIZE_BYTES_MAX, NAME_SIZE_BYTES_MAX, RECORD_SIZE_BYTES_MAX
+from protocol.messages import MessageType, RpcKind, RpcType
+from protocol.record import HEADER_SIZE_BYTES
+from protocol.trailer import CRC_SIZE_BYTES, TRAILER_SIZE_BYTES_MIN, TRAILER_VERSION, BatchKind
+
+PADDING = bytes(32)  # behind the last value, so that a gather of a few bytes never leaves the array
+_STEPS_MIN = 16  # a record with more batches or marks goes the plain way, unless there are many such
+_BATCH_SIZE_BYTES_MIN, _MARK_SIZE_BYTES_MIN = 12, 10  # at least; docs/LOG_FORMAT.md
+
+
+@dataclass(slots=True)
+class Values:
+    """Values of consecutive keys, one behind the other in ``raw``, with PADDING at the end."""
+
+    raw: bytes
+    sequence_ids: Longs  # the keys
+    start: Longs
+    end: Longs
+
+    def value(self, index: int) -> memoryview:
+        return memoryview(self.raw)[self.start[index] : self.end[index]]
+
+
+@dataclass(slots=True)
+class Headers:
+    """What stands in front of each value, and which of them are what they should be."""
+
+    data: Bytes
+    size_bytes: Longs
+    check: npt.NDArray[np.uint64]
+    content_end: Longs  # where the trailer begins
+    usual: Flags
+
+
+@dataclass(slots=True)
+class Batches:
+    """The batches of all trailers, in order."""
+
+    record: Longs  # index of the value
+    kind: Longs
+    name_start: Longs
+    name_end: Longs
+    first_position: Longs
+    count: Longs
+    sent_ns: Longs
+
+
+@dataclass(slots=True)
+class Marks:
+    """The output marks of all trailers, in order."""
+
+    record: Longs
+    name_start: Longs
+    name_end: Longs
+    position: Longs
+    checksum: Longs
+
+
+Rows = TypeVar("Rows", Batches, Marks)
+
+
+@dataclass(slots=True)
+class Trailers:
+    time_ns: Longs
+    batches: Batches
+    marks: Marks
+
+
+@dataclass(slots=True)
+class Messages:
+    """The RPC messages of all usual records, in order."""
+
+    record: Longs
+    batch: Longs  # index in Batches
+    index: Longs  # in the record
+    position: Longs
+    rpc_type: Longs
+    method_id: Longs
+    arguments_start: Longs
+    arguments_end: Longs
+
+
+def decode_headers(values: Values, committer_id: int) -> Headers:
+    """Each header, bounds-checked; its sequence ID must be the key's and its committer the log's."""
+    data = np.frombuffer(values.raw, np.uint8)
+    size_bytes = fixed(data, values.start + 4, "<i4").astype(np.int64)
+    content_end = values.start + size_bytes
+    usual = (
+        (fixed(data, values.start, "<i4") == committer_id)
+        & (fixed(data, values.start + 16, "<i8") == values.sequence_ids)
+        & (size_bytes >= HEADER_SIZE_BYTES)
+        & (size_bytes <= RECORD_SIZE_BYTES_MAX)
+        & (content_end + TRAILER_SIZE_BYTES_MIN <= values.end)
+    )
+    return Headers(data, size_bytes, fixed(data, values.start + 8, "<u8"), content_end, usual)
+
+
+def verify_checks(values: Values, headers: Headers) -> None:
+    """Compare the checks of all usual records and their trailers: those that do not match are so no longer."""
+    view = memoryview(values.raw)
+    raw = values.raw
+    usual = headers.usual
+    indices = np.flatnonzero(usual)
+    trailer_crcs = fixed(headers.data, values.end[indices] - CRC_SIZE_BYTES, "<u8").tolist()
+    starts, ends = values.start[indices].tolist(), values.end[indices].tolist()
+    content_ends = headers.content_end[indices].tolist()
+    checks = headers.check[indices].tolist()
+    damaged = []
+    rows = zip(indices.tolist(), starts, content_ends, ends, checks, trailer_crcs, strict=True)
+    for index, start, content_end, end, check, trailer_crc in rows:
+        head = crc64(raw[start : start + 8] + raw[start + 16 : start + 24])
+        if (
+            crc64(view[start + HEADER_SIZE_BYTES : content_end], head) != check
+            or crc64(raw[content_end : end - CRC_SIZE_BYTES], crc64(raw[start + 8 : start + 16])) != trailer_crc
+        ):
+            damaged.append(index)
+    usual[damaged] = False
+
+
+def decode_trailers(values: Values, headers: Headers, *, with_marks: bool) -> Trailers:
+    """The trailers of the usual records; those that make no sense, or hold unusually many batches, are so no longer."""
+    data, usual = headers.data, headers.usual
+    end = values.end - CRC_SIZE_BYTES
+    at = headers.content_end
+    usual &= data.take(at, mode="clip") == TRAILER_VERSION
+    time_ns = fixed(data, at + 1, "<i8").astype(np.int64)
+    batch_count, at, ok = zigzag(data, at + 9, end)
+    usual &= ok & (batch_count >= 0) & (batch_count * _BATCH_SIZE_BYTES_MIN <= end - at)
+    batches, at = _decode_batches(data, usual, batch_count, at, end)
+    marks = Marks(*_in_order([], 5))
+    if with_marks:
+        mark_count, at, ok = zigzag(data, at, end)
+        usual &= ok & (mark_count >= 0) & (mark_count * _MARK_SIZE_BYTES_MIN <= end - at)
+        marks, at = _decode_marks(data, usual, mark_count, at, end)
+        usual &= at == end
+    return Trailers(time_ns, _of_usual(batches, usual), _of_usual(marks, usual))
+
+
+def _decode_batches(data: Bytes, usual: Flags, count: Longs, at: Longs, end: Longs) -> tuple[Batches, Longs]:
+    at = at.copy()
+    steps: list[tuple[Longs, ...]] = []
+    for active in _steps(usual, count):
+        limit = end[active]
+        offset = at[active]
+        kind = data.take(offset, mode="clip").astype(np.int64)
+        name_start, name_end, ok = _name(data, offset + 1, limit)
+        first_position, offset, ok_position = zigzag(data, name_end, limit, 64)
+        messages, offset, ok_count = zigzag(data, offset, limit)
+        sent_ns = fixed(data, offset, "<i8").astype(np.int64)
+        offset += 8
+        ok &= ok_position & ok_count & (kind <= int(BatchKind.INITIAL)) & (first_position >= 0) & (messages >= 0)
+        usual[active] = ok & (offset <= limit)
+        at[active] = offset
+        steps.append((active, kind, name_start, name_end, first_position, messages, sent_ns))
+    return Batches(*_in_order(steps, 7)), at
+
+
+def _decode_marks(data: Bytes, usual: Flags, count: Longs, at: Longs, end: Longs) -> tuple[Marks, Longs]:
+    at = at.copy()
+    steps: list[tuple[Longs, ...]] = []
+    for active in _steps(usual, count):
+        limit = end[active]
+        name_start, name_end, ok = _name(data, at[active], limit)
+        position, offset, ok_position = zigzag(data, name_end, limit, 64)
+        checksum = fixed(data, offset, "<i8").astype(np.int64)
+        offset += 8
+        usual[active] = ok & ok_position & (position >= 0) & (offset <= limit)
+        at[active] = offset
+        steps.append((active, name_start, name_end, position, checksum))
+    return Marks(*_in_order(steps, 5)), at
+
+
+def _steps(usual: Flags, count: Longs) -> Iterator[Longs]:
+    """For each step the records that have so many entries; a few stragglers with very many go the plain way."""
+    for step in itertools.count():
+        active = np.flatnonzero(usual & (count > step))
+        if step >= _STEPS_MIN and active.size < ITEMS_MIN:
+            usual[active] = False
+            return
+        if not active.size:
+            return
+        yield active
+
+
+def _name(data: Bytes, at: Longs, end: Longs) -> tuple[Longs, Longs, Flags]:
+    """A name's first byte, the one behind its last, ok."""
+    size, start, ok = zigzag(data, at, end)
+    ok &= (size >= 0) & (size <= NAME_SIZE_BYTES_MAX)
+    size = np.where(ok, size, 0)
+    return start, start + size, ok & (start + size <= end)
+
+
+def _in_order(steps: list[tuple[Longs, ...]], width: int) -> list[Longs]:
+    if not steps:
+        return [np.empty(0, np.int64)] * width
+    if len(steps) == 1:
+        return list(steps[0])
+    columns = [np.concatenate(column) for column in zip(*steps, strict=True)]
+    order = np.argsort(columns[0], kind="stable")
+    return [column[order] for column in columns]
+
+
+def _of_usual(rows: Rows, usual: Flags) -> Rows:
+    """Those rows whose record is still usual."""
+    keep = usual[rows.record]
+    if keep.all():
+        return rows
+    return type(rows)(*(getattr(rows, name)[keep] for name in rows.__dataclass_fields__))
+
+
+def decode_names(values: Values, headers: Headers, rows: Batches | Marks) -> tuple[pa.Array, list[str]]:
+    """The names of ``rows``: (index of each in the list, the different ones). Wrong ones make their records unusual."""
+    encoded = binaries(values.raw, rows.name_start, rows.name_end).dictionary_encode()
+    names: list[str] = []
+    wrong = []
+    for number, name in enumerate(encoded.dictionary.to_pylist()):
+        try:
+            names.append(name.decode())
+        except UnicodeDecodeError:
+            names.append("")
+            wrong.append(number)
+    if wrong:
+        headers.usual[rows.record[np.isin(encoded.indices.to_numpy(), wrong)]] = False
+    return encoded.indices, names
+
+
+def decode_messages(values: Values, headers: Headers, batches: Batches) -> Messages:
+    """The messages of the usual records. Records that hold anything but RPCs and batches of them are so no longer."""
+    data, usual = headers.data, headers.usual
+    usual[batches.record[batches.kind == BatchKind.INITIAL]] = False
+    at, end = batch_ranges(values, headers, batches)
+    batch, start, ok = message_starts(data, values.raw, at, end)
+    usual[batches.record[~ok]] = False
+    counted = np.bincount(batch, minlength=len(at))
+    usual[batches.record[counted != batches.count]] = False
+
+    size, type_at, _ = zigzag(data, start, end[batch])  # message_starts has seen that these are right
+    message_end = type_at + size
+    kind = data.take(type_at + 1, mode="clip")
+    method_id, rpc_type_at, ok = zigzag(data, type_at + 2, message_end)
+    rpc_type = data.take(rpc_type_at, mode="clip").astype(np.int64)
+    ok &= (data.take(type_at, mode="clip") == MessageType.RPC) & (kind <= int(RpcKind.RAISED))
+    ok &= (rpc_type_at < message_end) & (rpc_type <= int(RpcType.IMPULSE)) & (size <= MESSAGE_SIZE_BYTES_MAX)
+    record = batches.record[batch]
+    usual[record[~ok]] = False
+
+    keep = usual[record]
+    record, batch = record[keep], batch[keep]
+    position = batches.first_position[batch] + ordinals(batch)
+    arguments_start, arguments_end = rpc_type_at[keep] + 1, message_end[keep]
+    return Messages(
+        record, batch, ordinals(record), position, rpc_type[keep], method_id[keep], arguments_start, arguments_end
+    )
+
+
+def batch_ranges(values: Values, headers: Headers, batches: Batches) -> tuple[Longs, Longs]:
+    """For each batch of a trailer where its messages begin and end; the batches of unusual records are empty.
+
+    Batches are the top-level messages in order, without the record's time, which comes first where there is one.
+    """
+    data, usual = headers.data, headers.usual
+    content_start = np.where(usual, values.start + HEADER_SIZE_BYTES, headers.content_end)
+    record, start, ok = message_starts(data, values.raw, content_start, headers.content_end)
+    usual &= ok
+    size, type_at, _ = zigzag(data, start, headers.content_end[record])
+    message_type = data.take(type_at, mode="clip")
+    is_time = (message_type == MessageType.RECORD_TIME) & (ordinals(record) == 0)
+    usual[record[is_time & (size != RECORD_TIME_SIZE_BYTES - 1)]] = False
+    record, start, message_type = record[~is_time], start[~is_time], message_type[~is_time]
+    type_at, end = type_at[~is_time], (type_at + size)[~is_time]
+
+    usual &= np.bincount(record, minlength=len(usual)) == np.bincount(batches.record, minlength=len(usual))
+    is_batch = message_type == MessageType.RPC_BATCH
+    is_replayable = message_type == MessageType.COUNT_REPLAYABLE_RPC_BATCH
+    usual[record[~(is_batch | is_replayable | (message_type == MessageType.RPC))]] = False
+    several = is_batch | is_replayable
+    count, behind, ok = zigzag(data, type_at + 1, end)
+    replayable, behind_both, ok_both = zigzag(data, behind, end)
+    ok &= ~is_replayable | (ok_both & (replayable >= 0) & (replayable <= count))
+    inner = np.where(is_replayable, behind_both, behind)
+    usual[record[several & ~ok]] = False
+
+    # Only now are the top-level messages and the trailer's batches known to go together, one by one.
+    mine, theirs = usual[record], usual[batches.record]
+    at = np.zeros(len(theirs), np.int64)
+    stop = np.zeros(len(theirs), np.int64)
+    at[theirs] = np.where(several, inner, start)[mine]
+    stop[theirs] = end[mine]
+    wrong = theirs.copy()
+    wrong[theirs] = several[mine] & (count[mine] != batches.count[theirs])
+    usual[batches.record[wrong]] = False
+    return at, stop

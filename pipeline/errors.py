@@ -1,0 +1,71 @@
+"""What can go wrong in the pipeline, and one clear line for what Spark wraps in hundreds."""
+
+from __future__ import annotations
+
+import re
+
+from protocol.errors import ImmortalError
+
+
+class PipelineError(ImmortalError):
+    """The root of this package's errors."""
+
+
+class SourceError(PipelineError):
+    """What was asked of the data source cannot be done: a path, an option, rows that make no log."""
+
+
+class LogChangedError(PipelineError):
+    """A log lost records while they were read: it was trimmed or replaced."""
+
+
+class JavaError(PipelineError):
+    """There is no Java that Spark runs on."""
+
+
+class SparkError(PipelineError):
+    """Spark failed, for a reason of its own or of the user's code."""
+
+
+# The last line of a Python traceback: module.Class: message. Spark puts spaces or its own prefix before it.
+_OURS = re.compile(r"(?:^|\s)(?:protocol|coordinator|appsdk|pipeline)(?:\.\w+)+: (.+)$", re.MULTILINE)
+_TRACEBACK_END = re.compile(r"^((?:[A-Za-z_][\w.]*)(?:Error|Exception|Exit|Interrupt)): (.+)$", re.MULTILINE)
+_JAVA_CAUSE = re.compile(r"^Caused by: (?:[\w$]+\.)*([\w$]+(?:Error|Exception)): (.+)$", re.MULTILINE)
+_ERROR_CLASS = re.compile(r"^\[[\w.]+\]\s*")
+_LINE_SIZE_MAX = 500
+
+
+def clear_error(error: BaseException) -> ImmortalError:
+    """What happened, as an error whose text is one line; an error of ours comes back as it was raised.
+
+    Errors of ours that were raised in a Python worker reach the driver as text in a traceback of Python within one of
+    the JVM: that text is found again.
+    """
+    if isinstance(error, ImmortalError):
+        return error
+    text = str(error)
+    if ours := _OURS.findall(text):
+        return PipelineError(ours[-1].strip())
+    if "OutOfMemoryError" in text:
+        return SparkError("Spark ran out of memory: raise spark.driver.memory (or spark.executor.memory)")
+    if "Python worker exited unexpectedly" in text or "Python worker failed to connect" in text:
+        return SparkError(
+            "a Python worker of Spark crashed: too little memory, or a log's file is damaged"
+            " ('immortal log verify' finds that)"
+        )
+    if isinstance(error, ConnectionError) or "Py4JNetworkError" in type(error).__name__:
+        return SparkError("the connection to Spark is lost: its process has ended")
+    if "PYTHON_VERSION_MISMATCH" in text:
+        return SparkError("Spark's workers run another version of Python than this program: set PYSPARK_PYTHON")
+    ends = [match for match in _TRACEBACK_END.finditer(text) if not match[1].startswith(("org.", "java.", "py4j."))]
+    if ends:
+        return SparkError(_one_line(f"{ends[-1][1].rpartition('.')[2]}: {ends[-1][2]}"))
+    if causes := _JAVA_CAUSE.findall(text):
+        return SparkError(_one_line(f"{causes[-1][0]}: {causes[-1][1]}"))
+    first = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    return SparkError(_one_line(_ERROR_CLASS.sub("", first)) or type(error).__name__)
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _LINE_SIZE_MAX else f"{line[:_LINE_SIZE_MAX]}..."

@@ -1,0 +1,296 @@
+"""What the records of a log say about streams: rows to be sorted by stream and compared.
+
+Each row belongs to one stream, sender to receiver, and is one of
+
+    MARK   in the sender's log: how far the stream had got, and its checksum
+    BATCH  in the receiver's log: messages that it executed
+    LOG    about the log of ``receiver`` itself (``sender`` is empty): ``items`` sound records from ``sequence_id`` on,
+           or, with a reason, one that is damaged
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from coordinator.core.interfaces import IMPULSES
+from coordinator.log import verify_value
+from pipeline.decode import (
+    PADDING,
+    Batches,
+    Marks,
+    Values,
+    batch_ranges,
+    decode_headers,
+    decode_messages,
+    decode_names,
+    decode_trailers,
+    verify_checks,
+)
+from pipeline.jobs.stream_audit import count_impulses
+from pipeline.lockstep import Longs, binaries, ordinals
+from pipeline.reading import Gap, LogRange, read_range
+from protocol.batch import check_batch, decode_batch, decode_replayable_batch
+from protocol.errors import ImmortalError, RemoteProtocolError
+from protocol.messages import MessageType, RpcType
+from protocol.messages import decode_messages as decode_top_level
+from protocol.record import HEADER_SIZE_BYTES
+from protocol.trailer import BatchKind, BatchSource, Trailer
+
+MARK, BATCH, LOG = 0, 1, 2
+WHOLE_LOG = ""
+"""The sender in rows of LOG."""
+
+EVIDENCE = pa.schema(
+    [
+        ("sender", pa.string()),
+        ("receiver", pa.string()),
+        ("what", pa.int32()),
+        ("sequence_id", pa.int64()),
+        ("batch", pa.int32()),
+        ("time_ns", pa.int64()),
+        ("position", pa.int64()),
+        ("items", pa.int32()),
+        ("impulses", pa.int32()),
+        ("sent_ns", pa.int64()),
+        ("checksum", pa.int64()),
+        ("payload", pa.binary()),
+        ("reason", pa.string()),
+    ]
+)
+EVIDENCE_SPARK = (
+    "sender string, receiver string, what int, sequence_id long, batch int, time_ns long, position long, items int,"
+    " impulses int, sent_ns long, checksum long, payload binary, reason string"
+)
+
+
+class Row(NamedTuple):
+    """One row of evidence; what does not apply stays 0."""
+
+    sender: str
+    receiver: str
+    what: int
+    sequence_id: int
+    batch: int = 0  # in its record
+    time_ns: int = 0
+    position: int = 0
+    items: int = 0  # messages of a batch, records of a log
+    impulses: int = 0
+    sent_ns: int = 0
+    checksum: int = 0  # signed, as Spark has it
+    payload: bytes | None = None
+    reason: str | None = None
+
+
+# --- many records at once --------------------------------------------------------------------------------------------
+
+
+def evidence_of_log(ranges: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """For mapInArrow: rows of LogRange's fields into evidence."""
+    for batch in ranges:
+        for row in batch.to_pylist():
+            wanted = LogRange(**row)
+            for piece in read_range(wanted):
+                if isinstance(piece, Gap):
+                    yield gap_rows(wanted.instance, piece)
+                else:
+                    yield from evidence_of_values(piece, wanted.instance, wanted.committer_id)
+
+
+def gap_rows(instance: str, gap: Gap) -> pa.RecordBatch:
+    """The one row that says which records are missing."""
+    return _from_rows([Row(WHOLE_LOG, instance, LOG, gap.first, reason=gap.reason)])
+
+
+def evidence_of_raw(batches: Iterator[pa.RecordBatch], committer_ids: Mapping[str, int]) -> Iterator[pa.RecordBatch]:
+    """For mapInArrow: rows of the table "raw" into evidence; ``committer_ids`` by instance."""
+    for batch in batches:
+        instances = batch.column("instance").to_pylist()
+        cuts = [index for index in range(1, len(instances)) if instances[index] != instances[index - 1]]
+        for first, end in zip([0, *cuts], [*cuts, len(instances)], strict=True):
+            if first < end:
+                instance = instances[first]
+                values = _values(batch.slice(first, end - first))
+                yield from evidence_of_values(values, instance, committer_ids[instance])
+
+
+def _values(rows: pa.RecordBatch) -> Values:
+    binary = rows.column("value").cast(pa.large_binary())
+    offsets = np.frombuffer(binary.buffers()[1], np.int64)[binary.offset : binary.offset + len(binary) + 1]
+    raw = memoryview(binary.buffers()[2])[offsets[0] : offsets[-1]].tobytes() + PADDING
+    offsets = offsets - offsets[0]
+    sequence_ids = rows.column("sequence_id").to_numpy()
+    return Values(raw, sequence_ids, offsets[:-1], offsets[1:])
+
+
+def evidence_of_values(values: Values, instance: str, committer_id: int) -> Iterator[pa.RecordBatch]:
+    """All rows of ``values``, in no order."""
+    headers = decode_headers(values, committer_id)
+    verify_checks(values, headers)
+    trailers = decode_trailers(values, headers, with_marks=True)
+    batches, marks = trailers.batches, trailers.marks
+    batch_name, batch_names = decode_names(values, headers, batches)
+    mark_name, mark_names = decode_names(values, headers, marks)
+    messages = decode_messages(values, headers, batches)
+    start, end = batch_ranges(values, headers, batches)
+    impulses = np.bincount(messages.batch[messages.rpc_type == RpcType.IMPULSE], minlength=len(start))
+
+    usual = headers.usual
+    keep = usual[batches.record]
+    kept = Batches(*(getattr(batches, name)[keep] for name in Batches.__dataclass_fields__))
+    senders = pa.array([name or instance for name in batch_names] + [IMPULSES], pa.string())
+    sender = np.where(kept.kind == BatchKind.IMPULSES, len(batch_names), batch_name.to_numpy()[keep])
+    yield _columns(
+        len(kept.record),
+        BATCH,
+        sender=senders.take(pa.array(sender)),
+        receiver=_repeat(instance, len(kept.record)),
+        sequence_id=values.sequence_ids[kept.record],
+        batch=ordinals(kept.record),
+        time_ns=trailers.time_ns[kept.record],
+        position=kept.first_position,
+        items=kept.count,
+        impulses=impulses[keep],
+        sent_ns=kept.sent_ns,
+        payload=binaries(values.raw, start[keep], end[keep]),
+    )
+    keep = usual[marks.record]
+    kept_marks = Marks(*(getattr(marks, name)[keep] for name in Marks.__dataclass_fields__))
+    destinations = pa.array([name or instance for name in mark_names], pa.string())
+    yield _columns(
+        len(kept_marks.record),
+        MARK,
+        sender=_repeat(instance, len(kept_marks.record)),
+        receiver=destinations.take(pa.array(mark_name.to_numpy()[keep])),
+        sequence_id=values.sequence_ids[kept_marks.record],
+        time_ns=trailers.time_ns[kept_marks.record],
+        position=kept_marks.position,
+        checksum=kept_marks.checksum,
+    )
+    yield _from_rows(list(_runs(values.sequence_ids[usual], trailers.time_ns[usual], instance)))
+    rows: list[Row] = []
+    for index in np.flatnonzero(~usual).tolist():
+        rows += evidence_of_record(instance, int(values.sequence_ids[index]), bytes(values.value(index)), committer_id)
+    yield _from_rows(rows)
+
+
+def _runs(sequence_ids: Longs, time_ns: Longs, instance: str) -> Iterator[Row]:
+    """Sound records that follow one another are one row, with the time of the last."""
+    cuts = (np.flatnonzero(np.diff(sequence_ids) != 1) + 1).tolist()
+    for first, end in zip([0, *cuts], [*cuts, len(sequence_ids)], strict=True):
+        if first < end:
+            last_time_ns = int(time_ns[end - 1])
+            yield Row(WHOLE_LOG, instance, LOG, int(sequence_ids[first]), time_ns=last_time_ns, items=end - first)
+
+
+def _repeat(value: str, count: int) -> pa.Array:
+    return pa.repeat(pa.scalar(value, pa.string()), count)
+
+
+def _columns(length: int, what: int, **columns: Any) -> pa.RecordBatch:
+    arrays = []
+    for column in EVIDENCE:
+        values = columns.get(column.name)
+        if values is None:
+            no_number = pa.types.is_binary(column.type) or pa.types.is_string(column.type)
+            constant = what if column.name == "what" else None if no_number else 0
+            values = pa.repeat(pa.scalar(constant, column.type), length)
+        arrays.append(values if isinstance(values, pa.Array) else pa.array(values).cast(column.type))
+    return pa.RecordBatch.from_arrays(arrays, schema=EVIDENCE)
+
+
+def _from_rows(rows: list[Row]) -> pa.RecordBatch:
+    columns = zip(*rows, strict=True) if rows else [[] for _ in EVIDENCE]
+    arrays = [pa.array(list(values), column.type) for values, column in zip(columns, EVIDENCE, strict=True)]
+    return pa.RecordBatch.from_arrays(arrays, schema=EVIDENCE)
+
+
+# --- one record, in plain Python -------------------------------------------------------------------------------------
+
+
+def evidence_of_record(instance: str, sequence_id: int, value: bytes, committer_id: int) -> Iterator[Row]:
+    """The rows of one record, with one of LOG; of a damaged record only that one."""
+    try:
+        header, trailer = verify_value(value, sequence_id, committer_id)
+        payloads = batch_payloads(value[HEADER_SIZE_BYTES : header.size_bytes], trailer)
+        impulses = [
+            0 if batch.kind == BatchKind.INITIAL else count_impulses(payload)
+            for batch, payload in zip(trailer.batches, payloads, strict=True)
+        ]
+    except ImmortalError as error:
+        yield Row(WHOLE_LOG, instance, LOG, sequence_id, items=1, reason=str(error))
+        return
+    time_ns = trailer.time_ns
+    reason = None
+    for index, (batch, payload) in enumerate(zip(trailer.batches, payloads, strict=True)):
+        if batch.kind == BatchKind.INITIAL:
+            if sequence_id:
+                reason = f"record {sequence_id} holds an initial message, which belongs in record 0"
+            continue
+        yield Row(
+            IMPULSES if batch.kind == BatchKind.IMPULSES else batch.name or instance,
+            instance,
+            BATCH,
+            sequence_id,
+            index,
+            time_ns,
+            batch.first_position,
+            batch.count,
+            impulses[index],
+            batch.send_time_ns,
+            payload=payload,
+        )
+    for mark in trailer.outputs:
+        yield Row(
+            instance,
+            mark.destination or instance,
+            MARK,
+            sequence_id,
+            time_ns=time_ns,
+            position=mark.position,
+            checksum=mark.checksum - (1 << 64) if mark.checksum >> 63 else mark.checksum,
+        )
+    yield Row(WHOLE_LOG, instance, LOG, sequence_id, time_ns=time_ns, items=1, reason=reason)
+
+
+def batch_payloads(content: bytes, trailer: Trailer) -> list[bytes]:
+    """The messages of each batch, packed, in the trailer's order.
+
+    Raises RemoteProtocolError where record and trailer do not fit together.
+    """
+    payloads: list[bytes] = []
+    offset = 0
+    for message_type, start, end in decode_top_level(content):
+        message_start, offset = offset, end
+        if message_type == MessageType.INSTANCE_NAME or (message_type == MessageType.RECORD_TIME and not message_start):
+            continue  # neither is input
+        if len(payloads) == len(trailer.batches):
+            raise RemoteProtocolError(f"it has more batches than the {len(payloads)} of its trailer")
+        source = trailer.batches[len(payloads)]
+        payloads.append(_payload(content[message_start:end], message_type, start - message_start, source))
+    if len(payloads) != len(trailer.batches):
+        raise RemoteProtocolError(f"it has {len(payloads)} batches, its trailer names {len(trailer.batches)}")
+    return payloads
+
+
+def _payload(message: bytes, message_type: int, start: int, source: BatchSource) -> bytes:
+    if source.kind == BatchKind.INITIAL:
+        return message[start:]
+    if message_type == MessageType.RPC:
+        payload, count = message, 1
+    elif message_type in (MessageType.RPC_BATCH, MessageType.COUNT_REPLAYABLE_RPC_BATCH):
+        data = message[start:]
+        if message_type == MessageType.RPC_BATCH:
+            count, inner = decode_batch(data)
+        else:
+            count, _, inner = decode_replayable_batch(data)
+        payload = data[inner:]
+    else:
+        raise RemoteProtocolError(f"it holds a message of type {message_type}, which is no input")
+    if count != source.count:
+        raise RemoteProtocolError(f"a batch of {count} messages where its trailer has {source.count}")
+    check_batch(payload, count)
+    return payload

@@ -1,0 +1,348 @@
+"""Logs to Parquet, partitioned by instance and day: each run adds what is new since the last one.
+
+    FOLDER/_immortal_export.json                      what is exported so far; written last, in one step
+    FOLDER/TABLE/instance=NAME/day=DAY/run-N-*.parquet
+
+A run writes to a staging folder, reads that back and compares it with the logs, moves the files into place under its
+own number and then writes the state. A run that is cut off leaves files of a number that the state does not know: the
+next one removes them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.decode import Values, decode_headers, decode_trailers, verify_checks
+from pipeline.errors import PipelineError, SourceError
+from pipeline.jobs.evidence import EVIDENCE, MARK, evidence_of_values
+from pipeline.jobs.sources import (
+    EXPORT_FILE_NAME,
+    EXPORT_VERSION,
+    RUN_PREFIX,
+    TABLES,
+    Fleet,
+    LogFleet,
+    exported_schema,
+    ranges_frame,
+    read_export_state,
+    write_atomically,
+)
+from pipeline.lockstep import binaries
+from pipeline.reading import Gap, LogRange, close_shared, read_range, whole_range
+from pipeline.schema import SCHEMAS
+from pipeline.source import PARTITION_SIZE_BYTES, Options, RangeReader, split
+from protocol.checksum import crc64
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+_STAGING = "_staging"
+_LOCK = "_lock"
+_DAY_NS = 86_400_000_000_000
+
+
+class ExportError(PipelineError):
+    """What was written is not what the logs hold, or the export cannot go on."""
+
+
+@dataclass(slots=True)
+class InstanceExport:
+    """What one run did for one instance. ``check`` is the xor of the CRCs of its records, as the table raw has them."""
+
+    first: int = 0  # records of this run
+    last: int = -1
+    records: int = 0
+    messages: int = 0
+    check: int = 0
+    skipped: int = 0  # trimmed away before they could be exported
+
+
+@dataclass(slots=True)
+class ExportReport:
+    run: int
+    tables: list[str]
+    instances: dict[str, InstanceExport] = field(default_factory=dict)
+    rows: dict[str, int] = field(default_factory=dict)  # by table, of this run
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def export(
+    spark: SparkSession,
+    fleet: Fleet,
+    folder: Path,
+    tables: Sequence[str] | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> ExportReport:
+    """Bring the export in ``folder`` up to what the logs hold now. ``tables``: at first all, then as they were.
+
+    Raises SourceError for a folder that is none of ours, ExportError where log and Parquet differ, or where a log was
+    replaced or set back since the last run.
+    """
+    logs = prepare(fleet, folder, tables)
+    with _locked(folder):
+        state = read_export_state(folder)
+        _remove_leftovers(folder, state)
+        return _Run(spark, logs, folder, state, progress).run()
+
+
+def prepare(fleet: Fleet, folder: Path, tables: Sequence[str] | None) -> LogFleet:
+    """Check what was asked for, and make the folder; the logs to be exported. Needs no Spark. Raises SourceError."""
+    if not isinstance(fleet, LogFleet):
+        raise SourceError("what is to be exported is an export already: give logs")
+    for table in tables or ():
+        if table not in TABLES:
+            raise SourceError(f"there is no table {table!r}: there are {', '.join(TABLES)}")
+    _make_folder(folder, list(dict.fromkeys(tables or TABLES)))
+    there = read_export_state(folder)["tables"]
+    if tables is not None and set(tables) != set(there):
+        raise SourceError(f"{folder} holds the tables {', '.join(there)}: export the same ones, or into a new folder")
+    return fleet
+
+
+class _Run:
+    def __init__(
+        self, spark: SparkSession, fleet: LogFleet, folder: Path, state: dict[str, Any], progress: Callable[[str], None]
+    ) -> None:
+        self._spark = spark
+        self._fleet = fleet
+        self._folder = folder
+        self._staging = folder / _STAGING
+        self._state = state
+        self._progress = progress
+        self._report = ExportReport(state["run"] + 1, state["tables"])
+        self._checkpoint_ids: dict[str, int] = {
+            name: known["last_checkpoint_id"] for name, known in state["exported"].items()
+        }
+        self._last_checkpoint_ids: dict[str, int] = {}
+
+    def run(self) -> ExportReport:
+        ranges = self._new_ranges()
+        parts = [part for each in ranges for part in split(each, PARTITION_SIZE_BYTES)]
+        close_shared()
+        for table in self._state["tables"]:
+            wanted = ranges if table == "checkpoints" else parts
+            if wanted:
+                self._progress(f"writing {table}")
+                self._write(table, wanted)
+                self._progress(f"comparing {table} with the logs")
+                self._compare(table, wanted)
+        self._progress("moving the files into place")
+        self._move()
+        self._finish(ranges)
+        return self._report
+
+    def _new_ranges(self) -> list[LogRange]:
+        """What is not exported yet, of each log."""
+        ranges = []
+        for state in self._fleet.states.values():
+            name = state.instance
+            now = whole_range(state.folder)
+            exported = self._state["exported"].get(name)
+            next_record = exported["next"] if exported else 0
+            if exported and exported["committer_id"] != now.committer_id:
+                raise ExportError(
+                    f"the log of {name!r} has committer {now.committer_id}, the one exported before had"
+                    f" {exported['committer_id']}: it was wiped or swapped; export into a new folder"
+                )
+            if now.end < next_record:
+                raise ExportError(
+                    f"the log of {name!r} ends with record {now.end - 1}, records up to {next_record - 1} were"
+                    f" exported before: it was set back; export into a new folder"
+                )
+            first = max(next_record, now.first)
+            skipped = max(0, first - next_record) if exported else 0
+            self._report.instances[name] = InstanceExport(first, now.end - 1, skipped=skipped)
+            ranges.append(LogRange(now.folder, name, now.committer_id, first, now.end))
+        return ranges
+
+    def _read(self, table: str, ranges: Sequence[LogRange]) -> DataFrame:
+        read = partial(read_for_export, table=table, checkpoint_ids=self._checkpoint_ids)
+        return ranges_frame(self._spark, ranges).mapInArrow(read, exported_schema(table))
+
+    def _write(self, table: str, ranges: Sequence[LogRange]) -> None:
+        frame = self._read(table, ranges)
+        writer = frame.write.partitionBy("instance", "day").option("compression", "zstd")
+        writer.mode("overwrite").parquet(str(self._staging / table))
+
+    def _compare(self, table: str, ranges: Sequence[LogRange]) -> None:
+        """Read back what was written, read the logs once more: they must agree, instance by instance."""
+        staged = self._staging / table
+        if not any(staged.glob("instance=*")):
+            written: dict[str, dict[str, int]] = {}
+        else:
+            written = _digest(table, self._spark.read.schema(exported_schema(table)).parquet(str(staged)))
+        logged = _digest(table, self._read(table, ranges))
+        for name in sorted(written.keys() | logged.keys()):
+            if written.get(name) != logged.get(name):
+                raise ExportError(
+                    f"the table {table!r} of {name!r} was not written as it is in the log: {written.get(name)} instead"
+                    f" of {logged.get(name)}; nothing of this run counts: check the disk, then export again"
+                )
+        self._report.rows[table] = sum(digest["rows"] for digest in logged.values())
+        for name, digest in logged.items():
+            instance = self._report.instances[name]
+            if table == "raw":
+                instance.check = digest["check"]
+            if table in ("raw", "records"):
+                instance.records = digest["rows"]
+            if table == "messages":
+                instance.messages = digest["rows"]
+            if table == "checkpoints":
+                self._last_checkpoint_ids[name] = digest["last"]
+
+    def _move(self) -> None:
+        for table in self._state["tables"]:
+            for path in sorted((self._staging / table).glob("instance=*/day=*/*.parquet")):
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+                target = self._folder / path.relative_to(self._staging).parent
+                target.mkdir(parents=True, exist_ok=True)
+                path.replace(target / f"{RUN_PREFIX}{self._report.run:08d}-{path.name}")
+        shutil.rmtree(self._staging, ignore_errors=True)
+
+    def _finish(self, ranges: Sequence[LogRange]) -> None:
+        state = self._state
+        exported: dict[str, Any] = state["exported"]
+        for each in ranges:
+            before = exported.get(each.instance, {"records": 0, "check": 0})
+            done = self._report.instances[each.instance]
+            exported[each.instance] = {
+                "committer_id": each.committer_id,
+                "next": each.end,
+                "records": before["records"] + done.records,
+                "check": before["check"] ^ done.check,
+                "last_checkpoint_id": self._last_checkpoint_ids.get(
+                    each.instance, self._checkpoint_ids.get(each.instance, 0)
+                ),
+            }
+        instances = {name: log_state.to_json() for name, log_state in self._fleet.states.items()}
+        _write_state(self._folder, {**state, "run": self._report.run, "instances": {**state["instances"], **instances}})
+
+
+def _make_folder(folder: Path, tables: list[str]) -> None:
+    """Make the folder and an empty state, so that whatever a run leaves behind is known to be one's own."""
+    if (folder / EXPORT_FILE_NAME).exists():
+        return
+    if folder.is_file():
+        raise SourceError(f"{folder} is a file: a folder for the export was expected")
+    if folder.exists() and any(entry.name != _LOCK for entry in folder.iterdir()):
+        raise SourceError(f"{folder} is not empty and holds no export: give a new folder, or that of an export")
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_state(folder, {"version": EXPORT_VERSION, "run": 0, "tables": tables, "instances": {}, "exported": {}})
+
+
+def _write_state(folder: Path, state: Mapping[str, Any]) -> None:
+    write_atomically(folder / EXPORT_FILE_NAME, json.dumps(state, indent=1, ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise ExportError(f"another process exports to {folder}: wait until it has ended") from None
+    finally:
+        os.close(descriptor)
+
+
+def _remove_leftovers(folder: Path, state: Mapping[str, Any]) -> None:
+    shutil.rmtree(folder / _STAGING, ignore_errors=True)
+    for table in state["tables"]:
+        for path in (folder / table).glob(f"instance=*/day=*/{RUN_PREFIX}*.parquet"):
+            if int(path.name.split("-")[1]) > state["run"]:
+                path.unlink()
+
+
+def _digest(table: str, frame: DataFrame) -> dict[str, dict[str, int]]:
+    """For each instance the number of rows and a checksum of all their columns that no order changes."""
+    from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
+
+    columns = [F.col(column) for column in sorted(frame.columns)]  # Parquet puts partitions last
+    totals = {
+        "rows": F.count(F.lit(1)),
+        "hash": F.bit_xor(F.xxhash64(*columns)),
+        "sum": F.sum(F.xxhash64(*columns).cast("decimal(38,0)")),
+    }
+    if table == "raw":
+        totals["check"] = F.bit_xor("check")
+    if table == "checkpoints":
+        totals["last"] = F.max("checkpoint_id")
+    rows = frame.groupBy("instance").agg(*[total.alias(name) for name, total in totals.items()]).collect()
+    return {row["instance"]: {name: int(row[name]) for name in totals} for row in rows}
+
+
+# --- in the workers --------------------------------------------------------------------------------------------------
+
+
+def read_for_export(
+    batches: Iterator[pa.RecordBatch], table: str, checkpoint_ids: Mapping[str, int]
+) -> Iterator[pa.RecordBatch]:
+    """For mapInArrow: rows of LogRange's fields into the rows of a table, with the columns that exporting adds."""
+    reader = RangeReader(Options.of({"table": table}), SCHEMAS[table])
+    for batch in batches:
+        for row in batch.to_pylist():
+            wanted = LogRange(**row)
+            if table == "raw":
+                for values in read_range(wanted):
+                    if not isinstance(values, Gap):  # a gap has no bytes; the table of records tells it
+                        yield _raw(values, wanted)
+            elif table == "outputs":
+                for values in read_range(wanted):
+                    if not isinstance(values, Gap):
+                        yield from _outputs(values, wanted)
+            else:
+                for rows in reader.read(wanted):
+                    if table == "checkpoints":
+                        rows = rows.filter(pc.greater(rows["checkpoint_id"], checkpoint_ids.get(wanted.instance, 0)))
+                    yield _with_day(rows, rows["time_ns"])
+
+
+def _with_day(rows: pa.RecordBatch, time_ns: pa.Array) -> pa.RecordBatch:
+    days = pc.divide(time_ns, _DAY_NS)
+    return rows.append_column("day", days.cast(pa.int32()).cast(pa.date32()))
+
+
+def _raw(values: Values, wanted: LogRange) -> pa.RecordBatch:
+    """Damaged records too, as they are, without a day."""
+    headers = decode_headers(values, wanted.committer_id)
+    verify_checks(values, headers)
+    time_ns = decode_trailers(values, headers, with_marks=False).time_ns
+    checks = [crc64(values.value(index)) for index in range(len(values.start))]
+    rows = pa.RecordBatch.from_arrays(
+        [
+            pa.repeat(pa.scalar(wanted.instance, pa.string()), len(values.start)),
+            pa.array(values.sequence_ids),
+            binaries(values.raw, values.start, values.end),
+            pa.array(time_ns, mask=~headers.usual),
+            pa.array(np.array(checks, np.uint64).view(np.int64)),
+        ],
+        names=["instance", "sequence_id", "value", "time_ns", "check"],
+    )
+    return _with_day(rows, rows["time_ns"])
+
+
+def _outputs(values: Values, wanted: LogRange) -> Iterator[pa.RecordBatch]:
+    names = {"instance": "sender", "destination": "receiver"}
+    columns = [*SCHEMAS["outputs"].names, "time_ns"]
+    for batch in evidence_of_values(values, wanted.instance, wanted.committer_id):
+        marks = batch.filter(pc.equal(batch["what"], MARK))
+        if marks.num_rows:
+            arrays = [marks.column(EVIDENCE.get_field_index(names.get(name, name))) for name in columns]
+            yield _with_day(pa.RecordBatch.from_arrays(arrays, names=columns), marks["time_ns"])

@@ -1,0 +1,252 @@
+"""What a job reads: the logs of a fleet as they are, or an export of them in Parquet. Both give the same tables."""
+
+from __future__ import annotations
+
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
+from pyspark.sql.types import StructType
+
+from coordinator.core.interfaces import ONESELF, LogSummary
+from coordinator.log import LogIdentity, is_locked, open_reader
+from pipeline.errors import SourceError
+from pipeline.jobs.evidence import EVIDENCE_SPARK, evidence_of_log, evidence_of_raw
+from pipeline.paths import log_folders
+from pipeline.reading import LogRange, close_shared, whole_range
+from pipeline.schema import SCHEMAS
+from pipeline.source import PARTITION_SIZE_BYTES, split
+from pipeline.times import first_at
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+EXPORT_FILE_NAME = "_immortal_export.json"
+"""What an export knows about itself. Spark does not read files whose names begin with an underscore."""
+
+EXPORT_VERSION = 1
+RUN_PREFIX = "run-"
+NO_LIMIT_NS = (1 << 63) - 1
+TABLES = tuple(SCHEMAS)
+_ADDED = {"raw": "time_ns long, check long, day date", "outputs": "time_ns long, day date"}
+_RANGE = "folder string, instance string, committer_id long, first long, end long"
+
+
+@dataclass(frozen=True, slots=True)
+class LogState:
+    """What the tables of a log say beside its records, at one moment; names are those of instances, never ""."""
+
+    instance: str
+    committer_id: int
+    folder: str
+    first: int  # records
+    last: int
+    live: bool  # a coordinator writes it
+    sources: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # sender: its committer ID, last position
+    acknowledged: Mapping[str, int] = field(default_factory=dict)  # receiver: position
+    peers: Mapping[str, int] = field(default_factory=dict)  # receiver: its committer ID
+    checkpointed: Mapping[str, int] = field(default_factory=dict)  # receiver: made by the newest checkpoint
+    offsets: Mapping[str, int] = field(
+        default_factory=dict
+    )  # receiver: its position p is p + offset here, after a reset
+    cut: bool = False  # its last records were cut off by hand
+
+    @classmethod
+    def of(cls, identity: LogIdentity, folder: str, summary: LogSummary, *, live: bool) -> LogState:
+        own = identity.instance_name
+        newest = summary.checkpoints[-1].outputs if summary.checkpoints else {}
+
+        def name(of: str) -> str:
+            return own if of == ONESELF else of
+
+        return cls(
+            own,
+            identity.committer_id,
+            folder,
+            summary.first_sequence_id,
+            summary.last_sequence_id,
+            live,
+            {name(sender): (known.committer_id, known.position) for sender, known in summary.sources.items()},
+            {name(receiver): position for receiver, position in summary.acknowledged.items()},
+            dict(summary.peers),
+            {name(receiver): mark.position for receiver, mark in newest.items()},
+            {receiver: start.offset for receiver, start in summary.stream_starts.items() if start.offset},
+            summary.cut_sequence_id is not None,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> LogState:
+        sources = {name: (known[0], known[1]) for name, known in values["sources"].items()}
+        return cls(**{**values, "sources": sources})
+
+
+class Fleet(ABC):
+    """Instances by name, and the tables of them all."""
+
+    states: Mapping[str, LogState]
+
+    @abstractmethod
+    def table(self, spark: SparkSession, name: str, columns: Sequence[str] | None = None, **options: str) -> DataFrame:
+        """A table of pipeline.schema, or some ``columns`` of it: of a log the others are not even decoded.
+
+        Options are those of the data source. Raises SourceError.
+        """
+
+    @abstractmethod
+    def evidence(self, spark: SparkSession, first_ns: int = 0, last_ns: int = NO_LIMIT_NS) -> DataFrame:
+        """The rows of pipeline.jobs.evidence, in no order; of the records between two times, both included."""
+
+
+class LogFleet(Fleet):
+    """Logs, each seen as it is when a table is asked for; ``states`` were taken before."""
+
+    def __init__(self, folders: Sequence[str]) -> None:
+        self.folders = list(folders)
+        self.states = log_states(self.folders)
+
+    def table(self, spark: SparkSession, name: str, columns: Sequence[str] | None = None, **options: str) -> DataFrame:
+        reader = spark.read.format("immortal").option("table", name).option("paths", json.dumps(self.folders))
+        for option, value in options.items():
+            reader = reader.option(option, value)
+        if columns is not None:
+            reader = reader.schema(StructType([SCHEMAS[name][column] for column in columns]))
+        return reader.load()
+
+    def evidence(self, spark: SparkSession, first_ns: int = 0, last_ns: int = NO_LIMIT_NS) -> DataFrame:
+        ranges = log_ranges(self.folders, first_ns, last_ns)
+        return ranges_frame(spark, ranges).mapInArrow(evidence_of_log, EVIDENCE_SPARK)
+
+
+class ExportFleet(Fleet):
+    """What `immortal pipeline export` has written."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        state = read_export_state(folder)
+        self.run: int = state["run"]
+        self.tables: list[str] = state["tables"]
+        self.exported: dict[str, dict[str, int]] = state["exported"]
+        self.states = {name: LogState.from_json(values) for name, values in state["instances"].items()}
+
+    def table(self, spark: SparkSession, name: str, columns: Sequence[str] | None = None, **options: str) -> DataFrame:
+        if options:
+            raise SourceError(f"{self.folder} is an export: options such as {next(iter(options))!r} are for logs")
+        if name not in self.tables:
+            raise SourceError(
+                f"the export in {self.folder} has no table {name!r}, it has {', '.join(self.tables)}:"
+                f" export again into a new folder with --tables {','.join([*self.tables, name])}"
+            )
+        folder = self.folder / name
+        if not any(folder.glob("instance=*")):
+            frame = spark.createDataFrame([], exported_schema(name))
+        else:  # without a schema Spark would take the names of instances such as "007" for numbers
+            frame = spark.read.schema(exported_schema(name)).parquet(str(folder))
+            # Files of a run that was cut off, or has not ended yet, do not count.
+            frame = frame.where(F.col("_metadata.file_name") < f"{RUN_PREFIX}{self.run + 1:08d}-")
+        return frame if columns is None else frame.select(*columns)
+
+    def evidence(self, spark: SparkSession, first_ns: int = 0, last_ns: int = NO_LIMIT_NS) -> DataFrame:
+        raw = self.table(spark, "raw")
+        if (first_ns, last_ns) != (0, NO_LIMIT_NS):
+            raw = raw.where(raw["time_ns"].between(first_ns, last_ns))
+        raw = raw.select("instance", "sequence_id", "value")
+        committer_ids = {name: state.committer_id for name, state in self.states.items()}
+        return raw.mapInArrow(partial(evidence_of_raw, committer_ids=committer_ids), EVIDENCE_SPARK)
+
+
+def exported_schema(table: str) -> str:
+    """The columns of an exported table, in Spark's words: those of the table, and what exporting adds."""
+    columns = [f"`{column.name}` {column.dataType.simpleString()}" for column in SCHEMAS[table]]
+    return ", ".join([*columns, _ADDED.get(table, "day date")])
+
+
+def open_fleet(paths: Sequence[str]) -> Fleet:
+    """An export where ``paths`` is one, otherwise all logs that are there. Raises SourceError, LogError."""
+    exports = [path for path in paths if (Path(path) / EXPORT_FILE_NAME).exists()]
+    if not exports:
+        return LogFleet(log_folders(list(paths)))
+    if len(paths) > 1:
+        raise SourceError(f"{exports[0]} is an export: it has to be the only path, {len(paths)} were given")
+    return ExportFleet(Path(exports[0]))
+
+
+def read_export_state(folder: Path) -> dict[str, Any]:
+    """Raises SourceError."""
+    path = folder / EXPORT_FILE_NAME
+    try:
+        state: dict[str, Any] = json.loads(path.read_text())
+        version = state["version"]
+        _ = state["tables"], state["instances"], state["run"], state["exported"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SourceError(f"{path} cannot be read ({error}): export into a new folder") from None
+    if version != EXPORT_VERSION:
+        raise SourceError(
+            f"{folder} was exported with version {version}, this program reads version {EXPORT_VERSION}:"
+            f" use the program that wrote it, or export into a new folder"
+        )
+    return state
+
+
+def log_states(folders: Iterable[str]) -> dict[str, LogState]:
+    """The state of each log, by instance. Raises SourceError where two logs belong to one instance, LogError."""
+    states: dict[str, LogState] = {}
+    for folder in folders:
+        with open_reader(folder) as reader:
+            state = LogState.of(reader.identity, folder, reader.summary(), live=is_locked(Path(folder)))
+        other = states.setdefault(state.instance, state)
+        if other is not state:
+            raise SourceError(
+                f"{other.folder} and {state.folder} are both logs of the instance {state.instance!r}: give one"
+            )
+    return states
+
+
+def log_ranges(folders: Iterable[str], first_ns: int = 0, last_ns: int = NO_LIMIT_NS) -> list[LogRange]:
+    """What the logs hold now of the records between two times, cut for the workers."""
+    parts: list[LogRange] = []
+    try:
+        for folder in folders:
+            wanted = whole_range(folder)
+            first = first_at(wanted, first_ns) if first_ns else wanted.first
+            end = first_at(wanted, last_ns + 1) if last_ns != NO_LIMIT_NS else wanted.end
+            parts += split(replace(wanted, first=first, end=end), PARTITION_SIZE_BYTES)
+    finally:
+        close_shared()
+    return parts
+
+
+def ranges_frame(spark: SparkSession, ranges: Sequence[LogRange]) -> DataFrame:
+    """One row, and one task, for each range."""
+    rows = [(each.folder, each.instance, each.committer_id, each.first, each.end) for each in ranges]
+    return spark.createDataFrame(rows, _RANGE).repartition(max(1, len(rows)))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """All of it or nothing, also when the machine stops."""
+    temporary = path.with_name(f"{path.name}.new")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def rows_of(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[Any, ...]]:
+    """Rows of Arrow batches as tuples."""
+    for batch in batches:
+        yield from zip(*[column.to_pylist() for column in batch.columns], strict=True)

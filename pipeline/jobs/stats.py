@@ -1,0 +1,213 @@
+"""How much, how fast, who with whom: calls, bytes, and the time from sending to logging."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from pipeline.jobs.sources import Fleet
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, Row, SparkSession
+
+MINUTES_MAX = 10_000
+"""At most so many rows of services and minutes: a week of one service, or eight hours of twenty."""
+
+METHODS_MAX = 1_000
+TALKERS_MAX = 1_000
+OUTSIDE = "outside"
+_MINUTE_NS = 60_000_000_000
+_PERCENTILES = (0.5, 0.95, 0.99)
+_ACCURACY = 1_000  # of percentiles of sizes: off by a rank of one in so many
+_BUCKETS_PER_E = 100  # so a bucket of times is 1 % wide
+
+# What Spark's grouping_id() says: a bit for each of sender, method, minute_ns that is not part of the grouping.
+_BY_SERVICE, _BY_METHOD, _BY_MINUTE, _BY_TALKER = 0b01110, 0b01010, 0b01100, 0b00110
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Calls of one kind. Times are from sending to logging, by two clocks; all but the longest are ± 1 %."""
+
+    calls: int
+    size_bytes: int  # of arguments
+    median_ms: float
+    p95_ms: float
+    p99_ms: float
+    max_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceStats:
+    instance: str
+    figures: Figures
+    first_ns: int  # logged
+    last_ns: int
+    records: int
+    record_size_bytes: int
+    messages_median: float  # per record
+    messages_p99: float
+    messages_max: int
+    damaged: int
+
+
+@dataclass(frozen=True, slots=True)
+class MethodStats:
+    instance: str
+    method: str  # its name, where a class was given; otherwise its ID
+    figures: Figures
+
+
+@dataclass(frozen=True, slots=True)
+class MinuteStats:
+    instance: str
+    minute_ns: int  # its beginning
+    figures: Figures
+
+
+@dataclass(frozen=True, slots=True)
+class TalkerStats:
+    """``sender`` is the service itself for its own calls; OUTSIDE for impulses."""
+
+    sender: str
+    receiver: str
+    figures: Figures
+
+
+@dataclass(slots=True)
+class Stats:
+    services: list[ServiceStats]
+    methods: list[MethodStats]  # most calls first
+    minutes: list[MinuteStats]
+    talkers: list[TalkerStats]  # most bytes first
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def stats(spark: SparkSession, fleet: Fleet, *, decode: str | None = None) -> Stats:
+    """Statistics of all messages but the initial ones.
+
+    ``decode``: as the data source's option; gives methods their names.
+    """
+    figures = _figures_of(_calls(spark, fleet, decode)).persist()
+    try:
+        services = {row["instance"]: row for row in _rows(figures, _BY_SERVICE, "instance")}
+        methods = _rows(figures, _BY_METHOD, "-calls", "instance", "method", limit=METHODS_MAX)
+        minutes = _rows(figures, _BY_MINUTE, "minute_ns", "instance", limit=MINUTES_MAX)
+        talkers = _rows(figures, _BY_TALKER, "-size_bytes", "sender", "instance", limit=TALKERS_MAX)
+    finally:
+        figures.unpersist()
+    return Stats(
+        _services(spark, fleet, services),
+        [MethodStats(row["instance"], row["method"], _to_figures(row)) for row in methods],
+        [MinuteStats(row["instance"], row["minute_ns"], _to_figures(row)) for row in minutes],
+        [TalkerStats(row["sender"], row["instance"], _to_figures(row)) for row in talkers],
+    )
+
+
+def _calls(spark: SparkSession, fleet: Fleet, decode: str | None) -> DataFrame:
+    """What is counted, one row for each call. Times under way fall into buckets that are 1 % wide."""
+    from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
+
+    options = {"decode": decode} if decode else {}
+    columns = ["instance", "time_ns", "kind", "source", "sent_ns", "method_id", "method", "arguments", "ok"]
+    latency_ns = F.col("time_ns") - F.col("sent_ns")
+    return (
+        fleet.table(spark, "messages", columns, **options)
+        .where("ok and kind <> 'initial'")
+        .select(
+            "instance",
+            F.when(F.col("kind") == "impulse", F.lit(OUTSIDE)).otherwise(F.col("source")).alias("sender"),
+            F.coalesce("method", F.concat(F.lit("method "), F.col("method_id").cast("string"))).alias("method"),
+            (F.col("time_ns") - F.col("time_ns") % _MINUTE_NS).alias("minute_ns"),
+            (F.signum(latency_ns) * F.floor(F.log1p(F.abs(latency_ns)) * _BUCKETS_PER_E)).cast("int").alias("bucket"),
+            "time_ns",
+            F.length("arguments").cast("long").alias("size_bytes"),
+            latency_ns.alias("latency_ns"),
+        )
+    )
+
+
+def _figures_of(calls: DataFrame) -> DataFrame:
+    """All groupings in one pass: rows of figures, with the number of the grouping in the column "by"."""
+    from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
+
+    keys = [F.col(name) for name in ("instance", "sender", "method", "minute_ns", "bucket")]
+    instance, sender, method, minute_ns, bucket = keys
+    sets = [[instance, bucket], [instance, method, bucket], [instance, minute_ns, bucket], [instance, sender, bucket]]
+    by_bucket = calls.groupingSets(sets, *keys).agg(
+        F.grouping_id().alias("by"),
+        F.count(F.lit(1)).alias("calls"),
+        F.sum("size_bytes").alias("size_bytes"),
+        F.max("latency_ns").alias("longest_ns"),
+        F.min("time_ns").alias("first_ns"),
+        F.max("time_ns").alias("last_ns"),
+    )
+    return by_bucket.groupBy("by", "instance", "sender", "method", "minute_ns").agg(
+        F.sum("calls").alias("calls"),
+        F.sum("size_bytes").alias("size_bytes"),
+        F.percentile("bucket", list(_PERCENTILES), F.col("calls")).alias("percentiles"),
+        F.max("longest_ns").alias("longest_ns"),
+        F.min("first_ns").alias("first_ns"),
+        F.max("last_ns").alias("last_ns"),
+    )
+
+
+def _rows(figures: DataFrame, by: int, *order: str, limit: int | None = None) -> list[Row]:
+    from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
+
+    wanted = figures.where(F.col("by") == by)
+    wanted = wanted.orderBy(*[F.desc(name[1:]) if name.startswith("-") else F.asc(name) for name in order])
+    return (wanted if limit is None else wanted.limit(limit)).collect()
+
+
+def _services(spark: SparkSession, fleet: Fleet, calls_by_service: Mapping[str, Row]) -> list[ServiceStats]:
+    from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
+
+    records = fleet.table(spark, "records", ["instance", "message_count", "size_bytes", "time_ns", "ok"])
+    rows = (
+        records.groupBy("instance")
+        .agg(
+            F.count_if("ok").alias("records"),
+            F.count_if(~F.col("ok")).alias("damaged"),
+            F.sum("size_bytes").alias("size_bytes"),
+            F.percentile_approx("message_count", [0.5, 0.99], _ACCURACY).alias("percentiles"),
+            F.max("message_count").alias("most"),
+        )
+        .orderBy("instance")
+        .collect()
+    )
+    found = []
+    for row in rows:
+        calls = calls_by_service.get(row["instance"])
+        median, high = row["percentiles"] or (0, 0)
+        found.append(
+            ServiceStats(
+                row["instance"],
+                _to_figures(calls) if calls is not None else Figures(0, 0, 0.0, 0.0, 0.0, 0.0),
+                calls["first_ns"] if calls is not None else 0,
+                calls["last_ns"] if calls is not None else 0,
+                row["records"],
+                row["size_bytes"] or 0,
+                float(median),
+                float(high),
+                row["most"] or 0,
+                row["damaged"],
+            )
+        )
+    return found
+
+
+def _to_figures(row: Row) -> Figures:
+    longest_ms = row["longest_ns"] / 1e6
+    median, p95, p99 = (min(_middle_ms(bucket), longest_ms) for bucket in row["percentiles"])
+    return Figures(row["calls"], row["size_bytes"], median, p95, p99, longest_ms)
+
+
+def _middle_ms(bucket: float) -> float:
+    if bucket == 0:
+        return 0.0
+    return math.copysign(math.expm1((abs(bucket) + 0.5) / _BUCKETS_PER_E) / 1e6, bucket)

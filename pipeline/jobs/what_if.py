@@ -1,0 +1,204 @@
+"""What would be different if other code had handled the logs of a whole fleet? One fresh process for each instance.
+
+Spark only hands out the instances: what is tried, and how, is `immortal what-if`'s matter. A worker of Spark keeps the
+modules that it has imported, so the code never runs in one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from pipeline.errors import PipelineError
+from pipeline.jobs.sources import log_states, rows_of
+from pipeline.paths import log_folders
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+SAME, FAILED, DIFFERENT = 0, 1, 3  # the exit statuses of `immortal what-if`
+TIMEOUT_S = 3_600.0
+_ERROR_LINES_MAX = 20
+_RESULT = pa.schema(
+    [
+        ("instance", pa.string()),
+        ("status", pa.int32()),
+        ("output", pa.string()),
+        ("error", pa.string()),
+        ("duration_s", pa.float64()),
+    ]
+)
+_RESULT_SPARK = "instance string, status int, output string, error string, duration_s double"
+
+
+class WhatIfError(PipelineError):
+    """What was asked for cannot be tried at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceResult:
+    """``values``: what `immortal what-if --json` printed; None where it failed, and ``error`` says why."""
+
+    instance: str
+    app: str
+    status: int
+    duration_s: float
+    values: dict[str, Any] | None
+    error: str | None
+
+
+@dataclass(slots=True)
+class FleetResult:
+    instances: list[InstanceResult]
+    same: int = 0
+    different: int = 0
+    failed: int = 0
+    records: int = 0
+    messages: int = 0
+    differences: dict[str, int] = field(default_factory=dict)  # by kind
+    by_method: list[dict[str, Any]] = field(default_factory=list)  # of the fleet: destination, method, kinds
+
+    @property
+    def exit_status(self) -> int:
+        return FAILED if self.failed else DIFFERENT if self.different else SAME
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def what_if(
+    spark: SparkSession,
+    home: Path,
+    apps: Mapping[str, str],
+    *,
+    code: Path | None = None,
+    options: Sequence[str] = (),
+    timeout_s: float = TIMEOUT_S,
+) -> FleetResult:
+    """Try ``apps`` ("module:Class" by instance) on the logs of the registry ``home``, which every worker must reach.
+
+    ``code``: a folder or a wheel from which modules are imported first. ``options``: more ones for `immortal what-if`.
+    """
+    run = partial(
+        run_instances,
+        home=str(home.absolute()),
+        code=None if code is None else str(code.absolute()),
+        options=list(options),
+        timeout_s=timeout_s,
+    )
+    frame = spark.createDataFrame(list(apps.items()), "instance string, app string").repartition(len(apps))
+    rows = rows_of(frame.mapInArrow(run, _RESULT_SPARK).toArrow().to_batches())
+    return summarize(
+        InstanceResult(instance, apps[instance], status, duration_s, json.loads(output) if output else None, error)
+        for instance, status, output, error, duration_s in sorted(rows)
+    )
+
+
+def choose_apps(home: Path, wanted: Mapping[str, str], code: Path | None = None) -> dict[str, str]:
+    """What to try on which instance. ``wanted``: by instance; "" stands for all that have a log.
+
+    Raises WhatIfError for an instance that has none, or where there is no ``code``.
+    """
+    if code is not None and not code.exists():
+        raise WhatIfError(f"there is no folder or wheel {code}")
+    registered = {path.stem for path in home.glob("*.toml") if not path.name.startswith(".")}
+    if not registered:
+        raise WhatIfError(f"nothing is registered in {home}: a registry's home was expected")
+    with_log = sorted(registered & log_states(log_folders([str(home)], may_be_none=True)).keys())
+    for name in wanted:
+        if name and name not in with_log:
+            problem = "has not been started yet" if name in registered else "is not registered"
+            raise WhatIfError(f"the instance {name!r} {problem} in {home}: there are {', '.join(with_log) or 'none'}")
+    everywhere = wanted.get("")
+    chosen = {name: wanted.get(name, everywhere) for name in with_log}
+    apps = {name: app for name, app in chosen.items() if app is not None}
+    if not apps:
+        raise WhatIfError(f"there is nothing to try: no instance in {home} has a log yet")
+    return apps
+
+
+def summarize(results: Iterator[InstanceResult]) -> FleetResult:
+    """All instances in one."""
+    summary = FleetResult(list(results))
+    differences: Counter[str] = Counter()
+    methods: dict[tuple[str, str], Counter[str]] = {}
+    for result in summary.instances:
+        if result.values is None:
+            summary.failed += 1
+            continue
+        summary.same += result.status == SAME
+        summary.different += result.status == DIFFERENT
+        summary.failed += result.status not in (SAME, DIFFERENT)
+        summary.records += result.values["records"]
+        summary.messages += result.values["messages"]
+        differences.update(result.values["differences"])
+        for row in result.values["by_method"]:
+            destination = row["destination"] or result.instance
+            counts = {kind: count for kind, count in row.items() if kind not in ("destination", "method")}
+            methods.setdefault((destination, row["method"]), Counter()).update(counts)
+    summary.differences = dict(differences)
+    summary.by_method = [
+        {"destination": destination, "method": method, **counts}
+        for (destination, method), counts in sorted(methods.items())
+    ]
+    return summary
+
+
+# --- in the workers --------------------------------------------------------------------------------------------------
+
+
+def run_instances(
+    batches: Iterator[pa.RecordBatch], home: str, code: str | None, options: Sequence[str], timeout_s: float
+) -> Iterator[pa.RecordBatch]:
+    """For mapInArrow: rows of (instance, app) into what their processes said."""
+    for instance, app in rows_of(batches):
+        started = time.monotonic()
+        status, output, error = _run(instance, app, home, code, options, timeout_s)
+        row = [instance, status, output, error, time.monotonic() - started]
+        arrays = [pa.array([value], column.type) for value, column in zip(row, _RESULT, strict=True)]
+        yield pa.RecordBatch.from_arrays(arrays, schema=_RESULT)
+
+
+def _run(
+    instance: str, app: str, home: str, code: str | None, options: Sequence[str], timeout_s: float
+) -> tuple[int, str | None, str | None]:
+    """(status, its JSON, or else what went wrong)."""
+    environment = dict(os.environ)
+    if code is not None:
+        paths = [code, *filter(None, [environment.get("PYTHONPATH")])]
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
+    command = [sys.executable, "-m", "coordinator", "--home", home, "what-if", instance, "--app", app, "--json"]
+    process = subprocess.Popen(
+        [*command, *options],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,  # so that its apps end with it
+    )
+    try:
+        output, said = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return FAILED, None, f"it was not done after {timeout_s:.0f} s: --timeout allows more"
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    lines = [line for line in output.splitlines() if line.startswith("{")]
+    if lines:
+        return process.returncode, lines[-1], None
+    errors = [line for line in said.splitlines() if line.strip()]
+    return FAILED, None, "\n".join(errors[-_ERROR_LINES_MAX:]) or f"it ended with status {process.returncode}"

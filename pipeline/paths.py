@@ -1,0 +1,82 @@
+"""From the paths that a user gives to log folders: a log, an instance's folder, a registry's home, patterns of them."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from coordinator.log import log_exists
+from pipeline.errors import SourceError
+
+
+def paths_of(options: Mapping[str, str]) -> list[str]:
+    """The options path (several separated by commas) and paths (a JSON list, as Spark writes load([...]))."""
+    paths = [part.strip() for part in options.get("path", "").split(",")]
+    if listed := options.get("paths"):
+        try:
+            values = json.loads(listed)
+        except ValueError:
+            values = None
+        if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+            raise SourceError(f"option paths: {listed!r}: a JSON list of strings was expected")
+        paths += values
+    return [path.removeprefix("file://") for path in paths if path]
+
+
+def log_folders(paths: list[str], *, may_be_none: bool = False) -> list[str]:
+    """Every log folder at ``paths``, absolute, sorted, each once. Raises SourceError where there is none."""
+    if not paths:
+        raise SourceError("no path was given: load() takes log folders, or a registry's home")
+    found: dict[str, str] = {}
+    for path in paths:
+        matches = sorted(glob.glob(path)) if glob.has_magic(path) and not os.path.exists(path) else [path]
+        folders = [folder for match in matches for folder in _folders(Path(match))]
+        if not folders and not may_be_none:
+            raise SourceError(_nothing_at(path, matches))
+        for folder in folders:
+            found.setdefault(os.path.realpath(folder), os.path.abspath(folder))
+    return sorted(found.values())
+
+
+def _nothing_at(path: str, matches: list[str]) -> str:
+    if not matches:
+        return f"nothing matches {path}"
+    if not os.path.exists(matches[0]):
+        return f"there is no folder {path}"
+    if not os.path.isdir(matches[0]):
+        return f"{path} is a file: a log folder, or a registry's home, was expected"
+    return f"there is no log in {path}: a log folder (it holds data.mdb), or a registry's home, was expected"
+
+
+def _folders(path: Path) -> Iterator[Path]:
+    if log_exists(path):
+        yield path
+        return
+    if log_exists(path / "log"):
+        yield path / "log"
+        return
+    try:
+        entries = sorted(path.iterdir())
+    except OSError:
+        return
+    for entry in entries:
+        if entry.suffix == ".toml" and not entry.name.startswith("."):
+            folder = _registered_log(entry)
+            if log_exists(folder):  # an instance that was never started has none
+                yield folder
+        elif entry.is_dir() and log_exists(entry / "log"):
+            yield entry / "log"
+
+
+def _registered_log(settings: Path) -> Path:
+    """Where the settings of an instance say that its log is (coordinator.config writes them)."""
+    default = settings.with_suffix("") / "log"
+    try:
+        log = tomllib.loads(settings.read_text()).get("log")
+    except (OSError, ValueError):
+        return default
+    return settings.parent / log if isinstance(log, str) else default

@@ -1,0 +1,1 @@
+"""Pages and pictures: HTML that needs nothing from elsewhere, SVG, DOT."""

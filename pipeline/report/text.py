@@ -1,0 +1,190 @@
+"""What the jobs have found, in lines of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from coordinator.core.interfaces import IMPULSES
+from pipeline.jobs.export import ExportReport
+from pipeline.jobs.reports import AuditReport, StreamReport
+from pipeline.jobs.stats import Figures, Stats
+from pipeline.jobs.verify import VerifyReport
+from pipeline.jobs.what_if import FleetResult
+
+
+def count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], names: int = 1) -> Iterator[str]:
+    """Columns below one another; the first ``names`` to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    for row in (heads, *rows):
+        cells = [
+            cell.ljust(width) if index < names else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()
+
+
+def export_lines(report: ExportReport, folder: Path) -> Iterator[str]:
+    for name, done in report.instances.items():
+        if done.skipped:
+            yield f"warning: {count(done.skipped, 'record')} of {name} were trimmed before they could be exported"
+    rows = [(name, f"{rows:,}") for name, rows in report.rows.items()]
+    yield from table(("table", "new rows"), rows)
+    new = [name for name, done in report.instances.items() if done.last >= done.first]
+    yield f"{folder}: new records of {len(new):,} of {count(len(report.instances), 'instance')}, compared with the logs"
+
+
+# --- audit -----------------------------------------------------------------------------------------------------------
+
+
+def audit_lines(report: AuditReport, limit: int, *, all_streams: bool) -> Iterator[str]:
+    records = sum(log.records for log in report.logs)
+    messages = sum(stream.messages for stream in report.streams)
+    yield (
+        f"{count(len(report.logs), 'log')}, {count(records, 'record')}, {count(messages, 'message')}"
+        f" in {count(len(report.streams), 'stream')}"
+    )
+    flying = [stream for stream in report.streams if stream.in_flight]
+    yield f"in flight: {count(sum(stream.in_flight for stream in flying), 'message')} in {count(len(flying), 'stream')}"
+    yield f"compared with what their senders made: {count(sum(each.compared for each in report.streams), 'message')}"
+    unknown = sum(stream.unknown for stream in report.streams)
+    if unknown:
+        yield f"in damaged records, so not known: {count(unknown, 'message')}"
+    for note in report.notes:
+        yield f"note: {note}"
+    if all_streams:
+        yield ""
+        yield from _stream_table(report.streams)
+    yield ""
+    if not report.violation_count:
+        yield "sound: every message was executed once, in order, after its cause"
+        return
+    yield "VIOLATIONS: " + ", ".join(f"{number:,} {kind}" for kind, number in report.counts.items())
+    yield from _violations(report, limit)
+
+
+def _violations(report: AuditReport, limit: int) -> Iterator[str]:
+    shown: dict[tuple[str, str], list[str]] = {}
+    for violation in report.violations[:limit]:
+        where = f"record {violation.record}: " if violation.record >= 0 and violation.sender else ""
+        shown.setdefault((violation.sender, violation.receiver), []).append(
+            f"  {violation.kind}: {where}{violation.text}"
+        )
+    for (sender, receiver), lines in shown.items():
+        yield f"{_sender(sender)} -> {receiver}" if sender else receiver
+        yield from lines
+    if report.violation_count > limit:
+        yield f"and {report.violation_count - limit:,} more; --limit shows them"
+
+
+def _stream_table(streams: Sequence[StreamReport]) -> Iterator[str]:
+    heads = ("from", "to", "messages", "first", "last", "made", "in flight", "compared", "violations")
+    rows = [
+        (
+            _sender(stream.sender),
+            stream.receiver,
+            f"{stream.messages:,}",
+            f"{stream.first}",
+            f"{stream.last}",
+            f"{stream.made}" if stream.made else "-",
+            f"{stream.in_flight:,}",
+            f"{stream.compared:,}",
+            ", ".join(f"{number:,} {kind}" for kind, number in stream.violations.items()) or "-",
+        )
+        for stream in streams
+    ]
+    yield from table(heads, rows, names=2)
+
+
+def _sender(name: str) -> str:
+    return "outside" if name == IMPULSES else name
+
+
+def verify_lines(report: VerifyReport, limit: int) -> Iterator[str]:
+    for problem in report.problems[:limit]:
+        yield f"{problem.instance}: {problem.place}: {problem.text}"
+    if report.problem_count > limit:
+        yield f"and {report.problem_count - limit:,} more; --limit shows them"
+    sound = f"{count(sum(report.records.values()), 'sound record')} in {count(len(report.records), 'log')}"
+    checkpoints = count(sum(report.checkpoints.values()), "sound checkpoint")
+    verdict = f"DAMAGED: {count(report.problem_count, 'problem')}; " if report.problem_count else "sound: "
+    yield f"{verdict}{sound}, {checkpoints}"
+
+
+# --- stats -----------------------------------------------------------------------------------------------------------
+
+_FIGURES = ("calls", "bytes", "median ms", "95 %", "99 %", "longest")
+
+
+def stats_lines(stats: Stats, top: int) -> Iterator[str]:
+    heads = ("service", *_FIGURES, "records", "messages/record", "damaged")
+    services = [
+        (
+            service.instance,
+            *_cells(service.figures),
+            f"{service.records:,}",
+            f"{service.messages_median:,.0f}",
+            f"{service.damaged:,}",
+        )
+        for service in stats.services
+    ]
+    yield from table(heads, services)
+    methods = [(method.instance, method.method, *_cells(method.figures)) for method in stats.methods]
+    yield ""
+    yield from table(("service", "method", *_FIGURES), methods[:top], names=2)
+    if len(methods) > top:
+        yield f"and {len(methods) - top:,} more; --top shows them"
+    talkers = [(talker.sender, talker.receiver, *_cells(talker.figures)) for talker in stats.talkers]
+    yield ""
+    yield from table(("from", "to", *_FIGURES), talkers[:top], names=2)
+    if len(talkers) > top:
+        yield f"and {len(talkers) - top:,} more; --top shows them"
+
+
+def _cells(figures: Figures) -> tuple[str, ...]:
+    times = (figures.median_ms, figures.p95_ms, figures.p99_ms, figures.max_ms)
+    return (f"{figures.calls:,}", f"{figures.size_bytes:,}", *(f"{time:,.3f}" for time in times))
+
+
+# --- what-if ---------------------------------------------------------------------------------------------------------
+
+_VERDICTS = {0: "the same", 3: "DIFFERENT"}
+
+
+def what_if_lines(result: FleetResult) -> Iterator[str]:
+    rows = []
+    for each in result.instances:
+        values = each.values or {"records": 0, "differences": {}, "state": [], "exception": None}
+        differences = ", ".join(f"{number:,} {kind}" for kind, number in values["differences"].items() if number)
+        row = (
+            each.instance,
+            each.app,
+            _VERDICTS.get(each.status, "FAILED"),
+            f"{values['records']:,}",
+            differences or "-",
+            f"{len(values['state']):,}" if values["state"] else "-",
+            "yes" if values["exception"] else "-",
+            f"{each.duration_s:.1f}",
+        )
+        rows.append(row)
+    yield from table(("instance", "app", "", "records", "calls", "state", "exception", "s"), rows, names=3)
+    for each in result.instances:
+        if each.error:
+            yield f"{each.instance}: {each.error}"
+    if result.by_method:
+        kinds = [kind for kind in result.by_method[0] if kind not in ("destination", "method")]
+        yield ""
+        methods = [
+            (row["destination"], row["method"], *(f"{row.get(kind, 0):,}" for kind in kinds))
+            for row in result.by_method
+        ]
+        yield from table(("to", "method", *kinds), methods, names=2)
+    yield ""
+    yield (
+        f"{result.same:,} the same, {result.different:,} different, {result.failed:,} failed:"
+        f" {count(result.records, 'record')} with {count(result.messages, 'message')}"
+    )

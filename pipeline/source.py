@@ -1,0 +1,260 @@
+"""What Spark asks of format("immortal"): a schema, readers, a writer; and how a read is cut into partitions."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceReader,
+    EqualTo,
+    Filter,
+    GreaterThan,
+    GreaterThanOrEqual,
+    In,
+    InputPartition,
+    LessThan,
+    LessThanOrEqual,
+)
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import StructType
+
+from pipeline import checkpoints
+from pipeline.arguments import decode_targets, decoder_of
+from pipeline.errors import SourceError
+from pipeline.paths import log_folders, paths_of
+from pipeline.reading import Gap, LogRange, open_range, read_range, whole_range
+from pipeline.schema import SCHEMAS
+from pipeline.tables import TableReader
+from pipeline.times import first_at, size_bytes
+
+if TYPE_CHECKING:
+    from pipeline.stream import StreamReader
+    from pipeline.writer import Writer
+
+PARTITION_SIZE_BYTES = 128 << 20  # as Spark cuts files
+PARTITION_ROWS_MIN = 5_000  # below, starting a task costs more than it reads
+_OPTIONS = {
+    *("table", "from", "to", "decode", "check", "path", "paths", "partitionbytes"),
+    *("maxrecordsperbatch", "startingoffset", "committerid"),
+}
+_NO_LIMIT = (1 << 63) - 1
+_EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What ``.option(...)`` said, checked."""
+
+    table: str
+    paths: tuple[str, ...]
+    first: int
+    last: int
+    check: bool
+    decode: Mapping[str, str]
+    partition_bytes: int
+
+    @classmethod
+    def of(cls, options: Mapping[str, str]) -> Options:
+        """Raises SourceError, which names the option, what it was and what was expected."""
+        for name in options:
+            if name.lower() not in _OPTIONS:
+                raise SourceError(f"there is no option {name!r}: there are {', '.join(sorted(_OPTIONS))}")
+        table = options.get("table", "messages")
+        if table not in SCHEMAS:
+            raise SourceError(f"option table: {table!r}: there are {', '.join(SCHEMAS)}")
+        check = options.get("check", "true").lower()
+        if check not in ("true", "false"):
+            raise SourceError(f"option check: {check!r}: true or false was expected")
+        decode = options.get("decode", "")
+        return cls(
+            table,
+            tuple(paths_of(options)),
+            number(options, "from", 0),
+            number(options, "to", _NO_LIMIT),
+            check == "true",
+            decode_targets(decode) if decode else {},
+            max(1, number(options, "partitionBytes", PARTITION_SIZE_BYTES)),
+        )
+
+
+def number(options: Mapping[str, str], name: str, default: int) -> int:
+    """An option that is a number, not negative. Raises SourceError."""
+    value = options.get(name)
+    if value is None:
+        return default
+    if not value.isascii() or not value.isdigit() or int(value) > _NO_LIMIT:
+        raise SourceError(f"option {name}: {value!r}: a number, 0 or more, was expected")
+    return int(value)
+
+
+class ImmortalSource(DataSource):
+    """``spark.read.format("immortal")``: pipeline.schema has the tables, docs/guide/pipeline.md the options."""
+
+    @classmethod
+    def name(cls) -> str:
+        return "immortal"
+
+    def schema(self) -> StructType:
+        return SCHEMAS[Options.of(self.options).table]
+
+    def reader(self, schema: StructType) -> Reader:
+        return Reader(Options.of(self.options), schema)
+
+    def streamReader(self, schema: StructType) -> StreamReader:  # noqa: N802 (Spark's name)
+        from pipeline.stream import StreamReader  # it builds on this module
+
+        return StreamReader(self.options, schema)
+
+    def writer(self, schema: StructType, overwrite: bool) -> Writer:
+        from pipeline.writer import Writer
+
+        return Writer(self.options, schema, overwrite=overwrite)
+
+
+class RangePartition(InputPartition):
+    """One task: a range of one log."""
+
+    def __init__(self, wanted: LogRange) -> None:
+        super().__init__(None)
+        self.wanted = wanted
+
+
+class RangeReader:
+    """Reads ranges of logs as rows of one table; goes to the workers."""
+
+    def __init__(self, options: Options, schema: StructType) -> None:
+        self.options = options
+        self.columns = _checked_columns(options.table, schema)
+        for target in options.decode.values():
+            decoder_of(target)  # what cannot be imported should be said here, once, not by each task
+
+    def read(self, wanted: LogRange) -> Iterator[pa.RecordBatch]:
+        options = self.options
+        if options.table == "checkpoints":
+            yield from checkpoints.read(open_range(wanted), wanted, options.check, self.columns)
+            return
+        target = options.decode.get(wanted.instance, options.decode.get(""))
+        table = TableReader(
+            options.table,
+            self.columns,
+            wanted.instance,
+            wanted.committer_id,
+            options.check,
+            decoder_of(target) if target else None,
+        )
+        for values in read_range(wanted):
+            if isinstance(values, Gap):
+                yield from table.damaged(values.first, values.reason)
+            else:
+                yield from table.batches(values)
+
+
+def _checked_columns(table: str, schema: StructType) -> pa.Schema:
+    """The columns that are asked for. Raises SourceError unless they are columns of the table."""
+    types = {field.name: field.dataType for field in SCHEMAS[table]}
+    for field in schema:
+        if types.get(field.name) != field.dataType:
+            expected = ", ".join(f"{name} {kind.simpleString()}" for name, kind in types.items())
+            raise SourceError(
+                f"the table {table!r} has no column {field.name!r} of type {field.dataType.simpleString()}:"
+                f" it has {expected}"
+            )
+    return to_arrow_schema(schema, timezone="UTC")
+
+
+class Reader(DataSourceReader):
+    """A batch read. What the logs hold when it is planned is what it reads."""
+
+    def __init__(self, options: Options, schema: StructType) -> None:
+        self._options = options
+        self._ranges = RangeReader(options, schema)
+        self._instances: set[str] | None = None
+        self._first, self._last = options.first, options.last
+        self._first_ns: int | None = None
+        self._last_ns: int | None = None
+
+    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 (Spark's name)
+        """Narrow down what is read. All filters are left to Spark as well: the ranges may be wider than they ask."""
+        for each in filters:
+            self._narrow(each)
+        return filters
+
+    def _narrow(self, each: Filter) -> None:
+        column = getattr(each, "attribute", ("",))[0]
+        value: Any = getattr(each, "value", None)
+        if column == "instance" and isinstance(each, EqualTo | In):
+            names = set(value) if isinstance(each, In) else {value}
+            self._instances = names if self._instances is None else self._instances & names
+            return
+        values = list(value) if isinstance(each, In) else [value]
+        longs = [_long(column, item) for item in values]
+        if column not in ("sequence_id", "time_ns", "time") or not longs or None in longs:
+            return
+        known = [item for item in longs if item is not None]
+        if isinstance(each, EqualTo | In | GreaterThan | GreaterThanOrEqual):
+            self._from(column, min(known))
+        if isinstance(each, EqualTo | In | LessThan | LessThanOrEqual):
+            self._to(column, max(known))
+
+    def _from(self, column: str, first: int) -> None:
+        if column == "sequence_id":
+            self._first = max(self._first, first)
+        else:
+            self._first_ns = first if self._first_ns is None else max(self._first_ns, first)
+
+    def _to(self, column: str, last: int) -> None:
+        if column == "sequence_id":
+            self._last = min(self._last, last)
+        else:
+            last += 999 if column == "time" else 0  # a timestamp stands for the whole microsecond
+            self._last_ns = last if self._last_ns is None else min(self._last_ns, last)
+
+    def partitions(self) -> Sequence[InputPartition]:
+        ranges = [whole_range(folder) for folder in log_folders(list(self._options.paths))]
+        if self._instances is not None:
+            ranges = [each for each in ranges if each.instance in self._instances]
+        if self._options.table == "checkpoints":
+            return [RangePartition(each) for each in ranges]
+        parts: list[InputPartition] = []
+        for each in ranges:
+            first, end = max(each.first, self._first), min(each.end, self._last + 1)
+            narrowed = self._within_time(replace(each, first=first, end=end))
+            parts += [RangePartition(part) for part in split(narrowed, self._options.partition_bytes)]
+        return parts
+
+    def _within_time(self, wanted: LogRange) -> LogRange:
+        if wanted.first >= wanted.end or (self._first_ns is None and self._last_ns is None):
+            return wanted
+        first = wanted.first if self._first_ns is None else first_at(wanted, self._first_ns)
+        end = wanted.end if self._last_ns is None else first_at(wanted, self._last_ns + 1)
+        return replace(wanted, first=first, end=end)
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        if isinstance(partition, RangePartition):  # where there are none at all, Spark makes up an empty one
+            yield from self._ranges.read(partition.wanted)
+
+
+def _long(column: str, value: object) -> int | None:
+    """A filter's value as the column's number; times in ns."""
+    if column == "time" and isinstance(value, datetime.datetime):
+        aware = value if value.tzinfo is not None else value.replace(tzinfo=datetime.UTC)
+        return (aware - _EPOCH) // datetime.timedelta(microseconds=1) * 1000
+    return value if isinstance(value, int) and column != "time" else None
+
+
+def split(wanted: LogRange, partition_bytes: int) -> list[LogRange]:
+    """Ranges of about ``partition_bytes``; of a smaller log one for each processor, where that is worth a task."""
+    rows = wanted.end - wanted.first
+    if rows <= 0:
+        return []
+    count = max(size_bytes(wanted) // partition_bytes, min(os.cpu_count() or 1, rows // PARTITION_ROWS_MIN))
+    count = min(max(count, 1), rows)
+    bounds = [wanted.first + rows * index // count for index in range(count + 1)]
+    return [replace(wanted, first=first, end=end) for first, end in itertools.pairwise(bounds)]

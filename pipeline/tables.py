@@ -1,0 +1,247 @@
+"""Values of the log into rows of a table, as Arrow batches that hold no columns but those that are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from coordinator.core.errors import DamagedLogError
+from pipeline.arguments import ArgumentDecoder
+from pipeline.decode import (
+    Headers,
+    Marks,
+    Messages,
+    Values,
+    decode_headers,
+    decode_messages,
+    decode_names,
+    decode_trailers,
+    verify_checks,
+)
+from pipeline.lockstep import Longs, binaries
+from pipeline.plain import KIND_NAMES, RPC_TYPE_NAMES, PlainRecord, read_record
+from protocol.trailer import BatchKind
+
+Columns = dict[str, Callable[[], pa.Array]]
+Row = dict[str, Any]
+
+WHOLE_RECORD = -1  # the index of the one row of a damaged record in the table of messages
+
+
+@dataclass(frozen=True, slots=True)
+class TableReader:
+    """Makes the rows of one table from the values of one log."""
+
+    table: str
+    schema: pa.Schema
+    instance: str
+    committer_id: int
+    check: bool
+    arguments: ArgumentDecoder | None
+
+    def batches(self, values: Values) -> Iterator[pa.RecordBatch]:
+        """The rows of ``values``, in order. Raises DamagedLogError for damage that the table cannot show."""
+        headers = decode_headers(values, self.committer_id)
+        if self.check:
+            verify_checks(values, headers)
+        build = {"records": self._records, "messages": self._messages, "outputs": self._outputs, "raw": self._raw}
+        columns, record = build[self.table](values, headers)
+        usual = pa.RecordBatch.from_arrays([columns[name]() for name in self.schema.names], schema=self.schema)
+        unusual = np.flatnonzero(~headers.usual).tolist() if self.table != "raw" else []
+        if not unusual:
+            yield usual
+            return
+        plain_rows: list[Row] = []
+        plain_record: list[int] = []
+        for index in unusual:
+            rows = self._plain_rows(values.value(index), int(values.sequence_ids[index]))
+            plain_rows += rows
+            plain_record += [index] * len(rows)
+        order = np.argsort(np.concatenate([record, np.array(plain_record, np.int64)]), kind="stable")
+        both = pa.Table.from_batches([usual, self._from_rows(plain_rows)])
+        yield from both.take(pa.array(order)).combine_chunks().to_batches()
+
+    def damaged(self, sequence_id: int, reason: str) -> Iterator[pa.RecordBatch]:
+        """The row that says that a record, or several from there on, cannot be read. Raises as :meth:`batches`."""
+        if rows := self._damaged_rows(sequence_id, reason):
+            yield self._from_rows(rows)
+
+    def _from_rows(self, rows: Iterable[Row]) -> pa.RecordBatch:
+        names = self.schema.names
+        return pa.RecordBatch.from_pylist([{name: row.get(name) for name in names} for row in rows], schema=self.schema)
+
+    def _repeated(self, value: object, name: str, count: int) -> pa.Array:
+        return pa.repeat(pa.scalar(value, self.schema.field(name).type), count)
+
+    def _constants(self, count: int, **values: object) -> Columns:
+        return {name: lambda n=name, v=value: self._repeated(v, n, count) for name, value in values.items()}  # type: ignore[misc]
+
+    # --- the usual ones ----------------------------------------------------------------------------------------------
+
+    def _raw(self, values: Values, headers: Headers) -> tuple[Columns, Longs]:
+        unusual = np.flatnonzero(~headers.usual)
+        if self.check and unusual.size:
+            index = int(unusual[0])
+            sequence_id = int(values.sequence_ids[index])
+            record = read_record(values.value(index), sequence_id, self.committer_id, whole=False)
+            if isinstance(record, str):
+                self._damaged_rows(sequence_id, record)
+        columns = self._constants(len(values.start), instance=self.instance)
+        columns["sequence_id"] = lambda: pa.array(values.sequence_ids)
+        columns["value"] = lambda: binaries(values.raw, values.start, values.end)
+        return columns, np.arange(len(values.start))
+
+    def _records(self, values: Values, headers: Headers) -> tuple[Columns, Longs]:
+        trailers = decode_trailers(values, headers, with_marks=True)
+        batches, usual = trailers.batches, headers.usual
+        record = np.flatnonzero(usual)
+        time_ns = trailers.time_ns[record]
+        columns = self._constants(
+            len(record), instance=self.instance, committer_id=self.committer_id, ok=True, reason=None
+        )
+        columns |= {
+            "sequence_id": lambda: pa.array(values.sequence_ids[record]),
+            "time": lambda: pa.array(time_ns // 1000).cast(self.schema.field("time").type),
+            "time_ns": lambda: pa.array(time_ns),
+            "size_bytes": lambda: pa.array(headers.size_bytes[record].astype(np.int32)),
+            "message_count": lambda: pa.array(
+                np.bincount(batches.record, batches.count, len(usual))[record].astype(np.int64).astype(np.int32)
+            ),
+        }
+        return columns, record
+
+    def _outputs(self, values: Values, headers: Headers) -> tuple[Columns, Longs]:
+        trailers = decode_trailers(values, headers, with_marks=True)
+        marks = trailers.marks
+        number, names = decode_names(values, headers, marks)
+        keep = headers.usual[marks.record]
+        marks = Marks(*(getattr(marks, name)[keep] for name in Marks.__dataclass_fields__))
+        number = number.to_numpy()[keep]
+        columns = self._constants(len(marks.record), instance=self.instance)
+        columns |= {
+            "sequence_id": lambda: pa.array(values.sequence_ids[marks.record]),
+            "destination": lambda: self._named(names, number),
+            "position": lambda: pa.array(marks.position),
+            "checksum": lambda: pa.array(marks.checksum),
+        }
+        return columns, marks.record
+
+    def _messages(self, values: Values, headers: Headers) -> tuple[Columns, Longs]:
+        trailers = decode_trailers(values, headers, with_marks=False)
+        batches = trailers.batches
+        number, names = decode_names(values, headers, batches)
+        messages = decode_messages(values, headers, batches)
+        record = messages.record
+        columns = self._constants(len(record), instance=self.instance, ok=True, reason=None)
+        columns |= {
+            "sequence_id": lambda: pa.array(values.sequence_ids[record]),
+            "index": lambda: pa.array(messages.index.astype(np.int32)),
+            "time_ns": lambda: pa.array(trailers.time_ns[record]),
+            "kind": lambda: pa.array(KIND_NAMES).take(pa.array(batches.kind[messages.batch])),
+            "source": lambda: self._named(names, number.to_numpy()[messages.batch]),
+            "position": lambda: pa.array(messages.position),
+            "sent_ns": lambda: pa.array(batches.sent_ns[messages.batch]),
+            "rpc_type": lambda: pa.array(RPC_TYPE_NAMES).take(pa.array(messages.rpc_type)),
+            "method_id": lambda: pa.array(messages.method_id.astype(np.int32)),
+            "arguments": lambda: binaries(values.raw, messages.arguments_start, messages.arguments_end),
+        }
+        columns |= self._decoded(values, messages)
+        return columns, record
+
+    def _decoded(self, values: Values, messages: Messages) -> Columns:
+        """The columns that the option decode fills."""
+        decoder = self.arguments
+        names = {"method", "arguments_json", "reason"} if decoder is not None else {"method", "arguments_json"}
+        if decoder is None or not names & set(self.schema.names):
+            return self._constants(len(messages.record), method=None, arguments_json=None)
+        view = memoryview(values.raw)
+        bounds = zip(
+            messages.method_id.tolist(),
+            messages.arguments_start.tolist(),
+            messages.arguments_end.tolist(),
+            strict=True,
+        )
+        calls = [decoder.decode(method_id, view[start:end]) for method_id, start, end in bounds]
+        return {
+            "method": lambda: pa.array([call.method for call in calls], pa.string()),
+            "arguments_json": lambda: pa.array([call.arguments_json for call in calls], pa.string()),
+            "reason": lambda: pa.array([call.problem for call in calls], pa.string()),
+        }
+
+    def _named(self, names: Sequence[str], number: npt.NDArray[Any]) -> pa.Array:
+        return pa.array([name or self.instance for name in names], pa.string()).take(pa.array(number))
+
+    # --- the others --------------------------------------------------------------------------------------------------
+
+    def _plain_rows(self, value: memoryview, sequence_id: int) -> list[Row]:
+        record = read_record(value, sequence_id, self.committer_id, whole=self.table == "messages")
+        if isinstance(record, str):
+            return self._damaged_rows(sequence_id, record)
+        rows = {"records": self._record_row, "messages": self._message_rows, "outputs": self._output_rows}[self.table]
+        return list(rows(record))
+
+    def _damaged_rows(self, sequence_id: int, reason: str) -> list[Row]:
+        row: Row = {"instance": self.instance, "sequence_id": sequence_id, "ok": False, "reason": reason}
+        if self.table == "messages":
+            return [{**row, "index": WHOLE_RECORD}]
+        if self.table == "records":
+            return [{**row, "committer_id": self.committer_id}]
+        if self.table == "raw" and self.check:
+            raise DamagedLogError(
+                f"the log of {self.instance!r}: {reason}; option check=false reads what is there as it is", sequence_id
+            )
+        return []
+
+    def _record_row(self, record: PlainRecord) -> Iterator[Row]:
+        time_ns = record.trailer.time_ns
+        yield {
+            "instance": self.instance,
+            "committer_id": self.committer_id,
+            "sequence_id": record.header.sequence_id,
+            "time": time_ns // 1000,
+            "time_ns": time_ns,
+            "size_bytes": record.header.size_bytes,
+            "message_count": sum(batch.count for batch in record.trailer.batches),
+            "ok": True,
+        }
+
+    def _output_rows(self, record: PlainRecord) -> Iterator[Row]:
+        for mark in record.trailer.outputs:
+            yield {
+                "instance": self.instance,
+                "sequence_id": record.header.sequence_id,
+                "destination": mark.destination or self.instance,
+                "position": mark.position,
+                "checksum": signed(mark.checksum),
+            }
+
+    def _message_rows(self, record: PlainRecord) -> Iterator[Row]:
+        for index, message in enumerate(record.messages):
+            row = {
+                "instance": self.instance,
+                "sequence_id": record.header.sequence_id,
+                "index": index,
+                "time_ns": record.trailer.time_ns,
+                "kind": KIND_NAMES[message.source.kind],
+                "source": message.source.name or self.instance,
+                "position": message.position,
+                "sent_ns": message.source.send_time_ns,
+                "arguments": message.arguments,
+                "ok": True,
+            }
+            if message.rpc is not None:
+                row |= {"rpc_type": RPC_TYPE_NAMES[message.rpc.rpc_type], "method_id": message.rpc.method_id}
+                if self.arguments is not None and message.source.kind != BatchKind.INITIAL:
+                    call = self.arguments.decode(message.rpc.method_id, message.arguments)
+                    row |= {"method": call.method, "arguments_json": call.arguments_json, "reason": call.problem}
+            yield row
+
+
+def signed(checksum: int) -> int:
+    """A CRC as Spark's long holds it."""
+    return checksum - (1 << 64) if checksum >= 1 << 63 else checksum

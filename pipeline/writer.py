@@ -1,0 +1,268 @@
+"""Rows back to a log: each task writes its rows, sorted, to an LMDB file of its own; the commit joins them.
+
+Rows of the table ``raw`` give the records byte for byte. Rows of ``messages`` give new records with the same messages,
+without output marks and record times. Checkpoints are not written: such a log is there to be read and verified.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TypeVar
+
+import lmdb
+import pyarrow as pa
+from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
+from pyspark.sql.types import StructType
+
+from coordinator.core.interfaces import IMPULSES, SourcePosition, Transaction
+from coordinator.log import LmdbLogStore, create_log, log_exists, open_log, verify_value
+from coordinator.log import format as log_format
+from coordinator.log.environment import open_environment, open_tables
+from pipeline.errors import SourceError
+from pipeline.paths import paths_of
+from pipeline.records import decode_row, encode_record_of, encode_row, row_key
+from pipeline.schema import SCHEMAS
+from pipeline.source import number
+from protocol.errors import RemoteProtocolError
+from protocol.record import COMMITTER_ID_MAX, decode_header
+from protocol.trailer import BatchKind
+
+_PART_MAP_SIZE_BYTES = 1 << 40  # sparse
+_COMMIT_SIZE_BYTES = 8 << 20
+_COMMIT_ROWS_MAX = 10_000
+_KEY = log_format.SEQUENCE_KEY
+
+Rows = Iterator[tuple[bytes, bytes]]
+Value = TypeVar("Value", str, int)
+
+
+class PartWritten(WriterCommitMessage):
+    """What one task has written. ``folder`` is None where it had no rows."""
+
+    def __init__(self, folder: str | None, instances: set[str], committer_ids: set[int]) -> None:
+        self.folder = folder
+        self.instances = instances
+        self.committer_ids = committer_ids
+
+
+class Writer(DataSourceArrowWriter):
+    """``df.write.format("immortal").mode("append").save(folder)``: makes the log in ``folder``, which has none yet."""
+
+    def __init__(self, options: Mapping[str, str], schema: StructType, *, overwrite: bool) -> None:
+        paths = paths_of(options)
+        if len(paths) != 1:
+            raise SourceError(f"a log is written to one folder, {len(paths)} were given")
+        self._folder = Path(paths[0]).absolute()
+        if overwrite:
+            raise SourceError('a log is never overwritten: write with mode("append"), to a folder that holds no log')
+        self._require_no_log()
+        self._table = _table_of(schema)
+        committer_id = number(options, "committerId", 0)
+        if committer_id > COMMITTER_ID_MAX:
+            raise SourceError(f"option committerId: {committer_id}: at most {COMMITTER_ID_MAX}")
+        self._committer_id = committer_id or None
+        self._staging = self._folder.parent / f".{self._folder.name}.{uuid.uuid4().hex}"
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> PartWritten:
+        """In a worker. Raises SourceError for rows that make no log."""
+        part = self._staging / f"part-{uuid.uuid4().hex}"
+        instances: set[str] = set()
+        committer_ids: set[int] = set()
+        environment: lmdb.Environment | None = None
+        try:
+            for batch in iterator:
+                if environment is None and batch.num_rows:
+                    part.mkdir(parents=True)
+                    environment = open_environment(part, readonly=False, map_size_bytes=_PART_MAP_SIZE_BYTES)
+                if environment is not None:
+                    self._put(environment, batch)
+                    instances |= set(batch.column("instance").unique().to_pylist())
+                    if "committer_id" in batch.schema.names:
+                        committer_ids |= set(batch.column("committer_id").unique().to_pylist())
+        finally:
+            if environment is not None:
+                environment.close()
+        return PartWritten(None if environment is None else str(part), instances, committer_ids)
+
+    def _put(self, environment: lmdb.Environment, batch: pa.RecordBatch) -> None:
+        with environment.begin(write=True) as transaction:
+            for key, value in _raw_rows(batch) if self._table == "raw" else _message_rows(batch):
+                if not transaction.put(key, value, overwrite=False):
+                    raise _twice(key)
+
+    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
+        """On the driver, when all tasks are done: make the log beside its place, then move it there."""
+        written = [message for message in messages if isinstance(message, PartWritten) and message.folder is not None]
+        try:
+            self._require_no_log()
+            instance = _only("instances", {name for part in written for name in part.instances})
+            committer_ids = {committer_id for part in written for committer_id in part.committer_ids}
+            if self._committer_id is not None:
+                committer_ids.add(self._committer_id)
+            with ExitStack() as stack:
+                parts = [_rows_of(stack, Path(part.folder or "")) for part in written]
+                rows = _merged(parts)
+                self._make_log(instance, committer_ids, rows)
+            self._folder.parent.mkdir(parents=True, exist_ok=True)
+            os.rename(self._staging / "log", self._folder)
+            _sync(self._folder.parent)
+        finally:
+            shutil.rmtree(self._staging, ignore_errors=True)
+
+    def abort(self, messages: list[WriterCommitMessage | None]) -> None:
+        shutil.rmtree(self._staging, ignore_errors=True)
+
+    def _require_no_log(self) -> None:
+        if log_exists(self._folder) or (self._folder.exists() and any(self._folder.iterdir())):
+            raise SourceError(f"{self._folder} is not empty: a log is written to a folder of its own")
+
+    def _make_log(self, instance: str, committer_ids: set[int], rows: Rows) -> None:
+        first = next(rows, None)
+        if first is None:
+            raise SourceError("there are no rows, so there is no log to write")
+        first_sequence_id = _KEY.unpack_from(first[0])[0]
+        if self._table == "raw":
+            try:
+                committer_ids = committer_ids | {decode_header(first[1]).committer_id}
+            except RemoteProtocolError as error:
+                raise SourceError(f"the value of record {first_sequence_id} is no record: {error}") from None
+        committer_id = _only("committers", committer_ids) if committer_ids else None
+        rows = _with_first(first, rows)
+        store = _create(self._staging / "log", instance, committer_id, first_sequence_id)
+        try:
+            own_id = store.identity.committer_id
+            values = rows if self._table == "raw" else _records(rows, instance, own_id)
+            _fill(store, values, first_sequence_id, own_id)
+        finally:
+            store.close()
+
+
+def _table_of(schema: StructType) -> str:
+    for table, needed in (("raw", SCHEMAS["raw"].names), ("messages", _MESSAGE_COLUMNS)):
+        if set(needed) <= set(schema.names):
+            return table
+    raise SourceError(
+        f"rows with the columns {', '.join(schema.names)} make no log: those of the table raw"
+        f" ({', '.join(SCHEMAS['raw'].names)}) or messages ({', '.join(_MESSAGE_COLUMNS)}) were expected"
+    )
+
+
+_MESSAGE_COLUMNS = [
+    *("instance", "sequence_id", "index", "time_ns", "kind", "source", "position", "sent_ns"),
+    *("rpc_type", "method_id", "arguments"),
+]
+
+
+def _raw_rows(batch: pa.RecordBatch) -> Rows:
+    for sequence_id, value in zip(batch.column("sequence_id"), batch.column("value"), strict=True):
+        key = row_key(sequence_id.as_py(), whole=True)
+        if not value.is_valid:
+            raise SourceError(f"the row of record {sequence_id} has no value")
+        yield key, value.as_buffer()
+
+
+def _message_rows(batch: pa.RecordBatch) -> Rows:
+    names = [name for name in (*_MESSAGE_COLUMNS, "ok") if name in batch.schema.names]
+    for row in batch.select(names).to_pylist():
+        yield row_key(row["sequence_id"], row["index"]), encode_row(row)
+
+
+def _rows_of(stack: ExitStack, part: Path) -> Rows:
+    if not log_exists(part):
+        raise SourceError(f"{part} is not here: tasks and driver need one file system where the log is written")
+    environment = stack.enter_context(open_environment(part, readonly=True, map_size_bytes=0))
+    transaction = stack.enter_context(environment.begin())
+    return iter(stack.enter_context(transaction.cursor()).iternext())
+
+
+def _merged(parts: Iterable[Rows]) -> Rows:
+    previous = None
+    for key, value in heapq.merge(*parts):
+        if key == previous:
+            raise _twice(key)
+        previous = key
+        yield key, value
+
+
+def _with_first(first: tuple[bytes, bytes], rest: Rows) -> Rows:
+    yield first
+    yield from rest
+
+
+def _twice(key: bytes) -> SourceError:
+    return SourceError(f"there are two rows for the same place, in record {_KEY.unpack_from(key)[0]}")
+
+
+def _records(rows: Rows, instance: str, committer_id: int) -> Rows:
+    """Rows of messages, by sequence ID and index, as records."""
+    group: list[dict[str, object]] = []
+    current = None
+    for key, value in rows:
+        if key[: _KEY.size] != current:
+            if current is not None:
+                yield current, encode_record_of(group, instance, committer_id)
+            current, group = key[: _KEY.size], []
+        group.append(decode_row(value))
+    if current is not None:
+        yield current, encode_record_of(group, instance, committer_id)
+
+
+def _create(folder: Path, instance: str, committer_id: int | None, first_sequence_id: int) -> LmdbLogStore:
+    store = create_log(folder, instance, committer_id=committer_id)
+    if not first_sequence_id:
+        return store
+    store.close()
+    # What comes before was trimmed from the log that the rows are from: this one says so too.
+    environment = open_environment(folder, readonly=False, map_size_bytes=0)
+    try:
+        tables = open_tables(environment, folder, create=False)
+        key = log_format.META_TRIMMED
+        with environment.begin(write=True) as transaction:
+            transaction.put(key, log_format.seal(b"meta", key, first_sequence_id - 1), db=tables.meta)
+    finally:
+        environment.close()
+    return open_log(folder, instance)
+
+
+def _fill(store: LmdbLogStore, values: Rows, first_sequence_id: int, committer_id: int) -> None:
+    """Raises SourceError for a gap, DamagedLogError for a damaged record."""
+    expected = first_sequence_id
+    transaction = Transaction()
+    size_bytes = 0
+    for key, value in values:
+        sequence_id = _KEY.unpack(key)[0]
+        if sequence_id != expected:
+            raise SourceError(f"record {expected} is missing: the next row is of record {sequence_id}")
+        expected += 1
+        _, trailer = verify_value(value, sequence_id, committer_id)
+        for batch in trailer.batches:
+            if batch.kind != BatchKind.INITIAL:  # whose log it came from is not in the record: 0 is "not known"
+                name = batch.name if batch.kind == BatchKind.STREAM else IMPULSES
+                transaction.sources[name] = SourcePosition(0, 0, batch.last_position)
+        transaction.records.append((sequence_id, value))
+        size_bytes += len(value)
+        if size_bytes >= _COMMIT_SIZE_BYTES or len(transaction.records) >= _COMMIT_ROWS_MAX:
+            store.commit(transaction)
+            transaction, size_bytes = Transaction(), 0
+    store.commit(transaction)
+
+
+def _only(what: str, values: set[Value]) -> Value:
+    if len(values) != 1:
+        shown = ", ".join(sorted(map(str, values))[:5]) or "none"
+        raise SourceError(f"a log has one name and one committer; the rows are of several {what}: {shown}")
+    return next(iter(values))
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

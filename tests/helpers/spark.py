@@ -1,0 +1,35 @@
+"""Spark for tests: one small session on loopback."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from pyspark.sql import DataFrame, SparkSession
+
+from pipeline.session import session
+
+
+@contextmanager
+def running_session() -> Iterator[SparkSession]:
+    spark = session("local[2]", "immortal tests", **{"spark.sql.shuffle.partitions": "4", "spark.driver.memory": "1g"})
+    try:
+        yield spark
+    finally:
+        spark.stop()
+
+
+def read(spark: SparkSession, table: str, *paths: object, **options: object) -> DataFrame:
+    reader = spark.read.format("immortal").option("table", table)
+    for name, value in options.items():
+        reader = reader.option(name.rstrip("_"), str(value))
+    return reader.load(",".join(map(str, paths)))
+
+
+def rows(frame: DataFrame, *order: str) -> list[dict[str, object]]:
+    """The rows as plain dicts; binary as bytes."""
+    collected = (frame.orderBy(*order) if order else frame).collect()
+    return [
+        {name: bytes(value) if isinstance(value, bytearray) else value for name, value in row.asDict().items()}
+        for row in collected
+    ]

@@ -1,0 +1,434 @@
+"""`immortal pipeline` from the command line, on real logs, with Spark."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lmdb
+import pytest
+from click.testing import CliRunner, Result
+from pyspark.errors import PySparkException
+
+from coordinator.cli import main
+from coordinator.log import format as log_format
+from coordinator.log import open_reader
+from pipeline.errors import PipelineError, clear_error
+from pipeline.jobs import export as export_job
+from pipeline.jobs.audit import results_of
+from pipeline.jobs.sources import EXPORT_FILE_NAME, open_fleet
+from protocol.trailer import BatchKind
+from tests.helpers.fleet import STREAM_FAULTS, Found, Plan, cut, damage, flip_byte, plan_fleet, streams_for_faults, trim
+from tests.helpers.talk_fleet import CLASSES, TALK, app_options, record_talk, write_changed_code
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+pytestmark = pytest.mark.usefixtures("spark")
+
+
+def run(*arguments: object, status: int = 0, home: Path | None = None) -> Result:
+    """The command in this process, on the one session of the tests."""
+    options = ["--home", str(home)] if home is not None else []
+    result = CliRunner().invoke(main, [*options, "pipeline", *map(str, arguments)])
+    assert result.exit_code == status, (result.output, result.exception)
+    return result
+
+
+def values(*arguments: object, status: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run(*arguments, "--json", status=status).stdout)
+    return found
+
+
+def failed(*arguments: object, status: int = 1, home: Path | None = None) -> str:
+    """The one line in which it ended."""
+    lines = run(*arguments, status=status, home=home).stderr.strip().splitlines()
+    assert status == 2 or len(lines) == 1, lines
+    return lines[-1]
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return plan_fleet(4, messages=2_000, seed=3)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Plan:
+    """A small one: an export reads the logs twice for each table."""
+    return plan_fleet(2, messages=600, seed=4)
+
+
+@pytest.fixture(scope="module")
+def logs(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("fleet")
+    plan.write(folder)
+    return folder
+
+
+# --- audit -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_audit_of_twenty_services_finds_each_of_a_hundred_faults(tmp_path: Path) -> None:
+    """From the logs and from an export of them, to the same result."""
+    rng = random.Random(7)
+    plan = plan_fleet(20, messages=40_000, seed=7)
+    receivers_of_damage = plan.names[-2:]
+    streams = [
+        (sender, receiver)
+        for sender, receiver in streams_for_faults(plan)
+        if receiver not in receivers_of_damage and sender not in receivers_of_damage
+    ]
+    rng.shuffle(streams)
+    planted: list[Found] = []
+    for number in range(90):
+        planted.append(STREAM_FAULTS[number % len(STREAM_FAULTS)](plan, *streams[number], rng))
+    for number in range(10):
+        planted.append(damage(plan, receivers_of_damage[number % 2], rng))
+    assert len(planted) == 100
+    plan.write(tmp_path / "logs")
+    audit = ("audit", tmp_path / "logs", "--tolerance-ms", 10**6, "--limit", 10**6)
+    report = values(*audit, status=3)
+    found = {
+        (each["kind"], each["sender"], each["receiver"], position)
+        for each in report["violations"]
+        if each["kind"] != "causality"  # a batch that changed places may be executed before it was made
+        for position in range(each["first"], each["last"] + 1)
+    }
+    for fault in planted:
+        assert fault <= found
+    assert {fault[:3] for fault in found} == {next(iter(fault))[:3] for fault in planted}
+    run("export", tmp_path / "logs", "--to", tmp_path / "export", "--tables", "raw")
+    again = values("audit", tmp_path / "export", *audit[2:], status=3)
+    assert again["violations"] == report["violations"]
+    assert again["streams"] == report["streams"]
+    lines = run("audit", tmp_path / "export", "--limit", 2, status=3).stdout.splitlines()
+    assert any(line.startswith("VIOLATIONS: ") for line in lines)
+    assert lines[-1] == f"and {len(report['violations']) - 2:,} more; --limit shows them"
+
+
+def test_a_sound_fleet_is_sound(plan: Plan, logs: Path) -> None:
+    report = values("audit", logs, "--tolerance-ms", 0)
+    assert report["sound"]
+    assert sum(log["records"] for log in report["logs"]) == sum(map(len, plan.records.values()))
+    lines = run("audit", "--streams", home=logs).stdout.splitlines()  # without a path: the registry's home
+    assert lines[-1] == "sound: every message was executed once, in order, after its cause"
+    assert len([line for line in lines if line.startswith(("service", "outside"))]) == len(report["streams"])
+
+
+# --- export ----------------------------------------------------------------------------------------------------------
+
+
+def archived(spark: SparkSession, folder: Path) -> dict[str, dict[int, bytes]]:
+    """What the export's table raw holds."""
+    found: dict[str, dict[int, bytes]] = {}
+    for row in open_fleet([str(folder)]).table(spark, "raw").collect():
+        records = found.setdefault(row["instance"], {})
+        assert row["sequence_id"] not in records, "exported twice"
+        records[row["sequence_id"]] = bytes(row["value"])
+    return found
+
+
+def logged(folder: Path) -> dict[str, dict[int, bytes]]:
+    found = {}
+    for log in sorted(folder.glob("*/log")):
+        with open_reader(log) as reader:
+            found[reader.identity.instance_name] = {each.sequence_id: each.value for each in reader.records()}
+    return found
+
+
+def test_each_export_adds_what_is_new(pair: Plan, tmp_path: Path, spark: SparkSession) -> None:
+    to = tmp_path / "export"
+    plan = pair
+    for number, share in enumerate((0.5, 0.5, 1.0), 1):
+        folder = tmp_path / f"logs-{number}"
+        cut(plan, share).write(folder)
+        report = values("export", folder, "--to", to)
+        assert report["run"] == number
+        assert archived(spark, to) == logged(folder)
+    assert values("audit", to)["sound"]
+    assert values("verify", to)["sound"]
+    exported = open_fleet([str(to)])
+    messages = exported.table(spark, "messages").where("kind <> 'initial'").groupBy("instance").count().collect()
+    assert {row["instance"]: row["count"] for row in messages} == {
+        name: sum(batch.count for record in records[1:] for batch in record.inputs)
+        for name, records in plan.records.items()
+    }
+    assert exported.table(spark, "outputs").count() == sum(
+        len(record.marks) for records in plan.records.values() for record in records
+    )
+    days = sorted({path.parent.name for path in to.glob("raw/*/*/*.parquet")})
+    assert days == ["day=2026-01-01"]
+    names = sorted(path.name for path in (to / "raw").iterdir())
+    assert names == [f"instance={name}" for name in plan.names]
+
+
+def test_an_export_that_is_cut_off_is_done_again(
+    pair: Plan, tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to = tmp_path / "export"
+    cut(pair, 0.5).write(tmp_path / "earlier")
+    pair.write(tmp_path / "now")
+    export = ("export", "--to", to, "--tables", "raw")
+    run(*export, tmp_path / "earlier")
+    earlier = archived(spark, to)
+
+    def stop(*arguments: object) -> None:
+        raise PipelineError("the power failed")
+
+    for step in ("_compare", "_move", "_finish"):
+        with monkeypatch.context() as patched:
+            patched.setattr(export_job._Run, step, stop)
+            assert failed(*export, tmp_path / "now") == "error: the power failed"
+    state = json.loads((to / EXPORT_FILE_NAME).read_text())
+    assert state["run"] == 1
+    assert len(list(to.glob("raw/*/*/run-00000002-*.parquet"))) == len(pair.names)  # moved, and not counted yet
+    assert archived(spark, to) == earlier
+    run(*export, tmp_path / "now")
+    assert archived(spark, to) == logged(tmp_path / "now") != earlier
+    assert not (to / "_staging").exists()
+    assert values("verify", to)["sound"]
+
+
+def test_an_export_that_was_changed_behind_its_back_is_found(pair: Plan, tmp_path: Path) -> None:
+    pair.write(tmp_path / "logs")
+    run("export", tmp_path / "logs", "--to", tmp_path / "export", "--tables", "raw")
+    file = sorted((tmp_path / "export" / "raw").glob("*/*/*.parquet"))[0]
+    name = file.parent.parent.name.removeprefix("instance=")
+    file.unlink()
+    report = values("verify", tmp_path / "export", status=1)
+    assert [(problem["instance"], problem["place"]) for problem in report["problems"]] == [(name, "export")]
+    assert "0 records" in report["problems"][0]["text"]
+
+
+def test_an_export_is_not_mixed_up_with_anything_else(plan: Plan, logs: Path, tmp_path: Path) -> None:
+    to = tmp_path / "export"
+    run("export", logs, "--to", to, "--tables", "records")
+    assert "holds the tables records: export the same ones" in failed("export", logs, "--to", to, "--tables", "raw")
+    assert "has no table 'raw', it has records: export again" in failed("audit", to)
+    assert "is an export already" in failed("export", to, "--to", tmp_path / "other")
+    assert "it has to be the only path" in failed("audit", to, logs)
+    assert "there is no table 'rows': there are records," in failed("export", logs, "--to", to, "--tables", "rows")
+    assert "is not empty and holds no export" in failed("export", logs, "--to", logs)
+    others = Plan(dict.fromkeys(plan.names, 5), plan.records, plan.endings)
+    others.write(tmp_path / "others")
+    assert "it was wiped or swapped; export into a new folder" in failed("export", tmp_path / "others", "--to", to)
+    cut(plan, 0.5).write(tmp_path / "back")
+    assert "it was set back; export into a new folder" in failed("export", tmp_path / "back", "--to", to)
+    state = json.loads((to / EXPORT_FILE_NAME).read_text())
+    (to / EXPORT_FILE_NAME).write_text(json.dumps({**state, "version": 9}))
+    assert "was exported with version 9, this program reads version 1" in failed("audit", to)
+    (to / EXPORT_FILE_NAME).write_text("{")
+    assert "cannot be read" in failed("audit", to)
+
+
+def test_damaged_records_are_exported_as_they_are(pair: Plan, tmp_path: Path, spark: SparkSession) -> None:
+    plan = pair
+    folders = plan.write(tmp_path / "logs")
+    flip_byte(Path(folders[1]), 5)
+    run("export", tmp_path / "logs", "--to", tmp_path / "export", "--tables", "raw,messages")
+    assert archived(spark, tmp_path / "export") == logged(tmp_path / "logs")
+    damaged = {"kind": "damage", "sender": "", "receiver": plan.names[1], "first": 5}
+    for source in ("logs", "export"):
+        report = values("audit", tmp_path / source, status=3)
+        assert report["counts"] == {"damage": 1}
+        assert report["violations"][0].items() >= damaged.items()
+        problems = values("verify", tmp_path / source, status=1)["problems"]
+        assert [(problem["instance"], problem["place"]) for problem in problems] == [(plan.names[1], "record 5")]
+
+
+# --- verify ----------------------------------------------------------------------------------------------------------
+
+
+def test_verify_lists_everything_that_is_damaged(plan: Plan, tmp_path: Path) -> None:
+    folders = [Path(folder) for folder in plan.write(tmp_path)]
+    flip_byte(folders[0], 3)
+    flip_byte(folders[0], 9, at=-1)
+    flip_byte(folders[2], 1, at=20)
+    flip_value(folders[1], b"chunks")
+    flip_value(folders[3], b"meta")
+    report = values("verify", tmp_path, status=1)
+    places = [(problem["instance"], problem["place"]) for problem in report["problems"]]
+    names = plan.names
+    expected = {(names[0], "record 3"), (names[0], "record 9"), (names[2], "record 1"), (names[1], "checkpoint 1")}
+    assert set(places) == {*expected, (str(folders[3]), "tables")}
+    assert report["records"][names[0]] == len(plan.records[names[0]]) - 2
+    lines = run("verify", tmp_path, "--limit", 1, status=1).stdout.splitlines()
+    assert lines[1] == "and 4 more; --limit shows them"
+    assert lines[2].startswith("DAMAGED: 5 problems; ")
+
+
+def flip_value(folder: Path, table: bytes) -> None:
+    """A bit of the last byte of a table's first value."""
+    environment = lmdb.open(str(folder), max_dbs=32, map_size=1 << 30, lib_version=0)
+    try:
+        database = environment.open_db(table, create=False)
+        with environment.begin() as transaction, transaction.cursor(database) as cursor:
+            assert cursor.first()
+            key, value = cursor.key(), bytearray(cursor.value())
+    finally:
+        environment.close()
+    value[-1] ^= 1
+    put_value(folder, table, key, bytes(value))
+
+
+def put_value(folder: Path, table: bytes, key: bytes, value: bytes) -> None:
+    environment = lmdb.open(str(folder), max_dbs=32, map_size=1 << 30, lib_version=0)
+    try:
+        database = environment.open_db(table, create=False)
+        with environment.begin(write=True) as transaction:
+            transaction.put(key, value, db=database)
+    finally:
+        environment.close()
+
+
+# --- stats -----------------------------------------------------------------------------------------------------------
+
+
+def test_statistics_are_what_a_plain_count_gives(plan: Plan, logs: Path, tmp_path: Path) -> None:
+    calls: Counter[str] = Counter()
+    pairs: Counter[tuple[str, str]] = Counter()
+    latencies: dict[str, list[int]] = {name: [] for name in plan.names}
+    for name, records in plan.records.items():
+        for record in records[1:]:
+            for batch in record.inputs:
+                sender = "outside" if batch.kind == BatchKind.IMPULSES else batch.name or name
+                calls[name] += batch.count
+                pairs[sender, name] += batch.count
+                latencies[name] += [record.time_ns - batch.send_time_ns] * batch.count
+    found = values("stats", logs, "--html", tmp_path / "page.html")
+    assert {service["instance"]: service["figures"]["calls"] for service in found["services"]} == calls
+    assert {(each["sender"], each["receiver"]): each["figures"]["calls"] for each in found["talkers"]} == pairs
+    for service in found["services"]:
+        times = sorted(latencies[service["instance"]])
+        assert service["figures"]["max_ms"] == times[-1] / 1e6
+        low, high = times[int(len(times) * 0.45)] / 1e6, times[int(len(times) * 0.55)] / 1e6
+        assert low * 0.98 <= service["figures"]["median_ms"] <= high * 1.02
+        assert service["records"] == len(plan.records[service["instance"]])
+        assert service["messages_max"] == max(
+            sum(batch.count for batch in record.inputs) for record in plan.records[service["instance"]]
+        )
+    by_method = Counter()
+    for method in found["methods"]:
+        by_method[method["instance"]] += method["figures"]["calls"]
+    assert by_method == calls
+    assert sum(minute["figures"]["calls"] for minute in found["minutes"]) == sum(calls.values())
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("<svg") == 5
+    assert all(name in page for name in plan.names)
+    lines = run("stats", logs, "--top", 1).stdout.splitlines()
+    assert len([line for line in lines if line.endswith("more; --top shows them")]) == 2
+
+
+# --- trace and what-if, on logs of real coordinators -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record_talk(tmp_path_factory.mktemp("talk"))
+
+
+def test_a_trace_follows_a_message_through_the_services(home: Path, tmp_path: Path) -> None:
+    picture, graph = tmp_path / "trace.svg", tmp_path / "trace.dot"
+    options = ("--lag", 0, "--within-ms", 5, "--decode", f"asker={TALK}:Asker,helper={TALK}:Helper")
+    found = values("trace", "asker", "1:0", home, *options, "--svg", picture, "--dot", graph)
+    assert [(node["instance"], node["source"], node["first"], node["candidates"]) for node in found["nodes"]] == [
+        ("asker", "outside", 1, 1),
+        ("helper", "asker", 1, 1),
+        ("asker", "helper", 1, 1),
+    ]
+    assert [node["methods"] for node in found["nodes"]] == [["ask"], ["help"], ["answer"]]
+    assert "<svg" in picture.read_text()
+    assert graph.read_text().startswith("digraph")
+
+
+def test_what_if_on_a_whole_fleet(home: Path, tmp_path: Path) -> None:
+    """It finds exactly those instances that do other things with the new code; of one class some do, some do not."""
+    code = tmp_path / "new"
+    other = write_changed_code(code)
+    same = values("what-if", home, *app_options(TALK))
+    assert (same["same"], same["different"], same["failed"]) == (len(CLASSES), 0, 0)
+    changed = values("what-if", home, *app_options(other), "--code", code, status=3)
+    by_name = {each["instance"]: each["values"] for each in changed["instances"]}
+    verdicts = {each["instance"]: each["status"] for each in changed["instances"]}
+    assert verdicts == {"asker": 0, "helper": 3, "tally-large": 3, "tally-negative": 3, "tally-small": 0}
+    assert (changed["same"], changed["different"], changed["failed"]) == (2, 3, 0)
+    assert [name for name, found in by_name.items() if found["exception"]] == ["tally-negative"]
+    assert "AssertionError: a negative number" in by_name["tally-negative"]["exception"]["text"]
+    assert [name for name, found in by_name.items() if found["state"]] == ["tally-large"]
+    assert [name for name, found in by_name.items() if found["by_method"]] == ["helper"]
+    assert changed["differences"]["changed"] == 4  # 0 * 2 is 0 * 3
+    assert {(row["destination"], row["method"]): row["changed"] for row in changed["by_method"]} == {
+        ("asker", "Asker.answer"): 4
+    }
+    lines = run("what-if", home, "--app", f"helper={other}:Helper", "--code", code, status=3).stdout.splitlines()
+    assert lines[-1].startswith("0 the same, 1 different, 0 failed: ")
+    broken = run("what-if", home, "--app", "nowhere:Helper", "--code", code, status=1)
+    assert f"0 the same, 0 different, {len(CLASSES)} failed" in broken.stdout
+    assert "nowhere" in broken.stdout
+    assert "Traceback" not in broken.output
+    failure = failed("what-if", home, "--app", f"other={TALK}:Asker")
+    assert failure.startswith("error: the instance 'other' is not registered in ")
+    assert "there is no folder or wheel" in failed("what-if", home, "--app", "a:B", "--code", tmp_path / "none")
+    assert "expected MODULE:CLASS" in failed("what-if", home, "--app", "nonsense", status=2)
+
+
+# --- what can be wrong -----------------------------------------------------------------------------------------------
+
+
+def test_what_a_user_can_get_wrong(plan: Plan, pair: Plan, logs: Path, tmp_path: Path) -> None:
+    assert failed("audit", tmp_path / "none") == f"error: there is no folder {tmp_path / 'none'}"
+    (tmp_path / "empty").mkdir()
+    assert "there is no log in" in failed("stats", tmp_path / "empty")
+    assert "there is no log in" in failed("verify", tmp_path / "empty")
+    (tmp_path / "text" / "log").mkdir(parents=True)
+    (tmp_path / "text" / "log" / "data.mdb").write_text("hello " * 100)
+    assert "is not an LMDB file" in failed("audit", tmp_path / "text")
+    newer = Path(pair.write(tmp_path / "newer")[0])
+    key = b"format"
+    put_value(newer, b"meta", key, log_format.seal(b"meta", key, log_format.FORMAT_VERSION + 1))
+    said = failed("audit", tmp_path / "newer")
+    assert f"has format version {log_format.FORMAT_VERSION + 1}, this program reads version" in said
+    copy = tmp_path / "copies"
+    for number in (1, 2):
+        shutil.copytree(logs / plan.names[0], copy / f"copy-{number}")
+    assert f"are both logs of the instance {plan.names[0]!r}: give one" in failed("audit", copy)
+    assert failed("trace", "nobody", "3", logs).startswith("error: there is no log of 'nobody' among those given: ")
+    assert "the log of 'service-0' holds records 0 to " in failed("trace", "service-0", "99999", logs)
+    assert "has the messages 0 to " in failed("trace", "service-0", "2:99999", logs)
+    assert "expected a record" in failed("trace", "service-0", "3x", logs, status=2)
+    assert "expected a name and a value" in failed("audit", logs, "--conf", "nonsense", status=2)
+    assert "there is no module 'nowhere'" in failed("stats", logs, "--decode", "nowhere:Class")
+
+
+def test_a_log_that_is_trimmed_while_it_is_read(pair: Plan, tmp_path: Path, spark: SparkSession) -> None:
+    folders = pair.write(tmp_path)
+    evidence = open_fleet(folders).evidence(spark)  # planned, not read yet
+    trim(Path(folders[0]), pair, pair.names[0], 10)
+    with pytest.raises(PySparkException) as raised:
+        list(results_of(spark, evidence))
+    said = str(clear_error(raised.value))
+    assert f"the log of '{pair.names[0]}' in {folders[0]} was trimmed up to record 10 while record 0" in said
+    assert len(said.splitlines()) == 1
+
+
+def test_without_its_packages_one_line_says_so(logs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "pyspark" else there(name))
+    assert failed("audit", logs) == "error: the pipeline needs pyspark: pip install 'immortal[spark]'"
+
+
+def test_without_java_one_line_says_so(logs: Path) -> None:
+    environment = {**os.environ, "JAVA_HOME": "/nonexistent"}
+    command = [sys.executable, "-m", "coordinator", "pipeline", "audit", str(logs)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: JAVA_HOME is /nonexistent, where there is no Java that runs; ")
+    assert len(done.stderr.splitlines()) == 1

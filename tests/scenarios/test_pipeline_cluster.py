@@ -1,0 +1,78 @@
+"""The pipeline on a real standalone cluster: the command line as its driver, workers in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.fleet import damage, duplicate, lose, plan_fleet, streams_for_faults
+from tests.helpers.spark_cluster import REPOSITORY, standalone_cluster
+from tests.helpers.talk_fleet import app_options, record_talk, write_changed_code
+
+pytestmark = pytest.mark.timeout(300)  # it takes a minute, more where others work as well
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the cluster's processes leave behind."""
+    return tmp_path_factory.mktemp("cluster")
+
+
+@pytest.fixture(scope="module")
+def cluster(work: Path) -> Iterator[str]:
+    with standalone_cluster(work) as url:
+        yield url
+
+
+def run(master: str, *arguments: object, status: int) -> dict[str, Any]:
+    """What `immortal pipeline` on the cluster printed."""
+    command = [sys.executable, "-m", "coordinator", "pipeline", *map(str, arguments), "--json"]
+    command += ["--master", master, "--conf", "spark.executor.memory=512m"]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("SPARK", "PYSPARK"))}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=REPOSITORY, timeout=240)
+    assert done.returncode == status, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def executors(work: Path) -> list[str]:
+    """The worker of each executor that was started."""
+    return sorted(path.parent.parent.name for path in work.glob("work-*/app-*/*"))
+
+
+def test_an_audit_on_a_cluster_finds_what_is_wrong(cluster: str, work: Path, tmp_path: Path) -> None:
+    rng = random.Random(3)
+    plan = plan_fleet(6, messages=3_000, seed=3)
+    damaged = plan.names[-1]
+    streams = [pair for pair in streams_for_faults(plan) if damaged not in pair]
+    planted = [lose(plan, *streams[0], rng), duplicate(plan, *streams[1], rng), damage(plan, damaged, rng)]
+    plan.write(tmp_path / "logs")
+    before = executors(work)
+    report = run(cluster, "audit", tmp_path / "logs", "--tolerance-ms", 1_000_000, status=3)
+    found = {
+        (each["kind"], each["sender"], each["receiver"], position)
+        for each in report["violations"]
+        for position in range(each["first"], each["last"] + 1)
+    }
+    assert found == set().union(*planted)
+    assert executors(work) == sorted([*before, "work-0", "work-1"]), "both workers took part"
+
+
+def test_a_what_if_on_a_cluster_finds_what_does_other_things(cluster: str, work: Path, tmp_path: Path) -> None:
+    """Each instance in a fresh process on the workers."""
+    home = record_talk(tmp_path)
+    module = write_changed_code(tmp_path / "new")
+    before = executors(work)
+    changed = run(cluster, "what-if", home, *app_options(module), "--code", tmp_path / "new", status=3)
+    verdicts = {each["instance"]: each["status"] for each in changed["instances"]}
+    assert verdicts == {"asker": 0, "helper": 3, "tally-large": 3, "tally-negative": 3, "tally-small": 0}
+    assert [each["instance"] for each in changed["instances"] if each["values"]["exception"]] == ["tally-negative"]
+    assert executors(work) == sorted([*before, "work-0", "work-1"]), "both workers took part"

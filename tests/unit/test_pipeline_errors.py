@@ -1,0 +1,58 @@
+"""Whatever Spark wraps an error in, one line of it comes out."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.core.errors import LogFormatError
+from pipeline.errors import PipelineError, SourceError, clear_error
+
+WORKER = """[FAILED_EXECUTE_UDF] Job aborted due to stage failure: Task 0 failed 1 times, most recent failure:
+org.apache.spark.api.python.PythonException: Traceback (most recent call last):
+  File "/x/pipeline/reading.py", line 50, in open_log
+    raise lmdb.Error("x")
+lmdb.Error: x
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "/x/pyspark/worker.py", line 2, in main
+coordinator.core.errors.LogFormatError: the log in /a: b has format version 9, this program reads version 2
+
+\tat org.apache.spark.api.python.BasePythonRunner.handlePythonException(PythonRunner.scala:581)
+Driver stacktrace:"""
+USER = """Traceback (most recent call last):
+  File "/x/user.py", line 2, in main
+ValueError: no such thing:
+   at all
+\tat org.apache.spark"""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (WORKER, "the log in /a: b has format version 9, this program reads version 2"),
+        (USER, "ValueError: no such thing:"),
+        ("[PATH_NOT_FOUND] Path does not exist: x. SQLSTATE: 42\n at y", "Path does not exist: x. SQLSTATE: 42"),
+        ("py4j\n: java.lang.OutOfMemoryError: Java heap space\n\tat java", "Spark ran out of memory"),
+        ("x: Python worker exited unexpectedly (crashed)\n\tat y", "a Python worker of Spark crashed"),
+        ("boo\nCaused by: java.io.IOException: No space left on device\n\tat java", "IOException: No space left"),
+        ("", "RuntimeError"),
+    ],
+)
+def test_one_line(text: str, expected: str) -> None:
+    error = clear_error(RuntimeError(text))
+    assert isinstance(error, PipelineError)
+    assert str(error).startswith(expected)
+    assert "\n" not in str(error)
+    assert "SparkException" not in str(error)
+    assert "\tat" not in str(error)
+
+
+def test_errors_of_ours_stay_what_they_are() -> None:
+    for error in (SourceError("x"), LogFormatError("y")):
+        assert clear_error(error) is error
+
+
+def test_a_lost_connection() -> None:
+    assert "connection to Spark is lost" in str(clear_error(ConnectionRefusedError(111, "refused")))

@@ -1,0 +1,103 @@
+"""Options that make no sense are told, with what was expected; ranges are cut as asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pyspark.sql.types import StringType, StructField, StructType
+
+from appsdk.errors import LoadError
+from pipeline.arguments import decode_targets
+from pipeline.errors import SourceError
+from pipeline.reading import close_shared, whole_range
+from pipeline.schema import SCHEMAS
+from pipeline.source import Options, Reader, split
+from pipeline.stream import StreamReader, shares
+from tests.helpers.pipeline_logs import make_log, random_specs
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"table": "calls"}, "option table: 'calls': there are records, messages"),
+        ({"from": "-1"}, "option from: '-1': a number, 0 or more"),
+        ({"to": "x"}, "option to: 'x': a number, 0 or more"),
+        ({"to": str(2**63)}, "option to: '9223372036854775808': a number"),
+        ({"partitionBytes": "1 MB"}, "option partitionBytes: '1 MB': a number"),
+        ({"check": "maybe"}, "option check: 'maybe': true or false"),
+        ({"tabel": "records"}, "there is no option 'tabel': there are check, "),
+        ({"paths": "{}"}, "option paths: '{}': a JSON list"),
+        ({"decode": "a=b:C,"}, "option decode: 'a=b:C,': module:Class, or NAME=module:Class"),
+    ],
+)
+def test_wrong_options(options: dict[str, str], expected: str) -> None:
+    with pytest.raises(SourceError) as caught:
+        Options.of(options)
+    assert str(caught.value).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("decode", "expected"),
+    [
+        ("nowhere:Shop", "'nowhere:Shop': there is no module 'nowhere'"),
+        ("json:dumps", "'json:dumps': dumps is not a class below appsdk.Immortal"),
+        (
+            "tests.helpers.pipeline_app:Shoe",
+            "'tests.helpers.pipeline_app:Shoe': module 'tests.helpers.pipeline_app' has no",
+        ),
+        ("Shop", "'Shop': the app is given as module:Class"),
+    ],
+)
+def test_a_class_that_is_not_there(decode: str, expected: str) -> None:
+    with pytest.raises(LoadError) as caught:
+        Reader(Options.of({"decode": decode}), SCHEMAS["messages"])
+    assert str(caught.value).startswith(expected)
+
+
+def test_a_class_by_instance() -> None:
+    assert decode_targets("m:C") == {"": "m:C"}
+    assert decode_targets("a=m:C, b=n:D,o:E") == {"a": "m:C", "b": "n:D", "": "o:E"}
+
+
+def test_a_column_that_is_not_there() -> None:
+    for name in ("position", "nothing"):
+        with pytest.raises(SourceError, match=f"has no column '{name}' of type string: it has instance string, "):
+            Reader(Options.of({}), StructType([StructField(name, StringType())]))
+
+
+def test_what_is_no_stream() -> None:
+    with pytest.raises(SourceError, match="'checkpoints' is no stream"):
+        StreamReader({"table": "checkpoints"}, SCHEMAS["checkpoints"])
+    with pytest.raises(SourceError, match="option startingOffset: 'middle': earliest or latest"):
+        StreamReader({"startingOffset": "middle"}, SCHEMAS["messages"])
+
+
+@pytest.mark.parametrize(
+    ("waiting", "count_max", "expected"),
+    [
+        ({}, 5, {}),
+        ({"a": 3}, 5, {"a": 3}),
+        ({"a": 30, "b": 1}, 10, {"a": 9, "b": 1}),
+        ({"a": 30, "b": 30, "c": 30}, 10, {"a": 4, "b": 3, "c": 3}),
+        ({"a": 0, "b": 30}, 1, {"a": 0, "b": 1}),
+        ({"a": 5, "b": 5}, 1, {"a": 1, "b": 0}),
+    ],
+)
+def test_the_shares_of_a_limited_batch(waiting: dict[str, int], count_max: int, expected: dict[str, int]) -> None:
+    assert shares(waiting, count_max) == expected
+
+
+def test_parts_are_the_whole(tmp_path: Path) -> None:
+    make_log(tmp_path, "alice", random_specs(1, 500))
+    try:
+        whole = whole_range(str(tmp_path))
+        assert (whole.first, whole.end) == (0, 500)
+        for partition_bytes in (1, 5_000, 50_000, 1 << 30):
+            parts = split(whole, partition_bytes)
+            assert [part.first for part in parts] == [0, *(part.end for part in parts[:-1])]
+            assert parts[-1].end == 500
+        assert len(split(whole, 1)) == 500
+        assert len(split(whole, 1 << 30)) == 1
+    finally:
+        close_shared()

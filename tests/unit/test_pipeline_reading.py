@@ -1,0 +1,32 @@
+"""Values of the log in pieces, whatever their sizes are."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from pipeline.bench import fill_new, record_value
+from pipeline.reading import PIECE_SIZE_BYTES, SMALL_SIZE_BYTES, Gap, close_shared, read_range, whole_range
+
+
+def test_small_and_large_values_come_as_they_are(tmp_path: Path) -> None:
+    """Runs of both, longer than a piece: large ones are taken from LMDB's memory, small ones are copies of its own."""
+    rng = random.Random(1)
+    large = [rng.randbytes(SMALL_SIZE_BYTES * 8) for _ in range(4)]
+    small = [rng.randbytes(100) for _ in range(4)]
+    large_count = 2 * PIECE_SIZE_BYTES // (SMALL_SIZE_BYTES * 8)
+    payloads = (large * large_count)[:large_count] + small * 100 + (large * large_count)[:large_count] + small
+    records = [record_value(number, 1, number + 1, [payload]) for number, payload in enumerate(payloads)]
+    fill_new(tmp_path / "log", iter(records))
+    found = []
+    pieces = 0
+    try:
+        for values in read_range(whole_range(str(tmp_path / "log"))):
+            assert not isinstance(values, Gap)
+            assert values.sequence_ids[0] == len(found)
+            found += [bytes(values.value(index)) for index in range(len(values.sequence_ids))]
+            pieces += 1
+    finally:
+        close_shared()
+    assert found == records
+    assert pieces > 4

@@ -1,0 +1,195 @@
+"""Pages and lines that people read: complete, self-contained, and safe whatever the names are."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from pipeline.jobs.export import ExportReport, InstanceExport
+from pipeline.jobs.log_audit import LogReport
+from pipeline.jobs.reports import AuditReport, StreamReport, Violation
+from pipeline.jobs.stats import Figures, MethodStats, MinuteStats, ServiceStats, Stats, TalkerStats
+from pipeline.jobs.verify import Problem, VerifyReport
+from pipeline.jobs.what_if import InstanceResult, summarize
+from pipeline.report.stats_page import stats_page
+from pipeline.report.text import audit_lines, export_lines, stats_lines, table, verify_lines, what_if_lines
+
+NAMES = ["<script>alert(1)</script>", "b&b", *(f"service-{number:02}" for number in range(30))]
+MINUTE_NS = 60 * 10**9
+START_NS = 1_767_225_600 * 10**9
+
+
+def figures(calls: int) -> Figures:
+    return Figures(calls, calls * 10, 1.5, 2.25, 3.125, 4.0)
+
+
+@pytest.fixture
+def stats() -> Stats:
+    services = [
+        ServiceStats(name, figures(100 - number), START_NS, START_NS + 5 * MINUTE_NS, 9, 900, 3.0, 8.0, 12, number % 2)
+        for number, name in enumerate(NAMES)
+    ]
+    methods = [MethodStats(name, f"method {number}", figures(9)) for number, name in enumerate(NAMES * 8)]
+    minutes = [
+        MinuteStats(name, START_NS + minute * MINUTE_NS, figures(minute + 1)) for minute in range(5) for name in NAMES
+    ]
+    talkers = [TalkerStats(sender, receiver, figures(7)) for sender in ["outside", *NAMES] for receiver in NAMES[:5]]
+    return Stats(services, methods, minutes, talkers)
+
+
+class _Page(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.open: list[str] = []
+        self.links: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in ("meta", "path", "use", "rect", "image"):
+            self.open.append(tag)
+        self.links += [value or "" for name, value in attributes if name in ("src", "href", "xlink:href", "action")]
+
+    def handle_endtag(self, tag: str) -> None:
+        if self.open and self.open[-1] == tag:
+            self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def test_the_page_needs_nothing_from_elsewhere_and_takes_no_name_for_html(stats: Stats) -> None:
+    text = stats_page(stats)
+    page = _Page()
+    page.feed(text)
+    assert page.open == []
+    assert "script" not in page.tags
+    assert page.tags.count("svg") == 5
+    assert all(link.startswith(("#", "data:")) for link in page.links)
+    assert not re.search(r"@import|url\((?!#)", text)
+    assert NAMES[0] in "".join(page.text)
+    assert "b&b" in "".join(page.text)
+    assert "and 56 more" in text  # of 256 methods
+
+
+def test_the_page_of_a_fleet_that_did_nothing() -> None:
+    page = _Page()
+    page.feed(stats_page(Stats([], [], [], [])))
+    assert page.open == []
+    assert "nothing logged" in "".join(page.text)
+
+
+def test_statistics_as_lines(stats: Stats) -> None:
+    lines = list(stats_lines(stats, top=3))
+    assert lines[0].split()[:3] == ["service", "calls", "bytes"]
+    assert lines[1].split() == [NAMES[0], "100", "1,000", "1.500", "2.250", "3.125", "4.000", "9", "3", "0"]
+    assert f"and {len(NAMES) * 8 - 3} more; --top shows them" in lines
+    assert len(lines) == 1 + len(NAMES) + 2 * (1 + 1 + 3 + 1)
+
+
+def test_a_table_is_aligned_and_may_be_empty() -> None:
+    assert list(table(("name", "n"), [("a", "1"), ("long one", "1,000")])) == [
+        "name          n",
+        "a             1",
+        "long one  1,000",
+    ]
+    assert list(table(("name", "n"), [])) == ["name  n"]
+
+
+def audit_report(*violations: Violation) -> AuditReport:
+    streams = [
+        StreamReport("a", "b", 10, made=12, in_flight=2, compared=9, first=1, last=10, unknown=3),
+        StreamReport("!impulses", "b", 1, first=1, last=1),
+    ]
+    counts = {"lost": len(violations)} if violations else {}
+    return AuditReport([LogReport("b", 4)], streams, list(violations), len(violations), counts, ["look here"])
+
+
+def test_an_audit_in_lines() -> None:
+    lines = list(audit_lines(audit_report(), 10, all_streams=True))
+    assert lines == [
+        "1 log, 4 records, 11 messages in 2 streams",
+        "in flight: 2 messages in 1 stream",
+        "compared with what their senders made: 9 messages",
+        "in damaged records, so not known: 3 messages",
+        "note: look here",
+        "",
+        "from     to  messages  first  last  made  in flight  compared  violations",
+        "a        b         10      1    10    12          2         9           -",
+        "outside  b          1      1     1     -          0         0           -",
+        "",
+        "sound: every message was executed once, in order, after its cause",
+    ]
+
+
+def test_violations_in_lines() -> None:
+    lost = Violation("lost", "a", "b", 3, 4, 7, "gone")
+    damaged = Violation("damage", "", "b", 3, 3, 3, "the log of 'b': broken")
+    lines = list(audit_lines(audit_report(lost, damaged, lost), 2, all_streams=False))
+    assert lines[lines.index("VIOLATIONS: 3 lost") :] == [
+        "VIOLATIONS: 3 lost",
+        "a -> b",
+        "  lost: record 7: gone",
+        "b",
+        "  damage: the log of 'b': broken",
+        "and 1 more; --limit shows them",
+    ]
+    assert not any(line.startswith("sound") for line in lines)
+
+
+def test_an_export_in_lines() -> None:
+    instances = {"a": InstanceExport(5, 9, 5, skipped=2), "b": InstanceExport(3, 2)}
+    report = ExportReport(2, ["raw"], instances, {"raw": 5})
+    assert list(export_lines(report, Path("to"))) == [
+        "warning: 2 records of a were trimmed before they could be exported",
+        "table  new rows",
+        "raw           5",
+        "to: new records of 1 of 2 instances, compared with the logs",
+    ]
+
+
+def test_a_verification_in_lines() -> None:
+    report = VerifyReport({"a": 5}, {"a": 1})
+    assert list(verify_lines(report, 1)) == ["sound: 5 sound records in 1 log, 1 sound checkpoint"]
+    for number in range(2):
+        report.add(Problem("a", f"record {number}", "broken"))
+    assert list(verify_lines(report, 1)) == [
+        "a: record 0: broken",
+        "and 1 more; --limit shows them",
+        "DAMAGED: 2 problems; 5 sound records in 1 log, 1 sound checkpoint",
+    ]
+
+
+def what_if_values(name: str, changed: int) -> dict[str, object]:
+    return {
+        "instance": name,
+        "records": 10,
+        "messages": 20,
+        "differences": {"added": 0, "missing": 0, "changed": changed},
+        "by_method": [{"destination": "", "method": "m", "added": 0, "missing": 0, "changed": changed}],
+        "state": [],
+        "exception": None,
+    }
+
+
+def test_a_what_if_of_a_fleet_is_summed_up() -> None:
+    results = [
+        InstanceResult("a", "m:New", 0, 1.0, what_if_values("a", 0), None),
+        InstanceResult("b", "m:New", 3, 1.0, what_if_values("b", 4), None),
+        InstanceResult("c", "m:New", 1, 1.0, None, "error: no such class"),
+    ]
+    summary = summarize(iter(results))
+    assert (summary.same, summary.different, summary.failed, summary.exit_status) == (1, 1, 1, 1)
+    assert (summary.records, summary.messages) == (20, 40)
+    assert summary.differences == {"added": 0, "missing": 0, "changed": 4}
+    assert [(row["destination"], row["changed"]) for row in summary.by_method] == [("a", 0), ("b", 4)]
+    lines = list(what_if_lines(summary))
+    assert lines[2].split() == ["b", "m:New", "DIFFERENT", "10", "4", "changed", "-", "-", "1.0"]
+    assert "c: error: no such class" in lines
+    assert lines[-1] == "1 the same, 1 different, 1 failed: 20 records with 40 messages"
+    assert summarize(iter(results[:2])).exit_status == 3
+    assert summarize(iter(results[:1])).exit_status == 0
