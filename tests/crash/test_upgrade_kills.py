@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,47 +10,11 @@ import pytest
 from coordinator import upgrade_mark
 from coordinator.log import open_reader
 from coordinator.upgrade_mark import UpgradeMark
-from protocol.extensions import ALL_EXTENSIONS, AppDescription, Hello, encode_app_description, encode_hello
-from protocol.messages import MessageType, RpcType, decode_messages, encode_checkpoint, encode_message
-from protocol.readers import BlobData, BlobStart, RecordReader
-from tests.helpers.processes import DEADLINE_S, CoordinatorProcess, House
+from protocol.messages import MessageType, RpcType, encode_checkpoint, encode_message
+from tests.helpers.processes import House
+from tests.helpers.stepping import SteppingApp
 
 OLD, UPGRADED, NEW = b"the old state", b"upgraded, not confirmed", b"the new state"
-
-
-class SteppingApp:
-    """An app whose every step is the test's: it gathers what it is sent, and says what it is told to say."""
-
-    def __init__(self, process: CoordinatorProcess, version: int = 2) -> None:
-        settings = process.settings
-        self.socket = socket.create_connection(("127.0.0.1", settings.app_port), DEADLINE_S)
-        self.reader = RecordReader()
-        self.blob = b""
-        self.types: list[int] = []
-        self.logged: list[int] = []
-        hello = Hello(ALL_EXTENSIONS, f"app:V{version}")
-        self.socket.sendall(encode_hello(hello) + encode_app_description(AppDescription(version)))
-
-    def until(self, message_type: MessageType) -> None:
-        self.until_any(message_type)
-
-    def until_any(self, *message_types: MessageType) -> None:
-        while not any(message_type in self.types for message_type in message_types):
-            data = self.socket.recv(1 << 16)
-            assert data, f"the connection ended before any of {message_types}: {self.types}"
-            self.reader.receive_data(data)
-            while (event := self.reader.next_event()) is not None:
-                if isinstance(event, BlobStart):
-                    self.blob = b""
-                elif isinstance(event, BlobData):
-                    self.blob += event.data
-                else:
-                    if event.header.sequence_id >= 0:
-                        self.logged.append(event.header.sequence_id)
-                    self.types += [kind for kind, _, _ in decode_messages(event.content)]
-
-    def checkpoint(self, blob: bytes) -> None:
-        self.socket.sendall(encode_checkpoint(len(blob)) + blob)
 
 
 @pytest.fixture

@@ -1,0 +1,73 @@
+"""kill -9 around each step of a first start: it begins again, or checkpoint 1 and record 0 are both there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from protocol.messages import MessageType, encode_checkpoint, encode_message
+from tests.helpers.processes import House
+from tests.helpers.stepping import SteppingApp
+
+BLOB = b"the first state"
+INITIAL = encode_message(MessageType.INITIAL_MESSAGE, b"begin")
+
+
+def told(app: SteppingApp) -> None:
+    app.until(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
+
+
+def begun(app: SteppingApp) -> None:
+    told(app)
+    app.socket.sendall(INITIAL)
+
+
+def half_done(app: SteppingApp) -> None:
+    begun(app)
+    app.socket.sendall(encode_checkpoint(len(BLOB)) + BLOB[:4])
+
+
+def done(app: SteppingApp) -> None:
+    begun(app)
+    app.checkpoint(BLOB)
+
+
+def durable(app: SteppingApp) -> None:
+    done(app)
+    app.until(MessageType.INITIAL_MESSAGE)
+
+
+STEPS: list[Callable[[SteppingApp], None]] = [told, begun, half_done, done, durable]
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[House]:
+    house = House(tmp_path)
+    yield house
+    house.close()
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_kill_at_any_step_leaves_nothing_or_all_of_it(house: House, step: Callable[[SteppingApp], None]) -> None:
+    house.register("a")
+    process = house.start("a")
+    app = SteppingApp(process)
+    step(app)
+    process.kill()
+    app.socket.close()
+
+    process = house.start("a")
+    again = SteppingApp(process)
+    told(again)
+    if again.blob:
+        assert step in (done, durable)
+        assert (again.blob, again.logged) == (BLOB, [0])
+    else:
+        assert step is not durable
+        assert again.types == [MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT]
+        again.socket.sendall(INITIAL)
+    again.checkpoint(BLOB)
+    process.until(lambda status: status["phase"] == "normal" and status["sequence_id"] == 0)
+    again.socket.close()
