@@ -246,7 +246,7 @@ def test_an_app_that_can_t_repeat_an_upgrade_of_the_past_stops_the_recovery() ->
 
 @pytest.mark.parametrize(
     ("version", "sequence_id", "expected"),
-    [(1, -1, [2, 1]), (1, 4, [2, 1]), (2, 5, [1]), (2, 8, [1]), (1, 9, []), (1, 30, []), (7, 30, [])],
+    [(1, -1, [2, 1]), (1, 4, [2, 1]), (1, 5, [2, 1]), (2, 5, [1]), (2, 8, [1]), (1, 9, []), (1, 30, []), (7, 30, [])],
 )
 def test_the_versions_behind_a_checkpoint(version: int, sequence_id: int, expected: list[int]) -> None:
     starts = [VersionStart(1, -1), VersionStart(2, 5), VersionStart(1, 9)]
