@@ -21,7 +21,6 @@ The children die with the supervisor, even when that is killed with SIGKILL (PR_
 
 from __future__ import annotations
 
-import ctypes
 import enum
 import os
 import select
@@ -39,6 +38,7 @@ from coordinator.app_addresses import default_app_socket
 from coordinator.config import AppAuth, InstanceSettings, override
 from coordinator.control import READY_VARIABLE
 from coordinator.logs import Events
+from coordinator.parent_death import die_with_parent
 from coordinator.stop_requests import StopRequests
 
 APP_ADDRESS_VARIABLE = "IMMORTAL_APP_ADDRESS"
@@ -54,8 +54,6 @@ RESTART_PAUSE_S_MIN = 0.1
 RESTART_PAUSE_S_MAX = 5.0
 RESTART_PAUSE_RESET_S = 10.0  # who lived this long did not die of how it was started
 
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before any fork: a child must not call the loader
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -189,14 +187,14 @@ class _Child:
         if ready_descriptor is not None:
             environment[READY_VARIABLE] = str(ready_descriptor)
         # preexec_fn is unsafe in a process with threads (a lock held by another thread stays locked in the child): the
-        # supervisor has none, and _die_with_parent calls nothing but two system calls.
+        # supervisor has none, and die_with_parent calls nothing but two system calls.
         self.process = subprocess.Popen(
             list(command.argv),
             stdin=subprocess.DEVNULL,
             env=environment,
             pass_fds=() if ready_descriptor is None else (ready_descriptor,),
             process_group=0,  # Ctrl-C in a terminal reaches the supervisor alone
-            preexec_fn=_die_with_parent(os.getpid()),
+            preexec_fn=die_with_parent(os.getpid()),
         )
         self.descriptor = os.pidfd_open(self.process.pid)
 
@@ -208,17 +206,6 @@ class _Child:
 
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
-
-
-def _die_with_parent(parent_pid: int) -> Callable[[], None]:
-    prctl = _LIBC.prctl
-
-    def arrange() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL.value, 0, 0, 0)
-        if os.getppid() != parent_pid:  # it died before the call
-            os._exit(1)
-
-    return arrange
 
 
 class Supervisor:

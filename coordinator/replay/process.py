@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
 from collections import deque
-from collections.abc import Callable
 
+from coordinator.parent_death import die_with_parent
 from coordinator.replay.app import AppCommand
 from coordinator.replay.errors import ReplayError
 
@@ -19,8 +18,6 @@ LEAVE_S = 5.0  # for an app that was said goodbye to
 KILL_AFTER_S = 1.0  # between SIGTERM and SIGKILL: it has nothing to lose
 
 _READ_SIZE_BYTES = 64 << 10
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before any fork: a child must not call the loader
 
 
 class AppProcess:
@@ -40,7 +37,7 @@ class AppProcess:
                 process_group=0 if captured else None,  # Ctrl-C in a terminal reaches whoever replays alone
                 # Nothing but two system calls, so that a lock held by another thread does no harm. The thread that
                 # starts the app lives as long as the replay: the kernel's parent is a thread.
-                preexec_fn=_die_with_parent(os.getpid()),
+                preexec_fn=die_with_parent(os.getpid()),
             )
         except OSError as error:
             raise ReplayError(f"the app {command.name} can't be started: {argv[0]}: {error.strerror}") from None
@@ -123,14 +120,3 @@ def exit_text(exit_status: int) -> str:
         return signal.Signals(-exit_status).name
     except ValueError:
         return f"signal {-exit_status}"
-
-
-def _die_with_parent(parent_pid: int) -> Callable[[], None]:
-    prctl = _LIBC.prctl
-
-    def arrange() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL.value, 0, 0, 0)
-        if os.getppid() != parent_pid:  # it died before the call
-            os._exit(1)
-
-    return arrange
