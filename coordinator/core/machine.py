@@ -188,8 +188,8 @@ class Machine:
         words = divergence_in_words(error.divergence, self.name, self._session.description.methods)
         return DivergenceError(
             f"{words}: a handler does what a replay can't repeat, or its code was changed without an upgrade. "
-            f"'immortal verify {self.name}' finds where; nothing is lost: mend it so that it does what it did, "
-            f"and start again"
+            f"'immortal verify {self.name}' finds where (with --peer-log PEER also what was sent then); "
+            f"nothing is lost: mend it so that it does what it did, and start again"
         )
 
     def _end_turn(self) -> None:
