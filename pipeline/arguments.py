@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
 from appsdk.definition import Definition
-from appsdk.proxy import definition_of
+from appsdk.proxy import definition_of, method_names
 from appsdk.runner import load
 from pipeline.errors import SourceError
+from protocol.messages import RpcKind, RpcType
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,24 +25,54 @@ class DecodedCall:
 
 
 class ArgumentDecoder:
-    """Decodes calls by the annotations of one class's handlers, as its app does. Runs no handler."""
+    """Decodes calls by the annotations of one class's handlers, as its app does, and the answers that it gets.
+
+    A call that waits for its answer has "$caller" and "$call", its number, beside its arguments. An answer has
+    "$call", and "value", or "raised" with the "arguments" of that exception. Runs no handler.
+    """
 
     def __init__(self, definition: Definition) -> None:
         self._definition = definition
+        self._methods = {method_id: name for (to, method_id), name in method_names(definition).items() if to}
 
-    def decode(self, method_id: int, arguments: bytes | memoryview) -> DecodedCall:
+    def decode(self, kind: int, rpc_type: int, method_id: int, arguments: bytes | memoryview) -> DecodedCall:
+        """``kind``, ``rpc_type``: as in the message, an RpcKind and an RpcType."""
+        if kind != RpcKind.CALL:
+            return self._answer(kind, method_id, arguments)
         definition = self._definition
         handler = definition.by_method_id.get(method_id)
         if handler is None:
             return DecodedCall(None, problem=f"{definition.name} has no method with ID {method_id}")
         codec = definition.codec(handler)
         try:
-            values = codec.decode(arguments)
-            named = dict(zip(codec.signature.parameters, values, strict=False))  # trailing defaults may be missing
+            named: dict[str, Any] = {}
+            values = codec.decode_call(arguments) if rpc_type == RpcType.ASYNC else codec.decode(arguments)
+            if rpc_type == RpcType.ASYNC:
+                named = {"$caller": values[0], "$call": values[1]}
+                values = values[2:]
+            named |= zip(codec.signature.parameters, values, strict=False)  # trailing defaults may be missing
             return DecodedCall(handler.name, msgspec.json.encode(named).decode())
         except Exception as error:  # types of the user's make what they like of strange bytes
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            return DecodedCall(handler.name, problem=f"the arguments of {codec.name} cannot be shown: {reason}")
+            return DecodedCall(handler.name, problem=f"the arguments of {codec.name} cannot be shown: {_reason(error)}")
+
+    def _answer(self, kind: int, method_id: int, arguments: bytes | memoryview) -> DecodedCall:
+        """Values as they were sent: what they are to be is known to the handler that waits."""
+        qualified = self._methods.get(method_id, f"method {method_id}")
+        method = qualified.rpartition(".")[2] if method_id in self._methods else None
+        try:
+            number, *rest = msgspec.msgpack.decode(arguments, type=list[Any])
+            named = {"$call": number}
+            if kind == RpcKind.RAISED:
+                named |= {"raised": rest[0], "arguments": rest[1]}
+            elif kind == RpcKind.RETURNED_VALUE:
+                named |= {"value": rest[0]}
+            return DecodedCall(method, msgspec.json.encode(named).decode())
+        except Exception as error:  # a foreign app's bytes may be anything
+            return DecodedCall(method, problem=f"the answer of {qualified} cannot be shown: {_reason(error)}")
+
+
+def _reason(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 @functools.cache

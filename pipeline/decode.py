@@ -94,6 +94,7 @@ class Messages:
     batch: Longs  # index in Batches
     index: Longs  # in the record
     position: Longs
+    rpc_kind: Longs
     rpc_type: Longs
     method_id: Longs
     arguments_start: Longs
@@ -256,7 +257,7 @@ def decode_messages(values: Values, headers: Headers, batches: Batches) -> Messa
 
     size, type_at, _ = zigzag(data, start, end[batch])  # message_starts has seen that these are right
     message_end = type_at + size
-    kind = data.take(type_at + 1, mode="clip")
+    kind = data.take(type_at + 1, mode="clip").astype(np.int64)
     method_id, rpc_type_at, ok = zigzag(data, type_at + 2, message_end)
     rpc_type = data.take(rpc_type_at, mode="clip").astype(np.int64)
     ok &= (data.take(type_at, mode="clip") == MessageType.RPC) & (kind <= int(RpcKind.RAISED))
@@ -269,7 +270,15 @@ def decode_messages(values: Values, headers: Headers, batches: Batches) -> Messa
     position = batches.first_position[batch] + ordinals(batch)
     arguments_start, arguments_end = rpc_type_at[keep] + 1, message_end[keep]
     return Messages(
-        record, batch, ordinals(record), position, rpc_type[keep], method_id[keep], arguments_start, arguments_end
+        record,
+        batch,
+        ordinals(record),
+        position,
+        kind[keep],
+        rpc_type[keep],
+        method_id[keep],
+        arguments_start,
+        arguments_end,
     )
 
 

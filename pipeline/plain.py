@@ -15,6 +15,7 @@ from protocol.trailer import BatchKind, BatchSource, Trailer
 
 KIND_NAMES = ("stream", "impulse", "initial")  # by BatchKind
 RPC_TYPE_NAMES = ("async", "fork", "impulse")  # by RpcType
+RPC_KIND_NAMES = ("call", "returned_value", "returned_nothing", "raised")  # by RpcKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from pipeline.errors import SourceError
-from pipeline.plain import KIND_NAMES, RPC_TYPE_NAMES
+from pipeline.plain import KIND_NAMES, RPC_KIND_NAMES, RPC_TYPE_NAMES
 from protocol.batch import encode_batch
 from protocol.errors import LocalProtocolError
 from protocol.messages import MessageType, encode_incoming_rpc, encode_message
@@ -75,7 +75,8 @@ def _batches(rows: Sequence[Row], instance: str) -> Iterator[tuple[BatchSource, 
 
 
 def _rpc(row: Row) -> bytes:
-    return encode_incoming_rpc(row["method_id"], RPC_TYPE_NAMES.index(row["rpc_type"]), row["arguments"])
+    rpc_type, kind = RPC_TYPE_NAMES.index(row["rpc_type"]), RPC_KIND_NAMES.index(row["rpc_kind"])
+    return encode_incoming_rpc(row["method_id"], rpc_type, row["arguments"], kind)
 
 
 def _initial(row: Row) -> bytes:

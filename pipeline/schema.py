@@ -37,6 +37,7 @@ MESSAGES = StructType(
         StructField("source", StringType()),  # who sent it; the own name for oneself, impulses and the initial message
         StructField("position", LongType()),  # in the stream source -> instance; impulses have a count of their own
         StructField("sent_ns", LongType()),
+        StructField("rpc_kind", StringType()),  # "call"; an answer is "returned_value", "returned_nothing" or "raised"
         StructField("rpc_type", StringType()),  # "async", "fork" or "impulse"
         StructField("method_id", IntegerType()),
         StructField("method", StringType()),  # its name, with the option decode

@@ -24,7 +24,7 @@ from pipeline.decode import (
     verify_checks,
 )
 from pipeline.lockstep import Longs, binaries
-from pipeline.plain import KIND_NAMES, RPC_TYPE_NAMES, PlainRecord, read_record
+from pipeline.plain import KIND_NAMES, RPC_KIND_NAMES, RPC_TYPE_NAMES, PlainRecord, read_record
 from protocol.trailer import BatchKind
 
 Columns = dict[str, Callable[[], pa.Array]]
@@ -146,6 +146,7 @@ class TableReader:
             "source": lambda: self._named(names, number.to_numpy()[messages.batch]),
             "position": lambda: pa.array(messages.position),
             "sent_ns": lambda: pa.array(batches.sent_ns[messages.batch]),
+            "rpc_kind": lambda: pa.array(RPC_KIND_NAMES).take(pa.array(messages.rpc_kind)),
             "rpc_type": lambda: pa.array(RPC_TYPE_NAMES).take(pa.array(messages.rpc_type)),
             "method_id": lambda: pa.array(messages.method_id.astype(np.int32)),
             "arguments": lambda: binaries(values.raw, messages.arguments_start, messages.arguments_end),
@@ -161,12 +162,17 @@ class TableReader:
             return self._constants(len(messages.record), method=None, arguments_json=None)
         view = memoryview(values.raw)
         bounds = zip(
+            messages.rpc_kind.tolist(),
+            messages.rpc_type.tolist(),
             messages.method_id.tolist(),
             messages.arguments_start.tolist(),
             messages.arguments_end.tolist(),
             strict=True,
         )
-        calls = [decoder.decode(method_id, view[start:end]) for method_id, start, end in bounds]
+        calls = [
+            decoder.decode(kind, rpc_type, method_id, view[start:end])
+            for kind, rpc_type, method_id, start, end in bounds
+        ]
         return {
             "method": lambda: pa.array([call.method for call in calls], pa.string()),
             "arguments_json": lambda: pa.array([call.arguments_json for call in calls], pa.string()),
@@ -235,9 +241,11 @@ class TableReader:
                 "ok": True,
             }
             if message.rpc is not None:
-                row |= {"rpc_type": RPC_TYPE_NAMES[message.rpc.rpc_type], "method_id": message.rpc.method_id}
+                rpc = message.rpc
+                row |= {"rpc_kind": RPC_KIND_NAMES[rpc.kind], "rpc_type": RPC_TYPE_NAMES[rpc.rpc_type]}
+                row["method_id"] = rpc.method_id
                 if self.arguments is not None and message.source.kind != BatchKind.INITIAL:
-                    call = self.arguments.decode(message.rpc.method_id, message.arguments)
+                    call = self.arguments.decode(rpc.kind, rpc.rpc_type, rpc.method_id, message.arguments)
                     row |= {"method": call.method, "arguments_json": call.arguments_json, "reason": call.problem}
             yield row
 

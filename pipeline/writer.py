@@ -155,7 +155,7 @@ def _table_of(schema: StructType) -> str:
 
 _MESSAGE_COLUMNS = [
     *("instance", "sequence_id", "index", "time_ns", "kind", "source", "position", "sent_ns"),
-    *("rpc_type", "method_id", "arguments"),
+    *("rpc_kind", "rpc_type", "method_id", "arguments"),
 ]
 
 

@@ -102,6 +102,8 @@ def _stopped_status(settings: InstanceSettings) -> dict[str, Any]:
         "inputs": {named(source): {"position": one.position} for source, one in sources.items()},
         "outputs": {named(to): {"acknowledged": position} for to, position in summary.acknowledged.items()},
     }
+    if ONESELF in sources:  # its receiver is this log
+        row["outputs"][settings.name] = {"acknowledged": sources[ONESELF].position}
     if impulses is not None:
         row["impulses"] = impulses.position  # to oneself, so far
     if summary.checkpoints:

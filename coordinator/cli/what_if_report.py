@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.core.errors import LogError
-from coordinator.core.words import Methods, call_in_words
+from coordinator.core.words import Methods, RpcWords, call_in_words, counted_method_in_words, method_name
 from coordinator.replay import AppCommand, RecordSource, ReplayError, ReplayResult
 from coordinator.replay.compare import Key, Kind, Side
 from coordinator.replay.contents import message_at, record_of
-from coordinator.replay.findings import Call, Finding
+from coordinator.replay.findings import Finding
 from coordinator.replay.inspection import diff_states
 from coordinator.replay.what_if import WhatIf
 
@@ -89,11 +89,10 @@ class Report:
                 methods |= result.description.methods
         return methods
 
-    def _method(self, destination: str, method_id: int) -> str:
-        return self._methods.get((destination, method_id)) or f"method {method_id}"
-
-    def _call(self, destination: str, call: Call | None) -> str | None:
-        return None if call is None else f"{self._method(destination, call.method_id)}({call.arguments})"
+    def _call(self, destination: str, call: RpcWords | None) -> str | None:
+        if call is None:
+            return None
+        return call.with_method(method_name(call.method_id, call.kind, destination, self._methods))
 
     def _input(self, key: Key) -> str | None:
         """The logged call with that key; None if the apps do not tell, or if it is no call or no longer kept."""
@@ -153,10 +152,10 @@ class Report:
         rows = [
             {
                 "destination": destination,
-                "method": self._method(destination, method_id),
+                "method": counted_method_in_words(method_id, rpc_kind, destination, self._methods),
                 **{kind.value: counts[kind] for kind in Kind},
             }
-            for (destination, method_id), counts in self._outcome.findings.counts.items()
+            for (destination, method_id, rpc_kind), counts in self._outcome.findings.counts.items()
         ]
         return sorted(rows, key=lambda row: (row["destination"], row["method"]))
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import msgspec
 
 from coordinator.core.output_check import Divergence
 from protocol.errors import ImmortalError
-from protocol.messages import MessageType, decode_incoming_rpc, decode_message
+from protocol.messages import IncomingRpc, MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_message
 
 Methods = Mapping[tuple[str, int], str]
 """(destination, method ID) to a name, as an app's AppDescription gives them."""
@@ -17,7 +18,7 @@ ARGUMENTS_SIZE_MAX = 200  # characters
 
 
 def call_in_words(message: bytes, destination: str, methods: Methods) -> str:
-    """One RPC message in incoming form: ``Counter.count('the', 3)``.
+    """One RPC message in incoming form: ``Counter.count('the', 3)``, or ``the answer 3 of Counter.total to call 17``.
 
     The arguments of an app that names its methods are a MessagePack array; others are shown in hex.
     """
@@ -28,19 +29,70 @@ def call_in_words(message: bytes, destination: str, methods: Methods) -> str:
         rpc = decode_incoming_rpc(message, start, end)
     except ImmortalError as error:
         return f"a message that can't be read ({error})"
-    name = methods.get((destination, rpc.method_id))
-    return f"{name or f'method {rpc.method_id}'}({arguments_in_words(bytes(rpc.arguments), name is not None)})"
+    name = method_name(rpc.method_id, rpc.kind, destination, methods)
+    return RpcWords.of(rpc, is_msgpack=name is not None).with_method(name)
 
 
-def arguments_in_words(arguments: bytes, is_msgpack: bool) -> str:
-    text = arguments.hex(" ")
-    if is_msgpack:
-        try:
-            values = msgspec.msgpack.decode(arguments)
-            text = ", ".join(repr(value) for value in values) if isinstance(values, list) else repr(values)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            pass  # a handler with a form of its own
-    return text if len(text) <= ARGUMENTS_SIZE_MAX else f"{text[: ARGUMENTS_SIZE_MAX - 3]}..."
+@dataclass(frozen=True, slots=True)
+class RpcWords:
+    """A call or an answer in words; its method's name, which may be known only later, stands between the two."""
+
+    method_id: int
+    kind: int
+    front: str
+    behind: str
+
+    @classmethod
+    def of(cls, rpc: IncomingRpc, *, is_msgpack: bool, size_max: int | None = ARGUMENTS_SIZE_MAX) -> RpcWords:
+        """``is_msgpack``: the arguments are a MessagePack array, as the SDK's are, and else in hex.
+
+        ``size_max``: of the arguments, in characters; None: all of them.
+        """
+        return cls(rpc.method_id, rpc.kind, *_around_the_name(rpc, is_msgpack, size_max))
+
+    def with_method(self, name: str | None) -> str:
+        return f"{self.front}{name or f'method {self.method_id}'}{self.behind}"
+
+
+def method_name(method_id: int, kind: int, destination: str, methods: Methods) -> str | None:
+    """What the method of a call to ``destination``, or of an answer, is called; None if nobody says."""
+    if kind == RpcKind.CALL:
+        return methods.get((destination, method_id))
+    # An answer that an app gives is of a method of its own, one that it gets is of a method of whom it has called.
+    own = methods.get(("", method_id))
+    return own or next((name for (_, known_id), name in methods.items() if known_id == method_id), None)
+
+
+def counted_method_in_words(method_id: int, kind: int, destination: str, methods: Methods) -> str:
+    """What calls, or answers, of a method are counted as."""
+    name = method_name(method_id, kind, destination, methods) or f"method {method_id}"
+    return name if kind == RpcKind.CALL else f"answers of {name}"
+
+
+def _around_the_name(rpc: IncomingRpc, is_msgpack: bool, size_max: int | None) -> tuple[str, str]:
+    try:
+        values = msgspec.msgpack.decode(rpc.arguments) if is_msgpack else None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        values = None  # a handler with a form of its own
+    if not isinstance(values, list):
+        return "", f"({_clipped(bytes(rpc.arguments).hex(' '), size_max)})"
+    match rpc.kind, values:
+        case RpcKind.RETURNED_VALUE, [number, value]:
+            return f"the answer {_clipped(repr(value), size_max)} of ", f" to call {number}"
+        case RpcKind.RETURNED_NOTHING, [number]:
+            return "the answer of ", f" to call {number}"
+        case RpcKind.RAISED, [number, error, list(arguments), _]:
+            raised = f"{error}({', '.join(map(repr, arguments))})"
+            return "the answer of ", f" to call {number}: it raised {_clipped(raised, size_max)}"
+    waits = ""
+    if rpc.kind == RpcKind.CALL and rpc.rpc_type == RpcType.ASYNC and len(values) >= 2:
+        caller, number, *values = values
+        waits = f" as call {number} of {caller or 'itself'}"
+    return "", f"({_clipped(', '.join(map(repr, values)), size_max)}){waits}"
+
+
+def _clipped(text: str, size_max: int | None) -> str:
+    return text if size_max is None or len(text) <= size_max else f"{text[: size_max - 3]}..."
 
 
 def divergence_in_words(divergence: Divergence, name: str, methods: Methods, shown: int = 3) -> str:

@@ -6,21 +6,9 @@ from bisect import insort
 from collections import Counter
 from dataclasses import dataclass
 
-from coordinator.core.words import arguments_in_words
+from coordinator.core.words import RpcWords
 from coordinator.replay.compare import Difference, Key, Kind
 from protocol.messages import IncomingRpc, decode_incoming_rpc, decode_message
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One message: its arguments in words, so that not all of a large one need be kept."""
-
-    method_id: int
-    arguments: str
-
-    @classmethod
-    def of(cls, rpc: IncomingRpc, *, is_msgpack: bool) -> Call:
-        return cls(rpc.method_id, arguments_in_words(rpc.arguments, is_msgpack))
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +22,8 @@ class Finding:
     destination: str
     number: int
     kind: Kind
-    old: Call | None
-    new: Call | None
+    old: RpcWords | None
+    new: RpcWords | None
 
     @property
     def order(self) -> tuple[Key, str, int]:
@@ -45,12 +33,13 @@ class Finding:
 class Findings:
     """What was found. ``first``: the first ``limit`` differences in the order of the log.
 
-    ``counts``: (destination, method ID) to how often each kind was found. A changed call counts for the method that it
-    was. ``is_msgpack``: whether arguments are MessagePack, as the SDK's are.
+    ``counts``: (destination, method ID, RpcKind) to how often each kind was found. A changed call counts for the method
+    that it was. Of calls, only the beginning of their arguments is kept. ``is_msgpack``: whether arguments are
+    MessagePack, as the SDK's are.
     """
 
     def __init__(self, limit: int) -> None:
-        self.counts: dict[tuple[str, int], Counter[Kind]] = {}
+        self.counts: dict[tuple[str, int, int], Counter[Kind]] = {}
         self.first: list[Finding] = []
         self.is_msgpack = True
         self._limit = limit
@@ -62,7 +51,8 @@ class Findings:
         old, new = _rpc(difference.old), _rpc(difference.new)
         counted = old or new
         if counted is not None:
-            self.counts.setdefault((destination, counted.method_id), Counter())[difference.kind] += 1
+            counts = self.counts.setdefault((destination, counted.method_id, counted.kind), Counter())
+            counts[difference.kind] += 1
         self._numbers[destination] += 1
         order = (difference.key, destination, self._numbers[destination])
         if len(self.first) < self._limit or (self.first and order < self.first[-1].order):
@@ -70,8 +60,8 @@ class Findings:
             insort(self.first, finding, key=lambda each: each.order)
             del self.first[self._limit :]
 
-    def _call(self, rpc: IncomingRpc | None) -> Call | None:
-        return None if rpc is None else Call.of(rpc, is_msgpack=self.is_msgpack)
+    def _call(self, rpc: IncomingRpc | None) -> RpcWords | None:
+        return None if rpc is None else RpcWords.of(rpc, is_msgpack=self.is_msgpack)
 
     def count(self, kind: Kind) -> int:
         return sum(counts[kind] for counts in self.counts.values())

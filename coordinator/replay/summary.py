@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from coordinator.core.words import Methods
+from coordinator.core.words import Methods, counted_method_in_words
 from coordinator.replay.plan import place_of
 from coordinator.replay.result import ReplayResult, Sink
 from protocol.extensions import Origin
@@ -18,7 +18,7 @@ class CountingSink(Sink):
     """Counts the outputs by destination and method."""
 
     def __init__(self) -> None:
-        self._counts: dict[str, Counter[bytes]] = {}  # by the method ID as it is encoded
+        self._counts: dict[str, Counter[bytes]] = {}  # by the kind, and the method ID as it is encoded
 
     def outputs(
         self, destination: str, first_position: int, count: int, payload: bytes, origins: Sequence[Origin] | None
@@ -35,14 +35,14 @@ class CountingSink(Sink):
             method_end = kind + 1
             while payload[method_end] >= 0x80:
                 method_end += 1
-            counts[payload[kind + 1 : method_end + 1]] += 1
+            counts[payload[kind : method_end + 1]] += 1
 
     def by_method(self, methods: Methods) -> Iterator[tuple[str, str, int]]:
         """(destination, method's name, count)"""
         for destination, counts in sorted(self._counts.items()):
-            decoded = {decode_zigzag_int(encoded)[0]: count for encoded, count in counts.items()}
-            for method_id, count in sorted(decoded.items()):
-                yield destination, methods.get((destination, method_id)) or f"method {method_id}", count
+            decoded = {(decode_zigzag_int(front, 1)[0], front[0]): count for front, count in counts.items()}
+            for (method_id, kind), count in sorted(decoded.items()):
+                yield destination, counted_method_in_words(method_id, kind, destination, methods), count
 
 
 def summary_json(name: str, result: ReplayResult, counted: CountingSink) -> dict[str, Any]:

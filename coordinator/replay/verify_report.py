@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import msgspec
-
 from coordinator.core.output_check import Divergence
-from coordinator.core.words import Methods, call_in_words, divergence_in_words
+from coordinator.core.words import Methods, RpcWords, call_in_words, divergence_in_words, method_name
 from coordinator.replay.contents import message_at, record_of
 from coordinator.replay.inspection import DIFFERENCES_MAX
 from coordinator.replay.plan import place_of
@@ -206,13 +203,8 @@ def whole_call_in_words(message: bytes, destination: str, methods: Methods) -> s
     """As :func:`call_in_words`, but with all of its arguments, however large."""
     _, start, end = decode_message(message)
     rpc = decode_incoming_rpc(message, start, end)
-    name = methods.get((destination, rpc.method_id))
-    text = rpc.arguments.hex(" ")
-    if name is not None:
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):  # a handler with a form of its own
-            values = msgspec.msgpack.decode(rpc.arguments)
-            text = ", ".join(map(repr, values)) if isinstance(values, list) else repr(values)
-    return f"{name or f'method {rpc.method_id}'}({text})"
+    name = method_name(rpc.method_id, rpc.kind, destination, methods)
+    return RpcWords.of(rpc, is_msgpack=name is not None, size_max=None).with_method(name)
 
 
 def _part(text: str, start: int) -> str:

@@ -8,11 +8,18 @@ from pathlib import Path
 
 import msgspec
 
-from appsdk import Immortal, impulse, rpc
+from appsdk import Immortal, impulse, peer, rpc
 from appsdk.handlers import method_id_of_name
 
 
+class Store(Immortal):
+    @rpc
+    def fetch(self, item: str) -> int:
+        return 0
+
+
 class Shop(Immortal):
+    store = peer(Store, "store")
     sold: dict[str, int]
 
     def __init__(self) -> None:
@@ -29,6 +36,7 @@ class Shop(Immortal):
 
 SELL = method_id_of_name("sell")
 OPEN = method_id_of_name("open")
+FETCH = method_id_of_name("fetch")
 
 
 def arguments(*values: object) -> bytes:

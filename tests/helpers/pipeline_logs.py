@@ -15,7 +15,7 @@ from coordinator.core.interfaces import IMPULSES, SourcePosition, Transaction
 from coordinator.log import LmdbLogStore, create_log
 from protocol.batch import encode_batch, encode_replayable_batch
 from protocol.extensions import encode_record_time
-from protocol.messages import MessageType, RpcType, encode_incoming_rpc, encode_message
+from protocol.messages import MessageType, RpcKind, RpcType, encode_incoming_rpc, encode_message
 from protocol.record import encode_record
 from protocol.trailer import BatchKind, BatchSource, OutputMarkEntry, Trailer, encode_trailer
 
@@ -31,9 +31,10 @@ class Call:
     method_id: int
     rpc_type: int
     arguments: bytes
+    kind: RpcKind = RpcKind.CALL
 
     def encode(self) -> bytes:
-        return encode_incoming_rpc(self.method_id, self.rpc_type, self.arguments)
+        return encode_incoming_rpc(self.method_id, self.rpc_type, self.arguments, self.kind)
 
 
 @dataclass
@@ -110,6 +111,7 @@ def message_rows(instance: str, specs: Sequence[RecordSpec]) -> list[Row]:
                     "source": batch.source or instance,
                     "position": batch.first_position + number,
                     "sent_ns": batch.sent_ns,
+                    "rpc_kind": RpcKind(call.kind).name.lower(),
                     "rpc_type": RpcType(call.rpc_type).name.lower(),
                     "method_id": call.method_id,
                     "method": None,
@@ -158,7 +160,10 @@ def random_specs(seed: int, count: int, *, first_sequence_id: int = 0, messages_
             )
             calls = [
                 Call(
-                    draw.choice([1, 64, 343_311, 1_048_575]), draw.choice([1, 1, 2]), draw.randbytes(draw.randrange(40))
+                    draw.choice([1, 64, 343_311, 1_048_575]),
+                    draw.choice([0, 1, 1, 2]),
+                    draw.randbytes(draw.randrange(40)),
+                    draw.choice([RpcKind.CALL, RpcKind.CALL, RpcKind.CALL, *RpcKind]),
                 )
                 for _ in range(draw.randint(1, messages_max))
             ]

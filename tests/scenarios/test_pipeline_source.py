@@ -18,8 +18,9 @@ from coordinator.log import format as log_format
 from coordinator.log.environment import open_environment, open_tables
 from pipeline.errors import clear_error
 from protocol.checksum import crc64
+from protocol.messages import RpcKind
 from protocol.trailer import BatchKind
-from tests.helpers.pipeline_app import OPEN, SELL, arguments
+from tests.helpers.pipeline_app import FETCH, OPEN, SELL, arguments
 from tests.helpers.pipeline_logs import (
     START_NS,
     Batch,
@@ -138,6 +139,23 @@ def test_arguments_by_the_class(spark: SparkSession, tmp_path: Path) -> None:
         (Call(SELL, 1, arguments(3)), "sell", None, "the arguments of Shop.sell cannot be shown: Expected `str`"),
         (Call(SELL, 1, b"\xc1"), "sell", None, "the arguments of Shop.sell cannot be shown: "),
         (Call(5, 1, b""), None, None, "Shop has no method with ID 5"),
+        (
+            Call(SELL, 0, arguments("alice", 7, "pen", 3)),
+            "sell",
+            {"$caller": "alice", "$call": 7, "item": "pen", "count": 3},
+            None,
+        ),
+        (Call(SELL, 0, arguments("pen")), "sell", None, "the arguments of Shop.sell cannot be shown: "),
+        (Call(FETCH, 0, arguments(8, 5), RpcKind.RETURNED_VALUE), "fetch", {"$call": 8, "value": 5}, None),
+        (Call(FETCH, 0, arguments(9), RpcKind.RETURNED_NOTHING), "fetch", {"$call": 9}, None),
+        (
+            Call(FETCH, 0, arguments(10, "GoneError", ["pen"], {}), RpcKind.RAISED),
+            "fetch",
+            {"$call": 10, "raised": "GoneError", "arguments": ["pen"]},
+            None,
+        ),
+        (Call(FETCH, 0, arguments(11), RpcKind.RAISED), "fetch", None, "the answer of Store.fetch cannot be shown: "),
+        (Call(5, 0, arguments(12), RpcKind.RETURNED_NOTHING), None, {"$call": 12}, None),
     ]
     batch = Batch(BatchKind.STREAM, "alice", 1, 1, [call for call, *_ in calls])
     log = make_log(tmp_path / "log", "shop", [RecordSpec(0, START_NS, [batch])])

@@ -21,7 +21,8 @@ MESSAGES = pa.schema(
     [
         *(("instance", pa.string()), ("sequence_id", pa.int64()), ("index", pa.int32()), ("time_ns", pa.int64())),
         *(("kind", pa.string()), ("source", pa.string()), ("position", pa.int64()), ("sent_ns", pa.int64())),
-        *(("rpc_type", pa.string()), ("method_id", pa.int32()), ("arguments", pa.binary()), ("ok", pa.bool_())),
+        *(("rpc_kind", pa.string()), ("rpc_type", pa.string()), ("method_id", pa.int32())),
+        *(("arguments", pa.binary()), ("ok", pa.bool_())),
     ]
 )
 

@@ -20,14 +20,14 @@ def test_counts_by_destination_and_method() -> None:
     findings.add(Difference(Kind.CHANGED, "b", (1, 0), call(7, "x"), call(8, "y")))
     findings.add(Difference(Kind.MISSING, "b", (2, 0), call(7, "x"), None))
     findings.add(Difference(Kind.ADDED, "c", (2, 0), None, call(7, "x")))
-    assert findings.counts == {("b", 7): {Kind.CHANGED: 1, Kind.MISSING: 1}, ("c", 7): {Kind.ADDED: 1}}
+    assert findings.counts == {("b", 7, 0): {Kind.CHANGED: 1, Kind.MISSING: 1}, ("c", 7, 0): {Kind.ADDED: 1}}
     assert [findings.count(kind) for kind in Kind] == [1, 1, 1]
     assert findings.total == 3
     changed = findings.first[0]
     assert changed.old is not None
     assert changed.new is not None
-    assert (changed.old.method_id, changed.old.arguments) == (7, "'x'")
-    assert (changed.new.method_id, changed.new.arguments) == (8, "'y'")
+    assert changed.old.with_method(None) == "method 7('x')"
+    assert changed.new.with_method("Counter.count") == "Counter.count('y')"
     assert findings.first[2].old is None
 
 
@@ -51,7 +51,7 @@ def test_a_large_argument_is_not_kept_whole() -> None:
     findings = Findings(limit=1)
     findings.add(Difference(Kind.MISSING, "b", (1, 0), call(7, "x" * 100_000), None))
     assert findings.first[0].old is not None
-    assert len(findings.first[0].old.arguments) < 1000
+    assert len(findings.first[0].old.with_method(None)) < 1000
 
 
 def test_arguments_that_are_no_messagepack_are_shown_in_hex() -> None:
@@ -59,4 +59,4 @@ def test_arguments_that_are_no_messagepack_are_shown_in_hex() -> None:
     findings.is_msgpack = False
     findings.add(Difference(Kind.MISSING, "b", (1, 0), encode_incoming_rpc(7, RpcType.FORK, b"\x01\x02"), None))
     assert findings.first[0].old is not None
-    assert findings.first[0].old.arguments == "01 02"
+    assert findings.first[0].old.with_method(None) == "method 7(01 02)"

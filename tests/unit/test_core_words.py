@@ -1,0 +1,51 @@
+"""Calls and answers as people read them."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from coordinator.core.words import Methods, RpcWords, call_in_words, counted_method_in_words
+from protocol.messages import RpcKind, RpcType, decode_incoming_rpc, decode_message, encode_incoming_rpc
+
+METHODS: Methods = {("", 7): "Teller.transfer", ("north", 8): "Bank.debit"}
+
+
+def rpc(method_id: int, *arguments: object, rpc_type: int = RpcType.FORK, kind: int = RpcKind.CALL) -> bytes:
+    return encode_incoming_rpc(method_id, rpc_type, msgspec.msgpack.encode(arguments), kind)
+
+
+@pytest.mark.parametrize(
+    ("message", "destination", "text"),
+    [
+        (rpc(8, "ann", 3), "north", "Bank.debit('ann', 3)"),
+        (rpc(8, "ann", 3), "south", "method 8(92 a3 61 6e 6e 03)"),
+        (rpc(8, "teller", 17, "ann", 3, rpc_type=RpcType.ASYNC), "north", "Bank.debit('ann', 3) as call 17 of teller"),
+        (rpc(7, "", 18, rpc_type=RpcType.ASYNC), "", "Teller.transfer() as call 18 of itself"),
+        (rpc(7, 17, 97, kind=RpcKind.RETURNED_VALUE), "south", "the answer 97 of Teller.transfer to call 17"),
+        (rpc(8, 17, 97, kind=RpcKind.RETURNED_VALUE), "", "the answer 97 of Bank.debit to call 17"),
+        (rpc(7, 17, kind=RpcKind.RETURNED_NOTHING), "south", "the answer of Teller.transfer to call 17"),
+        (
+            rpc(8, 17, "ClosedError", [5], {}, kind=RpcKind.RAISED),
+            "",
+            "the answer of Bank.debit to call 17: it raised ClosedError(5)",
+        ),
+        (rpc(7, "odd", kind=RpcKind.RAISED), "south", "Teller.transfer('odd')"),
+        (encode_incoming_rpc(8, RpcType.FORK, b"\xc1"), "north", "Bank.debit(c1)"),
+    ],
+)
+def test_calls_and_answers(message: bytes, destination: str, text: str) -> None:
+    assert call_in_words(message, destination, METHODS) == text
+
+
+def test_large_arguments_are_cut_unless_all_are_wanted() -> None:
+    _, start, end = decode_message(rpc(8, "x" * 1000))
+    decoded = decode_incoming_rpc(rpc(8, "x" * 1000), start, end)
+    assert len(RpcWords.of(decoded, is_msgpack=True).with_method("f")) == 203
+    assert "x" * 1000 in RpcWords.of(decoded, is_msgpack=True, size_max=None).with_method("f")
+
+
+def test_answers_are_counted_apart() -> None:
+    assert counted_method_in_words(8, RpcKind.CALL, "north", METHODS) == "Bank.debit"
+    assert counted_method_in_words(7, RpcKind.RETURNED_VALUE, "north", METHODS) == "answers of Teller.transfer"
+    assert counted_method_in_words(9, RpcKind.RAISED, "north", METHODS) == "answers of method 9"
