@@ -64,9 +64,11 @@ def method_name(method_id: int, kind: int, destination: str, methods: Methods) -
 
 
 def counted_method_in_words(method_id: int, kind: int, destination: str, methods: Methods) -> str:
-    """What calls, or answers, of a method are counted as."""
+    """What calls of a method, its answers or its exceptions are counted as."""
     name = method_name(method_id, kind, destination, methods) or f"method {method_id}"
-    return name if kind == RpcKind.CALL else f"answers of {name}"
+    if kind == RpcKind.CALL:
+        return name
+    return f"exceptions of {name}" if kind == RpcKind.RAISED else f"answers of {name}"
 
 
 def _around_the_name(rpc: IncomingRpc, is_msgpack: bool, size_max: int | None) -> tuple[str, str]:

@@ -48,4 +48,4 @@ def test_large_arguments_are_cut_unless_all_are_wanted() -> None:
 def test_answers_are_counted_apart() -> None:
     assert counted_method_in_words(8, RpcKind.CALL, "north", METHODS) == "Bank.debit"
     assert counted_method_in_words(7, RpcKind.RETURNED_VALUE, "north", METHODS) == "answers of Teller.transfer"
-    assert counted_method_in_words(9, RpcKind.RAISED, "north", METHODS) == "answers of method 9"
+    assert counted_method_in_words(9, RpcKind.RAISED, "north", METHODS) == "exceptions of method 9"
