@@ -1,7 +1,9 @@
 """Immortal services: write a class below :class:`Immortal`, and its calls survive every crash. `docs/guide/sdk.md`."""
 
 from appsdk import errors
-from appsdk.handlers import every, impulse, initial, on_primary, rpc
+from appsdk.effects import EffectContext, Retry, effect_context
+from appsdk.errors import EffectFailed
+from appsdk.handlers import cron, every, impulse, initial, on_primary, rpc
 from appsdk.immortal import Immortal
 from appsdk.proxy import Impulses, peer
 from appsdk.runner import run
@@ -10,10 +12,15 @@ from appsdk.upgrades import upgrades
 from appsdk.waits import Winner
 
 __all__ = [
+    "EffectContext",
+    "EffectFailed",
     "Immortal",
     "Impulses",
+    "Retry",
     "Transient",
     "Winner",
+    "cron",
+    "effect_context",
     "errors",
     "every",
     "impulse",

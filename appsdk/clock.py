@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+import msgspec
 
 from appsdk.handlers import Handler
 from appsdk.operations import Timer
+from appsdk.schedules import Cron, Period
 
 _UNUSED_COUNT_MIN = 64
 
 
+class ToldTime(msgspec.Struct, array_like=True, frozen=True):
+    """What the log brings, both in ns since the Unix epoch. ``decided``: see :meth:`Clock.decide`."""
+
+    time_ns: int
+    decided: dict[int, int] = {}
+
+
 class Clock:
-    """``schedules``: when each ``@every`` handler is due next, in ns since the Unix epoch, by method ID."""
+    """``schedules``: when each handler with a schedule is due next, in ns since the Unix epoch, by method ID."""
 
     def __init__(self) -> None:
         self.schedules: dict[int, int] = {}
@@ -47,16 +57,33 @@ class Clock:
                 found.append(timer)
         return found
 
-    def take_schedules(self, time_ns: int, scheduled: Iterable[Handler[Any, Any]]) -> list[Handler[Any, Any]]:
-        """The handlers that are due at ``time_ns``, each once, however often it would have been its turn."""
+    def decide(self, time_ns: int, scheduled: Iterable[Handler[Any, Any]]) -> dict[int, int]:
+        """For the handlers with cron expressions that are due at ``time_ns``: when they are next. Not for replays."""
+        return {
+            handler.method_id: handler.schedule.next_ns(time_ns)
+            for handler in scheduled
+            if isinstance(handler.schedule, Cron) and self.schedules.get(handler.method_id, 0) <= time_ns
+        }
+
+    def take_schedules(
+        self, time_ns: int, decided: Mapping[int, int], scheduled: Iterable[Handler[Any, Any]]
+    ) -> list[Handler[Any, Any]]:
+        """The handlers that are due at ``time_ns``, each once, however often it would have been its turn.
+
+        ``decided``: see :meth:`decide`. A schedule that the log knows nothing of, in a replay, has not begun.
+        """
         found, schedules = [], {}
         for handler in scheduled:
             due_ns = self.schedules.get(handler.method_id)
-            if due_ns is None:
-                due_ns = time_ns + handler.period_ns
-            elif due_ns <= time_ns:
+            if due_ns is not None and due_ns <= time_ns:
                 found.append(handler)
-                due_ns += ((time_ns - due_ns) // handler.period_ns + 1) * handler.period_ns
-            schedules[handler.method_id] = due_ns
+            next_ns = due_ns
+            if due_ns is None or due_ns <= time_ns:
+                if isinstance(handler.schedule, Period):
+                    next_ns = handler.schedule.next_ns(time_ns, due_ns)
+                else:
+                    next_ns = decided.get(handler.method_id)
+            if next_ns is not None:
+                schedules[handler.method_id] = next_ns
         self.schedules = schedules
         return found

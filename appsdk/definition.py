@@ -36,6 +36,7 @@ class Definition:
     formerly: tuple[str, ...]
     checkpoint_mode: CheckpointMode
     given_version: int | None  # by the class itself
+    concurrent_effects: int
     upgrades: Definition | None = None  # the class that its upgrade() starts from; set by @upgrades
     handlers: dict[str, Handler[Any, Any]] = field(default_factory=dict)
     by_method_id: dict[int, Handler[Any, Any]] = field(default_factory=dict)
@@ -118,6 +119,7 @@ def define(
     formerly: Iterable[str],
     checkpoint_mode: CheckpointMode,
     version: int | None,
+    concurrent_effects: int,
 ) -> Definition:
     """Collect and check the class. Raises DefinitionError."""
     if serializer not in ("msgspec", "pickle"):
@@ -128,7 +130,11 @@ def define(
         isinstance(version, bool) or not isinstance(version, int) or not 1 <= version <= VERSION_MAX
     ):
         raise DefinitionError(f"{cls.__qualname__}: version={version!r}: a number from 1 to {VERSION_MAX} was expected")
-    definition = Definition(cls, serializer, tuple(formerly), checkpoint_mode, version)
+    if isinstance(concurrent_effects, bool) or not isinstance(concurrent_effects, int) or concurrent_effects < 1:
+        raise DefinitionError(
+            f"{cls.__qualname__}: concurrent_effects={concurrent_effects!r}: a number from 1 was expected"
+        )
+    definition = Definition(cls, serializer, tuple(formerly), checkpoint_mode, version, concurrent_effects)
     _check_names(cls, base)
     for ancestor in reversed(cls.__mro__):
         for name, value in vars(ancestor).items():

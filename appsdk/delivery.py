@@ -7,11 +7,13 @@ from typing import Any
 
 import msgspec
 
+from appsdk.clock import ToldTime
 from appsdk.codec import ArgumentCodec, Decode
 from appsdk.context import Context
 from appsdk.definition import Definition
+from appsdk.effect_waits import EffectResult
 from appsdk.errors import HandlerError
-from appsdk.handlers import CLOCK_METHOD_ID, INITIAL_METHOD_ID, Handler
+from appsdk.handlers import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID, Handler
 from appsdk.report import handler_failed, undecodable
 from protocol.errors import RemoteProtocolError
 from protocol.messages import MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_message
@@ -47,8 +49,18 @@ class Delivery:
         begin = tasks.waking(begin) if wakes else begin
         nothing: Any = msgspec.msgpack.Decoder(tuple[()]).decode
         self._entries[INITIAL_METHOD_ID] = (nothing, begin, f"{self._definition.name}.{name or 'initial'}")
-        tell: Any = msgspec.msgpack.Decoder(tuple[int]).decode
-        self._entries[CLOCK_METHOD_ID] = (tell, lambda instance, time_ns: tasks.told_time(time_ns), "the clock")
+        told: Any = msgspec.msgpack.Decoder(ToldTime).decode
+        self._entries[CLOCK_METHOD_ID] = (
+            lambda data: (told(data),),
+            lambda instance, now: tasks.told_time(now.time_ns, now.decided),
+            "the clock",
+        )
+        result: Any = msgspec.msgpack.Decoder(EffectResult).decode
+        self._entries[EFFECT_METHOD_ID] = (
+            lambda data: (result(data),),
+            lambda instance, done: tasks.effect_done(done),
+            "the result of an effect",
+        )
         for method_id, entry in self._entries.items():
             for rpc_type in (RpcType.FORK, RpcType.IMPULSE):
                 front = bytes((MessageType.RPC, RpcKind.CALL)) + encode_zigzag(method_id) + bytes((rpc_type,))

@@ -30,6 +30,7 @@ from appsdk.determinism_values import (
     shape,
     values_of,
 )
+from appsdk.effects import Effects
 
 if TYPE_CHECKING:
     from appsdk.determinism import Search
@@ -251,7 +252,9 @@ class Reader(ast.NodeVisitor):
             self.visit(node.func)
         elif rule.holds(node):
             self._report_rule(node, "calls", rule)
-        for part in (*node.args, *node.keywords):
+        # What runs as an effect is not replayed: it may do what it likes.
+        is_effect = isinstance(function, Instance) and shape(function.hint)[0] is Effects
+        for part in (*node.args[is_effect:], *node.keywords):
             self.visit(part)
 
     def _making(self, node: ast.Call, cls: type) -> None:

@@ -20,6 +20,8 @@ _RANDOM = "use self.random"
 _UUID = "use self.uuid4()"
 _SEND = "take it in an @on_primary hook and send it as an impulse"
 _HOOK = "start it in an @on_primary hook, and send what the app is to know as an impulse"
+_EFFECT = "do it in an effect: await self.effect(<function>, ...) in an 'async def' handler"
+BLOCKS = "which holds up the whole instance, at each replay too"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +47,23 @@ class Rule:
 
 _ROWS: dict[str, list[tuple[str, str, str]]] = {  # module: (names, why, instead)
     "time": [
+        ("sleep", BLOCKS, "await self.sleep(...) in an 'async def' handler"),
         ("time monotonic perf_counter process_time thread_time clock_gettime", DIFFERS, _NOW),
         ("time_ns monotonic_ns perf_counter_ns process_time_ns thread_time_ns clock_gettime_ns", DIFFERS, _NOW_NS),
     ],
     "secrets": [("token_bytes token_hex token_urlsafe randbelow", DIFFERS, _RANDOM)],
     "uuid": [("uuid1 uuid4 uuid6 uuid7 uuid8", DIFFERS, _UUID)],
-    "os": [("urandom getrandom", DIFFERS, _RANDOM), ("getpid getppid fork", DIFFERS, _SEND)],
+    "os": [
+        ("urandom getrandom", DIFFERS, _RANDOM),
+        ("system popen", NOT_REPEATED, _EFFECT),
+        ("getpid getppid fork", DIFFERS, _SEND),
+    ],
     "builtins": [("id", DIFFERS, "use a key of your own"), ("input", NOT_REPEATED, _SEND)],
+    "urllib.request": [("urlopen urlretrieve", NOT_REPEATED, _EFFECT)],
+    "socket": [("create_connection create_server getaddrinfo gethostbyname", NOT_REPEATED, _EFFECT)],
+    "subprocess": [("run call check_call check_output getoutput getstatusoutput", NOT_REPEATED, _EFFECT)],
+    "requests": [("request get options head post put patch delete", NOT_REPEATED, _EFFECT)],
+    "httpx": [("request get options head post put patch delete stream", NOT_REPEATED, _EFFECT)],
     "_thread": [("start_new_thread start_new", NOT_REPEATED, _HOOK)],
     "asyncio": [
         ("run new_event_loop get_event_loop run_coroutine_threadsafe", NOT_REPEATED, _HOOK),
@@ -63,12 +75,16 @@ _ROWS: dict[str, list[tuple[str, str, str]]] = {  # module: (names, why, instead
     ],
 }
 _UNLESS_GIVEN = {"time": [("localtime gmtime ctime asctime", 1), ("strftime", 2)]}  # the time is an argument, or now
-_CLASSES = {  # module: (base class, what people import it from)
-    "threading": ("Thread", "threading"),
-    "concurrent.futures": ("Executor", "concurrent.futures"),
-    "multiprocessing.process": ("BaseProcess", "multiprocessing"),
-    "multiprocessing.pool": ("Pool", "multiprocessing.pool"),
-    "asyncio": ("Runner", "asyncio"),
+_CLASSES = {  # module: (base class, what people import it from, instead)
+    "threading": ("Thread", "threading", _HOOK),
+    "concurrent.futures": ("Executor", "concurrent.futures", _HOOK),
+    "multiprocessing.process": ("BaseProcess", "multiprocessing", _HOOK),
+    "multiprocessing.pool": ("Pool", "multiprocessing.pool", _HOOK),
+    "asyncio": ("Runner", "asyncio", _HOOK),
+    "subprocess": ("Popen", "subprocess", _EFFECT),
+    "socket": ("socket", "socket", _EFFECT),
+    "http.client": ("HTTPConnection", "http.client", _EFFECT),
+    "smtplib": ("SMTP", "smtplib", _EFFECT),
 }
 _DATE_METHODS = {"now": _NOW, "utcnow": _NOW, "today": "use self.now().date()"}
 _MODULES = {*_ROWS, *_UNLESS_GIVEN, *_CLASSES, "random", "datetime", "multiprocessing"}
@@ -79,7 +95,7 @@ class Rules:
 
     def __init__(self) -> None:
         self._by_id: dict[int, tuple[Any, Rule]] = {}
-        self._classes: dict[type, str] = {}
+        self._classes: dict[type, tuple[str, str]] = {}
         for name in _MODULES:
             if name in sys.modules:
                 self._add(name)
@@ -104,8 +120,8 @@ class Rules:
                 found = getattr(module, name)
                 self._by_id[id(found)] = found, Rule(f"{module_name}.{name}", DIFFERS, _NOW, count)
         if module_name in _CLASSES:
-            class_name, shown = _CLASSES[module_name]
-            self._classes[getattr(module, class_name)] = shown
+            class_name, shown, instead = _CLASSES[module_name]
+            self._classes[getattr(module, class_name)] = shown, instead
 
     def of_function(self, function: object) -> Rule | None:
         """The rule for a function, method or built-in, however it was reached."""
@@ -138,8 +154,8 @@ class Rules:
             return Rule("random.SystemRandom", DIFFERS, _RANDOM)
         if cls is random.Random:
             return Rule("random.Random", DIFFERS, _RANDOM, 1)
-        for forbidden, shown in self._classes.items():
+        for forbidden, (shown, instead) in self._classes.items():
             if issubclass(cls, forbidden):
                 is_pythons = cls.__module__.partition(".")[0] == shown.partition(".")[0]
-                return Rule(f"{shown}.{cls.__name__}" if is_pythons else cls.__name__, NOT_REPEATED, _HOOK)
+                return Rule(f"{shown}.{cls.__name__}" if is_pythons else cls.__name__, NOT_REPEATED, instead)
         return None

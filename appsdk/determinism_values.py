@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Annotated, Any, ClassVar, Final, Union
 
+from appsdk.effects import Effects
 from appsdk.handlers import Handler
 
 _MISSING = object()
@@ -130,6 +131,8 @@ def _attribute_of_instance(value: Instance, cls: Any, name: str, static: Any) ->
     if isinstance(static, Handler):
         static = static.function
     elif isinstance(static, property):
+        if hints_of(static.fget).get("return") is Effects:
+            return Instance(Effects)
         static = static.fget
     elif isinstance(static, functools.cached_property):
         static = static.func

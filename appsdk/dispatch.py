@@ -20,6 +20,7 @@ from typing import Any
 from appsdk.context import Context
 from appsdk.definition import Definition
 from appsdk.delivery import Delivery
+from appsdk.effect_request import EffectRunner
 from appsdk.errors import StateError, UpgradeError
 from appsdk.handlers import INITIAL_METHOD_ID
 from appsdk.immortal import Immortal, attach
@@ -98,6 +99,7 @@ class Dispatcher:
     ``draw_seed`` gives SEED_SIZE_BYTES bytes at a first start; ``wake`` is called by other threads when they have
     put impulses where :meth:`data_to_send` finds them. An error that is raised ends the connection: stop the app.
     ``secret``: the coordinator's, where it asks for one.
+    ``effects`` runs the effects of its handlers once it is primary; without it they wait.
     ``extensions``, ``make_outbox`` and ``make_delivery`` are others where a run is looked at more closely.
     """
 
@@ -109,6 +111,7 @@ class Dispatcher:
         *,
         extensions: frozenset[int] = ALL_EXTENSIONS,
         secret: bytes = b"",
+        effects: EffectRunner | None = None,
         make_outbox: Callable[[Context, Callable[[], None]], Outbox] = Outbox,
         make_delivery: Callable[[Definition, Context], Delivery] = Delivery,
     ) -> None:
@@ -121,6 +124,7 @@ class Dispatcher:
         self.tasks = self.context.tasks = Tasks(self.context)
         self._main_definition = definition
         self._draw_seed = draw_seed
+        self._effects = effects
         self._make_delivery = make_delivery
         self._reader = RecordReader()
         self._extended = False  # the coordinator has used an extension, so it took our Hello
@@ -398,4 +402,5 @@ class Dispatcher:
             raise RemoteProtocolError("the app was told that it is primary before it had a state")
         if not self._primary:
             self._primary = True
+            self.tasks.effects.start(self._effects)
             yield BecamePrimary()

@@ -5,6 +5,7 @@
       UsageError         a call that is not possible here: from the wrong thread, outside a handler, too large
       StateError         the state can't be written into a checkpoint, or a checkpoint can't be read back
       HandlerError       a logged input can't be handled: replay would only repeat it, so the app stops
+      EffectFailed       an effect has failed: raised in the async handler that waits for it
       UpgradeError       the state can't be brought to the version that was asked for
       LoadError          the class to run can't be found
       ConnectError       no coordinator answers
@@ -60,6 +61,26 @@ class HandlerError(AppError):
         super().__init__(text)
         self.sequence_id = sequence_id
         self.message_index = message_index
+
+
+class EffectFailed(AppError):  # noqa: N818
+    """All attempts at an effect have failed, or one with what is not retried. Raised where its handler waits for it.
+
+    ``effect``: the function's name; ``type_name``, ``message`` and ``traceback``: of what the last attempt raised, as
+    text, since it was raised elsewhere and went through the log; ``attempts``: how many there were, since the last
+    start of the app.
+    """
+
+    def __init__(self, effect: str, type_name: str, message: str, traceback: str, attempts: int) -> None:
+        times = "" if attempts == 1 else f" after {attempts} attempts"
+        super().__init__(f"the effect {effect} failed{times}: {type_name}{f': {message}' if message else ''}")
+        if traceback:
+            self.add_note(f"in the effect:\n{traceback}")
+        self.effect = effect
+        self.type_name = type_name
+        self.message = message
+        self.traceback = traceback
+        self.attempts = attempts
 
 
 class UpgradeError(AppError):

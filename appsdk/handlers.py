@@ -1,4 +1,4 @@
-"""``@rpc``, ``@impulse``, ``@every``, ``@initial`` and ``@on_primary``: what they check and put into the class.
+"""``@rpc``, ``@impulse``, ``@every``, ``@cron``, ``@initial``, ``@on_primary``: what they check and put into the class.
 
 A handler becomes a :class:`Handler`, a property whose value, read from an instance, is a :class:`BoundHandler`: calling
 it is a plain call, ``.fork(...)`` sends the call through the log; an ``async def`` handler gets another ``self``, of
@@ -11,13 +11,13 @@ from __future__ import annotations
 import hashlib
 import inspect
 import itertools
-import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from datetime import timedelta
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from appsdk.errors import DefinitionError
+from appsdk.schedules import Cron, Period, Schedule
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -27,6 +27,7 @@ DERIVED_METHOD_ID_MIN = 8192  # IDs below are for those given by hand: they take
 METHOD_ID_MAX = 1_048_575  # the largest that takes 3
 INITIAL_METHOD_ID = -1  # the RPC inside the initial message; negative IDs are the system's
 CLOCK_METHOD_ID = -2  # the impulse that tells what time it is, for timers and schedules
+EFFECT_METHOD_ID = -3  # the impulse with what an effect has returned or raised
 
 
 def method_id_of_name(name: str) -> int:
@@ -89,7 +90,7 @@ Raises = Iterable[type[Exception]]
 class Handler(property, Generic[P, R]):
     """A method that logged messages call. ``function`` is what was decorated.
 
-    ``raises``: what it may raise for its caller, by name. ``period_ns``: how often it runs by itself; 0: it does not.
+    ``raises``: what it may raise for its caller, by name. ``schedule``: when it runs by itself.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Handler(property, Generic[P, R]):
         *,
         decorator: str,
         raises: Raises = (),
-        period_ns: int = 0,
+        schedule: Schedule | None = None,
     ) -> None:
         super().__init__()
         self.function = function
@@ -107,8 +108,8 @@ class Handler(property, Generic[P, R]):
         self.name = getattr(function, "__name__", repr(function))
         self.signature = check_function(function, decorator)
         self.is_async = inspect.iscoroutinefunction(function)
-        self.raises = _checked_raises(self.name, decorator, raises)
-        self.period_ns = period_ns
+        self.raises = checked_raises(f"{self.name}: @{decorator}", raises)
+        self.schedule = schedule
         self.method_id = self._checked_id(method_id)
         self.key = ""
         self.__doc__ = function.__doc__
@@ -155,16 +156,15 @@ if TYPE_CHECKING:
         def __get__(self, instance: object, owner: type | None = None, /) -> Any: ...
 
 
-def _checked_raises(name: str, decorator: str, raises: Raises) -> dict[str, type[Exception]]:
+def checked_raises(where: str, raises: Raises) -> dict[str, type[Exception]]:
+    """By name. Raises DefinitionError."""
     found: dict[str, type[Exception]] = {}
     given: Any = (raises,) if isinstance(raises, type) else raises
     for one in given:
         if not (isinstance(one, type) and issubclass(one, Exception)) or one is Exception:
-            raise DefinitionError(
-                f"{name}: @{decorator}(raises=[{one!r}]): a class of your own below Exception was expected"
-            )
+            raise DefinitionError(f"{where}(raises=[{one!r}]): a class of your own below Exception was expected")
         if found.setdefault(one.__name__, one) is not one:
-            raise DefinitionError(f"{name}: @{decorator}(raises=...): two exceptions are called {one.__name__!r}")
+            raise DefinitionError(f"{where}(raises=...): two exceptions are called {one.__name__!r}")
     return found
 
 
@@ -246,40 +246,29 @@ def every(period: str | timedelta, /) -> _Decorator:
     ``period`` is a number and ms, s, m, h, d or w, or a timedelta. Times that pass while the app is down are made up
     for by one run. Raises DefinitionError.
     """
-    return _Decorator("every", None, (), _period_ns(period))
+    return _Decorator("every", None, (), Period(period))
 
 
-_UNITS_NS = {
-    "ms": 10**6,
-    "s": 10**9,
-    "m": 60 * 10**9,
-    "h": 3600 * 10**9,
-    "d": 86_400 * 10**9,
-    "w": 7 * 86_400 * 10**9,
-}
+def cron(expression: str, /, *, tz: str = "UTC") -> _Decorator:
+    """``@cron("0 3 * * mon")``: a method without parameters that runs at these times, from the first start on.
 
-
-def _period_ns(period: object) -> int:
-    period_ns = 0
-    if isinstance(period, timedelta):
-        period_ns = period // timedelta(microseconds=1) * 1000
-    elif isinstance(period, str) and (found := re.fullmatch(r"(\d{1,9})(ms|s|m|h|d|w)", period.strip())):
-        period_ns = int(found[1]) * _UNITS_NS[found[2]]
-    if period_ns <= 0:
-        raise DefinitionError(
-            f'@every({period!r}): a period was expected, such as "10m" (ms, s, m, h, d or w) or timedelta(minutes=10)'
-        )
-    return period_ns
+    ``expression`` has minute, hour, day of the month, month and day of the week, as in crontab (a sixth field in front
+    is seconds); ``tz`` is the name of a time zone, such as "Europe/Berlin". Times that pass while the app is down are
+    made up for by one run. Raises DefinitionError.
+    """
+    return _Decorator("cron", None, (), Cron(expression, tz))
 
 
 class _Decorator:
     """What ``@rpc(id=...)`` and its like make."""
 
-    def __init__(self, decorator: str, method_id: int | None, raises: Raises = (), period_ns: int = 0) -> None:
+    def __init__(
+        self, decorator: str, method_id: int | None, raises: Raises = (), schedule: Schedule | None = None
+    ) -> None:
         self._decorator = decorator
         self._method_id = method_id
         self._raises = raises
-        self._period_ns = period_ns
+        self._schedule = schedule
 
     @overload
     def __call__(self, function: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], /) -> AsyncHandler[P, R]: ...
@@ -287,13 +276,13 @@ class _Decorator:
     def __call__(self, function: Callable[Concatenate[Any, P], R], /) -> Handler[P, R]: ...
     def __call__(self, function: Callable[..., Any], /) -> Any:
         handler: Handler[Any, Any] = Handler(
-            function, self._method_id, decorator=self._decorator, raises=self._raises, period_ns=self._period_ns
+            function, self._method_id, decorator=self._decorator, raises=self._raises, schedule=self._schedule
         )
-        if self._period_ns and any(
+        if self._schedule and any(
             parameter.default is inspect.Parameter.empty for parameter in handler.signature.parameters.values()
         ):
             raise DefinitionError(
-                f"{function.__qualname__}: @every calls it without arguments: leave the parameters out"
+                f"{function.__qualname__}: @{self._decorator} calls it without arguments: leave the parameters out"
             )
         return handler
 

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar, overload
 
 from appsdk.context import SEED_SIZE_BYTES, Context, datetime_of
 from appsdk.definition import Definition, define
+from appsdk.effects import CONCURRENT_EFFECTS, Effects
 from appsdk.errors import DefinitionError, UsageError
 from appsdk.proxy import handler_namespace, peer_namespace
 from appsdk.waits import Winner
@@ -66,7 +67,8 @@ class Immortal:
     Class keywords: ``serializer="pickle"`` keeps the state with pickle; ``formerly=("Old",)`` names what the class was
     called when older checkpoints were taken; ``version=2`` is the version of the state (by default 1, and with
     :func:`~appsdk.upgrades` one more than the old class's); ``checkpoint="fork"`` takes checkpoints in a child process,
-    beside the handlers. DefinitionError is raised for a class that could not be replayed.
+    beside the handlers; ``concurrent_effects=8`` is how many effects run at once (by default 32). DefinitionError is
+    raised for a class that could not be replayed.
     """
 
     __slots__ = ("__dict__", "__weakref__", "_immortal_context")
@@ -81,6 +83,7 @@ class Immortal:
         formerly: Iterable[str] = (),
         checkpoint: Literal["inline", "fork"] | None = None,
         version: int | None = None,
+        concurrent_effects: int | None = None,
         **keywords: Any,
     ) -> None:
         super().__init_subclass__(**keywords)
@@ -89,9 +92,11 @@ class Immortal:
             serializer = inherited.serializer if inherited else "msgspec"
         if checkpoint is None:
             checkpoint = inherited.checkpoint_mode if inherited else "inline"
+        if concurrent_effects is None:
+            concurrent_effects = inherited.concurrent_effects if inherited else CONCURRENT_EFFECTS
         if isinstance(formerly, str):
             raise DefinitionError(f"{cls.__qualname__}: formerly={formerly!r}: a tuple was expected: ({formerly!r},)")
-        cls._immortal_definition = define(cls, Immortal, serializer, formerly, checkpoint, version)
+        cls._immortal_definition = define(cls, Immortal, serializer, formerly, checkpoint, version, concurrent_effects)
 
     def __new__(cls, *arguments: Any, **keywords: Any) -> Self:
         if cls is Immortal:
@@ -128,6 +133,11 @@ class Immortal:
         return self._immortal_context.uuid4_at(sys._getframe(1))
 
     # --- for async handlers: there self is an appsdk.task_self.TaskSelf, which has these once more -------------------
+
+    @property
+    def effect(self) -> Effects:
+        """``await self.effect(fetch, url)``: work in the outside world; see :class:`appsdk.effects.Effects`."""
+        return Effects()
 
     def sleep(self, duration: timedelta) -> Awaitable[None]:
         """``await self.sleep(timedelta(minutes=5))``: until then; it outlives every crash. Raises UsageError."""

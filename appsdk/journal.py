@@ -8,6 +8,7 @@ thing that a handler waits for or does has a step number, from 1 in the order in
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import msgspec
@@ -15,9 +16,14 @@ import msgspec
 from appsdk.codec import encoder
 from appsdk.context import datetime_of
 from appsdk.errors import StateError
-from appsdk.handlers import Handler
 
 TIMER = "timer"
+
+WAYS_OUT = (
+    "  A handler that waits is run again over what it has had so far, and must do the same again. Start the app with\n"
+    "  the code that it waits in; code that does something else is for a new version of the class (@upgrades), and\n"
+    "  has to do the same up to there, or to be a handler of another name."
+)
 
 
 class Entry(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -60,7 +66,7 @@ class SavedTasks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     next_number: int = 1  # of tasks, calls, timers and waits for events
     tasks: list[SavedTask] = []
     signals: dict[str, list[bytes]] = {}  # that nobody has waited for yet, by name
-    schedules: dict[int, int] = {}  # when each @every handler is due next, ns since the Unix epoch, by method ID
+    schedules: dict[int, int] = {}  # when each is due next, ns since the Unix epoch, by method ID
 
 
 class JournalError(StateError):
@@ -86,10 +92,10 @@ def described(one: Described) -> str:
 # --- exceptions -------------------------------------------------------------------------------------------------------
 
 
-def declared_name(handler: Handler[Any, Any], error: BaseException) -> str | None:
-    """Under which name ``error`` goes to whoever waits; None: it is none of what the handler says that it raises."""
+def declared_name(raises: Mapping[str, type[Exception]], error: BaseException) -> str | None:
+    """Under which name ``error`` goes to whoever waits; None: it is none of what is declared."""
     for cls in type(error).__mro__:
-        if handler.raises.get(cls.__name__) is cls:
+        if raises.get(cls.__name__) is cls:
             return cls.__name__
     return None
 
@@ -99,12 +105,11 @@ def encode_raised(name: str, error: BaseException) -> bytes:
     return encoder.encode((name, error.args, vars(error)))
 
 
-def decode_raised(handler: Handler[Any, Any], data: bytes) -> Exception:
-    """Raises msgspec.DecodeError, LookupError for an exception that the handler does not declare."""
+def decode_raised(raises: Mapping[str, type[Exception]], where: str, data: bytes) -> Exception:
+    """Raises msgspec.DecodeError, LookupError for an exception that ``where`` does not declare."""
     name, arguments, attributes = msgspec.msgpack.decode(data, type=tuple[str, list[Any], dict[str, Any]])
-    if (cls := handler.raises.get(name)) is None:
-        known = ", ".join(handler.raises) or "nothing"
-        raise LookupError(f"it raised {name}; here {handler.function.__qualname__} declares {known}")
+    if (cls := raises.get(name)) is None:
+        raise LookupError(f"it raised {name}; here {where} declares {', '.join(raises) or 'nothing'}")
     error = cls.__new__(cls)  # without __init__, as an exception's arguments often are not those of its class
     error.args = tuple(arguments)
     vars(error).update(attributes)

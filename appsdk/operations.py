@@ -1,4 +1,7 @@
-"""The waits that a journal knows: calls of other instances, one's own handlers, timers and events."""
+"""The waits that a journal knows: calls of other instances, one's own handlers, timers and events.
+
+Effects are in :mod:`appsdk.effect_waits`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from appsdk.codec import ArgumentCodec, encoder
 from appsdk.handlers import Handler
-from appsdk.journal import TIMER, Entry, Pending, decode_raised
+from appsdk.journal import TIMER, Described, Pending, decode_raised
 from appsdk.waits import Wait
 from protocol.checksum import crc64
 
@@ -71,7 +74,7 @@ class Operation(Wait[Any]):
     def pending(self) -> Pending:
         return Pending(self.step, self.what, self.detail, self.number)
 
-    def fits(self, saved: Entry | Pending) -> bool:
+    def fits(self, saved: Described) -> bool:
         return (saved.what, saved.detail) == (self.what, self.detail)
 
 
@@ -106,7 +109,7 @@ class _HandlerOperation(Operation):
         return self.codec.decode_result(value)
 
     def decode_error(self, value: bytes) -> Exception:
-        return decode_raised(self.handler, value)
+        return decode_raised(self.handler.raises, self.codec.name, value)
 
 
 class Step(_HandlerOperation):

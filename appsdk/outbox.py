@@ -270,9 +270,14 @@ class ImpulseQueue:
         self._wake()
 
     def append_own(self, write: Write, arguments: tuple[Any, ...]) -> None:
-        """Queue one impulse of the SDK's to oneself, whatever the window: there are few. The connection's thread."""
+        """Queue one impulse of the SDK's to oneself, whatever the window: there are few. Any thread.
+
+        Raises UsageError for one that is too large.
+        """
         with self._lock:
-            self._put("", write, arguments)
+            is_news = self._put("", write, arguments)
+        if is_news and threading.get_ident() != self._context.thread_id:
+            self._wake()
 
     def _put(self, destination: str, write: Write, arguments: tuple[Any, ...]) -> bool:
         """Whether the connection has something to send that it does not know of."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 from appsdk.codec import bind_arguments
 from appsdk.context import Context
 from appsdk.errors import DefinitionError, UsageError
-from appsdk.handlers import CLOCK_METHOD_ID, INITIAL_METHOD_ID, BoundHandler, Handler, definition_key
+from appsdk.handlers import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID, BoundHandler, Handler, definition_key
 from appsdk.outbox import ImpulseQueue, make_writer
 from protocol.limits import NAME_SIZE_BYTES_MAX
 from protocol.messages import RpcType
@@ -87,8 +87,10 @@ def method_names(definition: Definition) -> dict[tuple[str, int], str]:
     """
     initial = f"{definition.name}.{definition.initial or 'initial'}"
     found = [("", INITIAL_METHOD_ID, initial), *_handler_names("", definition)]
-    if definition.has_tasks or any(handler.period_ns for handler in definition.handlers.values()):
+    if definition.has_tasks or any(handler.schedule for handler in definition.handlers.values()):
         found.append(("", CLOCK_METHOD_ID, "the clock"))
+    if definition.has_tasks:
+        found.append(("", EFFECT_METHOD_ID, "the result of an effect"))
     for source in definition.peers.values():
         with contextlib.suppress(Exception):  # whatever importing its module raises
             found += _handler_names(source.name, source.resolve())

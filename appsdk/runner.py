@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 from operator import attrgetter
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from appsdk import tracing
 from appsdk.breakpoint import Breakpoint
@@ -44,6 +44,9 @@ from appsdk.report import user_traceback
 from appsdk.transport import CONNECT_TIMEOUT_S, Transport, Waker, connect, read_secret
 from protocol.errors import ImmortalError
 from protocol.extensions import ALL_EXTENSIONS
+
+if TYPE_CHECKING:
+    from appsdk.effect_runner import OutsideRunner
 
 ADDRESS_VARIABLE = "IMMORTAL_APP_ADDRESS"
 SECRET_FILE_VARIABLE = "IMMORTAL_APP_SECRET_FILE"
@@ -143,12 +146,14 @@ def _run_connected(
     stop: Breakpoint | None,
 ) -> str:
     waker = Waker()
+    effects = _effect_runner(definition)
     dispatcher = Dispatcher(
         definition,
         lambda: os.urandom(SEED_SIZE_BYTES),
         waker.wake,
         extensions=tracing.EXTENSIONS if trace else ALL_EXTENSIONS,
         secret=secret,
+        effects=effects,
         make_outbox=tracing.TracingOutbox if trace else Outbox,
         make_delivery=Delivery if stop is None else stop.make_delivery,
     )
@@ -168,7 +173,17 @@ def _run_connected(
         raise
     finally:
         dispatcher.outbox.impulses.close(reason)
+        if effects is not None:
+            effects.stop()
         waker.close()
+
+
+def _effect_runner(definition: Definition) -> OutsideRunner | None:
+    if not any(one.has_tasks for one in definition.chain):
+        return None
+    from appsdk.effect_runner import OutsideRunner  # here: asyncio takes longer to import than all else
+
+    return OutsideRunner(definition.concurrent_effects, lambda text: say(definition.name, text))
 
 
 def _start_hooks(dispatcher: Dispatcher, transport: Transport) -> None:

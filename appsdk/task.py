@@ -14,7 +14,7 @@ import msgspec
 from appsdk.context import datetime_of
 from appsdk.errors import AppError, HandlerError, UsageError
 from appsdk.handlers import Handler
-from appsdk.journal import Entry, JournalError, Pending, SavedTask, described
+from appsdk.journal import WAYS_OUT, Entry, JournalError, Pending, SavedTask, described
 from appsdk.operations import Operation
 from appsdk.report import describe_arguments, handler_failed
 from appsdk.task_self import TaskSelf
@@ -342,7 +342,7 @@ class Task(Fibers):
         if isinstance(error, RuntimeError) and str(error) == NO_LOOP:
             error = UsageError(
                 "asyncio does not run async handlers: they can await calls (await self.<peer>.<method>(...)), their "
-                "own handlers, self.sleep, self.at, self.event, self.gather and self.race"
+                "own handlers, self.effect, self.sleep, self.at, self.event, self.gather and self.race"
             ).with_traceback(error.__traceback__)
         made = handler_failed(
             self.name, self.decoded_arguments(), error, context.sequence_id, max(context.message_index, 0)
@@ -380,10 +380,3 @@ class Task(Fibers):
     def _title(self) -> str:
         since = datetime_of(self.started_ns).isoformat()
         return f"{self.name}{describe_arguments(self.decoded_arguments())}, which waits since {since},"
-
-
-WAYS_OUT = (
-    "  A handler that waits is run again over what it has had so far, and must do the same again. Start the app with\n"
-    "  the code that it waits in; code that does something else is for a new version of the class (@upgrades), and\n"
-    "  has to do the same up to there, or to be a handler of another name."
-)

@@ -21,16 +21,16 @@ import msgspec
 
 from appsdk.codec import encoder
 from appsdk.context import datetime_of
+from appsdk.effect_waits import TaskEffects
 from appsdk.errors import UsageError
 from appsdk.handlers import Handler
 from appsdk.operations import Call, Event, Step, Timer
 from appsdk.proxy import Peer, find_handler
+from appsdk.schedules import TIME_NS_MAX
 from appsdk.waits import Gather, Race, Wait, as_wait
 
 if TYPE_CHECKING:
     from appsdk.task import Task
-
-TIME_NS_MAX = (1 << 63) - 1  # since the Unix epoch: what 8 bytes hold
 
 _MISSING = object()
 
@@ -99,6 +99,10 @@ class TaskSelf:
 
     def uuid4(self) -> uuid.UUID:
         return self._immortal_task.uuid4_at(sys._getframe(1))
+
+    @property
+    def effect(self) -> TaskEffects:
+        return TaskEffects(self._immortal_task)
 
     def sleep(self, duration: timedelta) -> Wait[None]:
         if not isinstance(duration, timedelta):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,14 +21,15 @@ import msgspec
 from appsdk.clock import Clock
 from appsdk.codec import ArgumentCodec, encoder
 from appsdk.context import Context
+from appsdk.effect_waits import EffectResult, WaitingEffects
 from appsdk.errors import HandlerError, UsageError
 from appsdk.handlers import CLOCK_METHOD_ID, Handler
-from appsdk.journal import JournalError, SavedTask, SavedTasks, declared_name, encode_raised
+from appsdk.journal import WAYS_OUT, JournalError, SavedTask, SavedTasks, declared_name, encode_raised
 from appsdk.operations import NOTHING, Call, Event
 from appsdk.outbox import Send, make_writer
 from appsdk.proxy import make_fork
 from appsdk.report import handler_failed
-from appsdk.task import WAYS_OUT, Task
+from appsdk.task import Task
 from appsdk.task_self import encode_signal, event_decoder
 from appsdk.waits import Fiber
 from protocol.messages import RpcKind, RpcType
@@ -94,6 +95,7 @@ class Tasks:
         self.ready: deque[Fiber[Any]] = deque()
         self.calls: dict[int, Call] = {}
         self.clock = Clock()
+        self.effects = WaitingEffects(context)
         self.events = Events(lambda action: self._queue.append(action), self._signalled)
         self._queue: deque[Callable[[], None]] = deque()
         self._tasks: dict[int, Task] = {}
@@ -109,7 +111,7 @@ class Tasks:
         saved = self.save()
         self.definition = definition
         self.instance = instance
-        self._scheduled = [handler for handler in definition.handlers.values() if handler.period_ns]
+        self._scheduled = [handler for handler in definition.handlers.values() if handler.schedule]
         if saved is not None:
             self.restore(saved)
 
@@ -125,7 +127,7 @@ class Tasks:
         return number
 
     def save(self) -> SavedTasks | None:
-        """None where there is nothing to save, as in each app without ``async def`` and ``@every``."""
+        """None where there is nothing to save, as in each app without ``async def`` and schedules."""
         if self._next_number == 1 and not self.events.kept and not self.clock.schedules:
             return None
         return SavedTasks(
@@ -138,6 +140,7 @@ class Tasks:
     def restore(self, saved: SavedTasks) -> None:
         """Run all that waited again. Raises JournalError."""
         self.calls.clear()
+        self.effects.forget_all()
         self.events.forget_all()
         self.clock = Clock()
         self.clock.schedules = dict(saved.schedules)
@@ -195,7 +198,7 @@ class Tasks:
         try:
             value = handler.function(self.instance, *arguments)
         except (Exception, SystemExit) as error:
-            if (declared := declared_name(handler, error)) is None:
+            if (declared := declared_name(handler.raises, error)) is None:
                 raise handler_failed(name, arguments, error, context.sequence_id, context.message_index) from error
             return True, self._encoded(name, arguments, partial(encode_raised, declared, error))
         return False, self._encoded(name, arguments, partial(encoder.encode, value))
@@ -301,7 +304,7 @@ class Tasks:
             return
         del self._tasks[task.number]
         value, error = task.result()
-        declared = None if error is None else declared_name(task.handler, error)
+        declared = None if error is None else declared_name(task.handler.raises, error)
         if error is not None and declared is None:
             raise task.failure(error)
         if task.caller is None:
@@ -347,13 +350,22 @@ class Tasks:
             self._resolve(call, kind is RpcKind.RAISED, value)
             self.drain()
 
+    def effect_done(self, result: EffectResult) -> None:
+        """An effect has returned or raised. Raises HandlerError."""
+        if (effect := self.effects.take(result)) is not None:
+            self._resolve(effect, result.raised, bytes(result.value))
+            self.drain()
+
     # --- time -------------------------------------------------------------------------------------------------------
 
-    def told_time(self, time_ns: int) -> None:
-        """The log says what time it is: timers and schedules up to then are due. Raises HandlerError."""
+    def told_time(self, time_ns: int, decided: Mapping[int, int]) -> None:
+        """The log says what time it is: timers and schedules up to then are due. Raises HandlerError.
+
+        ``decided``: when schedules by cron expressions are due next.
+        """
         if self._told_ns is not None and time_ns >= self._told_ns:
             self._told_ns = None
-        for handler in self.clock.take_schedules(time_ns, self._scheduled):
+        for handler in self.clock.take_schedules(time_ns, decided, self._scheduled):
             self.fork("", handler)()
         for timer in self.clock.take_timers(time_ns):
             self._queue.append(partial(self._resolve, timer, False, NOTHING))
@@ -367,4 +379,5 @@ class Tasks:
     def tell_time(self, time_ns: int) -> None:
         """Put the time into the log, as an impulse to oneself."""
         self._told_ns = time_ns
-        self.context.outbox.impulses.append_own(_write_time, (time_ns,))
+        decided = self.clock.decide(time_ns, self._scheduled)
+        self.context.outbox.impulses.append_own(_write_time, (time_ns, decided) if decided else (time_ns,))

@@ -189,7 +189,8 @@ def foreign(awaited: object) -> UsageError:
     what = "a bare 'yield', such as asyncio.sleep(0)," if awaited is None else f"a {type(awaited).__qualname__}"
     return UsageError(
         f"an async handler awaits {what} which no log would wake it from: it can await calls (await "
-        f"self.<peer>.<method>(...)), its own handlers, self.sleep, self.at, self.event, self.gather and self.race"
+        f"self.<peer>.<method>(...)), its own handlers, self.effect, self.sleep, self.at, self.event, self.gather and "
+        f"self.race"
     )
 
 

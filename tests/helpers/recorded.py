@@ -13,6 +13,7 @@ from typing import Any
 
 from appsdk.context import SEED_SIZE_BYTES
 from appsdk.dispatch import Dispatcher
+from appsdk.effect_request import EffectRunner
 from appsdk.proxy import Impulses, definition_of
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
@@ -50,7 +51,7 @@ class RecordedInstance:
         store: Any = create_log(self.folder, name) if new else open_log(self.folder, name)
         self.driven = Driven(store, name=name, upgrade_to=upgrade_to)
         self.driven.now_ns = instances.next_time_ns()
-        self.dispatcher = Dispatcher(definition_of(cls), lambda: bytes(SEED_SIZE_BYTES))
+        self.dispatcher = Dispatcher(definition_of(cls), lambda: bytes(SEED_SIZE_BYTES), effects=instances.effects)
         self.driven.handle(ev.AppConnected())
 
     @property
@@ -105,8 +106,9 @@ class RecordedInstance:
 class Instances:
     """The instances of one test, which reach each other."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, effects: EffectRunner | None = None) -> None:
         self.folder = folder
+        self.effects = effects
         self._running: dict[str, RecordedInstance] = {}
         self._time_ns = 1_700_000_000_000_000_000
 

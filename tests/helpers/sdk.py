@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from appsdk.dispatch import Dispatcher, Event, OutputReady
+from appsdk.effect_request import EffectRunner
 from appsdk.proxy import definition_of
 from appsdk.testing import COMMITTER_ID, AppOutput, checkpoint_record, control, initial_record
 from protocol.extensions import encode_version
@@ -38,8 +39,8 @@ class Life:
     events: list[Event]
 
     @classmethod
-    def of(cls, app: type) -> Life:
-        return cls(Dispatcher(definition_of(app), lambda: SEED), AppOutput(), [])
+    def of(cls, app: type, effects: EffectRunner | None = None) -> Life:
+        return cls(Dispatcher(definition_of(app), lambda: SEED, effects=effects), AppOutput(), [])
 
     def give(self, data: bytes, piece_size_bytes: int = 1 << 20) -> Any:
         for start in range(0, max(len(data), 1), piece_size_bytes):

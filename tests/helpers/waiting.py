@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from appsdk.effect_request import EffectRequest, EffectRunner
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from tests.helpers.recorded import Instances, RecordedInstance
@@ -12,11 +13,30 @@ from tests.helpers.recorded import Instances, RecordedInstance
 S_NS = 1_000_000_000
 
 
+class EffectsByHand:
+    """An EffectRunner that runs nothing by itself."""
+
+    def __init__(self) -> None:
+        self.requests: list[EffectRequest] = []  # all that there were
+        self.cancelled: list[EffectRequest] = []  # those that were not done
+
+    def start(self, request: EffectRequest) -> None:
+        self.requests.append(request)
+
+    def cancel(self, request: EffectRequest) -> None:
+        if not request.is_done:
+            self.cancelled.append(request)
+
+    @property
+    def waiting(self) -> list[EffectRequest]:
+        return [request for request in self.requests if not request.is_done and not request.is_cancelled]
+
+
 class WaitingInstances(Instances):
     """``classes``: what each instance runs. A message to one that is down is sent again once it is up."""
 
-    def __init__(self, folder: Path, classes: dict[str, type]) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: Path, classes: dict[str, type], effects: EffectRunner | None = None) -> None:
+        super().__init__(folder, effects)
         self.classes = classes
         self._unsent: list[tuple[RecordedInstance, ef.SendToPeer]] = []
         for name in classes:
@@ -30,6 +50,11 @@ class WaitingInstances(Instances):
 
     def waiting_count(self, name: str) -> int:
         return self[name].dispatcher.tasks.count
+
+    def effect_requests(self, name: str) -> list[EffectRequest]:
+        """What the running app waits for, and has no answer to."""
+        requests = self[name].dispatcher.tasks.effects._requests.values()
+        return [request for request in requests if not request.is_done]
 
     # --- crashes ----------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from datetime import timedelta
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appsdk import Immortal, impulse, peer, rpc
-from tests.helpers.waiting import WaitingInstances
+from appsdk import EffectFailed, Immortal, impulse, peer, rpc
+from appsdk.effect_request import EffectRequest
+from tests.helpers.waiting import EffectsByHand, WaitingInstances
 
 Program = list[Any]  # of [operation, ...]
 MS_MAX = 50
@@ -19,6 +21,30 @@ MS_MAX = 50
 
 class TooMuch(Exception):  # noqa: N818
     pass
+
+
+_outcomes = itertools.count()
+
+
+def work_outside(number: int) -> int:
+    """Returns something else each time that it is run."""
+    if number > 17:
+        raise ValueError(number)
+    if number > 15:
+        raise TooMuch(number)
+    return next(_outcomes)
+
+
+class Outside(EffectsByHand):
+    """No effect is run again once its result is in the log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: set[str] = set()
+
+    def start(self, request: EffectRequest) -> None:
+        assert request.key not in self.logged
+        super().start(request)
 
 
 class Worker(Immortal):
@@ -80,7 +106,7 @@ class Worker(Immortal):
                 parts = [self.play(f"{here}.{part}", sub) for part, sub in enumerate(arguments[0])]
                 value = list(await self.gather(*parts))
             elif operation == "race":
-                lost = self.play(f"{here}.lost", [["event", 0]])
+                lost = self.lose(here)
                 value = (await self.race(self.play(f"{here}.won", arguments[0]), lost)).index
             elif operation == "fork":
                 self.other.double.fork(arguments[0] % 10)
@@ -91,8 +117,14 @@ class Worker(Immortal):
                 self.signal(here, arguments[0])
                 await self.sleep(timedelta(milliseconds=1))
                 value = await self.event(here, int)
-            elif operation == "event":
-                value = await self.event(here)
+            elif operation == "effect":
+                try:
+                    outcome = await self.effect.options(raises=[TooMuch])(work_outside, arguments[0])
+                    assert await self.keep(f"{here} outcome", outcome), "another result when it was run again"  # type: ignore[misc]
+                except TooMuch as error:
+                    value = f"TooMuch {error.args}"
+                except EffectFailed as error:
+                    value = f"{error}"
             elif operation == "nested":
                 value = await self.nested(here, arguments[0])
             elif operation == "far":
@@ -101,10 +133,14 @@ class Worker(Immortal):
             assert await self.keep(key, number), "another number when it was run again"  # type: ignore[misc]
         return key
 
+    async def lose(self, here: str) -> None:
+        await self.effect(work_outside, 1)
+        await self.event(here)
+
 
 numbers = st.integers(0, 20)
 leaves = st.one_of(
-    st.tuples(st.sampled_from(["call", "fork", "signal", "kept"]), numbers),
+    st.tuples(st.sampled_from(["call", "fork", "signal", "kept", "effect", "effect"]), numbers),
     st.tuples(st.sampled_from(["sleep", "far"]), st.integers(0, MS_MAX)),
 )
 programs = st.recursive(
@@ -126,6 +162,7 @@ moves = st.lists(
         st.tuples(st.sampled_from(["crash", "checkpoint", "kill", "step", "crash"]), names),
         st.tuples(st.just("time"), st.integers(1, MS_MAX // 3)),
         st.tuples(st.just("settle"), st.none()),
+        st.tuples(st.sampled_from(["work", "work and crash"]), st.integers(0, 5)),
     ),
     min_size=8,
     max_size=25,
@@ -134,7 +171,8 @@ moves = st.lists(
 
 def play(folder: Path, work: list[Program], moves: list[tuple[str, Any]]) -> Any:
     classes: dict[str, type] = {"one": Worker, "two": Worker}
-    both = WaitingInstances(folder, classes)
+    outside = Outside()
+    both = WaitingInstances(folder, classes, outside)
     down: set[str] = set()
     if moves and moves[0][0] == "kill":  # so that the first calls wait
         both.kill("two")
@@ -145,6 +183,8 @@ def play(folder: Path, work: list[Program], moves: list[tuple[str, Any]]) -> Any
             both.settle()
         elif move == "time":
             both.pass_time(argument / 1000)
+        elif move in ("work", "work and crash"):
+            work_on(both, outside, down, argument, crash=move == "work and crash")
         elif argument in down:
             both.start(argument, Worker)
             down.discard(argument)
@@ -160,14 +200,35 @@ def play(folder: Path, work: list[Program], moves: list[tuple[str, Any]]) -> Any
     for name in sorted(down):
         both.start(name, Worker)
     both.pass_all_time()
+    while work_on(both, outside, set(), 0):
+        both.pass_all_time()
     found = []
     for name in classes:
         app, tasks = both.app(name), both[name].dispatcher.tasks
         assert tasks.count == 0
         assert (tasks.calls, tasks.events.kept, tasks.next_due_ns) == ({}, {}, None)
+        assert tasks.effects.count == 0
         found.append((app.notes, app.calls_count, sorted(app.drawn)))
     both.close()
     return found
+
+
+def work_on(both: WaitingInstances, outside: Outside, down: set[str], index: int, *, crash: bool = False) -> bool:
+    """Run one of the effects that are asked for; False if there is none. ``crash``: before its result is in the log."""
+    asked = [(name, r) for name in ("one", "two") if name not in down for r in both.effect_requests(name)]
+    if not asked:
+        return False
+    name, request = asked[index % len(asked)]
+    try:
+        request.returned(request.call())
+    except (TooMuch, ValueError) as error:
+        request.raised(error)
+    if crash:
+        both.crash(name)
+    else:
+        both.settle()
+        outside.logged.add(request.key)
+    return True
 
 
 @settings(max_examples=40, deadline=None)

@@ -55,6 +55,9 @@ def test_orders(programs: dict[str, Any], tmp_path: Path) -> None:
     one.pass_time(2 * 86_400)
     assert one.app("orders").states == {0: "expired", 1: "approved", 2: "refused"}
     assert one.app("orders").reports == [3]
+    one["orders"].impulse("order", 3)
+    one.pass_time(5 * 86_400)  # the next Monday has come, and clears them
+    assert one.app("orders").states == {}
     one.close()
 
 

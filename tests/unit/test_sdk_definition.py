@@ -503,7 +503,13 @@ def test_the_users_program_is_typed(tmp_path: Path) -> None:
 ASYNC_PROGRAM = """
 from __future__ import annotations
 from datetime import timedelta
-from appsdk import Immortal, Impulses, Winner, every, impulse, on_primary, peer, rpc
+from appsdk import Immortal, Impulses, Retry, Winner, cron, every, impulse, on_primary, peer, rpc
+
+def fetch(url: str, *, times: int = 1) -> bytes:
+    return b""
+
+async def ping(number: int) -> float:
+    return 1.0
 
 class Bank(Immortal):
     @rpc
@@ -536,6 +542,9 @@ class Teller(Immortal):
         five: Winner[int | None] = await self.race(self.take(4), self.sleep(timedelta(1)))
         six: int = await self.event("x", int)
         seven: str = await self.other(three)
+        eight: bytes = await self.effect(fetch, "x", times=2)
+        careful = self.effect.options(retry=Retry(attempts=3), timeout=timedelta(seconds=5), raises=[KeyError], key="x")
+        nine: tuple[float, bytes] = await self.gather(careful(ping, 5), careful(fetch, url="x"))
         if two:
             return self.continue_as("a")
         return (four, five, six, seven) is None
@@ -547,6 +556,10 @@ class Teller(Immortal):
     @every("10m")
     async def tick(self) -> None:
         await self.other(3)
+
+    @cron("0 3 * * *", tz="Europe/Berlin")
+    async def nightly(self) -> None:
+        await self.tick()
 
     @on_primary
     def feed(self, impulses: Impulses) -> None:
@@ -564,6 +577,10 @@ class Wrong(Teller):
         two: str = await self.take(1)
         three: int = self.take(1)
         await self.sleep(5)
+        five: str = await self.effect(fetch, "x")
+        await self.effect(fetch, 5)
+        await self.effect(ping)
+        await self.effect.options(timeout=5)(ping, 1)
 
     @rpc
     def waits(self) -> None:
@@ -588,4 +605,4 @@ def test_what_async_handlers_await_is_typed(tmp_path: Path) -> None:
     bad = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     first = (ASYNC_PROGRAM + WRONG_ASYNC_USES).split("\n").index('        one: str = await self.bank.debit("a", 1)') + 1
     wrong_lines = {int(line.split(":")[1]) for line in bad.stdout.splitlines() if ": error:" in line}
-    assert wrong_lines == {*range(first, first + 5), first + 8}, bad.stdout
+    assert wrong_lines == {*range(first, first + 9), first + 12}, bad.stdout

@@ -117,6 +117,24 @@ def handler(body: str, head: str = "", attributes: str = "tags: set[str]") -> st
         ("import threading", "threading.Thread(target=print)", "threading.Thread()", "on_primary hook"),
         ("from threading import Timer", "Timer(1, print)", "threading.Timer()", "on_primary hook"),
         ("import threading\nclass Mine(threading.Thread): pass", "Mine().start()", "Mine()", "on_primary hook"),
+        ("import time", "time.sleep(1)", "time.sleep()", "await self.sleep(...)"),
+        (
+            "from urllib.request import urlopen",
+            "urlopen('http://localhost')",
+            "urllib.request.urlopen()",
+            "self.effect",
+        ),
+        ("import subprocess", "subprocess.run(['true'])", "subprocess.run()", "await self.effect(<function>, ...)"),
+        ("import subprocess", "subprocess.Popen(['true'])", "subprocess.Popen()", "await self.effect("),
+        ("import socket", "socket.create_connection(('h', 1))", "socket.create_connection()", "await self.effect("),
+        ("import socket", "socket.socket()", "socket.socket()", "await self.effect("),
+        (
+            "from http.client import HTTPSConnection as C",
+            "C('h')",
+            "http.client.HTTPSConnection()",
+            "await self.effect(",
+        ),
+        ("import os", "os.system('true')", "os.system()", "await self.effect("),
         ("import _thread", "_thread.start_new_thread(print, ())", "_thread.start_new_thread()", "on_primary hook"),
         (
             "from concurrent.futures import ThreadPoolExecutor",
@@ -140,6 +158,36 @@ def test_calls_that_differ(program: Program, head: str, expression: str, name: s
     assert expression in source[finding.line - 1]
 
 
+def test_what_runs_as_an_effect_may_do_what_it_likes(program: Program) -> None:
+    program.compare(
+        """
+        import time
+        import urllib.request
+
+        def moment() -> float:
+            return time.time()
+
+        def fetch(url: str) -> bytes:
+            found: bytes = urllib.request.urlopen(url).read()  #: fetch calls urllib.request.urlopen(), which no
+            return found
+
+        def stamped(stamp: float) -> float:
+            return stamp
+
+        class Counter(Immortal):
+            @rpc
+            async def count(self) -> None:
+                await self.effect(moment)
+                await self.effect.options(key="x")(moment)
+                careful = self.effect.options(key="x")
+                await careful(moment)
+                await self.effect(stamped, time.time())  #: Counter.count calls time.time()
+                fetch("http://localhost")
+                time.sleep(1)  #: Counter.count calls time.sleep(), which holds up the whole instance
+        """
+    )
+
+
 def test_the_message(program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = handler("time.time()", "import time")
     program.module(source, "wordcount_program")
@@ -159,7 +207,7 @@ def test_the_message(program: Program, tmp_path: Path, monkeypatch: pytest.Monke
     "body",
     [
         "self.now(), self.now_ns(), self.random.choice([1]), self.uuid4()",
-        "time.localtime(5), time.gmtime(0), time.strftime('%Y', time.gmtime(0)), time.sleep(0)",
+        "time.localtime(5), time.gmtime(0), time.strftime('%Y', time.gmtime(0))",
         "datetime(2024, 1, 1), datetime.fromtimestamp(0), datetime.fromisoformat(line), date(2024, 1, 1)",
         "random.Random(5).random(), random.Random(x=line)",
         "uuid.UUID(int=5), uuid.uuid5(uuid.NAMESPACE_DNS, line)",

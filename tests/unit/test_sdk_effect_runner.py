@@ -1,0 +1,287 @@
+"""What runs effects in an app's process: threads and an asyncio loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+from queue import Queue
+from typing import Any
+
+import msgspec
+import pytest
+
+from appsdk import EffectFailed, Retry, effect_context
+from appsdk.codec import encoder
+from appsdk.effect_request import EffectFunction, EffectRequest
+from appsdk.effect_runner import OutsideRunner
+from appsdk.effects import EffectOptions
+from tests.helpers.sdk import WAIT_S
+
+PLACES = 3
+FAST = Retry(first_wait=timedelta(milliseconds=1))
+
+seen: Queue[Any] = Queue()
+go = threading.Event()
+running: list[int] = []
+
+
+class Known(Exception):  # noqa: N818
+    pass
+
+
+def plain(number: int) -> int:
+    seen.put((effect_context(), threading.current_thread()))
+    return number + 1
+
+
+async def waiting(number: int) -> int:
+    await asyncio.sleep(0)
+    seen.put((effect_context(), threading.current_thread()))
+    return number + 1
+
+
+def fails(times: int, kind: str) -> str:
+    attempt = effect_context().attempt
+    seen.put(attempt)
+    if attempt <= times:
+        raise {"ValueError": ValueError, "Known": Known, "TimeoutError": TimeoutError}[kind](f"attempt {attempt}")
+    return "done"
+
+
+async def raises(kind: str) -> None:
+    await asyncio.sleep(0)
+    _raise(kind)
+
+
+def raises_in_thread(kind: str) -> None:
+    _raise(kind)
+
+
+def _raise(kind: str) -> None:
+    raise {
+        "exit": SystemExit(1),
+        "cancelled": asyncio.CancelledError("by itself"),
+        "stop": StopIteration(5),
+        "interrupt": KeyboardInterrupt(),
+    }[kind]
+
+
+def wrong_type() -> int:
+    seen.put("ran")
+    return "text"  # type: ignore[return-value]
+
+
+def holds(number: int) -> int:
+    running.append(number)
+    seen.put(len(running))
+    assert go.wait(WAIT_S)
+    running.remove(number)
+    return number
+
+
+async def hangs() -> None:
+    seen.put("begun")
+    try:
+        await asyncio.Event().wait()
+    finally:
+        seen.put("given up")
+
+
+async def clings() -> None:
+    seen.put("begun")
+    while True:
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+
+
+class Outside:
+    """A runner and what it has answered."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.runner = OutsideRunner(PLACES, self.said.append)
+        self.answers: Queue[tuple[int, Any]] = Queue()
+        self._number = 0
+
+    def request(self, function: Any, *arguments: Any, **options: Any) -> EffectRequest:
+        self._number += 1
+        number, made = self._number, EffectFunction(function)
+        known = EffectOptions(**options)
+
+        def send(raised: bool, value: bytes) -> None:
+            decoded = made.decode_error(value, known.raises) if raised else msgspec.msgpack.decode(value)
+            self.answers.put((number, decoded))
+
+        return EffectRequest(number, made, encoder.encode(arguments), known, f"key {number}", send)
+
+    def start(self, function: Any, *arguments: Any, **options: Any) -> EffectRequest:
+        request = self.request(function, *arguments, **options)
+        self.runner.start(request)
+        return request
+
+    def answer(self) -> tuple[int, Any]:
+        return self.answers.get(timeout=WAIT_S)
+
+
+@pytest.fixture
+def outside() -> Iterator[Outside]:
+    go.clear()
+    running.clear()
+    seen.queue.clear()
+    made = Outside()
+    yield made
+    go.set()
+    made.runner.stop()
+
+
+def test_functions_run_beside_the_caller(outside: Outside) -> None:
+    outside.start(plain, 1)
+    assert outside.answer() == (1, 2)
+    in_thread, thread = seen.get_nowait()
+    outside.start(waiting, 2)
+    assert outside.answer() == (2, 3)
+    on_loop, loop_thread = seen.get_nowait()
+    assert [(context.key, context.attempt) for context in (in_thread, on_loop)] == [("key 1", 1), ("key 2", 1)]
+    assert threading.current_thread() not in (thread, loop_thread)
+    assert thread is not loop_thread
+    assert thread.daemon
+    outside.start(plain, 3)
+    outside.answer()
+    assert seen.get_nowait()[1] is thread  # threads are kept
+
+
+def test_attempts(outside: Outside) -> None:
+    outside.start(fails, 2, "ValueError", retry=FAST)
+    assert outside.answer() == (1, "done")
+    assert [seen.get_nowait() for _ in range(3)] == [1, 2, 3]
+    outside.start(fails, 99, "ValueError", retry=Retry(attempts=3, first_wait=timedelta()))
+    number, failed = outside.answer()
+    assert (number, failed.attempts, failed.type_name, failed.message) == (2, 3, "ValueError", "attempt 3")
+    assert "in fails\n" in failed.traceback
+    assert "/appsdk/" not in failed.traceback
+    outside.start(fails, 99, "ValueError")
+    assert outside.answer()[1].attempts == 1
+    outside.start(fails, 30, "ValueError", retry=Retry(attempts=None, first_wait=timedelta()))
+    assert outside.answer() == (4, "done")
+
+
+def test_what_is_not_tried_again(outside: Outside) -> None:
+    outside.start(fails, 99, "ValueError", retry=Retry(on=(ConnectionError, TimeoutError)))
+    assert outside.answer()[1].attempts == 1
+    outside.start(fails, 1, "TimeoutError", retry=Retry(first_wait=timedelta(), on=(ConnectionError, TimeoutError)))
+    assert outside.answer() == (2, "done")
+    outside.start(fails, 99, "Known", retry=FAST, raises={"Known": Known})
+    assert outside.answer()[1].args == ("attempt 1",)
+
+
+def test_failed_attempts_are_told_of_now_and_then(outside: Outside) -> None:
+    outside.start(fails, 4, "ValueError", retry=FAST)
+    outside.answer()
+    (said,) = outside.said
+    assert said == "warning: attempt 1 at the effect fails has failed (ValueError: attempt 1); the next in 0.001 s"
+
+
+@pytest.mark.parametrize("function", [raises, raises_in_thread])
+@pytest.mark.parametrize(
+    ("kind", "type_name"),
+    [
+        ("exit", "SystemExit"),
+        ("cancelled", "CancelledError"),
+        ("stop", "RuntimeError"),
+        ("interrupt", "KeyboardInterrup"),
+    ],
+)
+def test_what_is_no_exception_fails_too(outside: Outside, function: Any, kind: str, type_name: str) -> None:
+    outside.start(function, kind, retry=FAST)
+    failed = outside.answer()[1]
+    assert isinstance(failed, EffectFailed)
+    assert failed.type_name.startswith(type_name)
+    outside.start(plain, 1)
+    assert outside.answer() == (2, 2)  # the runner goes on
+
+
+def test_a_result_that_does_not_fit_is_a_failed_attempt(outside: Outside) -> None:
+    outside.start(wrong_type, retry=Retry(attempts=2, first_wait=timedelta()))
+    failed = outside.answer()[1]
+    assert (failed.type_name, failed.attempts, seen.qsize()) == ("TypeError", 2, 2)
+    assert "wrong_type returned a str that can't be kept" in failed.message
+
+
+def test_timeouts(outside: Outside) -> None:
+    short = timedelta(milliseconds=20)
+    outside.start(hangs, timeout=short, retry=Retry(attempts=2, first_wait=timedelta()))
+    failed = outside.answer()[1]
+    assert (failed.type_name, failed.message, failed.attempts) == ("TimeoutError", "nothing returned within 0.02 s", 2)
+    assert "await asyncio.Event().wait()" in failed.traceback
+    assert [seen.get_nowait() for _ in range(4)] == ["begun", "given up"] * 2
+    for number in range(2, 2 + PLACES):
+        outside.start(holds, number, timeout=short)
+        assert outside.answer()[1].message == "nothing returned within 0.02 s"
+    warnings = [said for said in outside.said if "past its timeout" in said]
+    assert len(warnings) == 1
+    assert f"one of {PLACES} places" in warnings[0]
+    outside.start(plain, 1)  # all places are taken by threads that can't be ended
+    assert outside.answers.empty()
+    go.set()
+    assert outside.answer() == (5, 2)
+
+
+def test_only_so_many_run_at_once_and_the_rest_in_order(outside: Outside) -> None:
+    for number in range(10):
+        outside.start(holds, number)
+    for _ in range(PLACES):
+        seen.get(timeout=WAIT_S)
+    assert sorted(running) == [0, 1, 2]
+    go.set()
+    assert sorted(outside.answer() for _ in range(10)) == [(number + 1, number) for number in range(10)]
+    assert max([PLACES, *(seen.get_nowait() for _ in range(seen.qsize()))]) == PLACES
+
+
+def test_while_it_waits_for_the_next_attempt_it_takes_no_place(outside: Outside) -> None:
+    for _ in range(PLACES):
+        outside.start(fails, 1, "ValueError", retry=Retry(first_wait=timedelta(hours=1), max_wait=timedelta(hours=1)))
+    outside.start(plain, 1)
+    assert outside.answer() == (PLACES + 1, 2)
+
+
+def test_what_nobody_waits_for_any_more(outside: Outside) -> None:
+    hanging = outside.start(hangs)
+    assert seen.get(timeout=WAIT_S) == "begun"
+    cancel(outside, hanging)
+    assert seen.get(timeout=WAIT_S) == "given up"
+    held = [outside.start(holds, number) for number in range(PLACES)]
+    for _ in held:
+        seen.get(timeout=WAIT_S)
+    queued = outside.start(plain, 1)
+    cancel(outside, queued)
+    for request in held:
+        cancel(outside, request)
+    go.set()
+    outside.start(plain, 5)
+    assert outside.answer() == (PLACES + 3, 6)
+    assert outside.answers.empty()
+
+
+def cancel(outside: Outside, request: EffectRequest) -> None:
+    request.is_cancelled = True
+    outside.runner.cancel(request)
+
+
+def test_the_end_waits_for_nobody_for_long() -> None:
+    seen.queue.clear()
+    go.clear()
+    outside = Outside()
+    outside.start(hangs)
+    outside.start(clings)
+    outside.start(holds, 1)
+    assert {seen.get(timeout=WAIT_S) for _ in range(3)} == {"begun", 1}
+    ended = threading.Thread(target=outside.runner.stop)
+    ended.start()
+    ended.join(WAIT_S)
+    assert not ended.is_alive()
+    assert seen.get_nowait() == "given up"
+    go.set()
+    OutsideRunner(1, print).stop()  # one that never ran anything
