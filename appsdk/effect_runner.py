@@ -71,7 +71,9 @@ class OutsideRunner:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks.values(), timeout=STOP_TIMEOUT_S)
-        asyncio.get_running_loop().stop()
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda loop, problem: None)  # of tasks that do not let go there is no more to say
+        loop.stop()
 
     def _begin(self, request: EffectRequest) -> None:
         if not request.is_cancelled:

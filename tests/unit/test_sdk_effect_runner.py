@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from queue import Queue
 from typing import Any
 
@@ -285,3 +288,20 @@ def test_the_end_waits_for_nobody_for_long() -> None:
     assert seen.get_nowait() == "given up"
     go.set()
     OutsideRunner(1, print).stop()  # one that never ran anything
+
+
+ENDS = """
+from tests.unit.test_sdk_effect_runner import Outside, clings, holds, seen
+
+outside = Outside()
+outside.start(clings)
+outside.start(holds, 1)
+seen.get(), seen.get()
+outside.runner.stop()
+"""
+
+
+def test_a_process_ends_silently_whatever_does_not_let_go() -> None:
+    root = Path(__file__).parents[2]
+    ended = subprocess.run([sys.executable, "-c", ENDS], cwd=root, capture_output=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (0, b"")
