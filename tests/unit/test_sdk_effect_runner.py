@@ -291,13 +291,15 @@ def test_the_end_waits_for_nobody_for_long() -> None:
 
 
 ENDS = """
-from tests.unit.test_sdk_effect_runner import Outside, clings, holds, seen
+from tests.unit.test_sdk_effect_runner import Outside, clings, seen
 
-outside = Outside()
-outside.start(clings)
-outside.start(holds, 1)
-seen.get(), seen.get()
-outside.runner.stop()
+def run():
+    outside = Outside()
+    outside.start(clings)
+    seen.get()
+    outside.runner.stop()
+
+run()
 """
 
 
