@@ -120,4 +120,4 @@ def test_a_handler_that_waits_outlives_its_process(tmp_path: Path) -> None:
     (tmp_path / "other.py").write_text(APP.replace("self.bank.credit(5), self", "self.bank.credit(6), self"))
     said = immortal(tmp_path, "what-if", "teller", "--app", "other:Teller", status=3)
     assert "message 0: the clock" in said
-    assert "would be Bank.credit('teller', " in said
+    assert "would be Bank.credit(6) as call " in said

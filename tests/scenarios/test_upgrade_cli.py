@@ -148,6 +148,7 @@ def test_an_upgrade_and_the_way_back(folder: Path, start: Start) -> None:
     immortal(folder, "upgrade", "counter", "--to", "1", "down:Counter")
     fourth = start()
     assert fourth.line("down:") == "down: {'the': 2, 'end': 1, 'and': 2}"
+    fourth.line("upgraded")  # only then does it count
     assert fourth.stop() == 0
     assert json.loads(immortal(folder, "status", "counter", "--json"))["version"] == 1
 
