@@ -35,7 +35,6 @@ class OutsideRunner:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: dict[EffectRequest, asyncio.Task[None]] = {}
         self._places = asyncio.Semaphore(places)
-        self._thread = threading.Thread(target=self._run_loop, name="effects", daemon=True)
 
     # --- the handlers' thread -----------------------------------------------------------------------------------------
 
@@ -43,6 +42,7 @@ class OutsideRunner:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._threads = _Threads(self._loop)
+            self._thread = threading.Thread(target=self._run_loop, args=(self._loop,), name="effects", daemon=True)
             self._thread.start()
         self._loop.call_soon_threadsafe(self._begin, request)
 
@@ -58,13 +58,12 @@ class OutsideRunner:
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
-    def _run_loop(self) -> None:
-        assert self._loop is not None
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
+    def _run_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
+        loop.run_forever()
         if not self._tasks:  # else one does not let go: it ends with the process
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-            self._loop.close()
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()
 
     async def _end(self) -> None:
         for task in self._tasks.values():
@@ -85,8 +84,6 @@ class OutsideRunner:
             task.cancel()
 
     async def _run(self, request: EffectRequest) -> None:
-        task = asyncio.current_task()
-        assert task is not None
         attempt = 0
         while True:
             attempt += 1
@@ -94,7 +91,7 @@ class OutsideRunner:
                 request.returned(await self._attempt(request, attempt))
                 return
             except _OF_THE_FUNCTION as error:
-                if task.cancelling():  # by us: nobody waits for it any more
+                if self._tasks[request].cancelling():  # by us: nobody waits for it any more
                     return
                 wait_s = request.wait_s(error, attempt)
                 if wait_s is None:
