@@ -24,7 +24,7 @@ from coordinator.app_endpoint import AppEndpoint
 from coordinator.config import InstanceSettings
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
-from coordinator.core.errors import DamagedLogError, DivergenceError, LogError
+from coordinator.core.errors import DamagedLogError, DivergenceError, LogError, LogFormatError
 from coordinator.core.interfaces import CheckpointHeader, LogStore
 from coordinator.core.limits import MIB, Limits
 from coordinator.core.machine import Machine
@@ -487,10 +487,18 @@ def run_coordinator(settings: InstanceSettings, registry: Registry, *, promote: 
 
     ``promote``: a recovered app begins to work without a checkpoint first.
 
-    Raises ImmortalError for what keeps it from starting.
+    Raises ImmortalError for what keeps it from starting, and may be otherwise the next time.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     keep_freed_memory()
+    try:
+        return _run_with_log(settings, registry, promote=promote)
+    except (DamagedLogError, LogFormatError) as error:
+        Events(settings.name).error(str(error))
+        return STATUS_NO_RECOVERY
+
+
+def _run_with_log(settings: InstanceSettings, registry: Registry, *, promote: bool) -> int:
     opener = open_log if log_exists(settings.log) else create_log
     store = opener(settings.log, settings.name)
     try:

@@ -46,6 +46,8 @@ STATUS_HANDLER_FAILED = 70
 STATUS_UPGRADE_FAILED = 71
 STATUS_CALLED_WRONGLY = 2
 STATUS_NO_RECOVERY = 3
+# What ends a process that reads a page of its log which the disk does not give, or that follows a damaged one.
+_PAGE_DEATHS = (-signal.SIGBUS, -signal.SIGSEGV, -signal.SIGABRT)
 _OWN_DEATHS = (STATUS_HANDLER_FAILED, STATUS_UPGRADE_FAILED, STATUS_CALLED_WRONGLY)
 STOP_GRACE_S = 5.0  # between SIGTERM and SIGKILL
 LEAVE_S = 1.0  # for one to end by itself after the other has ended well
@@ -369,7 +371,10 @@ class Supervisor:
                 f"{what}: it was called wrongly, a restart would not help; its own line says why", pid=first.pid
             )
         else:
-            self._events.error(f"{what}; the {first.role.other.value} was stopped", pid=first.pid)
+            hint = ""
+            if first.role is Role.COORDINATOR and first.returncode in _PAGE_DEATHS:
+                hint = f"; the file of its log may be damaged: 'immortal log verify {self._events.instance}' says"
+            self._events.error(f"{what}; the {first.role.other.value} was stopped{hint}", pid=first.pid)
 
     # --- waiting ----------------------------------------------------------------------------------------------------
 

@@ -13,8 +13,10 @@ from typing import Any
 import lmdb
 import msgspec
 
-from coordinator.core.errors import LogError, LogFormatError, LogIdentityError, LogLockedError
+from coordinator.core.errors import DamagedLogError, LogError, LogFormatError, LogIdentityError, LogLockedError
 from coordinator.log import format as log_format
+from coordinator.log.lock import is_locked
+from coordinator.log.pages import PageError, check_pages
 
 DATA_FILE_NAME = "data.mdb"
 READERS_MAX = 512  # what the first opener sets counts for all: every opener passes the same
@@ -64,11 +66,14 @@ def log_exists(folder: str | os.PathLike[str]) -> bool:
 def open_environment(folder: Path, *, readonly: bool, map_size_bytes: int) -> lmdb.Environment:
     """Open the LMDB environment in ``folder``; a file that is there is checked before it is mapped.
 
-    Raises LogFormatError (no LMDB file, or a truncated one), LogLockedError (open already in this process), LogError.
+    Raises LogFormatError (no LMDB file, or a truncated one), DamagedLogError (LMDB's own pages), LogLockedError (open
+    already in this process), LogError.
     """
     path = folder / DATA_FILE_NAME
     if path.exists() and path.stat().st_size:
         check_data_file(path)
+        if not readonly or not is_locked(folder):
+            _check_pages(path, readonly=readonly)
     elif readonly:
         raise LogFormatError(f"there is no log in {folder}")
     # Engine 0 (LMDB 0.9): py-lmdb 3 has two engines with different file formats; before that there is no choice.
@@ -89,6 +94,20 @@ def open_environment(folder: Path, *, readonly: bool, map_size_bytes: int) -> lm
         if isinstance(error, lmdb.InvalidError | lmdb.VersionMismatchError | lmdb.CorruptedError):
             raise LogFormatError(f"{path} is not a log of this format: {error}") from error
         raise LogError(f"the log in {folder} cannot be opened: {error}") from error
+
+
+def _check_pages(path: Path, *, readonly: bool) -> None:
+    """Raises DamagedLogError, LogError."""
+    try:
+        check_pages(path)
+    except PageError as error:
+        if readonly and is_locked(path.parent):
+            return  # a coordinator began to write meanwhile
+        raise DamagedLogError(
+            f"{path} is damaged, in LMDB's own pages: {error}; restore the log from a copy", -1
+        ) from error
+    except OSError as error:
+        raise LogError(f"{path} cannot be read: {error}") from error
 
 
 def _has_engines() -> bool:
@@ -251,3 +270,5 @@ def structure_problems(path: Path) -> list[str] | None:
         return list(verify.verify(str(path.parent)))
     except verify.VerifyError as error:
         return [str(error)]
+    except OSError as error:
+        return [f"{path} cannot be read: {error.strerror}"]

@@ -342,7 +342,7 @@ def test_a_log_of_a_newer_format(house: House) -> None:
     create_log(house.settings("alice").log, "alice").close()
     key = log_format.META_FORMAT
     _write_past_the_store(house, "alice", "meta", key, lambda _: log_format.seal(b"meta", key, 3))
-    line = house.start("alice", started=False).failed()
+    line = house.start("alice", started=False).failed(3)
     assert "has format version 3, this program reads version 2" in line
 
 

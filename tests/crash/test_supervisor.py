@@ -130,7 +130,11 @@ def test_when_one_dies_the_other_is_stopped(start: Start, victim: Role, number: 
     status, messages = supervised.end()
     wait_for_death([other])
     assert status == 1
-    assert messages == ["started", f"the {victim.value} died: {number.name}; the {victim.other.value} was stopped"]
+    hint = ""
+    if (victim, number) == (Role.COORDINATOR, signal.SIGSEGV):  # as one dies that follows a damaged page of its log
+        hint = "; the file of its log may be damaged: 'immortal log verify x' says"
+    death = f"the {victim.value} died: {number.name}; the {victim.other.value} was stopped{hint}"
+    assert messages == ["started", death]
     assert supervised.events[-1]["pid"] == pids[victim]
     assert supervised.events[-1]["level"] == "error"
 

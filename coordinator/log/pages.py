@@ -1,0 +1,255 @@
+"""What LMDB believes without looking, looked at before its file is mapped.
+
+LMDB's inner pages have no checksums. A flipped bit there can make rows vanish, or bring back a page as it was some
+transactions ago, in which every value has the right check bytes. So a log is opened for writing only after a walk over
+the pages of LMDB's main table and of all our tables but the large ones; of ``records``, ``chunks`` and ``outputs``
+the outermost pages are walked: a reader finds by itself what is missing between them. What is checked: each page says
+its own number, is of its kind and in no list of free pages; keys ascend; a table has as many rows as it counts.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PAGE_HEADER_SIZE_BYTES = 16
+_PAGE_HEADER = struct.Struct("=QHHHH")  # number, padding, flags, end of the pointers, begin of the nodes
+_NODE = struct.Struct("=HHHH")  # low and high half of the size, or of the child's number; flags; size of the key
+_DB = struct.Struct("=IHHQQQQQ")  # padding, flags, depth, branch, leaf and overflow pages, entries, root
+_META = struct.Struct(
+    "=IIQQ48s48sQQ"
+)  # magic, version, address, map size, free list, main table, last page, transaction
+_BRANCH, _LEAF, _META_PAGE, _KINDS = 0x01, 0x02, 0x08, 0x6F
+_BIG_DATA, _SUB_DATA = 0x01, 0x02
+_NO_PAGE = (1 << 64) - 1
+_DEPTH_MAX = 32
+_MAIN_TABLES_MAX = 1024
+_LARGE = frozenset({b"records", b"chunks", b"outputs"})
+_NUMBERED = struct.Struct(">Q")
+_FREE = "free pages"
+
+
+class PageError(Exception):
+    """A page is not what it must be; the text says which, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """LMDB's description of a table."""
+
+    depth: int
+    entries: int
+    root: int
+
+    @classmethod
+    def decode(cls, data: bytes) -> Table:
+        _, _, depth, _, _, _, entries, root = _DB.unpack(data)
+        return cls(depth, entries, root)
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """One of LMDB's two meta pages. Transaction N is written to page N % 2."""
+
+    free: Table
+    main: Table
+    last_page: int
+    transaction_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    key: bytes
+    child: int  # of a branch
+    flags: int  # of a leaf
+    size_bytes: int  # of a leaf's data
+    data_offset: int
+
+
+def check_pages(path: Path) -> None:
+    """Raises PageError, and OSError where the file cannot be read. Only for a log that no process writes."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _Walk(descriptor).check()
+    finally:
+        os.close(descriptor)
+
+
+def decode_meta(data: bytes) -> Meta:
+    """``data``: a meta page behind its header."""
+    _, _, _, _, free, main, last_page, transaction_id = _META.unpack_from(data)
+    return Meta(Table.decode(free), Table.decode(main), last_page, transaction_id)
+
+
+class _Walk:
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        start = os.pread(descriptor, PAGE_HEADER_SIZE_BYTES + _META.size, 0)
+        (self._page_size_bytes,) = struct.unpack_from("=I", start, PAGE_HEADER_SIZE_BYTES + 24)
+        metas = [self._meta(number) for number in range(2)]
+        newest = max(metas, key=lambda meta: meta.transaction_id)
+        self._meta_page = newest
+        self._check_metas(metas, newest)
+        self._seen: set[int] = set()
+
+    def _meta(self, number: int) -> Meta:
+        page = self._bytes(number, PAGE_HEADER_SIZE_BYTES + _META.size)
+        own_number, _, flags, _, _ = _PAGE_HEADER.unpack_from(page)
+        # LMDB sets the number of its second meta page only when it first writes it, and checks neither.
+        if own_number != number or flags & _KINDS != _META_PAGE:
+            raise PageError(f"page {number} is no meta page")
+        return decode_meta(page[PAGE_HEADER_SIZE_BYTES:])
+
+    def _check_metas(self, metas: list[Meta], newest: Meta) -> None:
+        first, second = (meta.transaction_id for meta in metas)
+        if (first, second) == (0, 0):
+            return  # nothing was ever committed
+        if metas[newest.transaction_id & 1] is not newest or abs(first - second) != 1:
+            raise PageError(f"the meta pages are of transactions {first} and {second}, which cannot be")
+
+    # --- pages --------------------------------------------------------------------------------------------------------
+
+    def _bytes(self, number: int, size_bytes: int) -> bytes:
+        data = os.pread(self._descriptor, size_bytes, number * self._page_size_bytes)
+        if len(data) < size_bytes:
+            raise PageError(f"page {number} is behind the end of the file")
+        return data
+
+    def _page(self, number: int, kind: int) -> tuple[bytes, int]:
+        """A page of a table, and how many nodes it has."""
+        if not 2 <= number <= self._meta_page.last_page:
+            raise PageError(f"there is no page {number}")
+        if number in self._seen:
+            raise PageError(f"page {number} is used twice")
+        self._seen.add(number)
+        page = self._bytes(number, self._page_size_bytes)
+        own_number, _, flags, lower, upper = _PAGE_HEADER.unpack_from(page)
+        if own_number != number or flags & _KINDS != kind:
+            raise PageError(
+                f"page {number} is not what it should be: it says it is page {own_number}, flags {flags:#x}"
+            )
+        if not PAGE_HEADER_SIZE_BYTES <= lower <= upper <= self._page_size_bytes or lower & 1:
+            raise PageError(f"the bounds of page {number} are wrong")
+        count = (lower - PAGE_HEADER_SIZE_BYTES) // 2
+        if not count or (kind == _BRANCH and count < 2):
+            raise PageError(f"page {number} has {count} nodes")
+        return page, count
+
+    def _node(self, number: int, page: bytes, index: int) -> _Node:
+        (offset,) = struct.unpack_from("=H", page, PAGE_HEADER_SIZE_BYTES + 2 * index)
+        upper = _PAGE_HEADER.unpack_from(page)[4]
+        if not upper <= offset <= len(page) - _NODE.size:
+            raise PageError(f"node {index} of page {number} is outside of it")
+        low, high, flags, key_size_bytes = _NODE.unpack_from(page, offset)
+        data_offset = offset + _NODE.size + key_size_bytes
+        size_bytes = low | high << 16
+        if data_offset > len(page):
+            raise PageError(f"node {index} of page {number} has a key that is too long")
+        key = page[offset + _NODE.size : data_offset]
+        return _Node(key, size_bytes | flags << 32, flags, size_bytes, data_offset)
+
+    # --- tables -------------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        names = []
+        for number, page, node in self._leaves(self._meta_page.main, "main"):
+            names.append(node.key)
+            if node.flags != _SUB_DATA or node.size_bytes != _DB.size or len(names) > _MAIN_TABLES_MAX:
+                raise PageError(f"page {number} holds what is no table: {node.key!r}")
+            table = Table.decode(page[node.data_offset : node.data_offset + _DB.size])
+            self._check_table(node.key, table)
+        used = frozenset(self._seen)
+        for free in self._free_pages():
+            if free in used:
+                raise PageError(f"page {free} is used, and listed as free: it is of an earlier transaction")
+
+    def _check_table(self, name: bytes, table: Table) -> None:
+        shown = name.decode(errors="replace")
+        if name not in _LARGE:
+            for _ in self._leaves(table, shown):
+                pass
+            return
+        if table.root == _NO_PAGE:
+            if table.entries or table.depth:
+                raise PageError(f"the table {shown!r} counts {table.entries} rows and has no page")
+            return
+        first, last = self._outermost(table, shown)
+        if name == b"records" and table.entries > last - first + 1:  # fewer: a reader finds the gap, and can name it
+            raise PageError(f"the table 'records' counts {table.entries} rows, but goes from record {first} to {last}")
+
+    def _leaves(self, table: Table, name: str) -> Iterator[tuple[int, bytes, _Node]]:
+        """Every row of a table: its page's number, its page, its node. Its end is reached only if all is right."""
+        if table.root == _NO_PAGE:
+            if table.entries or table.depth:
+                raise PageError(f"the table {name!r} counts {table.entries} rows and has no page")
+            return
+        self._check_depth(table, name)
+        count = 0
+        last_key: bytes | None = None
+        floor = b""
+        waiting = [(table.root, table.depth, b"")]  # page, depth left, the key that its first one must not be below
+        while waiting:
+            number, depth, lowest = waiting.pop()
+            floor = max(floor, lowest)
+            page, nodes = self._page(number, _LEAF if depth == 1 else _BRANCH)
+            if depth > 1:
+                children = [self._node(number, page, index) for index in range(nodes)]
+                below = [(child.child, depth - 1, child.key if index else b"") for index, child in enumerate(children)]
+                waiting += reversed(below)
+                continue
+            for index in range(nodes):
+                node = self._node(number, page, index)
+                size_bytes = 8 if node.flags & _BIG_DATA else node.size_bytes
+                if node.data_offset + size_bytes > len(page):
+                    raise PageError(f"node {index} of page {number} is longer than its page")
+                if (last_key is not None and not _ascends(name, last_key, node.key)) or (
+                    name != _FREE and node.key < floor
+                ):
+                    raise PageError(f"the keys of the table {name!r} do not ascend on page {number}")
+                last_key = node.key
+                count += 1
+                yield number, page, node
+        if count != table.entries:
+            raise PageError(f"the table {name!r} counts {table.entries} rows, and has {count}")
+
+    def _check_depth(self, table: Table, name: str) -> None:
+        if not 1 <= table.depth <= _DEPTH_MAX:
+            raise PageError(f"the table {name!r} says that it is {table.depth} pages deep")
+
+    def _outermost(self, table: Table, name: str) -> tuple[int, int]:
+        """The numbers with which the first and the last key begin, through the outermost pages."""
+        self._check_depth(table, name)
+        ends = []
+        for last in (False, True):
+            number = table.root
+            for depth in range(table.depth, 0, -1):
+                self._seen.discard(number)  # the root is on both ways, and others may be
+                page, nodes = self._page(number, _LEAF if depth == 1 else _BRANCH)
+                node = self._node(number, page, nodes - 1 if last else 0)
+                number = node.child
+            ends.append(_NUMBERED.unpack_from(node.key)[0] if len(node.key) >= _NUMBERED.size else -1)
+        return ends[0], ends[1]
+
+    def _free_pages(self) -> Iterator[int]:
+        """The numbers of all free pages."""
+        for number, page, node in self._leaves(self._meta_page.free, _FREE):
+            if node.flags & _BIG_DATA:
+                (at,) = struct.unpack_from("=Q", page, node.data_offset)
+                if not 2 <= at <= self._meta_page.last_page:
+                    raise PageError(f"there is no page {at}")
+                data = self._bytes(at, PAGE_HEADER_SIZE_BYTES + node.size_bytes)[PAGE_HEADER_SIZE_BYTES:]
+            else:
+                data = page[node.data_offset : node.data_offset + node.size_bytes]
+            if len(data) < 8 or len(data) % 8 or len(data) // 8 - 1 != struct.unpack_from("=Q", data)[0]:
+                raise PageError(f"the list of free pages on page {number} has the wrong length")
+            yield from memoryview(data).cast("Q")[1:]
+
+
+def _ascends(name: str, key: bytes, next_key: bytes) -> bool:
+    if name != _FREE:
+        return key < next_key
+    return int.from_bytes(key, sys.byteorder) < int.from_bytes(next_key, sys.byteorder)  # LMDB's own are integers
