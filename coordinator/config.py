@@ -24,6 +24,7 @@ from typing import Any
 import tomli_w
 
 from coordinator.app_addresses import LOCALHOST, UNIX, UNIX_PATH_SIZE_BYTES_MAX, host_port, is_loopback
+from coordinator.fault_points import FaultPoint, reach
 from protocol.errors import ImmortalError
 
 INSTANCE_NAME_SIZE_MAX = 64  # characters; the name is a file name, and part of each message between coordinators
@@ -539,7 +540,9 @@ def write_atomically(path: Path, data: bytes, *, mode: int = 0o644) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
+        reach(FaultPoint.BEFORE_REPLACE)
         os.replace(temporary, path)
+        reach(FaultPoint.AFTER_REPLACE)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise

@@ -16,6 +16,7 @@ from coordinator.core.effects import Commit, WriteCheckpointChunk
 from coordinator.core.errors import LogError
 from coordinator.core.events import ChunkWritten, Committed, Event, LogFailed
 from coordinator.core.interfaces import LogStore, Transaction
+from coordinator.fault_points import FaultPoint, reach
 
 JOINED_SIZE_BYTES_MAX = 4 << 20  # commits that wait are joined up to this: a sync costs the same for one and for many
 DAY_NS = 24 * 3600 * 1_000_000_000
@@ -109,9 +110,12 @@ class LogWriter:
         try:
             with self._store_lock:
                 if isinstance(job, Commit):
+                    _reach_commit(job.transaction, _BEFORE)
                     self._store.commit(job.transaction)
+                    _reach_commit(job.transaction, _AFTER)
                     return Committed(job.ticket)
                 self._store.write_checkpoint_chunk(job.checkpoint_id, job.index, job.data)
+                reach(FaultPoint.AFTER_CHUNK)
                 return ChunkWritten(len(job.data))
         except LogError as error:
             return LogFailed(error)
@@ -177,7 +181,38 @@ class LogWriter:
             with self._store_lock:
                 since_ns = None if self._keep_log_ns is None else time.time_ns() - self._keep_log_ns
                 more = self._store.trim(keep_checkpoints=self._keep_checkpoints, keep_since_ns=since_ns)
+                reach(FaultPoint.AFTER_TRIM)
         except Exception:
             more = False  # the next commit meets the same failure, and reports it
         if not more:
             self._trim.clear()
+
+
+# Fault points of a commit: of any, of an epoch's, of a checkpoint's, of a version's, of a reset stream's.
+_BEFORE = (
+    FaultPoint.BEFORE_COMMIT,
+    FaultPoint.BEFORE_EPOCH,
+    FaultPoint.BEFORE_HEADER,
+    FaultPoint.BEFORE_VERSION,
+    FaultPoint.BEFORE_RESET,
+)
+_AFTER = (
+    FaultPoint.AFTER_COMMIT,
+    FaultPoint.AFTER_EPOCH,
+    FaultPoint.AFTER_HEADER,
+    FaultPoint.AFTER_VERSION,
+    FaultPoint.AFTER_RESET,
+)
+
+
+def _reach_commit(transaction: Transaction, points: tuple[FaultPoint, ...]) -> None:
+    commit, epoch, header, version, reset = points
+    reach(commit)
+    if transaction.epoch is not None:
+        reach(epoch)
+    if transaction.checkpoint is not None:
+        reach(header)
+    if transaction.version is not None:
+        reach(version)
+    if transaction.stream_starts:
+        reach(reset)

@@ -29,6 +29,7 @@ from coordinator.core.interfaces import CheckpointHeader, LogStore
 from coordinator.core.limits import MIB, Limits
 from coordinator.core.machine import Machine
 from coordinator.discovery import Discovery, Routes
+from coordinator.fault_points import FaultPoint, reach
 from coordinator.limited_log import LimitedLog
 from coordinator.log import create_log, log_exists, open_log
 from coordinator.log_writer import LogWriter
@@ -122,6 +123,7 @@ class Coordinator:
             for descriptor in (self._messenger, self._writer, self._wake_receiver):
                 self._epoll.register(descriptor.fileno(), select.EPOLLIN)
             control.announce(settings.folder, control_endpoint)
+            reach(FaultPoint.ANNOUNCED)
             self._log.info(
                 "coordinator started",
                 peer=settings.peer,
@@ -200,14 +202,17 @@ class Coordinator:
             self._events.append(ev.LogFailed(error))
 
     def _load_log(self, effect: ef.LoadLog) -> None:
+        reach(FaultPoint.LOG_LOADED)
         self._answer(lambda: ev.LogLoaded(self._store.summary()))
         for problem in self._store.problems:
             self._log.error(problem)
 
     def _read_records(self, effect: ef.ReadRecords) -> None:
+        reach(FaultPoint.RECORDS_READ)
         self._answer(lambda: ev.RecordsRead(self._store.read(effect.first_sequence_id, effect.size_bytes_max)))
 
     def _read_checkpoint_chunk(self, effect: ef.ReadCheckpointChunk) -> None:
+        reach(FaultPoint.CHECKPOINT_READ)
         self._answer(
             lambda: ev.CheckpointChunkRead(self._store.read_checkpoint_chunk(effect.checkpoint_id, effect.index))
         )
@@ -267,6 +272,7 @@ class Coordinator:
     def _send_to_peer(self, effect: ef.SendToPeer) -> None:
         endpoint = self._routes.endpoint(effect.destination)
         if endpoint is not None and not self._is_barred(effect.destination, endpoint):
+            reach(FaultPoint.BEFORE_SEND)
             reply = functools.partial(self._peer_replied, effect)
             self._messenger.send_message(endpoint, encode_frame(effect.frame), reply)
 
@@ -287,6 +293,7 @@ class Coordinator:
             return None
 
     def _peer_frame_received(self, received: Received) -> None:
+        reach(FaultPoint.FRAME_RECEIVED)
         frame = self._decode(f"{received.sender:016x}", received.parts)
         if frame is None:
             received.reply()  # its sender sends it again
@@ -301,6 +308,7 @@ class Coordinator:
     def _reply_to_peer(self, effect: ef.ReplyToPeer) -> None:
         token = effect.token
         if isinstance(token, Received):
+            reach(FaultPoint.BEFORE_ANSWER)
             token.reply(*encode_frame(effect.frame))
 
     def _reset_peer(self, effect: ef.ResetPeer) -> None:
@@ -320,6 +328,7 @@ class Coordinator:
             refusal = f"a question must bring what stands in {control.token_path(self._settings.folder)}"
             received.reply(json.dumps({"refused": refusal}).encode())
             return
+        reach(FaultPoint.CONTROL)
         verb = bytes(received.parts[0]).decode(errors="replace") if received.parts else ""
         verb, _, argument = verb.partition(" ")
         answer: dict[str, object]
@@ -409,6 +418,7 @@ class Coordinator:
             self._stop_deadline_ns = 0  # at once
 
     def _stop(self, effect: ef.Stop) -> None:
+        reach(FaultPoint.STOPPING)
         self._error = effect.error
 
     def _say_farewell(self) -> None:

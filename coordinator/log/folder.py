@@ -10,6 +10,7 @@ from pathlib import Path
 import lmdb
 
 from coordinator.core.errors import LogError, LogFormatError, require
+from coordinator.fault_points import FaultPoint, reach
 from coordinator.log import format as log_format
 from coordinator.log.environment import (
     LogIdentity,
@@ -54,6 +55,7 @@ def create_log(
         environment = open_environment(path, readonly=False, map_size_bytes=map_size_bytes)
         identity = LogIdentity(log_format.FORMAT_VERSION, instance_name, committer_id, time.time_ns())
         tables = _initialize(environment, path, identity)
+        reach(FaultPoint.LOG_CREATED)
         # LMDB syncs its files, but not the folders that name them.
         sync_folder(path)
         sync_folder(path.absolute().parent)

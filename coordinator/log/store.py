@@ -22,6 +22,7 @@ from coordinator.core.errors import (
     require,
 )
 from coordinator.core.interfaces import LogSummary, OutputBatch, StreamStart, Transaction, VersionStart
+from coordinator.fault_points import FaultPoint, reach
 from coordinator.log import format as log_format
 from coordinator.log import reading, trim
 from coordinator.log.checkpoint_store import CheckpointWriter, remove_half_written
@@ -177,6 +178,7 @@ class LmdbLogStore:
             self._environment.reader_check()  # a killed reader's slot would keep freed pages from being used again
             budget = trim.Budget.step()  # a retry with a larger map begins anew
             trim.trim_step(write, self._tables, keep, self._damaged_checkpoint_ids, budget)
+            reach(FaultPoint.DURING_TRIM)
 
         self._write(step)
         if budget.rows_left < trim.STEP_ROWS_MAX:
@@ -230,6 +232,7 @@ class LmdbLogStore:
             self._put_meta(write, log_format.META_EPOCH, transaction.epoch)
         if transaction.extensions is not None:
             self._put_meta(write, log_format.META_EXTENSIONS, sorted(transaction.extensions))
+        reach(FaultPoint.DURING_COMMIT)
 
     def _put_version(self, write: WriteTransaction, start: VersionStart) -> None:
         """Versions are kept in the order in which they began: one may come back."""

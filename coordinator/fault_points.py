@@ -1,0 +1,97 @@
+"""Named points at which a test kills, stops or delays a process of ours. In ordinary life reaching one does nothing.
+
+IMMORTAL_FAULT_POINTS, looked at once when this is imported, names a file. While that file says "2 kill after commit",
+the process that reaches the point for the second time removes the file, so that its successor is spared, and kills
+itself with SIGKILL. Actions: kill; stop (SIGSTOP, until somebody sends SIGCONT); delay=SECONDS.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+VARIABLE = "IMMORTAL_FAULT_POINTS"
+
+
+class FaultPoint(enum.Enum):
+    """Every point there is. "before" and "after" a commit are before its transaction begins and after its sync."""
+
+    BEFORE_COMMIT = "before commit"
+    DURING_COMMIT = "during commit"  # all is put, LMDB's own commit has not begun
+    AFTER_COMMIT = "after commit"  # durable, and nobody has been told
+    BEFORE_EPOCH = "before epoch"
+    AFTER_EPOCH = "after epoch"
+    AFTER_CHUNK = "after chunk"
+    BEFORE_HEADER = "before header"  # all chunks of a checkpoint are durable
+    AFTER_HEADER = "after header"
+    BEFORE_VERSION = "before version"
+    AFTER_VERSION = "after version"  # an upgrade is durable, its wish not yet forgotten
+    BEFORE_RESET = "before reset"
+    AFTER_RESET = "after reset"
+    DURING_TRIM = "during trim"
+    AFTER_TRIM = "after trim"
+    LOG_CREATED = "log created"  # its identity is durable, its folder's name may not be
+    LOG_LOADED = "log loaded"
+    CHECKPOINT_READ = "checkpoint read"
+    RECORDS_READ = "records read"  # on their way to the app, at a recovery or because it lagged behind
+    BEFORE_SEND = "before send"  # of a frame to a peer
+    BEFORE_ANSWER = "before answer"  # to a peer: TrimTo, Welcome, Resend
+    FRAME_RECEIVED = "frame received"
+    CONTROL = "control"  # a question of an operator
+    ANNOUNCED = "announced"
+    STOPPING = "stopping"
+    BEFORE_REPLACE = "before replace"  # of a file of the registry
+    AFTER_REPLACE = "after replace"
+
+
+class _Plan:
+    """The file that says what is to happen, and how often its point has been reached since it was there."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._version: tuple[int, int] | None = None
+        self._reached = 0
+
+    def reach(self, point: FaultPoint) -> None:
+        try:
+            status = self._path.stat()
+            count, action, name = self._path.read_text().split(maxsplit=2)
+        except FileNotFoundError:
+            return
+        if name.strip() != point.value:
+            return
+        with self._lock:
+            version = (status.st_ino, status.st_mtime_ns)
+            if version != self._version:
+                self._version, self._reached = version, 0
+            self._reached += 1
+            if self._reached != int(count):
+                return
+            try:
+                self._path.unlink()
+            except FileNotFoundError:
+                return  # another process of the instance was there first
+        _act(action)
+
+
+def _act(action: str) -> None:
+    verb, _, argument = action.partition("=")
+    if verb == "delay":
+        time.sleep(float(argument))
+    elif verb in ("kill", "stop"):
+        os.kill(os.getpid(), signal.SIGKILL if verb == "kill" else signal.SIGSTOP)
+    else:
+        raise ValueError(f"{action!r} is no action of a fault point: kill, stop or delay=SECONDS is expected")
+
+
+def _nothing(point: FaultPoint) -> None:
+    """What reaching a point does where no test asks for more."""
+
+
+_PATH = os.environ.get(VARIABLE)
+reach = _Plan(Path(_PATH)).reach if _PATH else _nothing
