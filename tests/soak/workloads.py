@@ -1,0 +1,123 @@
+"""What the services do while they are killed, and what shows that each call was executed exactly once."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from appsdk.state import decode_envelope
+from coordinator.log import Severity, open_reader, verify_log
+from coordinator.registry import Registry
+from tests.soak.service import APP, Run, Service, SoakError, wait_for
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+class Workload(Protocol):
+    """One example. Input comes a little at a time, so that there is work at every kill."""
+
+    services: list[Service]
+
+    def feed(self) -> None:
+        """More input. It need not be read before the next restart."""
+
+    def settle(self) -> None:
+        """All services run, and all input has gone through. Raises SoakError."""
+
+    def check(self) -> str:
+        """Once all are stopped: what was compared, in words. Raises SoakError where a count is wrong."""
+
+
+class WordCount:
+    """examples/wordcount: Reader is fed with lines, Counter counts their words."""
+
+    LINES_AT_ONCE = 300
+
+    def __init__(self, folder: Path, rng: random.Random) -> None:
+        self._folder, self._rng = folder, rng
+        self._listing = folder / "files.txt"
+        self._parts: list[Path] = []
+        self._words: Counter[str] = Counter()
+        self._line_count = 0
+        self._vocabulary = [f"word{number}" for number in range(300)] + ["zähler", "x" * 300]
+        registry = Registry(folder / "registry")
+        run_environment = {"WORDCOUNT_FILES": str(self._listing)}
+        self.services = [
+            Service(
+                registry.register(name, "tcp://127.0.0.1:*"),
+                Run(f"wordcount:{class_name}", EXAMPLES / "wordcount", run_environment),
+                folder,
+            )
+            for name, class_name in (("counter", "Counter"), ("reader", "Reader"))
+        ]
+        self.feed()
+
+    def feed(self) -> None:
+        lines = [
+            " ".join(self._rng.choices(self._vocabulary, k=self._rng.randrange(6))) for _ in range(self.LINES_AT_ONCE)
+        ]
+        part = self._folder / f"part{len(self._parts)}.txt"
+        part.write_text("\n".join(lines) + "\n")
+        self._parts.append(part)
+        for line in lines:
+            self._words.update(line.split())
+        self._line_count += len(lines)
+        temporary = self._listing.with_suffix(".new")
+        temporary.write_text("".join(f"{path}\n" for path in self._parts))
+        temporary.replace(self._listing)
+
+    def settle(self) -> None:
+        counter, reader = self.services
+        wait_for(lambda: counter.ready and reader.ready, lambda: f"both are ready\n{counter.tail()}\n{reader.tail()}")
+        reader.signal(APP, signal.SIGKILL)  # it reads the list of its input only when it starts
+        total = self._line_count
+
+        def is_complete() -> bool:
+            sent = reader.status().get("outputs", {}).get("counter", {})
+            taken = counter.status().get("inputs", {}).get("reader", {})
+            return bool(
+                counter.ready
+                and reader.ready
+                and sent.get("position") == sent.get("acknowledged") == taken.get("position") == total
+            )
+
+        wait_for(
+            is_complete, lambda: f"{total} lines are counted: {reader.status()}\n{reader.tail()}\n{counter.status()}"
+        )
+
+    def check(self) -> str:
+        counter, reader = (final_state(service) for service in self.services)
+        if counter["words"] != dict(self._words):
+            different = {
+                word: (counter["words"].get(word, 0), self._words.get(word, 0))
+                for word in counter["words"].keys() | self._words.keys()
+                if counter["words"].get(word, 0) != self._words.get(word, 0)
+            }
+            raise SoakError(f"words counted, and expected: {different}")
+        if reader["lines"] != self._line_count:
+            raise SoakError(f"{reader['lines']} lines were read, {self._line_count} expected")
+        return f"{self._line_count:,} lines, {self._words.total():,} words: equal"
+
+
+def final_state(service: Service) -> dict[str, Any]:
+    """The state in the last checkpoint, which a clean stop takes; the log is sound. Raises SoakError."""
+    verification = verify_log(service.settings.log, service.name)
+    problems = [finding.message for finding in verification.findings() if finding.severity is not Severity.NOTE]
+    if problems:
+        raise SoakError(f"the log of {service.name} is not sound: {problems}")
+    with open_reader(service.settings.log, service.name) as reader:
+        summary = reader.summary()
+        newest = summary.checkpoints[-1]
+        if newest.sequence_id != summary.last_sequence_id:
+            raise SoakError(f"the last checkpoint of {service.name} is not of its last record")
+        blob = b"".join(reader.checkpoint_chunks(newest.checkpoint_id))
+    state: dict[str, Any] = msgspec.msgpack.decode(decode_envelope(blob)[1])
+    return state
+
+
+WORKLOADS: dict[str, type[WordCount]] = {"wordcount": WordCount}
