@@ -54,19 +54,28 @@ def path(folder: Path) -> Path:
 
 
 def announce(folder: Path, control: str) -> None:
-    """Write this process down as the coordinator that answers at ``control``."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write this process down as the coordinator that answers at ``control``. Raises ControlError."""
     pid = os.getpid()
     written = ControlFile(pid, control, time.time_ns(), _process_start_ticks(pid) or 0)
-    write_atomically(path(folder), msgspec.json.encode(written))
+    _write(path(folder), msgspec.json.encode(written))
 
 
 def make_token(folder: Path) -> bytes:
-    """What questions to this process must bring from now on; it is in a file for whoever may ask."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """What questions to this process must bring from now on; it is in a file for whoever may ask.
+
+    Raises ControlError.
+    """
     token = secrets.token_hex(_TOKEN_SIZE_BYTES).encode()
-    write_atomically(token_path(folder), token, mode=0o600)
+    _write(token_path(folder), token, mode=0o600)
     return token
+
+
+def _write(file: Path, data: bytes, *, mode: int = 0o644) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, data, mode=mode)
+    except OSError as error:
+        raise ControlError(f"{file} can't be written: {error.strerror}; make room there, or mend that") from None
 
 
 def may_ask(token: bytes, parts: Sequence[bytes]) -> bool:

@@ -63,7 +63,7 @@ def read_pairs(folder: Path) -> tuple[KeyPair, ...]:
     pairs = []
     for line in filter(None, lines):
         public, _, secret = line.partition(" ")
-        if not (is_key(public) and is_key(secret)):  # the line itself stays untold
+        if not (is_key(public) and is_key(secret) and KeyPair(public, secret).fits):  # the line itself stays untold
             raise KeysError(f"{path} holds something else than key pairs: restore it, or make new keys without it")
         pairs.append(KeyPair(public, secret))
     return tuple(pairs)

@@ -20,6 +20,7 @@ from coordinator.fault_points import FaultPoint, reach
 
 JOINED_SIZE_BYTES_MAX = 4 << 20  # commits that wait are joined up to this: a sync costs the same for one and for many
 DAY_NS = 24 * 3600 * 1_000_000_000
+COMMIT_MEAN_WEIGHT = 0.2  # of the last commit
 TRIM_PAUSE_S = 0.002  # between two steps, so that commits of the loop's thread get their turn
 
 _Job = Commit | WriteCheckpointChunk
@@ -52,6 +53,7 @@ class LogWriter:
         self._trim = threading.Event()
         self._closing = False
         self._kept: WriteCheckpointChunk | None = None  # taken while looking for a commit to join
+        self.commit_s = 0.0  # what a commit takes, with its sync: a running mean over the last few
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
         self._thread.start()
@@ -111,7 +113,9 @@ class LogWriter:
             with self._store_lock:
                 if isinstance(job, Commit):
                     _reach_commit(job.transaction, _BEFORE)
+                    started_s = time.perf_counter()
                     self._store.commit(job.transaction)
+                    self.commit_s += (time.perf_counter() - started_s - self.commit_s) * COMMIT_MEAN_WEIGHT
                     _reach_commit(job.transaction, _AFTER)
                     return Committed(job.ticket)
                 self._store.write_checkpoint_chunk(job.checkpoint_id, job.index, job.data)

@@ -61,6 +61,8 @@ def metrics_of(name: str, status: Mapping[str, Any]) -> list[Metric]:
     gauge("backlog_records", "Logged and not yet given to the app", status.get("backlog_records"))
     gauge("app_unsent_bytes", "Given to the app's socket and not taken", status.get("unsent_bytes"))
     gauge("app_silent_seconds", "For how long the app has taken nothing of what waits", status.get("app_silent_s"))
+    commit_ms = status.get("commit_ms")
+    gauge("commit_seconds", "What a commit to the log takes", None if commit_ms is None else commit_ms / 1000)
     gauge("checkpoint_age_seconds", "Age of the last checkpoint", checkpoint.get("age_s"))
     gauge("checkpoint_size_bytes", "Size of the last checkpoint", checkpoint.get("size_bytes"))
 

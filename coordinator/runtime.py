@@ -351,6 +351,7 @@ class Coordinator:
         behind = bool(status["backlog_records"] or status["unsent_bytes"])
         silent_s = (time.monotonic_ns() - self._app.moved_ns) / 1e9
         status["app_silent_s"] = round(silent_s, 3) if behind and status["app_connected"] else 0.0
+        status["commit_ms"] = round(self._writer.commit_s * 1000, 3)
         counters = self._messenger.counters()
         security = self._security.security
         status["security"] = {

@@ -44,8 +44,12 @@ def read(folder: Path) -> UpgradeMark | None:
 
 
 def write(folder: Path, mark: UpgradeMark) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / _FILE_NAME, msgspec.json.encode(mark))
+    """Raises UpgradeMarkError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / _FILE_NAME, msgspec.json.encode(mark))
+    except OSError as error:
+        raise UpgradeMarkError(f"{folder / _FILE_NAME} can't be written: {error.strerror}") from None
 
 
 def clear(folder: Path) -> None:

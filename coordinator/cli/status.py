@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 NOT_STARTED = "not started yet"
 STOPPED = "stopped"
 ASKED_AT_ONCE_MAX = 8
+SLOW_COMMIT_MS = 50  # a disk that syncs takes 0.1 to 10 ms
 
 
 @click.command()
@@ -146,6 +147,9 @@ def _table(rows: list[dict[str, Any]]) -> Table:
 def _phase(row: dict[str, Any]) -> str:
     silent_s = row.get("app_silent_s") or 0
     hint = f" (the app has taken nothing for {silent_s:.0f} s)" if silent_s >= 5 and row.get("backlog_records") else ""
+    commit_ms = row.get("commit_ms") or 0
+    if commit_ms >= SLOW_COMMIT_MS:
+        hint += f" (its disk is slow: a commit takes {commit_ms:.0f} ms)"
     version = f", version {row['version']}" if (row.get("version") or 1) != 1 else ""
     return f"{row['phase']}{version}{hint}"
 

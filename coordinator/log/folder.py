@@ -56,9 +56,7 @@ def create_log(
         identity = LogIdentity(log_format.FORMAT_VERSION, instance_name, committer_id, time.time_ns())
         tables = _initialize(environment, path, identity)
         reach(FaultPoint.LOG_CREATED)
-        # LMDB syncs its files, but not the folders that name them.
-        sync_folder(path)
-        sync_folder(path.absolute().parent)
+        sync_names(path)
         return LmdbLogStore(path, environment, tables, lock, identity, map_size_bytes_max)
     except BaseException:
         _undo(environment, lock)
@@ -133,6 +131,19 @@ def _initialize(environment: lmdb.Environment, folder: Path, identity: LogIdenti
     except lmdb.Error as error:
         raise LogError(f"no log can be made in {folder}: {error}") from error
     return tables
+
+
+def sync_names(path: Path) -> None:
+    """LMDB syncs its files, but not the folders that name them; some of those may have been made just now."""
+    path = path.absolute()
+    device = path.stat().st_dev
+    for folder in (path, *path.parents):
+        if folder.stat().st_dev != device:
+            return
+        try:
+            sync_folder(folder)
+        except PermissionError:
+            return  # who may not look into it has made nothing in it
 
 
 def sync_folder(path: Path) -> None:

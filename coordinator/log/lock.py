@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import time
@@ -32,8 +33,9 @@ class FolderLock:
                 f"the log folder {folder} is in use by process {holder or 'unknown'}:"
                 " two coordinators must not write one log; stop that process first"
             ) from None
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+        with contextlib.suppress(OSError):  # a full disk: the lock is held without its text as well
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
 
     def _take(self) -> None:
         for attempts_left in range(_ATTEMPTS_MAX - 1, -1, -1):

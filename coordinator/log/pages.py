@@ -12,7 +12,8 @@ from __future__ import annotations
 import os
 import struct
 import sys
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,9 +92,8 @@ class _Walk:
         start = os.pread(descriptor, PAGE_HEADER_SIZE_BYTES + _META.size, 0)
         (self._page_size_bytes,) = struct.unpack_from("=I", start, PAGE_HEADER_SIZE_BYTES + 24)
         metas = [self._meta(number) for number in range(2)]
-        newest = max(metas, key=lambda meta: meta.transaction_id)
-        self._meta_page = newest
-        self._check_metas(metas, newest)
+        self._older, self._meta_page = sorted(metas, key=lambda meta: meta.transaction_id)
+        self._check_metas(metas)
         self._seen: set[int] = set()
 
     def _meta(self, number: int) -> Meta:
@@ -104,11 +104,11 @@ class _Walk:
             raise PageError(f"page {number} is no meta page")
         return decode_meta(page[PAGE_HEADER_SIZE_BYTES:])
 
-    def _check_metas(self, metas: list[Meta], newest: Meta) -> None:
+    def _check_metas(self, metas: list[Meta]) -> None:
         first, second = (meta.transaction_id for meta in metas)
         if (first, second) == (0, 0):
             return  # nothing was ever committed
-        if metas[newest.transaction_id & 1] is not newest or abs(first - second) != 1:
+        if metas[self._meta_page.transaction_id & 1] is not self._meta_page or abs(first - second) != 1:
             raise PageError(f"the meta pages are of transactions {first} and {second}, which cannot be")
 
     # --- pages --------------------------------------------------------------------------------------------------------
@@ -163,9 +163,30 @@ class _Walk:
             table = Table.decode(page[node.data_offset : node.data_offset + _DB.size])
             self._check_table(node.key, table)
         used = frozenset(self._seen)
-        for free in self._free_pages():
-            if free in used:
-                raise PageError(f"page {free} is used, and listed as free: it is of an earlier transaction")
+        newest = self._meta_page.transaction_id
+        freed_by = 0
+        for transaction_id, pages in self._free_lists(self._meta_page):
+            freed_by = transaction_id
+            taken = used.intersection(pages)
+            if taken:
+                raise PageError(f"page {min(taken)} is used, and listed as free: it is of an earlier transaction")
+        if newest > 1 and freed_by != newest:  # the first one frees nothing, all others their table of tables
+            raise PageError(f"the meta page of transaction {newest} belongs to transaction {freed_by}")
+        self._check_older()
+
+    def _check_older(self) -> None:
+        """The other meta page says how the log was a transaction ago, or would be if it were not said to be older.
+
+        Its own pages may have been overwritten since by a transaction that a crash ended: then it is what it says.
+        """
+        self._seen.clear()
+        older = self._older.transaction_id
+        try:
+            freed_by = max((number for number, _ in self._free_lists(self._older)), default=0)
+        except PageError:
+            return
+        if freed_by > older:
+            raise PageError(f"the meta page of transaction {older} belongs to transaction {freed_by}")
 
     def _check_table(self, name: bytes, table: Table) -> None:
         shown = name.decode(errors="replace")
@@ -234,9 +255,9 @@ class _Walk:
             ends.append(_NUMBERED.unpack_from(node.key)[0] if len(node.key) >= _NUMBERED.size else -1)
         return ends[0], ends[1]
 
-    def _free_pages(self) -> Iterator[int]:
-        """The numbers of all free pages."""
-        for number, page, node in self._leaves(self._meta_page.free, _FREE):
+    def _free_lists(self, meta: Meta) -> Iterator[tuple[int, Sequence[int]]]:
+        """Transactions, in their order, and the pages that each of them freed."""
+        for number, page, node in self._leaves(meta.free, _FREE):
             if node.flags & _BIG_DATA:
                 (at,) = struct.unpack_from("=Q", page, node.data_offset)
                 if not 2 <= at <= self._meta_page.last_page:
@@ -246,7 +267,7 @@ class _Walk:
                 data = page[node.data_offset : node.data_offset + node.size_bytes]
             if len(data) < 8 or len(data) % 8 or len(data) // 8 - 1 != struct.unpack_from("=Q", data)[0]:
                 raise PageError(f"the list of free pages on page {number} has the wrong length")
-            yield from memoryview(data).cast("Q")[1:]
+            yield int.from_bytes(node.key, sys.byteorder), array("Q", data)[1:]
 
 
 def _ascends(name: str, key: bytes, next_key: bytes) -> bool:

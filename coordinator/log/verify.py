@@ -27,6 +27,8 @@ from coordinator.log.reader import LogReader, TrimmedError
 from coordinator.log.stream_positions import StreamPositions
 from coordinator.log.values import verify_value
 
+_READ_SIZE_BYTES = 1 << 20
+
 
 @dataclass(slots=True)
 class LogVerification:
@@ -80,6 +82,10 @@ class LogVerification:
         except LogError as error:
             yield Finding(Severity.FATAL, "file", str(error))
             return
+        unreadable = _first_unreadable(path)
+        if unreadable is not None:
+            yield Finding(Severity.FATAL, "file", unreadable)
+            return  # a mapped page that the disk does not give would kill this process
         if not self.lock_held and is_locked(self.folder):
             yield Finding(
                 Severity.NOTE, "file", "a coordinator writes this log: the structure of its pages is not checked"
@@ -239,6 +245,20 @@ class LogVerification:
                 reader.transact(check)
             except DamagedLogError as error:
                 yield Finding(Severity.FATAL, place, f"{error}; {meaning}")
+
+
+def _first_unreadable(path: Path) -> str | None:
+    """What the disk does not give of the file, in words."""
+    offset_bytes = 0
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        while data := os.pread(descriptor, _READ_SIZE_BYTES, offset_bytes):
+            offset_bytes += len(data)
+    except OSError as error:
+        return f"{path} cannot be read at byte {offset_bytes}: {error.strerror}; restore the log from a copy"
+    finally:
+        os.close(descriptor)
+    return None
 
 
 def _has_header(transaction: reading.ReadTransaction, tables: Tables, checkpoint_id: int) -> bool:

@@ -27,6 +27,14 @@ class KeyPair:
         public, secret = zmq.curve_keypair()
         return cls(public.decode(), secret.decode())
 
+    @property
+    def fits(self) -> bool:
+        """Whether the public key is that of the secret one."""
+        try:
+            return zmq.curve_public(self.secret.encode()) == self.public.encode()
+        except (zmq.ZMQError, ValueError):  # it is no key
+            return False
+
 
 @dataclass(frozen=True, slots=True)
 class Security:

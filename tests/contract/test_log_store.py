@@ -918,3 +918,16 @@ def test_reads_beside_commits_that_grow_the_map(tmp_path: Path) -> None:
     assert reads
     assert store.summary().last_sequence_id == 299
     store.close()
+
+
+def test_a_new_log_is_synced_with_the_names_of_all_its_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder's name is in the folder above: without a sync there a loss of power takes all that is below."""
+    synced: list[Path] = []
+    monkeypatch.setattr("coordinator.log.folder.sync_folder", synced.append)
+    create_log(tmp_path / "made" / "on the way" / "log", "alice").close()
+    assert synced[:4] == [
+        tmp_path / "made" / "on the way" / "log",
+        tmp_path / "made" / "on the way",
+        tmp_path / "made",
+        tmp_path,
+    ]

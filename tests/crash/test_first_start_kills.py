@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.fault_points import VARIABLE, FaultPoint
 from protocol.messages import MessageType, encode_checkpoint, encode_message
 from tests.helpers.processes import House
 from tests.helpers.stepping import SteppingApp
@@ -71,3 +72,16 @@ def test_a_kill_at_any_step_leaves_nothing_or_all_of_it(house: House, step: Call
     again.checkpoint(BLOB)
     process.until(lambda status: status["phase"] == "normal" and status["sequence_id"] == 0)
     again.socket.close()
+
+
+def test_a_kill_while_the_log_is_made(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    house.register("a")
+    plan = house.home / "plan"
+    plan.write_text(f"1 kill {FaultPoint.LOG_CREATED.value}")
+    monkeypatch.setenv(VARIABLE, str(plan))
+    assert house.start("a", started=False).ended()[0] == -9
+    process = house.start("a")
+    app = SteppingApp(process)
+    done(app)
+    process.until(lambda status: status["phase"] == "normal" and status["sequence_id"] == 0)
+    app.socket.close()

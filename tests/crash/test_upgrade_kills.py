@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from coordinator import upgrade_mark
+from coordinator.fault_points import VARIABLE, FaultPoint
 from coordinator.log import open_reader
 from coordinator.upgrade_mark import UpgradeMark
 from protocol.messages import MessageType, RpcType, encode_checkpoint, encode_message
@@ -128,3 +129,30 @@ def test_the_old_version_is_whole_when_the_wish_is_withdrawn(house: House) -> No
     app.until(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
     assert (app.blob, app.logged) == (OLD, [0, 1])
     app.socket.close()
+
+
+@pytest.mark.parametrize("point", [FaultPoint.BEFORE_VERSION, FaultPoint.AFTER_VERSION])
+def test_a_kill_around_the_commit_of_an_upgrade(
+    house: House, point: FaultPoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_an_old_version(house)
+    plan = house.home / "plan"
+    plan.write_text(f"1 kill {point.value}")
+    monkeypatch.setenv(VARIABLE, str(plan))
+    process = house.start("a")
+    app = SteppingApp(process)
+    confirmed(app)
+    assert process.ended()[0] == -9
+    app.socket.close()
+    assert version(house) == (1 if point is FaultPoint.BEFORE_VERSION else 2)
+    process = house.start("a")
+    again = SteppingApp(process)
+    if point is FaultPoint.BEFORE_VERSION:
+        confirmed(again)
+    else:
+        again.until(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
+        assert (again.blob, again.logged) == (NEW, [])
+        again.checkpoint(NEW)
+    process.until(lambda status: status["phase"] == "normal" and status["version"] == 2)
+    assert upgrade_mark.read(process.settings.folder) is None
+    again.socket.close()

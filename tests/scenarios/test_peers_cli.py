@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from coordinator.fault_points import VARIABLE, FaultPoint
 from coordinator.log import verify_log
 from tests.helpers.cli import HOME, immortal
 from tests.helpers.processes import CoordinatorProcess, House, SocketApp
@@ -204,6 +205,26 @@ def test_a_reset_of_a_healthy_peer_loses_and_doubles_nothing(pair: Pair) -> None
     pair.told("bob", 1, 2, 3, 4)
     pair.told("alice", 11, 12, 13)
     assert pair.shown("alice")["bob"]["offset"] == 0
+
+
+@pytest.mark.parametrize("point", [FaultPoint.BEFORE_RESET, FaultPoint.AFTER_RESET])
+def test_a_kill_around_the_commit_of_a_reset(
+    pair: Pair, point: FaultPoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = tmp_path / "plan"
+    monkeypatch.setenv(VARIABLE, str(plan))
+    pair.kill("alice")
+    pair.start("alice")
+    plan.write_text(f"1 kill {point.value}")
+    immortal(pair.folder, "peers", "reset", "alice", "bob", "--yes", status=1)
+    assert pair.processes["alice"].ended()[0] == -9
+    pair.apps["alice"].until_closed()
+    pair.start("alice")
+    immortal(pair.folder, "peers", "reset", "alice", "bob", "--yes")
+    pair.forward("alice", 4)
+    pair.forward("bob", 13)
+    pair.told("bob", 1, 2, 3, 4)
+    pair.told("alice", 11, 12, 13)
 
 
 def test_what_show_shows(pair: Pair) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any, Protocol
@@ -74,7 +73,7 @@ class WordCount:
     def settle(self) -> None:
         counter, reader = self.services
         wait_for(lambda: counter.ready and reader.ready, lambda: f"both are ready\n{counter.tail()}\n{reader.tail()}")
-        reader.signal(APP, signal.SIGKILL)  # it reads the list of its input only when it starts
+        reader.kill(APP)  # it reads the list of its input only when it starts
         total = self._line_count
 
         def is_complete() -> bool:

@@ -104,6 +104,16 @@ def test_what_others_may_know_is_refused(tmp_path: Path, place: str, mode: int) 
         keys.read_pairs(tmp_path)
 
 
+def test_a_secret_key_that_does_not_fit_its_public_one_is_refused(tmp_path: Path) -> None:
+    """A flipped bit may leave a key that is one as well: nobody could then be reached, and nothing would say why."""
+    (pair,) = keys.make(tmp_path)
+    other = "a" if pair.secret[5] != "a" else "b"
+    path = keys.secret_path(tmp_path)
+    path.write_text(f"{pair.public} {pair.secret[:5]}{other}{pair.secret[6:]}\n")
+    with pytest.raises(KeysError, match="holds something else than key pairs"):
+        keys.read_pairs(tmp_path)
+
+
 @pytest.mark.parametrize("text", ["some thing", f"{KEY} short", KEY, f"{KEY} {KEY} more", f"{KEY} {'ä' * 40}"])
 def test_a_damaged_secret_file_is_refused_without_telling_it(tmp_path: Path, text: str) -> None:
     keys.make(tmp_path)

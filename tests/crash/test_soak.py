@@ -1,0 +1,20 @@
+"""A short soak: `scripts/soak` itself, with 20 kills."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("workload", ["wordcount"])
+def test_twenty_kills(workload: str) -> None:
+    command = [sys.executable, "-m", "tests.soak", "--kills", "20", "--seed", "20", "--workload", workload]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=115, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.startswith("seed 20\n")
+    assert ": equal (" in result.stdout

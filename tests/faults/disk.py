@@ -1,0 +1,159 @@
+"""A disk that fails on demand: the library of disk_shim.c in front of libc; and what a loss of power leaves."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import shutil
+import struct
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+SECTOR_SIZE_BYTES = 512  # what a disk writes whole or not at all
+SOURCE = Path(__file__).with_name("disk_shim.c")
+
+_ENTRY = struct.Struct("=IIQQQQQ")
+_UNDO, _DONE, _SYNC_DONE = 1, 2, 4
+
+
+@functools.cache
+def library() -> Path:
+    """The compiled shim; the test is skipped where there is no compiler."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler to make the failing disk with")
+    path = Path(tempfile.mkdtemp(prefix="immortal-disk-")) / "disk_shim.so"
+    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", path, SOURCE, "-ldl", "-lpthread"], check=True)
+    return path
+
+
+class Disk:
+    """Processes that are started with :attr:`environment` meet it at files whose path contains ``match``."""
+
+    def __init__(self, folder: Path, match: Path | str, *, journal: bool = False) -> None:
+        self._control = folder / "disk-control"
+        self.journal = folder / "disk-journal"
+        self.environment = {
+            "LD_PRELOAD": str(library()),
+            "DISK_SHIM_MATCH": str(match),
+            "DISK_SHIM_CONTROL": str(self._control),
+        }
+        if journal:
+            self.environment["DISK_SHIM_JOURNAL"] = str(self.journal)
+
+    def fail(self, call: str, errno: int) -> None:
+        """``call``: write, sync, read or any. From now on, until :meth:`work`."""
+        self._say(f"{call} error {errno}")
+
+    def delay(self, call: str, delay_ms: int) -> None:
+        self._say(f"{call} delay {delay_ms}")
+
+    def work(self) -> None:
+        self._control.unlink(missing_ok=True)
+
+    def _say(self, text: str) -> None:
+        temporary = self._control.with_suffix(".new")
+        temporary.write_text(text + "\n")
+        temporary.replace(self._control)
+
+
+# --- loss of power ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """What a write replaced, and where."""
+
+    number: int
+    path: str
+    offset_bytes: int
+    size_bytes: int
+    old: bytes
+    file_size_bytes: int  # before it
+
+
+@dataclass(slots=True)
+class Moment:
+    """One step of a journal: the writes that no sync had reached by then, oldest first."""
+
+    writes_done: int
+    pending: list[Write] = field(default_factory=list)
+
+
+def _entries(path: Path) -> Iterator[tuple[int, Write]]:
+    """Kind and contents of each entry of a journal; there is none before the first write or sync."""
+    data = path.read_bytes() if path.exists() else b""
+    position = 0
+    while position < len(data):
+        kind, path_size, number, offset, size, old_size, file_size = _ENTRY.unpack_from(data, position)
+        position += _ENTRY.size
+        old = data[position : position + old_size]
+        name = data[position + old_size : position + old_size + path_size].decode()
+        position += old_size + path_size
+        yield kind, Write(number, name, offset, size, old, file_size)
+
+
+def read_journal(path: Path) -> tuple[list[Write], list[Moment]]:
+    """All writes of one process, and the moments right after each write and each sync."""
+    writes: list[Write] = []
+    moments = [Moment(0)]
+    pending: list[Write] = []
+    for kind, entry in _entries(path):
+        if kind == _UNDO:
+            writes.append(entry)
+            pending.append(entry)
+        elif kind == _DONE:
+            pending = [one for one in pending if one.number != entry.number]
+        elif kind == _SYNC_DONE:
+            pending = [one for one in pending if one.path != entry.path or one.number > entry.number]
+        moments.append(Moment(len(writes), list(pending)))
+    return writes, moments
+
+
+def synced_paths(path: Path) -> list[str]:
+    """Of files and folders, in the order in which their syncs ended."""
+    return [entry.path for kind, entry in _entries(path) if kind == _SYNC_DONE]
+
+
+def undone(data: bytearray, writes: list[Write]) -> bytearray:
+    """``data`` as it was before ``writes``, which are its last ones."""
+    for write in reversed(writes):
+        data[write.offset_bytes : write.offset_bytes + len(write.old)] = write.old
+        del data[max(write.file_size_bytes, 0) :]
+    return data
+
+
+def without_power(data: bytearray, pending: list[Write], rng: random.Random) -> bytearray:
+    """What may be left of ``data`` when the power fails: of each pending write all, nothing, or some of its sectors."""
+    size_bytes = len(data)
+    lost_share = rng.choice((0.1, 0.5, 0.9, 1.0))
+    by_sector = rng.random() < 0.5
+    kept_end = min((write.file_size_bytes for write in pending), default=size_bytes)
+    for write in reversed(pending):
+        for start, end in _pieces(write, by_sector):
+            if rng.random() >= lost_share:
+                kept_end = max(kept_end, end)
+                continue
+            for_old = write.old[start - write.offset_bytes : end - write.offset_bytes]
+            data[start:end] = for_old + bytes(end - start - len(for_old))
+    if rng.random() < 0.5:  # the file's length is written apart from its bytes: it may lag behind them, or not
+        del data[kept_end:]
+    return data
+
+
+def _pieces(write: Write, by_sector: bool) -> Iterator[tuple[int, int]]:
+    start, end = write.offset_bytes, write.offset_bytes + write.size_bytes
+    while start < end:
+        stop = min(end, (start // SECTOR_SIZE_BYTES + 1) * SECTOR_SIZE_BYTES) if by_sector else end
+        yield start, stop
+        start = stop
+
+
+def shimmed(disk: Disk) -> dict[str, str]:
+    return {**os.environ, **disk.environment}

@@ -1,0 +1,193 @@
+/* A disk that fails as it is told to, in front of libc: for files whose path contains $DISK_SHIM_MATCH.
+
+   $DISK_SHIM_CONTROL names a file, read at each call; while it is not there, all goes well. Each line is
+       CALL ACTION [NUMBER]     CALL: write, sync, read or any;  ACTION: error ERRNO, delay MILLISECONDS, kill COUNT
+   "kill N": the process is gone right before the Nth such call since it was loaded.
+
+   $DISK_SHIM_JOURNAL names a file that gets what it takes to undo each write, and a note of each sync: what a loss of
+   power may take is all that was written since. See tests/faults/disk.py for its format. */
+
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+#include <time.h>
+#include <unistd.h>
+
+#define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
+
+enum { UNDO = 1, DONE = 2, SYNC_BEGUN = 3, SYNC_DONE = 4 };
+
+struct entry { /* then, for UNDO, `old` bytes of what was there, and the path's `path` bytes */
+    uint32_t kind, path;
+    uint64_t number, offset, size, old, file_size;
+};
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static uint64_t last_number;
+static long calls[4];
+
+static int is_ours(int descriptor, char *path, size_t room) {
+    const char *match = getenv("DISK_SHIM_MATCH");
+    char link[64];
+    if (!match)
+        return 0;
+    snprintf(link, sizeof link, "/proc/self/fd/%d", descriptor);
+    ssize_t size = readlink(link, path, room - 1);
+    if (size < 0)
+        return 0;
+    path[size] = 0;
+    return strstr(path, match) != NULL;
+}
+
+/* 0, or -1 with errno set: the call fails. */
+static int meet(const char *call, int index) {
+    const char *control = getenv("DISK_SHIM_CONTROL");
+    char text[512], name[16], action[16];
+    long number;
+    calls[index]++;
+    calls[3]++;
+    int descriptor = control ? open(control, O_RDONLY | O_CLOEXEC) : -1;
+    if (descriptor < 0)
+        return 0;
+    ssize_t size = REAL(read)(descriptor, text, sizeof text - 1);
+    close(descriptor);
+    text[size < 0 ? 0 : size] = 0;
+    for (char *rest = text, *line; (line = strsep(&rest, "\n"));) {
+        if (sscanf(line, "%15s %15s %ld", name, action, &number) != 3)
+            continue;
+        int any = !strcmp(name, "any");
+        if (!any && strcmp(name, call))
+            continue;
+        if (!strcmp(action, "delay")) {
+            struct timespec pause = {number / 1000, number % 1000 * 1000000};
+            nanosleep(&pause, NULL);
+        } else if (!strcmp(action, "kill")) {
+            if (calls[any ? 3 : index] >= number)
+                kill(getpid(), SIGKILL);
+        } else {
+            errno = (int)number;
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int journal(void) {
+    static int descriptor = -1;
+    const char *path = getenv("DISK_SHIM_JOURNAL");
+    if (descriptor < 0 && path)
+        descriptor = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
+    return descriptor;
+}
+
+static void note(struct entry entry, const char *path, const char *old) {
+    struct iovec parts[3] = {{&entry, sizeof entry}, {(void *)old, entry.old}, {(void *)path, entry.path}};
+    if (REAL(writev)(journal(), parts, 3) < 0)
+        abort();
+}
+
+/* What this write is about to change; its number, 0 where nobody asked. */
+static uint64_t note_write(int descriptor, const char *path, off_t offset, size_t size) {
+    if (journal() < 0)
+        return 0;
+    struct stat status;
+    fstat(descriptor, &status);
+    char *old = calloc(1, size + 1);
+    /* A descriptor of its own: LMDB's is for writing only. */
+    int reading = open(path, O_RDONLY | O_CLOEXEC);
+    ssize_t there = reading < 0 ? 0 : REAL(pread)(reading, old, size, offset);
+    if (reading >= 0)
+        close(reading);
+    struct entry entry = {UNDO, strlen(path), ++last_number, offset, size, there < 0 ? 0 : there, status.st_size};
+    note(entry, path, old);
+    free(old);
+    return entry.number;
+}
+
+static void note_event(int kind, const char *path, uint64_t number) {
+    if (journal() >= 0)
+        note((struct entry){kind, strlen(path), number, 0, 0, 0, 0}, path, "");
+}
+
+static int syncs_itself(int descriptor) { return (fcntl(descriptor, F_GETFL) & O_DSYNC) != 0; }
+
+#define WRITING(path, offset, size, call)                                                                              \
+    char path[4096];                                                                                                   \
+    if (!is_ours(descriptor, path, sizeof path))                                                                       \
+        return call;                                                                                                   \
+    if (meet("write", 0))                                                                                              \
+        return -1;                                                                                                     \
+    int own = syncs_itself(descriptor);                                                                                \
+    if (own && meet("sync", 1))                                                                                        \
+        return -1;                                                                                                     \
+    pthread_mutex_lock(&lock);                                                                                         \
+    uint64_t number = note_write(descriptor, path, offset, size);                                                      \
+    ssize_t result = call;                                                                                             \
+    if (own && number && result >= 0)                                                                                  \
+        note_event(DONE, path, number);                                                                                \
+    pthread_mutex_unlock(&lock);                                                                                       \
+    return result
+
+ssize_t pwrite(int descriptor, const void *data, size_t size, off_t offset) {
+    WRITING(path, offset, size, REAL(pwrite)(descriptor, data, size, offset));
+}
+
+ssize_t pwrite64(int descriptor, const void *data, size_t size, off_t offset) {
+    return pwrite(descriptor, data, size, offset);
+}
+
+ssize_t write(int descriptor, const void *data, size_t size) {
+    WRITING(path, lseek(descriptor, 0, SEEK_CUR), size, REAL(write)(descriptor, data, size));
+}
+
+static size_t total(const struct iovec *parts, int count) {
+    size_t size = 0;
+    for (int i = 0; i < count; i++)
+        size += parts[i].iov_len;
+    return size;
+}
+
+ssize_t writev(int descriptor, const struct iovec *parts, int count) {
+    WRITING(path, lseek(descriptor, 0, SEEK_CUR), total(parts, count), REAL(writev)(descriptor, parts, count));
+}
+
+#define SYNCING(call)                                                                                                  \
+    char path[4096];                                                                                                   \
+    if (!is_ours(descriptor, path, sizeof path))                                                                       \
+        return call;                                                                                                   \
+    if (meet("sync", 1))                                                                                               \
+        return -1;                                                                                                     \
+    pthread_mutex_lock(&lock);                                                                                         \
+    uint64_t upto = last_number;                                                                                       \
+    pthread_mutex_unlock(&lock);                                                                                       \
+    int result = call;                                                                                                 \
+    if (!result)                                                                                                       \
+        note_event(SYNC_DONE, path, upto);                                                                             \
+    return result
+
+int fdatasync(int descriptor) { SYNCING(REAL(fdatasync)(descriptor)); }
+
+int fsync(int descriptor) { SYNCING(REAL(fsync)(descriptor)); }
+
+#define READING(call)                                                                                                  \
+    char path[4096];                                                                                                   \
+    if (is_ours(descriptor, path, sizeof path) && meet("read", 2))                                                     \
+        return -1;                                                                                                     \
+    return call
+
+ssize_t pread(int descriptor, void *data, size_t size, off_t offset) {
+    READING(REAL(pread)(descriptor, data, size, offset));
+}
+
+ssize_t pread64(int descriptor, void *data, size_t size, off_t offset) { return pread(descriptor, data, size, offset); }
+
+ssize_t read(int descriptor, void *data, size_t size) { READING(REAL(read)(descriptor, data, size)); }

@@ -1,0 +1,199 @@
+"""What each failure of a disk, or of a process, does to each kind of thing on the disk; docs/guarantees.md shows it.
+
+python -m tests.faults.matrix       prints the table and the list as they stand there
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Fault(enum.Enum):
+    PROCESS_KILL = "process kill"
+    LOST_PAGES = "loss of unsynced pages"
+    BIT_FLIP = "bit flip"
+    TRUNCATION = "truncation"
+    FULL_DISK = "full disk"
+    FAILED_SYNC = "failed sync"
+    READ_ERROR = "read error"
+    SLOW_DISK = "slow disk"
+
+
+class Thing(enum.Enum):
+    RECORD = "log record"
+    META = "log meta"
+    CHUNK = "checkpoint chunk"
+    REGISTRY = "registry file"
+    SPILL = "spill file"
+
+
+class Outcome(enum.Enum):
+    RECOVERED = "recovered"
+    FALLS_BACK = "falls back"
+    STOPPED = "stopped"
+    REFUSED = "refused"
+    NOT_APPLICABLE = "-"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """``says``: what stands in the message, word for word. ``way_out``: what an operator does then."""
+
+    outcome: Outcome
+    what: str
+    says: str = ""
+    way_out: str = ""
+
+
+RECOVERED, FALLS_BACK, STOPPED, REFUSED = Outcome.RECOVERED, Outcome.FALLS_BACK, Outcome.STOPPED, Outcome.REFUSED
+RESTORE = "restore the log from a copy that holds all that was acknowledged"
+ROOM = "make room and start again; what was acknowledged is there"
+START = "mend the disk and start again; what was acknowledged is there"
+NO_SPILL = Cell(Outcome.NOT_APPLICABLE, "nothing is spilled to disk yet: outputs to a peer that is down stay in memory")
+
+CELLS: dict[tuple[Fault, Thing], Cell] = {
+    (Fault.PROCESS_KILL, Thing.RECORD): Cell(
+        RECOVERED, "all that was acknowledged is there; what was being written is there whole or not at all"
+    ),
+    (Fault.PROCESS_KILL, Thing.META): Cell(
+        RECOVERED, "positions and epoch are as of the last commit, together with its records"
+    ),
+    (Fault.PROCESS_KILL, Thing.CHUNK): Cell(
+        RECOVERED, "a checkpoint without its header does not count: the one before it does, and the records behind it"
+    ),
+    (Fault.PROCESS_KILL, Thing.REGISTRY): Cell(
+        RECOVERED, "the file is as it was before, or whole; a registration that was cut off can be made again"
+    ),
+    (Fault.LOST_PAGES, Thing.RECORD): Cell(
+        RECOVERED, "an acknowledgement waits for the sync, so what is lost was promised to nobody"
+    ),
+    (Fault.LOST_PAGES, Thing.META): Cell(
+        RECOVERED, "LMDB syncs its pages before the page that makes them count, and that page before the commit returns"
+    ),
+    (Fault.LOST_PAGES, Thing.CHUNK): Cell(
+        RECOVERED, "chunks are synced before the header that makes them count; the log is trimmed only after it"
+    ),
+    (Fault.LOST_PAGES, Thing.REGISTRY): Cell(
+        RECOVERED, "a new file is synced before it takes its name, and the folder after that"
+    ),
+    (Fault.BIT_FLIP, Thing.RECORD): Cell(
+        STOPPED,
+        "the recovery stops there with status 3, and `immortal run` does not start it again",
+        "is damaged",
+        "`immortal recover NAME` says what is lost; a copy of the log, or `--truncate-at`",
+    ),
+    (Fault.BIT_FLIP, Thing.META): Cell(
+        STOPPED,
+        "a table of positions, or one of LMDB's own pages, is found damaged at the start: status 3",
+        "is damaged",
+        RESTORE,
+    ),
+    (Fault.BIT_FLIP, Thing.CHUNK): Cell(
+        FALLS_BACK,
+        "the checkpoint before it is taken, and the records behind that; with one checkpoint only, it stops",
+        "falling back to the one before",
+    ),
+    (Fault.BIT_FLIP, Thing.REGISTRY): Cell(
+        REFUSED,
+        "refused with the file, the line and the field where it makes no sense; a value that is a valid other one is"
+        " taken for what was meant: settings have no check bytes, since people edit them",
+        ".toml",
+        "mend the line; keys and wishes have their own messages, which name the file",
+    ),
+    (Fault.TRUNCATION, Thing.RECORD): Cell(
+        STOPPED, "found before the file is mapped: status 3", "is truncated", RESTORE
+    ),
+    (Fault.TRUNCATION, Thing.META): Cell(STOPPED, "found before the file is mapped: status 3", "LMDB", RESTORE),
+    (Fault.TRUNCATION, Thing.CHUNK): Cell(
+        STOPPED, "one file holds records and checkpoints: as for records", "is truncated", RESTORE
+    ),
+    (Fault.TRUNCATION, Thing.REGISTRY): Cell(
+        REFUSED,
+        "as for a bit flip; a file that ends between two lines reads as one without the lines that are missing",
+        ".toml",
+        "write the settings again: `immortal unregister NAME` keeps the log",
+    ),
+    (Fault.FULL_DISK, Thing.RECORD): Cell(STOPPED, "status 1", "is full: the transaction was not written", ROOM),
+    (Fault.FULL_DISK, Thing.META): Cell(STOPPED, "status 1", "is full: the transaction was not written", ROOM),
+    (Fault.FULL_DISK, Thing.CHUNK): Cell(
+        STOPPED, "status 1; the checkpoints before stay", "is full: the transaction was not written", ROOM
+    ),
+    (Fault.FULL_DISK, Thing.REGISTRY): Cell(
+        REFUSED, "the command ends with status 1; the file is as it was", "No space left on device", "make room"
+    ),
+    (Fault.FAILED_SYNC, Thing.RECORD): Cell(
+        STOPPED, "status 1; a sync is never tried again", "what is on disk is unknown until it is opened again", START
+    ),
+    (Fault.FAILED_SYNC, Thing.META): Cell(
+        STOPPED, "status 1; a sync is never tried again", "what is on disk is unknown until it is opened again", START
+    ),
+    (Fault.FAILED_SYNC, Thing.CHUNK): Cell(
+        STOPPED, "status 1; the checkpoints before stay", "what is on disk is unknown until it is opened again", START
+    ),
+    (Fault.FAILED_SYNC, Thing.REGISTRY): Cell(
+        REFUSED, "the command ends with status 1; the file is as it was", "Input/output error", "mend the disk"
+    ),
+    (Fault.READ_ERROR, Thing.RECORD): Cell(
+        STOPPED,
+        "LMDB reads through a map: the kernel ends the process with SIGBUS, before anything wrong is executed;"
+        " `immortal run` says so, and with `--restart` tries again",
+        "the file of its log may be damaged",
+        "`immortal log verify NAME` names the place; mend the disk, or " + RESTORE,
+    ),
+    (Fault.READ_ERROR, Thing.META): Cell(STOPPED, "found at the start: status 1", "cannot be read", START),
+    (Fault.READ_ERROR, Thing.CHUNK): Cell(
+        STOPPED,
+        "as for records; `immortal log verify NAME` names the first byte that cannot be read",
+        "cannot be read at byte",
+        "mend the disk, or " + RESTORE,
+    ),
+    (Fault.READ_ERROR, Thing.REGISTRY): Cell(
+        REFUSED, "the command, or the start, ends with status 1", "cannot be read: Input/output error", "mend the disk"
+    ),
+    (Fault.SLOW_DISK, Thing.RECORD): Cell(
+        RECOVERED, "all goes on, in larger groups; `immortal status` says what a commit takes", "its disk is slow"
+    ),
+    (Fault.SLOW_DISK, Thing.META): Cell(RECOVERED, "as for records: they share each commit", "its disk is slow"),
+    (Fault.SLOW_DISK, Thing.CHUNK): Cell(RECOVERED, "a checkpoint takes longer; input is accepted meanwhile"),
+    (Fault.SLOW_DISK, Thing.REGISTRY): Cell(RECOVERED, "the command takes longer"),
+} | {(fault, Thing.SPILL): NO_SPILL for fault in Fault}
+
+
+def table() -> str:
+    """The outcomes, in Markdown."""
+    lines = ["| | " + " | ".join(thing.value for thing in Thing) + " |", "| --- " * (len(Thing) + 1) + "|"]
+    for fault in Fault:
+        cells = " | ".join(CELLS[fault, thing].outcome.value for thing in Thing)
+        lines.append(f"| {fault.value} | {cells} |")
+    return "\n".join(lines)
+
+
+def details() -> str:
+    """Each cell in a line, in Markdown."""
+    parts = []
+    for fault in Fault:
+        lines = [f"**{fault.value[0].upper()}{fault.value[1:]}**", ""]
+        for thing in Thing:
+            cell = CELLS[fault, thing]
+            if cell.outcome is Outcome.NOT_APPLICABLE:
+                continue
+            line = f"- {thing.value}: {cell.outcome.value}: {cell.what}."
+            if cell.says:
+                line += f' It says "{cell.says}".'
+            if cell.way_out:
+                line += f" Way out: {cell.way_out}."
+            lines.append(line)
+        parts.append("\n".join(lines))
+    missing = {cell.what: thing.value for (_, thing), cell in CELLS.items() if cell.outcome is Outcome.NOT_APPLICABLE}
+    parts += [f"A {thing} is in no cell: {what}." for what, thing in missing.items()]
+    return "\n\n".join(parts)
+
+
+def document() -> str:
+    """What stands in docs/guarantees.md between its two marks."""
+    return f"{table()}\n\n{details()}\n"
+
+
+if __name__ == "__main__":
+    print(document(), end="")

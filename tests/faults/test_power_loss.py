@@ -1,0 +1,113 @@
+"""The power fails after any step of any write: what was acknowledged is there, and the log is sound.
+
+A real process writes a log through a library that notes what each write replaces and when a sync has ended. So the
+file can be put back to any moment; there, some of what no sync had reached is taken away, as a disk may.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coordinator.log import Severity, open_log, verify_log
+from tests.faults.disk import Disk, Write, read_journal, shimmed, undone, without_power
+from tests.faults.sample_log import NAME, record
+
+REPOSITORY = Path(__file__).parents[2]
+ALWAYS_KEPT = 30  # of the moments that were drawn, how many are looked at for each seed
+
+WRITER = """
+import os, random, sys
+from pathlib import Path
+from coordinator.core.interfaces import ImpulseBatch, Transaction
+from coordinator.log import create_log
+from tests.faults.sample_log import COMMITTER_ID, NAME, put_checkpoint, put_record
+folder = Path(sys.argv[1])
+rng = random.Random(int(sys.argv[2]))
+acknowledged = os.open(folder / "acknowledged", os.O_WRONLY | os.O_CREAT)
+def tell(what, number):
+    os.pwrite(acknowledged, (b"%s %d" % (what, number)).ljust(30), 0)
+store = create_log(folder / "log", NAME, committer_id=COMMITTER_ID, map_size_bytes=1 << 24)
+tell(b"created", 0)
+checkpoint_id = 0
+for number in range(60):
+    put_record(store, number, rng.choice((300, 300, 300, 5000, 40000)))
+    tell(b"record", number)
+    if rng.random() < 0.2:
+        impulse = ImpulseBatch("carol", number + 1, 1, bytes(rng.randrange(5000)))
+        store.commit(Transaction(impulses=[impulse], epoch=number))
+        tell(b"epoch", number)
+    if rng.random() < 0.15:
+        checkpoint_id += 1
+        put_checkpoint(store, checkpoint_id, number, rng.choice((900, 9000, 30000)))
+        tell(b"checkpoint", checkpoint_id)
+        while store.trim(keep_checkpoints=2):
+            pass
+"""
+
+
+def write_under_watch(folder: Path, seed: int) -> Disk:
+    disk = Disk(folder, folder / "watched", journal=True)
+    (folder / "watched").mkdir()
+    command = [sys.executable, "-c", WRITER, str(folder / "watched"), str(seed)]
+    subprocess.run(command, env=shimmed(disk), cwd=REPOSITORY, check=True, timeout=60)
+    return disk
+
+
+def promised(writes: list[Write], contents: bytes) -> dict[str, int]:
+    """What had been acknowledged when of all writes these were done: the newest number of each kind."""
+    newest: dict[str, int] = {}
+    notes = [write for write in writes if write.path.endswith("/acknowledged")]
+    texts = [write.old for write in notes[1:]] + [contents]  # what each wrote is what the next one replaced
+    for text in texts[: len(notes)]:
+        what, _, number = text.decode().partition(" ")
+        newest[what] = int(number)
+    return newest
+
+
+def check(folder: Path, newest: dict[str, int]) -> None:
+    if "created" not in newest:
+        return  # nobody was told of it: the next start makes it anew, or takes it over
+    verification = verify_log(folder, NAME)
+    found = [finding.message for finding in verification.findings() if finding.severity is not Severity.NOTE]
+    assert not found
+    store = open_log(folder, NAME, map_size_bytes=1 << 24)
+    summary = store.summary()
+    assert store.problems == []
+    assert summary.last_sequence_id >= newest.get("record", -1)
+    assert summary.epoch >= newest.get("epoch", 0)
+    checkpoints = [header.checkpoint_id for header in summary.checkpoints]
+    assert max(checkpoints, default=0) >= newest.get("checkpoint", 0)
+    for sequence_id in range(max(summary.first_sequence_id, 0), summary.last_sequence_id + 1):
+        values = store.read(sequence_id, 1)
+        assert values[0] in (record(sequence_id, size) for size in (300, 5000, 40000))
+    store.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_was_acknowledged_survives_a_loss_of_power_at_any_moment(tmp_path: Path, seed: int) -> None:
+    disk = write_under_watch(tmp_path, seed)
+    rng = random.Random(seed)
+    log = tmp_path / "watched" / "log" / "data.mdb"
+    whole = log.read_bytes()
+    last_note = (tmp_path / "watched" / "acknowledged").read_bytes()
+    writes, moments = read_journal(disk.journal)
+    assert len(moments) > 300
+    interesting = [moment for moment in moments if any(write.path == str(log) for write in moment.pending)]
+    for moment in rng.sample(interesting, ALWAYS_KEPT):
+        later = [write for write in writes[moment.writes_done :] if write.path == str(log)]
+        pending = [write for write in moment.pending if write.path == str(log)]
+        left = without_power(undone(bytearray(whole), later), pending, rng)
+        copy = tmp_path / "copy"
+        copy.mkdir()
+        (copy / "data.mdb").write_bytes(left)
+        texts = [write for write in writes if write.path.endswith("/acknowledged")]
+        done = [write for write in writes[: moment.writes_done] if write.path.endswith("/acknowledged")]
+        contents = texts[len(done)].old if len(done) < len(texts) else last_note
+        check(copy, promised(done, contents))
+        shutil.rmtree(copy)
