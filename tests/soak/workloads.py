@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import random
+import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,7 +15,7 @@ import msgspec
 from appsdk.state import decode_envelope
 from coordinator.log import Severity, open_reader, verify_log
 from coordinator.registry import Registry
-from tests.soak.service import APP, Run, Service, SoakError, wait_for
+from tests.soak.service import APP, SUPERVISOR, Run, Service, SoakError, wait_for
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -119,4 +122,60 @@ def final_state(service: Service) -> dict[str, Any]:
     return state
 
 
-WORKLOADS: dict[str, type[WordCount]] = {"wordcount": WordCount}
+class Bank:
+    """examples/bank: a teller moves money between three banks, with calls that wait for answers."""
+
+    TRANSFERS_AT_ONCE = 100
+
+    def __init__(self, folder: Path, rng: random.Random) -> None:
+        self._books = _module("run", EXAMPLES / "bank")
+        self._home = folder / "registry"
+        self._seed = rng.randrange(1000)
+        self._transfers = 0
+        self._environment = {"BANK_SEED": str(self._seed)}
+        registry = Registry(self._home)
+        self.services = [
+            Service(
+                registry.register(name, "tcp://127.0.0.1:*"), Run(app, EXAMPLES / "bank", self._environment), folder
+            )
+            for name, app in self._books.APPS.items()
+        ]
+        self.feed()
+
+    def feed(self) -> None:
+        """The teller hears of more transfers when its supervisor is started."""
+        self._transfers += self.TRANSFERS_AT_ONCE
+        self._environment["BANK_TRANSFERS"] = str(self._transfers)
+
+    def settle(self) -> None:
+        teller = next(service for service in self.services if service.name == self._books.TELLER)
+        teller.kill(SUPERVISOR)
+
+        def is_complete() -> bool:
+            return all(service.ready for service in self.services) and settled in teller.messages
+
+        settled = f"settled: {self._transfers}"
+        wait_for(is_complete, lambda: f"{self._transfers} transfers are settled\n{teller.tail()}")
+
+    def check(self) -> str:
+        states = {service.name: self._state(service) for service in self.services}
+        problems = self._books.problems_of(states, self._transfers, self._seed)
+        if problems:
+            raise SoakError(f"the books are wrong: {problems[:10]}")
+        return f"{self._transfers:,} transfers: the books are right"
+
+    def _state(self, service: Service) -> Any:
+        final_state(service)
+        return self._books.final_state(self._home, service.name)
+
+
+def _module(name: str, folder: Path) -> Any:
+    """A module of an example, which imports others of its folder."""
+    sys.path.insert(0, str(folder))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(folder))
+
+
+WORKLOADS: dict[str, Callable[[Path, random.Random], Workload]] = {"bank": Bank, "wordcount": WordCount}
