@@ -10,7 +10,6 @@ import functools
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
 
 from coordinator import keys
 from coordinator.app_addresses import is_loopback
@@ -30,28 +29,33 @@ class KeyBook:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
+        self._files: dict[str, str] = {}
         self._read: dict[str, tuple[_Version, tuple[str, ...]]] = {}
 
     def keys_of(self, settings: InstanceSettings, name: str) -> tuple[str, ...]:
         """As ``settings`` give them for the peer ``name``, else as its public file does. Raises KeysError."""
-        return settings.peer_keys.get(name) or self._from_file(self._registry.home / name)
+        return settings.peer_keys.get(name) or self._from_file(name)
 
-    def callers(self, settings: InstanceSettings) -> list[str]:
-        """The names of those who may call the instance of ``settings``."""
+    def callers(self, settings: InstanceSettings, registered: Iterable[str]) -> list[str]:
+        """Of the instances of the registry and those that ``settings`` name, who may call the instance of these."""
         names = settings.allow
         if names is None:
-            names = tuple(sorted({*self._registry.names(), *settings.peer_keys}))
+            names = tuple(sorted({*registered, *settings.peer_keys}))
         return [name for name in names if name != settings.name]
 
-    def _from_file(self, folder: Path) -> tuple[str, ...]:
+    def _from_file(self, name: str) -> tuple[str, ...]:
+        # Once a second for each instance of the registry: its path is put together once.
+        file = self._files.get(name)
+        if file is None:
+            file = self._files[name] = str(keys.public_path(self._registry.home / name))
         try:
-            status = os.stat(keys.public_path(folder))
+            status = os.stat(file)
         except OSError:
             return ()
         version = (status.st_mtime_ns, status.st_size, status.st_ino)
-        known = self._read.get(folder.name)
+        known = self._read.get(name)
         if known is None or known[0] != version:
-            known = self._read[folder.name] = (version, keys.read_public_keys(folder))
+            known = self._read[name] = (version, keys.read_public_keys(self._registry.home / name))
         return known[1]
 
 
@@ -133,8 +137,9 @@ class PeerSecurity:
             self._own = pairs[0]
         callers: dict[str, str] = {}
         shared: set[str] = set()
-        allowed = self._book.callers(self._settings)
-        for name in {*allowed, *self._registry.names(), *self._settings.peer_keys, *self._known}:
+        registered = self._registry.names()
+        allowed = set(self._book.callers(self._settings, registered))
+        for name in {*allowed, *registered, *self._settings.peer_keys, *self._known}:
             found = self._keys_of(name)
             if found:
                 self._known[name] = found

@@ -58,7 +58,7 @@ def keys(registry: Registry, name: str, make: bool, rotate: bool, retire: bool, 
 def _callers(registry: Registry, settings: InstanceSettings) -> list[dict[str, Any]]:
     book = KeyBook(registry)
     rows: list[dict[str, Any]] = []
-    for name in book.callers(settings):
+    for name in book.callers(settings, registry.names()):
         if name in settings.peer_keys:
             origin = f"[peer_keys] in {registry.path(settings.name)}"
         else:
