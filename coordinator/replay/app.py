@@ -41,7 +41,7 @@ class AppCommand:
         # The SDK wants a fixed hash seed, and would start itself over to get one.
         environment = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
         # What the caller's environment says is meant for an app in service.
-        environment |= {"IMMORTAL_STRICT": "", "IMMORTAL_BREAK": "", "IMMORTAL_APP_SECRET_FILE": ""}
+        environment |= {"IMMORTAL_STRICT": "", "IMMORTAL_BREAK": ""}
         return cls(app, argv, environment, foreground=break_at is not None)
 
     @property

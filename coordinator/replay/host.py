@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import select
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
 
+from coordinator import app_secret
 from coordinator.app_connection import AppConnection
+from coordinator.app_gate import AppGate
 from coordinator.core.interfaces import LogSummary
+from coordinator.logs import Events
 from coordinator.replay.app import AppCommand
 from coordinator.replay.errors import AppDiedError, ReplayError
 from coordinator.replay.plan import ReplayPlan, Route, plan_route
@@ -58,16 +62,20 @@ def run_replay(
     with ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         address = "{}:{}".format(*listener.getsockname())
-        process = None
+        process = gate = None
+        epoll = stack.enter_context(select.epoll())
         if app.by_hand:
-            announce(address)
+            announce(address)  # it may be of the base protocol, which knows no secret
         else:
-            process = AppProcess(app, address)
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="immortal-replay-")))
+            gate = AppGate(source.identity.instance_name, app_secret.make(folder), Events("replay"), epoll)
+            stack.callback(gate.close)
+            process = AppProcess(app, address, app_secret.path(folder))
             stack.callback(process.close)
-        connection = AppConnection(_accept(listener, process, app, stop))
+        connection, said = _accept(listener, gate, epoll, process, app, stop)
         stack.callback(connection.close)
         blob_file = stack.enter_context(blob_path.open("wb")) if blob_path is not None else None
-        host = _Host(source, summary, route, app, process, connection, sink, blob_file)
+        host = _Host(source, summary, route, app, process, connection, said, sink, blob_file)
         host.run(progress or (lambda records, total: None), stop)
     result = host.result
     if process is not None:
@@ -78,21 +86,34 @@ def run_replay(
 
 
 def _accept(
-    listener: socket.socket, process: AppProcess | None, app: AppCommand, stop: Callable[[], bool]
-) -> socket.socket:
-    """The app's connection. Raises AppDiedError, ReplayError."""
+    listener: socket.socket,
+    gate: AppGate | None,
+    epoll: select.epoll,
+    process: AppProcess | None,
+    app: AppCommand,
+    stop: Callable[[], bool],
+) -> tuple[AppConnection, bytes]:
+    """The app's connection, and what it has said: where there is a ``gate``, the secret. Its sockets are in ``epoll``.
+
+    Raises AppDiedError, ReplayError.
+    """
     deadline_s = None if process is None or app.foreground else time.monotonic() + CONNECT_TIMEOUT_S
     while True:
         if deadline_s is not None and time.monotonic() > deadline_s:
             raise ReplayError(f"the app {app.name} did not connect within {CONNECT_TIMEOUT_S:g} s")
         if stop():
             raise ReplayError("stopped before an app had connected")
-        ready = _poll({listener.fileno(): select.POLLIN}, process, PROGRESS_DELAY_S)
+        ready = _poll({listener.fileno(): select.POLLIN, epoll.fileno(): select.POLLIN}, process, PROGRESS_DELAY_S)
         if listener.fileno() in ready:
             accepted, _ = listener.accept()
             accepted.setblocking(False)
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return accepted
+            connection = AppConnection(accepted)
+            if gate is None:
+                return connection, b""
+            gate.admit(connection)
+        if gate is not None and (admitted := gate.process(dict(epoll.poll(0)))) is not None:
+            return admitted
         if process is not None and process.exit_status is not None:
             raise _died(process, app)
 
@@ -132,6 +153,7 @@ class _Host:
         app: AppCommand,
         process: AppProcess | None,
         connection: AppConnection,
+        said: bytes,  # by the app, so far
         sink: Sink,
         blob_file: BinaryIO | None,
     ) -> None:
@@ -140,6 +162,7 @@ class _Host:
         self._app = app
         self._process = process
         self._connection = connection
+        self._said = said
         self._sink = sink
         self._blob_file = blob_file
         self._blob_size_bytes = self._blob_check = 0
@@ -154,7 +177,7 @@ class _Host:
 
     def run(self, progress: Callable[[int, int | None], None], stop: Callable[[], bool]) -> None:
         started_s = time.monotonic()
-        for event in self._session.begin():
+        for event in (*self._session.begin(), *self._session.receive(self._said)):
             self._take(event)
         progress_s = started_s
         while self._ended is None:

@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 from collections import deque
+from pathlib import Path
 
+from coordinator.app_secret import SECRET_FILE_VARIABLE
 from coordinator.parent_death import die_with_parent
 from coordinator.replay.app import AppCommand
 from coordinator.replay.errors import ReplayError
@@ -23,8 +25,8 @@ _READ_SIZE_BYTES = 64 << 10
 class AppProcess:
     """One running app. ``descriptors`` are readable when it has said something (:meth:`take_output`), or has died."""
 
-    def __init__(self, command: AppCommand, address: str) -> None:
-        """Raises ReplayError."""
+    def __init__(self, command: AppCommand, address: str, secret_file: Path) -> None:
+        """``secret_file``: of the secret that the app is to show at ``address``. Raises ReplayError."""
         argv = [address if part == "{address}" else part for part in command.argv]
         captured = not command.foreground
         try:
@@ -33,7 +35,7 @@ class AppProcess:
                 stdin=subprocess.DEVNULL if captured else None,
                 stdout=subprocess.PIPE if captured else None,
                 stderr=subprocess.STDOUT if captured else None,
-                env={**os.environ, **command.environment},
+                env={**os.environ, **command.environment, SECRET_FILE_VARIABLE: str(secret_file)},
                 process_group=0 if captured else None,  # Ctrl-C in a terminal reaches whoever replays alone
                 # Nothing but two system calls, so that a lock held by another thread does no harm. The thread that
                 # starts the app lives as long as the replay: the kernel's parent is a thread.

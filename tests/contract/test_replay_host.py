@@ -286,6 +286,37 @@ def test_an_app_whose_looker_on_fails_is_gone(made: Made, reader: LogReader, tmp
         os.kill(int(pid_file.read_text()), 0)
 
 
+STRANGERS = """
+import os, runpy, socket, sys
+from protocol.extensions import ALL_EXTENSIONS, Hello, encode_hello
+host, _, port = sys.argv[sys.argv.index("--address") + 1].rpartition(":")
+silent = socket.create_connection((host, int(port)))
+for said, answer in (
+    (b"\\x02\\x09", b""),
+    (encode_hello(Hello(ALL_EXTENSIONS, "x")), b"must show its secret"),
+    (encode_hello(Hello(ALL_EXTENSIONS, "x", b"no secret")), b"is not the one that came"),
+):
+    with socket.create_connection((host, int(port))) as stranger:
+        stranger.sendall(said)
+        heard = b""
+        while piece := stranger.recv(1000):
+            heard += piece
+    assert answer in heard and bool(answer) == bool(heard), heard
+assert not os.stat(os.environ["IMMORTAL_APP_SECRET_FILE"]).st_mode & 0o077
+sys.argv.pop(0)
+runpy.run_module("appsdk", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_only_the_app_that_was_started_is_served(made: Made, reader: LogReader) -> None:
+    """Strangers come before it: one says nothing, others no Hello, no secret, another secret."""
+    app = made.app()
+    command = AppCommand(app.name, [sys.executable, "-c", STRANGERS, *app.argv[2:]], app.environment)
+    result, sink = replay(reader, command, checkpoint_id=1)
+    assert (result.messages, result.exit_status) == (10, 0), result.stderr_tail
+    assert positions(sink) == [*range(1, 19), *range(20, 23)]
+
+
 def test_two_replays_share_one_reader(made: Made, reader: LogReader) -> None:
     shared = SharedSource(reader)
     sinks = [Recording(), Recording()]
