@@ -1,4 +1,4 @@
-"""The four processes of a benchmark run, in a registry of its own."""
+"""The processes of a benchmark run, in a registry of its own. They die with it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from coordinator import app_secret, control, keys
 from coordinator.app_addresses import default_app_socket
 from coordinator.config import InstanceSettings
+from coordinator.parent_death import die_with_parent
 from coordinator.registry import Registry
 from protocol.errors import ImmortalError
 
@@ -28,8 +30,8 @@ class Service:
 
     def __init__(self, settings: InstanceSettings, app: str, environment: dict[str, str]) -> None:
         self.settings = settings
+        self.environment = environment  # of both
         self._app = app
-        self._environment = environment
         self.coordinator: subprocess.Popen[str] | None = None
         self.app: subprocess.Popen[str] | None = None
 
@@ -38,20 +40,23 @@ class Service:
         with open(settings.folder / "errors.txt", "a") as errors:
             self.coordinator = subprocess.Popen(
                 [sys.executable, "-m", "coordinator", "coordinator", settings.name],
-                env=self._environment,
+                env=self.environment,
                 stderr=errors,
                 text=True,
+                preexec_fn=die_with_parent(os.getpid()),
             )
             self.app = subprocess.Popen(
                 [sys.executable, "-m", "appsdk", self._app],
                 env={
-                    **self._environment,
+                    **self.environment,
                     "IMMORTAL_APP_ADDRESS": settings.app_nearest_address,
                     app_secret.SECRET_FILE_VARIABLE: str(app_secret.path(settings.folder)),
                 },
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
+                preexec_fn=die_with_parent(os.getpid()),
             )
 
     def check_alive(self) -> None:
@@ -69,16 +74,44 @@ class Service:
         except control.ControlError:
             return None
 
-    def wait_for_phase(self, phase: str) -> float:
+    def wait_for_phase(self, phase: str, *, timeout_s: float = START_TIMEOUT_S) -> float:
         """Seconds until the coordinator is in ``phase``."""
+        return self.wait_for(
+            lambda status: status["phase"] == phase and not status["backlog_records"],
+            f"is not in phase {phase!r}",
+            timeout_s,
+        )
+
+    def wait_for(self, condition: Callable[[dict[str, Any]], bool], otherwise: str, timeout_s: float) -> float:
+        """Seconds until the coordinator's status fulfils ``condition``. Raises BenchError with ``otherwise``."""
         begun = time.perf_counter()
         while True:
             status = self.status()
-            if status is not None and status["phase"] == phase and not status["backlog_records"]:
+            if status is not None and condition(status):
                 return time.perf_counter() - begun
-            if time.perf_counter() - begun > START_TIMEOUT_S:
-                raise BenchError(f"{self.settings.name!r} is not in phase {phase!r} after {START_TIMEOUT_S:.0f} s")
+            if time.perf_counter() - begun > timeout_s:
+                raise BenchError(f"{self.settings.name!r} {otherwise} after {timeout_s:.0f} s; its status: {status}")
             time.sleep(POLL_INTERVAL_S)
+
+    def processes(self) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
+        """Coordinator and app. Raises BenchError where they were not started."""
+        if self.coordinator is None or self.app is None:
+            raise BenchError(f"{self.settings.name!r} was not started")
+        return self.coordinator, self.app
+
+    def ask_to_stop(self) -> None:
+        """For a last checkpoint and an end of both."""
+        self.processes()[0].terminate()
+
+    def wait_until_stopped(self, timeout_s: float) -> None:
+        """Raises BenchError where one ends with another status than 0, or not at all."""
+        for what, process in zip(("coordinator", "app"), self.processes(), strict=True):
+            try:
+                status = process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                raise BenchError(f"{self.settings.name}'s {what} has not stopped within {timeout_s:.0f} s") from None
+            if status:
+                self.check_alive()
 
     def peak_memory_mib(self) -> tuple[float, float]:
         """Peak resident memory of (coordinator, app)."""
@@ -93,8 +126,9 @@ class Service:
             if process is not None:
                 process.kill()
                 process.wait()
-                if process.stdout is not None:
-                    process.stdout.close()
+                for pipe in (process.stdin, process.stdout):
+                    if pipe is not None:
+                        pipe.close()
         self.app = self.coordinator = None
 
 
@@ -116,5 +150,5 @@ def register(home: Path, apps: dict[str, str], variables: dict[str, str], *, cur
         settings.folder.mkdir(parents=True, exist_ok=True)
         if curve:
             keys.make(settings.folder)
-        services[name] = Service(settings, app, environment)
+        services[name] = Service(settings, app, dict(environment))
     return services

@@ -10,8 +10,14 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from coordinator.bench.fleet import measure_fleet
+from coordinator.bench.isolation import measure_isolation
 from coordinator.bench.one_way import OneWay, Results, run_benchmark
 from coordinator.bench.trim import TrimResult, measure_trimming
+from coordinator.cli.bench_fleet import print_fleet
+from coordinator.cli.bench_isolation import as_dict, print_isolation
+
+FLEET_SIZE_MAX = 1000  # of some 60 MiB each
 
 
 def _sizes(context: click.Context, parameter: click.Parameter, value: str) -> list[int]:
@@ -30,10 +36,37 @@ def _sizes(context: click.Context, parameter: click.Parameter, value: str) -> li
 @click.option("--folder", type=click.Path(file_okay=False, exists=True, path_type=Path), help="Where the logs go.")
 @click.option("--trim", is_flag=True, help="Measure instead how long a commit takes while a log is trimmed.")
 @click.option("--curve", is_flag=True, help="Measure once more with keys: encrypted and authenticated.")
+@click.option(
+    "--fleet",
+    "fleet_size",
+    type=click.IntRange(2, FLEET_SIZE_MAX),
+    metavar="N",
+    help="Run instead N instances that each call ten others: what they cost while idle.",
+)
+@click.option("--isolation", is_flag=True, help="Measure instead what a dead and a stalled peer cost eight others.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def bench(sizes: list[int], volume_mb: int, folder: Path | None, trim: bool, curve: bool, as_json: bool) -> None:
+def bench(
+    sizes: list[int],
+    volume_mb: int,
+    folder: Path | None,
+    trim: bool,
+    curve: bool,
+    fleet_size: int | None,
+    isolation: bool,
+    as_json: bool,
+) -> None:
     """One-way calls between two services with durable logs, next to what the disk alone does."""
     console = Console(stderr=True)
+    if isolation:
+        with console.status("starting") as status:
+            isolated = measure_isolation(folder=folder, progress=status.update)
+        click.echo(json.dumps(as_dict(isolated))) if as_json else print_isolation(isolated)
+        return
+    if fleet_size is not None:
+        with console.status("starting") as status:
+            fleet = measure_fleet(fleet_size, curve=curve, folder=folder, progress=status.update)
+        click.echo(json.dumps(asdict(fleet))) if as_json else print_fleet(fleet)
+        return
     if trim:
         with console.status("starting") as status:
             trimmed = measure_trimming(folder=folder, progress=status.update)
