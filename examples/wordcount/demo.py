@@ -1,9 +1,11 @@
 """Count the words of many files with two services, while their processes are killed one after another; then compare.
 
-    scripts/demo [FILES...] [--crashes N] [--seed S] [--keep FOLDER]
+    scripts/demo [FILES...] [--crashes N] [--seed S] [--keep FOLDER] [--peer tcp]
 
 Four processes: Reader and Counter, each with its coordinator, each pair under `immortal run --restart`. Kills are drawn
 by seed over the progress of the instance that they hit (lines read, or counted), so that all fall before the end.
+With `--peer tcp` each pair is in a network of its own, with a cable between the two, as on two machines: what goes over
+it is encrypted.
 """
 
 from __future__ import annotations
@@ -22,18 +24,20 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import wordcount
+from networks import ADDRESSES, Networks, NetworksError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from appsdk.state import decode_envelope
-from coordinator import control
+from coordinator import control, keys
 from coordinator.log import open_reader
 from coordinator.registry import Registry
 from protocol.errors import ImmortalError
@@ -43,9 +47,11 @@ POLL_S = 0.05
 STALLED_S = 60.0  # nothing has moved for so long: give up
 STOP_S = 60.0
 REGISTRY_NAME = "registry"
+PEER_PORT = 7400  # in a network of its own nobody else has it
 COORDINATOR, APP = "coordinator", "app"
 READER, COUNTER = "reader", "counter"
 APPS = {READER: "wordcount:Reader", COUNTER: "wordcount:Counter"}
+SIDES = {name: side for side, name in enumerate(APPS)}
 KINDS = tuple((name, role) for name in APPS for role in (APP, COORDINATOR))
 console = Console()
 
@@ -107,6 +113,7 @@ class Instance:
     folder: Path
     total: int
     kills: list[Kill]
+    networks: Networks | None = None  # where each instance has its own
     status: dict[str, Any] = field(default_factory=dict)
     lines: int = 0  # how far it is
     error: str | None = None
@@ -117,8 +124,9 @@ class Instance:
         self.last_lines: deque[str] = deque(maxlen=12)
         self.pids: dict[str, int] = {}
         command = [sys.executable, "-m", "coordinator", "--home", str(home), "run", self.name, APPS[self.name]]
+        command += ["--restart", "--log-format", "json"]
         self.supervisor = subprocess.Popen(
-            [*command, "--restart", "--log-format", "json"],
+            command if self.networks is None else self.networks.inside(SIDES[self.name], command),
             cwd=Path(__file__).parent,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -150,6 +158,8 @@ class Instance:
     def _watch(self) -> None:
         """Ask for the status, and kill when a kill is due and the one before is recovered from."""
         try:
+            if self.networks is not None:
+                self.networks.enter(SIDES[self.name])
             self._watch_kills()
         except Exception as error:
             self.error = f"{type(error).__name__}: {error}"
@@ -222,10 +232,12 @@ def draw_kills(crashes: int, source: random.Random) -> list[Kill]:
 # --- the run ---------------------------------------------------------------------------------------------------------
 
 
-def run(folder: Path, files: Sequence[Path], total: int, kills: list[Kill], *, keep: bool) -> float:
+def run(
+    folder: Path, files: Sequence[Path], total: int, kills: list[Kill], *, keep: bool, networks: Networks | None
+) -> float:
     """Feed, kill, wait until all is counted, stop cleanly; returns the seconds until all was counted.
 
-    ``keep``: the logs are wanted afterwards, so they are never trimmed.
+    ``keep``: the logs are wanted afterwards, so they are never trimmed. ``networks``: each instance has its own.
     """
     home = folder / REGISTRY_NAME
     listing = folder / "files.txt"
@@ -235,9 +247,12 @@ def run(folder: Path, files: Sequence[Path], total: int, kills: list[Kill], *, k
     instances = []
     for name in (COUNTER, READER):
         trimming: dict[str, Any] = {"keep_checkpoints": None} if keep else {}
-        settings = registry.register(name, "tcp://127.0.0.1:*", **trimming)
+        peer = "tcp://127.0.0.1:*" if networks is None else f"tcp://{ADDRESSES[SIDES[name]]}:{PEER_PORT}"
+        settings = registry.register(name, peer, **trimming)
+        if networks is not None:
+            keys.make(settings.folder)  # outside loopback nobody starts without
         own = [kill for kill in kills if kill.name == name]
-        instances.append(Instance(name, settings.folder, total, own))
+        instances.append(Instance(name, settings.folder, total, own, networks))
     started: list[Instance] = []
     try:
         started_s = time.monotonic()
@@ -246,6 +261,8 @@ def run(folder: Path, files: Sequence[Path], total: int, kills: list[Kill], *, k
             started.append(instance)
         wait_until_complete(instances, total, len(kills))
         elapsed_s = time.monotonic() - started_s
+        if networks is not None:
+            require_keys(instances)
         stop_cleanly(instances)
         return elapsed_s
     finally:
@@ -280,6 +297,13 @@ def wait_until_complete(instances: Sequence[Instance], total: int, kill_count: i
         for name in bars:
             progress.update(bars[name], completed=total)
         progress.update(kills_bar, completed=kill_count)
+
+
+def require_keys(instances: Sequence[Instance]) -> None:
+    for instance in instances:
+        if instance.status["security"]["key"] is None:
+            raise failed(instance, "what went over the cable was not encrypted")
+    console.print("in two networks, with a cable between them; encrypted and authenticated with CURVE")
 
 
 def failed(instance: Instance, why: str) -> DemoError:
@@ -362,7 +386,15 @@ def main() -> int:
     parser.add_argument("--crashes", type=int, default=8, metavar="N", help="how many kills (default 8)")
     parser.add_argument("--seed", type=int, help="of the kills; drawn and printed without it")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="a new one, where the whole logs stay")
+    parser.add_argument(
+        "--peer",
+        choices=("loopback", "tcp"),
+        default="loopback",
+        help="tcp: each instance in a network of its own, with keys; needs root (default loopback)",
+    )
     options = parser.parse_args()
+    if options.peer == "tcp" and os.geteuid() != 0:
+        parser.error("--peer tcp makes two network namespaces, which only root can: sudo scripts/demo --peer tcp")
     if options.crashes < 0:
         parser.error("--crashes cannot be negative")
     for file in options.files:
@@ -381,10 +413,12 @@ def main() -> int:
     kills = draw_kills(options.crashes, random.Random(seed)) if total else []
     folder = new_folder(options.keep)
     try:
-        elapsed_s = run(folder, files, total, kills, keep=options.keep is not None)
+        with ExitStack() as stack:
+            networks = stack.enter_context(Networks()) if options.peer == "tcp" else None
+            elapsed_s = run(folder, files, total, kills, keep=options.keep is not None, networks=networks)
         print_kills(sorted(kills, key=lambda kill: kill.line)) if kills else None
         differences = compare(folder, expected, total)
-    except (DemoError, ImmortalError) as error:
+    except (DemoError, NetworksError, ImmortalError) as error:
         console.print(f"FAILED: {error}", style="bold red", markup=False, highlight=False)
         console.print(f"logs and registry are kept in {folder}; seed {seed}", highlight=False)
         return 1
