@@ -35,6 +35,13 @@ class Limits:
     peer_gather_bytes: int = 64 << 10
     """While frames are on their way, less than this waits for more to come (never longer than one round trip)."""
 
+    parked_senders_max: int = 256
+    """Instances whose Hellos wait for the end of this one's first start; others are refused, and greet again."""
+
+    parked_hellos_max: int = 8
+    """... and Hellos of each: beyond it the oldest is forgotten. Its sender has given it up; the newest few may have
+    crossed on their way."""
+
     app_window_bytes: int = 16 * MIB
     """Handed over for the app and not yet taken by its socket; the rest is fed from the log. Several joined commits."""
 

@@ -5,8 +5,10 @@ A stream to oneself is an output stream whose receiver is the own log: the machi
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from coordinator.core import peer_problems as problems
 from coordinator.core.effects import Effect, OpenPeer, ReplyToPeer, Report, ResetPeer, SendToPeer
@@ -67,7 +69,7 @@ class Peers:
     epoch_began_ns: int = 0  # ns since the Unix epoch
     held: bool = False  # nothing is sent: what was put in place of a cut's losses is not durable yet
     _checks: dict[str, OutputCheck] = field(default_factory=dict)  # of the replay, by destination
-    _parked: list[_ParkedHello] = field(default_factory=list)
+    _parked: dict[str, deque[_ParkedHello]] = field(default_factory=dict)  # by sender
     _known_acknowledged: dict[str, int] = field(default_factory=dict)
     _moved: set[str] = field(default_factory=set)  # outputs that may have a new mark
 
@@ -465,11 +467,24 @@ class Peers:
         if not self.accepting:
             return
         if frame.frame_type is FrameType.HELLO and not self.ready:
-            self._parked.append(_ParkedHello(token, frame))
+            self._park(_ParkedHello(token, frame))
             return
         reply = self._refusal(frame) or self._answer(token, frame)
         if reply is not None:
             self._reply(token, frame.sender, reply)
+
+    def _park(self, hello: _ParkedHello) -> None:
+        """Answer it once the first start is complete. What a sender said long before its newest needs no answer."""
+        sender = hello.frame.sender
+        if sender not in self._parked and len(self._parked) >= self.limits.parked_senders_max:
+            self._reply(hello.token, sender, self._not_ready())
+            return
+        parked = self._parked.setdefault(sender, deque(maxlen=self.limits.parked_hellos_max))
+        parked.append(hello)
+
+    def _not_ready(self) -> _Reply:
+        reason = f"{self.name!r} has not completed its first start"
+        return _Reply(FrameType.REFUSED, code=RefusedCode.NOT_READY, reason=reason)
 
     def _refusal(self, frame: PeerFrame) -> _Reply | None:
         if frame.receiver != self.name:
@@ -508,9 +523,7 @@ class Peers:
                 FrameType.WELCOME, stream.durable, RefusedCode.STALE_EPOCH if stream.forked else RefusedCode.NONE
             )
         if not self.ready:
-            return _Reply(
-                FrameType.REFUSED, code=RefusedCode.NOT_READY, reason=f"{self.name!r} has not completed its first start"
-            )
+            return self._not_ready()
         if frame.frame_type is not FrameType.BATCH:
             return _Reply(
                 FrameType.REFUSED, code=RefusedCode.MALFORMED, reason=f"unexpected frame {frame.frame_type.name}"
@@ -571,6 +584,6 @@ class Peers:
     def became_ready(self, now_ns: int) -> None:
         """The first start is complete: answer who has asked meanwhile."""
         self.ready = True
-        parked, self._parked = self._parked, []
-        for hello in parked:
+        parked, self._parked = self._parked, {}
+        for hello in chain.from_iterable(parked.values()):
             self.received(hello.token, hello.frame, now_ns)

@@ -77,6 +77,21 @@ def test_hellos_wait_until_the_first_start_is_complete() -> None:
     assert driven.replies[2:] == [("h3", FrameType.WELCOME, 0)]
 
 
+def test_a_limited_number_of_hellos_waits_for_the_first_start() -> None:
+    driven = Driven(auto=False, limits=Limits(parked_senders_max=2, parked_hellos_max=2))
+    for number, sender in enumerate(("c", "d", "e", "d", "d")):
+        driven.greeted(number, sender=sender)
+    assert driven.replies == [(2, FrameType.REFUSED, 0)]  # of one sender too many
+    assert refusals(driven) == [(RefusedCode.NOT_READY, "'a' has not completed its first start")]
+    driven.connect()
+    driven.disk_all()
+    driven.data(first_start())
+    driven.disk_all()
+    assert driven.replies[1:] == [(number, FrameType.WELCOME, 0) for number in (0, 3, 4)]
+    driven.greeted(5, sender="e")
+    assert driven.replies[4:] == [(5, FrameType.WELCOME, 0)]
+
+
 def test_a_batch_before_the_first_start_is_refused_as_not_ready() -> None:
     driven = Driven()
     driven.batch("t", 1, rpc(1))
