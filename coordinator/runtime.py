@@ -513,6 +513,8 @@ def _run_with_log(settings: InstanceSettings, registry: Registry, *, promote: bo
     opener = open_log if log_exists(settings.log) else create_log
     store = opener(settings.log, settings.name)
     try:
+        for line in store.rebuilt:
+            Events(settings.name).warning(line)
         upgrade_to = upgrade_asked_for(settings, registry, store)
         if settings.metrics is not None:
             _serve_metrics(settings)

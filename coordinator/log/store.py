@@ -29,6 +29,7 @@ from coordinator.log.checkpoint_store import CheckpointWriter, remove_half_writt
 from coordinator.log.environment import DATA_FILE_NAME, LogIdentity, Tables, extend_data_file
 from coordinator.log.format import SEQUENCE_KEY, StoredHeader
 from coordinator.log.lock import FolderLock
+from coordinator.log.rebuild import rebuild
 from coordinator.log.residency import MappedPages
 from coordinator.log.values import check_value
 from protocol.varint import Readable
@@ -59,6 +60,7 @@ class LmdbLogStore:
     ) -> None:
         self.identity = identity
         self.problems: list[str] = []  # what was found damaged and could be left out, in words
+        self.rebuilt: list[str] = []  # what was found damaged when it was opened and was put right, in words
         self._folder = folder
         self._environment = environment
         self._tables = tables
@@ -76,6 +78,8 @@ class LmdbLogStore:
         )
         while self._write(lambda transaction: remove_half_written(transaction, tables)):
             pass
+        with self._naming_remedy():
+            self.rebuilt = self._write(lambda transaction: rebuild(transaction, tables, identity.committer_id))
         extend_data_file(folder / DATA_FILE_NAME)
 
     def summary(self) -> LogSummary:

@@ -24,6 +24,7 @@ from coordinator.log.folder import open_reader
 from coordinator.log.format import StoredHeader
 from coordinator.log.lock import is_locked
 from coordinator.log.reader import LogReader, TrimmedError
+from coordinator.log.rebuild import plan_rebuilding
 from coordinator.log.stream_positions import StreamPositions
 from coordinator.log.values import verify_value
 
@@ -232,8 +233,8 @@ class LogVerification:
             )
             if last == self.last_sequence_id:
                 yield from self._positions.compare(last, {name: row[2] for name, row in sources.items()})
-        except DamagedLogError as error:
-            yield Finding(Severity.FATAL, "sources", f"{error}; the log cannot be opened")
+        except DamagedLogError:
+            yield from self._verify_rebuilding(reader)
         for place, check, meaning in (
             ("versions", _check_versions, "the log cannot be opened"),
             ("acknowledged", _check_acknowledged, "the log cannot be opened"),
@@ -245,6 +246,17 @@ class LogVerification:
                 reader.transact(check)
             except DamagedLogError as error:
                 yield Finding(Severity.FATAL, place, f"{error}; {meaning}")
+
+    def _verify_rebuilding(self, reader: LogReader) -> Iterator[Finding]:
+        """Of a table of sources that is damaged: whether the next start can put it right."""
+        committer_id = reader.identity.committer_id
+        try:
+            plan = reader.transact(lambda transaction, tables: plan_rebuilding(transaction, tables, committer_id))
+        except DamagedLogError as error:
+            yield Finding(Severity.FATAL, "sources", f"{error}; the log cannot be opened")
+            return
+        for row in plan:
+            yield Finding(Severity.DAMAGE, "sources", f"{row.how}, at the next start")
 
 
 def _first_unreadable(path: Path) -> str | None:

@@ -19,6 +19,7 @@ from coordinator.core.interfaces import (
     OutputBatch,
     OutputMark,
     SourcePosition,
+    StreamStart,
     Transaction,
 )
 from coordinator.log import LmdbLogStore, Severity, create_log, open_log, open_reader, verify_log
@@ -348,7 +349,6 @@ def test_a_damaged_header_or_its_outputs(log: Path, needle: bytes) -> None:
 @pytest.mark.parametrize(
     ("needle", "offset_bytes", "table"),
     [
-        (b"sender-of-3-\0", 15, "sources"),
         (b"carol-acknowledged\0", 20, "acknowledged"),
         (b"peer-dave\0", 12, "peers"),
         (b"epoch", 7, "meta"),
@@ -363,6 +363,97 @@ def test_damaged_small_values(log: Path, needle: bytes, offset_bytes: int, table
     severity, place, message = only_finding(log)
     assert (severity, place) == (Severity.FATAL, table)
     assert "the log cannot be opened" in message
+
+
+def damage_source(log: Path, name: str, *, key: bytes | None = None, value: bytes = b"not what was written") -> None:
+    store = open_small(log)
+    if key is not None:
+        put(store, "sources", log_format.name_key(name), None)
+    put(store, "sources", key or log_format.name_key(name), value)
+    store.close()
+
+
+@pytest.mark.parametrize("bit", range(0, 8 * 25, 7))
+def test_a_flipped_bit_of_a_position_is_put_right(log: Path, bit: int) -> None:
+    """Wherever it is: in the key, the check bytes or the payload."""
+    with open_reader(log) as reader:
+        before = reader.summary().sources
+    key = log_format.name_key("sender-of-3-")
+    row = bytearray(key + log_format.seal(b"sources", key, (6, 1, 1)))
+    row[bit // 8] ^= 1 << bit % 8
+    damage_source(log, "sender-of-3-", key=bytes(row[: len(key)]), value=bytes(row[len(key) :]))
+    with open_reader(log) as reader, pytest.raises(DamagedLogError, match="table 'sources' is damaged at key"):
+        reader.summary()
+    severity, place, message = only_finding(log)
+    assert (severity, place) == (Severity.DAMAGE, "sources")
+    assert message.endswith("one flipped bit was put right, at the next start")
+    store = open_small(log)
+    assert "one flipped bit was put right" in store.rebuilt[0]
+    assert store.summary().sources == before
+    store.close()
+    assert findings(log) == []
+    store = open_small(log)
+    assert store.rebuilt == []
+    store.close()
+
+
+@pytest.mark.parametrize("name", ["bob", IMPULSES])
+def test_a_damaged_position_is_known_from_the_records(log: Path, name: str) -> None:
+    store = open_small(log)
+    store.commit(Transaction(peers={"bob": 5}))
+    store.close()
+    damage_source(log, name)
+    severity, place, message = only_finding(log)
+    assert (severity, place) == (Severity.DAMAGE, "sources")
+    assert f"'sources' is damaged at key {name!r}" in message
+    assert message.endswith("position 20 is taken from record 19, at the next start")
+    store = open_small(log)
+    assert store.rebuilt[0].endswith("position 20 is taken from record 19")
+    assert store.summary().sources[name] == SourcePosition(5 if name == "bob" else COMMITTER_ID, 0, 20)
+    assert len(store.summary().sources) == 22
+    store.close()
+    assert findings(log) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "why"),
+    [
+        (Transaction(), "nothing else says which log 'bob' had"),
+        (Transaction(peers={"bob": 5}, stream_starts={"bob": StreamStart(3)}), "nothing else says which log 'bob' had"),
+        (Transaction(peers={"bob": 5, "erin": 8}), "no record that is kept says how far that stream was"),
+    ],
+    ids=["whose log", "a stream that began anew", "how far"],
+)
+def test_positions_that_cannot_be_known_again_stop_the_start(log: Path, before: Transaction, why: str) -> None:
+    store = open_small(log)
+    store.commit(before)
+    store.close()
+    damage_source(log, "erin" if "erin" in before.peers else "bob")
+    with pytest.raises(DamagedLogError, match=f"{why}: 'immortal recover alice' says what can be done"):
+        open_small(log)
+    severity, place, message = only_finding(log)
+    assert (severity, place) == (Severity.FATAL, "sources")
+    assert message.endswith("the log cannot be opened")
+
+
+def test_positions_from_before_a_cut_stop_the_start(log: Path) -> None:
+    store = open_small(log)
+    store.commit(Transaction(peers={"bob": 5}))
+    put(store, "meta", log_format.META_CUTS, log_format.seal(b"meta", log_format.META_CUTS, [7, 20]))
+    store.close()
+    damage_source(log, "bob")
+    with pytest.raises(DamagedLogError, match="no record that is kept says how far"):
+        open_small(log)
+
+
+def test_positions_that_a_damaged_record_may_hold_stop_the_start(log: Path) -> None:
+    store = open_small(log)
+    store.commit(Transaction(peers={"bob": 5}))
+    store.close()
+    damage_source(log, "bob")
+    flip(log, content(19))
+    with pytest.raises(DamagedLogError, match="record 19 is damaged"):
+        open_small(log)
 
 
 def test_damaged_identity(log: Path) -> None:
