@@ -71,7 +71,7 @@ class Coordinator:
         self._error: ImmortalError | None = None
         self._stop_requests = StopRequests()
         self._stop_deadline_ns: int | None = None
-        self._wake_at_ns: int | None = None  # wall clock
+        self._wake_due_ns: int | None = None  # monotonic: the wall clock may be set
         self._routes = Routes(Discovery(settings, registry), log.warning)
         self._writer = LogWriter(
             store,
@@ -159,8 +159,8 @@ class Coordinator:
         self._messenger.process()
         self._look_for_peers()
         self._look_for_keys()
-        if self._wake_at_ns is not None and time.time_ns() >= self._wake_at_ns:
-            self._wake_at_ns = None
+        if self._wake_due_ns is not None and time.monotonic_ns() >= self._wake_due_ns:
+            self._wake_due_ns = None
             self._events.append(ev.Tick())
         if self._stop_deadline_ns is not None and time.monotonic_ns() > self._stop_deadline_ns:
             self._log.warning("the app gave no checkpoint in time; stopping without one: the log has everything")
@@ -184,10 +184,9 @@ class Coordinator:
             self._security.next_deadline_ns(),
             self._strangers.next_deadline_ns(),
             self._stop_deadline_ns,
+            self._wake_due_ns,
         )
         deadlines = [ns for ns in due_ns if ns is not None]
-        if self._wake_at_ns is not None:
-            deadlines.append(time.monotonic_ns() + self._wake_at_ns - time.time_ns())
         return max(0.0, (min(deadlines) - time.monotonic_ns()) / 1e9) if deadlines else None
 
     # --- the log ---------------------------------------------------------------------------------------------------
@@ -388,7 +387,7 @@ class Coordinator:
         return peers
 
     def _wake_at(self, effect: ef.WakeAt) -> None:
-        self._wake_at_ns = effect.time_ns
+        self._wake_due_ns = time.monotonic_ns() + effect.time_ns - time.time_ns()
 
     def _upgrade_ended(self, effect: ef.UpgradeEnded) -> None:
         if effect.problem is None:

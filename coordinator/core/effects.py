@@ -7,7 +7,8 @@ Duties of a driver:
 3. SendToApp's bytes go to the connection that was up when it was asked for, in order, or nowhere.
 4. SendToPeer is at least once and may be reordered; after ResetPeer nothing asked for before it is sent any more.
 5. LoadLog, CheckCheckpoint and the reads are answered once each, LogFailed counting as an answer.
-6. WakeAt is answered by one Tick once the wall clock has got there; a later WakeAt takes its place.
+6. WakeAt is answered by one Tick once as much time has passed as was left to it, whatever the wall clock does
+   meanwhile; a later WakeAt takes its place.
 7. After Stop nothing else is carried out.
 """
 

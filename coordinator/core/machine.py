@@ -160,7 +160,7 @@ class Machine:
     def handle(self, events: Sequence[ev.Event], now_ns: int) -> list[Effect]:
         """Handle the events of one turn, in order; what is to be done now, in order.
 
-        ``now_ns``: wall-clock time, ns since the Unix epoch. It may jump; nothing but the records' times uses it.
+        ``now_ns``: wall-clock time, ns since the Unix epoch. It may jump: the times of records never go back.
         """
         self._now_ns = now_ns
         for event in events:
@@ -750,14 +750,19 @@ class Machine:
     def _tick(self, event: ev.Tick) -> None:
         """Time has passed. Whether a checkpoint is due is looked at in each turn."""
         checkpoint_due = self._checkpoint_wake_ns is not None and self._now_ns >= self._checkpoint_wake_ns
-        retry_due = self._retry_wake_ns is not None and self._now_ns >= self._retry_wake_ns
+        retry_due = self._is_retry_due()
         if checkpoint_due:
             self._checkpoint_wake_ns = None
         if retry_due:
             self._retry_wake_ns = None
             self._peers.retry_failed()
-        if checkpoint_due or retry_due:
-            self._plan_wake()
+        self._plan_wake()
+
+    def _is_retry_due(self) -> bool:
+        if self._retry_wake_ns is None:
+            return False
+        left_ns = self._retry_wake_ns - self._now_ns
+        return left_ns <= 0 or left_ns > self.limits.stream_retry_ns  # more than it ever was: the clock was set back
 
     def _plan_retry(self) -> None:
         if self._retry_wake_ns is None and not self.stopped and self._peers.any_failed:

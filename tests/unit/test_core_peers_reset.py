@@ -516,6 +516,18 @@ def test_a_stopped_stream_is_tried_again_and_goes_on_once_the_other_side_is_mend
     assert state_of(driven)["error"] is None
 
 
+@pytest.mark.parametrize("hours", [-5, 5])
+def test_a_clock_that_is_set_does_not_hold_up_a_stopped_stream(hours: int) -> None:
+    driven = three_of_five()
+    driven.reply(FrameType.REFUSED, 0, code=RefusedCode.COMMITTER_CHANGED, reason="another log")
+    driven.forget()
+    driven.now_ns += hours * 3600 * 10**9
+    driven.handle(ev.Tick())  # two seconds later, by a clock that nobody sets
+    assert hellos(driven) == [3]
+    driven.reply(FrameType.REFUSED, 0, code=RefusedCode.COMMITTER_CHANGED, reason="another log")
+    assert driven.of(ef.WakeAt)[-1].time_ns == driven.now_ns + driven.machine.limits.stream_retry_ns
+
+
 def test_the_wake_up_of_a_stopped_stream_does_not_take_the_place_of_the_checkpoints() -> None:
     driven = Driven(limits=Limits(checkpoint_age_ns=6_000_000_000))
     driven.connect()
