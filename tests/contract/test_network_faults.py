@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
 import resource
 import shutil
 import socket
 import statistics
+import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coordinator import keys
-from protocol.messages import encode_attach_to, encode_outgoing_rpc
+from coordinator.log import open_reader
+from coordinator.messenger import Messenger
+from protocol.checksum import crc64
+from protocol.messages import encode_attach_to, encode_incoming_rpc, encode_outgoing_rpc
+from protocol.peer import FrameType, decode_frame
+from protocol.record import decode_header
+from protocol.trailer import Trailer, decode_trailer
 from tests.helpers.processes import TOLD, CoordinatorProcess, House, SocketApp
 from tests.helpers.proxy import FaultProxy
 
@@ -297,6 +306,59 @@ def test_a_peer_is_reached_again_soon_after_its_return(
         assert statistics.median(took_s) < RECONNECT_S_MAX
 
 
+# --- clocks ----------------------------------------------------------------------------------------------------------
+
+JUMPS = """
+import itertools, time
+hours = itertools.cycle((0, 5, -5, 0, -3, 3))
+calls, offset, now = itertools.count(), [0], time.time_ns
+
+def jumping():
+    if next(calls) % 7 == 6:
+        offset[0] = next(hours) * 3600 * 10**9
+    return now() + offset[0]
+
+time.time_ns, time.time = jumping, lambda: jumping() / 1e9
+"""
+
+
+def test_clocks_that_jump(house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hours, many times a second, at both ends, over kills of both: and the times in the logs never go back."""
+    (tmp_path / "sitecustomize.py").write_text(JUMPS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    road = Road(house)
+    for name in ("alice", "bob"):
+        path = house.registry.path(name)
+        path.write_text(path.read_text().replace("keep_checkpoints = 2", 'keep_checkpoints = "all"'))
+    with road:
+        for _ in range(3):
+            for _ in range(10):
+                road.feed(10)
+            road.arrives()
+            road.kill(road.bob_process, road.bob)
+            road.feed(20)
+            road.start_bob()
+            road.arrives()
+            road.kill(road.alice_process, road.alice)
+            road.start_alice()
+        road.feed(20)
+        road.arrives()
+        jumps = 0
+        for name in ("alice", "bob"):
+            with open_reader(house.settings(name).log, name) as log:
+                trailers = [trailer_of(value) for value in log.values(log.summary().first_sequence_id)]
+            times_ns = [trailer.time_ns for trailer in trailers]
+            assert times_ns == sorted(times_ns)
+            sent_ns = [batch.send_time_ns for trailer in trailers for batch in trailer.batches]
+            jumps += sum(abs(later - earlier) > 3600 * 10**9 for earlier, later in itertools.pairwise(sent_ns))
+        assert jumps > 2, "the clocks did not jump"
+
+
+def trailer_of(value: bytes) -> Trailer:
+    header = decode_header(value)
+    return decode_trailer(value[header.size_bytes :], header.check)
+
+
 # --- a coordinator that is there twice -------------------------------------------------------------------------------
 
 
@@ -372,5 +434,103 @@ def test_a_flood_of_connections_to_the_peer_port(house: House, descriptors: int 
             for stranger in strangers:
                 stranger.close()
         road.proxy.cut()
+        road.feed(5)
+        road.arrives()
+
+
+# --- frames that nobody should send ----------------------------------------------------------------------------------
+
+INTS = (-(1 << 31), -1, 0, 1, (1 << 31) - 1)
+LONGS = (-(1 << 63), -1, 0, 1, 7, 1 << 40, (1 << 63) - 1)
+NAMES = (
+    b"",
+    b"\x02\0",
+    b"\x04\xff\xff",
+    b"\xfe\x03" + b"x" * 255,
+    b"\x80\x04" + b"x" * 256,
+    b"\xff\xff\xff\xff\x0f",
+    b"\x01",
+)
+FIELDS: dict[str, Sequence[int | bytes]] = {
+    "version": (0, 2, 255),
+    "frame_type": (0, 5, 14, 15, 32, 33, 34, 35, 255),
+    "code": (0, 6, 65535),
+    "committer_id": INTS,
+    "epoch": LONGS,
+    "position": LONGS,
+    "count": INTS,
+    "time_ns": LONGS,
+    "sender": NAMES,
+    "receiver": NAMES,
+    "reason": NAMES,
+    "payload": (b"", b"\0", b"\xff" * 10, encode_incoming_rpc(1, 1, b"x") + b"\x02", b"x" * (1 << 20)),
+}
+
+
+def hostile_frames() -> Iterator[list[bytes]]:
+    """A Hello and a Batch with each value of each field in turn, once with the check that they have then, once not."""
+    names: dict[str, int | bytes] = {"sender": b"\x0emallory", "receiver": b"\x06bob", "reason": b"\0"}
+    call = encode_incoming_rpc(1, 1, b"x")
+    for frame_type, position, count, payload in ((FrameType.HELLO, 0, 0, b""), (FrameType.BATCH, 3, 1, call)):
+        plain = {"version": 1, "frame_type": int(frame_type), "code": 0, "committer_id": 7, "epoch": 3}
+        plain |= {"position": position, "count": count, "time_ns": 5}
+        for field, values in FIELDS.items():
+            for value in values:
+                found = {**plain, **names, "payload": payload, field: value}
+                fixed = [found[name] for name in plain]
+                rest = b"".join(bytes(found[name]) for name in names)  # type: ignore[arg-type]
+                body = bytes(found["payload"])  # type: ignore[arg-type]
+                for wrong in (0, 1):
+                    check = crc64(body, crc64(struct.pack("<BBHiqqiqQ", *fixed, 0) + rest)) ^ wrong
+                    header = struct.pack("<BBHiqqiqQ", *fixed, check) + rest
+                    yield [header, body] if body else [header]
+                    yield [header, body, b"one too many"]
+                    yield [header[: len(header) // 2]]
+    yield [b""]
+
+
+def test_malformed_frames_at_every_field(house: House) -> None:
+    """All are answered, by nothing or a refusal; nothing of them is logged, and alice is served in between."""
+    with Road(house) as road:
+        road.feed(5)
+        road.arrives()
+        frames = list(hostile_frames())
+        answers: list[list[bytes]] = []
+        before = road.bob_process.status()["sequence_id"]
+        with Messenger() as mallory:
+            for parts in frames:
+                mallory.send_message(road.bob_endpoint, parts, answers.append)
+            road.bob_process.until(lambda status: len(answers) == len(frames))
+        assert {decode_frame(parts).frame_type for parts in answers if parts} <= {
+            FrameType.WELCOME,
+            FrameType.RESEND,
+            FrameType.REFUSED,
+        }
+        assert sum(not parts for parts in answers) > len(frames) // 2
+        status = road.bob_process.status()
+        assert status["sequence_id"] == before
+        assert {name for name, stream in status["inputs"].items() if stream["position"]} == {"alice"}
+        road.feed(20)
+        road.bob.until(lambda: len(road.bob.state["told"]) == road.sent)
+        assert road.bob.state["told"] == list(range(1, road.sent + 1))
+
+
+def test_a_message_that_says_to_be_huge_ends_its_connection(house: House) -> None:
+    """A stranger's ZMTP frame of 1 TiB: no memory is made ready for it."""
+    with Road(house) as road:
+        road.feed(5)
+        road.arrives()
+        host, _, port = road.bob_endpoint.removeprefix("tcp://").rpartition(":")
+        greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(16) + b"\0" + bytes(31)
+        ready = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
+        for size_bytes in (1 << 40, (1 << 63) - 1, (1 << 64) - 1):
+            with socket.create_connection((host, int(port)), timeout=20.0) as stranger:
+                stranger.sendall(greeting + bytes([4, len(ready)]) + ready)
+                stranger.sendall(b"\x02" + size_bytes.to_bytes(8, "big") + b"x" * 1000)
+                with contextlib.suppress(ConnectionResetError):
+                    while stranger.recv(1000):
+                        pass
+        peak_kib = int(Path(f"/proc/{road.bob_process.process.pid}/status").read_text().split("VmHWM:")[1].split()[0])
+        assert peak_kib < 200 << 10
         road.feed(5)
         road.arrives()
