@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from coordinator import control, upgrade_mark
+from coordinator import control, descriptors, upgrade_mark
 from coordinator.allocator import keep_freed_memory
 from coordinator.app_endpoint import AppEndpoint
 from coordinator.config import InstanceSettings
@@ -501,6 +501,7 @@ def run_coordinator(settings: InstanceSettings, registry: Registry, *, promote: 
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     keep_freed_memory()
+    descriptors.raise_limit()
     try:
         return _run_with_log(settings, registry, promote=promote)
     except (DamagedLogError, LogFormatError) as error:

@@ -438,6 +438,19 @@ def test_a_flood_of_connections_to_the_peer_port(house: House, descriptors: int 
         road.arrives()
 
 
+def test_a_coordinator_takes_the_descriptors_that_it_may_have(house: House) -> None:
+    """Each half-open connection holds one for ten seconds, and the usual 1024 are soon taken."""
+    house.register("bob")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))
+    try:
+        process = house.start("bob")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    expected = 1 << 16 if hard == resource.RLIM_INFINITY else min(1 << 16, hard)
+    assert resource.prlimit(process.process.pid, resource.RLIMIT_NOFILE)[0] == max(expected, min(soft, 1024))
+
+
 # --- frames that nobody should send ----------------------------------------------------------------------------------
 
 INTS = (-(1 << 31), -1, 0, 1, (1 << 31) - 1)
