@@ -89,6 +89,7 @@ def decode_meta(data: bytes) -> Meta:
 class _Walk:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
+        self._file_size_bytes = os.fstat(descriptor).st_size
         start = os.pread(descriptor, PAGE_HEADER_SIZE_BYTES + _META.size, 0)
         (self._page_size_bytes,) = struct.unpack_from("=I", start, PAGE_HEADER_SIZE_BYTES + 24)
         metas = [self._meta(number) for number in range(2)]
@@ -99,7 +100,6 @@ class _Walk:
     def _meta(self, number: int) -> Meta:
         page = self._bytes(number, PAGE_HEADER_SIZE_BYTES + _META.size)
         own_number, _, flags, _, _ = _PAGE_HEADER.unpack_from(page)
-        # LMDB sets the number of its second meta page only when it first writes it, and checks neither.
         if own_number != number or flags & _KINDS != _META_PAGE:
             raise PageError(f"page {number} is no meta page")
         return decode_meta(page[PAGE_HEADER_SIZE_BYTES:])
@@ -114,10 +114,10 @@ class _Walk:
     # --- pages --------------------------------------------------------------------------------------------------------
 
     def _bytes(self, number: int, size_bytes: int) -> bytes:
-        data = os.pread(self._descriptor, size_bytes, number * self._page_size_bytes)
-        if len(data) < size_bytes:
+        offset_bytes = number * self._page_size_bytes
+        if offset_bytes + size_bytes > self._file_size_bytes:
             raise PageError(f"page {number} is behind the end of the file")
-        return data
+        return os.pread(self._descriptor, size_bytes, offset_bytes)
 
     def _page(self, number: int, kind: int) -> tuple[bytes, int]:
         """A page of a table, and how many nodes it has."""

@@ -85,7 +85,8 @@ CELLS: dict[tuple[Fault, Thing], Cell] = {
     ),
     (Fault.BIT_FLIP, Thing.META): Cell(
         STOPPED,
-        "a table of positions, or one of LMDB's own pages, is found damaged at the start: status 3",
+        "a small table, or one of LMDB's own pages, is found damaged at the start: status 3. Only a row of the table of"
+        " input positions is put right, from its flipped bit or from the records, and it is said so",
         "is damaged",
         RESTORE,
     ),

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from coordinator.config import ConfigError
+from coordinator.core.interfaces import IMPULSES
 from coordinator.fault_points import FaultPoint
+from coordinator.log import format as log_format
 from coordinator.log import verify_log
 from coordinator.registry import Registry
 from tests.faults.disk import read_journal, synced_paths, without_power
@@ -221,6 +223,12 @@ def a_flipped_bit_in_a_table_and_in_a_page_of_lmdb(scene: Scene, cell: Cell) -> 
     scene.flip(b"epoch", 7)
     line = scene.stops_at_the_start(cell.says, 3)
     assert "table 'meta' is damaged at key 'epoch'" in line
+    scene.log.write_bytes(sound)
+    scene.flip(log_format.name_key(IMPULSES), len(IMPULSES) + 10)
+    scene.recovers()
+    assert "one flipped bit was put right" in scene.process.line("table 'sources' is damaged")
+    scene.kill()
+    sound = scene.copy_log()
     for page, offset_bytes in ((0, 144), (1, 144)):  # of which transaction it is
         data = bytearray(sound)
         data[page * 4096 + offset_bytes] ^= 2
