@@ -29,6 +29,7 @@ from coordinator.log.stream_positions import StreamPositions
 from coordinator.log.values import verify_value
 
 _READ_SIZE_BYTES = 1 << 20
+_READ_SIZE_BYTES_MIN = 4096  # to name the place
 
 
 @dataclass(slots=True)
@@ -261,16 +262,23 @@ class LogVerification:
 
 def _first_unreadable(path: Path) -> str | None:
     """What the disk does not give of the file, in words."""
-    offset_bytes = 0
+    offset_bytes, size_bytes = 0, _READ_SIZE_BYTES
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        while data := os.pread(descriptor, _READ_SIZE_BYTES, offset_bytes):
+        while True:
+            try:
+                data = os.pread(descriptor, size_bytes, offset_bytes)
+            except OSError as error:
+                if size_bytes == _READ_SIZE_BYTES_MIN:
+                    problem = f"{path} cannot be read at byte {offset_bytes}: {error.strerror}"
+                    return f"{problem}; restore the log from a copy"
+                size_bytes = _READ_SIZE_BYTES_MIN
+                continue
+            if not data:
+                return None
             offset_bytes += len(data)
-    except OSError as error:
-        return f"{path} cannot be read at byte {offset_bytes}: {error.strerror}; restore the log from a copy"
     finally:
         os.close(descriptor)
-    return None
 
 
 def _has_header(transaction: reading.ReadTransaction, tables: Tables, checkpoint_id: int) -> bool:

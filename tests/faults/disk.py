@@ -51,6 +51,10 @@ class Disk:
         """``call``: write, sync, read or any. From now on, until :meth:`work`."""
         self._say(f"{call} error {errno}")
 
+    def cannot_read_from(self, offset_bytes: int) -> None:
+        """Reads of bytes from there on fail with EIO."""
+        self._say(f"read from {offset_bytes}")
+
     def delay(self, call: str, delay_ms: int) -> None:
         self._say(f"{call} delay {delay_ms}")
 

@@ -1,8 +1,10 @@
 /* A disk that fails as it is told to, in front of libc: for files whose path contains $DISK_SHIM_MATCH.
 
    $DISK_SHIM_CONTROL names a file, read at each call; while it is not there, all goes well. Each line is
-       CALL ACTION [NUMBER]     CALL: write, sync, read or any;  ACTION: error ERRNO, delay MILLISECONDS, kill COUNT
-   "kill N": the process is gone right before the Nth such call since it was loaded.
+       CALL ACTION NUMBER     CALL: write, sync, read or any;  ACTION: error ERRNO, delay MILLISECONDS, kill COUNT,
+                                                                        from OFFSET
+   "kill N": the process is gone right before the Nth such call since it was loaded. "from N": EIO for what touches
+   bytes from N on.
 
    $DISK_SHIM_JOURNAL names a file that gets what it takes to undo each write, and a note of each sync: what a loss of
    power may take is all that was written since. See tests/faults/disk.py for its format. */
@@ -49,7 +51,7 @@ static int is_ours(int descriptor, char *path, size_t room) {
 }
 
 /* 0, or -1 with errno set: the call fails. */
-static int meet(const char *call, int index) {
+static int meet(const char *call, int index, off_t end) {
     const char *control = getenv("DISK_SHIM_CONTROL");
     char text[512], name[16], action[16];
     long number;
@@ -73,8 +75,8 @@ static int meet(const char *call, int index) {
         } else if (!strcmp(action, "kill")) {
             if (calls[any ? 3 : index] >= number)
                 kill(getpid(), SIGKILL);
-        } else {
-            errno = (int)number;
+        } else if (strcmp(action, "from") || end > number) {
+            errno = strcmp(action, "from") ? (int)number : EIO;
             return -1;
         }
     }
@@ -124,10 +126,10 @@ static int syncs_itself(int descriptor) { return (fcntl(descriptor, F_GETFL) & O
     char path[4096];                                                                                                   \
     if (!is_ours(descriptor, path, sizeof path))                                                                       \
         return call;                                                                                                   \
-    if (meet("write", 0))                                                                                              \
+    if (meet("write", 0, (offset) + (size)))                                                                                              \
         return -1;                                                                                                     \
     int own = syncs_itself(descriptor);                                                                                \
-    if (own && meet("sync", 1))                                                                                        \
+    if (own && meet("sync", 1, 0))                                                                                        \
         return -1;                                                                                                     \
     pthread_mutex_lock(&lock);                                                                                         \
     uint64_t number = note_write(descriptor, path, offset, size);                                                      \
@@ -164,7 +166,7 @@ ssize_t writev(int descriptor, const struct iovec *parts, int count) {
     char path[4096];                                                                                                   \
     if (!is_ours(descriptor, path, sizeof path))                                                                       \
         return call;                                                                                                   \
-    if (meet("sync", 1))                                                                                               \
+    if (meet("sync", 1, 0))                                                                                               \
         return -1;                                                                                                     \
     pthread_mutex_lock(&lock);                                                                                         \
     uint64_t upto = last_number;                                                                                       \
@@ -178,16 +180,16 @@ int fdatasync(int descriptor) { SYNCING(REAL(fdatasync)(descriptor)); }
 
 int fsync(int descriptor) { SYNCING(REAL(fsync)(descriptor)); }
 
-#define READING(call)                                                                                                  \
+#define READING(offset, call)                                                                                                  \
     char path[4096];                                                                                                   \
-    if (is_ours(descriptor, path, sizeof path) && meet("read", 2))                                                     \
+    if (is_ours(descriptor, path, sizeof path) && meet("read", 2, (offset) + size))                                                     \
         return -1;                                                                                                     \
     return call
 
 ssize_t pread(int descriptor, void *data, size_t size, off_t offset) {
-    READING(REAL(pread)(descriptor, data, size, offset));
+    READING(offset, REAL(pread)(descriptor, data, size, offset));
 }
 
 ssize_t pread64(int descriptor, void *data, size_t size, off_t offset) { return pread(descriptor, data, size, offset); }
 
-ssize_t read(int descriptor, void *data, size_t size) { READING(REAL(read)(descriptor, data, size)); }
+ssize_t read(int descriptor, void *data, size_t size) { READING(lseek(descriptor, 0, SEEK_CUR), REAL(read)(descriptor, data, size)); }

@@ -440,10 +440,10 @@ def a_read_error_at_the_start(scene: Scene, cell: Cell) -> None:
 def a_read_error_is_named(scene: Scene, cell: Cell) -> None:
     scene.with_two_checkpoints()
     disk = scene.disk(scene.log)
-    disk.fail("read", errno.EIO)
+    disk.cannot_read_from(3 * 4096)
     told = scene.command("log", "verify", NAME)
     assert told.returncode == 1
-    assert "cannot be read" in told.stdout + told.stderr
+    assert f"{cell.says} {3 * 4096}: Input/output error" in told.stdout + told.stderr
     assert "Traceback" not in told.stderr
     disk.work()
     scene.recovers()
