@@ -1,4 +1,4 @@
-"""log show, log verify, log diff: all only read, also beside a running coordinator."""
+"""log show, log verify, log export, log diff: all only read, also beside a running coordinator."""
 
 from __future__ import annotations
 
@@ -93,6 +93,35 @@ def verify(registry: Registry, name: str, as_json: bool) -> None:
             f" {verification.size_bytes_checked} bytes), {verification.checkpoints_checked} checkpoints"
         )
     sys.exit(0 if verification.is_sound else 1)
+
+
+@log.command()
+@name_argument
+@click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
+@pass_registry
+def export(registry: Registry, name: str, file: Path) -> None:
+    """Write all that a replay needs of the log into one new FILE, to be replayed by tests (assert_replays).
+
+    An instance that runs goes on; with 'immortal checkpoint NAME' before, the file ends with a state to compare with.
+    """
+    settings = registry.load(name)
+    _require_log(settings)
+    from coordinator.log import open_reader
+    from coordinator.replay.recorded import RecordedLog
+
+    with open_reader(settings.log, name) as reader:
+        recorded = RecordedLog.of(reader)
+    try:
+        size_bytes = recorded.write(file)
+    except FileExistsError:
+        raise click.UsageError(f"{file} is there already: give another name, or remove it first") from None
+    except OSError as error:
+        raise RegistryError(f"{file} can't be written: {error.strerror}") from None
+    summary = recorded.summary()
+    click.echo(
+        f"{name}: records {summary.first_sequence_id} to {summary.last_sequence_id}, "
+        f"{len(summary.checkpoints)} checkpoints: {size_bytes:,} bytes in {file}"
+    )
 
 
 @log.command()
