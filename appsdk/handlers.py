@@ -50,27 +50,26 @@ def definition_key(name: str) -> str:
 
 
 class BoundHandler(Generic[P, R]):
-    """A handler of this very instance: ``self.count(...)`` calls it, ``self.count.fork(...)`` sends it to oneself."""
+    """A handler of this very instance: ``self.count(...)`` calls it, ``self.count.fork(...)`` sends it to oneself.
+
+    ``fork`` sends the call and goes on: it is executed once, in the order of the calls, whatever crashes. It raises
+    TypeError for arguments that the handler does not take, UsageError outside handlers.
+    """
 
     __slots__ = ("_call", "fork")
 
-    if TYPE_CHECKING:
-
-        def fork(self, *args: P.args, **kwargs: P.kwargs) -> None:
-            """Send the call and go on: it is executed once, in the order of the calls, whatever crashes.
-
-            Raises TypeError for arguments that the handler does not take, UsageError outside handlers.
-            """
+    fork: Callable[P, None]
 
     def __init__(self, call: Callable[P, R], fork: Callable[P, None]) -> None:
         self._call = call
-        object.__setattr__(self, "fork", fork)
+        self.fork = fork
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self._call(*args, **kwargs)
 
 
 if TYPE_CHECKING:
+    from appsdk.immortal import Immortal
 
     class RemoteHandler(Generic[P, R]):
         """What a type checker sees of a peer's handler. (``peer(Bank, "bank")`` is to it the class Bank itself.)"""
@@ -80,7 +79,7 @@ if TYPE_CHECKING:
         @overload
         def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Awaitable[R]: ...
         @overload  # ``Counter.count(counter, ...)``, a plain call
-        def __call__(self, instance: object, /, *args: P.args, **kwargs: P.kwargs) -> R: ...
+        def __call__(self, instance: Immortal, /, *args: P.args, **kwargs: P.kwargs) -> R: ...
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...  # type: ignore[misc]
 
 

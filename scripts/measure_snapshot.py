@@ -22,7 +22,7 @@ import msgspec
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from appsdk import Immortal, peer, rpc
-from appsdk.testing import call, control, initial_record, logged
+from appsdk.testing.wire import call, control, initial_record, logged
 from protocol.extensions import decode_app_batch
 from protocol.messages import MessageType, decode_incoming_rpc, decode_messages
 from protocol.readers import BlobData, Message, MessageReader

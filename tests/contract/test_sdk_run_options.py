@@ -13,7 +13,7 @@ from appsdk import Immortal, peer, rpc
 from appsdk.errors import EXIT_HANDLER_FAILED, EXIT_INTERRUPTED, EXIT_NOT_RUNNABLE, HandlerError
 from appsdk.proxy import definition_of
 from appsdk.runner import run_connection
-from appsdk.testing import call, logged
+from appsdk.testing.wire import call, logged
 from protocol.extensions import decode_handler_failed, decode_origins
 from protocol.messages import MessageType
 from tests.helpers.sdk import GOODBYE, WAIT_S, ScriptedCoordinator, coordinator

@@ -21,7 +21,7 @@ from appsdk.errors import EXIT_HANDLER_FAILED, Disconnected, StateError
 from appsdk.proxy import definition_of
 from appsdk.runner import run_connection
 from appsdk.snapshot import CHUNK_SIZE_BYTES_MAX, Snapshot
-from appsdk.testing import AppOutput, call, logged
+from appsdk.testing.wire import AppOutput, call, logged
 from protocol.errors import RemoteProtocolError
 from protocol.messages import MessageType
 from tests.helpers.sdk import (

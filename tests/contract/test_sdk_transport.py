@@ -20,7 +20,7 @@ from appsdk import Immortal, Impulses, impulse, on_primary, peer, rpc
 from appsdk.errors import EXIT_FAILED, EXIT_NOT_RUNNABLE, ConnectError, Disconnected, HandlerError, HookError, Refused
 from appsdk.proxy import definition_of
 from appsdk.runner import run_connection
-from appsdk.testing import accepted, call, checkpoint_record, control, logged
+from appsdk.testing.wire import accepted, call, checkpoint_record, control, logged
 from appsdk.transport import connect
 from protocol.messages import MessageType, RpcType
 from tests.helpers.sdk import GOODBYE, TAKE_FIRST, WAIT_S, Script, ScriptedCoordinator, coordinator

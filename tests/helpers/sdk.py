@@ -12,7 +12,7 @@ from typing import Any
 from appsdk.dispatch import Dispatcher, Event, OutputReady
 from appsdk.effect_request import EffectRunner
 from appsdk.proxy import definition_of
-from appsdk.testing import COMMITTER_ID, AppOutput, checkpoint_record, control, initial_record
+from appsdk.testing.wire import COMMITTER_ID, AppOutput, checkpoint_record, control, initial_record
 from protocol.extensions import encode_version
 from protocol.messages import MessageType, encode_message
 from protocol.record import CONTROL_SEQUENCE_ID, encode_record

@@ -18,7 +18,7 @@ from appsdk.handlers import CLOCK_METHOD_ID
 from appsdk.outbox import BATCH_SIZE_BYTES
 from appsdk.proxy import definition_of, method_names
 from appsdk.state import Envelope, decode_envelope, encode_envelope
-from appsdk.testing import START_TIME_NS, AppOutput, answer, call, initial_record, logged
+from appsdk.testing.wire import START_TIME_NS, AppOutput, answer, call, initial_record, logged
 from protocol.extensions import decode_app_batch, decode_origins
 from protocol.messages import MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_messages
 from tests.helpers.sdk import SEED, TAKE, TAKE_FIRST, Life, recover

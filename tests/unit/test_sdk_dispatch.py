@@ -12,7 +12,7 @@ from appsdk.dispatch import BecamePrimary, Goodbye, OutputReady, Refusal
 from appsdk.errors import EXIT_HANDLER_FAILED, HandlerError, StateError
 from appsdk.handlers import method_id_of_name
 from appsdk.outbox import BATCH_SIZE_BYTES, READY_SIZE_BYTES_MAX
-from appsdk.testing import (
+from appsdk.testing.wire import (
     COMMITTER_ID,
     START_TIME_NS,
     accepted,

@@ -14,7 +14,7 @@ from appsdk.errors import Disconnected, UsageError
 from appsdk.immortal import attach
 from appsdk.outbox import BATCH_SIZE_BYTES, Outbox
 from appsdk.proxy import definition_of
-from appsdk.testing import AppOutput
+from appsdk.testing.wire import AppOutput
 from protocol.errors import RemoteProtocolError
 from protocol.messages import MessageType
 

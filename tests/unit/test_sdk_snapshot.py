@@ -11,7 +11,7 @@ from appsdk.dispatch import BecamePrimary, SnapshotBegun
 from appsdk.errors import StateError
 from appsdk.proxy import definition_of
 from appsdk.snapshot import SnapshotReader
-from appsdk.testing import COMMITTER_ID, call, checkpoint_record, initial_record, logged
+from appsdk.testing.wire import COMMITTER_ID, call, checkpoint_record, initial_record, logged
 from protocol.batch import encode_batch
 from protocol.messages import MessageType
 from protocol.record import encode_record

@@ -12,7 +12,7 @@ from appsdk.errors import HandlerError
 from appsdk.handlers import INITIAL_METHOD_ID, method_id_of_name
 from appsdk.outbox import Outbox
 from appsdk.proxy import definition_of, method_names
-from appsdk.testing import AppOutput, call, control, initial_record, logged
+from appsdk.testing.wire import AppOutput, call, control, initial_record, logged
 from protocol.extensions import ALL_EXTENSIONS, TRACE_EXTENSIONS, decode_hello, decode_origins
 from protocol.messages import MessageType
 

@@ -15,7 +15,7 @@ from appsdk.dispatch import BecamePrimary
 from appsdk.errors import EXIT_UPGRADE_FAILED, DefinitionError, StateError, UpgradeError
 from appsdk.proxy import definition_of
 from appsdk.state import decode_envelope
-from appsdk.testing import call, checkpoint_record, initial_record, logged
+from appsdk.testing.wire import call, checkpoint_record, initial_record, logged
 from protocol.errors import RemoteProtocolError
 from protocol.extensions import decode_app_description, decode_hello
 from protocol.messages import MessageType
