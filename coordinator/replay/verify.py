@@ -137,7 +137,7 @@ def verify_section(
         plan = ReplayPlan(checkpoint_id=start.checkpoint_id, last_sequence_id=end.sequence_id, last_version=end.version)
     with tempfile.TemporaryDirectory(prefix="immortal-verify-") as folder:
         blob = Path(folder) / "replayed"
-        checking = _Checking(source, start, receivers or {})
+        checking = CheckingSink(source, start, receivers or {})
         result = run_replay(source, plan, app, checking, blob_path=blob, progress=progress, announce=announce)
         section = Section(start, end, result, checking.counts)
         if result.failure is None:
@@ -175,7 +175,7 @@ def _compare_state(section: Section, source: RecordSource, end: CheckpointHeader
     section.state_is_same = section.state is None
 
 
-class _Checking(Sink):
+class CheckingSink(Sink):
     """Compares the outputs as they come."""
 
     def __init__(self, source: RecordSource, start: CheckpointHeader, receivers: Mapping[str, RecordSource]) -> None:

@@ -1,0 +1,108 @@
+"""An app without a process and a socket: the real dispatcher, fed with bytes, on a clock of somebody else's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from appsdk import tracing
+from appsdk.codec import encoder
+from appsdk.definition import Definition
+from appsdk.dispatch import BecamePrimary, Dispatcher, Goodbye, Refusal, SnapshotBegun
+from appsdk.errors import HandlerError, Refused, UpgradeError
+from appsdk.outbox import Chunk, Outbox
+from protocol.checksum import crc64
+from protocol.errors import ImmortalError
+from protocol.extensions import ALL_EXTENSIONS, HandlerFailure, encode_handler_failed
+from protocol.messages import MessageType, encode_message
+
+
+class LocalApp:
+    """One life of an app. ``trace``: it says which message made each call, for a replay that is looked at.
+
+    ``now_ns``: what ``self.now()`` is in ``__init__``, ns since the Unix epoch. What it is to say is in ``output``.
+    ``error`` is why it has stopped, if it has: nothing is given to it any more.
+    """
+
+    def __init__(self, definition: Definition, seed: bytes, now_ns: int, *, trace: bool = False) -> None:
+        self.error: ImmortalError | None = None
+        self.is_primary = False
+        self.has_left = False
+        self._trace = trace
+        self.dispatcher = Dispatcher(
+            definition,
+            lambda: seed,
+            extensions=tracing.EXTENSIONS if trace else ALL_EXTENSIONS,
+            make_outbox=tracing.TracingOutbox if trace else Outbox,
+        )
+        # The clock is the record's; before there is one, the context's own: it is not to look at the real one.
+        self.dispatcher.context.record_time_ns = now_ns
+        self.output = bytearray()
+        self.take_output()
+
+    @property
+    def instance(self) -> Any:
+        return self.dispatcher.instance
+
+    @property
+    def next_due_ns(self) -> int | None:
+        return self.dispatcher.next_due_ns
+
+    def state_check(self) -> int:
+        """The checksum of its state, and of what its handlers wait for."""
+        dispatcher = self.dispatcher
+        state = dispatcher.definition.state().encode(dispatcher.instance)
+        return crc64(encoder.encode(dispatcher.tasks.save()), crc64(state))
+
+    def tell_time(self, time_ns: int) -> None:
+        self.dispatcher.tell_time(time_ns)
+        self.take_output()
+
+    def receive(self, data: bytes | memoryview) -> None:
+        """Handle bytes of the coordinator. Raises nothing: see ``error``."""
+        try:
+            self.dispatcher.receive_data(bytes(data))
+            self._run()
+        except HandlerError as error:
+            self.error = error
+            if self._trace:
+                failure = HandlerFailure(error.sequence_id, error.message_index, str(error))
+                self.dispatcher.outbox.close_batches()
+                self.dispatcher.outbox.send(encode_handler_failed(failure))
+                self.take_output()
+        except UpgradeError as error:
+            self.error = error
+            self.take_output()  # it says so to the coordinator
+        except ImmortalError as error:
+            self.error = error
+
+    def _run(self) -> None:
+        while True:
+            event = self.dispatcher.next_event()
+            self.take_output()
+            if event is None:
+                return
+            if isinstance(event, BecamePrimary):
+                self.is_primary = True
+            elif isinstance(event, SnapshotBegun):
+                self._snapshot(event.encode())
+            elif isinstance(event, Goodbye):
+                self.has_left = True
+            elif isinstance(event, Refusal):
+                raise Refused(f"the coordinator refuses: {event.reason}")
+
+    def _snapshot(self, pieces: Iterable[bytes]) -> None:
+        """What a child process would send beside the handlers comes at once."""
+        for piece in pieces:
+            self._say((encode_message(MessageType.SNAPSHOT_CHUNK, piece),))
+        self._say((encode_message(MessageType.SNAPSHOT_END, b""),))
+
+    def take_output(self) -> None:
+        self._say(self.dispatcher.data_to_send())
+
+    def _say(self, chunks: Iterable[Chunk]) -> None:
+        for chunk in chunks:
+            self.output += chunk
+
+    def close(self) -> None:
+        self.dispatcher.outbox.impulses.close("the app has stopped")

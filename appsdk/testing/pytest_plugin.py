@@ -1,0 +1,31 @@
+"""The fixture ``immortal_env``, for pytest: installed with the package, loaded by pytest alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from appsdk.testing import Environment
+
+_FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    outcome: Any = yield
+    if call.when == "call":
+        item.stash[_FAILED] = outcome.get_result().failed
+
+
+@pytest.fixture
+def immortal_env(request: pytest.FixtureRequest) -> Iterator[Environment]:
+    """An appsdk.testing.Environment. If the test passes, all of its instances are replayed and compared at its end."""
+    from appsdk.testing import Environment  # here: pytest loads this plugin in every project that has it installed
+
+    env = Environment()
+    yield env
+    if not request.node.stash.get(_FAILED, False):
+        env.close()

@@ -1,0 +1,213 @@
+"""A log through an app in this process, and the comparison with what the log says: what `immortal verify` does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+
+from appsdk.context import SEED_SIZE_BYTES
+from appsdk.definition import Definition
+from appsdk.errors import AppError
+from appsdk.inspection import inspect_state
+from appsdk.state_diff import differences
+from appsdk.testing.app import LocalApp
+from coordinator.core.errors import require
+from coordinator.core.interfaces import CheckpointHeader
+from coordinator.core.words import call_in_words
+from coordinator.replay.contents import message_at, record_of
+from coordinator.replay.inspection import DIFFERENCES_MAX
+from coordinator.replay.plan import ReplayPlan, plan_route
+from coordinator.replay.positions import KeptImpulses, Outputs
+from coordinator.replay.result import ReplayResult, Sink
+from coordinator.replay.session import BlobPiece, Ended, Event, ReplaySession
+from coordinator.replay.source import RecordSource
+from coordinator.replay.verify import CheckingSink, Section, StateFinding, stretches
+from coordinator.replay.verify_report import Report
+from protocol.checksum import crc64
+from protocol.errors import ImmortalError
+from protocol.record import decode_header
+from protocol.trailer import decode_trailer
+
+BLAMED_MESSAGES_MAX = 3  # of a record, that are shown
+
+
+class ReplayDiffers(AppError, AssertionError):  # noqa: N818 (what happened)
+    """A replay does not do again what was done. The text is that of `immortal verify`."""
+
+
+class LocalReplay:
+    """One replay of ``plan``, from the checkpoint to its end. ``watch`` sees the app behind each record."""
+
+    def __init__(
+        self,
+        source: RecordSource,
+        plan: ReplayPlan,
+        definition: Definition,
+        sink: Sink,
+        watch: Callable[[int, LocalApp], None] = lambda sequence_id, app: None,
+    ) -> None:
+        summary = source.summary()
+        self.route = plan_route(plan, source, summary)
+        self.blob = b""
+        self._source = source
+        self._sink = sink
+        self._watch = watch
+        self._app = LocalApp(definition, bytes(SEED_SIZE_BYTES), 0, trace=True)
+        self._session = ReplaySession(source.identity.instance_name, summary, self.route)
+        self._ended: Ended | None = None
+
+    def run(self) -> ReplayResult:
+        """Raises what the app raises, but for its handlers: those are the result's ``failure``."""
+        started_s = time.perf_counter()
+        session, header = self._session, self.route.checkpoint
+        blob = self._source.checkpoint_chunks(header.checkpoint_id)
+        values = self._source.values(header.sequence_id + 1, self.route.last_sequence_id)
+        self._take(session.begin())
+        self._listen()
+        while self._ended is None:
+            if session.wants_blob:
+                if (chunk := next(blob, None)) is None:
+                    session.blob_is_complete()
+                else:
+                    session.give_blob(chunk)
+            elif session.wants_records:
+                self._give(next(values))
+            if data := b"".join(session.data_to_send()):
+                self._app.receive(data)
+                self._listen()
+                if session.records:
+                    self._watch(session.fed_sequence_id, self._app)
+            else:
+                wanted = session.wants_blob or session.wants_records
+                require(wanted, f"a replay stands still in the phase {session.phase.value!r}")
+        return ReplayResult(
+            header,
+            header.sequence_id + 1,
+            session.fed_sequence_id,
+            session.records,
+            session.messages,
+            time.perf_counter() - started_s,
+            blob_size_bytes=len(self.blob),
+            blob_check=crc64(self.blob),
+            description=session.description,
+            label=session.label,
+            flushed=session.app_flushes,
+            failure=self._ended.failure,
+            notes=self.route.notes,
+        )
+
+    def _give(self, value: bytes) -> None:
+        header = decode_header(value)
+        trailer = decode_trailer(value[header.size_bytes :], header.check)
+        self._sink.record(header.sequence_id, value, trailer)
+        self._session.give_record(value, trailer)
+
+    def _listen(self) -> None:
+        """What the app says to the session, and what that makes of it to the sink."""
+        app = self._app
+        data = bytes(app.output)
+        app.output.clear()
+        self._take(self._session.receive(data))
+        if app.error is not None and self._ended is None:
+            raise app.error
+
+    def _take(self, events: Iterable[Event]) -> None:
+        for event in events:
+            if isinstance(event, Outputs):
+                self._sink.outputs(event.destination, event.first_position, event.count, event.payload, event.origins)
+            elif isinstance(event, KeptImpulses):
+                self._sink.impulses(event.destination, event.first_position, event.count, event.payload)
+            elif isinstance(event, BlobPiece):
+                self.blob += event.data
+            else:
+                self._ended = event
+
+
+def verify_section(
+    source: RecordSource,
+    start: CheckpointHeader,
+    end: CheckpointHeader | None,
+    definition: Definition,
+    receivers: Mapping[str, RecordSource],
+) -> Section:
+    """As :func:`coordinator.replay.verify.verify_section`, with the class ``definition`` in this process.
+
+    Raises AppError for a state that can't be restored, and its like.
+    """
+    checking = CheckingSink(source, start, receivers)
+    replay = LocalReplay(source, _plan(start, end), definition, checking)
+    section = Section(start, end, replay.run(), checking.counts)
+    if section.result.failure is None:
+        checking.finish(None if end is None else end.outputs, all_made=section.result.flushed)
+        if end is not None:
+            section.state = _compare_states(definition, source, end, replay.blob)
+            section.state_is_same = section.state is None
+    section.outputs = checking.findings()
+    section.unproved = checking.unproved()
+    return section
+
+
+def _plan(start: CheckpointHeader, end: CheckpointHeader | None) -> ReplayPlan:
+    if end is None:
+        return ReplayPlan(checkpoint_id=start.checkpoint_id)
+    return ReplayPlan(checkpoint_id=start.checkpoint_id, last_sequence_id=end.sequence_id, last_version=end.version)
+
+
+def _compare_states(
+    definition: Definition, source: RecordSource, end: CheckpointHeader, blob: bytes
+) -> StateFinding | None:
+    old = b"".join(source.checkpoint_chunks(end.checkpoint_id))
+    if old == blob:
+        return None
+    then, now = (inspect_state(definition, one).state for one in (old, blob))
+    found = [difference.to_json() for difference in islice(differences(then, now), DIFFERENCES_MAX + 1)]
+    return StateFinding(found) if found else None
+
+
+def problems_of(
+    source: RecordSource,
+    definition: Definition,
+    receivers: Mapping[str, RecordSource] | None = None,
+    known_failure: tuple[int, int] | None = None,
+) -> Iterator[str]:
+    """Replay all that ``source`` keeps; lines that say where it does something else, none where it does not.
+
+    ``known_failure``: (record, message) at which a handler has failed: that it fails there again is as it was.
+    """
+    name = source.identity.instance_name
+    for start, end in stretches(source, source.summary(), everything=True).pairs:
+        try:
+            section = verify_section(source, start, end, definition, receivers or {})
+        except ImmortalError as error:
+            yield f"{name}: a replay from checkpoint {start.checkpoint_id} on fails: {error}"
+            continue
+        failure = section.result.failure
+        is_known = failure is not None and (failure.sequence_id, failure.message_index) == known_failure
+        if section.outputs or section.state is not None or (failure is not None and not is_known):
+            yield from Report(name, section, source).lines()
+            if section.state is not None and (blamed := _first_unsteady(source, section, definition)):
+                yield f"    the first message behind which two replays have two states: {blamed}"
+
+
+def _first_unsteady(source: RecordSource, section: Section, definition: Definition) -> str:
+    """Which message makes another state at each replay, in words; "" where two replays end in the same one."""
+    checks: list[list[tuple[int, int]]] = [[], []]
+    for found in checks:
+
+        def watch(sequence_id: int, app: LocalApp, found: list[tuple[int, int]] = found) -> None:
+            found.append((sequence_id, app.state_check()))
+
+        LocalReplay(source, _plan(section.start, section.end), definition, Sink(), watch).run()
+    description = section.result.description
+    for (sequence_id, one), (_, other) in zip(*checks, strict=True):
+        if one == other:
+            continue
+        calls = []
+        for value in source.values(sequence_id, sequence_id):
+            content = record_of(value).content
+            for index in range(BLAMED_MESSAGES_MAX):
+                if (message := message_at(content, index)) is not None:
+                    calls.append(call_in_words(message, "", description.methods if description else {}))
+        return f"record {sequence_id}: {', '.join(calls)}"
+    return ""

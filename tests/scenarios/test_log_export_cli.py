@@ -1,0 +1,42 @@
+"""`immortal log export`: a log in one file, from the command line, and the test that is made of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from appsdk.testing import assert_replays
+from coordinator.log import open_reader
+from coordinator.replay.recorded import RecordedLog
+from tests.helpers.bank_apps import Bank
+from tests.helpers.cli import HOME, immortal
+from tests.helpers.recorded import Instances
+
+
+def test_a_log_in_one_file(tmp_path: Path) -> None:
+    immortal(tmp_path, "register", "bank", "--peer", "tcp://127.0.0.1:*")
+    assert "'bank' has not been started yet" in immortal(tmp_path, "log", "export", "bank", "bank.log", status=1)
+    bank = Instances(tmp_path / HOME).start("bank", Bank)
+    for _ in range(3):
+        bank.impulse("credit", "ann", 5)
+    bank.checkpoint()
+    bank.close()
+    said = immortal(tmp_path, "log", "export", "bank", "bank.log")
+    size = f"{(tmp_path / 'bank.log').stat().st_size:,} bytes in bank.log\n"
+    assert said == f"bank: records 0 to 3, 2 checkpoints: {size}"
+    assert_replays(tmp_path / "bank.log", Bank)
+    with open_reader(tmp_path / HOME / "bank" / "log") as live:
+        recorded = RecordedLog.read(tmp_path / "bank.log")
+        assert recorded.summary() == live.summary()
+        assert (recorded.identity, recorded.problems) == (live.identity, [])
+        for first, last in [(0, None), (1, 2), (2, 99), (9, None), (0, 0)]:
+            assert list(recorded.values(first, last)) == list(live.values(first, last))
+        assert list(recorded.checkpoint_chunks(1)) == list(live.checkpoint_chunks(1))
+
+
+def test_what_can_not_be_exported_is_said_in_one_line(tmp_path: Path) -> None:
+    immortal(tmp_path, "register", "bank", "--peer", "tcp://127.0.0.1:*")
+    Instances(tmp_path / HOME).start("bank", Bank).close()
+    (tmp_path / "there").write_text("")
+    assert "there is there already" in immortal(tmp_path, "log", "export", "bank", "there", status=2)
+    assert "no/bank.log can't be written" in immortal(tmp_path, "log", "export", "bank", "no/bank.log", status=1)
+    assert "nobody" in immortal(tmp_path, "log", "export", "nobody", "file", status=1)

@@ -1,0 +1,122 @@
+"""Right uses: a type checker has nothing to say. It is checked, never run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import assert_type
+
+from appsdk import Immortal, Impulses, Winner, every, impulse, initial, on_primary, peer, rpc, upgrades
+from appsdk.testing import Environment, Instance, Pending, assert_replays, crash_everywhere
+
+
+class InsufficientFundsError(Exception):
+    pass
+
+
+class Bank(Immortal):
+    accounts: dict[str, int]
+
+    def __init__(self) -> None:
+        self.accounts = {}
+
+    @rpc(raises=[InsufficientFundsError])
+    def debit(self, account: str, amount: int = 1) -> int:
+        return self.accounts[account] - amount
+
+    @rpc
+    def rename(self, old: str, *, _new: str = "") -> None:
+        self.accounts[old] = self.debit(old)
+        assert_type(self.debit(old, 3), int)
+
+    @rpc
+    async def quote(self, account: str) -> float:
+        return 1.0
+
+
+class Teller(Immortal):
+    bank = peer(Bank, "bank")
+    late = peer(lambda: Bank, "late")
+    moved: int
+
+    def __init__(self) -> None:
+        self.moved = 0
+
+    @initial
+    def begin(self) -> None:
+        self.bank.debit.fork("ann", amount=2)
+        self.later.fork(1)
+
+    @rpc
+    def later(self, amount: int) -> None:
+        self.bank.rename.fork("ann")
+        self.transfer.fork("ann", amount)
+        self.signal("approved", True)
+
+    @impulse
+    async def transfer(self, account: str, amount: int) -> bool:
+        assert_type(await self.bank.debit(account, amount), int)
+        assert_type(await self.late.quote(account), float)
+        assert_type(await self.other(account), str)
+        assert_type(await self.gather(self.bank.debit(account), self.bank.quote(account)), tuple[int, float])
+        assert_type(await self.race(self.bank.debit(account), self.bank.debit(account, 2)), Winner[int])
+        assert_type((await self.race(self.bank.debit(account), self.sleep(timedelta(hours=1)))).index, int)
+        assert_type(await self.event("approved", bool), bool)
+        await self.sleep(timedelta(seconds=1))
+        await self.at(self.now() + timedelta(days=1))
+        self.bank.debit.fork(account, amount)
+        if amount:
+            return self.continue_as(account, 0)
+        return True
+
+    @rpc
+    async def other(self, account: str) -> str:
+        return account
+
+    @every("10m")
+    def tick(self) -> None:
+        self.moved += 1
+
+    @on_primary
+    def feed(self, impulses: Impulses) -> None:
+        impulses.line("untyped")
+        impulses.to(self).transfer("ann", 1)
+        impulses.to(self.bank).debit("ann", 4)
+        impulses.flush(5.0)
+        assert_type(Bank.debit(Bank(), "ann", 5), int)
+
+
+@upgrades(Teller)
+class Teller2(Immortal, checkpoint="fork"):
+    bank = peer(Bank, "bank")
+
+    @classmethod
+    def upgrade(cls, old: Teller) -> Teller2:
+        return cls()
+
+
+def test_transfer(immortal_env: Environment) -> None:
+    bank = immortal_env.start(Bank, "bank")
+    teller = immortal_env.start(Teller, "teller")
+    assert_type(bank, Instance[Bank])
+    assert_type(bank.call(Bank.debit, "ann", 5), int)
+    assert_type(bank.call(Bank.debit, "ann", amount=5), int)
+    assert_type(bank.call(Bank.quote, "ann"), float)
+    assert_type(teller.begin(Teller.transfer, "ann", 5), Pending[bool])
+    assert_type(teller.begin(Teller.transfer, "ann", 5).result(patience=timedelta(days=1)), bool)
+    teller.send(Teller.later, 1)
+    assert_type(bank.state.accounts, dict[str, int])
+    immortal_env.advance(hours=3, minutes=0.5)
+    bank.crash()
+    bank.recover()
+    teller.run_hook(Teller.feed)
+    assert_type(teller.upgrade(Teller2), Instance[Teller2])
+    immortal_env.partition(bank, teller)
+    assert_replays("golden.log", Bank)
+
+
+def everywhere() -> Iterator[Environment]:
+    for env in crash_everywhere(victims=["app"], runs_max=10):
+        with env as same:
+            assert_type(same, Environment)
+        yield env

@@ -1,0 +1,29 @@
+"""An async handler's own ``def`` handlers: mypy sees them right with its plugin, pyright does not. Never run."""
+
+from __future__ import annotations
+
+from typing import assert_type
+
+from appsdk import Immortal, rpc
+
+
+class Counter(Immortal):
+    total: int
+
+    @rpc
+    def count(self, number: int) -> int:
+        return self.count(number) + 1
+
+    @rpc
+    def clear(self) -> None:
+        self.total = 0
+
+    @rpc
+    async def twice(self, number: int) -> int:
+        assert_type(await self.count(number), int)  # pyright: "int" is not awaitable
+        await self.clear()  # pyright: "None" is not awaitable
+        both = await self.gather(self.count(1), self.count(2))  # pyright: "int" is not assignable to "Awaitable[A@gather]"
+        late: int = self.count(3)  # mypy: it is not awaited
+        text: str = await self.count(4)  # mypy: the result is an int  # pyright: "int" is not awaitable
+        await self.count("5")  # mypy: a str for an int  # pyright: "int" is not awaitable
+        return both[0] + late + len(text)

@@ -1,0 +1,97 @@
+"""What type checkers say of programs: nothing of right uses, and of wrong ones something of each marked line."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
+NAMES = ["right.py", "wrong.py", "steps.py"]
+CHECK_S = 110
+
+Said = dict[str, dict[int, str]]
+"""The errors, by file and line."""
+
+
+def marked(name: str, mark: str) -> dict[int, str]:
+    """The lines of a file that say ``# mark: why``."""
+    lines = enumerate((FOLDER / name).read_text().splitlines(), 1)
+    return {number: line.partition(f"# {mark}: ")[2] for number, line in lines if f"# {mark}: " in line}
+
+
+@pytest.fixture(scope="module")
+def by_mypy(tmp_path_factory: pytest.TempPathFactory) -> Said:
+    folder = tmp_path_factory.mktemp("mypy")
+    (folder / "mypy.ini").write_text(
+        "[mypy]\nstrict = true\nplugins = appsdk.mypy_plugin\n"
+        "[mypy-crcmod.*,fastcrc.*,lmdb.*]\nignore_missing_imports = true\n"
+    )
+    command = [sys.executable, "-m", "mypy", "--config-file", str(folder / "mypy.ini"), "--cache-dir", str(folder)]
+    done = subprocess.run(
+        [*command, *(str(FOLDER / name) for name in NAMES)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=CHECK_S,
+        check=False,
+    )
+    said: Said = {name: {} for name in NAMES}
+    for path, line, text in re.findall(r"^([^:\n]+):(\d+): error: (.*)$", done.stdout, re.MULTILINE):
+        said[Path(path).name][int(line)] = text
+    assert done.returncode == 1, done.stdout + done.stderr
+    return said
+
+
+@pytest.fixture(scope="module")
+def by_pyright(tmp_path_factory: pytest.TempPathFactory) -> Said:
+    command = shutil.which("basedpyright", path=str(Path(sys.executable).parent)) or shutil.which("basedpyright")
+    if command is None:
+        pytest.skip("basedpyright, which is pyright from the package index, is not installed: pip install -e '.[dev]'")
+    project = tmp_path_factory.mktemp("pyright") / "pyrightconfig.json"
+    settings = {
+        "include": [str(FOLDER / name) for name in NAMES],
+        "typeCheckingMode": "standard",
+        "extraPaths": [str(ROOT)],
+    }
+    project.write_text(json.dumps(settings))
+    options = ["--outputjson", "--pythonpath", sys.executable, "-p", str(project)]
+    done = subprocess.run([command, *options], capture_output=True, text=True, timeout=CHECK_S, check=False)
+    assert done.stdout.lstrip().startswith("{"), done.stdout + done.stderr
+    said: Said = {name: {} for name in NAMES}
+    for found in json.loads(done.stdout)["generalDiagnostics"]:
+        if found["severity"] == "error":
+            errors = said[Path(found["file"]).name]
+            line = found["range"]["start"]["line"] + 1
+            errors[line] = errors.get(line, "") + found["message"]
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checker", ["by_mypy", "by_pyright"])
+def test_right_uses_are_right_and_each_wrong_use_is_found(checker: str, request: pytest.FixtureRequest) -> None:
+    said: Said = request.getfixturevalue(checker)
+    wrong = marked("wrong.py", "wrong")
+    assert len(wrong) > 40
+    assert said["right.py"] == {}
+    assert said["wrong.py"].keys() == wrong.keys(), said["wrong.py"]
+
+
+@pytest.mark.slow
+def test_mypy_takes_ones_own_steps_for_what_they_are(by_mypy: Said) -> None:
+    assert by_mypy["steps.py"].keys() == marked("steps.py", "mypy").keys(), by_mypy["steps.py"]
+
+
+@pytest.mark.slow
+def test_pyright_sees_no_step_in_an_async_handler(by_pyright: Said) -> None:
+    """It has no plugins, and the same call returns at once in a ``def`` handler. The guide says what to write."""
+    expected = marked("steps.py", "pyright")
+    assert by_pyright["steps.py"].keys() == expected.keys(), by_pyright["steps.py"]
+    for line, text in expected.items():
+        assert text in by_pyright["steps.py"][line]

@@ -1,0 +1,104 @@
+"""Wrong uses: a type checker finds each line that is marked, and no other. It is checked, never run."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from appsdk import Immortal, Impulses, impulse, on_primary, peer, rpc, upgrades
+from appsdk.testing import Environment, assert_replays, crash_everywhere
+
+
+class Bank(Immortal):
+    accounts: dict[str, int]
+
+    @rpc
+    def debit(self, account: str, amount: int = 1) -> int:
+        return amount
+
+    @rpc
+    async def quote(self, account: str) -> float:
+        return 1.0
+
+
+class Teller(Immortal):
+    bank = peer(Bank, "bank")
+
+    @rpc
+    def forks(self) -> None:
+        self.bank.debit.fork(5)  # wrong: an int for a str
+        self.bank.debit.fork()  # wrong: too few
+        self.bank.debit.fork("ann", 1, 2)  # wrong: too many
+        self.bank.debit.fork("ann", much=1)  # wrong: no such parameter
+        self.bank.credit.fork("ann")  # wrong: no such method
+        self.forks.fork("ann")  # wrong: of one's own, too many
+        self.bank.debit.fork("ann")
+
+    @rpc
+    def plain(self) -> None:
+        number: int = self.bank.debit("ann")  # wrong: an answer is awaited
+        text: str = self.own(1)  # wrong: another type
+        self.own("a")  # wrong: a str for an int
+        print(number, text)
+
+    @rpc
+    def own(self, number: int) -> int:
+        return number
+
+    @impulse
+    async def awaits(self, account: str) -> bool:
+        text: str = await self.bank.debit(account)  # wrong: the result is an int
+        await self.bank.debit(account, "5")  # wrong: a str for an int
+        await self.bank.credit(account)  # wrong: no such method
+        half: int = await self.bank.quote(account)  # wrong: the result is a float
+        also: int = await self.other(account)  # wrong: the result is a str
+        pair: tuple[int, int] = await self.gather(self.bank.debit(account), self.bank.quote(account))  # wrong: a float
+        first: str = (await self.race(self.bank.debit(account), self.bank.debit(account))).value  # wrong: an int
+        event: str = await self.event("approved", bool)  # wrong: a bool
+        await self.sleep(5)  # wrong: no timedelta
+        await self.at(timedelta(days=1))  # wrong: no datetime
+        self.signal(5, True)  # wrong: the name is no str
+        await self.event(5, bool)  # wrong: the name is no str
+        print(text, half, also, pair, first, event)
+        return 5  # wrong: no bool
+
+    @rpc
+    async def other(self, account: str) -> str:
+        return account
+
+    @on_primary
+    def feed(self, impulses: Impulses) -> None:
+        impulses.to(self).awaits(5)  # wrong: an int for a str
+        impulses.to(self.bank).debit("ann", "5")  # wrong: a str for an int
+        impulses.flush("now")  # wrong: no number
+
+
+@upgrades(int)  # wrong: no app
+class Teller2(Immortal):
+    pass
+
+
+def test_helpers(env: Environment) -> None:
+    bank = env.start(Bank, "bank")
+    env.start(int, "teller")  # wrong: no app
+    env.start(Bank)  # wrong: no name
+    bank.call(Bank.debit, 5)  # wrong: an int for a str
+    bank.call(Bank.debit)  # wrong: too few
+    bank.call(Bank.debit, "ann", 1, 2)  # wrong: too many
+    bank.call(Bank.credit, "ann")  # wrong: no such method
+    bank.call("debit", "ann")  # wrong: a name for a handler
+    text: str = bank.call(Bank.debit, "ann")  # wrong: the result is an int
+    half: int = bank.call(Bank.quote, "ann")  # wrong: the result is a float
+    bank.send(Bank.debit, amount="5")  # wrong: a str for an int
+    late: str = bank.begin(Bank.debit, "ann").result()  # wrong: the result is an int
+    print(bank.state.account)  # wrong: no such attribute
+    names: list[str] = bank.state.accounts  # wrong: a dict
+    bank.upgrade(int)  # wrong: no app
+    bank.run_hook(Teller.feed)  # wrong: the hook of another class
+    env.advance(3)  # wrong: of what?
+    env.advance(hours="3")  # wrong: a str for a number
+    env.partition("bank", "teller")  # wrong: names for instances
+    assert_replays("golden.log", int)  # wrong: no app
+    assert_replays(5, Bank)  # wrong: no path
+    for one in crash_everywhere(victims=["disk"]):  # wrong: nothing that crashes
+        one.start(Bank, "bank")
+    print(text, half, late, names)

@@ -1,0 +1,232 @@
+"""appsdk.testing: each test is replayed at its end, and recorded logs are replayed as tests."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from appsdk import Immortal, peer, rpc
+from appsdk.testing import Environment, ReplayDiffers, assert_replays
+from coordinator.core.errors import LogFormatError
+from tests.helpers.bank_apps import Bank, RichBank, Teller
+from tests.helpers.recorded import Instances
+
+numbers = itertools.count(1)
+
+
+class Sink(Immortal):
+    values: list[float]
+
+    def __init__(self) -> None:
+        self.values = []
+
+    @rpc
+    def put(self, value: float) -> None:
+        self.values.append(value)
+
+
+class Dice(Immortal):
+    sink = peer(Sink, "sink")
+    thrown: list[float]
+
+    def __init__(self) -> None:
+        self.thrown = []
+
+    @rpc
+    def fair(self, sides: int) -> None:
+        self.sink.put.fork(self.random.random() * sides)
+
+    @rpc
+    def send(self, sides: int) -> None:
+        self.sink.put.fork(random.random() * sides)
+
+    @rpc
+    def keep(self, sides: int) -> None:
+        self.thrown.append(random.random() * sides)
+
+    @rpc
+    def once(self) -> None:
+        if next(numbers) > 1:
+            raise ValueError("not the first")
+
+    @rpc
+    def more(self) -> None:
+        for _ in range(next(numbers)):
+            self.sink.put.fork(1)
+
+
+@pytest.fixture(autouse=True)
+def first_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "numbers", itertools.count(1))
+
+
+def _message(log_of: str, *calls: tuple[object, ...]) -> str:
+    env = Environment()
+    sink, dice = env.start(Sink, "sink"), env.start(Dice, "dice")
+    dice.call(Dice.fair, 6)
+    for handler, *arguments in calls:
+        dice.call(handler, *arguments)  # type: ignore[arg-type]
+    assert len(sink.state.values) >= 1
+    with pytest.raises(ReplayDiffers) as caught:
+        env.close()
+    assert isinstance(caught.value, AssertionError)
+    assert f"\n{log_of}: checkpoint 1 (before record 0) to checkpoint 2" in str(caught.value)
+    return str(caught.value)
+
+
+def test_another_call_is_found_with_its_handler_and_with_what_was_sent_then() -> None:
+    said = _message("dice", (Dice.send, 6))
+    assert re.search(r"the calls to 'sink' had reached number 2", said)
+    assert re.search(
+        r"then: Sink\.put\([\d.]+\)\n +now:  Sink\.put\([\d.]+\)  <- record 2, message 0: Dice\.send", said
+    )
+
+
+def test_another_state_is_found_with_its_handler() -> None:
+    said = _message("dice", (Dice.fair, 4), (Dice.keep, 4), (Dice.keep, 6))
+    assert re.search(r"thrown\[0\]: then [\d.]+, now [\d.]+\n", said)
+    assert "two replays have two states: record 3: Dice.keep('test', 3, 4)" in said
+
+
+def test_a_handler_that_raises_in_the_replay_only_is_found() -> None:
+    said = _message("dice", (Dice.once,))
+    assert "the handler of record 2, message 0 raised" in said
+    assert "ValueError: not the first" in said
+
+
+def test_a_call_too_many_is_found() -> None:
+    assert "does more than it did before" in _message("dice", (Dice.more,))
+
+
+def test_a_crash_finds_it_at_once() -> None:
+    env = Environment()
+    sink, dice = env.start(Sink, "sink"), env.start(Dice, "dice")
+    dice.call(Dice.send, 6)
+    dice.call(Dice.fair, 6)  # its record has the mark of the call before
+    dice.crash()
+    with pytest.raises(Exception, match="'dice' does not do again what it did before"):
+        dice.recover()
+    assert len(sink.state.values) == 2
+
+
+def test_what_is_deterministic_passes_at_any_moment() -> None:
+    with Environment() as env:
+        env.start(Sink, "sink")
+        dice = env.start(Dice, "dice")
+        for sides in range(20):
+            dice.call(Dice.fair, sides)
+            if sides % 7 == 0:
+                env.check_replays()
+
+
+# --- recorded logs ----------------------------------------------------------------------------------------------------
+
+
+class CarelessBank(Bank, formerly=("Bank",)):
+    @rpc
+    def debit(self, account: str, amount: int = 1) -> int:
+        self.accounts[account] -= 2 * amount
+        return self.accounts[account]
+
+
+class ForgetfulTeller(Teller, formerly=("Teller",)):
+    @rpc
+    def count(self, amount: int) -> int:
+        return self.moved
+
+    @rpc
+    def feeds(self, account: str, amount: int) -> None:
+        self.bank.credit.fork(account, amount + 1)
+
+
+class Generous(Bank, formerly=("Bank",)):
+    @rpc
+    def credit(self, account: str, amount: int) -> int:
+        self.accounts[account] += 2 * amount
+        return self.accounts[account]
+
+
+@pytest.fixture
+def golden(tmp_path: Path) -> Path:
+    with Environment() as env:
+        bank, teller = env.start(Bank, "bank"), env.start(Teller, "teller")
+        assert teller.call(Teller.transfer, "ann", "bob", 10)
+        teller.send(Teller.feeds, "bob", 5)
+        env.run()
+        teller.crash()
+        teller.recover()
+        assert teller.call(Teller.count, 3) == 13
+        bank.export_log(tmp_path / "bank.log")
+        teller.export_log(tmp_path / "teller.log")
+    return tmp_path
+
+
+def test_a_recorded_log_replays_through_the_same_class(golden: Path) -> None:
+    assert_replays(golden / "bank.log", Bank)
+    assert_replays(str(golden / "teller.log"), Teller)
+    assert (golden / "teller.log").stat().st_size < 4000
+
+
+def test_another_class_is_told_where_it_differs(golden: Path) -> None:
+    with pytest.raises(ReplayDiffers) as caught:
+        assert_replays(golden / "bank.log", CarelessBank)
+    said = str(caught.value)
+    assert said.startswith(f"CarelessBank does not do again what {golden / 'bank.log'} has\n")
+    assert "DIVERGED: 'bank' does not do again what it did before" in said
+    assert "<- record 1, message 0: CarelessBank.debit('teller', 2, 'ann', 10)" in said
+    with pytest.raises(
+        ReplayDiffers, match=r"Bank\.credit\('bob', 6\)  <- record \d+, message 0: ForgetfulTeller.feeds"
+    ):
+        assert_replays(golden / "teller.log", ForgetfulTeller)
+
+
+def test_a_class_that_can_not_read_the_log_says_so(golden: Path) -> None:
+    with pytest.raises(ReplayDiffers, match="the checkpoint is of an app 'Bank', this is 'Teller'"):
+        assert_replays(golden / "bank.log", Teller)
+
+
+def test_the_old_class_of_an_upgrade_replays_what_it_did(golden: Path) -> None:
+    assert_replays(golden / "bank.log", RichBank)
+
+
+def test_the_log_of_an_upgrade_replays(tmp_path: Path) -> None:
+    with Environment() as env:
+        bank = env.start(Bank, "bank")
+        bank.call(Bank.debit, "ann", 5)
+        rich = bank.upgrade(RichBank)
+        rich.call(RichBank.debit, "ann", 5)
+        rich.export_log(tmp_path / "rich.log")
+    assert_replays(tmp_path / "rich.log", RichBank)
+
+
+def test_a_file_that_is_no_log_or_a_damaged_one_is_refused(golden: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("something else")
+    with pytest.raises(LogFormatError, match="is no recorded log"):
+        assert_replays(tmp_path / "text", Bank)
+    whole = (golden / "bank.log").read_bytes()
+    for offset in range(8, len(whole), 37):
+        damaged = bytearray(whole)
+        damaged[offset] ^= 4
+        (tmp_path / "damaged").write_bytes(damaged)
+        with pytest.raises(LogFormatError, match="is damaged"):
+            assert_replays(tmp_path / "damaged", Bank)
+    with Environment() as env:
+        bank = env.start(Bank, "bank")
+        with pytest.raises(FileExistsError):
+            bank.export_log(tmp_path / "text")
+
+
+def test_a_copy_of_a_log_folder_replays(tmp_path: Path) -> None:
+    instances = Instances(tmp_path)
+    bank = instances.start("bank", Bank)
+    for _ in range(3):
+        bank.impulse("credit", "ann", 5)
+    bank.checkpoint()
+    bank.close()
+    assert_replays(tmp_path / "bank" / "log", Bank)
+    with pytest.raises(ReplayDiffers, match=r"accounts\['ann'\]: then 115, now 130"):
+        assert_replays(tmp_path / "bank" / "log", Generous)
