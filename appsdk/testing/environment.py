@@ -43,6 +43,8 @@ U = TypeVar("U", bound=Immortal)
 START = datetime(2030, 1, 1, tzinfo=UTC)
 PATIENCE = timedelta(days=7)
 
+# __tracebackhide__: pytest shows a failure in the test and in the handler, not in here.
+
 
 class NoAnswerError(ImmortalError):
     """A call has not been answered, and nothing more will happen by itself."""
@@ -76,6 +78,7 @@ class Environment:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        __tracebackhide__ = True
         if error is not None:
             self._say_where(error)
             return
@@ -93,6 +96,7 @@ class Environment:
 
     def start(self, cls: type[T], name: str) -> Instance[T]:
         """Start a new instance of ``cls`` under the name by which others call it. Returns once all is at rest."""
+        __tracebackhide__ = True
         self._require_open()
         if not isinstance(name, str) or not 1 <= len(name.encode()) <= NAME_SIZE_BYTES_MAX:
             raise UsageError(f"env.start(..., {name!r}): a name of 1 to {NAME_SIZE_BYTES_MAX} bytes was expected")
@@ -110,6 +114,7 @@ class Environment:
 
     def heal(self) -> None:
         """All reach each other again."""
+        __tracebackhide__ = True
         self._world.network.parted.clear()
         self.run()
 
@@ -125,6 +130,7 @@ class Environment:
 
         Raises what a handler raises (the user's own exception), and what stops an app or a coordinator.
         """
+        __tracebackhide__ = True
         self._require_open()
         self._guarded(self._world.settle)
 
@@ -132,6 +138,7 @@ class Environment:
         self, *, days: float = 0, hours: float = 0, minutes: float = 0, seconds: float = 0, milliseconds: float = 0
     ) -> None:
         """Let so much time go by: each timer on the way goes off at its own time. Raises as :meth:`run`."""
+        __tracebackhide__ = True
         duration = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds, milliseconds=milliseconds)
         if duration < timedelta():
             raise UsageError(f"env.advance: {duration}: the clock goes on only")
@@ -146,6 +153,7 @@ class Environment:
 
         Raises ReplayDiffers, an AssertionError, where a replay makes other calls or another state than the run has.
         """
+        __tracebackhide__ = True
         if self._is_closed:
             return
         self.run()
@@ -154,6 +162,7 @@ class Environment:
 
     def check_replays(self) -> None:
         """What :meth:`close` checks, at any moment before. Raises ReplayDiffers."""
+        __tracebackhide__ = True
         self.run()
         nodes = [node for node in self._world.nodes.values() if node.definition is not None]
         for node in nodes:
@@ -191,6 +200,7 @@ class Environment:
         return self._world.crashes.count
 
     def _guarded(self, action: Callable[[], None]) -> None:
+        __tracebackhide__ = True
         try:
             action()
             return
@@ -210,6 +220,7 @@ class Environment:
 
     def _wait(self, pending: Pending[Any], patience: timedelta) -> None:
         """Let time go by, from timer to timer, until the answer is there. Raises NoAnswerError."""
+        __tracebackhide__ = True
         world = self._world
         self.run()
         latest_ns = world.now_ns + patience // timedelta(microseconds=1) * 1000
@@ -262,6 +273,7 @@ class Pending(Generic[R]):
         Raises what the handler declares to raise (``raises=[...]``), NoAnswerError, and what :meth:`Environment.run`
         raises.
         """
+        __tracebackhide__ = True
         env, handler = self._instance.env, self._handler
         if not self.done:
             env._wait(self, patience)
@@ -335,12 +347,14 @@ class Instance(Generic[T]):
 
     def stop(self) -> None:
         """A clean stop, with a checkpoint. It is down until :meth:`recover`."""
+        __tracebackhide__ = True
         self._require_up()
         self._node.handle(ev.StopRequested())
         self.env.run()
 
     def recover(self) -> None:
         """Start again what is down, from its log. Returns once all is at rest; raises as :meth:`Environment.run`."""
+        __tracebackhide__ = True
         self.env._require_open()
         node = self._node
         if node.is_up and node.app is not None:
@@ -354,6 +368,7 @@ class Instance(Generic[T]):
         One of another version (``@upgrades``) takes over the state; one of the same version is repaired code. Raises
         what the new class's ``upgrade`` raises, and as :meth:`Environment.run`.
         """
+        __tracebackhide__ = True
         definition = definition_of(cls)
         if self._node.is_up and self._node.app is not None:
             self.stop()
@@ -368,6 +383,7 @@ class Instance(Generic[T]):
 
     def checkpoint(self) -> None:
         """Take a checkpoint now: the next recovery begins there."""
+        __tracebackhide__ = True
         self._require_up()
         self._node.handle(ev.CheckpointRequested())
         self.env.run()
@@ -394,6 +410,7 @@ class Instance(Generic[T]):
         Raises what the handler declares to raise, TypeError for arguments that it does not take, NoAnswerError, and
         what :meth:`Environment.run` raises.
         """
+        __tracebackhide__ = True
         return self.begin(handler, *args, **kwargs).result()
 
     def begin(self, handler: RemoteHandler[P, R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
@@ -417,6 +434,7 @@ class Instance(Generic[T]):
 
         What it sends is handled when it flushes, and at its end. Raises what it raises, and as :meth:`Environment.run`.
         """
+        __tracebackhide__ = True
         app = self._app()
         definition, context = app.dispatcher.definition, app.dispatcher.context
         queue = HookQueue(context, app.dispatcher.outbox.impulses, self.env.run)

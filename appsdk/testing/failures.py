@@ -14,6 +14,7 @@ _OWN_FOLDERS = (os.path.dirname(os.path.dirname(__file__)),)
 
 def raise_as_the_users(failure: ImmortalError) -> NoReturn:
     """Raise the user's own exception behind ``failure``, with the user's own traceback; without one ``failure``."""
+    __tracebackhide__ = True
     error = failure.__cause__
     if not isinstance(failure, AppError) or error is None:
         raise failure

@@ -54,7 +54,7 @@ def test_a_test_is_replayed_at_its_end_unless_it_has_failed(tmp_path: Path) -> N
     assert "ERROR test_dice.py::test_unfair" in said
     assert "FAILED test_dice.py::test_fails" in said
     assert "thrown: then" in said
-    assert "two replays have two states: record 1: Dice.throw('test', 1, 6)" in said
+    assert "two replays have two states: record 1: Dice.throw(6) as call 1 of test" in said
     assert said.count("DIVERGED") == 1
 
 

@@ -89,7 +89,7 @@ def test_another_call_is_found_with_its_handler_and_with_what_was_sent_then() ->
 def test_another_state_is_found_with_its_handler() -> None:
     said = _message("dice", (Dice.fair, 4), (Dice.keep, 4), (Dice.keep, 6))
     assert re.search(r"thrown\[0\]: then [\d.]+, now [\d.]+\n", said)
-    assert "two replays have two states: record 3: Dice.keep('test', 3, 4)" in said
+    assert "two replays have two states: record 3: Dice.keep(4) as call 3 of test" in said
 
 
 def test_a_handler_that_raises_in_the_replay_only_is_found() -> None:
@@ -177,7 +177,7 @@ def test_another_class_is_told_where_it_differs(golden: Path) -> None:
     said = str(caught.value)
     assert said.startswith(f"CarelessBank does not do again what {golden / 'bank.log'} has\n")
     assert "DIVERGED: 'bank' does not do again what it did before" in said
-    assert "<- record 1, message 0: CarelessBank.debit('teller', 2, 'ann', 10)" in said
+    assert "<- record 1, message 0: CarelessBank.debit('ann', 10) as call 2 of teller" in said
     with pytest.raises(
         ReplayDiffers, match=r"Bank\.credit\('bob', 6\)  <- record \d+, message 0: ForgetfulTeller.feeds"
     ):
