@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar
 
 from appsdk.context import datetime_of
-from appsdk.errors import HandlerError, UsageError
+from appsdk.errors import Disconnected, HandlerError, UsageError
 from appsdk.handlers import Handler
 from appsdk.immortal import Immortal
 from appsdk.journal import decode_raised
@@ -432,15 +433,25 @@ class Instance(Generic[T]):
     def run_hook(self, hook: Callable[[T, Any], None]) -> None:
         """Run an ``@on_primary`` hook to its end, here: ``reader.run_hook(Reader.feed)``. None runs by itself.
 
-        What it sends is handled when it flushes, and at its end. Raises what it raises, and as :meth:`Environment.run`.
+        Each impulse is handled before the hook goes on; the clock stands still. If a crash of
+        :func:`crash_everywhere` comes meanwhile, it runs once more, as after each recovery. Raises what the hook
+        raises, and as :meth:`Environment.run`.
         """
         __tracebackhide__ = True
-        app = self._app()
-        definition, context = app.dispatcher.definition, app.dispatcher.context
-        queue = HookQueue(context, app.dispatcher.outbox.impulses, self.env.run)
-        with queue.thread():
-            hook(app.instance, Impulses(app.instance, definition, queue))
-        self.env.run()
+        app = None
+        while app is not self._node.local_app:  # an app that has crashed takes its hook along; the next one has its own
+            app = self._app()
+            self._run_hook_in(app, hook)
+            self.env.run()
+
+    def _run_hook_in(self, app: LocalApp, hook: Callable[[T, Any], None]) -> None:
+        __tracebackhide__ = True
+        dispatcher = app.dispatcher
+        queue = HookQueue(
+            dispatcher.context, dispatcher.outbox.impulses, self.env.run, lambda: self._node.local_app is app
+        )
+        with queue.thread(), suppress(Disconnected):
+            hook(app.instance, Impulses(app.instance, dispatcher.definition, queue))
 
     def _bound(self, handler: object, args: Any, kwargs: Any) -> tuple[Handler[Any, Any], tuple[Any, ...]]:
         self.env._require_open()

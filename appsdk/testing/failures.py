@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from appsdk.errors import AppError
+from coordinator.core.errors import InvariantError
 from protocol.errors import ImmortalError
 
 _OWN_FOLDERS = (os.path.dirname(os.path.dirname(__file__)),)
@@ -17,7 +18,7 @@ def raise_as_the_users(failure: ImmortalError) -> NoReturn:
     __tracebackhide__ = True
     error = failure.__cause__
     if not isinstance(failure, AppError) or error is None:
-        raise failure
+        raise failure if isinstance(failure, InvariantError) else failure.with_traceback(None)
     said = str(failure).split("\n")
     for line in [*getattr(failure, "__notes__", ()), *said[: 2 if said[1:2] and "arguments:" in said[1] else 1]]:
         error.add_note(line.strip())

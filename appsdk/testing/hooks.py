@@ -1,4 +1,4 @@
-"""``@on_primary`` hooks in the test's own thread: what they send is sent, and to flush is to run the environment."""
+"""``@on_primary`` hooks in the test's own thread: each impulse that they send is handled before they go on."""
 
 from __future__ import annotations
 
@@ -8,35 +8,41 @@ from contextlib import contextmanager
 from typing import Any
 
 from appsdk.context import Context
-from appsdk.outbox import IMPULSES_OUTSTANDING_MAX, ImpulseQueue, Write
+from appsdk.errors import Disconnected
+from appsdk.outbox import ImpulseQueue, Write
 
 NO_THREAD = 0
 
 
 class HookQueue(ImpulseQueue):
-    """Stands before an app's own. Nothing waits in it: where a hook's thread would wait, the environment runs."""
+    """Stands before an app's own. Nothing waits in it: where a hook's thread would let others go on, ``run`` does."""
 
-    def __init__(self, context: Context, queue: ImpulseQueue, run: Callable[[], None]) -> None:
+    def __init__(
+        self, context: Context, queue: ImpulseQueue, run: Callable[[], None], is_alive: Callable[[], bool]
+    ) -> None:
         super().__init__(context, lambda: None)
         self._hook_context = context
         self._queue = queue
         self._run = run
-        self._unflushed_count = 0
+        self._is_alive = is_alive
 
     def append(self, destination: str, name: str, write: Write, arguments: tuple[Any, ...]) -> None:
-        if self._unflushed_count >= IMPULSES_OUTSTANDING_MAX // 2:
-            self.flush(None)
-        self._unflushed_count += 1
         self._queue.append(destination, name, write, arguments)
+        self._run_handlers()
 
     def flush(self, timeout_s: float | None) -> None:
-        with self.thread(threading.get_ident()):
-            self._run()
-        self._unflushed_count = 0
-        self._queue.flush(0)
+        self._run_handlers()
+        self._queue.flush(0)  # all is accepted, or says why not
 
     def ask_for_checkpoint(self) -> None:
         self._queue.ask_for_checkpoint()
+        self._run_handlers()
+
+    def _run_handlers(self) -> None:
+        with self.thread(threading.get_ident()):
+            self._run()
+        if not self._is_alive():  # a hook's thread dies with its app: this one is to go no further
+            raise Disconnected("the app has crashed")
 
     @contextmanager
     def thread(self, thread_id: int = NO_THREAD) -> Iterator[None]:

@@ -82,6 +82,7 @@ class Teller(Immortal):
     def feed(self, impulses: Impulses) -> None:
         for _ in range(self.moved, 3):
             impulses.to(self).count(1)
+        impulses.checkpoint()
         impulses.flush()
         if self.moved != 3:
             raise AssertionError(f"after the flush {self.moved} are handled")
