@@ -3,78 +3,42 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Callable
+from datetime import timedelta
+from typing import cast
 
+from appsdk.context import datetime_of
 from appsdk.definition import Definition
+from appsdk.errors import UsageError
+from appsdk.testing import outside
 from appsdk.testing.crashes import CrashPlan
+from appsdk.testing.failures import raise_as_the_users
+from appsdk.testing.network import Network
 from appsdk.testing.node import Node
-from coordinator.core import effects as ef
-from coordinator.core import events as ev
+from appsdk.testing.outside import OutsideApp
+from coordinator.core.errors import require
 from protocol.errors import ImmortalError
-from protocol.peer import PeerFrame
 
 STEPS_MAX = 500_000
 """Of all instances, at one moment of the clock: handlers that call each other for ever would be waited for."""
+
+
+REPORTS_SHOWN = 3  # of the coordinators', where an answer does not come
 
 
 class RestlessError(ImmortalError):
     """The instances go on and on at one moment of the clock."""
 
 
-@dataclass(slots=True, eq=False)
-class _Message:
-    """Sent again, to each life of its receiver, until it is answered."""
-
-    sender: Node
-    effect: ef.SendToPeer
-    delivered: tuple[Node, int] | None = None  # to which life of the receiver
-    answer: PeerFrame | None = None
-
-
-class Network:
-    """Loses nothing and keeps the order. Who is parted waits."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._messages: list[_Message] = []
-        self.parted: set[frozenset[str]] = set()
-
-    def send(self, sender: Node, effect: ef.SendToPeer) -> None:
-        self._messages.append(_Message(sender, effect))
-
-    def reply(self, receiver: Node, effect: ef.ReplyToPeer) -> None:
-        message = effect.token
-        if isinstance(message, _Message) and message.delivered == (receiver, receiver.life):
-            message.answer = effect.frame
-
-    def forget_sender(self, sender: Node, destination: str | None = None) -> None:
-        self._messages = [
-            message
-            for message in self._messages
-            if message.sender is not sender or destination not in (None, message.effect.destination)
-        ]
-
-    def step(self) -> bool:
-        """Bring the first that can be brought; False if there is none."""
-        for message in self._messages:
-            effect = message.effect
-            receiver = self._world.nodes.get(effect.destination)
-            if self.parted and frozenset((message.sender.name, effect.destination)) in self.parted:
-                continue
-            if message.answer is not None:
-                self._messages.remove(message)
-                message.sender.handle(ev.PeerReplied(effect.destination, effect.tag, message.answer))
-                return True
-            if receiver is None or not receiver.is_up or message.delivered == (receiver, receiver.life):
-                continue
-            message.delivered = (receiver, receiver.life)
-            receiver.handle(ev.PeerFrameReceived(message, effect.frame))
-            return True
-        return False
+class NoAnswerError(ImmortalError):
+    """A call has not been answered, and nothing more will happen by itself."""
 
 
 class World:
-    """``seed``: of the apps' randomness. ``order``: by which the order of all steps is drawn; None: each in turn."""
+    """``seed``: of the apps' randomness. ``order``: by which the order of all steps is drawn; None: each in turn.
+
+    ``outside`` is the test itself.
+    """
 
     def __init__(self, start_ns: int, seed: int, order: int | None, crashes: CrashPlan) -> None:
         self.now_ns = start_ns
@@ -83,13 +47,23 @@ class World:
         self.network = Network(self)
         self.nodes: dict[str, Node] = {}
         self.reports: list[tuple[str, str]] = []  # (instance, a warning of its coordinator's)
+        self.is_closed = False
         self._random = None if order is None else random.Random(order)
+        self._outside = self.add(outside.NAME, None)
+        self._outside.start()
+        self._settle()
+
+    @property
+    def outside(self) -> OutsideApp:
+        app = self._outside.app
+        require(isinstance(app, OutsideApp), "the test itself has no app: it never crashes")
+        return cast("OutsideApp", app)
 
     def add(self, name: str, definition: Definition | None) -> Node:
         node = self.nodes[name] = Node(self, name, definition, len(self.nodes) + 1)
         return node
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """Until nobody has anything to do at this moment. Raises what ended an app or a coordinator."""
         steps_left = STEPS_MAX
         while moved := self._pass(steps_left) if self._random is None else self._drawn(self._random):
@@ -118,11 +92,70 @@ class World:
         due = [node.next_due_ns for node in self.nodes.values()]
         return min((one for one in due if one is not None), default=None)
 
-    def advance_to(self, time_ns: int) -> None:
-        """Let the clock go on, from timer to timer."""
-        self.settle()
+    def _advance_to(self, time_ns: int) -> None:
+        self._settle()
         while (due_ns := self.next_due_ns()) is not None and due_ns <= time_ns:
             self.now_ns = max(self.now_ns, due_ns)
-            self.settle()
+            self._settle()
         self.now_ns = max(self.now_ns, time_ns)
-        self.settle()
+        self._settle()
+
+    # --- for the test ------------------------------------------------------------------------------------------------
+    # __tracebackhide__: pytest shows a failure in the test and in the handler, not in here.
+
+    def run(self) -> None:
+        """Until all is at rest. Raises what ended an app or a coordinator: a user's own exception, if there is one."""
+        __tracebackhide__ = True
+        self.do(self._settle)
+
+    def advance_to(self, time_ns: int) -> None:
+        """Let the clock go on, from timer to timer. Raises as :meth:`run`."""
+        __tracebackhide__ = True
+        self.do(lambda: self._advance_to(time_ns))
+
+    def do(self, action: Callable[[], None]) -> None:
+        """Raises as :meth:`run`."""
+        __tracebackhide__ = True
+        self.require_open()
+        try:
+            action()
+            return
+        except ImmortalError as error:
+            failure = error
+        raise_as_the_users(failure)
+
+    def require_open(self) -> None:
+        """Raises UsageError."""
+        if self.is_closed:
+            raise UsageError("this environment is closed: what is to be looked at is asked before close()")
+
+    def wait_for(self, call: str, is_done: Callable[[], bool], patience: timedelta) -> None:
+        """Let time go by, from timer to timer, until it is done. Raises NoAnswerError, and as :meth:`run`."""
+        __tracebackhide__ = True
+        self.run()
+        latest_ns = self.now_ns + patience // timedelta(microseconds=1) * 1000
+        while not is_done():
+            due_ns = self.next_due_ns()
+            if due_ns is None:
+                raise NoAnswerError(f"{call} has no answer, and nothing more happens by itself{self._who_waits()}")
+            if due_ns > latest_ns:
+                next_text = datetime_of(due_ns).isoformat()
+                raise NoAnswerError(
+                    f"{call} has no answer within {patience} (the next timer is due at {next_text}){self._who_waits()}"
+                )
+            self.advance_to(due_ns)
+
+    def _who_waits(self) -> str:
+        lines = [f"{name}: {message}" for name, message in self.reports[-REPORTS_SHOWN:]]
+        for node in self.nodes.values():
+            app = node.local_app
+            if not node.is_up:
+                lines.append(f"{node.name!r} is down")
+            elif node.app is None:
+                lines.append(f"the app of {node.name!r} is down")
+            elif app is not None and app.dispatcher.tasks.count:
+                lines.append(f"{node.name!r} has {app.dispatcher.tasks.count} async handlers that wait")
+            if node.definition is not None:
+                absent = {peer.name for peer in node.definition.peers.values()} - self.nodes.keys()
+                lines += [f"{node.name!r} has a peer {name!r}, which was not started" for name in sorted(absent)]
+        return "".join(f"\n  {line}" for line in lines)

@@ -1,0 +1,244 @@
+"""One instance of an environment, as a test holds it; and a call that it has on its way."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+
+from appsdk.errors import Disconnected, UsageError
+from appsdk.handlers import Handler
+from appsdk.immortal import Immortal
+from appsdk.journal import decode_raised
+from appsdk.proxy import Impulses, definition_of
+from appsdk.state import Envelope
+from appsdk.testing.app import LocalApp
+from appsdk.testing.hooks import HookQueue
+from appsdk.testing.memory import MemorySource
+from appsdk.testing.node import Node
+from appsdk.testing.world import World
+from coordinator.core import events as ev
+from coordinator.replay.recorded import RecordedLog
+
+if TYPE_CHECKING:
+    from appsdk.definition import Definition
+    from appsdk.handlers import RemoteHandler
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T", bound=Immortal)
+U = TypeVar("U", bound=Immortal)
+
+PATIENCE = timedelta(days=7)
+
+
+class Pending(Generic[R]):
+    """A call on its way. Made by :meth:`Instance.begin`."""
+
+    def __init__(self, world: World, definition: Definition, handler: Handler[Any, Any], number: int) -> None:
+        self._world = world
+        self._definition = definition
+        self._handler = handler
+        self._number = number
+
+    @property
+    def done(self) -> bool:
+        """The answer is there."""
+        return self._number in self._world.outside.answers
+
+    def result(self, *, patience: timedelta = PATIENCE) -> R:
+        """What the handler returned; the clock goes on meanwhile, from timer to timer, by at most ``patience``.
+
+        Raises what the handler declares to raise (``raises=[...]``), NoAnswerError, and what :meth:`Environment.run`
+        raises.
+        """
+        __tracebackhide__ = True
+        handler = self._handler
+        if not self.done:
+            self._world.wait_for(f"the call of {handler.function.__qualname__}", lambda: self.done, patience)
+        answer = self._world.outside.answers[self._number]
+        if answer.raised:
+            raise decode_raised(handler, answer.value)
+        value: R = self._definition.codec(handler).decode_result(answer.value)
+        return value
+
+
+class Instance(Generic[T]):
+    """One instance of an environment, made by :meth:`Environment.start`.
+
+    Handlers are given as they stand in the class: ``bank.call(Bank.debit, "ann", 5)``.
+    """
+
+    def __init__(self, world: World, node: Node) -> None:
+        self._world = world
+        self._node = node
+
+    def __repr__(self) -> str:
+        return f"<{self.definition.name} {self.name!r}>"
+
+    @property
+    def name(self) -> str:
+        return self._node.name
+
+    @property
+    def definition(self) -> Definition:
+        definition = self._node.definition
+        assert definition is not None
+        return definition
+
+    @property
+    def state(self) -> T:
+        """A copy of the object as it is now, as a checkpoint would keep it: what is Transient is not in it.
+
+        Raises UsageError while the instance is down, StateError for a state that can't be kept.
+        """
+        app = self._app()
+        definition = app.dispatcher.definition
+        schema = definition.state()
+        copy: T = Immortal.__new__(definition.cls)
+        envelope = Envelope(class_name=definition.name, serializer=schema.serializer, seed=b"", sequence_id=-1)
+        schema.restore(copy, envelope, memoryview(schema.encode(app.instance)))
+        return copy
+
+    @property
+    def is_up(self) -> bool:
+        """It has a coordinator and an app, which is at work."""
+        app = self._node.local_app
+        return self._node.is_up and app is not None and app.is_primary
+
+    def _app(self) -> LocalApp:
+        app = self._node.local_app
+        if app is None or app.instance is None:
+            raise UsageError(f"{self!r} is down: recover() starts it again")
+        return app
+
+    # --- life and death ----------------------------------------------------------------------------------------------
+
+    def crash(self) -> None:
+        """Its app and its coordinator die, with all that is not on disk yet. It is down until :meth:`recover`."""
+        self._require_up()
+        self._node.crash()
+
+    def crash_app(self) -> None:
+        """Its app dies alone; its coordinator goes on taking calls for it. It is down until :meth:`recover`."""
+        self._require_up()
+        self._node.crash_app()
+
+    def stop(self) -> None:
+        """A clean stop, with a checkpoint. It is down until :meth:`recover`."""
+        __tracebackhide__ = True
+        self._require_up()
+        self._node.handle(ev.StopRequested())
+        self._world.run()
+
+    def recover(self) -> None:
+        """Start again what is down, from its log. Returns once all is at rest; raises as :meth:`Environment.run`."""
+        __tracebackhide__ = True
+        self._world.require_open()
+        node = self._node
+        if node.is_up and node.app is not None:
+            raise UsageError(f"{self!r} is up: crash() or stop() it first")
+        self._world.do(node.connect if node.is_up else node.start)
+        self._world.run()
+
+    def upgrade(self, cls: type[U]) -> Instance[U]:
+        """Start it again, after a clean stop if it is up, with the class ``cls``.
+
+        One of another version (``@upgrades``) takes over the state; one of the same version is repaired code. Raises
+        what the new class's ``upgrade`` raises, and as :meth:`Environment.run`.
+        """
+        __tracebackhide__ = True
+        definition = definition_of(cls)
+        if self._node.is_up and self._node.app is not None:
+            self.stop()
+        elif self._node.is_up:
+            self._node.crash()
+        versions = self._node.store.summary().versions
+        self._node.definition = definition
+        is_new = bool(versions) and versions[-1].version != definition.version
+        self._world.do(lambda: self._node.start(definition.version if is_new else None))
+        self._world.run()
+        return Instance(self._world, self._node)
+
+    def checkpoint(self) -> None:
+        """Take a checkpoint now: the next recovery begins there."""
+        __tracebackhide__ = True
+        self._require_up()
+        self._node.handle(ev.CheckpointRequested())
+        self._world.run()
+
+    def export_log(self, path: str | os.PathLike[str]) -> None:
+        """Write its log, up to now and with a checkpoint at the end, into a new file for :func:`assert_replays`.
+
+        Raises OSError, FileExistsError among them.
+        """
+        if self.is_up:
+            self.checkpoint()
+        RecordedLog.of(MemorySource(self.name, self._node.store)).write(Path(path))
+
+    def _require_up(self) -> None:
+        self._world.require_open()
+        if not self._node.is_up or self._node.app is None:
+            raise UsageError(f"{self!r} is down: recover() starts it again")
+
+    # --- calls from outside ------------------------------------------------------------------------------------------
+
+    def call(self, handler: RemoteHandler[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call a handler from outside and wait for what it returns. The clock goes on meanwhile, by up to a week.
+
+        Raises what the handler declares to raise, TypeError for arguments that it does not take, NoAnswerError, and
+        what :meth:`Environment.run` raises.
+        """
+        __tracebackhide__ = True
+        return self.begin(handler, *args, **kwargs).result()
+
+    def begin(self, handler: RemoteHandler[P, R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
+        """Send a call that waits for its answer, and go on: nothing runs before the environment does.
+
+        Raises TypeError for arguments that the handler does not take.
+        """
+        found, arguments = self._bound(handler, args, kwargs)
+        return Pending(self._world, self.definition, found, self._world.outside.call(self.name, found, arguments))
+
+    def send(self, handler: RemoteHandler[P, Any], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Send an impulse, and go on: nothing runs before the environment does.
+
+        Raises TypeError for arguments that the handler does not take.
+        """
+        found, arguments = self._bound(handler, args, kwargs)
+        self._world.outside.send(self.name, found, arguments)
+
+    def run_hook(self, hook: Callable[[T, Any], None]) -> None:
+        """Run an ``@on_primary`` hook to its end, here: ``reader.run_hook(Reader.feed)``. None runs by itself.
+
+        Each impulse is handled before the hook goes on; the clock stands still. If a crash of
+        :func:`crash_everywhere` comes meanwhile, it runs once more, as after each recovery. Raises what the hook
+        raises, and as :meth:`Environment.run`.
+        """
+        __tracebackhide__ = True
+        app = None
+        while app is not self._node.local_app:  # an app that has crashed takes its hook along; the next one has its own
+            app = self._app()
+            self._run_hook_in(app, hook)
+            self._world.run()
+
+    def _run_hook_in(self, app: LocalApp, hook: Callable[[T, Any], None]) -> None:
+        __tracebackhide__ = True
+        dispatcher = app.dispatcher
+        queue = HookQueue(
+            dispatcher.context, dispatcher.outbox.impulses, self._world.run, lambda: self._node.local_app is app
+        )
+        with queue.thread(), suppress(Disconnected):
+            hook(app.instance, Impulses(app.instance, dispatcher.definition, queue))
+
+    def _bound(self, handler: object, args: Any, kwargs: Any) -> tuple[Handler[Any, Any], tuple[Any, ...]]:
+        self._world.require_open()
+        found = self.definition.handlers.get(handler.name) if isinstance(handler, Handler) else None
+        if found is None:
+            known = ", ".join(f"{self.definition.name}.{name}" for name in sorted(self.definition.handlers)) or "none"
+            what = handler.function.__qualname__ if isinstance(handler, Handler) else repr(handler)
+            raise UsageError(f"{what} is no handler of {self!r}: it has {known}")
+        return found, self.definition.codec(found).bind(args, kwargs)
