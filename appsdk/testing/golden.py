@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,24 +14,28 @@ from coordinator.log import open_reader
 from coordinator.replay.recorded import RecordedLog
 from coordinator.replay.source import RecordSource
 
+PathLike = str | os.PathLike[str]
 
-def assert_replays(log: str | os.PathLike[str], cls: type[Immortal]) -> None:
+
+def assert_replays(log: PathLike, cls: type[Immortal], *, receivers: Iterable[PathLike] = ()) -> None:
     """Replay a recorded log through ``cls`` in this process and compare what it makes with what was made then.
 
     ``log``: a file of ``immortal log export NAME FILE`` or of :meth:`Instance.export_log`, or a copy of an instance's
-    log folder. Compared are all calls, and the state at each checkpoint.
+    log folder. Compared are all calls, and the state at each checkpoint. ``receivers``: the logs of instances that it
+    calls, which show what was sent then.
 
     Raises ReplayDiffers, an AssertionError, with the first difference: the record, the handler, the calls then and now,
-    the attributes; DefinitionError for a class that is none; OSError and LogError for a log that can't be read.
+    the attributes; DefinitionError for a class that is none; OSError, LogError, ReplayError for a log that can't be.
     """
     definition = definition_of(cls)
-    path = Path(log)
     with ExitStack() as stack:
-        source: RecordSource
-        if path.is_dir():
-            source = stack.enter_context(open_reader(path))
-        else:
-            source = RecordedLog.read(path)
-        problems = list(problems_of(source, definition))
+        source, *others = [_opened(path, stack) for path in (log, *receivers)]
+        by_name = {other.identity.instance_name: other for other in others}
+        problems = list(problems_of(source, definition, by_name))
     if problems:
-        raise ReplayDiffers(f"{definition.name} does not do again what {path} has\n" + "\n".join(problems))
+        raise ReplayDiffers(f"{definition.name} does not do again what {log} has\n" + "\n".join(problems))
+
+
+def _opened(log: PathLike, stack: ExitStack) -> RecordSource:
+    path = Path(log)
+    return stack.enter_context(open_reader(path)) if path.is_dir() else RecordedLog.read(path)

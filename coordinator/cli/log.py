@@ -122,6 +122,11 @@ def export(registry: Registry, name: str, file: Path) -> None:
         f"{name}: records {summary.first_sequence_id} to {summary.last_sequence_id}, "
         f"{len(summary.checkpoints)} checkpoints: {size_bytes:,} bytes in {file}"
     )
+    last = summary.checkpoints[-1].sequence_id if summary.checkpoints else -1
+    if last < summary.last_sequence_id:
+        click.echo(
+            f"behind record {last} it has calls to compare, and no state: 'immortal checkpoint {name}' before gives one"
+        )
 
 
 @log.command()

@@ -184,6 +184,12 @@ def test_another_class_is_told_where_it_differs(golden: Path) -> None:
         assert_replays(golden / "teller.log", ForgetfulTeller)
 
 
+def test_the_receivers_log_shows_what_was_sent_then(golden: Path) -> None:
+    with pytest.raises(ReplayDiffers) as caught:
+        assert_replays(golden / "teller.log", ForgetfulTeller, receivers=[golden / "bank.log"])
+    assert "the first that differs is number 3:\n      then: Bank.credit('bob', 5)\n" in str(caught.value)
+
+
 def test_a_class_that_can_not_read_the_log_says_so(golden: Path) -> None:
     with pytest.raises(ReplayDiffers, match="the checkpoint is of an app 'Bank', this is 'Teller'"):
         assert_replays(golden / "bank.log", Teller)
