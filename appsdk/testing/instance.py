@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
 
 from appsdk.errors import Disconnected, UsageError
 from appsdk.handlers import Handler
@@ -85,9 +85,7 @@ class Instance(Generic[T]):
 
     @property
     def definition(self) -> Definition:
-        definition = self._node.definition
-        assert definition is not None
-        return definition
+        return cast("Definition", self._node.definition)
 
     @property
     def state(self) -> T:
@@ -159,7 +157,8 @@ class Instance(Generic[T]):
         versions = self._node.store.summary().versions
         self._node.definition = definition
         is_new = bool(versions) and versions[-1].version != definition.version
-        self._world.do(lambda: self._node.start(definition.version if is_new else None))
+        self._node.upgrade_to = definition.version if is_new else None
+        self._world.do(self._node.start)
         self._world.run()
         return Instance(self._world, self._node)
 

@@ -36,6 +36,7 @@ class Node:
         self.app: LocalApp | OutsideApp | None = None
         self.life = 0  # of the coordinator
         self.wake_ns: int | None = None
+        self.upgrade_to: int | None = None  # what is wished for, until it is done or given up
         self.failure: ImmortalError | None = None  # why the app is down, or the coordinator
         self._to_app: deque[bytes | memoryview] = deque()
         self._jobs: deque[ef.Commit | ef.WriteCheckpointChunk] = deque()  # of the disk
@@ -52,10 +53,10 @@ class Node:
 
     # --- life and death ---------------------------------------------------------------------------------------------
 
-    def start(self, upgrade_to: int | None = None) -> None:
+    def start(self) -> None:
         """Coordinator and app begin, from what the log has."""
         self.failure = None
-        self.machine = Machine(self.name, self.store.summary(), None, upgrade_to)
+        self.machine = Machine(self.name, self.store.summary(), None, self.upgrade_to)
         self.connect()
 
     def connect(self) -> None:
@@ -236,6 +237,8 @@ class Node:
                 self._closing = True
             case ef.WakeAt(time_ns):
                 self.wake_ns = time_ns
+            case ef.UpgradeEnded():
+                self.upgrade_to = None
             case ef.Stop(error):
                 self.store = self.store.crash()
                 self._end()

@@ -22,7 +22,6 @@ from protocol.errors import ImmortalError
 STEPS_MAX = 500_000
 """Of all instances, at one moment of the clock: handlers that call each other for ever would be waited for."""
 
-
 REPORTS_SHOWN = 3  # of the coordinators', where an answer does not come
 
 

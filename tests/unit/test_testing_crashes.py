@@ -7,7 +7,7 @@ import pytest
 from appsdk import Immortal, Transient, rpc
 from appsdk.errors import UsageError
 from appsdk.testing import ReplayDiffers, crash_everywhere
-from tests.helpers.bank_apps import Bank, Teller
+from tests.helpers.bank_apps import Bank, RichBank, Teller
 
 
 class Leaky(Immortal):
@@ -40,6 +40,16 @@ def test_no_crash_changes_a_result(order: int | None) -> None:
             assert bank.state.accounts == {"ann": 70, "bob": 35}
             assert teller.state.moved == 30
     assert runs > 100
+
+
+def test_an_upgrade_is_done_once_wherever_the_crash_comes() -> None:
+    for env in crash_everywhere():
+        with env:
+            bank = env.start(Bank, "bank")
+            bank.call(Bank.debit, "ann", 10)
+            rich = bank.upgrade(RichBank)
+            assert rich.call(RichBank.debit, "ann", 1) == 899
+            assert rich.state.fees == 1
 
 
 def test_what_a_crash_takes_away_is_found_and_the_place_is_said() -> None:
