@@ -11,6 +11,7 @@ from appsdk.definition import Definition
 from appsdk.dispatch import BecamePrimary, Dispatcher, Goodbye, Refusal, SnapshotBegun
 from appsdk.errors import HandlerError, Refused, UpgradeError
 from appsdk.outbox import Chunk, Outbox
+from appsdk.testing.stand_ins import StandInRunner
 from protocol.checksum import crc64
 from protocol.errors import ImmortalError
 from protocol.extensions import ALL_EXTENSIONS, HandlerFailure, encode_handler_failed
@@ -24,14 +25,24 @@ class LocalApp:
     ``error`` is why it has stopped, if it has: nothing is given to it any more.
     """
 
-    def __init__(self, definition: Definition, seed: bytes, now_ns: int, *, trace: bool = False) -> None:
+    def __init__(
+        self,
+        definition: Definition,
+        seed: bytes,
+        now_ns: int,
+        effects: StandInRunner | None = None,
+        *,
+        trace: bool = False,
+    ) -> None:
         self.error: ImmortalError | None = None
         self.is_primary = False
         self.has_left = False
         self._trace = trace
+        self._effects = effects
         self.dispatcher = Dispatcher(
             definition,
             lambda: seed,
+            effects=effects,
             extensions=tracing.EXTENSIONS if trace else ALL_EXTENSIONS,
             make_outbox=tracing.TracingOutbox if trace else Outbox,
         )
@@ -46,7 +57,8 @@ class LocalApp:
 
     @property
     def next_due_ns(self) -> int | None:
-        return self.dispatcher.next_due_ns
+        due = [self.dispatcher.next_due_ns, None if self._effects is None else self._effects.next_due_ns]
+        return min((one for one in due if one is not None), default=None)
 
     def state_check(self) -> int:
         """The checksum of its state, and of what its handlers wait for."""
@@ -55,7 +67,11 @@ class LocalApp:
         return crc64(encoder.encode(dispatcher.tasks.save()), crc64(state))
 
     def tell_time(self, time_ns: int) -> None:
-        self.dispatcher.tell_time(time_ns)
+        """Timers and effects that are due. Raises as :meth:`StandInRunner.run`."""
+        if (due_ns := self.dispatcher.next_due_ns) is not None and due_ns <= time_ns:
+            self.dispatcher.tell_time(time_ns)
+        if self._effects is not None:
+            self._effects.run()
         self.take_output()
 
     def receive(self, data: bytes | memoryview) -> None:

@@ -15,6 +15,7 @@ from appsdk.testing.crashes import CrashPlan
 from appsdk.testing.instance import Instance
 from appsdk.testing.memory import MemorySource
 from appsdk.testing.replaying import ReplayDiffers, problems_of
+from appsdk.testing.stand_ins import StandIns
 from appsdk.testing.world import World
 from coordinator.core import events as ev
 from protocol.limits import NAME_SIZE_BYTES_MAX
@@ -64,8 +65,12 @@ class Environment:
 
     # --- instances ---------------------------------------------------------------------------------------------------
 
-    def start(self, cls: type[T], name: str) -> Instance[T]:
-        """Start a new instance of ``cls`` under the name by which others call it. Returns once all is at rest."""
+    def start(self, cls: type[T], name: str, *, effects: StandIns | None = None) -> Instance[T]:
+        """Start a new instance of ``cls`` under the name by which others call it. Returns once all is at rest.
+
+        ``effects``: what runs in place of the functions that its handlers give to ``self.effect``. Raises UsageError,
+        and as :meth:`run`.
+        """
         __tracebackhide__ = True
         self._world.require_open()
         if not isinstance(name, str) or not 1 <= len(name.encode()) <= NAME_SIZE_BYTES_MAX:
@@ -74,6 +79,7 @@ class Environment:
             whose = "the test itself" if name == outside.NAME else "an instance of this environment"
             raise UsageError(f"env.start(..., {name!r}): that is the name of {whose}: choose another one")
         node = self._world.add(name, definition_of(cls))
+        node.effects = dict(effects or {})
         node.start()
         self.run()
         return Instance(self._world, node)

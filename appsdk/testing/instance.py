@@ -61,7 +61,7 @@ class Pending(Generic[R]):
             self._world.wait_for(f"the call of {handler.function.__qualname__}", lambda: self.done, patience)
         answer = self._world.outside.answers[self._number]
         if answer.raised:
-            raise decode_raised(handler, answer.value)
+            raise decode_raised(handler.raises, handler.function.__qualname__, answer.value)
         value: R = self._definition.codec(handler).decode_result(answer.value)
         return value
 

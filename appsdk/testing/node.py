@@ -13,6 +13,7 @@ from appsdk.testing.app import LocalApp
 from appsdk.testing.crashes import CrashNow
 from appsdk.testing.memory import checkpoint_chunks
 from appsdk.testing.outside import OutsideApp
+from appsdk.testing.stand_ins import StandInRunner, StandIns
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.machine import Machine
@@ -31,6 +32,7 @@ class Node:
         self.world = world
         self.name = name
         self.definition = definition
+        self.effects: StandIns = {}
         self.store = MemoryLogStore(committer_id)
         self.machine: Machine | None = None
         self.app: LocalApp | OutsideApp | None = None
@@ -65,7 +67,8 @@ class Node:
             self.app = OutsideApp()
         else:
             seed = hashlib.blake2b(f"{self.world.seed} {self.name}".encode(), digest_size=SEED_SIZE_BYTES).digest()
-            self.app = LocalApp(self.definition, seed, self.world.now_ns)
+            effects = StandInRunner(self.effects, lambda: self.world.now_ns)
+            self.app = LocalApp(self.definition, seed, self.world.now_ns, effects)
         self.failure = None
         self._paused = self._closing = False
         self.do(lambda: self._handle(ev.AppConnected()))

@@ -6,12 +6,20 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import assert_type
 
-from appsdk import Immortal, Impulses, Winner, every, impulse, initial, on_primary, peer, rpc, upgrades
+from appsdk import Immortal, Impulses, Retry, Winner, cron, every, impulse, initial, on_primary, peer, rpc, upgrades
 from appsdk.testing import Environment, Instance, Pending, assert_replays, crash_everywhere
 
 
 class InsufficientFundsError(Exception):
     pass
+
+
+def fetch(url: str, *, times: int = 1) -> bytes:
+    return b""
+
+
+async def ping(number: int) -> float:
+    return 1.0
 
 
 class Bank(Immortal):
@@ -64,6 +72,9 @@ class Teller(Immortal):
         assert_type(await self.event("approved", bool), bool)
         await self.sleep(timedelta(seconds=1))
         await self.at(self.now() + timedelta(days=1))
+        assert_type(await self.effect(fetch, "x", times=2), bytes)
+        careful = self.effect.options(retry=Retry(attempts=3), timeout=timedelta(seconds=5), raises=[KeyError], key="x")
+        assert_type(await self.gather(careful(ping, 5), careful(fetch, url="x")), tuple[float, bytes])
         self.bank.debit.fork(account, amount)
         if amount:
             return self.continue_as(account, 0)
@@ -76,6 +87,10 @@ class Teller(Immortal):
     @every("10m")
     def tick(self) -> None:
         self.moved += 1
+
+    @cron("0 3 * * *", tz="Europe/Berlin")
+    async def nightly(self) -> None:
+        await self.other("x")
 
     @on_primary
     def feed(self, impulses: Impulses) -> None:
@@ -96,7 +111,7 @@ class Teller2(Immortal, checkpoint="fork"):
 
 
 def test_transfer(immortal_env: Environment) -> None:
-    bank = immortal_env.start(Bank, "bank")
+    bank = immortal_env.start(Bank, "bank", effects={fetch: lambda url, times: b"", ping: fetch})
     teller = immortal_env.start(Teller, "teller")
     assert_type(bank, Instance[Bank])
     assert_type(bank.call(Bank.debit, "ann", 5), int)

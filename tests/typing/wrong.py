@@ -8,6 +8,10 @@ from appsdk import Immortal, Impulses, impulse, on_primary, peer, rpc, upgrades
 from appsdk.testing import Environment, assert_replays, crash_everywhere
 
 
+def fetch(url: str) -> bytes:
+    return b""
+
+
 class Bank(Immortal):
     accounts: dict[str, int]
 
@@ -56,6 +60,10 @@ class Teller(Immortal):
         event: str = await self.event("approved", bool)  # wrong: a bool
         await self.sleep(5)  # wrong: no timedelta
         await self.at(timedelta(days=1))  # wrong: no datetime
+        text = await self.effect(fetch, "x")  # wrong: the result is bytes
+        await self.effect(fetch, 5)  # wrong: an int for a str
+        await self.effect(fetch)  # wrong: too few
+        await self.effect.options(timeout=5)(fetch, "x")  # wrong: no timedelta
         self.signal(5, True)  # wrong: the name is no str
         await self.event(5, bool)  # wrong: the name is no str
         print(text, half, also, pair, first, event)
@@ -81,6 +89,7 @@ def test_helpers(env: Environment) -> None:
     bank = env.start(Bank, "bank")
     env.start(int, "teller")  # wrong: no app
     env.start(Bank)  # wrong: no name
+    env.start(Bank, "late", effects={"fetch": fetch})  # wrong: a name for a function
     bank.call(Bank.debit, 5)  # wrong: an int for a str
     bank.call(Bank.debit)  # wrong: too few
     bank.call(Bank.debit, "ann", 1, 2)  # wrong: too many

@@ -18,7 +18,7 @@ from appsdk.errors import DefinitionError, HandlerError, UsageError
 from appsdk.inspection import inspect_state
 from appsdk.journal import JournalError
 from appsdk.proxy import definition_of
-from appsdk.testing import checkpoint_record
+from appsdk.testing.wire import checkpoint_record
 from appsdk.upgrades import upgrades
 from protocol.limits import MESSAGE_SIZE_BYTES_MAX
 from tests.helpers.sdk import TAKE_FIRST, Life

@@ -16,7 +16,7 @@ from appsdk.handlers import CLOCK_METHOD_ID
 from appsdk.inspection import inspect_state
 from appsdk.proxy import definition_of
 from appsdk.schedules import TIME_NS_MAX, Cron
-from appsdk.testing import START_TIME_NS, call, logged
+from appsdk.testing.wire import START_TIME_NS, call, logged
 from protocol.messages import RpcType
 from tests.helpers.sdk import first_start
 from tests.helpers.waiting import WaitingInstances

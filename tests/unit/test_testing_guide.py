@@ -28,7 +28,7 @@ with Environment() as env:
 def said(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What pytest says of all the guide's tests."""
     folder = tmp_path_factory.mktemp("guide")
-    for source in (GUIDE, (GUIDES / "async.md").read_text()):
+    for source in (GUIDE, (GUIDES / "async.md").read_text(), (GUIDES / "effects.md").read_text()):
         for name, _, program in PROGRAM.findall(source):
             (folder / f"{name}.py").write_text(program)
     (folder / "tests").mkdir()
@@ -40,7 +40,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_the_tests_of_the_guide_pass(said: str) -> None:
     names = re.findall(r"def (test_\w+)", GUIDE)
-    assert len(names) == 6
+    assert len(names) == 7
     for name in names:
         assert re.search(rf"^PASSED \S+::{name}$", said, re.MULTILINE), said
 
