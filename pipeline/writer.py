@@ -79,7 +79,7 @@ class Writer(DataSourceArrowWriter):
             for batch in iterator:
                 if environment is None and batch.num_rows:
                     part.mkdir(parents=True)
-                    environment = open_environment(part, readonly=False, map_size_bytes=_PART_MAP_SIZE_BYTES)
+                    environment = _open_part(part)
                 if environment is not None:
                     self._put(environment, batch)
                     instances |= set(batch.column("instance").unique().to_pylist())
@@ -173,10 +173,17 @@ def _message_rows(batch: pa.RecordBatch) -> Rows:
         yield row_key(row["sequence_id"], row["index"]), encode_row(row)
 
 
+def _open_part(folder: Path, *, readonly: bool = False) -> lmdb.Environment:
+    """What one task has written: sorted rows, and no log. It is read once and thrown away, so nothing is synced."""
+    if readonly:
+        return lmdb.open(str(folder), readonly=True, lock=False)
+    return lmdb.open(str(folder), map_size=_PART_MAP_SIZE_BYTES, sync=False)
+
+
 def _rows_of(stack: ExitStack, part: Path) -> Rows:
     if not log_exists(part):
         raise SourceError(f"{part} is not here: tasks and driver need one file system where the log is written")
-    environment = stack.enter_context(open_environment(part, readonly=True, map_size_bytes=0))
+    environment = stack.enter_context(_open_part(part, readonly=True))
     transaction = stack.enter_context(environment.begin())
     return iter(stack.enter_context(transaction.cursor()).iternext())
 
