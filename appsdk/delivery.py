@@ -15,6 +15,7 @@ from appsdk.effect_waits import EffectResult
 from appsdk.errors import HandlerError
 from appsdk.handlers import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID, Handler
 from appsdk.report import handler_failed, undecodable
+from protocol.client import Caller, decode_caller
 from protocol.errors import RemoteProtocolError
 from protocol.messages import MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_message
 from protocol.varint import encode_zigzag
@@ -107,6 +108,10 @@ class Delivery:
             try:
                 arguments = decode(source[start:offset])
             except Exception as error:  # msgspec's own, and what a type's __post_init__ raises
+                context.message_index = index
+                if self._refuse_client(content, offset - stride):
+                    index += 1
+                    continue
                 raise undecodable(name, f"{error}", offset - start, context.sequence_id, index) from None
             context.message_index = index
             try:
@@ -138,11 +143,33 @@ class Delivery:
     def _look_up_answer(self, content: bytes, offset: int, end: int, index: int) -> tuple[Entry, int, int]:
         """As :meth:`_look_up`: an answer has the method ID of another instance's method."""
         message_type, start, message_end = decode_message(content, offset)
+        if message_type == MessageType.RPC and message_end <= end:
+            caller = decode_caller(content, start, message_end)
+            if caller is not None:
+                return self._refusing_entry(caller), message_end, message_end - offset
         if message_type != MessageType.RPC or message_end > end or content[start] == RpcKind.CALL:
             raise self._not_found(content, offset, end, index)
         rpc = decode_incoming_rpc(content, start, message_end)
         entry = self._answers[RpcKind(rpc.kind)]
         return entry, message_end - len(rpc.arguments), message_end - offset
+
+    # What a client has sent must not stop the app, so it is told why its call can't be made. A replay must say the same
+    # again: nothing in it that another version of a library, or one more handler, would word in another way.
+
+    def _refusing_entry(self, caller: Caller) -> Entry:
+        """For a client's call of a method that there is not."""
+        reason = f"there is no method {caller.method_id}"
+        return lambda arguments: (), lambda instance: self._context.tasks.refuse(caller, reason), "a client's call"
+
+    def _refuse_client(self, content: bytes, offset: int) -> bool:
+        """Whether the message at ``offset``, which can't be decoded, is a client's call; then it is answered."""
+        _, start, end = decode_message(content, offset)
+        caller = decode_caller(content, start, end)
+        if caller is None:
+            return False
+        name = self._definition.by_method_id[caller.method_id].name
+        self._context.tasks.refuse(caller, f"the arguments do not fit {name!r}")
+        return True
 
     def _not_found(self, content: bytes, offset: int, end: int, index: int) -> Exception:
         sequence_id = self._context.sequence_id

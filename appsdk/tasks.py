@@ -32,6 +32,7 @@ from appsdk.report import handler_failed
 from appsdk.task import Task
 from appsdk.task_self import encode_signal, event_decoder
 from appsdk.waits import Fiber
+from protocol.client import CLIENTS, REFUSED_CALL, Caller
 from protocol.messages import RpcKind, RpcType
 
 if TYPE_CHECKING:
@@ -232,13 +233,21 @@ class Tasks:
         return send
 
     def _answer(self, handler: Handler[Any, Any], caller: str, number: int, raised: bool, value: bytes) -> None:
+        front: tuple[Any, ...] = (number,)
+        if caller.startswith(CLIENTS):  # all answers to clients go one way, and say to whom
+            caller, front = CLIENTS, (caller, number)
         if raised:
             name, arguments, attributes = msgspec.msgpack.decode(value, type=list[msgspec.Raw])
-            self._sender(caller, handler, RpcKind.RAISED)((number, name, arguments, attributes))
+            self._sender(caller, handler, RpcKind.RAISED)((*front, name, arguments, attributes))
         elif value == NOTHING:
-            self._sender(caller, handler, RpcKind.RETURNED_NOTHING)((number,))
+            self._sender(caller, handler, RpcKind.RETURNED_NOTHING)(front)
         else:
-            self._sender(caller, handler, RpcKind.RETURNED_VALUE)((number, msgspec.Raw(value)))
+            self._sender(caller, handler, RpcKind.RETURNED_VALUE)((*front, msgspec.Raw(value)))
+
+    def refuse(self, caller: Caller, reason: str) -> None:
+        """A client's call can't be made: tell it why."""
+        send = self.context.outbox.make_sender(CLIENTS, "the answer to a client", caller.method_id, RpcKind.RAISED)
+        send((caller.name, caller.number, REFUSED_CALL, (reason,), {}))
 
     # --- what the log brings ----------------------------------------------------------------------------------------
 

@@ -16,9 +16,10 @@ from pathlib import Path
 
 from coordinator.config import write_atomically
 from coordinator.messenger.security import KeyPair
+from coordinator.registry import PUBLIC_KEYS_FILE_NAME
 from protocol.errors import ImmortalError
 
-PUBLIC_FILE_NAME = "public_keys"
+PUBLIC_FILE_NAME = PUBLIC_KEYS_FILE_NAME
 _FOLDER_NAME = "keys"
 _FILE_NAME = "pairs"
 _KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # Z85 of 32 bytes

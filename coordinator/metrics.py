@@ -63,6 +63,11 @@ def metrics_of(name: str, status: Mapping[str, Any]) -> list[Metric]:
     gauge("app_silent_seconds", "For how long the app has taken nothing of what waits", status.get("app_silent_s"))
     commit_ms = status.get("commit_ms")
     gauge("commit_seconds", "What a commit to the log takes", None if commit_ms is None else commit_ms / 1000)
+    clients = status.get("clients") or {}
+    gauge("clients", "Clients of which the instance knows", clients.get("known"))
+    gauge("clients_open_requests", "Requests of clients taken and not answered", clients.get("open_requests"))
+    gauge("clients_replies", "Replies kept for clients", clients.get("replies"))
+    gauge("clients_replies_bytes", "Size of the replies kept for clients", clients.get("replies_bytes"))
     gauge("checkpoint_age_seconds", "Age of the last checkpoint", checkpoint.get("age_s"))
     gauge("checkpoint_size_bytes", "Size of the last checkpoint", checkpoint.get("size_bytes"))
 

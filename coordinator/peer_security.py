@@ -40,7 +40,7 @@ class KeyBook:
         """Of the instances of the registry and those that ``settings`` name, who may call the instance of these."""
         names = settings.allow
         if names is None:
-            names = tuple(sorted({*registered, *settings.peer_keys}))
+            names = tuple(sorted({*registered, *self._registry.client_names(registered), *settings.peer_keys}))
         return [name for name in names if name != settings.name]
 
     def _from_file(self, name: str) -> tuple[str, ...]:
@@ -79,6 +79,7 @@ class PeerSecurity:
         self._warn = warn
         self._book = KeyBook(registry)
         self._own: KeyPair | None = None
+        self._pairs: tuple[KeyPair, ...] = ()
         self._known: dict[str, tuple[str, ...]] = {}  # of each peer, the last keys that it had
         self._told: set[str] = set()
         self._told_now: set[str] = set()
@@ -134,8 +135,9 @@ class PeerSecurity:
 
     def _look(self, pairs: tuple[KeyPair, ...]) -> Security | None:
         if pairs:
-            self._own = pairs[0]
-        callers: dict[str, str] = {}
+            self._own, self._pairs = pairs[0], pairs
+        # A client that can read the secrets of the instance needs none of its own.
+        callers = {pair.public: self._settings.name for pair in self._pairs}
         shared: set[str] = set()
         registered = self._registry.names()
         allowed = set(self._book.callers(self._settings, registered))

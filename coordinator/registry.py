@@ -13,7 +13,7 @@ import os
 import random
 import shutil
 import socket
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
 
 from coordinator import app_secret, control, upgrade_mark
@@ -35,6 +35,7 @@ from protocol.errors import ImmortalError
 HOME_VARIABLE = "IMMORTAL_HOME"
 HOME_DEFAULT = ".immortal"
 _LOCK_FILE_NAME = ".lock"
+PUBLIC_KEYS_FILE_NAME = "public_keys"  # here, as coordinator.keys needs ZeroMQ, whose loading takes long
 _PORT_LOWEST = 15000  # below are the ports that well-known services take
 _PORT_TRIES_MAX = 500
 
@@ -67,6 +68,20 @@ class Registry:
         except OSError as error:  # too many open files, say
             raise RegistryError(f"the registry folder {self.home} cannot be read: {error.strerror}") from None
         return sorted(file.removesuffix(".toml") for file in files if not file.startswith("."))
+
+    def client_names(self, instances: Iterable[str]) -> list[str]:
+        """Those that have keys here and are none of ``instances``. Raises RegistryError for an unreadable folder."""
+        try:  # each coordinator looks often
+            folders = {
+                name for name in os.listdir(self.home) if not name.startswith(".") and not name.endswith(".toml")
+            }
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise RegistryError(f"the registry folder {self.home} cannot be read: {error.strerror}") from None
+        others = {name for name in files if not name.startswith(".") and not name.endswith(".toml")}
+        others.difference_update(instances)
+        return sorted(name for name in others if (self.home / name / PUBLIC_KEYS_FILE_NAME).exists())
 
     def load(self, name: str) -> InstanceSettings:
         """The settings of ``name``. Raises UnknownInstanceError, ConfigError."""

@@ -34,11 +34,12 @@ from coordinator.limited_log import LimitedLog
 from coordinator.log import create_log, log_exists, open_log
 from coordinator.log_writer import LogWriter
 from coordinator.logs import Events
-from coordinator.messenger import Messenger, Received
+from coordinator.messenger import ClientRoute, Messenger, Received
 from coordinator.peer_security import PeerSecurity, insecurity
 from coordinator.registry import Registry
 from coordinator.stop_requests import StopRequests
 from protocol.checksum import crc64
+from protocol.client import decode_client_frame, encode_client_frame
 from protocol.errors import ImmortalError, RemoteProtocolError
 from protocol.peer import PeerFrame, decode_frame, encode_frame
 
@@ -66,7 +67,16 @@ class Coordinator:
         self._registry = registry
         self._store = store
         self._log = log
-        self._machine = Machine(settings.name, store.summary(), limits_of(settings), upgrade_to, promote=promote)
+        self._machine = Machine(
+            settings.name,
+            store.summary(),
+            limits_of(settings),
+            upgrade_to,
+            promote=promote,
+            clients=store.clients(),
+        )
+        for problem in store.problems:
+            log.error(problem)
         self._events: list[ev.Event] = []
         self._error: ImmortalError | None = None
         self._stop_requests = StopRequests()
@@ -104,6 +114,7 @@ class Coordinator:
             ef.ResetPeer: self._reset_peer,
             ef.PeerResetDone: self._peer_reset_done,
             ef.ReplyToPeer: self._reply_to_peer,
+            ef.ReplyToClient: self._reply_to_client,
             ef.WakeAt: self._wake_at,
             ef.UpgradeEnded: self._upgrade_ended,
             ef.Report: self._report,
@@ -115,7 +126,7 @@ class Coordinator:
         settings = self._settings
         try:
             self._app.listen()
-            self._messenger.listen(settings.peer, self._peer_frame_received)
+            self._messenger.listen(settings.peer, self._peer_frame_received, client_loop=self._client_frame_received)
             self._control_token = control.make_token(settings.folder)
             control_endpoint = self._messenger.listen(CONTROL_ENDPOINT, self._control_received, secured=False)
             self._wake_receiver, self._wake_sender = socket.socketpair()
@@ -309,6 +320,19 @@ class Coordinator:
         if isinstance(token, Received):
             reach(FaultPoint.BEFORE_ANSWER)
             token.reply(*encode_frame(effect.frame))
+
+    def _client_frame_received(self, route: ClientRoute, data: bytes) -> None:
+        try:
+            frame = decode_client_frame(data)
+        except RemoteProtocolError as error:
+            self._strangers.warning(f"a client's frame was dropped: {error}")
+        else:
+            self._events.append(ev.ClientFrameReceived(route, frame))
+
+    def _reply_to_client(self, effect: ef.ReplyToClient) -> None:
+        token = effect.token
+        if isinstance(token, ClientRoute):
+            token.say(encode_client_frame(effect.frame))
 
     def _reset_peer(self, effect: ef.ResetPeer) -> None:
         endpoint = self._routes.endpoint(effect.destination)

@@ -169,7 +169,7 @@ def _decode_batches(data: Bytes, usual: Flags, count: Longs, at: Longs, end: Lon
         messages, offset, ok_count = zigzag(data, offset, limit)
         sent_ns = fixed(data, offset, "<i8").astype(np.int64)
         offset += 8
-        ok &= ok_position & ok_count & (kind <= int(BatchKind.INITIAL)) & (first_position >= 0) & (messages >= 0)
+        ok &= ok_position & ok_count & (kind <= int(BatchKind.CLIENT)) & (first_position >= 0) & (messages >= 0)
         usual[active] = ok & (offset <= limit)
         at[active] = offset
         steps.append((active, kind, name_start, name_end, first_position, messages, sent_ns))

@@ -13,7 +13,7 @@ from protocol.messages import IncomingRpc, MessageType, decode_incoming_rpc, dec
 from protocol.record import HEADER_SIZE_BYTES, RecordHeader
 from protocol.trailer import BatchKind, BatchSource, Trailer
 
-KIND_NAMES = ("stream", "impulse", "initial")  # by BatchKind
+KIND_NAMES = ("stream", "impulse", "initial", "client")  # by BatchKind
 RPC_TYPE_NAMES = ("async", "fork", "impulse")  # by RpcType
 RPC_KIND_NAMES = ("call", "returned_value", "returned_nothing", "raised")  # by RpcKind
 

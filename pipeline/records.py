@@ -61,7 +61,8 @@ def _batches(rows: Sequence[Row], instance: str) -> Iterator[tuple[BatchSource, 
     for (kind, source, _, _), group in itertools.groupby(enumerate(rows), origin):
         members = [row for _, row in group]
         batch_kind = BatchKind(KIND_NAMES.index(str(kind)))
-        name = "" if source == instance or batch_kind != BatchKind.STREAM else str(source)
+        named = batch_kind in (BatchKind.STREAM, BatchKind.CLIENT) and source != instance
+        name = str(source) if named else ""
         if batch_kind == BatchKind.INITIAL:
             if len(members) != 1:
                 raise SourceError(f"record {members[0]['sequence_id']} has {len(members)} initial messages")

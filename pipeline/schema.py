@@ -33,7 +33,7 @@ MESSAGES = StructType(
         StructField("sequence_id", LongType()),
         StructField("index", IntegerType()),  # in its record, from 0; -1: the whole record is damaged
         StructField("time_ns", LongType()),  # the record's
-        StructField("kind", StringType()),  # "stream", "impulse" or "initial"
+        StructField("kind", StringType()),  # "stream", "impulse", "initial" or "client"
         StructField("source", StringType()),  # who sent it; the own name for oneself, impulses and the initial message
         StructField("position", LongType()),  # in the stream source -> instance; impulses have a count of their own
         StructField("sent_ns", LongType()),

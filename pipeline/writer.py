@@ -20,7 +20,7 @@ import pyarrow as pa
 from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
-from coordinator.core.interfaces import IMPULSES, SourcePosition, Transaction
+from coordinator.core.interfaces import IMPULSES, ClientPosition, SourcePosition, Transaction
 from coordinator.log import LmdbLogStore, create_log, log_exists, open_log, verify_value
 from coordinator.log import format as log_format
 from coordinator.log.environment import open_environment, open_tables
@@ -29,6 +29,7 @@ from pipeline.paths import paths_of
 from pipeline.records import decode_row, encode_record_of, encode_row, row_key
 from pipeline.schema import SCHEMAS
 from pipeline.source import number
+from protocol.client import CLIENTS
 from protocol.errors import RemoteProtocolError
 from protocol.record import COMMITTER_ID_MAX, decode_header
 from protocol.trailer import BatchKind
@@ -249,7 +250,11 @@ def _fill(store: LmdbLogStore, values: Rows, first_sequence_id: int, committer_i
         expected += 1
         _, trailer = verify_value(value, sequence_id, committer_id)
         for batch in trailer.batches:
-            if batch.kind != BatchKind.INITIAL:  # whose log it came from is not in the record: 0 is "not known"
+            if batch.kind == BatchKind.CLIENT:  # its replies are not in the records
+                client_id = batch.name.removeprefix(CLIENTS)
+                known = ClientPosition(batch.last_position, batch.last_position, trailer.time_ns)
+                transaction.clients[client_id] = known
+            elif batch.kind != BatchKind.INITIAL:  # whose log it came from is not in the record: 0 is "not known"
                 name = batch.name if batch.kind == BatchKind.STREAM else IMPULSES
                 transaction.sources[name] = SourcePosition(0, 0, batch.last_position)
         transaction.records.append((sequence_id, value))

@@ -32,6 +32,7 @@ class BatchKind(IntEnum):
     STREAM = 0  # calls from an instance, oneself included
     IMPULSES = 1  # impulses to oneself
     INITIAL = 2  # the initial message
+    CLIENT = 3  # requests of a client, which is no instance; the name is "~" and its ID
 
 
 @dataclass(slots=True)
@@ -75,7 +76,7 @@ def encode_trailer(trailer: Trailer, record_check: int) -> bytes:
         for batch in trailer.batches:
             name = batch.name.encode()
             if not (
-                0 <= batch.kind <= 2
+                0 <= batch.kind <= BatchKind.CLIENT
                 and len(name) <= NAME_SIZE_BYTES_MAX
                 and 0 <= batch.first_position <= LONG_MAX
                 and 0 <= batch.count <= INT_MAX
@@ -145,8 +146,8 @@ def decode_trailer(data: Readable, record_check: int) -> Trailer:
 def _decode_batch(body: bytes, offset: int) -> tuple[BatchSource, int]:
     kind_byte, offset = _take(body, offset, 1)
     kind = kind_byte[0]
-    if kind > BatchKind.INITIAL:
-        raise RemoteProtocolError(f"a trailer has a batch of kind {kind}, known are 0 to {int(BatchKind.INITIAL)}")
+    if kind > BatchKind.CLIENT:
+        raise RemoteProtocolError(f"a trailer has a batch of kind {kind}, known are 0 to {int(BatchKind.CLIENT)}")
     name, offset = _decode_name(body, offset)
     first_position, offset = _decode_position(body, offset)
     count, offset = decode_zigzag_int(body, offset)

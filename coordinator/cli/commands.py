@@ -14,6 +14,7 @@ from coordinator.registry import HOME_DEFAULT, HOME_VARIABLE, Registry
 
 _LOADED_WHEN_ASKED_FOR = {
     "bench": "coordinator.cli.bench:bench",
+    "call": "coordinator.cli.call:call",
     "checkpoint": "coordinator.cli.operate:checkpoint",
     "keys": "coordinator.cli.keys:keys",
     "peers": "coordinator.cli.peers:peers",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -25,26 +26,33 @@ _RETIRED = "retired the first key, for good"
 @click.option("--make", is_flag=True, help="Make keys where there are none, and write the public file anew.")
 @click.option("--rotate", is_flag=True, help="Add a key. Peers accept both from then on; the first stays in use.")
 @click.option("--retire", is_flag=True, help="Remove the first key, for good; the added one takes its place.")
+@click.option("--client", is_flag=True, help="NAME is no instance: a client that calls some.")
 @json_option
 @pass_registry
-def keys(registry: Registry, name: str, make: bool, rotate: bool, retire: bool, as_json: bool) -> None:
+def keys(registry: Registry, name: str, make: bool, rotate: bool, retire: bool, client: bool, as_json: bool) -> None:
     """Show the public keys of an instance and of those that may call it, and where they come from.
 
     Running coordinators see changes within a second or two; they go on meanwhile.
     """
     if make + rotate + retire > 1:
         raise click.UsageError("--make, --rotate and --retire go one at a time")
-    settings = registry.load(name)
+    if client and registry.path(name).exists():
+        raise click.UsageError(f"{name!r} is an instance: leave --client out")
+    folder = registry.home / name if client else registry.load(name).folder
     done = ""
     if make:
-        key_files.make(settings.folder)
+        key_files.make(folder)
         done = _MADE
     elif rotate:
-        key_files.rotate(settings.folder)
+        key_files.rotate(folder)
         done = _ROTATED.format(name=name)
     elif retire:
-        key_files.retire(settings.folder)
+        key_files.retire(folder)
         done = _RETIRED
+    if client:
+        _show_client(name, folder, done, as_json=as_json)
+        return
+    settings = registry.load(name)
     pairs = key_files.read_pairs(settings.folder)
     callers = _callers(registry, settings)
     if as_json:
@@ -53,6 +61,25 @@ def keys(registry: Registry, name: str, make: bool, rotate: bool, retire: bool, 
         if done:
             click.echo(f"{name}: {done}")
         _print(registry, settings, pairs, callers)
+
+
+def _show_client(name: str, folder: Path, done: str, *, as_json: bool) -> None:
+    pairs = key_files.read_pairs(folder)
+    if as_json:
+        echo_json({"name": name, "keys": [pair.public for pair in pairs]} | _files(folder))
+        return
+    if done:
+        click.echo(f"{name}: {done}")
+    if not pairs:
+        click.echo(f"{name} has no keys ('immortal keys {name} --make --client')")
+    _print_pairs(name, folder, pairs)
+
+
+def _files(folder: Path) -> dict[str, str]:
+    return {
+        "public_file": str(key_files.public_path(folder)),
+        "secret_file": str(key_files.secret_path(folder)),
+    }
 
 
 def _callers(registry: Registry, settings: InstanceSettings) -> list[dict[str, Any]]:
@@ -76,11 +103,18 @@ def _json(settings: InstanceSettings, pairs: tuple[KeyPair, ...], callers: list[
     return {
         "name": settings.name,
         "keys": [pair.public for pair in pairs],
-        "public_file": str(key_files.public_path(settings.folder)),
-        "secret_file": str(key_files.secret_path(settings.folder)),
+        **_files(settings.folder),
         "allow": None if settings.allow is None else list(settings.allow),
         "callers": callers,
     }
+
+
+def _print_pairs(name: str, folder: Path, pairs: tuple[KeyPair, ...]) -> None:
+    for pair, state in zip(pairs, ("in use", "to be used next"), strict=False):
+        click.echo(f"{name}: {pair.public}  {state}")
+    if pairs:
+        click.echo(f"  public in {key_files.public_path(folder)}")
+        click.echo(f"  secret in {key_files.secret_path(folder)}")
 
 
 def _print(
@@ -89,11 +123,7 @@ def _print(
     name = settings.name
     if not pairs:
         click.echo(f"{name} has no keys: its peers reach it in plain ('immortal keys {name} --make')")
-    for pair, state in zip(pairs, ("in use", "to be used next"), strict=False):
-        click.echo(f"{name}: {pair.public}  {state}")
-    if pairs:
-        click.echo(f"  public in {key_files.public_path(settings.folder)}")
-        click.echo(f"  secret in {key_files.secret_path(settings.folder)}")
+    _print_pairs(name, settings.folder, pairs)
     if pairs and key_files.read_public_keys(settings.folder) != tuple(pair.public for pair in pairs):
         click.echo(f"  the public file differs: 'immortal keys {name} --make' writes it anew")
     who = "every instance of the registry" if settings.allow is None else f"allow in {registry.path(name)}"

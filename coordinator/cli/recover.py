@@ -12,8 +12,9 @@ import click
 from coordinator import control
 from coordinator.cli.common import echo_json, json_option, name_argument, pass_registry
 from coordinator.config import InstanceSettings
-from coordinator.core.interfaces import IMPULSES, ONESELF
+from coordinator.core.interfaces import IMPULSES, ONESELF, is_outside
 from coordinator.registry import Registry, RegistryError
+from protocol.client import CLIENTS
 
 if TYPE_CHECKING:
     from coordinator.log import CutPlan, LogVerification, LostMessages
@@ -188,6 +189,8 @@ def _lost_text(lost: LostMessages) -> str:
         what = "impulses to itself"
     elif lost.source == ONESELF:
         what = "its calls to itself"
+    elif is_outside(lost.source):
+        what = f"requests of client {lost.source.removeprefix(CLIENTS)!r}"
     else:
         what = f"from {lost.source}"
     if lost.first_position is None:

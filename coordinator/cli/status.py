@@ -127,7 +127,9 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("instance", "phase", "pid", "record", "backlog", "checkpoint", "inputs", "outputs"):
+    with_clients = any(_clients(row) for row in rows)
+    columns = ("instance", "phase", "pid", "record", "backlog", "checkpoint", "inputs", "outputs", "clients")
+    for column in columns if with_clients else columns[:-1]:
         table.add_column(column, justify="right" if column in ("pid", "record", "backlog") else "left", overflow="fold")
     for row in rows:
         cells = (
@@ -140,8 +142,19 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             "\n".join(f"{source} {_number(one.get('position'))}" for source, one in row.get("inputs", {}).items()),
             "\n".join(f"{to} {_output(one)}" for to, one in row.get("outputs", {}).items()),
         )
-        table.add_row(*(Text(cell) for cell in cells))
+        table.add_row(*(Text(cell) for cell in (*cells, *([_clients(row)] if with_clients else []))))
     return table
+
+
+def _clients(row: dict[str, Any]) -> str:
+    """Of an instance that was called from outside."""
+    clients = row.get("clients") or {}
+    if not clients.get("known"):
+        return ""
+    text = str(clients["known"])
+    if clients.get("open_requests"):
+        text += f", {clients['open_requests']} requests open"
+    return f"{text}\n{clients['replies']} replies, {_size(clients['replies_bytes'])}"
 
 
 def _phase(row: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from coordinator.core.errors import AppProtocolError
 from coordinator.core.interfaces import ONESELF
 from coordinator.core.session import SENDS_CALLS, SENDS_IMPULSES, AppSession
 from protocol.batch import check_batch, decode_batch
+from protocol.client import CLIENTS
 from protocol.errors import LimitExceededError
 from protocol.extensions import decode_app_batch
 from protocol.messages import (
@@ -95,6 +96,8 @@ def _checked(session: AppSession, own_name: str, calls: Calls) -> Calls:
         raise AppProtocolError(
             f"the app called {calls.destination!r} without AttachTo: send AttachTo once before the first call to it"
         )
+    if calls.impulses and calls.destination == CLIENTS:
+        raise AppProtocolError(f"the app sent an impulse to {CLIENTS!r}, which takes answers to clients alone")
     if calls.impulses and session.phase not in SENDS_IMPULSES:
         raise AppProtocolError(
             f"the app sent an impulse in the phase {session.phase.value!r}: impulses may come once it is primary"

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from coordinator.core.interfaces import CheckpointHeader, Transaction
+from protocol.client import ClientFrame
 from protocol.errors import ImmortalError
 from protocol.peer import PeerFrame
 
@@ -121,6 +122,14 @@ class ReplyToPeer:
 
 
 @dataclass(slots=True)
+class ReplyToClient:
+    """At most once: a client asks again. ``token`` is that of any frame of this client, and may be used again."""
+
+    token: object
+    frame: ClientFrame
+
+
+@dataclass(slots=True)
 class WakeAt:
     """``time_ns``: ns since the Unix epoch."""
 
@@ -168,6 +177,7 @@ Effect = (
     | ResetPeer
     | PeerResetDone
     | ReplyToPeer
+    | ReplyToClient
     | WakeAt
     | UpgradeEnded
     | Report

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from coordinator.core.errors import LogError
 from coordinator.core.interfaces import LogSummary
+from protocol.client import ClientFrame
 from protocol.peer import PeerFrame
 
 
@@ -40,6 +41,14 @@ class PeerFrameReceived:
 
     token: object
     frame: PeerFrame
+
+
+@dataclass(slots=True)
+class ClientFrameReceived:
+    """A client, which is no instance, says something; ``token`` is for ReplyToClient, as often as there is need."""
+
+    token: object
+    frame: ClientFrame
 
 
 @dataclass(slots=True)
@@ -137,6 +146,7 @@ Event = (
     | AppSent
     | AppClosed
     | PeerFrameReceived
+    | ClientFrameReceived
     | PeerReplied
     | PeerMoved
     | PeerReset

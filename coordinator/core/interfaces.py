@@ -10,12 +10,18 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from coordinator.core.errors import require
+from protocol.client import CLIENTS
 
 ONESELF = ""
 """The name under which an instance's calls to itself are kept."""
 
 IMPULSES = "!impulses"
 """The source of the impulses to oneself, in the table of sources; no instance can have this name."""
+
+
+def is_outside(source: str) -> bool:
+    """Whether what comes from ``source`` comes from no instance: impulses to oneself, and what clients ask for."""
+    return source == IMPULSES or source.startswith(CLIENTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +112,32 @@ class CheckpointHeader:
 
 
 @dataclass(frozen=True, slots=True)
+class ClientPosition:
+    """How much of one client's requests is in the log.
+
+    ``number`` is the last one taken; the replies up to ``released`` are kept no longer. ``time_ns``: when it was last
+    heard of.
+    """
+
+    number: int
+    released: int
+    time_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredClients:
+    """What a log holds of clients, as it is opened; all by client ID, ``replies`` by (client ID, number).
+
+    A reply is its kind, one byte, and its value; only the kind where it is not kept any more. ``forgotten_ns``: no
+    client that is not in ``positions`` was heard of after this moment, 0 if none was ever forgotten.
+    """
+
+    positions: Mapping[str, ClientPosition] = field(default_factory=dict)
+    replies: Mapping[tuple[str, int], bytes] = field(default_factory=dict)
+    forgotten_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class VersionStart:
     """From the record behind ``sequence_id`` on, the app's version ``version`` handles the log.
 
@@ -128,6 +160,9 @@ class Transaction:
     stream_starts: dict[str, StreamStart] = field(default_factory=dict)  # destination: where its numbers begin
     impulses: list[ImpulseBatch] = field(default_factory=list)
     impulses_removed: list[tuple[str, int]] = field(default_factory=list)  # (destination, first position); goes first
+    clients: dict[str, ClientPosition | None] = field(default_factory=dict)  # by client ID; None: forgotten
+    replies: dict[tuple[str, int], bytes | None] = field(default_factory=dict)  # (client ID, number); None: removed
+    clients_forgotten_ns: int | None = None
     checkpoint: CheckpointHeader | None = None  # its blob's chunks were written before
     version: VersionStart | None = None  # the version that begins with this checkpoint
     cut_healed: bool = False  # the output streams go on behind what a cut has taken away: forget the cut
@@ -145,6 +180,10 @@ class Transaction:
         require(new.isdisjoint(later.impulses_removed), "impulses are removed in the transaction that brings them")
         self.impulses += later.impulses
         self.impulses_removed += later.impulses_removed
+        self.clients.update(later.clients)
+        self.replies.update(later.replies)
+        if later.clients_forgotten_ns is not None:
+            self.clients_forgotten_ns = later.clients_forgotten_ns
         self.checkpoint = later.checkpoint or self.checkpoint  # of two, the later one makes the other superfluous
         require(self.version is None or later.version is None, "two versions begin in one transaction")
         self.version = self.version or later.version
@@ -180,6 +219,9 @@ class LogStore(Protocol):
     """What the last summary had to leave out, in words."""
 
     def summary(self) -> LogSummary: ...
+
+    def clients(self) -> StoredClients:
+        """What is known of clients. A reply that is damaged counts as one that is not kept any more."""
 
     def commit(self, transaction: Transaction) -> None:
         """Make ``transaction`` durable, whole. When this returns it survives power loss.

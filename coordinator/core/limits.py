@@ -54,6 +54,31 @@ class Limits:
     chunks_pending_bytes: int = 16 * MIB
     """Chunks that wait for the disk; above this the app is not read."""
 
+    clients_max: int = 100_000
+    """Clients of which anything is known. About 0.6 KiB each with one small reply; beyond it the one that was unused
+    for longest is forgotten."""
+
+    client_keep_ns: int = 24 * 3600 * 1_000_000_000
+    """A client that was unused for so long is forgotten: nobody tries a request again a day later."""
+
+    client_replies_max: int = 4096
+    """Replies kept for one client, in case it asks again; beyond it the oldest go."""
+
+    client_replies_bytes: int = 4 * MIB
+    """... and in bytes. The last reply is kept whatever its size."""
+
+    replies_bytes: int = 64 * MIB
+    """Of all clients together; beyond it those of the client that was unused for longest go."""
+
+    client_span_max: int = 16_384
+    """From the oldest request that a client may still ask for to its newest: what is remembered of each."""
+
+    requests_open_max: int = 65_536
+    """Requests taken and not answered; beyond it clients are told to wait. The app is far behind then."""
+
+    replies_gather_bytes: int = 1 * MIB
+    """Replies that wait for the next commit; above this they ask for one."""
+
     checkpoint_trigger_bytes: int = 1024 * MIB
     """Logged since the last checkpoint: above this the app is asked for the next one."""
 

@@ -16,6 +16,7 @@ from typing import Any
 from coordinator.core import events as ev
 from coordinator.core.app_messages import Calls, read_calls
 from coordinator.core.checkpointing import Checkpointing
+from coordinator.core.clients import Clients
 from coordinator.core.effects import (
     CloseApp,
     Commit,
@@ -41,6 +42,7 @@ from coordinator.core.interfaces import (
     CheckpointHeader,
     LogSummary,
     SourcePosition,
+    StoredClients,
     Transaction,
     VersionStart,
 )
@@ -53,6 +55,7 @@ from coordinator.core.status import describe, describe_peers
 from coordinator.core.versions import Versions
 from coordinator.core.words import divergence_in_words
 from protocol.batch import encode_batch
+from protocol.client import CLIENTS
 from protocol.errors import ImmortalError, RemoteProtocolError
 from protocol.extensions import decode_app_description, decode_hello, encode_impulses_accepted, encode_version
 from protocol.messages import (
@@ -75,6 +78,7 @@ class Machine:
 
     ``name``: the instance. ``summary``: its log, as opened. ``upgrade_to``: the version of the app that its next
     recovery is to end in. ``promote``: a recovered app begins to work without a checkpoint first.
+    ``clients``: what the log holds of clients.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class Machine:
         upgrade_to: int | None = None,
         *,
         promote: bool = False,
+        clients: StoredClients | None = None,
     ) -> None:
         self.name = name
         self.limits = limits or Limits()
@@ -115,6 +120,15 @@ class Machine:
             starts=dict(summary.stream_starts),
         )
         self._peers.load_inputs(summary)
+        self._clients = Clients(
+            name,
+            summary.committer_id,
+            self.limits,
+            self._log,
+            self._effects,
+            clients or StoredClients(),
+            lambda: self._peers.ready,
+        )
         impulses = summary.sources.get(IMPULSES)
         self._impulse_count = impulses.position if impulses else 0
         self._load_ticket = 0  # the commit to wait for before the log is loaded for a new session
@@ -142,6 +156,7 @@ class Machine:
             ev.AppSent: self._app_sent,
             ev.AppClosed: self._app_closed,
             ev.PeerFrameReceived: self._peer_frame_received,
+            ev.ClientFrameReceived: self._client_frame_received,
             ev.PeerReplied: self._peer_replied,
             ev.PeerMoved: self._peer_moved,
             ev.PeerReset: self._peer_reset,
@@ -195,6 +210,9 @@ class Machine:
     def _end_turn(self) -> None:
         self._feed()
         self._peers.send(self._now_ns)
+        for answers in self._peers.take_answers():
+            self._clients.answered(answers)
+        self._clients.flush()
         self._commit()
         self._ask_for_checkpoint()
         self._push_back()
@@ -427,7 +445,8 @@ class Machine:
             destination = decode_attach_to(message.data)
             if destination != self.name:
                 session.attached.add(destination)
-                self._effects.append(OpenPeer(destination))
+                if destination != CLIENTS:
+                    self._effects.append(OpenPeer(destination))
         elif message_type == MessageType.TAKE_CHECKPOINT:
             self._checkpoints.wanted = True
         elif message_type == MessageType.SNAPSHOT_CHUNK:
@@ -438,6 +457,7 @@ class Machine:
             self._snapshot_ended(message)
         elif message_type == MessageType.APP_DESCRIPTION:
             session.description = decode_app_description(message.data)
+            self._clients.describe_methods(session.description)
         elif message_type == MessageType.UPGRADE_FAILED:
             self._upgrade_failed(message.data.decode("utf-8", "replace"))
         elif message_type == MessageType.INITIAL_MESSAGE:
@@ -561,6 +581,7 @@ class Machine:
     def _finish_replay(self) -> None:
         if self._cut:
             self._healing = self._peers.heal_cut()
+            self._clients.lose_open()
         else:
             # An app that sends batches of its own making flushes first; a base app may hold messages back.
             self._peers.finish_replay(all_sent=MessageType.STREAM_BATCH in self._session.extensions)
@@ -782,6 +803,8 @@ class Machine:
         transaction = group.transaction
         if transaction.sources:
             self._peers.became_durable(transaction.sources.items())
+        if CLIENTS in transaction.acknowledged:
+            self._peers.answers_durable(transaction.acknowledged[CLIENTS])
         while self._resets and self._resets[0][0] <= event.ticket:
             self._effects.append(PeerResetDone(self._resets.popleft()[1], True))
         if transaction.epoch is not None:
@@ -812,6 +835,9 @@ class Machine:
 
     def _peer_frame_received(self, event: ev.PeerFrameReceived) -> None:
         self._peers.received(event.token, event.frame, self._now_ns)
+
+    def _client_frame_received(self, event: ev.ClientFrameReceived) -> None:
+        self._clients.received(event.token, event.frame, self._now_ns)
 
     def _peer_replied(self, event: ev.PeerReplied) -> None:
         self._peers.replied(event.destination, event.tag, event.frame)
@@ -845,7 +871,7 @@ class Machine:
         if self._stopping:
             return
         self._stopping = True
-        self._peers.accepting = False
+        self._peers.accepting = self._clients.accepting = False
         if self._session.phase not in (Phase.NORMAL, Phase.CHECKPOINTING, Phase.BECOMING_PRIMARY):
             self._say(MessageType.GOODBYE, "the coordinator was asked to stop")
             self._stop(None)
@@ -883,6 +909,7 @@ class Machine:
             now_ns,
         ) | {
             "impulses": self._impulse_count,
+            "clients": self._clients.describe(),
             "version": self._versions.current,
             "upgrade_to": self._versions.upgrade_to,
         }

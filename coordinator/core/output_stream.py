@@ -256,6 +256,15 @@ class OutputStream:
         self._in_flight_bytes += size_bytes
         return batch
 
+    def take_all(self) -> list[OutputBatch]:
+        """All that waits, for a receiver that is at hand and needs no window; it is on its way until acknowledged."""
+        taken = [waiting.batch for waiting in self._unsent]
+        self._unsent.clear()
+        self._in_flight.extend(taken)
+        self._in_flight_bytes += self._unsent_bytes
+        self._unsent_bytes = 0
+        return taken
+
     def acknowledge(self, position: int) -> None:
         """Everything up to ``position`` is durable at the receiver."""
         if position <= self.acknowledged:

@@ -19,6 +19,7 @@ from coordinator.core.interfaces import (
     ONESELF,
     CheckpointHeader,
     LogSummary,
+    OutputBatch,
     OutputMark,
     SourcePosition,
     StreamStart,
@@ -28,6 +29,7 @@ from coordinator.core.limits import Limits
 from coordinator.core.output_check import OutputCheck
 from coordinator.core.output_stream import OutputStream, StreamState
 from protocol.batch import encode_batch
+from protocol.client import CLIENTS
 from protocol.errors import RemoteProtocolError
 from protocol.peer import FrameType, PeerFrame, RefusedCode
 from protocol.trailer import BatchKind, BatchSource, OutputMarkEntry
@@ -139,7 +141,7 @@ class Peers:
 
     def _add_output(self, destination: str, stream: OutputStream) -> OutputStream:
         self.outputs[destination] = stream
-        if destination == ONESELF:
+        if destination in (ONESELF, CLIENTS):
             stream.state = StreamState.OPEN
         else:
             stream.offset = self._start(destination).offset
@@ -209,7 +211,7 @@ class Peers:
     def forget_outputs(self) -> None:
         """The app is gone: its outputs will come again, by replay."""
         for destination in self.outputs:
-            if destination != ONESELF:
+            if destination not in (ONESELF, CLIENTS):
                 self.effects.append(ResetPeer(destination))
         self.outputs.clear()
         self._moved.clear()
@@ -222,7 +224,7 @@ class Peers:
             if all_sent:
                 self._give_back_unmade(stream)
             stream.finish_replay(all_sent=all_sent)
-            if destination != ONESELF:
+            if destination not in (ONESELF, CLIENTS):
                 self._note_acknowledged(stream)
 
     def heal_cut(self) -> Transaction:
@@ -235,7 +237,7 @@ class Peers:
             rows, replaced = stream.heal_cut()
             transaction.impulses += rows
             transaction.impulses_removed += [(destination, position) for position in replaced]
-            if destination != ONESELF:
+            if destination not in (ONESELF, CLIENTS):
                 self._note_acknowledged(stream)
         return transaction
 
@@ -264,6 +266,8 @@ class Peers:
             return
         durable_ticket = self.log.durable_ticket
         for destination, stream in self.outputs.items():
+            if destination == CLIENTS:
+                continue
             while (batch := stream.next_batch(durable_ticket)) is not None:
                 if destination == ONESELF:
                     self._take_own(batch.first_position, batch.count, batch.payload, now_ns)
@@ -277,6 +281,17 @@ class Peers:
                     payload=batch.payload,
                 )
                 self.effects.append(SendToPeer(destination, stream.attempt, frame))
+
+    def take_answers(self) -> list[OutputBatch]:
+        """The app's new answers to clients; under the same conditions as :meth:`send`."""
+        stream = self.outputs.get(CLIENTS)
+        return stream.take_all() if stream is not None and self.ready and not self.held else []
+
+    def answers_durable(self, position: int) -> None:
+        """The replies up to this position of the stream to CLIENTS are in the log."""
+        self._known_acknowledged[CLIENTS] = max(position, self._known_acknowledged.get(CLIENTS, 0))
+        if (stream := self.outputs.get(CLIENTS)) is not None:
+            stream.acknowledge(position)
 
     def new_marks(self, ticket: int) -> dict[str, OutputMark]:
         """The marks of the output streams that have moved since this was last asked, for the commit ``ticket``."""
@@ -493,7 +508,7 @@ class Peers:
                 code=RefusedCode.NOT_ME,
                 reason=f"this is {self.name!r}, the message is for {frame.receiver!r}",
             )
-        if frame.sender in ("", IMPULSES, self.name):
+        if frame.sender in ("", IMPULSES, self.name) or frame.sender.startswith(CLIENTS):
             return _Reply(
                 FrameType.REFUSED, code=RefusedCode.MALFORMED, reason=f"no peer can be called {frame.sender!r}"
             )

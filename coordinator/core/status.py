@@ -6,6 +6,7 @@ from coordinator.core.group_commit import GroupCommit
 from coordinator.core.interfaces import ONESELF, CheckpointHeader
 from coordinator.core.peers import Peers
 from coordinator.core.session import GETS_RECORDS, AppSession, Phase
+from protocol.client import CLIENTS
 
 
 def describe(
@@ -47,13 +48,14 @@ def describe(
                 "error": stream.error or None,
             }
             for destination, stream in peers.outputs.items()
+            if destination != CLIENTS
         },
     }
 
 
 def describe_peers(peers: Peers) -> dict[str, dict[str, object]]:
     """Each other instance by name: the streams to it and from it, and what is wrong with them. Positions are ours."""
-    names = {*peers.outputs, *peers.inputs, *peers.committer_ids} - {ONESELF}
+    names = {*peers.outputs, *peers.inputs, *peers.committer_ids} - {ONESELF, CLIENTS}
     return {name: _describe_peer(peers, name) for name in sorted(names)}
 
 

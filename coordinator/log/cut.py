@@ -122,7 +122,7 @@ class LogCutter:
                 copy("checkpoints", [(SEQUENCE_KEY.pack(one), SEQUENCE_KEY.pack(one + 1)) for one in checkpoint_ids])
                 for table in ("chunks", "outputs"):
                     copy(table, [(CHUNK_KEY.pack(one, 0), CHUNK_KEY.pack(one + 1, 0)) for one in checkpoint_ids])
-                for table in ("sources", "acknowledged", "peers", "versions", "meta"):
+                for table in ("sources", "acknowledged", "peers", "clients", "replies", "versions", "meta"):
                     copy(table, [(b"\0", _BEHIND_ALL)])
             with target.begin(write=True) as transaction:
                 # It begins where the cut was, and a cut at its beginning means nothing to it.

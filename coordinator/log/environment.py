@@ -44,6 +44,8 @@ class Tables:
     acknowledged: lmdb._Database
     peers: lmdb._Database
     impulses: lmdb._Database
+    clients: lmdb._Database
+    replies: lmdb._Database
     versions: lmdb._Database
     meta: lmdb._Database
 

@@ -10,12 +10,19 @@ from typing import Any, TypeVar
 import msgspec
 
 from coordinator.core.errors import DamagedLogError, require
-from coordinator.core.interfaces import CheckpointHeader, ImpulseBatch, OutputBatch, OutputMark, VersionStart
+from coordinator.core.interfaces import (
+    CheckpointHeader,
+    ClientPosition,
+    ImpulseBatch,
+    OutputBatch,
+    OutputMark,
+    VersionStart,
+)
 from protocol.checksum import crc64
 from protocol.limits import NAME_SIZE_BYTES_MAX
 from protocol.varint import Readable
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 CRC_SIZE_BYTES = 8
 OUTPUTS_PIECE_SIZE_BYTES = 1 << 20  # one LMDB value of 64 MiB would need 64 MiB of contiguous free pages
 COMMITTER_ID_MAX = (1 << 31) - 1
@@ -37,12 +44,14 @@ META_TRIMMED = b"trimmed_sequence_id"
 META_CUT = b"cut_sequence_id"
 META_CUTS = b"cuts"
 META_STREAM_STARTS = b"stream_starts"
+META_CLIENTS_FORGOTTEN = b"clients_forgotten_ns"
 
 _encode = msgspec.msgpack.Encoder().encode
 INT = msgspec.msgpack.Decoder(int)
 INTS = msgspec.msgpack.Decoder(list[int])
 TEXT = msgspec.msgpack.Decoder(str)
 SOURCE = msgspec.msgpack.Decoder(tuple[int, int, int])
+_CLIENT = msgspec.msgpack.Decoder(tuple[int, int, int])
 STREAM_STARTS = msgspec.msgpack.Decoder(dict[str, tuple[int, bool, bool]])
 _VERSION_START = msgspec.msgpack.Decoder(tuple[int, int, str])
 _OUTPUTS = msgspec.msgpack.Decoder(dict[str, list[tuple[int, int, bytes]]])
@@ -101,6 +110,26 @@ def impulse_of_key(key: bytes) -> tuple[str, int]:
     if len(key) <= _POSITION.size or key[-_POSITION.size - 1] != 0:
         raise DamagedLogError(f"the log's table 'impulses' has a damaged key {key.hex()}", -1)
     return name_of_key(key[: -_POSITION.size]), _POSITION.unpack(key[-_POSITION.size :])[0]
+
+
+def reply_key(client_id: str, number: int) -> bytes:
+    return name_key(client_id) + _POSITION.pack(number)
+
+
+def reply_of_key(key: bytes) -> tuple[str, int]:
+    """(client ID, number)"""
+    if len(key) <= _POSITION.size or key[-_POSITION.size - 1] != 0:
+        raise DamagedLogError(f"the log's table 'replies' has a damaged key {key.hex()}", -1)
+    return name_of_key(key[: -_POSITION.size]), _POSITION.unpack(key[-_POSITION.size :])[0]
+
+
+def encode_client(key: bytes, position: ClientPosition) -> bytes:
+    return seal(b"clients", key, (position.number, position.released, position.time_ns))
+
+
+def decode_client(key: bytes, value: bytes) -> ClientPosition:
+    """Raises DamagedLogError."""
+    return ClientPosition(*unseal(b"clients", key, value, _CLIENT))
 
 
 def seal(table: bytes, key: bytes, payload: object) -> bytes:

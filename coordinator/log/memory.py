@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError, require
 from coordinator.core.interfaces import (
     CheckpointHeader,
+    ClientPosition,
     ImpulseBatch,
     LogSummary,
     SourcePosition,
+    StoredClients,
     StreamStart,
     Transaction,
     VersionStart,
@@ -21,6 +25,9 @@ from coordinator.log.trim import STEP_ROWS_MAX, Retention
 from coordinator.log.values import check_value, logged_time_ns
 from protocol.checksum import crc64
 from protocol.varint import Readable
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 
 @dataclass(slots=True)
@@ -38,6 +45,9 @@ class _Durable:
     acknowledged: dict[str, int] = field(default_factory=dict)
     peers: dict[str, int] = field(default_factory=dict)
     impulses: dict[tuple[str, int], ImpulseBatch] = field(default_factory=dict)
+    clients: dict[str, ClientPosition] = field(default_factory=dict)
+    replies: dict[tuple[str, int], bytes] = field(default_factory=dict)
+    clients_forgotten_ns: int = 0
     versions: list[VersionStart] = field(default_factory=list)
     cut_sequence_id: int | None = None
     stream_starts: dict[str, StreamStart] = field(default_factory=dict)
@@ -110,6 +120,12 @@ class MemoryLogStore:
             stream_starts=dict(durable.stream_starts),
         )
 
+    def clients(self) -> StoredClients:
+        """As LmdbLogStore.clients."""
+        self._refuse_after_failure()
+        durable = self._durable
+        return StoredClients(dict(durable.clients), dict(durable.replies), durable.clients_forgotten_ns)
+
     def commit(self, transaction: Transaction) -> None:
         """As LmdbLogStore.commit."""
         self._refuse_after_failure()
@@ -130,6 +146,10 @@ class MemoryLogStore:
         for removed in transaction.impulses_removed:
             durable.impulses.pop(removed, None)
         durable.impulses.update(((batch.destination, batch.first_position), batch) for batch in transaction.impulses)
+        _update(durable.clients, transaction.clients)
+        _update(durable.replies, transaction.replies)
+        if transaction.clients_forgotten_ns is not None:
+            durable.clients_forgotten_ns = transaction.clients_forgotten_ns
         if checkpoint is not None:
             unacknowledged = {name: list(batches) for name, batches in checkpoint.unacknowledged.items()}
             durable.checkpoints[checkpoint.checkpoint_id] = replace(
@@ -260,3 +280,12 @@ class MemoryLogStore:
     def _refuse_after_failure(self) -> None:
         if self._failure is not None:
             raise type(self._failure)(*self._failure.args)
+
+
+def _update(table: dict[Key, Value], changed: Mapping[Key, Value | None]) -> None:
+    """None removes."""
+    for key, value in changed.items():
+        if value is None:
+            table.pop(key, None)
+        else:
+            table[key] = value

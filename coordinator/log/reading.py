@@ -12,10 +12,12 @@ import msgspec
 from coordinator.core.errors import DamagedCheckpointError, DamagedLogError
 from coordinator.core.interfaces import (
     CheckpointHeader,
+    ClientPosition,
     ImpulseBatch,
     LogSummary,
     OutputBatch,
     SourcePosition,
+    StoredClients,
     StreamStart,
     VersionStart,
 )
@@ -24,6 +26,7 @@ from coordinator.log.environment import Tables
 from coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY, StoredHeader
 from coordinator.log.values import logged_time_ns
 from protocol.checksum import crc64
+from protocol.client import ReplyKind
 
 ReadTransaction: TypeAlias = "lmdb.Transaction[memoryview]"
 LoadOutputs = Callable[[StoredHeader], dict[str, list[OutputBatch]]]
@@ -242,6 +245,30 @@ def load_impulses(transaction: ReadTransaction, tables: Tables, acknowledged: Ma
                 payload = log_format.decode_impulses_payload(key, value)
             batches.append(ImpulseBatch(destination, first_position, count, payload))
     return batches
+
+
+def client_positions(transaction: ReadTransaction, tables: Tables) -> dict[str, ClientPosition]:
+    """Raises DamagedLogError."""
+    with transaction.cursor(tables.clients) as cursor:
+        return {
+            log_format.name_of_key(key): log_format.decode_client(key, bytes(value))
+            for key, value in ((bytes(key_view), value) for key_view, value in cursor)
+        }
+
+
+def load_clients(transaction: ReadTransaction, tables: Tables, problems: list[str]) -> StoredClients:
+    """What is known of clients; a damaged reply is told in ``problems``. Raises DamagedLogError."""
+    replies = {}
+    with transaction.cursor(tables.replies) as cursor:
+        for key_view, value in cursor:
+            key = bytes(key_view)
+            client_id, number = log_format.reply_of_key(key)
+            data = log_format.unseal_chunk(key, value)
+            if data is None:
+                problems.append(f"the reply to request {number} of client {client_id!r} is damaged: it is left out")
+            replies[client_id, number] = data or bytes((ReplyKind.GONE,))
+    forgotten_ns = meta_value(transaction, tables, log_format.META_CLIENTS_FORGOTTEN, log_format.INT)
+    return StoredClients(client_positions(transaction, tables), replies, forgotten_ns or 0)
 
 
 def collect_values(

@@ -21,7 +21,14 @@ from coordinator.core.errors import (
     LogSyncError,
     require,
 )
-from coordinator.core.interfaces import LogSummary, OutputBatch, StreamStart, Transaction, VersionStart
+from coordinator.core.interfaces import (
+    LogSummary,
+    OutputBatch,
+    StoredClients,
+    StreamStart,
+    Transaction,
+    VersionStart,
+)
 from coordinator.fault_points import FaultPoint, reach
 from coordinator.log import format as log_format
 from coordinator.log import reading, trim
@@ -98,6 +105,17 @@ class LmdbLogStore:
             )
         self.problems = problems
         return summary
+
+    def clients(self) -> StoredClients:
+        """What is known of clients. A damaged reply counts as not kept any more and is described in :attr:`problems`.
+
+        Raises DamagedLogError with sequence ID -1 for a damaged position.
+        """
+        problems: list[str] = []
+        with self._naming_remedy():
+            clients = self._read(lambda transaction: reading.load_clients(transaction, self._tables, problems))
+        self.problems = problems
+        return clients
 
     def commit(self, transaction: Transaction) -> None:
         """Make ``transaction`` durable, whole. Raises LogFullError or LogSyncError, then refuses everything."""
@@ -224,6 +242,8 @@ class LmdbLogStore:
         for name, committer_id in transaction.peers.items():
             key = log_format.name_key(name)
             write.put(key, log_format.seal(b"peers", key, committer_id), db=tables.peers)
+        if transaction.clients or transaction.replies:
+            self._put_clients(write, transaction)
         if transaction.stream_starts:
             self._put_stream_starts(write, transaction.stream_starts)
         if transaction.checkpoint is not None:
@@ -237,6 +257,23 @@ class LmdbLogStore:
         if transaction.extensions is not None:
             self._put_meta(write, log_format.META_EXTENSIONS, sorted(transaction.extensions))
         reach(FaultPoint.DURING_COMMIT)
+
+    def _put_clients(self, write: WriteTransaction, transaction: Transaction) -> None:
+        tables = self._tables
+        for client_id, position in transaction.clients.items():
+            key = log_format.name_key(client_id)
+            if position is None:
+                write.delete(key, db=tables.clients)
+            else:
+                write.put(key, log_format.encode_client(key, position), db=tables.clients)
+        for (client_id, number), data in transaction.replies.items():
+            key = log_format.reply_key(client_id, number)
+            if data is None:
+                write.delete(key, db=tables.replies)
+            else:
+                write.put(key, log_format.seal_chunk(key, data), db=tables.replies)
+        if transaction.clients_forgotten_ns is not None:
+            self._put_meta(write, log_format.META_CLIENTS_FORGOTTEN, transaction.clients_forgotten_ns)
 
     def _put_version(self, write: WriteTransaction, start: VersionStart) -> None:
         """Versions are kept in the order in which they began: one may come back."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from coordinator.core.interfaces import IMPULSES
 from coordinator.log.findings import Finding, Severity
+from protocol.client import CLIENTS
 from protocol.trailer import BatchKind, Trailer
 
 _CUT_OFF = "what was between was cut off by hand"
@@ -47,19 +48,23 @@ class StreamPositions:
                 yield Finding(Severity.FATAL, place, f"{message}: messages were lost or executed twice")
 
     def compare(self, last_sequence_id: int, sources: Mapping[str, int]) -> Iterator[Finding]:
-        """The last position of each source by the table ``sources``, against the trailers up to the last record."""
+        """The last position of each source by the tables, against the trailers up to the last record.
+
+        ``sources``: the table of that name, and that of clients by their callers' names.
+        """
         self._pass_cuts(last_sequence_id + 1)
         for source, expected in sorted(self._expected.items()):
             position = sources.get(source, 0)
-            if position == expected - 1:
+            if position == expected - 1 or (source.startswith(CLIENTS) and source not in sources):  # forgotten
                 continue
-            message = f"{_text(source)}: table 'sources' says {position}, the trailers end at {expected - 1}"
+            table = "clients" if source.startswith(CLIENTS) else "sources"
+            message = f"{_text(source)}: table {table!r} says {position}, the trailers end at {expected - 1}"
             if source in self._cut_sources and position >= expected:
-                yield Finding(Severity.NOTE, "sources", f"{message}: {_CUT_OFF}")
+                yield Finding(Severity.NOTE, table, f"{message}: {_CUT_OFF}")
             elif position == 0 and source in sources:
-                yield Finding(Severity.NOTE, "sources", f"{message}: the stream was reset")
+                yield Finding(Severity.NOTE, table, f"{message}: the stream was reset")
             else:
-                yield Finding(Severity.FATAL, "sources", f"{message}: messages would be lost or executed twice")
+                yield Finding(Severity.FATAL, table, f"{message}: messages would be lost or executed twice")
 
     def _pass_cuts(self, sequence_id: int) -> None:
         """What was cut off counts as received: behind a cut each stream may jump ahead, once."""
@@ -71,4 +76,6 @@ class StreamPositions:
 def _text(source: str) -> str:
     if source == IMPULSES:
         return "the impulses to oneself"
+    if source.startswith(CLIENTS):
+        return f"the requests of client {source[len(CLIENTS) :]!r}"
     return f"the stream from {source!r}" if source else "the stream from oneself"

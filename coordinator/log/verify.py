@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError, LogLockedError
+from coordinator.core.interfaces import ClientPosition
 from coordinator.log import format as log_format
 from coordinator.log import reading
 from coordinator.log.environment import (
@@ -27,6 +28,7 @@ from coordinator.log.reader import LogReader, TrimmedError
 from coordinator.log.rebuild import plan_rebuilding
 from coordinator.log.stream_positions import StreamPositions
 from coordinator.log.values import verify_value
+from protocol.client import caller_of
 
 _READ_SIZE_BYTES = 1 << 20
 _READ_SIZE_BYTES_MIN = 4096  # to name the place
@@ -226,16 +228,20 @@ class LogVerification:
         """Every small value's CRC; ``sources`` against the trailers; the payloads of all impulses."""
         try:
             # One transaction for the last record and the table: a live writer may have gone on.
-            sources, last = reader.transact(
+            sources, clients, last = reader.transact(
                 lambda transaction, tables: (
                     reading.named_rows(transaction, tables.sources, b"sources", log_format.SOURCE),
+                    _client_positions(transaction, tables),
                     reading.first_and_last_sequence_id(transaction, tables)[1],
                 )
             )
             if last == self.last_sequence_id:
-                yield from self._positions.compare(last, {name: row[2] for name, row in sources.items()})
+                positions = {name: row[2] for name, row in sources.items()}
+                positions |= {caller_of(client_id): known.number for client_id, known in clients.items()}
+                yield from self._positions.compare(last, positions)
         except DamagedLogError:
             yield from self._verify_rebuilding(reader)
+        yield from self._verify_clients(reader)
         for place, check, meaning in (
             ("versions", _check_versions, "the log cannot be opened"),
             ("acknowledged", _check_acknowledged, "the log cannot be opened"),
@@ -247,6 +253,15 @@ class LogVerification:
                 reader.transact(check)
             except DamagedLogError as error:
                 yield Finding(Severity.FATAL, place, f"{error}; {meaning}")
+
+    def _verify_clients(self, reader: LogReader) -> Iterator[Finding]:
+        problems: list[str] = []
+        try:
+            reader.transact(lambda transaction, tables: reading.load_clients(transaction, tables, problems))
+        except DamagedLogError as error:
+            yield Finding(Severity.FATAL, "clients", f"{error}; the log cannot be opened")
+        for problem in problems:
+            yield Finding(Severity.DAMAGE, "replies", f"{problem}, and the client is told so if it asks again")
 
     def _verify_rebuilding(self, reader: LogReader) -> Iterator[Finding]:
         """Of a table of sources that is damaged: whether the next start can put it right."""
@@ -283,6 +298,14 @@ def _first_unreadable(path: Path) -> str | None:
 
 def _has_header(transaction: reading.ReadTransaction, tables: Tables, checkpoint_id: int) -> bool:
     return transaction.get(log_format.SEQUENCE_KEY.pack(checkpoint_id), db=tables.checkpoints) is not None
+
+
+def _client_positions(transaction: reading.ReadTransaction, tables: Tables) -> dict[str, ClientPosition]:
+    """None where the table is damaged, which is a finding of its own."""
+    try:
+        return reading.client_positions(transaction, tables)
+    except DamagedLogError:
+        return {}
 
 
 def _check_versions(transaction: reading.ReadTransaction, tables: Tables) -> None:

@@ -12,7 +12,7 @@ from coordinator.messenger.errors import (
     MessengerClosedError,
     MessengerError,
 )
-from coordinator.messenger.listener import Received, ServerLoop
+from coordinator.messenger.listener import ClientLoop, ClientRoute, Received, ServerLoop
 from coordinator.messenger.messenger import Messenger
 from coordinator.messenger.outbox import ReplyCallback, RetryPolicy
 from coordinator.messenger.security import KeyPair, Security
@@ -20,6 +20,8 @@ from coordinator.messenger.sockets import Counters
 
 __all__ = [
     "AlreadyRepliedError",
+    "ClientLoop",
+    "ClientRoute",
     "Counters",
     "EndpointError",
     "EndpointInUseError",

@@ -58,6 +58,7 @@ from coordinator.messenger.sockets import (
     receive_identified,
     receive_parts,
 )
+from protocol.client import is_client_frame
 
 FIRST, REFUSED = Sighting.FIRST, Sighting.REFUSED
 _OTHER_MECHANISM = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
@@ -131,7 +132,31 @@ class Received:
         listener.accept_reply(Reply(listener, self._conversation, self._message_id, self._callback_id, checked))
 
 
+class ClientRoute:
+    """The way to a client, who is no messenger and for whom nothing is kept or sent again."""
+
+    __slots__ = ("_listener", "_route")
+
+    def __init__(self, listener: Listener, route: bytes) -> None:
+        self._listener = listener
+        self._route = route
+
+    def say(self, data: bytes) -> None:
+        """Send ``data``, at most once; as often as there is something to say."""
+        self._listener.accept_reply(ClientReply(self._listener, self._route, data))
+
+
+class ClientReply(NamedTuple):
+    """A message to a client on its way to the socket."""
+
+    listener: Listener
+    route: bytes
+    data: bytes
+
+
 ServerLoop = Callable[[Received], None]
+ClientLoop = Callable[[ClientRoute, bytes], None]
+"""Gets where a client's message came from, and the one part that it has."""
 
 
 class Listener:
@@ -148,12 +173,13 @@ class Listener:
         endpoint: str,
         server_loop: ServerLoop,
         incarnation: int,
-        accept_reply: Callable[[Reply], None],
+        accept_reply: Callable[[Reply | ClientReply], None],
         counters: Counters,
         warnings: Warnings,
         stranger_warnings: Warnings,
         security: Security | None = None,
         secured: bool = False,
+        client_loop: ClientLoop | None = None,
     ) -> None:
         self.closed = False
         self.endpoint = ""
@@ -164,6 +190,7 @@ class Listener:
         self._monitor: Socket | None = None
         self.accept_reply = accept_reply
         self._server_loop = server_loop
+        self._client_loop = client_loop
         self._incarnation = incarnation
         self._counters = counters
         self._warnings = warnings
@@ -262,7 +289,11 @@ class Listener:
             )
 
     def _accept(self, frames: list[bytes], peer: str | None) -> Received | None:
-        """The message in ``frames``, if it is one and new."""
+        """The message in ``frames``, if it is one and new. What is a client's goes to its own loop."""
+        if self._client_loop is not None and len(frames) == 2 and is_client_frame(frames[1]):
+            self._counters.received += 1
+            self._client_loop(ClientRoute(self, frames[0]), frames[1])
+            return None
         try:
             envelope = decode_envelope(frames[1] if len(frames) > 1 else b"")
             if envelope.kind != MESSAGE:
@@ -301,8 +332,11 @@ class Listener:
         else:
             self._send(conversation, REPLY, envelope.message_id, stored.destination_callback_id, stored.parts)
 
-    def reply(self, reply: Reply) -> None:
-        """Send a reply and keep it for duplicates of its message."""
+    def reply(self, reply: Reply | ClientReply) -> None:
+        """Send a reply and keep it for duplicates of its message; to a client it is only sent."""
+        if isinstance(reply, ClientReply):
+            self._send_parts(reply.route, reply.data)
+            return
         _, conversation, message_id, callback_id, parts = reply
         conversation.keep_reply(message_id, callback_id, parts)
         self._send(conversation, REPLY, message_id, callback_id, parts)
@@ -315,17 +349,19 @@ class Listener:
         callback_id: int,
         parts: tuple[bytes, ...],
     ) -> None:
-        send = self._plain_send
         envelope = encode_reply(kind, conversation.link_id, self._incarnation, message_id, callback_id)
+        self._send_parts(conversation.route, envelope + encode_parts(parts))
+
+    def _send_parts(self, route: bytes, data: bytes) -> None:
+        send = self._plain_send
         try:
-            send(conversation.route, NOBLOCK_MORE)
+            send(route, NOBLOCK_MORE)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
             self._counters.replies_unsent += 1
             return
-        reply = envelope + encode_parts(parts)
-        send(reply, NOBLOCK, copy=len(reply) < LARGE_PART_SIZE_BYTES)
+        send(data, NOBLOCK, copy=len(data) < LARGE_PART_SIZE_BYTES)
 
     def has_unread(self) -> bool:
         """Whether messages may have come in unnoticed while replies were sent."""

@@ -29,7 +29,7 @@ from coordinator.messenger.errors import MessengerClosedError, MessengerError
 from coordinator.messenger.gate import Gate
 from coordinator.messenger.limits import IN_FLIGHT_MAX, SPAN_MAX, TURNS_MAX
 from coordinator.messenger.link import Link
-from coordinator.messenger.listener import Listener, Reply, ServerLoop
+from coordinator.messenger.listener import ClientLoop, ClientReply, Listener, Reply, ServerLoop
 from coordinator.messenger.outbox import Outbox, ReplyCallback, RetryPolicy
 from coordinator.messenger.security import Security
 from coordinator.messenger.sockets import Context, Counters, Warnings, check_destination, message_parts
@@ -80,7 +80,7 @@ class Messenger:
         self._callback_ids = itertools.count(NOOP + 1)
 
         self._sends: deque[_Send] = deque()  # appended to by any thread, as is the next
-        self._replies: deque[Reply] = deque()
+        self._replies: deque[Reply | ClientReply] = deque()
         self._security: Security | None = None
         self._gate: Gate | None = None
         self._listener_news: deque[tuple[Link, bool]] = deque()  # of inproc links; appended to by any thread
@@ -118,7 +118,7 @@ class Messenger:
         self._sends.append((destination, parts, callback))
         self._wake.signal()
 
-    def _accept_reply(self, reply: Reply) -> None:
+    def _accept_reply(self, reply: Reply | ClientReply) -> None:
         if not self._closed:
             self._replies.append(reply)
             self._wake.signal()
@@ -130,15 +130,19 @@ class Messenger:
 
     # What the owner does; any thread after start()
 
-    def listen(self, endpoint: str, server_loop: ServerLoop, *, secured: bool = True) -> str:
+    def listen(
+        self, endpoint: str, server_loop: ServerLoop, *, secured: bool = True, client_loop: ClientLoop | None = None
+    ) -> str:
         """Give what comes in at ``endpoint`` to ``server_loop``; returns the real endpoint, with its port.
+
+        ``client_loop`` gets what comes from clients (docs/WIRE.md, part 9); without it that is dropped.
 
         Not ``secured``: in plain, for anybody, whatever the messenger's security. Raises EndpointInUseError,
         EndpointError.
         """
-        return self._thread.call(lambda: self._listen(endpoint, server_loop, secured))
+        return self._thread.call(lambda: self._listen(endpoint, server_loop, secured, client_loop))
 
-    def _listen(self, endpoint: str, server_loop: ServerLoop, secured: bool) -> str:
+    def _listen(self, endpoint: str, server_loop: ServerLoop, secured: bool, client_loop: ClientLoop | None) -> str:
         self._check_open()
         listener = Listener(
             self._context,
@@ -151,6 +155,7 @@ class Messenger:
             self._stranger_warnings,
             self._security if secured else None,
             secured,
+            client_loop,
         )
         self._listeners.append(listener)
         self._watch(listener)

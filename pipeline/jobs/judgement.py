@@ -6,7 +6,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
-from coordinator.core.interfaces import IMPULSES
+from coordinator.core.interfaces import is_outside
 from pipeline.jobs.causality import impossible_orders
 from pipeline.jobs.log_audit import LogReport
 from pipeline.jobs.reports import AuditReport, StreamReport, Violation
@@ -113,8 +113,8 @@ class _Judge:
             compared=0 if renumbered else figures.compared,
             shifted_marks=figures.shifted_marks,
             restarts=figures.restarts,
-            sender_given=sender_state is not None or sender == IMPULSES,
-            receiver_given=receiver_state is not None,
+            sender_given=sender_state is not None or is_outside(sender),
+            receiver_given=receiver_state is not None or is_outside(receiver),
         )
         before = Counter(self._counts)
         kept: Counter[str] = Counter()
@@ -219,8 +219,8 @@ class _Judge:
                     f"the log of {name!r} was cut by hand: what its peers had of it then has no cause any more"
                 )
         missing = sorted(
-            {sender for sender, _ in self._figures if sender != IMPULSES and sender not in self._states}
-            | {receiver for _, receiver in self._figures if receiver not in self._states}
+            {sender for sender, _ in self._figures if not is_outside(sender) and sender not in self._states}
+            | {receiver for _, receiver in self._figures if not is_outside(receiver) and receiver not in self._states}
         )
         if missing:
             names = ", ".join(missing[:20]) + (", ..." if len(missing) > 20 else "")

@@ -120,7 +120,7 @@ def _calls(spark: SparkSession, fleet: Fleet, decode: str | None) -> DataFrame:
         .where("ok and kind <> 'initial'")
         .select(
             "instance",
-            F.when(F.col("kind") == "impulse", F.lit(OUTSIDE)).otherwise(F.col("source")).alias("sender"),
+            F.when(F.col("kind").isin("impulse", "client"), F.lit(OUTSIDE)).otherwise(F.col("source")).alias("sender"),
             F.coalesce("method", F.concat(F.lit("method "), F.col("method_id").cast("string"))).alias("method"),
             (F.col("time_ns") - F.col("time_ns") % _MINUTE_NS).alias("minute_ns"),
             (F.signum(latency_ns) * F.floor(F.log1p(F.abs(latency_ns)) * _BUCKETS_PER_E)).cast("int").alias("bucket"),

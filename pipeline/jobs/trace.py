@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from coordinator.core.interfaces import IMPULSES
+from coordinator.core.interfaces import is_outside
 from pipeline.errors import PipelineError
 from pipeline.jobs.evidence import BATCH, MARK
 from pipeline.jobs.sources import Fleet, rows_of
@@ -250,7 +250,7 @@ def trace(
         if what == MARK:
             index.add_mark(sender, receiver, sequence_id, position)
         else:
-            source = OUTSIDE if sender == IMPULSES else sender
+            source = OUTSIDE if is_outside(sender) else sender
             index.add_batch(Batch(receiver, sequence_id, source, position, items, sent_ns, time_ns))
     found = follow(index, instance, record, message, nodes_max)
     found.nodes = _with_methods(spark, fleet, found.nodes, decode)
@@ -290,7 +290,7 @@ def _with_methods(spark: SparkSession, fleet: Fleet, nodes: list[Node], decode: 
         [(node.number, node.instance, node.record, node.source, node.first, node.last) for node in nodes],
         "number int, of string, record long, sender string, first long, last long",
     )
-    sender = F.when(F.col("kind") == "impulse", F.lit(OUTSIDE)).otherwise(F.col("source"))
+    sender = F.when(F.col("kind").isin("impulse", "client"), F.lit(OUTSIDE)).otherwise(F.col("source"))
     same = (F.col("instance") == F.col("of")) & (F.col("sequence_id") == F.col("record")) & (sender == F.col("sender"))
     name = F.coalesce("method", F.concat(F.lit("method "), F.col("method_id").cast("string")))
     rows = (

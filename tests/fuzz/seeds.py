@@ -8,6 +8,17 @@ from coordinator.messenger.envelope import encode_message as encode_envelope
 from coordinator.messenger.envelope import encode_parts, encode_reply
 from protocol import extensions
 from protocol.batch import encode_batch, encode_replayable_batch
+from protocol.client import (
+    ClientCode,
+    ClientFrame,
+    ClientFrameType,
+    Reply,
+    encode_client_frame,
+    encode_methods,
+    encode_numbers,
+    encode_replies,
+    encode_request,
+)
 from protocol.messages import MessageType, encode_attach_to, encode_checkpoint, encode_message, encode_outgoing_rpc
 from protocol.peer import FrameType, PeerFrame, RefusedCode, encode_frame
 from protocol.record import CHECKPOINT_SEQUENCE_ID, CONTROL_SEQUENCE_ID, encode_record
@@ -57,6 +68,28 @@ TO_APP = (
 )
 
 
+REQUESTS = encode_request(3, b"\x91\1") + encode_request(300000, b"\x92\xa1x\xc0")
+CLIENT_FRAMES = (
+    ClientFrame(ClientFrameType.HELLO, "c", "a"),
+    ClientFrame(ClientFrameType.WELCOME, "c", "a", 77, 5, 4, 0, NOW_NS, encode_methods({3: "A.b", 300000: "A.c"})),
+    ClientFrame(ClientFrameType.REQUEST, "c", "a", 0, 6, 5, 2, NOW_NS, REQUESTS),
+    ClientFrame(
+        ClientFrameType.REPLY,
+        "c",
+        "a",
+        77,
+        7,
+        5,
+        2,
+        0,
+        encode_replies([Reply(6, 1, b"\1"), Reply(7, 3, b"\xa1x\x90\x80")]),
+    ),
+    ClientFrame(ClientFrameType.PING, "c", "a", 0, 0, 5, 2, 0, encode_numbers([6, 7])),
+    ClientFrame(ClientFrameType.PONG, "c", "a", 77, 7, 5, code=ClientCode.BUSY),
+    ClientFrame(ClientFrameType.REFUSED, "c", "a", 77, code=ClientCode.NOT_ME, reason="because"),
+)
+
+
 def _two_parts(frame: PeerFrame) -> bytes:
     header, *payload = encode_frame(frame)
     return len(header).to_bytes(2, "little") + header + b"".join(payload)
@@ -71,6 +104,11 @@ SEEDS: Mapping[str, tuple[bytes, ...]] = {
         bytes((2, 1, 3, 1, 4, 1, 0, 1)) + bytes(7),
         bytes((1, 1, 3, 1, 0, 1)) + bytes(7) + bytes((1, 1, 3, 1, 0, 2)) + bytes(7),
         bytes((1, 0, 7)) + CALLS[0] + bytes((0, 1)) + bytes(7),
+    ),
+    "client_frame": tuple(encode_client_frame(frame) for frame in CLIENT_FRAMES),
+    "clients": (
+        bytes((0, 0, 5, 0, 1, 7, 0, 9, 0, 0, 9, 0, 1, 8, 1, 9, 3, 0, 1, 42, 1, 1)),
+        bytes((0, 7, 5, 0, 0, 1, 0, 9, 3, 1, 1, 5, 0, 1)),
     ),
     "app_stream": tuple(bytes((index,)) + stream for index, stream in enumerate(FROM_APP)),
     "coordinator_stream": tuple(bytes((index,)) + stream for index, stream in enumerate((*TO_APP, b"".join(TO_APP)))),

@@ -9,6 +9,8 @@ import contextlib
 import struct
 from collections.abc import Callable, Iterator, Mapping
 
+import msgspec
+
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.messenger.duplicates import Sighting
@@ -27,14 +29,31 @@ from coordinator.messenger.limits import SPAN_MAX
 from protocol import extensions
 from protocol.batch import check_batch, decode_batch, decode_replayable_batch, offset_after
 from protocol.checksum import crc64
+from protocol.client import (
+    CLIENTS,
+    FRAME_MARK,
+    ClientFrame,
+    ClientFrameType,
+    decode_caller,
+    decode_client_frame,
+    decode_methods,
+    decode_replies,
+    encode_client_frame,
+    encode_numbers,
+    encode_request,
+    logged_calls,
+)
 from protocol.errors import DamagedRecordError, RemoteProtocolError
 from protocol.messages import (
     MessageType,
     decode_attach_to,
     decode_incoming_rpc,
+    decode_message,
     decode_messages,
     decode_outgoing_rpc,
+    encode_attach_to,
     encode_incoming_rpc,
+    encode_outgoing_rpc,
 )
 from protocol.peer import FrameType, PeerFrame, decode_frame, encode_frame
 from protocol.readers import BlobData, BlobStart, Message, MessageReader, Record, RecordReader
@@ -202,6 +221,75 @@ def _frame(fields: Fields) -> PeerFrame:
     )
 
 
+def client_frame(data: bytes) -> None:
+    """A client's frame, as it is and with a right check; what is in it decodes or gives the documented error."""
+    with contextlib.suppress(RemoteProtocolError):
+        decode_client_frame(data)
+    if len(data) < FRAME_CHECK.stop:
+        return
+    front = bytes((FRAME_MARK,)) + data[1 : FRAME_CHECK.start]
+    check = crc64(data[FRAME_CHECK.stop :], crc64(front + bytes(8)))
+    try:
+        found = decode_client_frame(front + check.to_bytes(8, "little") + data[FRAME_CHECK.stop :])
+    except DamagedRecordError:
+        raise AssertionError("the check was made right") from None
+    except RemoteProtocolError:
+        return
+    assert decode_client_frame(encode_client_frame(found)) == found
+    with contextlib.suppress(RemoteProtocolError):
+        list(decode_replies(found.payload, found.count))
+    with contextlib.suppress(RemoteProtocolError):
+        decode_methods(found.payload)
+    if found.frame_type is ClientFrameType.PING:
+        assert len(found.asked_numbers()) == found.count
+    with contextlib.suppress(RemoteProtocolError):
+        check_batch(logged_calls(found.payload, found.count, "c", 1), found.count)
+
+
+def clients(data: bytes) -> None:
+    """Frames of clients at a running instance, and whatever its app answers: what is taken is taken once, in order."""
+    fields = Fields(data)
+    driven = Driven.started()
+    driven.data(encode_attach_to(CLIENTS))
+    for token in range(64):
+        if not fields.left:
+            break
+        if fields.number() & 3 == 3:
+            answer = msgspec.msgpack.encode((f"~{fields.one_of('c', 'd')}", fields.number() & 7, fields.number()))
+            arguments_of = answer if fields.number() & 1 else fields.piece(fields.number() & 31)
+            driven.data(encode_outgoing_rpc(CLIENTS, 3, 0, arguments_of, fields.number() & 3))
+        else:
+            driven.handle(ev.ClientFrameReceived(token, _client_frame(fields)))
+        assert not driven.of(ef.Stop)
+        assert not driven.of(ef.CloseApp)
+    numbers: dict[str, int] = {}
+    for message in arguments(bytes(driven.app_bytes)):
+        _, start, end = decode_message(message, 0)
+        caller = decode_caller(message, start, end)
+        assert caller is not None
+        assert caller.number == numbers.get(caller.name, 0) + 1
+        numbers[caller.name] = caller.number
+    found = {f"~{client_id}": known.number for client_id, known in driven.store.clients().positions.items()}
+    assert {name: number for name, number in found.items() if number} == numbers
+
+
+def _client_frame(fields: Fields) -> ClientFrame:
+    known = ClientFrameType(fields.one_of(*(ClientFrameType.REQUEST,) * 3, *ClientFrameType))
+    small = fields.number()
+    count, number, acknowledged = small & 3, small >> 2 & 7, fields.number() & 7
+    payload = b""
+    if known is ClientFrameType.REQUEST:
+        count, number = max(count, 1), max(number, 1)
+        if fields.number() & 7:
+            payload = b"".join(encode_request(3, b"\x91" + fields.piece(1)[:1].ljust(1, b"\1")) for _ in range(count))
+        payload = payload or fields.piece(fields.number() & 31) or b"\0"
+    elif known is ClientFrameType.PING:
+        payload = encode_numbers(fields.number() for _ in range(count))
+    instance = "x" if acknowledged == 7 else "a"
+    client_id = str(fields.one_of("c", "c", "d"))
+    return ClientFrame(known, client_id, instance, 0, number, acknowledged, count, fields.number(), payload)
+
+
 # --- the local protocol ----------------------------------------------------------------------------------------------
 
 _DECODERS: Mapping[int, Callable[[bytes], object]] = {
@@ -318,6 +406,8 @@ TARGETS: Mapping[str, Target] = {
     "inbox": inbox,
     "frame": frame,
     "peers": peers,
+    "client_frame": client_frame,
+    "clients": clients,
     "app_stream": app_stream,
     "coordinator_stream": coordinator_stream,
     "app": app,

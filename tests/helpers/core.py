@@ -71,7 +71,7 @@ class Driven:
         upgrade_to: int | None = None,
     ) -> None:
         self.store = store or MemoryLogStore(COMMITTER_ID)
-        self.machine = Machine(name, self.store.summary(), limits, upgrade_to)
+        self.machine = Machine(name, self.store.summary(), limits, upgrade_to, clients=self.store.clients())
         self.auto = auto
         self.now_ns = NOW_NS
         self.jobs: deque[ef.Commit | ef.WriteCheckpointChunk] = deque()

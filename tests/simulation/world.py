@@ -339,7 +339,8 @@ class World:
             node.upgrade_to = summary.versions[-1].version + 1
         node.bit_rot = False
         promote = self.rng.random() < 0.3
-        node.machine = Machine(node.name, summary, self.limits, node.upgrade_to, promote=promote)
+        clients = node.store.clients()
+        node.machine = Machine(node.name, summary, self.limits, node.upgrade_to, promote=promote, clients=clients)
 
     def _crash(self, node: Node) -> None:
         self.crashes += 1

@@ -57,8 +57,11 @@ class Watched:
 
     @property
     def callers(self) -> set[str]:
+        """Without the instance itself, whose keys its owner's clients show."""
         assert self.it.security is not None
-        return set(self.it.security.callers.values())
+        names = set(self.it.security.callers.values())
+        assert "alice" in names
+        return names - {"alice"}
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -228,6 +231,15 @@ def test_callers_are_all_of_the_registry_or_those_on_the_list(registry: Registry
     assert watched.callers == {"bob"}
     assert not watched.look(), "nothing has changed"
     assert watched.warnings == []
+
+
+def test_clients_with_keys_in_the_registry_are_callers(registry: Registry) -> None:
+    keys.make(registry.home / "web")
+    (registry.home / "empty").mkdir()
+    assert registry.client_names(registry.names()) == ["web"]
+    assert Watched(registry).callers == {"bob", "carol", "web"}
+    add(registry, "alice", "allow = ['bob']")
+    assert Watched(registry).callers == {"bob"}
 
 
 def test_the_settings_key_goes_before_that_of_the_registry(registry: Registry) -> None:

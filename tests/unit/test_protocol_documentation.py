@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from protocol.batch import encode_batch
+from protocol.client import (
+    ClientCode,
+    ClientFrame,
+    ClientFrameType,
+    Reply,
+    ReplyKind,
+    encode_client_frame,
+    encode_methods,
+    encode_numbers,
+    encode_replies,
+    encode_request,
+    logged_calls,
+)
 from protocol.extensions import (
     ALL_EXTENSIONS,
     SECRET_SIZE_BYTES_MAX,
@@ -28,6 +42,7 @@ from protocol.extensions import (
 from protocol.limits import EXTENSIONS_MAX, MESSAGE_SIZE_BYTES_MAX, NAME_SIZE_BYTES_MAX, RECORD_SIZE_BYTES_MAX
 from protocol.messages import (
     MessageType,
+    RpcKind,
     encode_checkpoint,
     encode_incoming_rpc,
     encode_message,
@@ -44,6 +59,13 @@ TIME_NS = 1_700_000_000_000_000_000
 CALL = encode_incoming_rpc(3, 1, b"\1")
 INITIAL = encode_message(MessageType.INITIAL_MESSAGE, encode_incoming_rpc(32, 1, b"\5\4\3"))
 BATCH_FRAME = encode_frame(PeerFrame(FrameType.BATCH, "a", "counter", COMMITTER, 3, 41, 2, TIME_NS, CALL * 2))
+
+CLIENT_CALL = encode_request(3, b"\x91\x01")
+
+
+def client_frame(frame_type: ClientFrameType, **fields: Any) -> ClientFrame:
+    return ClientFrame(frame_type, "web", "counter", **fields)
+
 
 BYTES = {
     "incoming call: method 32, fork, arguments 05 04 03": INITIAL[2:],
@@ -87,6 +109,29 @@ BYTES = {
     "TrimTo 42, counter to a, epoch 9": encode_frame(PeerFrame(FrameType.TRIM_TO, "counter", "a", 0x05060708, 9, 42))[
         0
     ],
+    "Hello of client web to counter": encode_client_frame(client_frame(ClientFrameType.HELLO)),
+    "Request 7 of web: method 3 with argument 1, replies up to 5 acknowledged": encode_client_frame(
+        client_frame(ClientFrameType.REQUEST, number=7, acknowledged=5, count=1, time_ns=TIME_NS, payload=CLIENT_CALL)
+    ),
+    "Reply: request 7 returned 9": encode_client_frame(
+        client_frame(
+            ClientFrameType.REPLY,
+            committer_id=COMMITTER,
+            number=7,
+            acknowledged=5,
+            count=1,
+            payload=encode_replies([Reply(7, ReplyKind.VALUE, b"\x09")]),
+        )
+    ),
+    "Ping for 8": encode_client_frame(
+        client_frame(ClientFrameType.PING, acknowledged=7, count=1, payload=encode_numbers([8]))
+    ),
+    "Pong: 7 was the last one taken": encode_client_frame(
+        client_frame(ClientFrameType.PONG, committer_id=COMMITTER, number=7, acknowledged=5)
+    ),
+    "that call as the app gets it": logged_calls(CLIENT_CALL, 1, "web", 7),
+    "the app's answer, to ~": encode_incoming_rpc(3, 0, b"\x93\xa4~web\x07\x09", RpcKind.RETURNED_VALUE),
+    "names of methods: 3 is Counter.add": encode_methods({3: "Counter.add"}),
 }
 
 
@@ -129,6 +174,17 @@ def test_the_tables_of_types() -> None:
     assert dict(re.findall(r"^\| (\d+) \| (\w+) \|", codes, re.MULTILINE)) == {
         str(int(member)): member.name for member in RefusedCode
     }
+
+
+def test_the_tables_of_clients() -> None:
+    frames = table_rows("| type | name | from | number | acknowledged | count, payload |")
+    assert frames == {int(member): camel(member.name) for member in ClientFrameType}
+    codes = PAGE.partition("| code | reason | why |")[2].partition("\n\n")[0]
+    assert dict(re.findall(r"^\| (\d+) \| (\w+) \|", codes, re.MULTILINE)) == {
+        str(int(member)): member.name for member in ClientCode
+    }
+    kinds = PAGE.partition("| kind | value |")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| (\d+) \|", kinds, re.MULTILINE) == [str(int(member)) for member in ReplyKind]
 
 
 def test_the_limits() -> None:

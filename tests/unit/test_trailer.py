@@ -80,7 +80,7 @@ def test_another_version_is_not_called_damage() -> None:
 @pytest.mark.parametrize(
     ("rest", "message"),
     [
-        ("02 03 00 02 02 0000000000000000 00", "kind 3"),
+        ("02 04 00 02 02 0000000000000000 00", "kind 4"),
         ("02 00 00 01 02 0000000000000000 00", "position -1"),
         ("02 00 00 02 01 0000000000000000 00", "-1 messages"),
         ("02 00 01 02 02 0000000000000000 00", "name of -1 bytes"),
@@ -102,7 +102,7 @@ def test_what_makes_no_sense_is_refused(rest: str, message: str) -> None:
     "trailer",
     [
         Trailer(1 << 63),
-        Trailer(0, [BatchSource(3, "", 1, 1, 0)]),
+        Trailer(0, [BatchSource(4, "", 1, 1, 0)]),
         Trailer(0, [BatchSource(0, "x" * 256, 1, 1, 0)]),
         Trailer(0, [BatchSource(0, "\ud800", 1, 1, 0)]),
         Trailer(0, [BatchSource(0, "x", -1, 1, 0)]),

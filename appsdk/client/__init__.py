@@ -1,0 +1,146 @@
+"""Call an instance from any Python process: ``with connect("counter") as counter: counter.total()``.
+
+`docs/guide/clients.md`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Generic, TypeVar, overload
+
+from appsdk.client.aio import AsyncClient
+from appsdk.client.errors import (
+    CallRaised,
+    CallRefused,
+    CallTimeout,
+    ClientClosed,
+    ClientError,
+    NotConnectable,
+    OutcomeUnknown,
+    ReplyGone,
+)
+from appsdk.client.limits import TIMEOUT_DEFAULT_S
+from appsdk.client.places import Finder
+from appsdk.client.proxies import Proxy, with_key, with_timeout
+from appsdk.client.threaded import Client
+from appsdk.proxy import definition_of
+from protocol.client import CLIENT_ID_SIZE_BYTES_MAX
+
+__all__ = [
+    "CallRaised",
+    "CallRefused",
+    "CallTimeout",
+    "ClientClosed",
+    "ClientError",
+    "Connector",
+    "NotConnectable",
+    "OutcomeUnknown",
+    "ReplyGone",
+    "connect",
+    "with_key",
+    "with_timeout",
+]
+
+S = TypeVar("S")
+A = TypeVar("A")
+T = TypeVar("T")
+
+
+class Connector(Generic[S, A]):
+    """What ``connect(...)`` gives, for one ``with`` or ``async with``."""
+
+    def __init__(self, target: type | None, finder: Finder, client_id: str | None, timeout_s: float | None) -> None:
+        self._definition = None if target is None else definition_of(target)
+        self._finder = finder
+        self._client_id = client_id
+        self._timeout_s = timeout_s
+        self._client: Client | AsyncClient | None = None
+
+    def __enter__(self) -> S:
+        self._client = client = Client(self._finder, self._client_id)
+        proxy: Any = Proxy(client, self._definition, self._finder.name, self._timeout_s, None)
+        return proxy  # type: ignore[no-any-return]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(self._client, Client):
+            self._client.close()
+
+    async def __aenter__(self) -> A:
+        self._client = client = AsyncClient(self._finder, self._client_id)
+        proxy: Any = Proxy(client, self._definition, self._finder.name, self._timeout_s, None)
+        return proxy  # type: ignore[no-any-return]
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(self._client, AsyncClient):
+            await self._client.close()
+
+
+@overload
+def connect(
+    target: str,
+    /,
+    *,
+    client_id: str | None = ...,
+    timeout: float | None = ...,
+    endpoints: Sequence[str] = ...,
+    home: str | os.PathLike[str] | None = ...,
+    identity: str | None = ...,
+    server_keys: Sequence[str] = ...,
+    insecure: bool = ...,
+) -> Connector[Any, Any]: ...
+@overload
+def connect(
+    target: type[T],
+    name: str,
+    /,
+    *,
+    client_id: str | None = ...,
+    timeout: float | None = ...,
+    endpoints: Sequence[str] = ...,
+    home: str | os.PathLike[str] | None = ...,
+    identity: str | None = ...,
+    server_keys: Sequence[str] = ...,
+    insecure: bool = ...,
+) -> Connector[T, type[T]]: ...
+def connect(
+    target: str | type,
+    name: str | None = None,
+    /,
+    *,
+    client_id: str | None = None,
+    timeout: float | None = TIMEOUT_DEFAULT_S,
+    endpoints: Sequence[str] = (),
+    home: str | os.PathLike[str] | None = None,
+    identity: str | None = None,
+    server_keys: Sequence[str] = (),
+    insecure: bool = False,
+) -> Connector[Any, Any]:
+    """Call the instance called ``name``: ``connect("counter")``, or with its class ``connect(Counter, "counter")``.
+
+    ``with`` gives a proxy whose methods return what the handlers return, for any threads; ``async with`` one whose
+    methods are awaited. With the class, arguments, results and exceptions have its types.
+
+    ``timeout``: for each call, in seconds; None: for ever. ``client_id``: a name for this client; its requests are
+    numbered from 1 each time, so that a script that is run again gets the replies of what it has done. ``endpoints``:
+    where the instance may be, tried in turn; by default where the registry folder ``home`` says (IMMORTAL_HOME,
+    ./.immortal). ``identity``: whose keys there this process shows (IMMORTAL_IDENTITY). ``server_keys``: the public
+    keys that the instance may show, where the folder does not have them. ``insecure``: without keys also elsewhere
+    than on this machine.
+
+    Raises TypeError, DefinitionError. Entering raises NotConnectable, calls what is in appsdk.client.errors.
+    """
+    cls, instance = (None, target) if isinstance(target, str) else (target, name)
+    if not isinstance(instance, str) or (cls is None and name is not None):
+        raise TypeError('connect("name") or connect(Class, "name") were expected')
+    if isinstance(endpoints, str):
+        raise TypeError(f"endpoints={endpoints!r}: a list of endpoints was expected")
+    if (client_id is not None and not 1 <= len(client_id.encode()) <= CLIENT_ID_SIZE_BYTES_MAX) or client_id == "":
+        raise TypeError(f"client_id={client_id!r}: 1 to {CLIENT_ID_SIZE_BYTES_MAX} bytes were expected")
+    finder = Finder(instance, home, tuple(endpoints), tuple(server_keys), identity, insecure)
+    return Connector(cls, finder, client_id, timeout)

@@ -1,0 +1,120 @@
+"""The client of asyncio: calls are awaited, as many at a time as there are."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from appsdk.client.connection import Connection
+from appsdk.client.errors import CallTimeout, ClientClosed, ClientError
+from appsdk.client.lane import Call
+from appsdk.client.places import Finder
+from appsdk.client.results import Method
+from appsdk.client.transport import Transport
+from appsdk.client.words import timeout_text
+
+
+class AsyncClient:
+    """Made within a running loop, and used in that alone. Raises NotConnectable."""
+
+    def __init__(self, finder: Finder, client_id: str | None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._connection = Connection(finder.name, client_id, time.monotonic())
+        self._transport = Transport(self._connection, finder)
+        self._closed = False
+        self._descriptor = self._transport.fileno()
+        self._loop.add_reader(self._descriptor, self._process)
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_due_s = 0.0
+        self._soon: asyncio.Handle | None = None
+        self._process_soon()
+
+    @property
+    def client_id(self) -> str:
+        return self._connection.client_id
+
+    @property
+    def heartbeats(self) -> int:
+        return self._connection.heartbeats
+
+    async def call(self, method: Method, arguments: bytes, timeout_s: float | None, key: str | None) -> Any:
+        """What the method returned. Raises what it raised, and ClientError."""
+        if self._closed:
+            raise ClientClosed(f"the client of {self._connection.instance!r} is closed")
+        replied: asyncio.Future[None] = self._loop.create_future()
+        call = Call(method.method, arguments, lambda call: _end(replied))
+        self._connection.submit(call, key)
+        self._process_soon()  # once for all calls that are made in this turn of the loop
+        return await self._wait(method, call, replied, timeout_s)
+
+    async def _wait(self, method: Method, call: Call, replied: asyncio.Future[None], timeout_s: float | None) -> Any:
+        if not replied.done():
+            timer = None if timeout_s is None else self._loop.call_later(timeout_s, _end, replied)
+            try:
+                await replied
+            except asyncio.CancelledError:
+                self._connection.withdraw(call)
+                raise
+            finally:
+                if timer is not None:
+                    timer.cancel()
+        outcome = call.outcome
+        if outcome is None:
+            self._connection.withdraw(call)
+            text = timeout_text(self._connection, self._transport.endpoint, method.name, call, timeout_s or 0.0)
+            raise CallTimeout(text, call, lambda timeout_s: self._again(method, call, timeout_s))
+        if isinstance(outcome, ClientError):
+            raise outcome
+        return method.value(outcome)
+
+    async def _again(self, method: Method, call: Call, timeout_s: float | None) -> Any:
+        replied: asyncio.Future[None] = self._loop.create_future()
+        if call.outcome is None:
+            call.done = lambda call: _end(replied)
+        else:
+            replied.set_result(None)
+        return await self._wait(method, call, replied, timeout_s)
+
+    def _process_soon(self) -> None:
+        if self._soon is None:
+            self._soon = self._loop.call_soon(self._process)
+
+    def _process(self) -> None:
+        if self._soon is not None:
+            self._soon.cancel()
+            self._soon = None
+        if self._closed:
+            return
+        if self._transport.process():
+            self._loop.remove_reader(self._descriptor)
+            self._descriptor = self._transport.fileno()
+            self._loop.add_reader(self._descriptor, self._process)
+            self._process_soon()  # what it has to tell may have come already
+        due_s = self._transport.next_deadline_s()
+        if self._timer is None or due_s < self._timer_due_s or self._timer_due_s <= time.monotonic():
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer_due_s = due_s
+            self._timer = self._loop.call_later(max(0.001, due_s - time.monotonic()), self._process)
+
+    async def close(self) -> None:
+        """Calls that wait end with ClientClosed; what was sent may still be done."""
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.remove_reader(self._descriptor)
+        for handle in (self._timer, self._soon):
+            if handle is not None:
+                handle.cancel()
+        self._transport.close()
+        self._connection.close(
+            ClientClosed(
+                f"the client of {self._connection.instance!r} was closed; a call that was sent may still be done"
+            )
+        )
+
+
+def _end(replied: asyncio.Future[None]) -> None:
+    if not replied.done():
+        replied.set_result(None)

@@ -1,0 +1,283 @@
+"""A client's talk with one instance, without I/O: frames in, frames out, and when to try elsewhere.
+
+    CALLING --Welcome--> TALKING --silence, or "not me"--> CALLING, at the next endpoint
+
+What is outstanding is sent again after each Welcome; the coordinator takes each number once.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+
+from appsdk.client.errors import CallRefused, ClientError, OutcomeUnknown
+from appsdk.client.lane import Call, Lane, refused
+from appsdk.client.limits import (
+    BUSY_S,
+    HELLO_MAX_S,
+    HELLO_MIN_S,
+    IDLE_POLL_S,
+    METHODS_POLL_S,
+    SILENCE_CALLING_S,
+    SILENCE_S,
+)
+from protocol.client import (
+    ClientCode,
+    ClientFrame,
+    ClientFrameType,
+    decode_client_frame,
+    decode_methods,
+    decode_replies,
+    encode_client_frame,
+)
+from protocol.errors import RemoteProtocolError
+
+CLIENT_ID_SIZE_BYTES = 12  # random; two clients with one ID would take each other's numbers
+KEY_PREFIX = "key "  # a key is a client of its own, with one request
+
+
+def random_client_id() -> str:
+    return secrets.token_urlsafe(CLIENT_ID_SIZE_BYTES)
+
+
+class Connection:
+    """``client_id``: given by hand, or None for a random one. Times are monotonic, in seconds."""
+
+    def __init__(self, instance: str, client_id: str | None, now_s: float) -> None:
+        self.instance = instance
+        self.wants_reopening = False  # the socket is of no use any more
+        self.endpoints_count = 1
+        self.problem = "nobody answers"  # why it is not talking
+        self.heartbeats = 0  # answers to pings, with something outstanding or not
+        self._main = Lane(
+            client_id or random_client_id(),
+            instance,
+            keeps_replies=client_id is not None,
+            renew=None if client_id is not None else random_client_id,
+        )
+        self._lanes: dict[str, Lane] = {self._main.client_id: self._main}
+        self._methods: dict[str, int] = {}
+        self._methods_at_s: float | None = None
+        self._names_needed = False
+        self._committer_id = 0
+        self._clock_offset_ns = 0
+        self._talking = False
+        self._hello_s = HELLO_MIN_S
+        self._hello_due_s = now_s
+        self._heard_s = now_s
+        self._asked_s: float | None = None  # when the first question was asked that nothing was heard after
+        self._idle_due_s = now_s + IDLE_POLL_S
+        self._resend: dict[str, int] = {}  # client ID: behind this number
+
+    @property
+    def client_id(self) -> str:
+        return self._main.client_id
+
+    # --- calls -------------------------------------------------------------------------------------------------------
+
+    def submit(self, call: Call, key: str | None = None) -> None:
+        """Send it as soon as it can be. ``key``: it is the one request of that key."""
+        if key is None:
+            self._main.add(call)
+            return
+        client_id = KEY_PREFIX + key
+        lane = self._lanes.get(client_id)
+        if lane is None:
+            lane = self._lanes[client_id] = Lane(client_id, self.instance, keeps_replies=True)
+        if not lane.follow(call):
+            lane.add(call)
+
+    def withdraw(self, call: Call) -> bool:
+        """Forget a call that was not sent yet; whether that was so."""
+        return all(lane.withdraw(call) for lane in self._lanes.values())
+
+    def close(self, error: ClientError) -> None:
+        for lane in list(self._lanes.values()):
+            lane.fail(error)
+
+    # --- the socket --------------------------------------------------------------------------------------------------
+
+    def reopened(self, now_s: float) -> None:
+        """There is a new socket, to another endpoint or to the same."""
+        self.wants_reopening = False
+        self._talking = False
+        self._hello_s = HELLO_MIN_S
+        self._hello_due_s = self._heard_s = now_s
+        self._asked_s = None
+
+    def receive(self, data: bytes, now_s: float) -> None:
+        """A message has come. One that makes no sense is passed over: what it was to say is asked for again."""
+        try:
+            frame = decode_client_frame(data)
+            self._heard_s, self._asked_s = now_s, None
+            lane = self._lanes.get(frame.client_id)
+            if lane is None:
+                return
+            if frame.frame_type is ClientFrameType.REFUSED:
+                self._refused(lane, frame, now_s)
+                return
+            if self._is_another_log(frame):
+                return
+            if frame.frame_type is ClientFrameType.REPLY:
+                for reply in decode_replies(frame.payload, frame.count):
+                    lane.replied(reply)
+                if lane is not self._main and lane.is_idle:
+                    self._lanes.pop(lane.client_id, None)
+            elif frame.frame_type is ClientFrameType.WELCOME:
+                self._welcomed(frame, now_s)
+            elif frame.frame_type is ClientFrameType.PONG:
+                self._ponged(lane, frame, now_s)
+        except RemoteProtocolError as error:
+            self.problem = str(error)
+
+    def _welcomed(self, frame: ClientFrame, now_s: float) -> None:
+        self._methods = {name.rpartition(".")[2]: number for number, name in decode_methods(frame.payload).items()}
+        self._methods_at_s = now_s
+        self._clock_offset_ns = frame.time_ns - int(now_s * 1e9)
+        if self._main.was_forgotten(frame.number):
+            self._forgotten(self._main)
+        if not self._talking:
+            self._talking = True
+            self.problem = "there is no reply yet"
+            self._resend = dict.fromkeys(self._lanes, 0)
+
+    def _ponged(self, lane: Lane, frame: ClientFrame, now_s: float) -> None:
+        self.heartbeats += 1
+        if lane.was_forgotten(frame.number):
+            self._forgotten(lane)
+        elif frame.code == ClientCode.BUSY:
+            self.problem = "it is busy"
+            lane.resend_due_s, lane.resend_behind = now_s + BUSY_S, frame.number
+        elif lane.is_behind(frame.number):
+            self._resend[lane.client_id] = frame.number
+
+    def _refused(self, lane: Lane, frame: ClientFrame, now_s: float) -> None:
+        self.problem = frame.reason
+        if frame.code == ClientCode.NOT_ME:
+            self.wants_reopening = True
+        elif frame.code == ClientCode.NOT_READY:
+            self._talking = False
+            self._hello_due_s = now_s + self._hello_s
+        elif frame.code == ClientCode.FORGOTTEN:
+            self._forgotten(lane)
+        elif frame.code == ClientCode.MALFORMED:
+            self._begin_anew(lane, refused(frame.reason))
+
+    def _forgotten(self, lane: Lane) -> None:
+        self._begin_anew(
+            lane,
+            OutcomeUnknown(
+                f"{self.instance!r} does not know client {lane.client_id!r} any more: what it was sent may have been "
+                f"done or not"
+            ),
+        )
+
+    def _is_another_log(self, frame: ClientFrame) -> bool:
+        before, self._committer_id = self._committer_id, frame.committer_id
+        if before in (0, frame.committer_id):
+            return False
+        error = OutcomeUnknown(
+            f"{self.instance!r} was committer {before} and is {frame.committer_id} now: its log was replaced, and what "
+            f"it was sent before may have been done or not"
+        )
+        for lane in list(self._lanes.values()):
+            self._begin_anew(lane, error)
+        self._talking = False
+        return True
+
+    def _begin_anew(self, lane: Lane, error: ClientError) -> None:
+        self._lanes.pop(lane.client_id, None)
+        self._resend.pop(lane.client_id, None)
+        lane.begin_anew(error)
+        if lane is self._main:
+            self._lanes[lane.client_id] = lane
+
+    # --- what is to be sent ------------------------------------------------------------------------------------------
+
+    def data_to_send(self, now_s: float) -> list[bytes]:
+        """All that is to be sent now."""
+        if self._asked_s is not None and now_s - self._asked_s >= self._silence_s:
+            self.problem = f"nothing was heard for {now_s - self._heard_s:.1f} s"
+            self.wants_reopening = True
+        if self.wants_reopening:
+            return []
+        frames = list(self._frames(now_s))
+        return [encode_client_frame(frame) for frame in frames]
+
+    def _frames(self, now_s: float) -> Iterator[ClientFrame]:
+        if not self._talking:
+            if now_s >= self._hello_due_s:
+                yield self._hello(now_s)
+            return
+        resend, self._resend = self._resend, {}
+        for client_id, behind in resend.items():
+            if (lane := self._lanes.get(client_id)) is not None:
+                yield from lane.again(behind)
+        born_ns = int(now_s * 1e9) + self._clock_offset_ns
+        self._names_needed = False
+        for lane in list(self._lanes.values()):
+            if lane.first_waiting is not None:
+                yield from lane.requests(lambda call: self._resolve(call, now_s), born_ns, now_s)
+            if lane.resend_due_s is not None and now_s >= lane.resend_due_s:
+                lane.resend_due_s = None
+                yield from lane.again(lane.resend_behind)
+            if lane.poll_due_s is not None and now_s >= lane.poll_due_s:
+                yield self._asked(lane.ping(now_s), now_s)
+        if self._names_needed and now_s >= self._hello_due_s:
+            self._hello_due_s = now_s + METHODS_POLL_S
+            yield self._asked(self._hello_frame(), now_s)
+        if now_s >= self._idle_due_s:
+            self._idle_due_s = now_s + IDLE_POLL_S
+            if not any(lane.has_outstanding for lane in self._lanes.values()):
+                yield self._asked(self._main.ping(now_s), now_s)
+
+    def _hello(self, now_s: float) -> ClientFrame:
+        self._hello_due_s = now_s + self._hello_s
+        self._hello_s = min(self._hello_s * 2, HELLO_MAX_S)
+        return self._asked(self._hello_frame(), now_s)
+
+    def _hello_frame(self) -> ClientFrame:
+        return ClientFrame(ClientFrameType.HELLO, self._main.client_id, self.instance)
+
+    def _asked(self, frame: ClientFrame, now_s: float) -> ClientFrame:
+        if self._asked_s is None:
+            self._asked_s = now_s
+        return frame
+
+    def _resolve(self, call: Call, now_s: float) -> bool:
+        """Give ``call`` its method's ID. False: it is not known yet, or there is none, and the call is done with."""
+        if isinstance(call.method, int):
+            return True
+        found = self._methods.get(call.method)
+        if found is not None:
+            call.method = found
+            return True
+        fresh = self._methods_at_s is not None and now_s - self._methods_at_s < METHODS_POLL_S
+        if self._methods and fresh:
+            known = ", ".join(sorted(self._methods))
+            call.finish(CallRefused(f"{self.instance!r} has no handler {call.method!r} (its handlers: {known})"))
+            return False
+        if not self._methods:
+            self.problem = "its app is not up, so the names of its methods are not known"
+        self._names_needed = True
+        return False
+
+    @property
+    def _silence_s(self) -> float:
+        return SILENCE_CALLING_S if self.endpoints_count > 1 and not self._talking else SILENCE_S
+
+    def goodbye(self) -> list[bytes]:
+        """To be sent before the end: what is answered is of no interest any more."""
+        return [encode_client_frame(self._main.ping(0.0))] if self._talking else []
+
+    def next_deadline_s(self) -> float:
+        """When :meth:`data_to_send` is to be called, whatever happens."""
+        due_s = [self._idle_due_s]
+        if not self._talking or self._names_needed:
+            due_s.append(self._hello_due_s)
+        if self._asked_s is not None:
+            due_s.append(self._asked_s + self._silence_s)
+        if self._talking:
+            for lane in self._lanes.values():
+                due_s += [at_s for at_s in (lane.poll_due_s, lane.resend_due_s) if at_s is not None]
+        return min(due_s)

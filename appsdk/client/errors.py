@@ -1,0 +1,78 @@
+"""What can go wrong with a call from outside, by what is known of the request.
+
+ClientError
+  NotConnectable     the instance can't be called as things are: not registered, no key, no such endpoint
+  CallTimeout        no reply within the time given; ``sent`` False: the request will not be done
+  CallRefused        the call can't be made: no such method, or arguments that do not fit; nothing was done
+  CallRaised         the handler raised an exception that it declares (where the class is not known here)
+  ReplyGone          the request was done, and its reply is not kept any more
+  OutcomeUnknown     the request may have been done or not, and nobody can say any more
+  ClientClosed       the client is closed; what was sent may still be done
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from protocol.errors import ImmortalError
+
+if TYPE_CHECKING:
+    from appsdk.client.lane import Call
+
+
+class ClientError(ImmortalError):
+    """The root of a client's errors."""
+
+
+class NotConnectable(ClientError):  # noqa: N818 (what happened, not what is wrong)
+    """The instance can't be called as things are; the message says what to do."""
+
+
+class CallTimeout(ClientError, TimeoutError):  # noqa: N818
+    """No reply came within the time given.
+
+    ``sent`` False: the request never left, and never will. Otherwise it may have been done, or may still be: this
+    client goes on asking, and ``again(timeout)`` waits for the same request once more (with an async client: ``await
+    error.again(timeout)``). ``client_id`` and ``number`` are what the request is known by, ``reason`` is the message
+    without the advice.
+    """
+
+    def __init__(self, reason: str, call: Call, again: Any) -> None:
+        advice = ": error.again(timeout) waits for its reply, a new call would be another request"
+        super().__init__(f"{reason}{advice if call.sent else ''}")
+        self.reason = reason
+        self.sent = call.sent
+        self.client_id = call.client_id
+        self.number = call.number
+        self._again = again
+
+    def again(self, timeout: float | None = None) -> Any:
+        """Wait for the reply of the same request, ``timeout`` seconds at most. Raises CallTimeout, ClientError."""
+        return self._again(timeout)
+
+
+class CallRefused(ClientError):  # noqa: N818
+    """The call can't be made: the instance has no such method, or the arguments do not fit. Nothing was done."""
+
+
+class CallRaised(ClientError):  # noqa: N818
+    """The handler raised an exception that it declares: ``name``, its ``arguments`` and ``attributes``."""
+
+    def __init__(self, method: str, name: str, arguments: Sequence[Any], attributes: Mapping[str, Any]) -> None:
+        super().__init__(f"{method} raised {name}({', '.join(map(repr, arguments))})")
+        self.name = name
+        self.arguments = tuple(arguments)
+        self.attributes = dict(attributes)
+
+
+class ReplyGone(ClientError):  # noqa: N818
+    """The request was done, and its reply is not kept any more."""
+
+
+class OutcomeUnknown(ClientError):  # noqa: N818
+    """The request may have been done or not, and nobody can say any more. It is not sent again."""
+
+
+class ClientClosed(ClientError):  # noqa: N818
+    """The client is closed, or was closed while the call waited."""

@@ -1,0 +1,293 @@
+"""The numbered requests of one client ID, without I/O: what is sent, sent again, and answered.
+
+A number is given to a call as it is first sent, so that one which was given up before leaves no gap. What is sent
+stays here until they are answered, whoever waits: the coordinator takes no later one before.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+from appsdk.client.errors import CallRefused, ClientError, OutcomeUnknown, ReplyGone
+from appsdk.client.limits import (
+    OUTSTANDING_MAX,
+    OUTSTANDING_SIZE_BYTES_MAX,
+    POLL_MAX_S,
+    POLL_MIN_S,
+    REQUEST_COUNT_MAX,
+    REQUEST_SIZE_BYTES_MAX,
+)
+from protocol.client import (
+    ASKED_MAX,
+    ClientFrame,
+    ClientFrameType,
+    Reply,
+    ReplyKind,
+    encode_numbers,
+    encode_request,
+)
+
+
+class Call:
+    """One call. ``method``: its ID, or its name as long as that is not known. Used where its connection is owned.
+
+    ``outcome`` is a Reply or a ClientError once there is one, and ``done`` is called then.
+    """
+
+    __slots__ = (
+        "arguments",
+        "born_ns",
+        "client_id",
+        "done",
+        "followers",
+        "leader",
+        "message",
+        "method",
+        "number",
+        "outcome",
+    )
+
+    def __init__(self, method: int | str, arguments: bytes, done: Callable[[Call], None]) -> None:
+        self.method = method
+        self.arguments = arguments
+        self.done = done
+        self.client_id = ""
+        self.number = 0  # 0: not sent yet
+        self.born_ns = 0
+        self.message = b""
+        self.outcome: Reply | ClientError | None = None
+        self.leader: Call | None = None  # this is the same request, made once more
+        self.followers: list[Call] = []
+
+    @property
+    def sent(self) -> bool:
+        return (self.leader or self).number > 0
+
+    def finish(self, outcome: Reply | ClientError) -> None:
+        if self.outcome is None:
+            self.outcome = outcome
+            self.message = b""
+            self.done(self)
+            for follower in self.followers:
+                follower.client_id, follower.number = self.client_id, self.number
+                follower.finish(outcome)
+
+
+class Lane:
+    """``keeps_replies``: the coordinator is never told that a reply is of no interest any more.
+
+    ``renew`` gives another client ID, for one whose numbers mean nothing any more; None: it was given by hand.
+    """
+
+    def __init__(
+        self, client_id: str, instance: str, *, keeps_replies: bool, renew: Callable[[], str] | None = None
+    ) -> None:
+        self.client_id = client_id
+        self.keeps_replies = keeps_replies
+        self.error: ClientError | None = None  # why no call can be made any more
+        self.poll_due_s: float | None = None
+        self.resend_due_s: float | None = None
+        self.resend_behind = 0
+        self._instance = instance
+        self._renew = renew
+        self._waiting: deque[Call] = deque()
+        self._outstanding: dict[int, Call] = {}  # by number, in order
+        self._outstanding_bytes = 0
+        self._next_number = 1
+        self._answered = 0  # the highest number that was ever answered
+        self._poll_s = POLL_MIN_S
+        self._pinged = 0  # what was sent by the last ping; 0: what is missing is being sent again
+
+    def add(self, call: Call) -> None:
+        if self.error is not None:
+            call.finish(self.error)
+        else:
+            self._waiting.append(call)
+
+    def follow(self, call: Call) -> bool:
+        """Let ``call`` have the reply of the one that is here, if there is one."""
+        first = next(iter(self._outstanding.values()), None) or (self._waiting[0] if self._waiting else None)
+        if first is None:
+            return False
+        call.leader = first
+        first.followers.append(call)
+        return True
+
+    def withdraw(self, call: Call) -> bool:
+        """Forget ``call`` if it was not sent yet; whether that was so."""
+        if call.sent or call.followers:
+            return False
+        if call.leader is not None and call in call.leader.followers:
+            call.leader.followers.remove(call)
+        if call in self._waiting:
+            self._waiting.remove(call)
+        return True
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self._waiting or self._outstanding)
+
+    @property
+    def first_waiting(self) -> Call | None:
+        return self._waiting[0] if self._waiting else None
+
+    @property
+    def has_outstanding(self) -> bool:
+        return bool(self._outstanding)
+
+    # --- out ---------------------------------------------------------------------------------------------------------
+
+    def requests(self, resolve: Callable[[Call], bool], born_ns: int, now_s: float) -> Iterator[ClientFrame]:
+        """New calls, as many as may go now. ``resolve`` gives a call its method's ID: False if that is not known yet,
+        or if the call is done with."""
+        while self._waiting and len(self._outstanding) < OUTSTANDING_MAX:
+            first = self._next_number
+            some: list[Call] = []
+            size_bytes = 0
+            while (
+                self._waiting
+                and len(some) < REQUEST_COUNT_MAX
+                and size_bytes < REQUEST_SIZE_BYTES_MAX
+                and self._outstanding_bytes < OUTSTANDING_SIZE_BYTES_MAX
+            ):
+                call = self._waiting[0]
+                if call.outcome is None and not resolve(call) and call.outcome is None:
+                    break
+                if call.outcome is not None:
+                    self._waiting.popleft()
+                    continue
+                message = encode_request(int(call.method), call.arguments)
+                if some and size_bytes + len(message) > REQUEST_SIZE_BYTES_MAX:
+                    break
+                self._waiting.popleft()
+                call.message, call.arguments = message, b""
+                call.client_id, call.number, call.born_ns = self.client_id, self._next_number, born_ns
+                self._next_number += 1
+                self._outstanding[call.number] = call
+                self._outstanding_bytes += len(message)
+                size_bytes += len(message)
+                some.append(call)
+            if not some:
+                return
+            if self.poll_due_s is None:
+                self._poll_s = POLL_MIN_S
+                self.poll_due_s = now_s + self._poll_s
+            yield self._request(first, some)
+
+    def _request(self, first: int, calls: list[Call]) -> ClientFrame:
+        return ClientFrame(
+            ClientFrameType.REQUEST,
+            self.client_id,
+            self._instance,
+            number=first,
+            acknowledged=self._acknowledged(),
+            count=len(calls),
+            time_ns=calls[0].born_ns,
+            payload=b"".join([call.message for call in calls]),
+        )
+
+    def _acknowledged(self) -> int:
+        if self.keeps_replies:
+            return 0
+        return next(iter(self._outstanding), self._next_number) - 1
+
+    def again(self, behind: int = 0) -> Iterator[ClientFrame]:
+        """All that is outstanding with numbers behind ``behind``, once more."""
+        some: list[Call] = []
+        size_bytes = 0
+        for number, call in list(self._outstanding.items()):
+            if number <= behind:
+                continue
+            if some and (
+                number != some[-1].number + 1
+                or len(some) >= REQUEST_COUNT_MAX
+                or size_bytes + len(call.message) > REQUEST_SIZE_BYTES_MAX
+            ):
+                yield self._request(some[0].number, some)
+                some, size_bytes = [], 0
+            some.append(call)
+            size_bytes += len(call.message)
+        if some:
+            yield self._request(some[0].number, some)
+
+    def ping(self, now_s: float) -> ClientFrame:
+        """Ask for what is outstanding; the next time after a longer pause."""
+        self._poll_s = min(self._poll_s * 2, POLL_MAX_S)
+        self.poll_due_s = now_s + self._poll_s if self._outstanding else None
+        self._pinged = self._next_number - 1
+        asked = list(islice(self._outstanding, ASKED_MAX))
+        return ClientFrame(
+            ClientFrameType.PING,
+            self.client_id,
+            self._instance,
+            acknowledged=self._acknowledged(),
+            count=len(asked),
+            payload=encode_numbers(asked),
+        )
+
+    # --- in ----------------------------------------------------------------------------------------------------------
+
+    def replied(self, reply: Reply) -> None:
+        call = self._outstanding.pop(reply.number, None)
+        if call is None:
+            return  # it came twice
+        self._outstanding_bytes -= len(call.message)
+        self._answered = max(self._answered, reply.number)
+        self._poll_s = POLL_MIN_S
+        if not self._outstanding:
+            self.poll_due_s = None
+        if reply.kind == ReplyKind.GONE:
+            call.finish(
+                ReplyGone(
+                    f"request {reply.number} of client {self.client_id!r} to {self._instance!r} was done, and its "
+                    f"reply is not kept any more"
+                )
+            )
+        elif reply.kind == ReplyKind.LOST:
+            call.finish(
+                OutcomeUnknown(
+                    f"whether request {reply.number} of client {self.client_id!r} to {self._instance!r} was done is "
+                    f"not known: the log was cut by hand since"
+                )
+            )
+        else:
+            call.finish(reply)
+
+    def is_behind(self, taken: int) -> bool:
+        """The coordinator has taken no more than ``taken``: fewer than had been sent when it was asked."""
+        if taken >= self._pinged:
+            return False
+        self._pinged = 0
+        return True
+
+    def was_forgotten(self, taken: int) -> bool:
+        return taken < self._answered
+
+    def begin_anew(self, error: ClientError) -> None:
+        """The numbers mean nothing any more: what was sent ends with ``error``; what was not goes on, if it can."""
+        outstanding, self._outstanding = self._outstanding, {}
+        self._outstanding_bytes = self._answered = 0
+        self._next_number = 1
+        self._pinged = 0
+        self.poll_due_s = self.resend_due_s = None
+        if self._renew is not None:
+            self.client_id = self._renew()
+        else:
+            self.fail(error)
+        for call in outstanding.values():
+            call.finish(error)
+
+    def fail(self, error: ClientError) -> None:
+        """No call can be made any more."""
+        self.error = error
+        waiting, self._waiting = self._waiting, deque()
+        outstanding, self._outstanding = self._outstanding, {}
+        self.poll_due_s = self.resend_due_s = None
+        for call in (*outstanding.values(), *waiting):
+            call.finish(error)
+
+
+def refused(reason: str) -> CallRefused:
+    return CallRefused(f"the call was refused: {reason}")

@@ -1,0 +1,148 @@
+"""Where an instance is, and which keys it and its callers have: as the registry folder says, or as given by hand.
+
+The registry folder is that of ``immortal register``: HOME/NAME.toml has the endpoint, HOME/NAME/public_keys the keys
+that the instance may show, HOME/WHO/keys/pairs the secret ones of whoever calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from appsdk.client.errors import NotConnectable
+
+HOME_VARIABLE = "IMMORTAL_HOME"
+HOME_DEFAULT = ".immortal"
+IDENTITY_VARIABLE = "IMMORTAL_IDENTITY"
+_TCP = re.compile(r"tcp://(?P<host>\[[^\]]+\]|[^:/\[\]]+):(?P<port>\d{1,5})")
+_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """A client's own CURVE keys, in Z85."""
+
+    public: str
+    secret: str
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """``endpoints`` of one instance, to be tried in turn; ``server_keys``: those that it may show, () in plain."""
+
+    endpoints: tuple[str, ...]
+    server_keys: tuple[str, ...]
+    pair: KeyPair | None
+
+
+@dataclass(frozen=True, slots=True)
+class Finder:
+    """Finds them anew each time: an instance may move, and keys change."""
+
+    name: str
+    home: str | os.PathLike[str] | None = None
+    endpoints: Sequence[str] = ()
+    server_keys: Sequence[str] = ()
+    identity: str | None = None
+    insecure: bool = False
+
+    def find(self) -> Places:
+        """Raises NotConnectable."""
+        home = Path(self.home or os.environ.get(HOME_VARIABLE) or HOME_DEFAULT)
+        endpoints = tuple(self.endpoints) or (_registered(home, self.name),)
+        keys = tuple(self.server_keys) or _public_keys(home / self.name / "public_keys")
+        pair = self._pair(home) if keys else None
+        for endpoint in endpoints:
+            if not _is_local(endpoint) and not keys and not self.insecure:
+                raise NotConnectable(
+                    f"{endpoint} is not on this machine and no public key of {self.name!r} is known: write it into "
+                    f"{home / self.name / 'public_keys'}, or give server_keys=[...] (insecure=True calls in plain)"
+                )
+        return Places(endpoints, keys, pair)
+
+    def _pair(self, home: Path) -> KeyPair:
+        """Those of the identity; without one the instance's own, which whoever runs it can read."""
+        identity = self.identity or os.environ.get(IDENTITY_VARIABLE)
+        if identity is not None:
+            pair = _pair_of(home / identity, identity)
+            if pair is not None:
+                return pair
+            raise NotConnectable(
+                f"{identity!r} has no keys in {home / identity}: 'immortal keys {identity} --make --client' makes them"
+            )
+        with contextlib.suppress(PermissionError):
+            pair = _pair_of(home / self.name, self.name)
+            if pair is not None:
+                return pair
+        raise NotConnectable(
+            f"{self.name!r} takes only callers with keys, and its own can't be read in {home / self.name}: make some "
+            f"with 'immortal keys WHO --make --client', and say who calls with identity=\"WHO\" or "
+            f"{IDENTITY_VARIABLE}=WHO"
+        )
+
+
+def _registered(home: Path, name: str) -> str:
+    path = home / f"{name}.toml"
+    try:
+        values = tomllib.loads(path.read_text("utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        known = sorted(file.name.removesuffix(".toml") for file in home.glob("*.toml")) if home.is_dir() else []
+        names = f"registered are {', '.join(known[:20])}" if known else "nothing is registered there"
+        raise NotConnectable(
+            f"there is no instance {name!r} in {home}: {names}; set {HOME_VARIABLE}, or say where it is with "
+            f"endpoints=[...]"
+        ) from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise NotConnectable(f"{path} cannot be read: {error}") from None
+    peer = values.get("peer")
+    if not isinstance(peer, str):
+        raise NotConnectable(f'{path} gives no endpoint: peer = "tcp://HOST:PORT" is missing')
+    return peer
+
+
+def _public_keys(path: Path) -> tuple[str, ...]:
+    try:
+        lines = [line.strip() for line in path.read_text("ascii").split("\n")]
+    except (FileNotFoundError, NotADirectoryError):
+        return ()
+    except (OSError, UnicodeDecodeError) as error:
+        raise NotConnectable(f"the public keys in {path} cannot be read: {error}") from None
+    return tuple(line for line in lines if _KEY.fullmatch(line))
+
+
+def _pair_of(folder: Path, identity: str) -> KeyPair | None:
+    """The pair in use; None where there is none. Raises PermissionError."""
+    path = folder / "keys" / "pairs"
+    try:
+        if path.stat().st_mode & 0o077:
+            raise NotConnectable(f"{path} can be read by others: 'chmod 600 {path}', and change the keys")
+        first = path.read_text("ascii").split("\n")[0]
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except PermissionError:
+        raise
+    except (OSError, UnicodeDecodeError) as error:
+        raise NotConnectable(f"the keys in {path} cannot be read: {error}") from None
+    public, _, secret = first.partition(" ")
+    if not (_KEY.fullmatch(public) and _KEY.fullmatch(secret)):
+        raise NotConnectable(f"{path} holds something else than key pairs")
+    return KeyPair(public, secret)
+
+
+def _is_local(endpoint: str) -> bool:
+    if endpoint.startswith(("ipc://", "inproc://")):
+        return True
+    match = _TCP.fullmatch(endpoint)
+    if match is None:
+        raise NotConnectable(f'{endpoint!r} is no endpoint: "tcp://HOST:PORT" or "ipc://PATH" were expected')
+    host = match["host"].strip("[]")
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,78 @@
+"""Stand-ins for an instance, whose methods call it. To a type checker they are its class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from appsdk.client.aio import AsyncClient
+from appsdk.client.connection import KEY_PREFIX
+from appsdk.client.results import Method, NamedMethod, typed_method
+from appsdk.client.threaded import Client
+from appsdk.definition import Definition
+from protocol.client import CLIENT_ID_SIZE_BYTES_MAX
+
+KEY_SIZE_BYTES_MAX = CLIENT_ID_SIZE_BYTES_MAX - len(KEY_PREFIX)
+
+P = TypeVar("P")
+
+
+class Proxy:
+    """An attribute for each handler; calls go through ``client``."""
+
+    def __init__(
+        self,
+        client: Client | AsyncClient,
+        definition: Definition | None,
+        name: str,
+        timeout_s: float | None,
+        key: str | None,
+    ) -> None:
+        self._immortal_parts = (client, definition, name, timeout_s, key)
+
+    def __repr__(self) -> str:
+        client, _, name, _, _ = self._immortal_parts
+        return f"<client {client.client_id!r} of {name!r}>"
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        client, definition, _, timeout_s, key = self._immortal_parts
+        method: Method = NamedMethod(name) if definition is None else typed_method(definition, name)
+
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            return client.call(method, method.encode(arguments, keywords), timeout_s, key)
+
+        call.__name__ = name
+        setattr(self, name, call)
+        return call
+
+
+def with_key(proxy: P, key: str) -> P:
+    """``with_key(shop, "order-17").buy("book")``: one request, however often and from wherever it is made.
+
+    The first call with ``key`` is done, and each other one gets the reply of that. Raises TypeError.
+    """
+    if not isinstance(key, str) or not 1 <= len(key.encode()) <= KEY_SIZE_BYTES_MAX or "\0" in key:
+        raise TypeError(f"a key of 1 to {KEY_SIZE_BYTES_MAX} bytes without a zero byte was expected, not {key!r}")
+    client, definition, name, timeout_s, _ = _parts(proxy)
+    made: Any = Proxy(client, definition, name, timeout_s, key)
+    return made  # type: ignore[no-any-return]
+
+
+def with_timeout(proxy: P, timeout: float | None) -> P:
+    """The same with another timeout for each call, in seconds; None: for ever. Raises TypeError."""
+    client, definition, name, _, key = _parts(proxy)
+    made: Any = Proxy(client, definition, name, timeout, key)
+    return made  # type: ignore[no-any-return]
+
+
+def client_of(proxy: object) -> Client | AsyncClient:
+    """What is behind a proxy. Raises TypeError."""
+    return _parts(proxy)[0]
+
+
+def _parts(proxy: object) -> tuple[Client | AsyncClient, Definition | None, str, float | None, str | None]:
+    if not isinstance(proxy, Proxy):
+        raise TypeError(f"{proxy!r}: what 'with connect(...)' gives was expected")
+    return proxy._immortal_parts

@@ -1,0 +1,124 @@
+"""What a method is to a caller, and what a reply means: with the class at hand, or by the instance's own names."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import msgspec
+
+from appsdk.client.errors import CallRaised, CallRefused, ClientError
+from appsdk.client.limits import ARGUMENTS_SIZE_BYTES_MAX
+from appsdk.codec import encoder
+from appsdk.definition import Definition
+from appsdk.handlers import Handler
+from appsdk.journal import decode_raised
+from appsdk.proxy import find_handler
+from protocol.client import REFUSED_CALL, Reply, ReplyKind
+
+_ARRAY_OF_3 = b"\x93"  # a reply that was raised has lost the front of its array
+
+
+class Method(Protocol):
+    """``method``: the ID, or the name as long as nobody knows it. ``name``: for people."""
+
+    method: int | str
+    name: str
+
+    def encode(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bytes:
+        """Raises TypeError."""
+
+    def value(self, reply: Reply) -> Any:
+        """What the handler returned. Raises what it raised, and ClientError."""
+
+
+class NamedMethod:
+    """Of an instance whose class is not known here."""
+
+    def __init__(self, name: str) -> None:
+        self.method: int | str = name
+        self.name = name
+
+    def encode(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bytes:
+        if keywords:
+            raise TypeError(
+                f"{self.name}: arguments by name ({', '.join(keywords)}) need the class: connect(Class, name); "
+                f"without it they go by position"
+            )
+        return _encoded(self.name, arguments)
+
+    def value(self, reply: Reply) -> Any:
+        if reply.kind == ReplyKind.NOTHING:
+            return None
+        if reply.kind == ReplyKind.VALUE:
+            return _decoded(self.name, reply.value)
+        raised = _raised(self.name, reply)
+        raise CallRaised(self.name, *raised)
+
+
+class TypedMethod:
+    """A handler of a class that is known here."""
+
+    def __init__(self, definition: Definition, handler: Handler[Any, Any]) -> None:
+        self.method: int | str = handler.method_id
+        self.name = handler.function.__qualname__
+        self._handler = handler
+        self._codec = definition.codec(handler)
+
+    def encode(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bytes:
+        """Checked here, where it can be said what is wrong: the instance only says that something is."""
+        if keywords or len(arguments) != self._codec.count:
+            arguments = self._codec.bind(arguments, keywords)
+        data = _encoded(self.name, arguments)
+        try:
+            self._codec.decode(data)
+        except Exception as error:  # msgspec's own, and what a type's __post_init__ raises
+            raise TypeError(f"{self.name}{self._codec.signature}: {error}") from None
+        return data
+
+    def value(self, reply: Reply) -> Any:
+        if reply.kind == ReplyKind.NOTHING:
+            return None
+        try:
+            if reply.kind == ReplyKind.VALUE:
+                return self._codec.decode_result(reply.value)
+            _raised(self.name, reply)  # may say that the call was refused
+            error = decode_raised(self._handler.raises, self.name, _ARRAY_OF_3 + reply.value)
+        except (msgspec.DecodeError, LookupError) as problem:
+            raise ClientError(f"{self.name}: the reply does not fit what it is declared to be: {problem}") from None
+        raise error
+
+
+def typed_method(definition: Definition, name: str) -> TypedMethod:
+    """Raises AttributeError for a name that no handler has."""
+    return TypedMethod(definition, find_handler(definition, name))
+
+
+def _encoded(name: str, arguments: tuple[Any, ...]) -> bytes:
+    try:
+        data = encoder.encode(arguments)
+    except Exception as error:  # what a user's type raises as it is encoded
+        raise TypeError(f"{name}: an argument can't be encoded: {error}") from error
+    if len(data) > ARGUMENTS_SIZE_BYTES_MAX:
+        raise TypeError(
+            f"{name}: the arguments take {len(data)} bytes, at most {ARGUMENTS_SIZE_BYTES_MAX} are possible: send them "
+            f"in parts"
+        )
+    return data
+
+
+def _decoded(name: str, data: bytes) -> Any:
+    try:
+        return msgspec.msgpack.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ClientError(f"{name}: the reply can't be read: {error}") from None
+
+
+def _raised(name: str, reply: Reply) -> tuple[str, list[Any], dict[str, Any]]:
+    """(name of the exception, arguments, attributes). Raises CallRefused, ClientError."""
+    try:
+        found = msgspec.msgpack.decode(_ARRAY_OF_3 + reply.value, type=tuple[str, list[Any], dict[str, Any]])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ClientError(f"{name}: what it raised can't be read: {error}") from None
+    if found[0] == REFUSED_CALL:
+        raise CallRefused(f"the call was refused: {', '.join(map(str, found[1]))}")
+    return found

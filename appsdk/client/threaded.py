@@ -1,0 +1,103 @@
+"""The client of plain code: calls wait for their replies, in any thread; a thread of its own does the talking."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from typing import Any
+
+from appsdk.client.connection import Connection
+from appsdk.client.errors import CallTimeout, ClientClosed, ClientError
+from appsdk.client.lane import Call
+from appsdk.client.places import Finder
+from appsdk.client.results import Method
+from appsdk.client.transport import Transport
+from appsdk.client.words import timeout_text
+
+
+class Client:
+    """Open from the moment that it is made. Raises NotConnectable."""
+
+    def __init__(self, finder: Finder, client_id: str | None) -> None:
+        self._connection = Connection(finder.name, client_id, time.monotonic())
+        self._transport = Transport(self._connection, finder)
+        self._lock = threading.Lock()  # of connection and transport
+        self._closing = False
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name=f"client of {finder.name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def client_id(self) -> str:
+        return self._connection.client_id
+
+    @property
+    def heartbeats(self) -> int:
+        return self._connection.heartbeats
+
+    def call(self, method: Method, arguments: bytes, timeout_s: float | None, key: str | None) -> Any:
+        """What the method returned. Raises what it raised, and ClientError."""
+        replied = threading.Lock()
+        replied.acquire()
+        call = Call(method.method, arguments, lambda call: replied.release())
+        with self._lock:
+            if self._closing:
+                raise ClientClosed(f"the client of {self._connection.instance!r} is closed")
+            self._connection.submit(call, key)
+        os.eventfd_write(self._wake, 1)
+        return self._wait(method, call, replied, timeout_s)
+
+    def _wait(self, method: Method, call: Call, replied: threading.Lock, timeout_s: float | None) -> Any:
+        if replied.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):
+            replied.release()  # for who asks again
+        else:
+            self._give_up(method, call, replied, timeout_s)
+        outcome = call.outcome
+        if isinstance(outcome, ClientError):
+            raise outcome
+        assert outcome is not None
+        return method.value(outcome)
+
+    def _give_up(self, method: Method, call: Call, replied: threading.Lock, timeout_s: float | None) -> None:
+        """Raises CallTimeout, unless the reply comes at the same moment."""
+        with self._lock:
+            if call.outcome is not None:
+                return
+            self._connection.withdraw(call)
+            text = timeout_text(self._connection, self._transport.endpoint, method.name, call, timeout_s or 0.0)
+        raise CallTimeout(text, call, lambda timeout_s: self._wait(method, call, replied, timeout_s))
+
+    def _run(self) -> None:
+        descriptor = self._transport.fileno()
+        poller = select.poll()
+        poller.register(self._wake, select.POLLIN)
+        poller.register(descriptor, select.POLLIN)
+        while True:
+            with self._lock:
+                if self._closing:
+                    return
+                if self._transport.process():
+                    poller.unregister(descriptor)
+                    descriptor = self._transport.fileno()
+                    poller.register(descriptor, select.POLLIN)
+                    continue  # what it has to tell may have come already
+                timeout_s = self._transport.next_deadline_s() - time.monotonic()
+            if any(ready == self._wake for ready, _ in poller.poll(max(0.0, timeout_s) * 1000 + 1)):
+                os.eventfd_read(self._wake)
+
+    def close(self) -> None:
+        """Calls that wait end with ClientClosed; what was sent may still be done."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        self._transport.close()
+        os.close(self._wake)
+        error = ClientClosed(
+            f"the client of {self._connection.instance!r} was closed; a call that was sent may still be done"
+        )
+        self._connection.close(error)

@@ -1,0 +1,61 @@
+"""call: one request from outside, from the command line."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+import msgspec
+
+from appsdk.client import CallRaised, CallTimeout, connect, with_key
+from coordinator.cli.common import FailedError, name_argument, pass_registry
+from coordinator.registry import Registry
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@name_argument
+@click.argument("method")
+@click.argument("arguments", nargs=-1, metavar="[ARGUMENT]...")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait for the reply.",
+)
+@click.option("--key", help="With it the call is one request, however often the command is run.")
+@pass_registry
+def call(
+    registry: Registry, name: str, method: str, arguments: tuple[str, ...], timeout: float, key: str | None
+) -> None:
+    """Call METHOD of an instance, and print what it returns, as JSON.
+
+    Each ARGUMENT is JSON; what is none is taken as text: immortal call counter add 5 word '["a", "b"]'
+    """
+    endpoints = () if registry.path(name).exists() else (registry.resolve(name),)  # which says what there is
+    with connect(name, home=registry.home, timeout=timeout, endpoints=endpoints) as instance:
+        target: Any = instance if key is None else _keyed(instance, key)
+        try:
+            value = getattr(target, method)(*(_argument(text) for text in arguments))
+        except CallRaised as error:
+            raise FailedError(str(error)) from None
+        except CallTimeout as error:
+            remedy = f"; run it again with --key {key}" if key is not None and error.sent else ""
+            raise FailedError(f"{error.reason}{remedy}") from None
+    click.echo(msgspec.json.encode(value).decode())
+
+
+def _keyed(instance: Any, key: str) -> Any:
+    try:
+        return with_key(instance, key)
+    except TypeError as error:
+        raise click.UsageError(str(error)) from None
+
+
+def _argument(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,425 @@
+"""Clients: processes that are no instances, and call one. Their requests are done once, however often they are sent.
+
+A client numbers its requests from 1, and the next number is the only one that is taken. Its last number becomes durable
+in one transaction with the record that holds the request; so each life of the coordinator knows what was taken. To the
+app a request is a call that waits for an answer. All answers to clients are one output stream, whose receiver is the
+table of replies here: it acknowledges what is durable in the log, and a replay makes the rest again.
+
+    a number    not taken --its record--> open --the app's answer--> kept --acknowledged, or beyond the window--> gone
+
+A request that is sent again is answered from the table; one that is open, when its answer comes; one whose reply is
+gone is told so. It is never done a second time.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from coordinator.core.effects import Effect, ReplyToClient
+from coordinator.core.group_commit import GroupCommit
+from coordinator.core.interfaces import ONESELF, ClientPosition, OutputBatch, StoredClients
+from coordinator.core.limits import Limits
+from protocol.batch import encode_batch
+from protocol.client import (
+    CLIENTS,
+    ClientCode,
+    ClientFrame,
+    ClientFrameType,
+    Reply,
+    ReplyKind,
+    caller_of,
+    decode_answer,
+    encode_methods,
+    encode_replies,
+    logged_calls,
+)
+from protocol.errors import ProtocolError
+from protocol.extensions import AppDescription
+from protocol.messages import decode_messages
+from protocol.trailer import BatchKind, BatchSource
+
+REPLY_FRAME_SIZE_BYTES = 1 << 20  # replies to one client are joined up to this
+FORGOTTEN_PER_REQUEST = 2  # so that a request's cost stays small; more than one, so that they do become fewer
+_GONE = bytes((ReplyKind.GONE,))
+_LOST = bytes((ReplyKind.LOST,))
+
+
+@dataclass(slots=True)
+class Client:
+    """``number``: the last one taken. Above ``released`` each number is open, in ``replies``, or in ``gone``."""
+
+    number: int = 0
+    released: int = 0
+    time_ns: int = 0
+    replies: dict[int, bytes] = field(default_factory=dict)  # kind and value, oldest first
+    gone: set[int] = field(default_factory=set)  # behind the window, and above an open one
+    size_bytes: int = 0  # of the replies
+    token: object = None  # where it was last heard
+
+    @property
+    def open_count(self) -> int:
+        return self.number - self.released - len(self.replies) - len(self.gone)
+
+    @property
+    def position(self) -> ClientPosition:
+        return ClientPosition(self.number, self.released, self.time_ns)
+
+
+class Clients:
+    """Those of one instance. ``effects``: where effects go; the machine's."""
+
+    def __init__(
+        self,
+        name: str,
+        committer_id: int,
+        limits: Limits,
+        log: GroupCommit,
+        effects: list[Effect],
+        stored: StoredClients,
+        is_ready: Callable[[], bool],
+    ) -> None:
+        self.accepting = True  # not while stopping
+        self.replies_count = self.replies_bytes = self.open_count = 0
+        self._name = name
+        self._committer_id = committer_id
+        self._limits = limits
+        self._log = log
+        self._effects = effects
+        self._is_ready = is_ready
+        self._methods = encode_methods({})  # of the app; the last one that was here
+        self._forgotten_ns = stored.forgotten_ns
+        self._clients: OrderedDict[str, Client] = OrderedDict()  # the one that was unused for longest first
+        self._outgoing: dict[str, list[Reply]] = {}
+        self._undurable: deque[tuple[int, int]] = deque()  # (ticket, size in bytes) of requests on their way to the log
+        self._undurable_bytes = 0
+        self._ungathered_bytes = 0  # replies that no commit has been asked for
+        self._load(stored)
+
+    def _load(self, stored: StoredClients) -> None:
+        for client_id, known in sorted(stored.positions.items(), key=lambda item: (item[1].time_ns, item[0])):
+            self._clients[client_id] = Client(known.number, known.released, known.time_ns)
+        for (client_id, number), data in sorted(stored.replies.items()):
+            client = self._clients.get(client_id)
+            if client is None or not client.released < number <= client.number:
+                continue  # released since; or of a client that was forgotten
+            if data == _GONE:
+                client.gone.add(number)
+            else:
+                self._keep(client, number, data)
+        self.open_count = sum(client.open_count for client in self._clients.values())
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    def describe_methods(self, description: AppDescription) -> None:
+        """What the app says of itself: its own methods are what clients may call."""
+        own = {
+            method_id: name
+            for (destination, method_id), name in description.methods.items()
+            if destination == ONESELF and method_id >= 0
+        }
+        self._methods = encode_methods(own)
+
+    # --- what clients say --------------------------------------------------------------------------------------------
+
+    def received(self, token: object, frame: ClientFrame, now_ns: int) -> None:
+        """A frame has come. Each is answered at once, but for requests that are taken."""
+        refusal = self._refusal(frame)
+        if refusal is not None:
+            self._say(token, frame, ClientFrameType.REFUSED, code=refusal[0], reason=refusal[1])
+            return
+        client = self._clients.get(frame.client_id)
+        if client is not None:
+            client.token = token
+        if frame.frame_type is ClientFrameType.REQUEST:
+            self._request(token, frame, client, now_ns)
+            return
+        number, released = (client.number, client.released) if client is not None else (0, 0)
+        if frame.frame_type is ClientFrameType.HELLO:
+            self._say(
+                token,
+                frame,
+                ClientFrameType.WELCOME,
+                number=number,
+                acknowledged=released,
+                time_ns=self._log.time_ns(now_ns),
+                payload=self._methods,
+            )
+            return
+        if client is not None:
+            for asked in frame.asked_numbers():
+                if asked <= number:
+                    self._tell(frame.client_id, client, asked)
+            self._release(frame.client_id, client, min(frame.acknowledged, number))
+        self._say(token, frame, ClientFrameType.PONG, number=number, acknowledged=released)
+
+    def _refusal(self, frame: ClientFrame) -> tuple[ClientCode, str] | None:
+        if frame.instance != self._name:
+            return ClientCode.NOT_ME, f"this is {self._name!r}, the request is for {frame.instance!r}"
+        if not self._is_ready():
+            return ClientCode.NOT_READY, f"{self._name!r} has not completed its first start"
+        if not self.accepting:
+            return ClientCode.NOT_READY, f"{self._name!r} is stopping"
+        if frame.frame_type not in (ClientFrameType.HELLO, ClientFrameType.REQUEST, ClientFrameType.PING):
+            return ClientCode.MALFORMED, f"unexpected frame {frame.frame_type.name}"
+        return None
+
+    def _request(self, token: object, frame: ClientFrame, client: Client | None, now_ns: int) -> None:
+        known = client or Client(token=token)
+        first_new = known.number + 1
+        if client is None and 0 < frame.time_ns <= self._forgotten_ns:
+            reason = f"{self._name!r} does not know any more whether client {frame.client_id!r} has called it before"
+            self._say(token, frame, ClientFrameType.REFUSED, code=ClientCode.FORGOTTEN, reason=reason)
+            return
+        if frame.number > first_new:  # what is between was lost on the way; or this is not the log that it was
+            self._say(token, frame, ClientFrameType.PONG, number=known.number, acknowledged=known.released)
+            return
+        repeated = min(frame.count, first_new - frame.number)
+        if client is not None:
+            for number in range(frame.number, frame.number + repeated):
+                self._tell(frame.client_id, client, number)
+        if repeated < frame.count:
+            self._take(token, frame, known, repeated, now_ns)
+        if known.number:
+            self._release(frame.client_id, known, min(frame.acknowledged, known.number))
+
+    def _take(self, token: object, frame: ClientFrame, client: Client, repeated: int, now_ns: int) -> None:
+        """Log what of ``frame`` is behind the first ``repeated`` requests."""
+        if self._is_busy(client, frame):
+            code = ClientCode.BUSY
+            self._say(token, frame, ClientFrameType.PONG, number=client.number, acknowledged=client.released, code=code)
+            return
+        try:
+            calls = logged_calls(frame.payload, frame.count, frame.client_id, frame.number, repeated)
+        except ProtocolError as error:
+            self._say(token, frame, ClientFrameType.REFUSED, code=ClientCode.MALFORMED, reason=str(error))
+            return
+        count = frame.count - repeated
+        front = encode_batch(calls, count)
+        size_bytes = len(front) + len(calls)
+        source = BatchSource(
+            BatchKind.CLIENT, caller_of(frame.client_id), frame.number + repeated, count, frame.time_ns
+        )
+        group = self._log.append((front, calls) if front else (calls,), size_bytes, source)
+        self._undurable.append((group.ticket, size_bytes))
+        self._undurable_bytes += size_bytes
+        client.number = frame.number + frame.count - 1
+        client.time_ns = self._log.time_ns(now_ns)
+        self.open_count += count
+        self._clients[frame.client_id] = client
+        self._clients.move_to_end(frame.client_id)
+        group.transaction.clients[frame.client_id] = client.position
+        self._forget_unused(client.time_ns)
+
+    def _is_busy(self, client: Client, frame: ClientFrame) -> bool:
+        while self._undurable and self._undurable[0][0] <= self._log.durable_ticket:
+            self._undurable_bytes -= self._undurable.popleft()[1]
+        limits = self._limits
+        released = max(client.released, min(frame.acknowledged, client.number))
+        return (
+            self.open_count >= limits.requests_open_max
+            or self._undurable_bytes >= limits.log_pending_bytes
+            or frame.number + frame.count - 1 - released > limits.client_span_max
+        )
+
+    def _tell(self, client_id: str, client: Client, number: int) -> None:
+        """Say what request ``number``, which was taken, came to; nothing yet while it is open."""
+        if number <= client.released or number in client.gone:
+            self._outgoing.setdefault(client_id, []).append(Reply(number, ReplyKind.GONE))
+        elif (data := client.replies.get(number)) is not None:
+            self._outgoing.setdefault(client_id, []).append(Reply(number, data[0], data[1:]))
+
+    # --- what the app answers ----------------------------------------------------------------------------------------
+
+    def answered(self, batch: OutputBatch) -> None:
+        """The app's next answers, at their place in the stream to CLIENTS; what is none of them is passed over."""
+        size_bytes = 0
+        for _, start, end in decode_messages(batch.payload):
+            answer = decode_answer(batch.payload, start, end)
+            if answer is not None:
+                size_bytes += self._answered(*answer)
+        group = self._log.open
+        group.transaction.acknowledged[CLIENTS] = batch.last_position
+        group.size_bytes += size_bytes
+        self._ungathered_bytes = size_bytes + (self._ungathered_bytes if not group.required else 0)
+        if self._ungathered_bytes >= self._limits.replies_gather_bytes:
+            group.required = True
+
+    def _answered(self, client_id: str, reply: Reply) -> int:
+        client = self._clients.get(client_id)
+        number = reply.number
+        if client is None or not client.released < number <= client.number or number in client.gone:
+            return 0
+        if number in client.replies:
+            return 0  # a replay has made it again; or it counts as lost, and the client may have been told so
+        self.open_count -= 1
+        data = bytes((reply.kind,)) + reply.value
+        self._keep(client, number, data)
+        self._log.open.transaction.replies[client_id, number] = data
+        if client.token is not None:
+            self._outgoing.setdefault(client_id, []).append(reply)
+        self._stay_within(client_id, client)
+        return len(data)
+
+    def _keep(self, client: Client, number: int, data: bytes) -> None:
+        client.replies[number] = data
+        client.size_bytes += len(data)
+        self.replies_count += 1
+        self.replies_bytes += len(data)
+
+    def _drop(self, client: Client, number: int) -> bool:
+        """Whether there was a reply."""
+        data = client.replies.pop(number, None)
+        if data is None:
+            return False
+        client.size_bytes -= len(data)
+        self.replies_count -= 1
+        self.replies_bytes -= len(data)
+        return True
+
+    def lose_open(self) -> None:
+        """The log was cut: of what is open it is not known whether its record was lost."""
+        for client_id, client in self._clients.items():
+            for number in range(client.released + 1, client.number + 1) if client.open_count else ():
+                if number not in client.replies and number not in client.gone:
+                    self.open_count -= 1
+                    self._keep(client, number, _LOST)
+                    self._log.open.transaction.replies[client_id, number] = _LOST
+                    if client.token is not None:
+                        self._outgoing.setdefault(client_id, []).append(Reply(number, ReplyKind.LOST))
+
+    # --- the window --------------------------------------------------------------------------------------------------
+
+    def _stay_within(self, client_id: str, client: Client) -> None:
+        limits = self._limits
+        while len(client.replies) > 1 and (
+            len(client.replies) > limits.client_replies_max or client.size_bytes > limits.client_replies_bytes
+        ):
+            self._let_go(client_id, client)
+        if self.replies_bytes > limits.replies_bytes:
+            for other_id, other in self._clients.items():
+                while other.replies and self.replies_bytes > limits.replies_bytes and other is not client:
+                    self._let_go(other_id, other)
+                if self.replies_bytes <= limits.replies_bytes or other is client:
+                    break
+
+    def _let_go(self, client_id: str, client: Client) -> None:
+        """Of the oldest reply."""
+        number = next(iter(client.replies))
+        self._drop(client, number)
+        client.gone.add(number)
+        self._log.open.transaction.replies[client_id, number] = _GONE
+        up_to = client.released
+        while up_to + 1 in client.gone:
+            up_to += 1
+        self._release(client_id, client, up_to)
+
+    def _release(self, client_id: str, client: Client, up_to: int) -> None:
+        """Nobody asks for the numbers up to ``up_to`` any more, or they are gone."""
+        if up_to <= client.released:
+            return
+        self.open_count -= client.open_count
+        transaction = self._log.open.transaction
+        for number in range(client.released + 1, up_to + 1):
+            if number in client.gone:
+                client.gone.discard(number)
+            elif not self._drop(client, number):
+                continue
+            elif transaction.replies.pop((client_id, number), None) is not None:
+                continue  # it was on its way to the log: it need not get there
+            transaction.replies[client_id, number] = None
+        client.released = up_to
+        self.open_count += client.open_count
+        transaction.clients[client_id] = client.position
+
+    def _forget_unused(self, now_ns: int) -> None:
+        limits = self._limits
+        for _ in range(FORGOTTEN_PER_REQUEST):
+            client_id, client = next(iter(self._clients.items()))
+            if len(self._clients) <= limits.clients_max and now_ns - client.time_ns <= limits.client_keep_ns:
+                return
+            if client.open_count and len(self._clients) > 1:
+                self._clients.move_to_end(client_id)  # its answer will come
+                continue
+            del self._clients[client_id]
+            transaction = self._log.open.transaction
+            for number in (*client.replies, *client.gone):
+                self._drop(client, number)
+                transaction.replies[client_id, number] = None
+            self._outgoing.pop(client_id, None)
+            self._forgotten_ns = max(self._forgotten_ns, client.time_ns)
+            transaction.clients[client_id] = None
+            transaction.clients_forgotten_ns = self._forgotten_ns
+
+    # --- what is said ------------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Send the replies that have gathered."""
+        for client_id, replies in self._outgoing.items():
+            client = self._clients.get(client_id)
+            if client is not None:
+                for some in _in_frames(replies):
+                    frame = ClientFrame(
+                        ClientFrameType.REPLY,
+                        client_id,
+                        self._name,
+                        self._committer_id,
+                        number=client.number,
+                        acknowledged=client.released,
+                        count=len(some),
+                        payload=encode_replies(some),
+                    )
+                    self._effects.append(ReplyToClient(client.token, frame))
+        self._outgoing.clear()
+
+    def _say(
+        self,
+        token: object,
+        frame: ClientFrame,
+        frame_type: ClientFrameType,
+        *,
+        number: int = 0,
+        acknowledged: int = 0,
+        time_ns: int = 0,
+        payload: bytes = b"",
+        code: ClientCode = ClientCode.NONE,
+        reason: str = "",
+    ) -> None:
+        answer = ClientFrame(
+            frame_type,
+            frame.client_id,
+            self._name,
+            self._committer_id,
+            number,
+            acknowledged,
+            0,
+            time_ns,
+            payload,
+            code,
+            reason,
+        )
+        self._effects.append(ReplyToClient(token, answer))
+
+    def describe(self) -> dict[str, int]:
+        """For the status."""
+        return {
+            "known": len(self._clients),
+            "open_requests": self.open_count,
+            "replies": self.replies_count,
+            "replies_bytes": self.replies_bytes,
+        }
+
+
+def _in_frames(replies: list[Reply]) -> Iterable[list[Reply]]:
+    some: list[Reply] = []
+    size_bytes = 0
+    for reply in replies:
+        if some and size_bytes + len(reply.value) > REPLY_FRAME_SIZE_BYTES:
+            yield some
+            some, size_bytes = [], 0
+        some.append(reply)
+        size_bytes += len(reply.value)
+    if some:
+        yield some

@@ -1,0 +1,49 @@
+"""The service behind the web server: orders, each of which is to be taken once.
+
+immortal register shop --peer 'tcp://127.0.0.1:*'
+immortal run shop shop:Shop --restart
+"""
+
+from __future__ import annotations
+
+from appsdk import Immortal, rpc
+
+
+class SoldOut(Exception):  # noqa: N818 (what happened, not what is wrong)
+    """There is not that much of it. Arguments: item, how much there is."""
+
+
+class Shop(Immortal):
+    stock: dict[str, int]
+    orders: dict[str, list[int]]  # the receipts of each order; more than one would be an order that was taken twice
+    receipts: int
+
+    def __init__(self) -> None:
+        self.stock = {"book": 1_000_000_000}
+        self.orders = {}
+        self.receipts = 0
+
+    @rpc(raises=[SoldOut])
+    def place(self, order: str, item: str, count: int = 1) -> int:
+        """Take the order; the number of its receipt."""
+        there = self.stock.get(item, 0)
+        if there < count:
+            raise SoldOut(item, there)
+        self.stock[item] = there - count
+        self.receipts += 1
+        self.orders.setdefault(order, []).append(self.receipts)
+        return self.receipts
+
+    @rpc
+    def fill(self, item: str, count: int) -> int:
+        """Put ``count`` more on the shelf; how much there is then."""
+        self.stock[item] = self.stock.get(item, 0) + count
+        return self.stock[item]
+
+    @rpc
+    def order(self, order: str) -> list[int]:
+        return self.orders.get(order, [])
+
+    @rpc
+    def all_orders(self) -> dict[str, list[int]]:
+        return self.orders

@@ -1,0 +1,402 @@
+"""Frames between a client, a process that is no instance, and a coordinator: one part each way, over ZeroMQ.
+
+HELLO     client -> coordinator   who is asking, for which instance
+WELCOME   coordinator -> client   the last number taken of this client; the methods that the instance has
+REQUEST   client -> coordinator   ``count`` calls, with consecutive numbers from ``number`` on
+REPLY     coordinator -> client   what ``count`` of them came to
+PING      client -> coordinator   what has become of these ``count`` numbers?
+PONG      coordinator -> client   the last number taken of this client
+REFUSED   coordinator -> client   why not, in words
+
+A client numbers its requests from 1. The coordinator takes the next number and no other, so a request that is sent
+again is never done again. To an app the client is a caller called ``~ID``, who waits for an answer.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+
+from protocol.checksum import crc64
+from protocol.errors import DamagedRecordError, LimitExceededError, LocalProtocolError, RemoteProtocolError
+from protocol.messages import (
+    MessageType,
+    RpcKind,
+    RpcType,
+    decode_message,
+    decode_name,
+    encode_incoming_rpc,
+    encode_name,
+)
+from protocol.varint import decode_zigzag_int, decode_zigzag_long, encode_zigzag
+
+CLIENT_VERSION = 1
+FRAME_MARK = 0xC0 | CLIENT_VERSION  # the first byte: tells these frames from the messenger's, which begin with 01
+PAYLOAD_SIZE_BYTES_MAX = 16 << 20  # of a REQUEST: the coordinator holds it in memory more than once
+ASKED_MAX = 4096  # numbers in a PING
+CLIENT_ID_SIZE_BYTES_MAX = 200  # with the tilde in front it is a caller's name, and part of a key in the log
+NUMBER_MAX = (1 << 53) - 1
+CLIENTS = "~"
+"""The destination of all answers to clients; no instance can have this name."""
+
+_FIXED = struct.Struct("<BBHiqqiqQ")
+_NUMBER = struct.Struct("<Q")
+
+
+class ClientFrameType(IntEnum):
+    HELLO = 1
+    WELCOME = 2
+    REQUEST = 3
+    REPLY = 4
+    PING = 5
+    PONG = 6
+    REFUSED = 7
+
+
+class ClientCode(IntEnum):
+    """Why, in a REFUSED or a PONG."""
+
+    NONE = 0
+    NOT_ME = 1  # the frame is for an instance of another name
+    NOT_READY = 2  # the instance has not completed its first start, or is stopping: ask again
+    MALFORMED = 3  # nothing of it was taken, and it would be no use to send it again
+    BUSY = 4  # too much waits to be answered: what was not taken is to be sent again later
+    FORGOTTEN = 5  # the client was unused for so long, or others so many, that its numbers are not known any more
+
+
+class ReplyKind(IntEnum):
+    """What a request came to: the numbers of an RPC's kind, where there is one."""
+
+    GONE = 0  # done, and the reply is not kept any more
+    VALUE = 1
+    NOTHING = 2
+    RAISED = 3  # [name of the exception, its arguments, its attributes], without the array around it
+    LOST = 4  # its record was cut off by hand: whether it was done is not known
+
+
+@dataclass(frozen=True, slots=True)
+class ClientFrame:
+    """One frame. Fields that a type does not use are 0 or empty.
+
+    ``number``: of the first request (REQUEST), or the last one taken (WELCOME, PONG, REPLY). ``acknowledged``: replies
+    up to it are of no interest to the client any more. ``time_ns``: in a REQUEST when it was first sent, by the
+    coordinator's clock as the client knows it from the WELCOME.
+    """
+
+    frame_type: ClientFrameType
+    client_id: str
+    instance: str
+    committer_id: int = 0
+    number: int = 0
+    acknowledged: int = 0
+    count: int = 0
+    time_ns: int = 0
+    payload: bytes = b""
+    code: int = ClientCode.NONE
+    reason: str = ""
+
+    def asked_numbers(self) -> list[int]:
+        """Those of a PING, which :func:`decode_client_frame` has checked."""
+        return [number for (number,) in _NUMBER.iter_unpack(self.payload)]
+
+
+def encode_numbers(numbers: Iterable[int]) -> bytes:
+    """The payload of a PING."""
+    return b"".join(map(_NUMBER.pack, numbers))
+
+
+def encode_client_frame(frame: ClientFrame) -> bytes:
+    reason = frame.reason.replace("\0", " ").encode(errors="replace")[:255].decode(errors="ignore")
+    names = encode_name(frame.client_id) + encode_name(frame.instance) + encode_name(reason)
+    fixed = (
+        FRAME_MARK,
+        frame.frame_type,
+        frame.code,
+        frame.committer_id,
+        frame.number,
+        frame.acknowledged,
+        frame.count,
+        frame.time_ns,
+    )
+    check = crc64(frame.payload, crc64(_FIXED.pack(*fixed, 0) + names))
+    return b"".join((_FIXED.pack(*fixed, check), names, frame.payload))
+
+
+def is_client_frame(data: bytes) -> bool:
+    """Whether ``data`` is meant as one; the messenger's messages never begin like it."""
+    return data[:1] == _MARK
+
+
+_MARK = bytes((FRAME_MARK,))
+
+
+def decode_client_frame(data: bytes) -> ClientFrame:
+    """Raises RemoteProtocolError; DamagedRecordError where the check does not match."""
+    if len(data) < _FIXED.size:
+        raise RemoteProtocolError(f"a client's frame of {len(data)} bytes, at least {_FIXED.size} were expected")
+    *fixed, check = _FIXED.unpack_from(data)
+    mark, frame_type, code, committer_id, number, acknowledged, count, time_ns = fixed
+    if mark != FRAME_MARK:
+        raise RemoteProtocolError(f"a client's frame begins with {mark:#04x}, {FRAME_MARK:#04x} was expected")
+    computed = crc64(memoryview(data)[_FIXED.size :], crc64(_FIXED.pack(*fixed, 0)))
+    if computed != check:
+        raise DamagedRecordError(f"a client's frame has the check {check:016x}, its bytes give {computed:016x}")
+    client_id, offset = decode_name(data, _FIXED.size)
+    instance, offset = decode_name(data, offset)
+    reason, offset = decode_name(data, offset)
+    try:
+        known_type = ClientFrameType(frame_type)
+    except ValueError:
+        raise RemoteProtocolError(f"a client's frame of unknown type {frame_type}") from None
+    if not 1 <= len(client_id.encode()) <= CLIENT_ID_SIZE_BYTES_MAX:
+        raise RemoteProtocolError(
+            f"a client's ID of {len(client_id.encode())} bytes, 1 to {CLIENT_ID_SIZE_BYTES_MAX} were expected"
+        )
+    if (
+        committer_id < 0
+        or not 0 <= number <= NUMBER_MAX
+        or not 0 <= acknowledged <= NUMBER_MAX
+        or not 0 <= count <= NUMBER_MAX - number
+    ):
+        raise RemoteProtocolError(
+            f"a client's frame of number {number}, {acknowledged} acknowledged, with a count of {count}"
+        )
+    payload = data[offset:]
+    if known_type is ClientFrameType.REQUEST:
+        if count < 1 or number < 1 or not payload:
+            raise RemoteProtocolError(f"a request of {count} calls from number {number}, {len(payload)} bytes")
+        if len(payload) > PAYLOAD_SIZE_BYTES_MAX:
+            raise LimitExceededError("a request", len(payload), PAYLOAD_SIZE_BYTES_MAX)
+    if known_type is ClientFrameType.PING and (count > ASKED_MAX or len(payload) != count * _NUMBER.size):
+        raise RemoteProtocolError(f"a PING for {count} numbers (at most {ASKED_MAX}) has {len(payload)} bytes")
+    return ClientFrame(
+        known_type, client_id, instance, committer_id, number, acknowledged, count, time_ns, payload, code, reason
+    )
+
+
+# --- requests: RPC messages whose arguments are those of the method alone ---------------------------------------------
+
+_BYTES = tuple(bytes((value,)) for value in range(256))
+_RPC = _BYTES[MessageType.RPC]
+_CALL = _BYTES[RpcKind.CALL]
+_FIXARRAY, _FIXARRAY_MAX, _ARRAY_16, _ARRAY_32 = 0x90, 15, 0xDC, 0xDD
+_FIXSTR, _FIXSTR_MAX, _STR_8 = 0xA0, 31, 0xD9
+_UINTS = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}
+_INTS = {0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
+
+
+def caller_of(client_id: str) -> str:
+    """What the client is called in a call that waits for an answer."""
+    return CLIENTS + client_id
+
+
+def encode_request(method_id: int, arguments: bytes) -> bytes:
+    """One call of a REQUEST; ``arguments`` is a MessagePack array. Raises LocalProtocolError."""
+    return encode_incoming_rpc(method_id, RpcType.ASYNC, arguments)
+
+
+def logged_calls(payload: bytes, count: int, client_id: str, first_number: int, skipped: int = 0) -> bytes:
+    """The ``count`` calls of a REQUEST as an app gets them: with the caller and the number before their arguments.
+
+    Without the first ``skipped``, which are looked at all the same.
+
+    Raises RemoteProtocolError unless ``payload`` is exactly so many calls of methods.
+    """
+    caller = msgpack_string(caller_of(client_id))
+    parts: list[bytes] = []
+    offset = 0
+    for number in range(first_number, first_number + count):
+        if offset == len(payload):
+            raise RemoteProtocolError(f"a request of {count} calls ends after {number - first_number}")
+        message_type, start, end = decode_message(payload, offset)
+        if message_type != MessageType.RPC or payload[start : start + 1] != _CALL:
+            raise RemoteProtocolError(f"request {number} is no call")
+        method_id, method_end = decode_zigzag_int(payload, start + 1)
+        if method_id < 0:
+            raise RemoteProtocolError(f"request {number} calls method {method_id}: negative ones are the system's")
+        if method_end + 1 >= end or payload[method_end] != RpcType.ASYNC:
+            raise RemoteProtocolError(f"request {number} is no call that waits for an answer")
+        arguments_count, arguments = _array(payload, method_end + 1, end)
+        offset = end
+        if number - first_number < skipped:
+            continue
+        front = b"".join(
+            (payload[start : method_end + 1], _array_front(arguments_count + 2), caller, msgpack_integer(number))
+        )
+        parts += (encode_zigzag(1 + len(front) + end - arguments), _RPC, front, payload[arguments:end])
+    if offset != len(payload):
+        raise RemoteProtocolError(f"a request of {count} calls has {len(payload) - offset} bytes too many")
+    return b"".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whom the call of a client is to be answered to."""
+
+    name: str
+    number: int
+    method_id: int
+
+
+def decode_caller(data: bytes, start: int, end: int) -> Caller | None:
+    """Of the call in the RPC ``data[start:end]``; None if it is not a client's."""
+    try:
+        method_id, offset = decode_zigzag_int(data, start + 1)
+        if data[start] != RpcKind.CALL or offset >= end or data[offset] != RpcType.ASYNC:
+            return None
+        count, offset = _array(data, offset + 1, end)
+        name, offset = _string(data, offset, end)
+        number, _ = _integer(data, offset, end)
+    except RemoteProtocolError:
+        return None
+    if not name.startswith(CLIENTS) or count < 2:
+        return None
+    return Caller(name, number, method_id)
+
+
+REFUSED_CALL = "~refused"
+"""The name under which a client gets what keeps its call from being made; no exception has it. Arguments: [reason]."""
+
+# --- answers: RPC messages to the destination CLIENTS, whose arguments begin with the caller and the number -----------
+
+
+@dataclass(slots=True)
+class Reply:
+    """What request ``number`` came to. ``value`` is encoded as :class:`ReplyKind` says; empty for the other kinds."""
+
+    number: int
+    kind: int
+    value: bytes = b""
+
+
+def decode_answer(data: bytes, start: int, end: int) -> tuple[str, Reply] | None:
+    """Whom an app answers in the RPC ``data[start:end]``, and what; None if it is no answer to a client."""
+    kind = data[start]
+    if not RpcKind.RETURNED_VALUE <= kind <= RpcKind.RAISED:
+        return None
+    try:
+        _, offset = decode_zigzag_int(data, start + 1)
+        count, offset = _array(data, offset + 1, end)
+        caller, offset = _string(data, offset, end)
+        number, offset = _integer(data, offset, end)
+    except RemoteProtocolError:
+        return None
+    if count < 2 or number < 1 or not caller.startswith(CLIENTS):
+        return None
+    return caller[len(CLIENTS) :], Reply(number, kind, data[offset:end])
+
+
+def encode_replies(replies: Iterable[Reply]) -> bytes:
+    """The payload of a REPLY."""
+    parts: list[bytes] = []
+    for reply in replies:
+        parts += (encode_zigzag(reply.number), _BYTES[reply.kind], encode_zigzag(len(reply.value)), reply.value)
+    return b"".join(parts)
+
+
+def decode_replies(payload: bytes, count: int) -> Iterator[Reply]:
+    """Raises RemoteProtocolError unless ``payload`` is exactly ``count`` replies."""
+    offset = 0
+    for _ in range(count):
+        number, offset = decode_zigzag_long(payload, offset)
+        if offset >= len(payload):
+            raise RemoteProtocolError(f"a reply to request {number} ends before its kind")
+        kind = payload[offset]
+        size_bytes, start = decode_zigzag_int(payload, offset + 1)
+        offset = start + size_bytes
+        if number < 1 or kind > max(ReplyKind) or size_bytes < 0 or offset > len(payload):
+            raise RemoteProtocolError(f"a reply to request {number} of kind {kind} gives its size as {size_bytes}")
+        yield Reply(number, kind, payload[start:offset])
+    if offset != len(payload):
+        raise RemoteProtocolError(f"{count} replies have {len(payload) - offset} bytes too many")
+
+
+def encode_methods(methods: Mapping[int, str]) -> bytes:
+    """The payload of a WELCOME: what the instance's methods are called, by method ID."""
+    parts = [encode_zigzag(len(methods))]
+    for method_id, name in sorted(methods.items()):
+        parts += (encode_zigzag(method_id), encode_name(name))
+    return b"".join(parts)
+
+
+def decode_methods(payload: bytes) -> dict[int, str]:
+    """Raises RemoteProtocolError."""
+    count, offset = decode_zigzag_int(payload, 0)
+    if not 0 <= count <= len(payload):
+        raise RemoteProtocolError(f"a WELCOME announces {count} methods in {len(payload)} bytes")
+    methods = {}
+    for _ in range(count):
+        method_id, offset = decode_zigzag_int(payload, offset)
+        methods[method_id], offset = decode_name(payload, offset)
+    if offset != len(payload):
+        raise RemoteProtocolError(f"a WELCOME has {len(payload) - offset} bytes too many")
+    return methods
+
+
+# --- as much of MessagePack as stands in front ------------------------------------------------------------------------
+
+
+def msgpack_string(text: str) -> bytes:
+    raw = text.encode()
+    if len(raw) <= _FIXSTR_MAX:
+        return _BYTES[_FIXSTR | len(raw)] + raw
+    if len(raw) > 0xFF:
+        raise LocalProtocolError(f"a caller's name of {len(raw)} bytes, at most 255 are allowed")
+    return bytes((_STR_8, len(raw))) + raw
+
+
+def msgpack_integer(value: int) -> bytes:
+    """Of a number that is not negative, in its shortest form."""
+    if value < 0x80:
+        return _BYTES[value]
+    for code, size_bytes in _UINTS.items():
+        if value < 1 << 8 * size_bytes:
+            return _BYTES[code] + value.to_bytes(size_bytes, "big")
+    raise LocalProtocolError(f"{value} does not fit into 64 bits")
+
+
+def _array_front(count: int) -> bytes:
+    if count <= _FIXARRAY_MAX:
+        return _BYTES[_FIXARRAY | count]
+    if count <= 0xFFFF:
+        return _BYTES[_ARRAY_16] + count.to_bytes(2, "big")
+    return _BYTES[_ARRAY_32] + count.to_bytes(4, "big")
+
+
+def _array(data: bytes, offset: int, end: int) -> tuple[int, int]:
+    """(count, offset of the first item)"""
+    first = data[offset] if offset < end else -1
+    if _FIXARRAY <= first <= _FIXARRAY | _FIXARRAY_MAX:
+        return first & _FIXARRAY_MAX, offset + 1
+    size_bytes = {_ARRAY_16: 2, _ARRAY_32: 4}.get(first, 0)
+    start = offset + 1 + size_bytes
+    if not size_bytes or start > end:
+        raise RemoteProtocolError("the arguments of a call are no MessagePack array")
+    return int.from_bytes(data[offset + 1 : start], "big"), start
+
+
+def _string(data: bytes, offset: int, end: int) -> tuple[str, int]:
+    first = data[offset] if offset < end else -1
+    if _FIXSTR <= first <= _FIXSTR | _FIXSTR_MAX:
+        start, size_bytes = offset + 1, first & _FIXSTR_MAX
+    elif first == _STR_8 and offset + 1 < end:
+        start, size_bytes = offset + 2, data[offset + 1]
+    else:
+        raise RemoteProtocolError("an answer does not begin with its caller")
+    try:
+        return data[start : start + size_bytes].decode(), start + size_bytes
+    except UnicodeDecodeError:
+        raise RemoteProtocolError("an answer's caller is not UTF-8") from None
+
+
+def _integer(data: bytes, offset: int, end: int) -> tuple[int, int]:
+    first = data[offset] if offset < end else -1
+    if 0 <= first < 0x80:
+        return first, offset + 1
+    size_bytes = _UINTS.get(first) or _INTS.get(first) or 0
+    stop = offset + 1 + size_bytes
+    if not size_bytes or stop > end:
+        raise RemoteProtocolError("an answer has no number behind its caller")
+    return int.from_bytes(data[offset + 1 : stop], "big", signed=first in _INTS), stop

@@ -1,0 +1,112 @@
+"""Whatever crashes or gets lost, each request of a client is done once, and gets the same reply each time."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from appsdk.client.errors import OutcomeUnknown, ReplyGone
+from appsdk.client.lane import Call
+from coordinator.core.limits import Limits
+from protocol.client import Reply
+from tests.helpers.clients import World, value_of
+
+METHODS = ("add", "add", "refuse", "add_later")
+TINY = Limits(
+    clients_max=3,
+    client_replies_max=2,
+    client_replies_bytes=40,
+    replies_bytes=60,
+    client_span_max=8,
+    requests_open_max=4,
+    group_size_bytes=300,
+    app_window_bytes=400,
+    read_size_bytes=200,
+)
+MOVES = st.lists(st.tuples(st.integers(0, 15), st.integers(0, 7)), max_size=60)
+
+
+def play(world: World, moves: list[tuple[int, int]]) -> tuple[list[Call], dict[str, Call], list[int]]:
+    """Three clients, one of them by name; the calls to be finished, those of keys, and all tokens ever given."""
+    calls: list[Call] = []
+    keyed: dict[str, Call] = {}
+    tokens: list[int] = []
+    for number in range(3):
+        world.open_client(number, "named" if number == 2 else None)
+    for move, choice in moves:
+        if move <= 1:
+            tokens.append(len(tokens) + 1)
+            calls.append(world.submit(choice % 3, METHODS[choice % 4], tokens[-1]))
+        elif move == 2:
+            key = f"order {choice % 2}"
+            token = 1000 + choice % 2
+            calls.append(world.submit(choice % 3, "add", token, key))
+            keyed.setdefault(f"{key} {len(calls)}", calls[-1])
+        elif move <= 4:
+            world.client_turn(choice % 3)
+        elif move <= 6:
+            world.arrive_at_coordinator(choice)
+        elif move <= 8:
+            world.arrive_at_client(choice)
+        elif move == 9:
+            world.arrive_at_coordinator(choice, again=True)
+            world.arrive_at_client(choice, again=True)
+        elif move == 10:
+            world.disk()
+        elif move <= 12:
+            world.app_turn()
+        elif move == 13:
+            world.now_s += (0.05, 0.3, 1.0, 4.0)[choice % 4]
+        elif choice == 0:
+            world.kill_app()
+        elif choice == 1:
+            world.kill_coordinator()
+        elif choice == 2:
+            world.take_checkpoint()
+        elif choice == 3 and world.to_coordinator:
+            world.to_coordinator.pop(0)
+        elif choice == 4 and world.to_clients:
+            world.to_clients.pop(0)
+    return calls, keyed, tokens
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(MOVES)
+def test_each_request_is_done_once(moves: list[tuple[int, int]]) -> None:
+    world = World()
+    calls, keyed, tokens = play(world, moves)
+    if not calls:
+        return
+    world.settle(calls)
+    entries = world.entries
+    assert sorted(token for token in entries if token < 1000) == tokens
+    assert sorted(token for token in entries if token >= 1000) == sorted({1000 + int(key[6]) for key in keyed})
+    places = [value_of(call.outcome) for call in calls]
+    assert len(set(entries)) == len(entries)
+    assert set(places) == {index + 1 for index in range(len(entries))}
+    # The same once more, after a crash of everything: the same entries, and a script's rerun has the same replies.
+    named = [call for call in calls if call.client_id == "named"]
+    world.kill_coordinator()
+    world.open_client(7, "named")
+    again = [world.submit(7, "add", 5000 + index) for index in range(len(named))]
+    last = world.submit(7, "add", 9999)
+    world.settle([*again, last])
+    assert world.entries == [*entries, 9999]
+    replies = {call.number: call.outcome for call in named}
+    assert {call.number: call.outcome for call in again} == replies
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(MOVES)
+def test_beyond_all_windows_none_is_done_twice(moves: list[tuple[int, int]]) -> None:
+    world = World(TINY)
+    calls, _, _ = play(world, moves)
+    if not calls:
+        return
+    world.settle(calls)
+    entries = world.entries
+    assert len(set(entries)) == len(entries)
+    for call in calls:
+        assert isinstance(call.outcome, Reply | ReplyGone | OutcomeUnknown), call.outcome
+        if isinstance(call.outcome, Reply):
+            assert 1 <= value_of(call.outcome) <= len(entries)

@@ -1,0 +1,337 @@
+"""Clients, real instances and processes: the guide's programs as they stand there, and what crashes do to calls."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appsdk.client import (
+    CallRaised,
+    CallRefused,
+    CallTimeout,
+    ClientClosed,
+    NotConnectable,
+    connect,
+    with_key,
+    with_timeout,
+)
+from appsdk.client.proxies import client_of
+from coordinator import control
+from tests.helpers.cli import HOME, Run, immortal
+
+GUIDE = (Path(__file__).parents[2] / "docs" / "guide" / "clients.md").read_text()
+PROGRAMS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", GUIDE, re.DOTALL))
+OUTPUTS = dict(re.findall(r"```output (\w+)\n(.*?)```", GUIDE, re.DOTALL))
+DEADLINE_S = 30.0
+
+LEDGER = """
+import os
+import sys
+from datetime import timedelta
+
+from appsdk import Immortal, rpc
+
+
+class Ledger(Immortal):
+    entries: list[str]
+
+    def __init__(self) -> None:
+        self.entries = []
+
+    @rpc
+    def add(self, entry: str) -> int:
+        self.entries.append(entry)
+        return len(self.entries)
+
+    @rpc
+    def all(self) -> list[str]:
+        return self.entries
+
+    @rpc
+    async def later(self, entry: str, ms: int) -> int:
+        await self.sleep(timedelta(milliseconds=ms))
+        return await self.add(entry)
+
+    @rpc
+    def process_id(self) -> int:
+        return os.getpid()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, source in PROGRAMS.items():
+        (tmp_path / f"{name}.py").write_text(source)
+    (tmp_path / "ledger.py").write_text(LEDGER)
+    monkeypatch.setenv("IMMORTAL_HOME", str(tmp_path / HOME))
+    return tmp_path
+
+
+@pytest.fixture
+def ledger(folder: Path) -> Iterator[Run]:
+    immortal(folder, "register", "ledger", "--peer", "tcp://127.0.0.1:*")
+    run = Run(folder, "ledger", "ledger:Ledger", "--restart")
+    try:
+        run.line("ready")
+        yield run
+    finally:
+        run.kill()
+
+
+def pids(run: Run, starts: int = 1) -> tuple[int, int]:
+    """Of the coordinator and the app, of that start."""
+    found = re.search(r"coordinator_pid=(\d+) app_pid=(\d+)", run.line("app_pid=", starts))
+    assert found is not None
+    return int(found[1]), int(found[2])
+
+
+def test_the_programs_of_the_guide(folder: Path) -> None:
+    assert sorted(PROGRAMS) == ["counter", "keyed", "many", "plain", "script", "typed"]
+    immortal(folder, "register", "counter", "--peer", "tcp://127.0.0.1:*")
+    run = Run(folder, "counter", "counter:Counter", "--restart")
+    try:
+        run.line("ready")
+
+        def python(*arguments: str) -> str:
+            command = [sys.executable, *arguments]
+            result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+            assert "Traceback" not in result.stderr, result.stderr
+            return result.stdout + result.stderr
+
+        for name in ("plain", "typed", "many"):
+            assert python(f"{name}.py") == OUTPUTS[name]
+        session = GUIDE.partition("$ python script.py crash\n")[2].partition("```")[0].splitlines()
+        assert session == ["crashed", "$ python script.py", "107 108 110", "$ python script.py", "107 108 110"]
+        assert python("script.py", "crash") == "crashed\n"
+        assert python("script.py") == python("script.py") == "107 108 110\n"
+        assert python("keyed.py") == OUTPUTS["keyed"]
+        commands = re.findall(r"\$ immortal (call .*)\n(.*)\n", GUIDE)
+        assert len(commands) == 3
+        for command, output in commands:
+            assert immortal(folder, *shlex.split(command)) == f"{output}\n"
+        assert "clients" in immortal(folder, "status")
+        assert run.stop() == 0
+        immortal(folder, "log", "verify", "counter")
+    finally:
+        run.kill()
+
+
+def test_a_crash_in_the_middle_is_a_slow_call(ledger: Run) -> None:
+    with connect("ledger") as client:
+        assert client.add("first") == 1
+        for start, index in ((1, 0), (2, 1)):
+            results: list[int] = []
+            thread = threading.Thread(target=lambda: results.append(client.later("waiting", 200)))  # noqa: B023
+            thread.start()
+            os.kill(pids(ledger, start)[index], signal.SIGKILL)
+            ledger.line("ready", start + 1)
+            thread.join(DEADLINE_S)
+            assert results == [start + 1]
+        assert client.all() == ["first", "waiting", "waiting"]
+
+
+def test_a_client_that_is_killed_leaves_each_request_done_once(folder: Path, ledger: Run) -> None:
+    script = (
+        "from appsdk.client import connect\n"
+        "with connect('ledger', client_id='script') as ledger:\n"
+        "    for number in range(300):\n"
+        "        ledger.add(f'entry {number}')\n"
+        "        print(number, flush=True)\n"
+    )
+    (folder / "adding.py").write_text(script)
+    for upto in (5, 50, 120, None):
+        process = subprocess.Popen([sys.executable, "adding.py"], cwd=folder, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        for line in process.stdout:
+            if upto is not None and int(line) >= upto:
+                process.kill()
+                break
+        process.stdout.close()
+        process.wait(DEADLINE_S)
+    with connect("ledger") as client:
+        assert client.all() == [f"entry {number}" for number in range(300)]
+
+
+def test_many_threads_and_one_client(ledger: Run) -> None:
+    with connect("ledger") as client:
+        results: list[int] = []
+
+        def work(thread: int) -> None:
+            for number in range(20):
+                results.append(client.add(f"{thread}.{number}"))
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+        assert sorted(results) == list(range(1, 161))
+
+
+def test_a_call_that_does_not_come_back_in_time(ledger: Run) -> None:
+    with connect("ledger") as client:
+        with pytest.raises(CallTimeout, match="may have been done or may still be") as raised:
+            with_timeout(client, 0.05).later("late", 400)
+        assert raised.value.sent
+        assert raised.value.number > 0
+        assert raised.value.again(DEADLINE_S) == 1
+        assert client.all() == ["late"]
+
+
+def test_a_request_that_was_never_sent_is_never_done(folder: Path) -> None:
+    immortal(folder, "register", "ledger", "--peer", "tcp://127.0.0.1:*")
+    with connect("ledger", timeout=0.2) as client:
+        with pytest.raises(CallTimeout, match="was never sent, and will not be") as raised:
+            client.add("no")
+        assert not raised.value.sent
+        run = Run(folder, "ledger", "ledger:Ledger")
+        try:
+            run.line("ready")
+            assert with_timeout(client, DEADLINE_S).add("yes") == 1
+        finally:
+            run.kill()
+
+
+def test_what_can_not_be_done_says_so(ledger: Run) -> None:
+    with connect("ledger") as client:
+        with pytest.raises(CallRefused, match=r"no handler 'nothing' \(its handlers: add, all, later, process_id\)"):
+            client.nothing()
+        with pytest.raises(CallRefused, match="the arguments do not fit 'add'"):
+            client.add(5)
+        with pytest.raises(TypeError, match="need the class"):
+            client.add(entry="x")
+        with pytest.raises(TypeError, match="can't be encoded"):
+            client.add(object())
+        assert client.add("still up") == 1
+    with pytest.raises(ClientClosed):
+        client.add("closed")
+
+
+def test_a_call_that_waits_while_its_client_is_closed(ledger: Run) -> None:
+    errors: list[BaseException] = []
+    with connect("ledger") as client:
+        client.add("up")
+
+        def wait() -> None:
+            try:
+                client.later("late", 60_000)
+            except ClientClosed as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        until(lambda: control.query(folder_of(ledger), "status")["clients"]["open_requests"] == 1)
+    thread.join(DEADLINE_S)
+    assert len(errors) == 1
+
+
+def folder_of(run: Run) -> Path:
+    return Path(os.environ["IMMORTAL_HOME"]) / "ledger"
+
+
+def until(condition: Any) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_asyncio(ledger: Run) -> None:
+    async def main() -> None:
+        async with connect("ledger") as client:
+            results = await asyncio.gather(*(client.add(str(number)) for number in range(500)))
+            assert results == list(range(1, 501))
+            with pytest.raises(CallTimeout) as raised:
+                await with_timeout(client, 0.05).later("late", 300)
+            assert await raised.value.again(DEADLINE_S) == 501
+            waiting = asyncio.create_task(client.later("cancelled", 200))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            keyed = [with_key(client, "k").add("keyed") for _ in range(5)]
+            assert len(set(await asyncio.gather(*keyed))) == 1
+            assert (await client.all()).count("keyed") == 1
+        with pytest.raises(ClientClosed):
+            await client.add("closed")
+
+    asyncio.run(main())
+
+
+def test_the_next_endpoint_is_tried(folder: Path, ledger: Run) -> None:
+    peer = re.search(r"peer=(\S+)", ledger.line("coordinator started"))
+    assert peer is not None
+    immortal(folder, "register", "nobody", "--peer", "tcp://127.0.0.1:*")
+    endpoints = [(folder / HOME / "nobody.toml").read_text().split('"')[1], peer[1]]
+    with connect("ledger", endpoints=endpoints, timeout=DEADLINE_S) as client:
+        assert client.add("found") == 1
+
+
+def test_heartbeats_when_idle(ledger: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("appsdk.client.connection.IDLE_POLL_S", 0.05)
+    with connect("ledger") as client:
+        client.add("up")
+        until(lambda: client_of(client).heartbeats >= 3)
+
+
+def test_without_keys_nobody_comes_in(folder: Path, ledger: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The instance's own are for its owner; a client of another user has some of its own, if it may call."""
+    with connect("ledger") as client:
+        client.add("the owner")
+    os.rename(folder / HOME / "ledger" / "keys", folder / "taken away")
+    with pytest.raises(NotConnectable, match="immortal keys WHO --make --client"), connect("ledger"):
+        pass
+    with pytest.raises(NotConnectable, match="'web' has no keys"), connect("ledger", identity="web"):
+        pass
+    assert "made keys" in immortal(folder, "keys", "web", "--make", "--client")
+    monkeypatch.setenv("IMMORTAL_IDENTITY", "web")
+    with connect("ledger", timeout=DEADLINE_S) as client:
+        assert client.all() == ["the owner"]
+    settings = folder / HOME / "ledger.toml"
+    settings.write_text(f'allow = ["somebody"]\n{settings.read_text()}')
+    ledger.line("keys or callers changed", 2)  # the first was of the new client
+    with connect("ledger", timeout=0.5) as client, pytest.raises(CallTimeout, match="was never sent"):
+        client.all()
+
+
+def test_the_instance_is_found_or_it_is_said_why(folder: Path) -> None:
+    immortal(folder, "register", "one", "--peer", "tcp://127.0.0.1:*")
+    with pytest.raises(NotConnectable, match=r"no instance 'two' in .*: registered are one"), connect("two"):
+        pass
+    with (
+        pytest.raises(NotConnectable, match="is not on this machine and no public key"),
+        connect("x", endpoints=["tcp://192.0.2.1:5"]),
+    ):
+        pass
+    with pytest.raises(NotConnectable, match="is no endpoint"), connect("x", endpoints=["here"]):
+        pass
+    with pytest.raises(TypeError, match="a list of endpoints"):
+        connect("x", endpoints="tcp://127.0.0.1:5")
+    with pytest.raises(TypeError, match="client_id"):
+        connect("x", client_id="")
+    assert "there is no instance 'two'" in immortal(folder, "call", "two", "total", status=1)
+
+
+def test_declared_exceptions_without_the_class(folder: Path) -> None:
+    immortal(folder, "register", "counter", "--peer", "tcp://127.0.0.1:*")
+    run = Run(folder, "counter", "counter:Counter")
+    try:
+        run.line("ready")
+        with connect("counter") as counter, pytest.raises(CallRaised, match=r"add raised TooMuch\(101\)") as raised:
+            counter.add(101)
+        assert (raised.value.name, raised.value.arguments) == ("TooMuch", (101,))
+        assert "add raised TooMuch(101)" in immortal(folder, "call", "counter", "add", "101", status=1)
+    finally:
+        run.kill()

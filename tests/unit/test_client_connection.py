@@ -1,0 +1,301 @@
+"""A client's talk with an instance, frame by frame, with a clock of the test's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from appsdk.client.connection import Connection
+from appsdk.client.errors import CallRefused, ClientError, OutcomeUnknown
+from appsdk.client.lane import Call
+from protocol.client import (
+    ClientCode,
+    ClientFrame,
+    ClientFrameType,
+    Reply,
+    ReplyKind,
+    decode_client_frame,
+    encode_client_frame,
+    encode_methods,
+    encode_replies,
+)
+
+T = ClientFrameType
+COMMITTER_ID = 77
+COORDINATOR_TIME_NS = 1_000_000_000_000
+
+
+class Talk:
+    """A connection, and the coordinator's part by hand."""
+
+    def __init__(self, client_id: str | None = None) -> None:
+        self.now_s = 100.0
+        self.connection = Connection("a", client_id, self.now_s)
+
+    @property
+    def sent(self) -> list[ClientFrame]:
+        """What is to be sent now."""
+        return [decode_client_frame(data) for data in self.connection.data_to_send(self.now_s)]
+
+    @property
+    def types(self) -> list[str]:
+        return [frame.frame_type.name for frame in self.sent]
+
+    def say(self, frame_type: ClientFrameType, client_id: str | None = None, **fields: Any) -> None:
+        values = {"committer_id": COMMITTER_ID} | fields
+        frame = ClientFrame(frame_type, client_id or self.connection.client_id, "a", **values)
+        self.connection.receive(encode_client_frame(frame), self.now_s)
+
+    def reply(self, *replies: Reply, client_id: str | None = None) -> None:
+        self.say(T.REPLY, client_id, count=len(replies), payload=encode_replies(replies), number=replies[-1].number)
+
+    def call(self, method: int | str = 3, key: str | None = None) -> Call:
+        made = Call(method, b"\x90", lambda call: None)
+        self.connection.submit(made, key)
+        return made
+
+    def welcome(self, number: int = 0, methods: dict[int, str] | None = None, **fields: Any) -> None:
+        payload = encode_methods({3: "A.add"} if methods is None else methods)
+        self.say(T.WELCOME, number=number, time_ns=COORDINATOR_TIME_NS, payload=payload, **fields)
+
+
+def opened(client_id: str | None = None) -> Talk:
+    talk = Talk(client_id)
+    assert talk.types == ["HELLO"]
+    talk.welcome()
+    return talk
+
+
+def test_nothing_is_sent_before_the_welcome_but_hello_again() -> None:
+    talk = Talk()
+    talk.call()
+    assert talk.types == ["HELLO"]
+    assert talk.types == []
+    talk.now_s += 0.05
+    assert talk.types == ["HELLO"]
+    talk.now_s += 0.05
+    assert talk.types == []  # less and less often
+    talk.now_s += 0.05
+    assert talk.types == ["HELLO"]
+    talk.welcome()
+    assert talk.types == ["REQUEST"]
+
+
+def test_calls_that_wait_share_a_frame_and_say_what_is_acknowledged() -> None:
+    talk = opened()
+    calls = [talk.call() for _ in range(3)]
+    (frame,) = talk.sent
+    assert (frame.number, frame.count, frame.acknowledged) == (1, 3, 0)
+    assert frame.time_ns == COORDINATOR_TIME_NS
+    talk.reply(Reply(1, 1, b"\1"), Reply(2, 2))
+    assert [call.outcome for call in calls] == [Reply(1, 1, b"\1"), Reply(2, 2), None]
+    talk.now_s += 1
+    talk.call()
+    frame = talk.sent[0]
+    assert (frame.number, frame.count, frame.acknowledged) == (4, 1, 2)
+    assert frame.time_ns == COORDINATOR_TIME_NS + 10**9
+
+
+def test_one_with_an_id_of_its_own_acknowledges_nothing() -> None:
+    talk = opened("script")
+    talk.call()
+    assert len(talk.sent) == 1
+    talk.reply(Reply(1, 2))
+    talk.call()
+    assert talk.sent[0].acknowledged == 0
+
+
+def test_what_is_not_answered_is_asked_for_less_and_less_often() -> None:
+    talk = opened()
+    talk.call()
+    assert talk.types == ["REQUEST"]
+    pauses = []
+    for _ in range(6):
+        before_s = talk.now_s
+        talk.now_s = talk.connection.next_deadline_s()
+        pauses.append(round(talk.now_s - before_s, 6))
+        (frame,) = talk.sent
+        assert (frame.frame_type, frame.asked_numbers()) == (T.PING, [1])
+        talk.say(T.PONG, number=1)
+    assert pauses == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+
+
+def test_what_a_pong_does_not_know_is_sent_again() -> None:
+    talk = opened()
+    for _ in range(3):
+        talk.call()
+    assert talk.types == ["REQUEST"]
+    talk.now_s += 0.1
+    assert talk.types == ["PING"]
+    talk.say(T.PONG, number=1)
+    (frame,) = talk.sent
+    assert (frame.frame_type, frame.number, frame.count) == (T.REQUEST, 2, 2)
+    talk.say(T.PONG, number=1)  # an answer to what was sent before that
+    assert talk.types == []
+
+
+def test_a_busy_instance_is_asked_again_later() -> None:
+    talk = opened()
+    talk.call()
+    assert talk.types == ["REQUEST"]
+    talk.say(T.PONG, number=0, code=ClientCode.BUSY)
+    assert talk.types == []
+    talk.now_s += 0.1
+    assert "REQUEST" in talk.types
+
+
+def test_silence_leads_to_another_socket_and_all_is_sent_again() -> None:
+    talk = opened()
+    talk.call()
+    talk.call()
+    assert talk.types == ["REQUEST"]
+    talk.reply(Reply(1, 2))
+    for _ in range(20):
+        talk.now_s += 0.2
+        talk.connection.data_to_send(talk.now_s)
+    assert talk.connection.wants_reopening
+    assert "nothing was heard for" in talk.connection.problem
+    talk.connection.reopened(talk.now_s)
+    assert talk.types == ["HELLO"]
+    talk.welcome(2)
+    (frame,) = [frame for frame in talk.sent if frame.frame_type is T.REQUEST]
+    assert (frame.number, frame.count, frame.acknowledged) == (2, 1, 1)
+
+
+def test_an_endpoint_of_somebody_else_is_left() -> None:
+    talk = Talk()
+    assert talk.types == ["HELLO"]
+    talk.say(T.REFUSED, code=ClientCode.NOT_ME, reason="this is 'b'")
+    assert talk.connection.wants_reopening
+    assert talk.connection.problem == "this is 'b'"
+
+
+def test_an_instance_that_is_not_ready_is_greeted_again() -> None:
+    talk = opened()
+    talk.call()
+    assert talk.types == ["REQUEST"]
+    talk.say(T.REFUSED, code=ClientCode.NOT_READY, reason="it is stopping")
+    assert talk.types == []
+    talk.now_s += 1
+    assert talk.types == ["HELLO"]
+    talk.welcome()
+    assert "REQUEST" in talk.types
+
+
+def test_a_call_that_was_given_up_before_it_was_sent_leaves_no_gap() -> None:
+    talk = Talk()
+    first, second = talk.call(), talk.call()
+    assert talk.connection.withdraw(first)
+    assert talk.types == ["HELLO"]
+    talk.welcome()
+    (frame,) = talk.sent
+    assert (frame.number, frame.count) == (1, 1)
+    assert not talk.connection.withdraw(second)
+    assert second.number == 1
+
+
+@pytest.mark.parametrize(
+    "forget",
+    [
+        lambda talk: talk.say(T.PONG, number=0),
+        lambda talk: talk.say(T.REFUSED, code=ClientCode.FORGOTTEN, reason="who?"),
+        lambda talk: talk.say(T.PONG, number=2, committer_id=COMMITTER_ID + 1),
+    ],
+)
+def test_numbers_that_mean_nothing_any_more(forget: Any) -> None:
+    talk = opened()
+    done, waiting = talk.call(), talk.call()
+    assert talk.types == ["REQUEST"]
+    talk.reply(Reply(1, 2))
+    before = talk.connection.client_id
+    forget(talk)
+    assert done.outcome == Reply(1, 2)
+    assert isinstance(waiting.outcome, OutcomeUnknown)
+    assert talk.connection.client_id != before
+    after = talk.call()
+    talk.now_s += 2
+    if "HELLO" in talk.types:  # another log: its clock and methods are others too
+        talk.welcome(committer_id=COMMITTER_ID + 1)
+    numbers = [frame.number for frame in talk.sent if frame.frame_type is T.REQUEST]
+    assert after.number == 1
+    assert numbers in ([1], [])
+
+
+def test_one_with_an_id_of_its_own_can_not_go_on_then() -> None:
+    talk = opened("script")
+    talk.call()
+    assert talk.types == ["REQUEST"]
+    talk.reply(Reply(1, 2))
+    talk.say(T.PONG, number=0)
+    assert isinstance(talk.call().outcome, OutcomeUnknown)
+
+
+@pytest.mark.parametrize(("kind", "error"), [(ReplyKind.GONE, "not kept any more"), (ReplyKind.LOST, "cut by hand")])
+def test_replies_that_are_none(kind: ReplyKind, error: str) -> None:
+    talk = opened()
+    made = talk.call()
+    assert talk.types == ["REQUEST"]
+    talk.reply(Reply(1, kind))
+    assert isinstance(made.outcome, ClientError)
+    assert error in str(made.outcome)
+
+
+def test_a_request_that_makes_no_sense_fails() -> None:
+    talk = opened()
+    made = talk.call()
+    assert talk.types == ["REQUEST"]
+    talk.say(T.REFUSED, code=ClientCode.MALFORMED, reason="no call")
+    assert isinstance(made.outcome, CallRefused)
+
+
+def test_a_key_is_a_client_of_its_own_for_one_request() -> None:
+    talk = opened()
+    first, second = talk.call(key="k"), talk.call(key="k")
+    (frame,) = talk.sent
+    assert (frame.client_id, frame.number, frame.count, frame.acknowledged) == ("key k", 1, 1, 0)
+    talk.reply(Reply(1, 1, b"\5"), client_id="key k")
+    assert first.outcome == second.outcome == Reply(1, 1, b"\5")
+    talk.call(key="k")  # asked once more, of the instance
+    assert [frame.client_id for frame in talk.sent] == ["key k"]
+
+
+def test_names_of_methods() -> None:
+    talk = Talk()
+    known, unknown = talk.call("add"), talk.call("subtract")
+    assert talk.types == ["HELLO"]
+    talk.welcome(methods={})  # its app is not up yet
+    assert talk.types == []
+    talk.now_s += 0.2
+    assert talk.types == ["HELLO"]
+    talk.welcome()
+    assert talk.types == ["REQUEST"]
+    assert known.method == 3
+    assert isinstance(unknown.outcome, CallRefused)
+    assert "(its handlers: add)" in str(unknown.outcome)
+    late = talk.call("subtract")  # perhaps the app has been upgraded since
+    talk.now_s += 10
+    talk.welcome(1, methods={3: "A.add", 4: "A.subtract"}) if "HELLO" in talk.types else None
+    assert "REQUEST" in talk.types
+    assert late.method == 4
+
+
+def test_when_idle_there_are_heartbeats() -> None:
+    talk = opened()
+    assert talk.types == []
+    talk.now_s = talk.connection.next_deadline_s()
+    assert talk.types == ["PING"]
+    talk.say(T.PONG)
+    assert talk.connection.heartbeats == 1
+
+
+def test_damaged_frames_and_those_of_others_are_passed_over() -> None:
+    talk = opened()
+    made = talk.call()
+    assert talk.types == ["REQUEST"]
+    talk.connection.receive(b"\xc1nonsense", talk.now_s)
+    talk.reply(Reply(1, 2), client_id="somebody")
+    assert made.outcome is None
+    talk.reply(Reply(1, 2))
+    talk.reply(Reply(1, 2))
+    assert made.outcome == Reply(1, 2)
