@@ -72,9 +72,7 @@ class Registry:
     def client_names(self, instances: Iterable[str]) -> list[str]:
         """Those that have keys here and are none of ``instances``. Raises RegistryError for an unreadable folder."""
         try:  # each coordinator looks often
-            folders = {
-                name for name in os.listdir(self.home) if not name.startswith(".") and not name.endswith(".toml")
-            }
+            files = os.listdir(self.home)
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
