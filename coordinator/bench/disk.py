@@ -8,6 +8,7 @@ from pathlib import Path
 
 SECONDS = 1.0
 SIZE_BYTES_MAX = 2 << 30
+LATENCY_SAMPLES = 200
 
 
 def append_rate(folder: Path, block_size_bytes: int, seconds: float = SECONDS) -> float:
@@ -22,6 +23,24 @@ def append_rate(folder: Path, block_size_bytes: int, seconds: float = SECONDS) -
             written_bytes += os.write(descriptor, block)
             os.fdatasync(descriptor)
         return written_bytes / spent
+    finally:
+        os.close(descriptor)
+        path.unlink()
+
+
+def append_latencies(folder: Path, block_size_bytes: int, samples: int = LATENCY_SAMPLES) -> list[float]:
+    """Seconds of appending one block to a new file in ``folder`` with an fdatasync, ``samples`` times, ascending."""
+    path = folder / "disk-latency"
+    block = os.urandom(block_size_bytes)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        latencies_s = []
+        for _ in range(samples):
+            begun = time.perf_counter()
+            os.write(descriptor, block)
+            os.fdatasync(descriptor)
+            latencies_s.append(time.perf_counter() - begun)
+        return sorted(latencies_s)
     finally:
         os.close(descriptor)
         path.unlink()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -124,12 +125,38 @@ class Service:
         """kill -9 for both, and wait until they are gone."""
         for process in (self.app, self.coordinator):
             if process is not None:
-                process.kill()
-                process.wait()
-                for pipe in (process.stdin, process.stdout):
-                    if pipe is not None:
-                        pipe.close()
+                _kill(process)
         self.app = self.coordinator = None
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):  # what it did not read
+                pipe.close()
+
+
+@contextlib.contextmanager
+def start_module(module: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """``python -m module``, with pipes for its standard input and output; killed at the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
+    finally:
+        _kill(process)
+
+
+def cpu_s(pid: int) -> float:
+    """What a process's threads have used of processors so far."""
+    spent_ns = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended just now
+            spent_ns += int((task / "schedstat").read_text().split()[0])
+    return spent_ns / 1e9
 
 
 def _peak_memory_mib(pid: int) -> float:

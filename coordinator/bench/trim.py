@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from coordinator.bench.latency import percentile
 from coordinator.bench.processes import BenchError
 from coordinator.core.effects import Commit
 from coordinator.core.events import Committed
@@ -155,8 +156,4 @@ class _Commits:
 
 def _latency(latencies_s: list[float]) -> Latency:
     ordered = sorted(latencies_s)
-
-    def percentile_ms(percent: int) -> float:
-        return 1e3 * ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
-
-    return Latency(len(ordered), percentile_ms(50), percentile_ms(99), 1e3 * ordered[-1])
+    return Latency(len(ordered), 1e3 * percentile(ordered, 50), 1e3 * percentile(ordered, 99), 1e3 * ordered[-1])

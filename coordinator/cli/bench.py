@@ -10,14 +10,18 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from coordinator.bench.call_workload import NUMBER_SIZE_BYTES
+from coordinator.bench.calls import run_call_benchmark
 from coordinator.bench.fleet import measure_fleet
 from coordinator.bench.isolation import measure_isolation
 from coordinator.bench.one_way import OneWay, Results, run_benchmark
 from coordinator.bench.trim import TrimResult, measure_trimming
+from coordinator.cli.bench_calls import print_calls
 from coordinator.cli.bench_fleet import print_fleet
 from coordinator.cli.bench_isolation import as_dict, print_isolation
 
 FLEET_SIZE_MAX = 1000  # of some 60 MiB each
+OUTSTANDING_MAX = 100_000
 
 
 def _sizes(context: click.Context, parameter: click.Parameter, value: str) -> list[int]:
@@ -28,6 +32,16 @@ def _sizes(context: click.Context, parameter: click.Parameter, value: str) -> li
     if not sizes or not all(0 <= size <= 16 << 20 for size in sizes):
         raise click.BadParameter(f"{value!r}; expected sizes in bytes, 0 to 16777216, as in 16,64,1024")
     return sizes
+
+
+def _outstanding(context: click.Context, parameter: click.Parameter, value: str) -> list[int]:
+    try:
+        counts = [int(part) for part in value.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or not all(1 <= count <= OUTSTANDING_MAX for count in counts):
+        raise click.BadParameter(f"{value!r}; expected numbers of calls, 1 to {OUTSTANDING_MAX}, as in 1,64,1000")
+    return counts
 
 
 @click.command()
@@ -44,6 +58,36 @@ def _sizes(context: click.Context, parameter: click.Parameter, value: str) -> li
     help="Run instead N instances that each call ten others: what they cost while idle.",
 )
 @click.option("--isolation", is_flag=True, help="Measure instead what a dead and a stalled peer cost eight others.")
+@click.option("--calls", is_flag=True, help="Measure instead calls that wait for their answers, beside gRPC's.")
+@click.option(
+    "--outstanding",
+    default="1,64,1000",
+    show_default=True,
+    callback=_outstanding,
+    help="With --calls: how many calls wait at a time.",
+)
+@click.option(
+    "--size",
+    "size_bytes",
+    type=click.IntRange(NUMBER_SIZE_BYTES, 16 << 20),
+    default=16,
+    show_default=True,
+    help="With --calls: the argument, in bytes.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0.01, 3600.0),
+    default=2.0,
+    show_default=True,
+    help="With --calls: of one turn, roughly.",
+)
+@click.option(
+    "--repeats",
+    type=click.IntRange(1, 1000),
+    default=5,
+    show_default=True,
+    help="With --calls: turns of each, one after the other.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def bench(
     sizes: list[int],
@@ -53,10 +97,29 @@ def bench(
     curve: bool,
     fleet_size: int | None,
     isolation: bool,
+    calls: bool,
+    outstanding: list[int],
+    size_bytes: int,
+    seconds: float,
+    repeats: int,
     as_json: bool,
 ) -> None:
     """One-way calls between two services with durable logs, next to what the disk alone does."""
     console = Console(stderr=True)
+    if calls and (trim or curve or isolation or fleet_size is not None):
+        raise click.UsageError("--calls, --trim, --curve, --fleet and --isolation each measure something else")
+    if calls:
+        with console.status("starting") as status:
+            called = run_call_benchmark(
+                outstanding,
+                size_bytes=size_bytes,
+                seconds=seconds,
+                repeats=repeats,
+                folder=folder,
+                progress=status.update,
+            )
+        click.echo(json.dumps(asdict(called))) if as_json else print_calls(called)
+        return
     if isolation:
         with console.status("starting") as status:
             isolated = measure_isolation(folder=folder, progress=status.update)

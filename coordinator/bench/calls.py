@@ -1,0 +1,245 @@
+"""Awaited calls between two services with durable logs, beside grpcio's unary calls, which keep nothing.
+
+All processes are up from beginning to end and take turns, so that what else the machine does meets all of them alike.
+A column of figures is one implementation at one number of calls outstanding; a ratio is taken within each turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from subprocess import Popen
+
+from coordinator.bench.call_workload import Measured, Run, decode_measured, encode_run
+from coordinator.bench.disk import append_latencies
+from coordinator.bench.latency import percentile
+from coordinator.bench.processes import BenchError, Service, cpu_s, register, start_module
+
+IMMORTAL, GRPC_ASYNCIO, GRPC_THREADS = "immortal", "grpc asyncio", "grpc threads"
+GRPC_INSTALL = "pip install 'immortal[bench]'"
+THREADS_OUTSTANDING_MAX = 1  # with more, its figures are those of the threads
+WARM_UP_CALLS = 200
+DISK_BLOCK_SIZE_BYTES = 4 << 10  # about what the commit of a small record writes
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    median: float
+    lowest: float
+    highest: float
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """``cpu_us_per_call``: of all its processes together, and by process."""
+
+    implementation: str
+    outstanding: int
+    calls: int  # in all turns
+    p50_us: Spread
+    p99_us: Spread
+    calls_per_s: Spread
+    cpu_us_per_call: float
+    cpu_us_per_call_by_process: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Immortal's figures by those of ``against``."""
+
+    against: str
+    outstanding: int
+    p50: Spread
+    p99: Spread
+    calls_per_s: Spread
+
+
+@dataclass(frozen=True, slots=True)
+class CallResults:
+    size_bytes: int
+    repeats: int
+    columns: list[Column]
+    ratios: list[Ratio]
+    disk_p50_us: Spread  # append and fdatasync of DISK_BLOCK_SIZE_BYTES
+    disk_p99_us: Spread
+    grpcio: str | None  # its version; None: it is not installed
+
+
+class _Caller:
+    """The processes of one implementation; the first takes the runs."""
+
+    def __init__(self, name: str, processes: dict[str, Popen[str]], check_alive: Callable[[], None]) -> None:
+        self.name = name
+        self.cpu_s = dict.fromkeys(processes, 0.0)  # of all runs that were measured
+        self._processes = processes
+        self._process = next(iter(processes.values()))
+        self._check_alive = check_alive
+
+    def run(self, run: Run) -> Measured:
+        """Raises BenchError."""
+        process = self._process
+        if process.stdin is None or process.stdout is None:
+            raise BenchError(f"{self.name} was not started")
+        before = {name: cpu_s(one.pid) for name, one in self._processes.items()}
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(encode_run(run))
+            process.stdin.flush()
+        line = process.stdout.readline()
+        if not line:
+            process.wait()
+            self._check_alive()
+            raise BenchError(f"{self.name} said nothing and ended with status {process.returncode}")
+        for name, one in self._processes.items():
+            self.cpu_s[name] += cpu_s(one.pid) - before[name]
+        measured = decode_measured(line)
+        if measured.calls != run.calls:
+            raise BenchError(f"{self.name} made {measured.calls} calls, {run.calls} were asked for")
+        return measured
+
+
+def run_call_benchmark(
+    outstanding: Sequence[int],
+    *,
+    size_bytes: int,
+    seconds: float,
+    repeats: int,
+    folder: Path | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> CallResults:
+    """Measure each number of calls ``outstanding`` for about ``seconds``, ``repeats`` times, in turns.
+
+    ``folder``: where the logs go, the system's temporary folder by default. Raises BenchError.
+    """
+    with tempfile.TemporaryDirectory(prefix="immortal-bench-", dir=folder) as home, contextlib.ExitStack() as stack:
+        callers = [stack.enter_context(_immortal(Path(home) / "home"))]
+        grpcio = grpcio_version()
+        if grpcio is not None:
+            callers += [stack.enter_context(_grpc(name)) for name in (GRPC_ASYNCIO, GRPC_THREADS)]
+        columns: list[Column] = []
+        ratios: list[Ratio] = []
+        disk: list[list[float]] = []
+        for count in outstanding:
+            turns: dict[str, list[Measured]] = {
+                caller.name: [] for caller in callers if caller.name != GRPC_THREADS or count <= THREADS_OUTSTANDING_MAX
+            }
+            taking_part = [caller for caller in callers if caller.name in turns]
+            rates = {}
+            for caller in taking_part:
+                progress(f"{caller.name}, {count} outstanding: warming up")
+                rates[caller.name] = _warm_up(caller, count, size_bytes, seconds)
+                caller.cpu_s = dict.fromkeys(caller.cpu_s, 0.0)
+            for turn in range(repeats):
+                disk.append(append_latencies(Path(home), DISK_BLOCK_SIZE_BYTES))
+                for caller in taking_part:
+                    progress(f"{caller.name}, {count} outstanding: {turn + 1} of {repeats}")
+                    run = _run_for(count, size_bytes, rates[caller.name], seconds)
+                    turns[caller.name].append(caller.run(run))
+            columns += [_column(caller, count, turns[caller.name]) for caller in taking_part]
+            ratios += [_ratio(name, count, turns[IMMORTAL], turns[name]) for name in turns if name != IMMORTAL]
+        return CallResults(
+            size_bytes,
+            repeats,
+            columns,
+            ratios,
+            _spread([1e6 * percentile(ordered, 50) for ordered in disk]),
+            _spread([1e6 * percentile(ordered, 99) for ordered in disk]),
+            grpcio,
+        )
+
+
+def grpcio_version() -> str | None:
+    """Of the package that is installed; None: there is none."""
+    return version("grpcio") if importlib.util.find_spec("grpc") else None
+
+
+def _run_for(outstanding: int, size_bytes: int, calls_per_s: float, seconds: float) -> Run:
+    return Run(outstanding, max(1, round(calls_per_s * seconds / outstanding)), size_bytes)
+
+
+def _warm_up(caller: _Caller, outstanding: int, size_bytes: int, seconds: float) -> float:
+    """Calls/s, roughly: the first run finds the processes cold, the second one says how much fits into a run."""
+    calls_per_s = WARM_UP_CALLS / seconds
+    for _ in range(2):
+        measured = caller.run(_run_for(outstanding, size_bytes, calls_per_s, seconds))
+        calls_per_s = measured.calls_per_s / 4
+    return measured.calls_per_s
+
+
+def _column(caller: _Caller, outstanding: int, turns: list[Measured]) -> Column:
+    calls = sum(one.calls for one in turns)
+    by_process = {name: 1e6 * spent_s / calls for name, spent_s in caller.cpu_s.items()}
+    return Column(
+        caller.name,
+        outstanding,
+        calls,
+        _spread([one.p50_us for one in turns]),
+        _spread([one.p99_us for one in turns]),
+        _spread([one.calls_per_s for one in turns]),
+        sum(by_process.values()),
+        by_process,
+    )
+
+
+def _ratio(against: str, outstanding: int, ours: list[Measured], theirs: list[Measured]) -> Ratio:
+    pairs = list(zip(ours, theirs, strict=True))
+    return Ratio(
+        against,
+        outstanding,
+        _spread([our.p50_us / their.p50_us for our, their in pairs]),
+        _spread([our.p99_us / their.p99_us for our, their in pairs]),
+        _spread([our.calls_per_s / their.calls_per_s for our, their in pairs]),
+    )
+
+
+def _spread(values: list[float]) -> Spread:
+    return Spread(statistics.median(values), min(values), max(values))
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _immortal(home: Path) -> Iterator[_Caller]:
+    services = register(
+        home, {"caller": "coordinator.bench.call_apps:Caller", "callee": "coordinator.bench.call_apps:Callee"}, {}
+    )
+    try:
+        for service in services.values():
+            service.start()
+        for service in services.values():
+            service.wait_for_phase("normal")
+        yield _Caller(IMMORTAL, _processes(services), lambda: _check_alive(services))
+    finally:
+        for service in services.values():
+            service.kill()
+
+
+def _processes(services: dict[str, Service]) -> dict[str, Popen[str]]:
+    processes = {}
+    for name, service in services.items():
+        for what, process in (("app", service.app), ("coordinator", service.coordinator)):
+            if process is not None:
+                processes[f"{name}'s {what}"] = process
+    return processes
+
+
+def _check_alive(services: dict[str, Service]) -> None:
+    for service in services.values():
+        service.check_alive()
+
+
+@contextlib.contextmanager
+def _grpc(name: str) -> Iterator[_Caller]:
+    kind = name.removeprefix("grpc ")
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(start_module("coordinator.bench.grpc_echo", "server", kind))
+        if server.stdout is None or not (address := server.stdout.readline().strip()):
+            raise BenchError(f"the server of {name} did not start")
+        client = stack.enter_context(start_module("coordinator.bench.grpc_echo", "client", kind, address))
+        yield _Caller(name, {"client": client, "server": server}, lambda: None)

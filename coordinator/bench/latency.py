@@ -1,0 +1,10 @@
+"""Latencies in numbers that people compare."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def percentile(ordered: Sequence[float], percent: int) -> float:
+    """Of values in ascending order; at least one."""
+    return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]

@@ -1,0 +1,71 @@
+"""`immortal bench --calls`: it runs, checks what it measures, and says it in a table and as JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from coordinator.bench import calls
+from coordinator.bench.calls import GRPC_ASYNCIO, GRPC_THREADS, IMMORTAL, grpcio_version
+from coordinator.cli import main
+
+BRIEFLY = ["bench", "--calls", "--outstanding", "1,20", "--size", "100", "--seconds", "0.05", "--repeats", "2"]
+
+
+def bench(folder: Path, *arguments: str) -> str:
+    result = CliRunner().invoke(main, [*BRIEFLY, "--folder", str(folder), *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def is_sensible(spread: dict[str, float]) -> bool:
+    return 0 < spread["lowest"] <= spread["median"] <= spread["highest"]
+
+
+def test_calls_in_json(tmp_path: Path) -> None:
+    results: dict[str, Any] = json.loads(bench(tmp_path, "--json"))
+    has_grpc = grpcio_version() is not None
+    expected = {(IMMORTAL, 1), (IMMORTAL, 20)}
+    if has_grpc:
+        expected |= {(GRPC_ASYNCIO, 1), (GRPC_ASYNCIO, 20), (GRPC_THREADS, 1)}
+    assert {(one["implementation"], one["outstanding"]) for one in results["columns"]} == expected
+    for one in results["columns"]:
+        assert one["calls"] >= 2 * one["outstanding"]
+        assert all(is_sensible(one[what]) for what in ("p50_us", "p99_us", "calls_per_s"))
+        assert one["p50_us"]["median"] <= one["p99_us"]["median"]
+        assert one["cpu_us_per_call"] == pytest.approx(sum(one["cpu_us_per_call_by_process"].values()))
+    assert {(one["against"], one["outstanding"]) for one in results["ratios"]} == expected - {
+        (IMMORTAL, 1),
+        (IMMORTAL, 20),
+    }
+    assert all(is_sensible(one[what]) for one in results["ratios"] for what in ("p50", "p99", "calls_per_s"))
+    assert is_sensible(results["disk_p50_us"])
+    assert (results["size_bytes"], results["repeats"]) == (100, 2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_grpcio_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "grpcio_version", lambda: None)
+    shown = bench(tmp_path)
+    assert "pip install 'immortal[bench]'" in shown
+    assert "grpc asyncio" not in shown
+    assert "the disk alone: append + fdatasync of 4 KiB" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--outstanding", "0"], "expected numbers of calls, 1 to 100000"),
+        (["--outstanding", "x"], "expected numbers of calls"),
+        (["--size", "7"], "8<=x<=16777216"),
+        (["--trim"], "each measure something else"),
+    ],
+)
+def test_called_wrongly(arguments: list[str], words: str) -> None:
+    result = CliRunner().invoke(main, [*BRIEFLY, *arguments])
+    assert result.exit_code == 2
+    assert words in result.output
