@@ -139,6 +139,8 @@ class ArgumentCodec:
 
     def bind(self, arguments: Sequence[Any], keywords: dict[str, Any]) -> tuple[Any, ...]:
         """All arguments by position, as a call with them would bind them. Raises TypeError naming the method."""
+        if not keywords and len(arguments) == self.count:
+            return tuple(arguments)
         return bind_arguments(self.name, self.signature, arguments, keywords)
 
 

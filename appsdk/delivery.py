@@ -35,7 +35,7 @@ class Delivery:
         self._by_front: dict[bytes, Entry] = {}
         self._answers: dict[RpcKind, Entry] = {
             kind: (
-                lambda data: (bytes(data),),
+                lambda data: (data,),
                 lambda instance, data, kind=kind: context.tasks.answered(kind, data),
                 "the answer of a call",
             )

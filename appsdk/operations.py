@@ -78,17 +78,34 @@ class Operation(Wait[Any]):
         return (saved.what, saved.detail) == (self.what, self.detail)
 
 
+class Target:
+    """A handler that can be waited for, of one destination ("" is oneself): what all calls of it have in common.
+
+    ``handler`` is what the log calls, ``called`` what runs: an overridden one, by ``super()``.
+    """
+
+    __slots__ = ("called", "codec", "destination", "handler", "is_call", "send", "what")
+
+    def __init__(
+        self, destination: str, handler: Handler[Any, Any], called: Handler[Any, Any], codec: ArgumentCodec
+    ) -> None:
+        self.destination = destination
+        self.handler = handler
+        self.called = called
+        self.codec = codec
+        self.is_call = bool(destination) or called.is_async  # else a step
+        self.what = f"call {destination or 'self'}.{called.name}" if self.is_call else f"step {called.name}"
+        self.send: Callable[[tuple[Any, ...]], None] | None = None  # made with the first call
+
+
 class _HandlerOperation(Operation):
     """With arguments, which are encoded when it begins."""
 
-    __slots__ = ("_arguments", "codec", "encoded", "handler")
+    __slots__ = ("_arguments", "encoded", "target")
 
-    def __init__(
-        self, task: Task, what: str, handler: Handler[Any, Any], codec: ArgumentCodec, arguments: tuple[Any, ...]
-    ) -> None:
-        super().__init__(task, what)
-        self.handler = handler
-        self.codec = codec
+    def __init__(self, task: Task, target: Target, arguments: tuple[Any, ...]) -> None:
+        super().__init__(task, target.what)
+        self.target = target
         self._arguments = arguments
         self.encoded = b""
 
@@ -102,14 +119,14 @@ class _HandlerOperation(Operation):
         try:
             self.encoded = encoder.encode(self._arguments)
         except Exception as error:
-            raise TypeError(f"{self.codec.name}: an argument can't be encoded: {error}") from None
+            raise TypeError(f"{self.target.codec.name}: an argument can't be encoded: {error}") from None
         self.detail = crc64(self.encoded)
 
     def decode(self, value: bytes) -> Any:
-        return self.codec.decode_result(value)
+        return self.target.codec.decode_result(value)
 
     def decode_error(self, value: bytes) -> Exception:
-        return decode_raised(self.handler.raises, self.codec.name, value)
+        return decode_raised(self.target.called.raises, self.target.codec.name, value)
 
 
 class Step(_HandlerOperation):
@@ -123,25 +140,13 @@ class Step(_HandlerOperation):
 
     def perform(self) -> tuple[bool, bytes] | None:
         # Copies go in and come out, as at a rebuild: what the state holds is not to be in anybody else's hands.
-        return self.task.tasks.run_handler(self.handler, self.codec.decode(self.encoded))
+        return self.task.tasks.run_handler(self.target.called, self.target.codec.decode(self.encoded))
 
 
 class Call(_HandlerOperation):
     """A call of another instance's handler, or through the log of one's own that is an ``async def``."""
 
-    __slots__ = ("destination",)
-
-    def __init__(
-        self,
-        task: Task,
-        destination: str,
-        what: str,
-        handler: Handler[Any, Any],
-        codec: ArgumentCodec,
-        arguments: tuple[Any, ...],
-    ) -> None:
-        super().__init__(task, what, handler, codec, arguments)
-        self.destination = destination
+    __slots__ = ()
 
     def perform(self) -> tuple[bool, bytes] | None:
         self.task.tasks.send_call(self, self._arguments)

@@ -21,6 +21,10 @@ from protocol.messages import MessageType, RpcKind, RpcType, encode_attach_to, e
 from protocol.varint import encode_zigzag
 
 BATCH_SIZE_BYTES = 64 << 10  # enough to make the cost of a batch vanish; small enough to keep both ends at work
+AWAITED_BATCH_SIZE_BYTES = 8 << 10
+"""... of calls that wait for their answers, and of answers. To make one costs ten times what it costs to pass it on:
+the other side would stand still for milliseconds while a full batch fills."""
+
 BATCH_FRONT_SIZE_BYTES_MAX = 1 << 10  # size, type, name, count, with room for whatever wraps the batch later
 CALL_SIZE_BYTES_MAX = MESSAGE_SIZE_BYTES_MAX - BATCH_SIZE_BYTES - BATCH_FRONT_SIZE_BYTES_MAX
 """Of one encoded call: the batch that it ends up in is a message, and may hold almost BATCH_SIZE_BYTES before it."""
@@ -175,9 +179,10 @@ class Outbox:
             batch.count += 1
             if not start:
                 self._open.append(batch)
-            if len(batch.data) >= BATCH_SIZE_BYTES:
+            if len(batch.data) >= AWAITED_BATCH_SIZE_BYTES:
                 self._open.remove(batch)
                 self._close(batch)
+                self._context.slice_end = 0
 
         return send
 

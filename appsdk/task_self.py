@@ -24,7 +24,7 @@ from appsdk.context import datetime_of
 from appsdk.effect_waits import TaskEffects
 from appsdk.errors import UsageError
 from appsdk.handlers import Handler
-from appsdk.operations import Call, Event, Step, Timer
+from appsdk.operations import Call, Event, Step, Target, Timer
 from appsdk.proxy import Peer, find_handler
 from appsdk.schedules import TIME_NS_MAX
 from appsdk.waits import Gather, Race, Wait, as_wait
@@ -61,11 +61,16 @@ class TaskSelf:
 
     def __getattr__(self, name: str) -> Any:
         task = self._immortal_task
+        member = task.tasks.members.get(name)
+        if member is not None:
+            return TaskHandler(task, member) if isinstance(member, Target) else TaskPeer(task, member)
         definition = task.tasks.definition
         found: Any = inspect.getattr_static(definition.cls, name, _MISSING)
         if isinstance(found, Handler):
-            return TaskHandler(task, "", definition.handlers[name], found)
+            task.tasks.members[name] = target = task.tasks.target("", definition.handlers[name], found)
+            return TaskHandler(task, target)
         if isinstance(found, Peer):
+            task.tasks.members[name] = found
             return TaskPeer(task, found)
         if isinstance(found, FunctionType):
             return MethodType(found, self)
@@ -182,33 +187,27 @@ def _refused(task: Task, verb: str, name: str, frame: FrameType) -> UsageError:
 
 
 class TaskHandler:
-    """A handler, one's own (``destination`` "") or a peer's: calling it gives something to await."""
+    """A handler, one's own or a peer's: calling it gives something to await."""
 
-    __slots__ = ("_called", "_destination", "_handler", "_task")
+    __slots__ = ("_target", "_task")
 
-    def __init__(
-        self, task: Task, destination: str, handler: Handler[Any, Any], called: Handler[Any, Any] | None = None
-    ) -> None:
+    def __init__(self, task: Task, target: Target) -> None:
         self._task = task
-        self._destination = destination
-        self._handler = handler  # which the log calls
-        self._called = called or handler  # an overridden one, by super()
+        self._target = target
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Awaitable[Any]:
-        task, destination, handler = self._task, self._destination, self._called
-        if handler.is_async and handler is not self._handler:  # the log would call the overriding one
+        task, target = self._task, self._target
+        handler = target.called
+        if handler is not target.handler and handler.is_async:  # the log would call the overriding one
             coroutine: Awaitable[Any] = handler.function(TaskSelf(task), *arguments, **keywords)
             return coroutine
-        codec = task.tasks.codec(handler)
-        bound = codec.bind(arguments, keywords)
-        _ = codec.decode_result  # raises here, where the call is made
-        if destination or handler.is_async:
-            return Call(task, destination, f"call {destination or 'self'}.{handler.name}", handler, codec, bound)
-        return Step(task, f"step {handler.name}", handler, codec, bound)
+        bound = target.codec.bind(arguments, keywords)
+        _ = target.codec.decode_result  # raises here, where the call is made
+        return Call(task, target, bound) if target.is_call else Step(task, target, bound)
 
     def fork(self, *arguments: Any, **keywords: Any) -> None:
         if not self._task.is_silent:
-            self._task.tasks.fork(self._destination, self._handler)(*arguments, **keywords)
+            self._task.tasks.fork(self._target.destination, self._target.handler)(*arguments, **keywords)
 
 
 class TaskPeer:
@@ -226,8 +225,12 @@ class TaskPeer:
     def __getattr__(self, name: str) -> TaskHandler:
         if name.startswith("__"):
             raise AttributeError(name)
-        handler = find_handler(self._immortal_peer.resolve(), name)
-        return TaskHandler(self._immortal_task, self._immortal_peer.name, handler)
+        source, tasks = self._immortal_peer, self._immortal_task.tasks
+        target = tasks.peer_targets.get((source, name))
+        if target is None:
+            handler = find_handler(source.resolve(), name)
+            target = tasks.peer_targets[source, name] = tasks.target(source.name, handler, handler)
+        return TaskHandler(self._immortal_task, target)
 
 
 class _Namespaces:
@@ -245,7 +248,7 @@ class _Namespaces:
 
         def find(key: str) -> TaskHandler:
             found = definition.by_key[key]
-            return TaskHandler(task, "", definition.handlers[found.name], found)
+            return TaskHandler(task, task.tasks.target("", definition.handlers[found.name], found))
 
         return _ByKey(find)
 

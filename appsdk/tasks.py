@@ -25,9 +25,9 @@ from appsdk.effect_waits import EffectResult, WaitingEffects
 from appsdk.errors import HandlerError, UsageError
 from appsdk.handlers import CLOCK_METHOD_ID, Handler
 from appsdk.journal import WAYS_OUT, JournalError, SavedTask, SavedTasks, declared_name, encode_raised
-from appsdk.operations import NOTHING, Call, Event
+from appsdk.operations import NOTHING, Call, Event, Target
 from appsdk.outbox import Send, make_writer
-from appsdk.proxy import make_fork
+from appsdk.proxy import Peer, make_fork
 from appsdk.report import handler_failed
 from appsdk.task import Task
 from appsdk.task_self import encode_signal, event_decoder
@@ -38,7 +38,19 @@ from protocol.messages import RpcKind, RpcType
 if TYPE_CHECKING:
     from appsdk.definition import Definition
 
+
+class _ReturnedValue(msgspec.Struct, array_like=True, gc=False):
+    number: int  # of the call
+    value: msgspec.Raw
+
+
+class _ReturnedNothing(msgspec.Struct, array_like=True, gc=False):
+    number: int
+
+
 _take_call_number = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+_decode_value = msgspec.msgpack.Decoder(_ReturnedValue).decode
+_decode_nothing = msgspec.msgpack.Decoder(_ReturnedNothing).decode
 _write_time = make_writer("the clock", CLOCK_METHOD_ID, RpcType.IMPULSE)
 
 
@@ -105,12 +117,16 @@ class Tasks:
         self._scheduled: list[Handler[Any, Any]] = []
         self._senders: dict[tuple[str, int, RpcKind], Send] = {}
         self._forks: dict[tuple[str, int], Callable[..., None]] = {}
+        self.members: dict[str, Target | Peer] = {}  # what handlers have found of their class, by name
+        self.peer_targets: dict[tuple[Peer, str], Target] = {}
         self._event_decoders: dict[Any, Callable[[bytes], Any]] = {}
 
     def use(self, definition: Definition, instance: Any) -> None:
         """From here on this class's code runs. Raises JournalError where it is not what those that wait ran."""
         saved = self.save()
         self.definition = definition
+        self.members.clear()
+        self.peer_targets.clear()
         self.instance = instance
         self._scheduled = [handler for handler in definition.handlers.values() if handler.schedule]
         if saved is not None:
@@ -165,6 +181,9 @@ class Tasks:
     def codec(self, handler: Handler[Any, Any]) -> ArgumentCodec:
         return self.definition.codec(handler)
 
+    def target(self, destination: str, handler: Handler[Any, Any], called: Handler[Any, Any]) -> Target:
+        return Target(destination, handler, called, self.codec(called))
+
     def event_decoder(self, kind: Any) -> Callable[[bytes], Any]:
         try:
             if (decode := self._event_decoders.get(kind)) is None:
@@ -215,13 +234,15 @@ class Tasks:
 
     def send_call(self, call: Call, arguments: tuple[Any, ...]) -> None:
         """Raises UsageError."""
-        caller = self.context.instance_name if call.destination else ""
-        if call.destination and not caller:
+        target = call.target
+        caller = self.context.instance_name if target.destination else ""
+        if target.destination and not caller:
             raise UsageError(
                 f"{call}: the log does not say what this instance is called, so the answer could not come back: a log "
                 f"that an older version of the coordinator has begun; start the instance with a new log"
             )
-        send = self._sender(call.destination, call.handler, RpcKind.CALL)
+        if (send := target.send) is None:
+            send = target.send = self._sender(target.destination, target.handler, RpcKind.CALL)
         send((caller, call.number, *arguments))
 
     def _sender(self, destination: str, handler: Handler[Any, Any], kind: RpcKind) -> Send:
@@ -305,12 +326,11 @@ class Tasks:
             self, handler, number, encoder.encode(arguments), caller, call_number, time_ns
         )
         task.advance()
-        self._end_if_done(task)
+        if task.is_done:
+            self._end(task)
         self.drain()
 
-    def _end_if_done(self, task: Task) -> None:
-        if not task.is_done:
-            return
+    def _end(self, task: Task) -> None:
         del self._tasks[task.number]
         value, error = task.result()
         declared = None if error is None else declared_name(task.handler.raises, error)
@@ -333,8 +353,10 @@ class Tasks:
 
     def _resolve(self, operation: Any, raised: bool, value: bytes) -> None:
         if not operation.is_over:
-            operation.task.resolve(operation, raised, value, self.context.record_time_ns or 0)
-            self._end_if_done(operation.task)
+            task = operation.task
+            task.resolve(operation, raised, value, self.context.record_time_ns or 0)
+            if task.is_done:
+                self._end(task)
 
     def _signalled(self, event: Event, value: bytes) -> None:
         self._resolve(event, False, value)
@@ -342,11 +364,14 @@ class Tasks:
     def answered(self, kind: RpcKind, data: bytes) -> None:
         """An answer has come. One that nobody waits for any more is left alone. Raises HandlerError."""
         try:
-            number_raw, *rest = _take_call_number(data)
-            number: int = msgspec.msgpack.decode(number_raw, type=int)
-            value = NOTHING
-            if kind is not RpcKind.RETURNED_NOTHING:
-                value = encoder.encode(rest if kind is RpcKind.RAISED else rest[0])
+            if kind is RpcKind.RETURNED_VALUE:
+                returned = _decode_value(data)
+                number, value = returned.number, bytes(returned.value)
+            elif kind is RpcKind.RETURNED_NOTHING:
+                number, value = _decode_nothing(data).number, NOTHING
+            else:
+                number_raw, *rest = _take_call_number(data)
+                number, value = msgspec.msgpack.decode(number_raw, type=int), encoder.encode(rest)
         except (msgspec.DecodeError, ValueError, IndexError, UnicodeDecodeError) as error:
             context = self.context
             raise HandlerError(
@@ -357,7 +382,8 @@ class Tasks:
             ) from None
         if (call := self.calls.get(number)) is not None:
             self._resolve(call, kind is RpcKind.RAISED, value)
-            self.drain()
+            if self._queue:
+                self.drain()
 
     def effect_done(self, result: EffectResult) -> None:
         """An effect has returned or raised. Raises HandlerError."""

@@ -15,7 +15,7 @@ from appsdk.codec import encoder
 from appsdk.dispatch import Dispatcher
 from appsdk.errors import HandlerError, StateError
 from appsdk.handlers import CLOCK_METHOD_ID
-from appsdk.outbox import BATCH_SIZE_BYTES
+from appsdk.outbox import AWAITED_BATCH_SIZE_BYTES
 from appsdk.proxy import definition_of, method_names
 from appsdk.state import Envelope, decode_envelope, encode_envelope
 from appsdk.testing.wire import START_TIME_NS, AppOutput, answer, call, initial_record, logged
@@ -293,9 +293,9 @@ def test_checkpoints_of_older_versions_are_read() -> None:
 
 def test_many_calls_go_out_in_batches() -> None:
     wire = Wire(Bank)
-    wire.give(logged(1, [call(2, "ann", number, 40_000, rpc_type=RpcType.ASYNC) for number in range(5)]))
+    wire.give(logged(1, [call(2, "ann", number, 5_000, rpc_type=RpcType.ASYNC) for number in range(5)]))
     assert [len(calls) for _, calls in wire.batches] == [2, 2, 1]
-    assert BATCH_SIZE_BYTES < 80_000
+    assert AWAITED_BATCH_SIZE_BYTES < 10_000  # so that whoever waits does not wait for a large batch to fill
     assert [arguments[0] for _, calls in wire.batches for _, _, _, arguments in calls] == list(range(5))
 
 
