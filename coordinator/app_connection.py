@@ -22,20 +22,11 @@ class AppConnection:
         """
         self._receiver = receiver
         self._sender = sender or receiver
+        self.receiver_fileno = self._receiver.fileno()
+        self.sender_fileno = self._sender.fileno()
+        self.has_two_sockets = self._sender is not self._receiver
         self._waiting: deque[bytes | memoryview] = deque()
         self.closing = False  # close when all is sent
-
-    @property
-    def receiver_fileno(self) -> int:
-        return self._receiver.fileno()
-
-    @property
-    def sender_fileno(self) -> int:
-        return self._sender.fileno()
-
-    @property
-    def has_two_sockets(self) -> bool:
-        return self._sender is not self._receiver
 
     @property
     def is_owners(self) -> bool:
@@ -72,9 +63,13 @@ class AppConnection:
         waiting = self._waiting
         total = 0
         while waiting:
-            buffers = [waiting[index] for index in range(min(len(waiting), BUFFERS_PER_SEND))]
             try:
-                sent = self._sender.sendmsg(buffers)
+                if len(waiting) == 1:
+                    sent = self._sender.send(waiting[0])
+                else:
+                    sent = self._sender.sendmsg(
+                        [waiting[index] for index in range(min(len(waiting), BUFFERS_PER_SEND))]
+                    )
             except BlockingIOError:
                 break
             except OSError:

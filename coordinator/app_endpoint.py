@@ -20,18 +20,23 @@ from coordinator.logs import Events
 class AppEndpoint:
     """Serves one app at a time. Each turn calls :meth:`process` once, and :meth:`flush` behind each batch of effects.
 
-    Where the settings ask for the secret, the core hears of a connection once that has been shown. The sockets are
-    registered with ``epoll``.
+    Where the settings ask for the secret, the core hears of a connection once that has been shown. The app's sockets
+    are registered with ``epoll``; all others behind one descriptor there, so that no turn has to look at each.
     """
 
     def __init__(self, settings: InstanceSettings, log: Events, epoll: select.epoll) -> None:
         self._settings = settings
         self._log = log
         self._epoll = epoll
-        self._listener = AppListener(settings, log, epoll)
+        self._arrivals = select.epoll()
+        self._arrivals_due_ns: int | None = None  # as next_deadline_ns() has said
+        epoll.register(self._arrivals.fileno(), select.EPOLLIN)
+        self._listener = AppListener(settings, log, self._arrivals)
         self._gate: AppGate | None = None
         self._app: AppConnection | None = None
         self._interest: dict[int, int] = {}
+        self._interest_for = (False, False, False)  # what it follows from: paused, something waits, closing
+        self._sent_bytes = 0  # handed to the socket, and the core has not heard of it
         self._paused = False
         self.moved_ns = time.monotonic_ns()  # when a byte last went to the app or came from it
 
@@ -47,15 +52,16 @@ class AppEndpoint:
         app_secret.remove(settings.folder)
         if settings.app_auth is AppAuth.SECRET:
             # Before anybody can connect: who has connected finds the right one.
-            self._gate = AppGate(settings.name, app_secret.make(settings.folder), self._log, self._epoll)
+            self._gate = AppGate(settings.name, app_secret.make(settings.folder), self._log, self._arrivals)
         self._listener.listen()
 
     def next_deadline_ns(self) -> int | None:
         """When :meth:`process` is to be called although nothing is ready, on the monotonic clock."""
-        deadlines = [self._listener.next_deadline_ns()]
-        if self._gate is not None:
-            deadlines.append(self._gate.next_deadline_ns())
-        return min((ns for ns in deadlines if ns is not None), default=None)
+        due_ns = self._listener.next_deadline_ns()
+        if self._gate is not None and (gate_ns := self._gate.next_deadline_ns()) is not None:
+            due_ns = gate_ns if due_ns is None else min(gate_ns, due_ns)
+        self._arrivals_due_ns = due_ns
+        return due_ns
 
     def process(self, ready: Mapping[int, int]) -> list[ev.Event]:
         """Take in what is ``ready`` (masks by descriptor) or due.
@@ -67,6 +73,15 @@ class AppEndpoint:
             events = self._app_ready(self._app, ready)
             if self._app is None:
                 return events  # the next turn accepts, when the core knows
+        arrivals = dict(self._arrivals.poll(0)) if self._arrivals.fileno() in ready else {}
+        due_ns = self._arrivals_due_ns
+        if arrivals or (due_ns is not None and time.monotonic_ns() >= due_ns):
+            events += self._receive(arrivals)
+        return events
+
+    def _receive(self, ready: Mapping[int, int]) -> list[ev.Event]:
+        """Go on with those who are not the app yet."""
+        events: list[ev.Event] = []
         gate = self._gate
         if gate is not None and (proven := gate.process(ready)) is not None:
             connection, said = proven
@@ -88,12 +103,22 @@ class AppEndpoint:
             sent = app.flush()
             if sent:
                 self.moved_ns = time.monotonic_ns()
-                events.append(ev.AppSent(sent))
+                self._sent_bytes += sent
         if app.closing and not app.has_waiting:
             events.append(self._lose(app))
         else:
             self._watch(app)
         return events
+
+    @property
+    def sent_bytes(self) -> int:
+        """How many bytes the next :meth:`take_sent` will tell of."""
+        return self._sent_bytes
+
+    def take_sent(self) -> list[ev.Event]:
+        """What the core is to hear of :meth:`flush`: with whatever comes next, if it does not wait for it."""
+        sent_bytes, self._sent_bytes = self._sent_bytes, 0
+        return [ev.AppSent(sent_bytes)] if sent_bytes else []
 
     def send(self, effect: ef.SendToApp) -> None:
         if self._app is not None and not self._app.closing:
@@ -124,11 +149,13 @@ class AppEndpoint:
             self._gate.close()
             app_secret.remove(self._settings.folder)
         self._listener.close()
+        self._arrivals.close()
 
     def _take(self, connection: AppConnection) -> ev.Event:
         self._app = connection
         self._paused = False
         self._interest = connection.interest(reading=True)
+        self._interest_for = (False, connection.has_waiting, connection.closing)
         for descriptor, mask in self._interest.items():
             self._epoll.register(descriptor, mask)
         self.moved_ns = time.monotonic_ns()
@@ -162,9 +189,14 @@ class AppEndpoint:
             self._epoll.unregister(descriptor)
         app.close()
         self._app = None
+        self._sent_bytes = 0
         return ev.AppClosed()
 
     def _watch(self, app: AppConnection) -> None:
+        interest_for = (self._paused, app.has_waiting, app.closing)
+        if interest_for == self._interest_for:
+            return
+        self._interest_for = interest_for
         interest = app.interest(reading=not self._paused)
         for descriptor, mask in interest.items():
             if mask != self._interest[descriptor]:

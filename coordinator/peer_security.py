@@ -84,6 +84,7 @@ class PeerSecurity:
         self._told: set[str] = set()
         self._told_now: set[str] = set()
         self._next_look_ns = 0
+        self._barriers: dict[tuple[str, ...], str | None] = {}
         self.security: Security | None = self._look(check_start(settings))
 
     def next_deadline_ns(self) -> int:
@@ -95,6 +96,7 @@ class PeerSecurity:
         if now_ns < self._next_look_ns:
             return False
         self._next_look_ns = now_ns + LOOK_NS
+        self._barriers.clear()
         self._told, self._told_now = self._told_now, set()
         pairs: tuple[KeyPair, ...] = ()
         try:
@@ -117,6 +119,12 @@ class PeerSecurity:
 
     def barrier(self, endpoint: str) -> str | None:
         """Why ``endpoint`` must not be connected to as things are; None if it may."""
+        asked = (endpoint, *self._names_at(endpoint))  # for each frame: as all else, looked at once a second
+        if asked not in self._barriers:
+            self._barriers[asked] = self._barrier(endpoint)
+        return self._barriers[asked]
+
+    def _barrier(self, endpoint: str) -> str | None:
         has_keys = bool(self._servers(endpoint))
         if has_keys and self._own is not None:
             return None

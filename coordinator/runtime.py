@@ -96,6 +96,10 @@ class Coordinator:
         self._barred: dict[str, str] = {}  # destinations that must not be connected to, and why
         self._impostors = 0  # frames under another name than that of their key
         self._messenger = Messenger(security=self._security.security)
+        self._messenger_fileno, self._writer_fileno = self._messenger.fileno(), self._writer.fileno()
+        # When to look although nothing is ready, on the monotonic clock, as of the last wait:
+        self._messenger_due_ns: int | None = None
+        self._due_ns: int | None = None  # for peers and keys
         self._control_token = b""
         self._carry_out: dict[type, Callable[[Any], None]] = {
             ef.SendToApp: self._app.send,
@@ -131,8 +135,9 @@ class Coordinator:
             control_endpoint = self._messenger.listen(CONTROL_ENDPOINT, self._control_received, secured=False)
             self._wake_receiver, self._wake_sender = socket.socketpair()
             self._catch_signals()
-            for descriptor in (self._messenger, self._writer, self._wake_receiver):
-                self._epoll.register(descriptor.fileno(), select.EPOLLIN)
+            self._wake_fileno = self._wake_receiver.fileno()
+            for descriptor in (self._messenger_fileno, self._writer_fileno, self._wake_fileno):
+                self._epoll.register(descriptor, select.EPOLLIN)
             control.announce(settings.folder, control_endpoint)
             reach(FaultPoint.ANNOUNCED)
             self._log.info(
@@ -162,43 +167,51 @@ class Coordinator:
 
     def _turn(self) -> None:
         ready = dict(self._epoll.poll(self._timeout_s()))
-        if self._writer.fileno() in ready:
+        now_ns = time.monotonic_ns()
+        if self._writer_fileno in ready:
             self._events += self._writer.take_done()
-        if self._wake_receiver.fileno() in ready:
+        if self._wake_fileno in ready:
             self._wake_receiver.recv(64)
         self._events += self._app.process(ready)
-        self._messenger.process()
-        self._look_for_peers()
-        self._look_for_keys()
-        if self._wake_due_ns is not None and time.monotonic_ns() >= self._wake_due_ns:
+        if self._messenger_fileno in ready or (self._messenger_due_ns is not None and now_ns >= self._messenger_due_ns):
+            self._messenger.process()
+        if self._due_ns is not None and now_ns >= self._due_ns:
+            self._look_for_peers()
+            self._look_for_keys()
+        if self._wake_due_ns is not None and now_ns >= self._wake_due_ns:
             self._wake_due_ns = None
             self._events.append(ev.Tick())
         if self._stop_deadline_ns is not None and time.monotonic_ns() > self._stop_deadline_ns:
             self._log.warning("the app gave no checkpoint in time; stopping without one: the log has everything")
             self._machine.stopped = True
             return
-        while self._events and not self._machine.stopped:
-            events, self._events = self._events, []
-            for effect in self._machine.handle(events, time.time_ns()):
-                self._carry_out[type(effect)](effect)
-            self._events += self._app.flush()
+        machine, app, carry_out = self._machine, self._app, self._carry_out
+        while self._events and not machine.stopped:
+            events, self._events = [*app.take_sent(), *self._events], []
+            self._messenger.hold()
+            for effect in machine.handle(events, time.time_ns()):
+                carry_out[type(effect)](effect)
+            self._events += app.flush()
+            if machine.waits_for_app:
+                self._events += app.take_sent()
             self._messenger.flush()
             self._events += self._writer.run_inline()
 
     def _timeout_s(self) -> float | None:
         if self._events:
             return 0
-        due_ns = (
-            self._messenger.next_deadline_ns(),
+        self._messenger_due_ns = self._messenger.next_deadline_ns()
+        self._due_ns = _earliest(
+            self._routes.next_deadline_ns(), self._security.next_deadline_ns(), self._strangers.next_deadline_ns()
+        )
+        due_ns = _earliest(
+            self._messenger_due_ns,
             self._app.next_deadline_ns(),
-            self._routes.next_deadline_ns(),
-            self._security.next_deadline_ns(),
-            self._strangers.next_deadline_ns(),
+            self._due_ns,
             self._stop_deadline_ns,
             self._wake_due_ns,
         )
-        deadlines = [ns for ns in due_ns if ns is not None]
-        return max(0.0, (min(deadlines) - time.monotonic_ns()) / 1e9) if deadlines else None
+        return None if due_ns is None else max(0, due_ns - time.monotonic_ns()) / 1e9
 
     # --- the log ---------------------------------------------------------------------------------------------------
 
@@ -371,6 +384,9 @@ class Coordinator:
 
     def _status(self) -> dict[str, object]:
         status = {**self._machine.status(time.time_ns()), "pid": os.getpid()}
+        unsent_bytes = status["unsent_bytes"]
+        if isinstance(unsent_bytes, int):
+            status["unsent_bytes"] = unsent_bytes - self._app.sent_bytes  # of which the machine has not heard
         behind = bool(status["backlog_records"] or status["unsent_bytes"])
         silent_s = (time.monotonic_ns() - self._app.moved_ns) / 1e9
         status["app_silent_s"] = round(silent_s, 3) if behind and status["app_connected"] else 0.0
@@ -459,6 +475,14 @@ class Coordinator:
         self._messenger.close()
         self._epoll.close()
         control.withdraw(self._settings.folder)
+
+
+def _earliest(*moments_ns: int | None) -> int | None:
+    earliest_ns: int | None = None
+    for moment_ns in moments_ns:
+        if moment_ns is not None and (earliest_ns is None or moment_ns < earliest_ns):
+            earliest_ns = moment_ns
+    return earliest_ns
 
 
 def limits_of(settings: InstanceSettings) -> Limits:

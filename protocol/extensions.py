@@ -109,7 +109,7 @@ def decode_record_time(data: Readable, start: int, end: int) -> int:
     return int(time_ns)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen, it would take three times as long to make
 class AppBatch:
     """RPCs of an app to one destination ("" is oneself), already in incoming form."""
 

@@ -10,6 +10,7 @@ Refused  receiver -> sender   why not, in words
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ PAYLOAD_SIZE_BYTES_MAX = MESSAGE_SIZE_BYTES_MAX - 16  # it becomes one message: 
 REASON_SIZE_BYTES_MAX = 255
 
 _FIXED = struct.Struct("<BBHiqqiqQ")
+_CHECK = struct.Struct("<Q")  # the last of the fixed fields
+_NO_CHECK = bytes(_CHECK.size)  # in its place while it is computed
+_NAMES_KEPT = 1024  # the names of a stream are the same in all its frames
 
 
 class FrameType(IntEnum):
@@ -48,9 +52,12 @@ class RefusedCode(IntEnum):
     ROLLED_BACK = 6  # a side has less than it once had
 
 
-@dataclass(frozen=True, slots=True)
+_FRAME_TYPES = {int(one): one for one in FrameType}
+
+
+@dataclass(slots=True, unsafe_hash=True)  # frozen, it would take three times as long to make
 class PeerFrame:
-    """One frame. Fields that a type does not use are 0 or empty.
+    """One frame, not to be changed. Fields that a type does not use are 0 or empty.
 
     ``committer_id`` and ``epoch`` are the writer's; ``position`` is the stream's (in a Batch: of its first message).
     """
@@ -70,10 +77,9 @@ class PeerFrame:
 
 def encode_frame(frame: PeerFrame) -> list[bytes]:
     """The parts of ``frame``: the header, and the payload if there is one."""
-    reason = frame.reason.replace("\0", " ").encode(errors="replace")
-    reason_sent = reason[:REASON_SIZE_BYTES_MAX].decode(errors="ignore")
-    names = encode_name(frame.sender) + encode_name(frame.receiver) + encode_name(reason_sent)
-    fixed = (
+    names = _encode_names(frame.sender, frame.receiver, frame.reason)
+    payload = frame.payload
+    unchecked = _FIXED.pack(
         PEER_VERSION,
         frame.frame_type,
         frame.code,
@@ -82,10 +88,30 @@ def encode_frame(frame: PeerFrame) -> list[bytes]:
         frame.position,
         frame.count,
         frame.time_ns,
+        0,
     )
-    check = crc64(frame.payload, crc64(_FIXED.pack(*fixed, 0) + names))
-    header = _FIXED.pack(*fixed, check) + names
-    return [header, frame.payload] if frame.payload else [header]
+    check = crc64(unchecked + names)
+    if payload:
+        check = crc64(payload, check)
+    header = unchecked[: -_CHECK.size] + _CHECK.pack(check) + names
+    return [header, payload] if payload else [header]
+
+
+@functools.lru_cache(_NAMES_KEPT)
+def _encode_names(sender: str, receiver: str, reason: str) -> bytes:
+    shortened = reason.replace("\0", " ").encode(errors="replace")[:REASON_SIZE_BYTES_MAX].decode(errors="ignore")
+    return encode_name(sender) + encode_name(receiver) + encode_name(shortened)
+
+
+@functools.lru_cache(_NAMES_KEPT)
+def _decode_names(names: bytes) -> tuple[str, str, str]:
+    """(sender, receiver, reason). Raises RemoteProtocolError."""
+    sender, offset = decode_name(names, 0)
+    receiver, offset = decode_name(names, offset)
+    reason, offset = decode_name(names, offset)
+    if offset != len(names):
+        raise RemoteProtocolError(f"a frame header has {len(names) - offset} bytes too many")
+    return sender, receiver, reason
 
 
 def decode_frame(parts: Sequence[bytes]) -> PeerFrame:
@@ -98,23 +124,17 @@ def decode_frame(parts: Sequence[bytes]) -> PeerFrame:
         raise LimitExceededError("the payload of a frame", len(payload), PAYLOAD_SIZE_BYTES_MAX)
     if len(header) < _FIXED.size:
         raise RemoteProtocolError(f"a frame header of {len(header)} bytes, at least {_FIXED.size} were expected")
-    *fixed, check = _FIXED.unpack_from(header)
-    version, frame_type, code, committer_id, epoch, position, count, time_ns = fixed
+    version, frame_type, code, committer_id, epoch, position, count, time_ns, check = _FIXED.unpack_from(header)
     if version != PEER_VERSION:
         raise RemoteProtocolError(f"a frame of version {version}, this coordinator speaks {PEER_VERSION}")
     names = header[_FIXED.size :]
-    computed = crc64(payload, crc64(_FIXED.pack(*fixed, 0) + names))
+    computed = crc64(payload, crc64(header[: _FIXED.size - _CHECK.size] + _NO_CHECK + names))
     if computed != check:
         raise DamagedRecordError(f"a frame's check is {check:016x}, its bytes give {computed:016x}")
-    sender, offset = decode_name(names, 0)
-    receiver, offset = decode_name(names, offset)
-    reason, offset = decode_name(names, offset)
-    if offset != len(names):
-        raise RemoteProtocolError(f"a frame header has {len(names) - offset} bytes too many")
-    try:
-        known_type = FrameType(frame_type)
-    except ValueError:
-        raise RemoteProtocolError(f"a frame of unknown type {frame_type}") from None
+    sender, receiver, reason = _decode_names(names)
+    known_type = _FRAME_TYPES.get(frame_type)
+    if known_type is None:
+        raise RemoteProtocolError(f"a frame of unknown type {frame_type}")
     if committer_id < 1 or epoch < 0 or position < 0 or count < 0:
         raise RemoteProtocolError(
             f"a frame of committer {committer_id}, epoch {epoch}, position {position} with a count of {count}"

@@ -21,7 +21,7 @@ from protocol.record import (
 from protocol.varint import INT_SIZE_BYTES_MAX
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # these two are made for each message and record: frozen, it takes three times as long
 class Message:
     """A message from the app, without size and type."""
 
@@ -29,7 +29,7 @@ class Message:
     data: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Record:
     """A record from the coordinator, its check bytes verified."""
 

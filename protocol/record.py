@@ -26,7 +26,7 @@ _CHECKED_FIRST = struct.Struct("<ii")
 _CHECKED_SECOND = struct.Struct("<q")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # frozen, it would take three times as long to make
 class RecordHeader:
     committer_id: int
     size_bytes: int  # of the whole record, header included

@@ -67,10 +67,10 @@ class GroupCommit:
     @property
     def commits_next(self) -> bool:
         """:meth:`next_commit` would give a group now."""
-        if len(self._committing) >= COMMITS_ON_THEIR_WAY_MAX:
-            return False
-        full = len(self._waiting) > 1
-        return full or not (self._committing or self._waiting[0].empty)
+        waiting, committing = self._waiting, self._committing
+        if len(waiting) > 1:  # a full one
+            return len(committing) < COMMITS_ON_THEIR_WAY_MAX
+        return not committing and not waiting[0].empty
 
     @property
     def seals_next(self) -> bool:

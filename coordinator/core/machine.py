@@ -220,6 +220,8 @@ class Machine:
         self._finish_stop()
 
     def _commit(self) -> None:
+        if not self._log.commits_next:
+            return
         marked = self._session.phase in (Phase.NORMAL, Phase.CHECKPOINTING)
         while self._log.commits_next:
             # Marks are new once only: they are taken when there is a record to hold them.
@@ -408,6 +410,11 @@ class Machine:
 
     def _send_control(self, message_type: MessageType) -> None:
         self._effects.append(SendToApp(self._session.control_record(message_type)))
+
+    @property
+    def waits_for_app(self) -> bool:
+        """Whether an AppSent would change anything now, or may as well come with the next event."""
+        return self._session.unsent_bytes >= self.limits.app_window_bytes or self._goodbye_said
 
     def _app_sent(self, event: ev.AppSent) -> None:
         self._session.unsent_bytes -= event.size_bytes

@@ -73,6 +73,7 @@ class Peers:
     _checks: dict[str, OutputCheck] = field(default_factory=dict)  # of the replay, by destination
     _parked: dict[str, deque[_ParkedHello]] = field(default_factory=dict)  # by sender
     _known_acknowledged: dict[str, int] = field(default_factory=dict)
+    _some_failed: bool = False  # since the start; most of the time none has
     _moved: set[str] = field(default_factory=set)  # outputs that may have a new mark
 
     def load_inputs(self, summary: LogSummary) -> None:
@@ -393,6 +394,7 @@ class Peers:
         told = stream.failure == (failure or reason)
         stream.failure = failure or reason
         stream.fail(reason)
+        self._some_failed = True
         self.effects.append(ResetPeer(stream.destination))
         if not told:
             self.effects.append(
@@ -401,7 +403,7 @@ class Peers:
 
     @property
     def any_failed(self) -> bool:
-        return any(stream.state is StreamState.FAILED for stream in self.outputs.values())
+        return self._some_failed and any(stream.state is StreamState.FAILED for stream in self.outputs.values())
 
     def retry_failed(self) -> None:
         """What stopped them may have been mended at the other end: ask again."""

@@ -39,6 +39,8 @@ class Phase(Enum):
     COMPLETING_UPGRADE = "completing the upgrade"
     STOPPED = "stopped"
 
+    __hash__ = object.__hash__  # there is one of each; an enum's own would be a call for each look into a set
+
 
 class Step(Enum):
     APP_CONNECTED = "an app connected"
@@ -108,6 +110,8 @@ class AppSession:
         """Forget all about the last connection."""
         self.reader = MessageReader()
         self.hello: Hello | None = None
+        self._extensions_of: Hello | None = None
+        self._extensions: frozenset[int] = frozenset()
         self.description = AppDescription()
         self.heard = False  # the app has said something
         self.refused = False  # it broke the protocol; nothing more is read
@@ -130,7 +134,10 @@ class AppSession:
     @property
     def extensions(self) -> frozenset[int]:
         """What the app asked for and this coordinator has."""
-        return self.hello.extensions & ALL_EXTENSIONS if self.hello else frozenset()
+        if self._extensions_of is not self.hello:  # asked for with each batch
+            self._extensions_of = self.hello
+            self._extensions = self.hello.extensions & ALL_EXTENSIONS if self.hello else frozenset()
+        return self._extensions
 
     def control_record(self, message_type: MessageType, message: bytes | None = None) -> bytes:
         """A record that is not logged, with one message; counted as unsent."""

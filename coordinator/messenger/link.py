@@ -49,6 +49,7 @@ from coordinator.messenger.sockets import (
     descriptor_of,
     monitored_events,
     open_monitor,
+    plain_get,
     plain_send,
     receive_parts,
     send_parts,
@@ -116,6 +117,9 @@ class Link:
             self.close()
             raise EndpointError(f"can't connect to {endpoint!r}: {error.strerror}") from error
         self._plain_send = plain_send(self._socket)
+        self._plain_get = plain_get(self._socket)
+        if self._monitor is not None:
+            self._plain_get_monitor = plain_get(self._monitor)
         self.descriptor = descriptor_of(self._socket)
         self.monitor_descriptor = None if self._monitor is None else descriptor_of(self._monitor)
 
@@ -180,7 +184,12 @@ class Link:
             callback = self._acknowledge(parts)
             if callback is not None:
                 callback(parts)
+            if not self.closed and not self._has_unread():
+                return True
         return False
+
+    def _has_unread(self) -> bool:
+        return bool(self._plain_get(EVENTS) & POLLIN)  # type: ignore[operator]
 
     def _acknowledge(self, parts: list[bytes]) -> ReplyCallback | None:
         """Put the reply's parts in place of those that came in; what to call with them, if anything."""
@@ -224,7 +233,7 @@ class Link:
         """
         while True:
             blocked = self._send_queued(now_ns)
-            events = self._socket.getsockopt(EVENTS)
+            events = self._plain_get(EVENTS)
             assert isinstance(events, int)
             if not (blocked and events & POLLOUT):
                 return bool(events & POLLIN)
@@ -251,7 +260,7 @@ class Link:
     def _look_at_connection(self, now_ns: int) -> None:
         monitor = self._monitor
         if monitor is not None:
-            events = monitor.getsockopt(EVENTS)  # cheaper than a receive that finds nothing
+            events = self._plain_get_monitor(EVENTS)  # cheaper than a receive that finds nothing
             assert isinstance(events, int)
             if events & POLLIN:
                 self.read_monitor(now_ns)

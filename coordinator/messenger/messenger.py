@@ -93,6 +93,7 @@ class Messenger:
         self._wake = Wake()
         self._epoll.register(self._wake.descriptor, select.EPOLLIN)
         self._processing = False
+        self._held = False
         self._closed = False
         self._thread = OwnerThread(self, self._wake, clock_ns)
         if security is not None:
@@ -261,7 +262,7 @@ class Messenger:
         self._check_open()
         if self._processing:
             raise MessengerError("process() was called from within a callback of this messenger")
-        self._processing = True
+        self._processing, self._held = True, False
         try:
             now_ns = self._clock_ns()
             self._collect_ready(now_ns)
@@ -285,6 +286,12 @@ class Messenger:
             else:
                 self._finish()
 
+    def hold(self) -> None:
+        """What is sent and replied from now on wakes nobody: the owner is going to call flush()."""
+        if not (self._wake.signalled or self._processing):
+            self._wake.hold()
+            self._held = True
+
     def flush(self) -> bool:
         """Send what is buffered, and nothing else. True if process() has something to do: fileno() is
         readable then, too."""
@@ -292,13 +299,17 @@ class Messenger:
         if self._processing:
             return True
         if self._sends or self._replies or self._sending:
-            if self._wake.signalled:
+            if self._wake.signalled and not self._held:
                 self._wake.clear()
             self._wake.hold()
             try:
                 self._transmit(self._clock_ns())
             finally:
+                self._held = False
                 self._finish()
+        elif self._held:
+            self._held = False
+            self._finish()
         return bool(self._ready)
 
     def close(self) -> None:

@@ -74,6 +74,11 @@ def plain_send(socket: Socket) -> Callable[..., object]:
     return super(zmq.Socket, socket).send
 
 
+def plain_get(socket: Socket) -> Callable[[int], object]:
+    """The socket's get() without the wrapper."""
+    return super(zmq.Socket, socket).get
+
+
 def send_parts(send: Callable[..., object], parts: tuple[bytes, ...]) -> None:
     """Send the rest of a message whose beginning ZeroMQ has taken: it takes a message whole.
 
