@@ -194,6 +194,7 @@ class Coordinator:
             self._events += app.flush()
             if machine.waits_for_app:
                 self._events += app.take_sent()
+            self._messenger.patient = not machine.waits_for_peers
             self._messenger.flush()
             self._events += self._writer.run_inline()
 

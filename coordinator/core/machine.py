@@ -412,6 +412,11 @@ class Machine:
         self._effects.append(SendToApp(self._session.control_record(message_type)))
 
     @property
+    def waits_for_peers(self) -> bool:
+        """Whether a PeerReplied would change anything now, or may as well come with the next event."""
+        return self._peers.wants_replies or self._paused or self._cut or self._stopping
+
+    @property
     def waits_for_app(self) -> bool:
         """Whether an AppSent would change anything now, or may as well come with the next event."""
         return self._session.unsent_bytes >= self.limits.app_window_bytes or self._goodbye_said

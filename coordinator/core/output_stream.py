@@ -319,6 +319,15 @@ class OutputStream:
         self.error = reason
 
     @property
+    def wants_reply(self) -> bool:
+        """Whether something here is held up until the receiver answers."""
+        return (
+            bool(self._unsent)
+            or self.state is StreamState.GREETING
+            or 2 * self._in_flight_bytes > self._limits.peer_window_bytes
+        )
+
+    @property
     def sent(self) -> int:
         """The last position that was sent, on the current attempt or earlier ones."""
         return self._in_flight[-1].last_position if self._in_flight else self.acknowledged

@@ -70,6 +70,7 @@ class Peers:
     catching_up: bool = False  # a replay is making messages again: receivers may have more than there are yet
     epoch_began_ns: int = 0  # ns since the Unix epoch
     held: bool = False  # nothing is sent: what was put in place of a cut's losses is not durable yet
+    wants_replies: bool = True  # something is held up until a receiver answers
     _checks: dict[str, OutputCheck] = field(default_factory=dict)  # of the replay, by destination
     _parked: dict[str, deque[_ParkedHello]] = field(default_factory=dict)  # by sender
     _known_acknowledged: dict[str, int] = field(default_factory=dict)
@@ -266,6 +267,7 @@ class Peers:
         if not self.ready or self.held:
             return
         durable_ticket = self.log.durable_ticket
+        self.wants_replies = False
         for destination, stream in self.outputs.items():
             if destination == CLIENTS:
                 continue
@@ -282,6 +284,8 @@ class Peers:
                     payload=batch.payload,
                 )
                 self.effects.append(SendToPeer(destination, stream.attempt, frame))
+            if destination != ONESELF and stream.wants_reply:
+                self.wants_replies = True
 
     def take_answers(self) -> list[OutputBatch]:
         """The app's new answers to clients; under the same conditions as :meth:`send`."""

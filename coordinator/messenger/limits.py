@@ -70,5 +70,9 @@ RECONNECT_REFUSED_NS = 200_000_000
 # A listener that changes its key must wait until ZeroMQ's thread has let go of the endpoint: milliseconds.
 REBIND_NS = 2_000_000
 
+# Where the owner is patient, replies are looked at with whatever else comes, but at most so much later: far below the
+# first retry.
+PATIENCE_NS = 10_000_000
+
 # A warning about a misbehaving peer is logged at most so often.
 WARNING_INTERVAL_NS = 5_000_000_000

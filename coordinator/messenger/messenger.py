@@ -9,6 +9,8 @@ ZeroMQ's descriptors tell of news once, and any call on a socket may take the ne
 wake-ups from being lost: a socket is in ``_ready`` from the moment its descriptor, or a look at its events
 after sending, says that there is something, until a receive has found nothing. While anything is in
 ``_ready``, or in the deques, after process() or flush(), the wake descriptor is readable.
+
+Links' descriptors are behind an epoll of their own, ``_link_epoll``: replies need not wake a patient owner.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import zmq
 from coordinator.messenger.envelope import NOOP
 from coordinator.messenger.errors import MessengerClosedError, MessengerError
 from coordinator.messenger.gate import Gate
-from coordinator.messenger.limits import IN_FLIGHT_MAX, SPAN_MAX, TURNS_MAX
+from coordinator.messenger.limits import IN_FLIGHT_MAX, PATIENCE_NS, SPAN_MAX, TURNS_MAX
 from coordinator.messenger.link import Link
 from coordinator.messenger.listener import ClientLoop, ClientReply, Listener, Reply, ServerLoop
 from coordinator.messenger.outbox import Outbox, ReplyCallback, RetryPolicy
@@ -87,7 +89,14 @@ class Messenger:
         self._ready: dict[_Source, None] = {}  # have something to receive, or may have
         self._sending: dict[Link, None] = {}  # have something to send, or may send again
 
+        self.patient = False
+        """Set by the owner, before flush(), while it waits for no reply: those to what is sent then come with whatever
+        else does, PATIENCE_NS later at most."""
+
         self._epoll = select.epoll()
+        self._link_epoll = select.epoll()
+        self._epoll.register(self._link_epoll.fileno(), select.EPOLLIN)
+        self._replies_due_ns: int | None = None  # when their epoll is listened to again; None: it is
         self._sources: dict[int, _Source] = {}  # by descriptor
         self._monitors: dict[int, Link | Listener] = {}  # by their monitor's descriptor
         self._wake = Wake()
@@ -241,7 +250,7 @@ class Messenger:
     def next_deadline_ns(self) -> int | None:
         """When process() is to be called without the descriptor being readable, by the messenger's clock;
         None for never."""
-        deadline_ns: int | None = None
+        deadline_ns = self._replies_due_ns
         for link in self._links.values():
             check_ns = link.outbox.retry_check_ns if link.connected else link.reopen_due_ns
             if check_ns is not None and (deadline_ns is None or check_ns < deadline_ns):
@@ -354,6 +363,8 @@ class Messenger:
         for descriptor, _ in self._epoll.poll(0):
             if descriptor == self._wake.descriptor:
                 self._wake.clear()
+            elif descriptor == self._link_epoll.fileno():
+                pass  # looked at below
             elif descriptor in self._monitors:
                 monitored = self._monitors[descriptor]
                 monitored.read_monitor(now_ns)
@@ -361,6 +372,19 @@ class Messenger:
                     self._sending[monitored] = None
             else:
                 self._ready[self._sources[descriptor]] = None
+        for descriptor, _ in self._link_epoll.poll(0):
+            self._ready[self._sources[descriptor]] = None
+        if self._replies_due_ns is not None and self._replies_due_ns <= now_ns:
+            self._listen_to_replies()
+
+    def _listen_to_replies(self) -> None:
+        self._replies_due_ns = None
+        self._epoll.modify(self._link_epoll.fileno(), select.EPOLLIN)
+
+    def _put_replies_off(self, now_ns: int) -> None:
+        if self._replies_due_ns is None:
+            self._epoll.modify(self._link_epoll.fileno(), 0)
+        self._replies_due_ns = now_ns + PATIENCE_NS
 
     def _reopen_due(self, now_ns: int) -> None:
         """Take up again what failed for reasons that may be over."""
@@ -396,9 +420,16 @@ class Messenger:
         for listener in replied:
             if listener.has_unread():
                 self._ready[listener] = None
+        if not self._sending:
+            return
         for link in self._sending:
             if link.transmit(now_ns):
                 self._ready[link] = None
+        # What could not be sent waits for news of its link, be it room or a reply.
+        if self.patient and all(link.outbox.all_sent for link in self._links.values()):
+            self._put_replies_off(now_ns)
+        elif self._replies_due_ns is not None:
+            self._listen_to_replies()
         self._sending.clear()
 
     def _take_sends(self) -> None:
@@ -460,17 +491,20 @@ class Messenger:
 
     def _watch(self, source: _Source) -> None:
         self._sources[source.descriptor] = source
-        self._epoll.register(source.descriptor, select.EPOLLIN)
+        self._epoll_of(source).register(source.descriptor, select.EPOLLIN)
         if source.monitor_descriptor is not None:
             self._monitors[source.monitor_descriptor] = source
             self._epoll.register(source.monitor_descriptor, select.EPOLLIN)
 
     def _unwatch(self, source: _Source) -> None:
         del self._sources[source.descriptor]
-        self._epoll.unregister(source.descriptor)
+        self._epoll_of(source).unregister(source.descriptor)
         if source.monitor_descriptor is not None:
             del self._monitors[source.monitor_descriptor]
             self._epoll.unregister(source.monitor_descriptor)
+
+    def _epoll_of(self, source: _Source) -> select.epoll:
+        return self._link_epoll if isinstance(source, Link) else self._epoll
 
     def _all_sources(self) -> list[_Source]:
         return [*self._links.values(), *self._listeners]
@@ -497,6 +531,7 @@ class Messenger:
         self._sending.clear()
         self._sends.clear()
         self._replies.clear()
+        self._link_epoll.close()
         self._epoll.close()
         self._wake.close()
         if self._owns_context:

@@ -102,6 +102,11 @@ class Outbox:
         self._queue.append(message)
         return message
 
+    @property
+    def all_sent(self) -> bool:
+        """Nothing waits to be sent, or sent again."""
+        return not any(message.pending for message in self._queue)
+
     def next_to_send(self) -> PendingMessage | None:
         """The message to be sent now; None if there is none or the limits on what is in flight are reached."""
         queue = self._queue

@@ -287,6 +287,31 @@ def test_an_address_that_is_none(tmp_path: Path) -> None:
         listen("192.0.2.1", 7002, "alice", "app_port")
 
 
+def test_what_the_app_was_sent_is_told_when_it_is_asked_for(tmp_path: Path) -> None:
+    registry = Registry(tmp_path)
+    settings = registry.register("alice", "tcp://127.0.0.1:*", app_auth="none")
+    epoll = select.epoll()
+    endpoint = AppEndpoint(settings, Events("alice"), epoll)
+    endpoint.listen()
+    try:
+        with socket.create_connection(("127.0.0.1", settings.app_port)) as app:
+            assert endpoint.process(dict(epoll.poll(DEADLINE_S))) == [ev.AppConnected()]
+            for data in (b"one", b"three"):
+                endpoint.send(ef.SendToApp(data))
+                assert endpoint.flush() == []
+            assert endpoint.sent_bytes == 8
+            assert endpoint.take_sent() == [ev.AppSent(8)]
+            assert endpoint.take_sent() == []
+            endpoint.send(ef.SendToApp(b"four"))
+            endpoint.flush()
+            app.shutdown(socket.SHUT_RDWR)
+            assert endpoint.process(dict(epoll.poll(DEADLINE_S))) == [ev.AppClosed()]
+            assert endpoint.take_sent() == [], "the next app would be taken to have been sent that"
+    finally:
+        endpoint.close()
+        epoll.close()
+
+
 def test_the_next_app_is_accepted_only_when_the_core_knows_that_the_last_one_is_gone(tmp_path: Path) -> None:
     # Accepted in the same turn, it was sent what was still meant for the last one.
     registry = Registry(tmp_path)

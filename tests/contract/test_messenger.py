@@ -31,6 +31,7 @@ from coordinator.messenger import (
 from coordinator.messenger import listener as messenger_listener
 from coordinator.messenger import sockets as messenger_sockets
 from coordinator.messenger.envelope import ENVELOPE_SIZE_BYTES, decode_parts, encode_message, encode_parts, encode_reply
+from coordinator.messenger.limits import PATIENCE_NS
 from coordinator.messenger.link import Link
 from coordinator.messenger.listener import Listener
 from coordinator.messenger.security import connect_with
@@ -894,6 +895,65 @@ def test_nothing_to_do_is_not_readable(house: House) -> None:
             messenger.process()
         assert select.select([messenger.fileno()], [], [], 0)[0] == []
         assert messenger.flush() is False
+
+
+def test_replies_do_not_wake_a_patient_owner(house: House) -> None:
+    receiver, sender, other = house.messenger(), house.messenger(), house.messenger()
+    given: list[Received] = []
+    endpoint = receiver.listen(house.endpoint(), given.append)
+    own_endpoint = sender.listen(house.endpoint(), echo)
+    replies: list[list[bytes]] = []
+    sender.send_message(endpoint, b"finds the connection", replies.append)
+    house.drive(lambda: given)
+    given.pop().reply()
+    house.drive(lambda: replies)
+    sender.patient = True
+    sender.send_message(endpoint, b"1", replies.append)
+    house.drive(lambda: given)
+    given.pop().reply()
+    house.settle()
+    assert select.select([sender.fileno()], [], [], 0)[0] == []
+    assert sender.next_deadline_ns() == house.clock.now_ns + PATIENCE_NS
+    other.send_message(own_endpoint, b"whatever else comes")
+    house.drive(lambda: len(replies) == 2)  # the clock stands still
+
+
+def test_patience_ends(house: House) -> None:
+    receiver, sender = house.messenger(), house.messenger()
+    given: list[Received] = []
+    endpoint = receiver.listen(house.endpoint(), given.append)
+    replies: list[list[bytes]] = []
+    sender.send_message(endpoint, b"finds the connection", replies.append)
+    house.drive(lambda: given)
+    given.pop().reply()
+    house.drive(lambda: replies)
+    sender.patient = True
+    sender.send_message(endpoint, b"the reply comes soon", replies.append)
+    house.drive(lambda: given)
+    given.pop().reply()
+    house.settle()
+    assert len(replies) == 1
+    house.clock.now_ns += PATIENCE_NS
+    house.drive(lambda: len(replies) == 2)
+    sender.send_message(endpoint, b"the reply comes late", replies.append)
+    house.drive(lambda: given)
+    house.clock.now_ns += PATIENCE_NS
+    house.settle()
+    given.pop().reply()
+    house.drive(lambda: len(replies) == 3)  # from the descriptor alone
+
+
+def test_who_waits_for_room_is_not_patient(house: House) -> None:
+    receiver, sender = house.messenger(), house.messenger(in_flight_max=2)
+    given: list[Received] = []
+    endpoint = receiver.listen(house.endpoint(), given.append)
+    sender.patient = True
+    for number in range(3):
+        sender.send_message(endpoint, b"%d" % number)
+    house.drive(lambda: len(given) == 2)
+    for received in given[:2]:
+        received.reply()
+    house.drive(lambda: len(given) == 3)  # the clock stands still
 
 
 def test_a_send_from_another_thread_makes_the_descriptor_readable(house: House) -> None:
