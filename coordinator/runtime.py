@@ -117,7 +117,6 @@ class Coordinator:
             ef.SendToPeer: self._send_to_peer,
             ef.ResetPeer: self._reset_peer,
             ef.PeerResetDone: self._peer_reset_done,
-            ef.ReplyToPeer: self._reply_to_peer,
             ef.ReplyToClient: self._reply_to_client,
             ef.WakeAt: self._wake_at,
             ef.UpgradeEnded: self._upgrade_ended,
@@ -189,9 +188,15 @@ class Coordinator:
         while self._events and not machine.stopped:
             events, self._events = [*app.take_sent(), *self._events], []
             self._messenger.hold()
+            replies: list[ef.ReplyToPeer] = []
             for effect in machine.handle(events, time.time_ns()):
-                carry_out[type(effect)](effect)
+                if type(effect) is ef.ReplyToPeer:
+                    replies.append(effect)
+                else:
+                    carry_out[type(effect)](effect)
             self._events += app.flush()
+            for reply in replies:  # nobody waits for them as the app does for its record
+                self._reply_to_peer(reply)
             if machine.waits_for_app:
                 self._events += app.take_sent()
             self._messenger.patient = not machine.waits_for_peers
