@@ -71,6 +71,7 @@ class ArgumentCodec:
         parameters = list(signature.parameters.values())
         self.count = len(parameters)
         self.required_count = sum(parameter.default is inspect.Parameter.empty for parameter in parameters)
+        self._binds_plainly = all(one.kind is not inspect.Parameter.KEYWORD_ONLY for one in parameters)
         hints = resolve_hints(function)
         self._types = [hints[parameter.name] for parameter in parameters]
         for parameter, annotation in zip(parameters, self._types, strict=True):
@@ -139,7 +140,7 @@ class ArgumentCodec:
 
     def bind(self, arguments: Sequence[Any], keywords: dict[str, Any]) -> tuple[Any, ...]:
         """All arguments by position, as a call with them would bind them. Raises TypeError naming the method."""
-        if not keywords and len(arguments) == self.count:
+        if self._binds_plainly and not keywords and len(arguments) == self.count:
             return tuple(arguments)
         return bind_arguments(self.name, self.signature, arguments, keywords)
 

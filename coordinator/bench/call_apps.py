@@ -56,7 +56,7 @@ class Caller(Immortal):
                 raise ValueError(f"call {number} got the answer {answer[:16]!r}")
         if pause < end:
             self.continue_as(pause, end, size_bytes)
-        await self.loop_done()  # type: ignore[misc]
+        await self.loop_done()
 
     @rpc(id=3)
     def loop_done(self) -> None:

@@ -179,6 +179,8 @@ class Shop(Immortal):
             effect(math.hypot, 1.0)
         elif kind == "too few":
             effect(price)
+        elif kind == "by position":
+            effect(price, "tea", None, "USD")
         elif kind == "other type":
             await effect(price, 5)
         elif kind == "no type":
@@ -497,6 +499,7 @@ def test_an_upgrade_while_an_effect_is_in_flight(shop: WaitingInstances, by_hand
         ("unresolvable", ["unresolvable: an annotation can't be resolved: name 'Missing'"]),
         ("built in", ["self.effect(hypot, ...)", "write a function of your own that calls it"]),
         ("too few", ["price(item", "missing a required argument: 'item'"]),
+        ("by position", ["price(item", "too many positional arguments"]),
         ("other type", ["price: an argument is not what it takes: Expected `str`, got `int`"]),
         ("no type", ["price: an argument is not what it takes: "]),
         ("not awaited", ["effect price was made and never awaited"]),
