@@ -172,6 +172,8 @@ class Coordinator:
         if self._wake_fileno in ready:
             self._wake_receiver.recv(64)
         self._events += self._app.process(ready)
+        if self._machine.waits_for_app:
+            self._events += self._app.take_sent()
         if self._messenger_fileno in ready or (self._messenger_due_ns is not None and now_ns >= self._messenger_due_ns):
             self._messenger.process()
         if self._due_ns is not None and now_ns >= self._due_ns:
