@@ -33,6 +33,8 @@ KEEP_CHECKPOINTS_MAX = 1_000_000  # what is meant beyond this is "all"
 KEEP_LOG_DAYS_MAX = 36_500  # a hundred years: beyond it keep_checkpoints = "all" is meant
 LOG_TRIGGER_MB_DEFAULT = 1024
 LOG_TRIGGER_MB_MAX = 1 << 30
+SPILL_LIMIT_MB_DEFAULT = 4096
+SIZE_MB_MAX = 1 << 30
 CHECKPOINT_AGE_S_MAX = 366 * 86_400
 NAME_PLACE = "{name}"  # in peer_template
 IPC_PATH_SIZE_MAX = 107  # bytes; the kernel's limit for the path of a Unix socket
@@ -57,7 +59,9 @@ class Tuning:
 
     group_size_kib_max: int = 1024  # input that one commit makes durable
     commit_inline_kib_max: int = 32  # larger groups are committed on a thread
-    peer_buffer_mib_max: int = 64  # outputs that no peer has acknowledged; above it the app is slowed
+    peer_buffer_mib_max: int = 64  # outputs in memory that one peer has not acknowledged; more goes to disk
+    peer_window_kib_max: int = 8192  # on their way from or to one peer, unacknowledged
+    receive_buffer_mib_max: int = 64  # on their way here, of all peers together
 
 
 class AppSendMode(enum.StrEnum):
@@ -92,6 +96,9 @@ class InstanceSettings:
     keep_checkpoints: int | None = KEEP_CHECKPOINTS_DEFAULT  # None: all of them; with keep_log_days, of these days
     keep_log_days: int | None = None  # the log of so many days is kept in any case; None: time does not count
     log_trigger_mb: int = LOG_TRIGGER_MB_DEFAULT
+    spill_limit_mb: int = SPILL_LIMIT_MB_DEFAULT  # MiB on disk that wait for peers; above it the app is slowed
+    log_limit_mb: int | None = None  # MiB: a larger log takes no input from peers; None: no limit but the disk's
+    disk_free_mb: int = 0  # MiB: with less left on the log's disk it takes no input from peers either
     metrics: str | None = None  # "HOST:PORT" where Prometheus finds them; None: nowhere
     checkpoint_age_s: int | None = None  # None: a checkpoint's age alone asks for no other
     app: str | None = None  # "module:Class", as last run
@@ -297,6 +304,9 @@ _CHECKS: Mapping[str, Callable[[object], Any]] = {
     "keep_log_days": _integer(1, KEEP_LOG_DAYS_MAX),
     "log_trigger_mb": _integer(1, LOG_TRIGGER_MB_MAX),
     "checkpoint_age_s": _integer(1, CHECKPOINT_AGE_S_MAX),
+    "spill_limit_mb": _integer(0, SIZE_MB_MAX),
+    "log_limit_mb": _integer(1, SIZE_MB_MAX),
+    "disk_free_mb": _integer(0, SIZE_MB_MAX),
     "metrics": _metrics,
     "app": _app,
 }
@@ -304,6 +314,8 @@ _TUNING_CHECKS: Mapping[str, Callable[[object], int]] = {
     "group_size_kib_max": _integer(1, 1 << 20),
     "commit_inline_kib_max": _integer(0, 1 << 20),
     "peer_buffer_mib_max": _integer(1, 1 << 20),
+    "peer_window_kib_max": _integer(64, 1 << 20),
+    "receive_buffer_mib_max": _integer(1, 1 << 20),
 }
 _REQUIRED = ("peer", "app_port")
 
@@ -507,6 +519,12 @@ def settings_text(settings: InstanceSettings, *, log: Path | None) -> str:
         values["keep_log_days"] = settings.keep_log_days
     if settings.log_trigger_mb != LOG_TRIGGER_MB_DEFAULT:
         values["log_trigger_mb"] = settings.log_trigger_mb
+    if settings.spill_limit_mb != SPILL_LIMIT_MB_DEFAULT:
+        values["spill_limit_mb"] = settings.spill_limit_mb
+    if settings.log_limit_mb is not None:
+        values["log_limit_mb"] = settings.log_limit_mb
+    if settings.disk_free_mb:
+        values["disk_free_mb"] = settings.disk_free_mb
     if settings.metrics is not None:
         values["metrics"] = settings.metrics
     if settings.checkpoint_age_s is not None:

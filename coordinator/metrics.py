@@ -68,14 +68,30 @@ def metrics_of(name: str, status: Mapping[str, Any]) -> list[Metric]:
     gauge("clients_open_requests", "Requests of clients taken and not answered", clients.get("open_requests"))
     gauge("clients_replies", "Replies kept for clients", clients.get("replies"))
     gauge("clients_replies_bytes", "Size of the replies kept for clients", clients.get("replies_bytes"))
+    gauge("app_paused", "1 if the app is not read: disk or peers are behind", _flag(status.get("app_paused")))
+    log = status.get("log") or {}
+    gauge("log_used_bytes", "What the log needs of its file", log.get("used_bytes"))
+    gauge("log_limit_bytes", "Above this it takes no input from peers", log.get("limit_bytes"))
+    gauge("log_disk_free_bytes", "Left on the log's disk", log.get("free_bytes"))
+    gauge("log_full", "1 if input from peers is refused for want of room", _flag(log.get("full")))
     gauge("checkpoint_age_seconds", "Age of the last checkpoint", checkpoint.get("age_s"))
     gauge("checkpoint_size_bytes", "Size of the last checkpoint", checkpoint.get("size_bytes"))
 
     received = CounterMetricFamily(
         "immortal_received_messages", "Messages of a peer in the log", labels=["instance_name", "peer"]
     )
+    granted = GaugeMetricFamily(
+        "immortal_granted_window_bytes", "What a peer may have on its way here", labels=["instance_name", "peer"]
+    )
     for peer, one in status.get("inputs", {}).items():
         received.add_metric([name, peer], one["position"])
+        if one.get("window_bytes") is not None:
+            granted.add_metric([name, peer], one["window_bytes"])
+    held_up = GaugeMetricFamily(
+        "immortal_held_up", "1 if the app is held up for the peer", labels=["instance_name", "peer"]
+    )
+    for peer in status.get("outputs", {}):
+        held_up.add_metric([name, peer], float(peer in status.get("held_up_for", ())))
     families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {
         "position": CounterMetricFamily(
             "immortal_sent_messages", "Messages made for a peer", labels=["instance_name", "peer"]
@@ -86,6 +102,15 @@ def metrics_of(name: str, status: Mapping[str, Any]) -> list[Metric]:
         "waiting_bytes": GaugeMetricFamily(
             "immortal_waiting_bytes", "Not acknowledged by a peer", labels=["instance_name", "peer"]
         ),
+        "memory_bytes": GaugeMetricFamily(
+            "immortal_memory_bytes", "... and in memory", labels=["instance_name", "peer"]
+        ),
+        "spilled_bytes": GaugeMetricFamily(
+            "immortal_spilled_bytes", "... and on disk alone", labels=["instance_name", "peer"]
+        ),
+        "window_bytes": GaugeMetricFamily(
+            "immortal_window_bytes", "What may be on its way to a peer", labels=["instance_name", "peer"]
+        ),
         "connected": GaugeMetricFamily(
             "immortal_peer_connected", "1 if the peer is connected", labels=["instance_name", "peer"]
         ),
@@ -94,7 +119,11 @@ def metrics_of(name: str, status: Mapping[str, Any]) -> list[Metric]:
         for key, family in families.items():
             if one.get(key) is not None:
                 family.add_metric([name, peer], float(one[key]))
-    return [*metrics, received, *families.values()]
+    return [*metrics, received, granted, held_up, *families.values()]
+
+
+def _flag(value: object) -> float:
+    return float(bool(value))
 
 
 def serve_metrics(name: str, address: str, ask: Callable[[], Mapping[str, Any]]) -> int:

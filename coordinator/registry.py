@@ -120,6 +120,9 @@ class Registry:
         keep_log_days: int | None = None,
         log_trigger_mb: int | None = None,
         checkpoint_age_s: int | None = None,
+        spill_limit_mb: int | None = None,
+        log_limit_mb: int | None = None,
+        disk_free_mb: int | None = None,
     ) -> InstanceSettings:
         """Write the settings of a new instance. `*` as the port of ``peer`` takes a free one, as no ``app_port`` does.
 
@@ -164,6 +167,8 @@ class Registry:
                 values["log_trigger_mb"] = log_trigger_mb
             if checkpoint_age_s is not None:
                 values["checkpoint_age_s"] = checkpoint_age_s
+            sizes = {"spill_limit_mb": spill_limit_mb, "log_limit_mb": log_limit_mb, "disk_free_mb": disk_free_mb}
+            values |= {key: size for key, size in sizes.items() if size is not None}
             if log is not None:
                 values["log"] = str(log.absolute())
             settings = check_settings(values, name, path)

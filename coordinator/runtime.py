@@ -47,6 +47,8 @@ STOP_TIMEOUT_S = 25.0  # for the last checkpoint; the supervisor waits 30
 FAREWELL_TIMEOUT_S = 1.0  # for the last bytes to the app
 SWITCH_INTERVAL_S = 0.0005  # the commit thread gets the interpreter back this soon: 5 ms would be 5 ms per commit
 STATUS_NO_RECOVERY = 3  # the log can't be replayed as it is: the next start would find the same
+MEASURE_INTERVAL_NS = 500_000_000  # of the log's room: it takes some 20 µs
+MEASURE_SIZE_BYTES = 4 << 20  # ... and after so much was written
 CONTROL_ENDPOINT = "tcp://127.0.0.1:*"
 
 
@@ -82,6 +84,8 @@ class Coordinator:
         self._stop_requests = StopRequests()
         self._stop_deadline_ns: int | None = None
         self._wake_due_ns: int | None = None  # monotonic: the wall clock may be set
+        self._measure_at_ns = 0  # on the monotonic clock
+        self._unmeasured_bytes = 0  # handed to the disk since then
         self._routes = Routes(Discovery(settings, registry), log.warning)
         self._writer = LogWriter(
             store,
@@ -106,13 +110,14 @@ class Coordinator:
             ef.CloseApp: self._app.close_app,
             ef.PauseApp: self._app.pause,
             ef.ResumeApp: self._app.resume,
-            ef.Commit: self._writer.submit,
+            ef.Commit: self._commit,
             ef.WriteCheckpointChunk: self._writer.submit,
             ef.Trim: self._trim,
             ef.LoadLog: self._load_log,
             ef.CheckCheckpoint: self._check_checkpoint,
             ef.ReadCheckpointChunk: self._read_checkpoint_chunk,
             ef.ReadRecords: self._read_records,
+            ef.ReadSpilled: self._read_spilled,
             ef.OpenPeer: self._open_peer,
             ef.SendToPeer: self._send_to_peer,
             ef.ResetPeer: self._reset_peer,
@@ -176,6 +181,7 @@ class Coordinator:
             self._events += self._app.take_sent()
         if self._messenger_fileno in ready or (self._messenger_due_ns is not None and now_ns >= self._messenger_due_ns):
             self._messenger.process()
+        self._measure_log(now_ns)
         if self._due_ns is not None and now_ns >= self._due_ns:
             self._look_for_peers()
             self._look_for_keys()
@@ -218,10 +224,15 @@ class Coordinator:
             self._due_ns,
             self._stop_deadline_ns,
             self._wake_due_ns,
+            self._measure_at_ns if self._machine.waits_for_room else None,
         )
         return None if due_ns is None else max(0, due_ns - time.monotonic_ns()) / 1e9
 
     # --- the log ---------------------------------------------------------------------------------------------------
+
+    def _commit(self, effect: ef.Commit) -> None:
+        self._unmeasured_bytes += effect.size_bytes
+        self._writer.submit(effect)
 
     def _trim(self, effect: ef.Trim) -> None:
         self._writer.trim()
@@ -241,6 +252,24 @@ class Coordinator:
     def _read_records(self, effect: ef.ReadRecords) -> None:
         reach(FaultPoint.RECORDS_READ)
         self._answer(lambda: ev.RecordsRead(self._store.read(effect.first_sequence_id, effect.size_bytes_max)))
+
+    def _read_spilled(self, effect: ef.ReadSpilled) -> None:
+        first_position, limits = effect.first_position, (effect.last_position, effect.size_bytes_max)
+        self._answer(
+            lambda: ev.SpilledRead(
+                effect.destination,
+                first_position,
+                self._store.read_spilled(effect.destination, first_position, *limits),
+            )
+        )
+
+    def _measure_log(self, now_ns: int) -> None:
+        """Now and then while the log changes, and while it has too little room: a trim makes some."""
+        if now_ns < self._measure_at_ns and self._unmeasured_bytes < MEASURE_SIZE_BYTES:
+            return
+        self._unmeasured_bytes = 0
+        self._measure_at_ns = now_ns + MEASURE_INTERVAL_NS
+        self._answer(lambda: ev.LogMeasured(self._store.space()))
 
     def _read_checkpoint_chunk(self, effect: ef.ReadCheckpointChunk) -> None:
         reach(FaultPoint.CHECKPOINT_READ)
@@ -497,7 +526,12 @@ def limits_of(settings: InstanceSettings) -> Limits:
     tuning = settings.tuning
     return Limits(
         group_size_bytes=tuning.group_size_kib_max << 10,
-        output_waiting_bytes=tuning.peer_buffer_mib_max * MIB,
+        output_memory_bytes=tuning.peer_buffer_mib_max * MIB,
+        spill_limit_bytes=settings.spill_limit_mb * MIB,
+        peer_window_bytes=tuning.peer_window_kib_max << 10,
+        receive_budget_bytes=tuning.receive_buffer_mib_max * MIB,
+        log_limit_bytes=None if settings.log_limit_mb is None else settings.log_limit_mb * MIB,
+        disk_free_bytes_min=settings.disk_free_mb * MIB,
         checkpoint_trigger_bytes=settings.log_trigger_mb * MIB,
         checkpoint_age_ns=None if settings.checkpoint_age_s is None else settings.checkpoint_age_s * 10**9,
     )

@@ -1,9 +1,9 @@
 """Frames between coordinators, carried by the messenger: one header part and, in a Batch, the payload as a second.
 
 Hello    sender -> receiver   opens the stream sender -> receiver after a (re)start of the sender
-Welcome  receiver -> sender   answers it: the position up to which the receiver has the stream durably
+Welcome  receiver -> sender   answers it: the position up to which the receiver has the stream durably, and its window
 Batch    sender -> receiver   count RPC messages, in incoming form, from position on
-TrimTo   receiver -> sender   durable up to position
+TrimTo   receiver -> sender   durable up to position; the window from now on
 Resend   receiver -> sender   there is a gap: send again from behind position
 Refused  receiver -> sender   why not, in words
 """
@@ -50,6 +50,7 @@ class RefusedCode(IntEnum):
     NOT_READY = 4  # the instance has never completed its first start, or is stopping
     MALFORMED = 5
     ROLLED_BACK = 6  # a side has less than it once had
+    LOG_FULL = 7  # the receiver takes no more input until its log has room again
 
 
 _FRAME_TYPES = {int(one): one for one in FrameType}
@@ -60,6 +61,7 @@ class PeerFrame:
     """One frame, not to be changed. Fields that a type does not use are 0 or empty.
 
     ``committer_id`` and ``epoch`` are the writer's; ``position`` is the stream's (in a Batch: of its first message).
+    ``count``: messages in a Batch; in a Welcome and a TrimTo the window, in bytes, 0 where the receiver says none.
     """
 
     frame_type: FrameType

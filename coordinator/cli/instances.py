@@ -28,6 +28,8 @@ from coordinator.config import (
     KEEP_LOG_DAYS_MAX,
     LOG_TRIGGER_MB_DEFAULT,
     LOG_TRIGGER_MB_MAX,
+    SIZE_MB_MAX,
+    SPILL_LIMIT_MB_DEFAULT,
     AppAuth,
     AppSendMode,
     InstanceSettings,
@@ -101,6 +103,22 @@ class _OrWord(click.ParamType):  # type: ignore[type-arg]  # generic in newer ve
     type=click.IntRange(1, CHECKPOINT_AGE_S_MAX),
     help="... or when the last one is so old and there is anything new.  [default: age does not count]",
 )
+@click.option(
+    "--spill-limit-mb",
+    type=click.IntRange(0, SIZE_MB_MAX),
+    help="Calls that wait for peers may take so much of the disk; beyond it the app is slowed."
+    f"  [default: {SPILL_LIMIT_MB_DEFAULT}]",
+)
+@click.option(
+    "--log-limit-mb",
+    type=click.IntRange(1, SIZE_MB_MAX),
+    help="A log of more than this takes no input from peers until the app catches up.  [default: no limit]",
+)
+@click.option(
+    "--disk-free-mb",
+    type=click.IntRange(0, SIZE_MB_MAX),
+    help="Nor does one whose disk has less than this left.  [default: 0]",
+)
 @pass_registry
 def register(
     registry: Registry,
@@ -116,6 +134,9 @@ def register(
     keep_log_days: int | None,
     log_trigger_mb: int,
     checkpoint_age_s: int | None,
+    spill_limit_mb: int | None,
+    log_limit_mb: int | None,
+    disk_free_mb: int | None,
 ) -> None:
     """Write the settings of a new instance, and make its keys."""
     from coordinator import keys
@@ -135,6 +156,9 @@ def register(
         keep_log_days=keep_log_days,
         log_trigger_mb=log_trigger_mb,
         checkpoint_age_s=checkpoint_age_s,
+        spill_limit_mb=spill_limit_mb,
+        log_limit_mb=log_limit_mb,
+        disk_free_mb=disk_free_mb,
     )
     keys.make(settings.folder)
     app = settings.app_address

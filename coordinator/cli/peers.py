@@ -169,7 +169,7 @@ def _stopped_peers(settings: InstanceSettings, registry: Registry) -> dict[str, 
     with open_reader(settings.log, settings.name) as reader:
         summary = reader.summary()
     routes = Routes(Discovery(settings, registry), lambda message: None)
-    names = {*summary.sources, *summary.peers, *summary.acknowledged} - {IMPULSES, ONESELF}
+    names = {*summary.sources, *summary.peers, *summary.acknowledged, *summary.spilled} - {IMPULSES, ONESELF}
     return {name: _of_log(summary, name) | _of_route(routes, name) for name in sorted(names)}
 
 
@@ -183,8 +183,12 @@ def _of_log(summary: LogSummary, name: str) -> Peer:
         "sent": None,
         "acknowledged": summary.acknowledged.get(name),
         "waiting_bytes": None,
+        "memory_bytes": None,
+        "spilled_bytes": sum(extent.size_bytes for extent in summary.spilled.get(name, ())),
         "in_flight_bytes": None,
         "window_bytes": None,
+        "granted_bytes": None,
+        "held_up": False,
         "received": source.position if source else None,
         "offset": start.offset if start else 0,
         "reset_pending": bool((start and start.pending) or (source and source.epoch < 0)),
@@ -205,7 +209,7 @@ def _table(found: dict[str, Peer]) -> Table:
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    numbers = ("made", "sent", "acknowledged", "received", "waiting", "in flight")
+    numbers = ("made", "sent", "acknowledged", "received", "in memory", "on disk", "in flight", "granted")
     for column in ("peer", "endpoint", "by", "connected", "stream", *numbers):
         table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
     for peer, one in found.items():
@@ -216,15 +220,18 @@ def _table(found: dict[str, Peer]) -> Table:
             "-" if one["connected_s"] is None else f"for {one['connected_s']:.0f} s",
             _state(one),
             *(_number(one[key]) for key in ("made", "sent", "acknowledged", "received")),
-            _bytes(one["waiting_bytes"]),
+            _bytes(one["memory_bytes"]),
+            _bytes(one["spilled_bytes"]),
             _window(one),
+            _bytes(one["granted_bytes"]),
         )
         table.add_row(*(Text(cell) for cell in cells))
     return table
 
 
 def _state(one: Peer) -> str:
-    return f"{one['state'] or '-'}{', reset' if one['reset_pending'] else ''}"
+    reset, held_up = ", reset" if one["reset_pending"] else "", ", holds up the app" if one["held_up"] else ""
+    return f"{one['state'] or '-'}{reset}{held_up}"
 
 
 def _window(one: Peer) -> str:

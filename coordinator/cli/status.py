@@ -180,11 +180,20 @@ def _output(one: dict[str, Any]) -> str:
     text = str(acknowledged) if position is None or position <= acknowledged else f"{acknowledged} of {position}"
     if one.get("waiting_bytes"):
         text += f", {_size(one['waiting_bytes'])} waiting"
+    if one.get("spilled_bytes"):
+        text += f", {_size(one['spilled_bytes'])} of it on disk"
     return text
 
 
 def _problems(row: dict[str, Any]) -> list[str]:
     problems = [f"{row['name']}: {problem}" for problem in row.get("problems", ())]
+    if row.get("held_up_for"):
+        limits = "peer_buffer_mib_max and spill_limit_mb"
+        problems.append(
+            f"{row['name']}: its app is held up: too much waits for {', '.join(row['held_up_for'])} ({limits})"
+        )
+    if (row.get("log") or {}).get("full"):
+        problems.append(f"{row['name']}: no input is taken from peers, and no impulses: {row['log']['full']}")
     if row.get("upgrade_problem"):
         failed = f"the upgrade to version {row['upgrade_to']} failed: {row['upgrade_problem']}"
         problems.append(f"{row['name']}: {failed} ('immortal upgrade {row['name']} --cancel' forgets it)")

@@ -94,6 +94,7 @@ class Clients:
         self._outgoing: dict[str, list[Reply]] = {}
         self._undurable: deque[tuple[int, int]] = deque()  # (ticket, size in bytes) of requests on their way to the log
         self._undurable_bytes = 0
+        self.log_full = False  # no more is taken until there is room again
         self._ungathered_bytes = 0  # replies that no commit has been asked for
         self._load(stored)
 
@@ -219,7 +220,8 @@ class Clients:
         limits = self._limits
         released = max(client.released, min(frame.acknowledged, client.number))
         return (
-            self.open_count >= limits.requests_open_max
+            self.log_full
+            or self.open_count >= limits.requests_open_max
             or self._undurable_bytes >= limits.log_pending_bytes
             or frame.number + frame.count - 1 - released > limits.client_span_max
         )

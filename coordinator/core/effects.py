@@ -87,6 +87,16 @@ class ReadRecords:
 
 
 @dataclass(slots=True)
+class ReadSpilled:
+    """Of what memory had no room for: as :meth:`LogStore.read_spilled`."""
+
+    destination: str
+    first_position: int
+    last_position: int
+    size_bytes_max: int
+
+
+@dataclass(slots=True)
 class OpenPeer:
     """Find out where ``destination`` is. What is sent there before that is known may be dropped; PeerMoved follows."""
 
@@ -172,6 +182,7 @@ Effect = (
     | CheckCheckpoint
     | ReadCheckpointChunk
     | ReadRecords
+    | ReadSpilled
     | OpenPeer
     | SendToPeer
     | ResetPeer

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coordinator.core.errors import LogError
-from coordinator.core.interfaces import LogSummary
+from coordinator.core.interfaces import LogSpace, LogSummary, OutputBatch
 from protocol.client import ClientFrame
 from protocol.peer import PeerFrame
 
@@ -119,6 +119,22 @@ class RecordsRead:
 
 
 @dataclass(slots=True)
+class SpilledRead:
+    """Answers ReadSpilled, with its ``destination`` and ``first_position``."""
+
+    destination: str
+    first_position: int
+    batches: Sequence[OutputBatch]
+
+
+@dataclass(slots=True)
+class LogMeasured:
+    """How much room the log takes, and has. To be said now and then, at least while there is too little."""
+
+    space: LogSpace
+
+
+@dataclass(slots=True)
 class LogFailed:
     """The log could not be read or written; there is no way on."""
 
@@ -156,6 +172,8 @@ Event = (
     | CheckpointChecked
     | CheckpointChunkRead
     | RecordsRead
+    | SpilledRead
+    | LogMeasured
     | LogFailed
     | CheckpointRequested
     | Tick

@@ -57,6 +57,7 @@ class GroupCommit:
         self.durable_ticket = 0
         self.durable_sequence_id = last_sequence_id
         self.from_app_bytes = 0  # waiting or on its way, from the app
+        self.pending_bytes = 0  # waiting or on its way, all of it
         self.logged_bytes = 0  # committed since the start
 
     @property
@@ -110,6 +111,7 @@ class GroupCommit:
 
     def _count(self, group: Group, size_bytes: int, from_app: bool) -> None:
         group.size_bytes += size_bytes
+        self.pending_bytes += size_bytes
         if from_app:
             group.from_app_bytes += size_bytes
             self.from_app_bytes += size_bytes
@@ -154,6 +156,7 @@ class GroupCommit:
         group = self._committing.popleft()
         self.durable_ticket = ticket
         self.from_app_bytes -= group.from_app_bytes
+        self.pending_bytes -= group.size_bytes
         if group.sequence_id is not None:
             self.durable_sequence_id = group.sequence_id
         return group

@@ -79,8 +79,24 @@ class OutputBatch:
 class ImpulseBatch:
     """Impulses to another instance, kept because no replay would make them again.
 
-    They take the positions from ``first_position`` on in the stream to ``destination``.
+    They take the positions from ``first_position`` on in the stream to ``destination``. Where the payload is empty,
+    ``left_size_bytes`` says how much of it was left in the log, to be read when there is room; 0: it is needed no more.
     """
+
+    destination: str
+    first_position: int
+    count: int
+    payload: bytes
+    left_size_bytes: int = 0
+
+    @property
+    def last_position(self) -> int:
+        return self.first_position + self.count - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SpilledBatch:
+    """Messages for ``destination`` that memory has no room for, from the position ``first_position`` on."""
 
     destination: str
     first_position: int
@@ -90,6 +106,24 @@ class ImpulseBatch:
     @property
     def last_position(self) -> int:
         return self.first_position + self.count - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SpilledExtent:
+    """Consecutive messages of one output stream that are in the log, both ends included."""
+
+    first_position: int
+    last_position: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogSpace:
+    """``used_bytes``: what the log needs of its file; pages that are free again don't count. ``free_bytes``: on its
+    disk, for others than root."""
+
+    used_bytes: int
+    free_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +197,8 @@ class Transaction:
     clients: dict[str, ClientPosition | None] = field(default_factory=dict)  # by client ID; None: forgotten
     replies: dict[tuple[str, int], bytes | None] = field(default_factory=dict)  # (client ID, number); None: removed
     clients_forgotten_ns: int | None = None
+    spilled: list[SpilledBatch] = field(default_factory=list)
+    spilled_ends: dict[str, int] = field(default_factory=dict)  # what the log has spilled behind that position goes
     checkpoint: CheckpointHeader | None = None  # its blob's chunks were written before
     version: VersionStart | None = None  # the version that begins with this checkpoint
     cut_healed: bool = False  # the output streams go on behind what a cut has taken away: forget the cut
@@ -184,6 +220,8 @@ class Transaction:
         self.replies.update(later.replies)
         if later.clients_forgotten_ns is not None:
             self.clients_forgotten_ns = later.clients_forgotten_ns
+        self.spilled += later.spilled
+        self.spilled_ends.update(later.spilled_ends)
         self.checkpoint = later.checkpoint or self.checkpoint  # of two, the later one makes the other superfluous
         require(self.version is None or later.version is None, "two versions begin in one transaction")
         self.version = self.version or later.version
@@ -210,6 +248,7 @@ class LogSummary:
     versions: Sequence[VersionStart] = ()  # oldest first; empty for a new log
     cut_sequence_id: int | None = None  # records from here on were cut off by hand, and no checkpoint since
     stream_starts: Mapping[str, StreamStart] = field(default_factory=dict)  # of the output streams once reset
+    spilled: Mapping[str, Sequence[SpilledExtent]] = field(default_factory=dict)  # by destination; not acknowledged
 
 
 class LogStore(Protocol):
@@ -231,6 +270,17 @@ class LogStore(Protocol):
 
     def read(self, first_sequence_id: int, size_bytes_max: int) -> list[bytes]:
         """Values (record + trailer) from ``first_sequence_id`` on, at least one if there is one, in order."""
+
+    def read_spilled(
+        self, destination: str, first_position: int, last_position: int, size_bytes_max: int
+    ) -> list[OutputBatch]:
+        """Messages to ``destination`` that memory had no room for, impulses among them, without a gap.
+
+        From ``first_position`` on, in a batch that may begin before it; none begins behind ``last_position``. At most
+        ``size_bytes_max``, but one batch. Raises DamagedLogError where the first is missing or damaged.
+        """
+
+    def space(self) -> LogSpace: ...
 
     def write_checkpoint_chunk(self, checkpoint_id: int, index: int, data: bytes) -> None:
         """Keep one chunk of a blob; it counts once a transaction with the checkpoint's header is committed."""

@@ -20,11 +20,39 @@ class Limits:
     log_pending_bytes: int = 16 * MIB
     """Input from the app that waits for the log; above this the app is not read."""
 
-    output_waiting_bytes: int = 64 * MIB
-    """Outputs that peers have not acknowledged, all streams together; above this the app is not read."""
+    output_memory_bytes: int = 64 * MIB
+    """Outputs for one peer that it has not acknowledged, in memory, those on their way included; more is spilled."""
+
+    spill_limit_bytes: int = 4 << 30
+    """Outputs spilled to the log, all peers together; beyond this, and with memory full, the app is not read."""
+
+    spill_row_bytes: int = 256 << 10
+    """Spilled outputs gather up to this, within ``output_memory_bytes``: a row for each call costs more."""
+
+    recent_ns: int = 1_000_000_000
+    """A receiver that has acknowledged nothing for so long takes nothing; one not called for so long needs nothing."""
+
+    spill_trim_bytes: int = 16 * MIB
+    """Spilled outputs that were acknowledged are removed from the log above this: one step of trimming."""
 
     peer_window_bytes: int = 8 * MIB
-    """Sent to one peer and not yet acknowledged: several commits' worth, so that the receiver never runs dry."""
+    """Sent to one peer and not yet acknowledged: several commits' worth, so that the receiver never runs dry. Where
+    the receiver has granted a window, that one counts; it grants no more than this."""
+
+    receive_budget_bytes: int = 64 * MIB
+    """What all peers may have on their way here: shared by those that send, less what waits for the disk already."""
+
+    grant_bytes_min: int = 64 << 10
+    """A peer is granted at least this, so that none is ever shut out."""
+
+    active_ns: int = 10_000_000_000
+    """A peer that has sent nothing for so long gives its share of the budget to the others."""
+
+    log_limit_bytes: int | None = None
+    """The log's size: above this, input from peers is refused and impulses wait until a checkpoint has made room."""
+
+    disk_free_bytes_min: int = 0
+    """... and the same below this much free space on the log's disk."""
 
     peer_window_frames: int = 64
     """... and as a number, for tiny frames."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from coordinator.core import events as ev
 from coordinator.core.app_messages import Calls, read_calls
+from coordinator.core.back_pressure import BackPressure
 from coordinator.core.checkpointing import Checkpointing
 from coordinator.core.clients import Clients
 from coordinator.core.effects import (
@@ -47,11 +48,12 @@ from coordinator.core.interfaces import (
     VersionStart,
 )
 from coordinator.core.limits import Limits
+from coordinator.core.log_room import LogRoom
 from coordinator.core.output_check import OutputDivergenceError
 from coordinator.core.peers import Peers
 from coordinator.core.recovery import Recovery
 from coordinator.core.session import AWAITING_CHECKPOINT, GETS_RECORDS, UPGRADES, AppSession, Phase, Step
-from coordinator.core.status import describe, describe_peers
+from coordinator.core.status import describe, describe_flow, describe_peers
 from coordinator.core.versions import Versions
 from coordinator.core.words import divergence_in_words
 from protocol.batch import encode_batch
@@ -145,7 +147,11 @@ class Machine:
         self._resets: deque[tuple[int, object]] = deque()  # (commit to wait for, token) of what an operator asked
         self._checkpoint_wake_ns: int | None = None
         self._retry_wake_ns: int | None = None  # for streams that have stopped
-        self._paused = False
+        self._spill_wake_ns: int | None = None  # for streams whose receivers are waited for
+        self._back_pressure = BackPressure(self.limits)
+        self._log_room = LogRoom(name, self.limits)
+        self._held: list[Calls] = []  # impulses that the log has no room for
+        self._held_bytes = 0
         self._stopping = False
         self._final_checkpoint_asked = False
         self._final_checkpoint_id = 0
@@ -166,6 +172,8 @@ class Machine:
             ev.CheckpointChecked: self._checkpoint_checked,
             ev.CheckpointChunkRead: self._checkpoint_chunk_read,
             ev.RecordsRead: self._records_read,
+            ev.SpilledRead: self._spilled_read,
+            ev.LogMeasured: self._log_measured,
             ev.LogFailed: self._log_failed,
             ev.CheckpointRequested: self._checkpoint_requested,
             ev.Tick: self._tick,
@@ -414,7 +422,7 @@ class Machine:
     @property
     def waits_for_peers(self) -> bool:
         """Whether a PeerReplied would change anything now, or may as well come with the next event."""
-        return self._peers.wants_replies or self._paused or self._cut or self._stopping
+        return self._peers.wants_replies or self._back_pressure.paused or self._cut or self._stopping
 
     @property
     def waits_for_app(self) -> bool:
@@ -496,7 +504,13 @@ class Machine:
     def _take(self, calls: Calls) -> None:
         if not calls.impulses:
             self._peers.append(calls.destination, calls.count, calls.payload)
-            return
+        elif self._log_room.full:
+            self._held.append(calls)
+            self._held_bytes += len(calls.payload)
+        else:
+            self._take_impulses(calls)
+
+    def _take_impulses(self, calls: Calls) -> None:
         if calls.destination == ONESELF:
             group = self._log_impulses(calls.count, calls.payload)
         else:
@@ -553,7 +567,8 @@ class Machine:
         self._checkpoints.wanted = False
         self._recovery.forget()
         self._load_ticket = 0
-        self._paused = False
+        self._back_pressure.paused = False
+        self._forget_held()
         if self._stopping:
             self._stop(None)
 
@@ -613,7 +628,7 @@ class Machine:
             session.checkpoint_sequence_id,
             version,
             {name: stream.mark for name, stream in outputs.items()},
-            {name: stream.unacknowledged for name, stream in outputs.items() if stream.waiting_bytes},
+            {name: stream.unacknowledged for name, stream in outputs.items() if stream.memory_bytes},
         )
         if self._final_checkpoint_asked:
             self._final_checkpoint_id = checkpoint_id
@@ -783,7 +798,9 @@ class Machine:
     def _tick(self, event: ev.Tick) -> None:
         """Time has passed. Whether a checkpoint is due is looked at in each turn."""
         checkpoint_due = self._checkpoint_wake_ns is not None and self._now_ns >= self._checkpoint_wake_ns
-        retry_due = self._is_retry_due()
+        retry_due = self._is_due(self._retry_wake_ns, self.limits.stream_retry_ns)
+        if self._is_due(self._spill_wake_ns, self.limits.recent_ns):
+            self._spill_wake_ns = None  # what is to be done, each turn does
         if checkpoint_due:
             self._checkpoint_wake_ns = None
         if retry_due:
@@ -791,20 +808,24 @@ class Machine:
             self._peers.retry_failed()
         self._plan_wake()
 
-    def _is_retry_due(self) -> bool:
-        if self._retry_wake_ns is None:
+    def _is_due(self, at_ns: int | None, wait_ns: int) -> bool:
+        if at_ns is None:
             return False
-        left_ns = self._retry_wake_ns - self._now_ns
-        return left_ns <= 0 or left_ns > self.limits.stream_retry_ns  # more than it ever was: the clock was set back
+        left_ns = at_ns - self._now_ns
+        return left_ns <= 0 or left_ns > wait_ns  # more than it ever was: the clock was set back
 
     def _plan_retry(self) -> None:
         if self._retry_wake_ns is None and not self.stopped and self._peers.any_failed:
             self._retry_wake_ns = self._now_ns + self.limits.stream_retry_ns
             self._plan_wake()
+        if self._spill_wake_ns is None and not self.stopped and self._peers.waits_for_receiver:
+            self._spill_wake_ns = self._now_ns + self.limits.recent_ns
+            self._plan_wake()
 
     def _plan_wake(self) -> None:
         """One WakeAt takes the place of the one before: the next of all that is waited for."""
-        due_ns = [at_ns for at_ns in (self._checkpoint_wake_ns, self._retry_wake_ns) if at_ns is not None]
+        wishes_ns = (self._checkpoint_wake_ns, self._retry_wake_ns, self._spill_wake_ns)
+        due_ns = [at_ns for at_ns in wishes_ns if at_ns is not None]
         if due_ns:
             self._effects.append(WakeAt(min(due_ns)))
 
@@ -833,6 +854,9 @@ class Machine:
         ):  # the app is up to date: the very bytes that were just written go to it
             session.fed_sequence_id = group.sequence_id
             self._send(group.record)
+        if self._peers.trim_ticket and event.ticket >= self._peers.trim_ticket:
+            self._peers.trim_ticket = 0
+            self._effects.append(Trim())
         if transaction.cut_healed:
             self._cut = self._peers.held = False
         if transaction.version is not None:
@@ -842,6 +866,29 @@ class Machine:
 
     def _log_failed(self, event: ev.LogFailed) -> None:
         self._stop(event.error)
+
+    def _log_measured(self, event: ev.LogMeasured) -> None:
+        """A log that is full takes no input but what the app makes of it: that is the way to a checkpoint, and room."""
+        room, session = self._log_room, self._session
+        if room.measured(event.space):
+            self._peers.log_full = room.full
+            self._clients.log_full = bool(room.full)
+            if room.full:
+                self._report("error", f"no more input is taken from peers, and no impulses: {room.full}")
+            else:
+                self._report("info", "the log has room again: input is taken from peers, and impulses")
+                held = self._held
+                self._forget_held()
+                for calls in held:
+                    self._take_impulses(calls)
+        last = self._checkpoints.last
+        if session.phase is Phase.NORMAL and room.wants_checkpoint(
+            session.fed_sequence_id, self._log.durable_sequence_id, last
+        ):
+            self._checkpoints.wanted = True
+
+    def _forget_held(self) -> None:
+        self._held, self._held_bytes = [], 0
 
     # --- peers -----------------------------------------------------------------------------------------------------
 
@@ -857,6 +904,9 @@ class Machine:
     def _peer_moved(self, event: ev.PeerMoved) -> None:
         self._peers.moved(event.destination)
 
+    def _spilled_read(self, event: ev.SpilledRead) -> None:
+        self._peers.spilled_read(event.destination, event.first_position, event.batches)
+
     def _peer_reset(self, event: ev.PeerReset) -> None:
         group = self._peers.reset(event.peer)
         if group is None:
@@ -868,16 +918,25 @@ class Machine:
     # --- back-pressure and the end -----------------------------------------------------------------------------------
 
     def _push_back(self) -> None:
-        limits = self.limits
-        outputs_full = self._peers.waiting_bytes > limits.output_waiting_bytes
+        limits, pressure = self.limits, self._back_pressure
+        self._effects += pressure.look(self._peers, self._now_ns)
         full = (
             self._log.from_app_bytes > limits.log_pending_bytes
             or self._checkpoints.chunks_pending_bytes > limits.chunks_pending_bytes
-            or (outputs_full and not self._stopping)  # the last checkpoint comes behind what the app has sent
+            # ... the last checkpoint comes behind what the app has sent
+            or (bool(pressure.held_up_for) and not self._stopping)
+            or (self._held_bytes > limits.log_pending_bytes and self._app_has_nothing_to_do)
         )
-        if full != self._paused and self._session.phase is not Phase.WAITING:
-            self._paused = full
+        if full != pressure.paused and self._session.phase is not Phase.WAITING:
+            pressure.paused = full
             self._effects.append(PauseApp() if full else ResumeApp())
+
+    @property
+    def _app_has_nothing_to_do(self) -> bool:
+        """Nobody waits for what the app sends: no record is on its way to it, no checkpoint from it."""
+        session = self._session
+        caught_up = session.fed_sequence_id == self._log.durable_sequence_id and session.unsent_bytes <= 0
+        return caught_up and session.phase is Phase.NORMAL and not self._stopping
 
     def _stop_requested(self, event: ev.StopRequested) -> None:
         if self._stopping:
@@ -906,7 +965,12 @@ class Machine:
 
     def peers_status(self) -> dict[str, dict[str, object]]:
         """What `immortal peers show` shows of each other instance; plain values."""
-        return describe_peers(self._peers)
+        return describe_peers(self._peers, self._back_pressure.held_up_for)
+
+    @property
+    def waits_for_room(self) -> bool:
+        """The log has too little: to be measured again although nothing happens."""
+        return bool(self._log_room.full)
 
     def status(self, now_ns: int) -> dict[str, object]:
         """What `immortal status` shows of a live instance; plain values."""
@@ -920,6 +984,7 @@ class Machine:
             self._checkpoints.last,
             now_ns,
         ) | {
+            **describe_flow(self._back_pressure, self._log_room, self.name, self.limits),
             "impulses": self._impulse_count,
             "clients": self._clients.describe(),
             "version": self._versions.current,

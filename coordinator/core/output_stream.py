@@ -1,9 +1,9 @@
 """The sending end of one stream: from this instance to one other.
 
 Every message of the app to that instance takes the stream's next position, from 1. A message is kept until the receiver
-has said that it is durable there. After a crash the app's replay makes the same messages again, at the same positions:
-those at or below the acknowledged one are dropped, the rest are sent. Impulses, which no replay makes, are put back at
-the positions that they had.
+has said that it is durable there: the oldest in memory, up to a limit, those behind them in the log. After a crash the
+app's replay makes the same messages again, at the same positions: those at or below the acknowledged one are dropped,
+the rest are sent. Impulses, which no replay makes, are put back at the positions that they had.
 
     CLOSED --open--> GREETING --Welcome--> OPEN          Hello asks how much the receiver has; batches follow it
                         |                    |
@@ -22,11 +22,14 @@ from dataclasses import dataclass
 from enum import Enum
 
 from coordinator.core.errors import DivergenceError, require
-from coordinator.core.interfaces import ImpulseBatch, OutputBatch, OutputMark
+from coordinator.core.interfaces import ONESELF, ImpulseBatch, OutputBatch, OutputMark, SpilledExtent
 from coordinator.core.limits import Limits
 from coordinator.core.output_check import OutputCheck
+from coordinator.core.pieces import behind, fitting
+from coordinator.core.spill import Spill
 from protocol.batch import offset_after
 from protocol.checksum import crc64
+from protocol.client import CLIENTS
 
 
 class StreamState(Enum):
@@ -34,25 +37,6 @@ class StreamState(Enum):
     GREETING = "greeting"
     OPEN = "open"
     FAILED = "failed"
-
-
-def cut(batch: OutputBatch, count: int) -> tuple[OutputBatch, OutputBatch]:
-    """The first ``count`` messages of ``batch``, and the others; both non-empty."""
-    require(0 < count < batch.count, f"cut {count} of {batch.count} messages")
-    offset = offset_after(batch.payload, count, batch.count)
-    return (
-        OutputBatch(batch.first_position, count, batch.payload[:offset]),
-        OutputBatch(batch.first_position + count, batch.count - count, batch.payload[offset:]),
-    )
-
-
-def behind(batch: OutputBatch, position: int) -> OutputBatch | None:
-    """What of ``batch`` lies behind ``position``; None if nothing does."""
-    if batch.first_position > position:
-        return batch
-    if batch.last_position <= position:
-        return None
-    return cut(batch, position - batch.first_position + 1)[1]
 
 
 @dataclass(slots=True)
@@ -75,6 +59,7 @@ class OutputStream:
         impulses: Iterable[ImpulseBatch] = (),
         attempt: int = 0,
         check: OutputCheck | None = None,
+        spilled: Sequence[SpilledExtent] = (),
     ) -> None:
         self.destination = destination
         self.state = StreamState.CLOSED
@@ -88,7 +73,12 @@ class OutputStream:
         self.forked = False  # this log is an older copy of one that has sent more
         self.offset = 0  # the receiver's position p is p + offset here
         self.greeted_position = 0  # what Hello said, in the receiver's positions
-        self.waiting_bytes = 0  # not acknowledged, on its way or not
+        self.window_bytes = limits.peer_window_bytes  # what the receiver grants
+        self.spill = Spill(limits.spill_row_bytes, spilled)
+        self.called = self.moved_on = False  # since Peers last looked: by the app, by the receiver
+        self.called_ns = self.moved_on_ns = 0  # when Peers last saw that
+        self.spill_credit_bytes = 0  # what may be spilled because as much was sent: while the app is to be slowed
+        self._may_spill = destination not in (ONESELF, CLIENTS)  # those go to the log as they are
         self._limits = limits
         self._unsent: deque[_Waiting] = deque()
         self._unsent_bytes = 0
@@ -99,8 +89,21 @@ class OutputStream:
         self._opening_ticket = 0  # of the commit without which nothing is sent
         self._check = check  # while a replay makes messages again
         self._kept_impulses = deque(batch for batch in impulses if batch.first_position > self.position)
+        self._restore(unacknowledged)
+
+    def _restore(self, unacknowledged: Sequence[OutputBatch]) -> None:
+        """A checkpoint holds what was in memory; what it lacks is in the log."""
+        position = self.acknowledged
         for batch in unacknowledged:
+            self._restore_stored(position + 1, batch.first_position - 1)
             self._enqueue(batch, 0)
+            position = max(position, batch.last_position)
+        self._restore_stored(position + 1, self.position)
+
+    def _restore_stored(self, first_position: int, last_position: int) -> None:
+        if first_position <= last_position and self._may_spill:
+            size_bytes = self.spill.size_known(first_position, last_position)
+            self.spill.add_stored(first_position, last_position, size_bytes)
 
     # --- messages in ---------------------------------------------------------------------------------------------
 
@@ -109,6 +112,7 @@ class OutputStream:
 
         Raises DivergenceError.
         """
+        self.called = True
         while self._kept_impulses:
             room = self._kept_impulses[0].first_position - self.position - 1
             if room < 0:
@@ -153,6 +157,11 @@ class OutputStream:
             self._check = None
         if self._kept_impulses:
             raise self._misplaced_impulse()
+        if all_sent and self.spill.known_position > self.position:
+            raise DivergenceError(
+                f"the log holds {self.spill.known_position} messages for {self.destination!r}, the replay made only "
+                f"{self.position}: the handlers did not do what they did before"
+            )
         if all_sent and self.acknowledged > self.position:
             raise DivergenceError(
                 f"{self.destination!r} has {self.acknowledged} messages of this instance, the replay made only "
@@ -171,9 +180,11 @@ class OutputStream:
         """The log was cut: what its lost part had sent is never made again. Go on behind what the receiver has.
 
         In place of :meth:`finish_replay`. Impulses that the receiver has not are put behind, at new positions. Returns
-        the rows that say so from now on, and the first positions of those that they replace.
+        the rows that say so from now on, and the first positions of those that they replace. What was spilled behind
+        the position that the stream has before this must go.
         """
         self._check = None
+        self.spill.end_at(self.position)
         kept, self._kept_impulses = list(self._kept_impulses), deque()
         rows = []
         if self.acknowledged > self.position:
@@ -197,8 +208,11 @@ class OutputStream:
         impulses = self._kept_impulses.popleft()
         if impulses.payload:
             self._add(impulses.count, impulses.payload, 0, made_by_replay=False)
-        else:  # acknowledged long ago: only its place matters
+        else:  # acknowledged long ago, or left in the log: its place matters
             self.position = impulses.last_position
+            if impulses.left_size_bytes and impulses.last_position > self.acknowledged:
+                first_position = max(impulses.first_position, self.acknowledged + 1)
+                self.spill.add_stored(first_position, impulses.last_position, impulses.left_size_bytes)
             if self._check is not None:
                 empty = OutputBatch(impulses.first_position, impulses.count, b"")
                 self._check.made(empty, self.checksum, self.checksum)
@@ -211,14 +225,74 @@ class OutputStream:
             self.checksum = crc64(payload, before)
         if self._check is not None:
             self._check.made(batch, before, self.checksum)
-        self._enqueue(batch, ticket)
+        self._enqueue(batch, ticket, logged=not made_by_replay)
 
-    def _enqueue(self, batch: OutputBatch, ticket: int) -> None:
+    def _enqueue(self, batch: OutputBatch, ticket: int, *, logged: bool = False) -> None:
         rest = behind(batch, self.acknowledged)
-        if rest is not None:
-            self._unsent.append(_Waiting(rest, ticket))
-            self._unsent_bytes += len(rest.payload)
-            self.waiting_bytes += len(rest.payload)
+        if rest is None:
+            return
+        if self.spill.active or (self._may_spill and len(rest.payload) > self._room_bytes):
+            self.spill.add(rest, ticket, logged=logged)
+        else:
+            self._put(rest, ticket)
+
+    def _put(self, batch: OutputBatch, ticket: int) -> None:
+        self._unsent.append(_Waiting(batch, ticket))
+        self._unsent_bytes += len(batch.payload)
+
+    # --- memory and the log --------------------------------------------------------------------------------------
+
+    @property
+    def memory_bytes(self) -> int:
+        """Not acknowledged, and in memory."""
+        return self._in_flight_bytes + self._unsent_bytes + self.spill.gathered_bytes
+
+    @property
+    def spilled_bytes(self) -> int:
+        """Not acknowledged, and in the log alone."""
+        return self.spill.stored_bytes
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Not acknowledged, on its way or not."""
+        return self.memory_bytes + self.spilled_bytes
+
+    @property
+    def memory_is_full(self) -> bool:
+        """More is held than may be; one message alone may be larger than that."""
+        return self.memory_bytes > self._limits.output_memory_bytes and (
+            len(self._in_flight) + len(self._unsent) > 1 or self.spill.gathered_bytes > 0
+        )
+
+    @property
+    def _room_bytes(self) -> int:
+        """For what is sent before all that is spilled; the rest is for what gathers to be a row."""
+        limits = self._limits
+        return limits.output_memory_bytes - limits.spill_row_bytes - self._in_flight_bytes - self._unsent_bytes
+
+    def next_read(self, durable_ticket: int) -> tuple[int, int, int] | None:
+        """Where there is room again: what gathered goes back to the others; (first, last position, size) to read."""
+        spill = self.spill
+        if self.state is not StreamState.OPEN:
+            return None
+        while (
+            waiting := spill.take_gathered(self._room_bytes, at_least_one=not (self._unsent or self._in_flight))
+        ) is not None:
+            self._put(*waiting)
+        limits = self._limits
+        # Not all that there is room for: it would only lie in memory until the window lets it go.
+        enough_bytes = min(limits.output_memory_bytes // 2, 2 * self.window_bytes)
+        size_bytes = min(limits.read_size_bytes, limits.output_memory_bytes // 4)
+        has_enough = self._unsent_bytes >= enough_bytes or self._room_bytes < size_bytes
+        if has_enough and (self._unsent or self._in_flight):
+            return None
+        found = spill.next_read(durable_ticket)
+        return None if found is None else (*found, size_bytes)
+
+    def spilled_read(self, first_position: int, batches: Sequence[OutputBatch]) -> None:
+        """What was asked for by :meth:`next_read`."""
+        for batch in self.spill.take_read(first_position, batches):
+            self._put(batch, 0)
 
     # --- frames out ----------------------------------------------------------------------------------------------
 
@@ -231,17 +305,27 @@ class OutputStream:
             or self._opening_ticket > durable_ticket
             or not unsent
             or unsent[0].ticket > durable_ticket
-            or self._in_flight_bytes >= limits.peer_window_bytes
             or len(self._in_flight) >= limits.peer_window_frames
-            or (len(self._in_flight) > 1 and self._unsent_bytes < limits.peer_gather_bytes)
+            or (len(self._in_flight) > 1 and self._unsent_bytes < min(limits.peer_gather_bytes, self.window_bytes))
         ):
             return None
+        room_bytes = self.window_bytes - self._in_flight_bytes
+        if len(unsent[0].batch.payload) > room_bytes:
+            if self._in_flight:
+                return None
+            # One message that is larger than the window goes alone.
+            waiting = unsent.popleft()
+            front, rest = fitting(waiting.batch, self.window_bytes)
+            if rest is not None:
+                unsent.appendleft(_Waiting(rest, waiting.ticket))
+            unsent.appendleft(_Waiting(front, waiting.ticket))
         taken = [unsent.popleft().batch]
         size_bytes = len(taken[0].payload)
+        frame_bytes_max = min(limits.peer_frame_bytes, room_bytes)
         while (
             unsent
             and unsent[0].ticket <= durable_ticket
-            and size_bytes + len(unsent[0].batch.payload) <= limits.peer_frame_bytes
+            and size_bytes + len(unsent[0].batch.payload) <= frame_bytes_max
         ):
             batch = unsent.popleft().batch
             taken.append(batch)
@@ -265,18 +349,20 @@ class OutputStream:
         self._unsent_bytes = 0
         return taken
 
-    def acknowledge(self, position: int) -> None:
-        """Everything up to ``position`` is durable at the receiver."""
+    def acknowledge(self, position: int) -> int:
+        """Everything up to ``position`` is durable at the receiver; how many bytes of the log that frees."""
         if position <= self.acknowledged:
-            return
+            return 0
         self.acknowledged = position
         in_flight = self._in_flight
         while in_flight and in_flight[0].last_position <= position:
             size_bytes = len(in_flight.popleft().payload)
             self._in_flight_bytes -= size_bytes
-            self.waiting_bytes -= size_bytes
+            self.spill_credit_bytes += size_bytes // 2
+        self.moved_on = True
         if not in_flight:  # after a restart, when the receiver has more than was known
             self._drop_acknowledged()
+        return self.spill.acknowledge(position)
 
     def _drop_acknowledged(self) -> None:
         """Of what waits to be sent."""
@@ -286,7 +372,6 @@ class OutputStream:
             rest = behind(waiting.batch, self.acknowledged)
             size_bytes = len(waiting.batch.payload) - (len(rest.payload) if rest else 0)
             self._unsent_bytes -= size_bytes
-            self.waiting_bytes -= size_bytes
             if rest is not None:
                 unsent.appendleft(_Waiting(rest, waiting.ticket))
 
@@ -323,8 +408,9 @@ class OutputStream:
         """Whether something here is held up until the receiver answers."""
         return (
             bool(self._unsent)
+            or self.spill.active
             or self.state is StreamState.GREETING
-            or 2 * self._in_flight_bytes > self._limits.peer_window_bytes
+            or 2 * self._in_flight_bytes > self.window_bytes
         )
 
     @property
@@ -354,4 +440,5 @@ class OutputStream:
 
     @property
     def unacknowledged(self) -> list[OutputBatch]:
-        return [*self._in_flight, *(waiting.batch for waiting in self._unsent)]
+        """What is in memory. What lies between two of these, or behind them, is in the log, or on its way there."""
+        return [*self._in_flight, *(waiting.batch for waiting in self._unsent), *self.spill.gathered]

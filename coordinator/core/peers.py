@@ -6,12 +6,13 @@ A stream to oneself is an output stream whose receiver is the own log: the machi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from coordinator.core import peer_problems as problems
-from coordinator.core.effects import Effect, OpenPeer, ReplyToPeer, Report, ResetPeer, SendToPeer
+from coordinator.core.effects import Effect, OpenPeer, ReadSpilled, ReplyToPeer, Report, ResetPeer, SendToPeer
+from coordinator.core.grants import Grants
 from coordinator.core.group_commit import Group, GroupCommit
 from coordinator.core.input_stream import InputStream
 from coordinator.core.interfaces import (
@@ -22,6 +23,8 @@ from coordinator.core.interfaces import (
     OutputBatch,
     OutputMark,
     SourcePosition,
+    SpilledBatch,
+    SpilledExtent,
     StreamStart,
     Transaction,
 )
@@ -67,6 +70,8 @@ class Peers:
     outputs: dict[str, OutputStream] = field(default_factory=dict)
     inputs: dict[str, InputStream] = field(default_factory=dict)
     accepting: bool = True  # of new input; not while stopping
+    log_full: str = ""  # why no input is taken from peers, in words; "" if it is
+    trim_ticket: int = 0  # of the commit behind which spilled outputs can be removed from the log; 0: of none
     catching_up: bool = False  # a replay is making messages again: receivers may have more than there are yet
     epoch_began_ns: int = 0  # ns since the Unix epoch
     held: bool = False  # nothing is sent: what was put in place of a cut's losses is not durable yet
@@ -75,7 +80,14 @@ class Peers:
     _parked: dict[str, deque[_ParkedHello]] = field(default_factory=dict)  # by sender
     _known_acknowledged: dict[str, int] = field(default_factory=dict)
     _some_failed: bool = False  # since the start; most of the time none has
+    waits_for_receiver: bool = False  # instead of spilling; to be looked at again after a while
     _moved: set[str] = field(default_factory=set)  # outputs that may have a new mark
+    _spilled_before: dict[str, Sequence[SpilledExtent]] = field(default_factory=dict)  # of streams not made again yet
+    _freed_bytes: int = 0  # spilled and acknowledged since trim_ticket
+    grants: Grants = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.grants = Grants(self.limits)
 
     def load_inputs(self, summary: LogSummary) -> None:
         for source, known in summary.sources.items():
@@ -119,8 +131,10 @@ class Peers:
                     impulses=[batch for batch in summary.impulses if batch.destination == destination],
                     attempt=epoch << 32,
                     check=self._check(destination),
+                    spilled=summary.spilled.get(destination, ()),
                 ),
             )
+        self._spilled_before = {name: extents for name, extents in summary.spilled.items() if name not in names}
 
     def _check(self, destination: str) -> OutputCheck | None:
         """The check of a stream that a replay may fill."""
@@ -160,6 +174,7 @@ class Peers:
         if stream is not None:
             return stream
         acknowledged = self._acknowledged(destination)
+        spilled = self._spilled_before.pop(destination, ())
         return self._add_output(
             destination,
             OutputStream(
@@ -168,6 +183,7 @@ class Peers:
                 acknowledged=acknowledged,
                 attempt=self.epoch << 32,
                 check=self._check(destination),
+                spilled=spilled,
             ),
         )
 
@@ -210,6 +226,71 @@ class Peers:
         self.output(destination).append(count, payload)
         self._moved.add(destination)
 
+    # --- what memory has no room for ---------------------------------------------------------------------------------
+
+    def _spill(self, stream: OutputStream, now_ns: int) -> None:
+        """To the log what has gathered, and back what there is room for again."""
+        read = stream.next_read(self.log.durable_ticket)
+        spill, limits = stream.spill, self.limits
+        if read is not None:
+            self.effects.append(ReadSpilled(stream.destination, *read))
+        size_bytes = spill.gathered_bytes
+        if size_bytes < limits.spill_row_bytes or self.kept_bytes + size_bytes > limits.spill_limit_bytes:
+            return
+        if self._slows_nobody(stream, now_ns) and stream.spill_credit_bytes < size_bytes:
+            self.waits_for_receiver = True
+            return
+        stream.spill_credit_bytes = 0
+        group = self.log.append_outside_record(size_bytes, from_app=True)
+        group.transaction.spilled += [
+            SpilledBatch(stream.destination, row.first_position, row.count, row.payload)
+            for row in spill.store(group.ticket)
+        ]
+
+    def _slows_nobody(self, stream: OutputStream, now_ns: int) -> bool:
+        """The app may as well wait for that receiver: it takes what it can, and nobody else could be sent to meanwhile.
+
+        To spill would only make the disk slower, for both. What was spilled before goes on to shrink: half as much as
+        was sent may be spilled anew.
+        """
+        recent_ns = self.limits.recent_ns
+        if stream.state is not StreamState.OPEN or abs(now_ns - stream.moved_on_ns) >= recent_ns:
+            return False
+        if stream.spill.stored_bytes == 0:
+            stream.spill_credit_bytes = 0
+        return not any(
+            other.destination not in (ONESELF, CLIENTS, stream.destination)
+            and abs(now_ns - other.called_ns) < recent_ns
+            and not other.spill.active
+            for other in self.outputs.values()
+        )
+
+    def spilled_read(self, destination: str, first_position: int, batches: Sequence[OutputBatch]) -> None:
+        stream = self.outputs.get(destination)
+        if stream is not None:
+            stream.spilled_read(first_position, batches)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Spilled to the log and not acknowledged, all streams together."""
+        return sum([stream.spill.kept_bytes for stream in self.outputs.values()])
+
+    @property
+    def full(self) -> list[str]:
+        """The destinations for which memory holds more than it may: what is spilled has reached its limit too."""
+        return [destination for destination, stream in self.outputs.items() if stream.memory_is_full]
+
+    @property
+    def spill_is_full(self) -> bool:
+        return self.kept_bytes + self.limits.spill_row_bytes > self.limits.spill_limit_bytes
+
+    def _freed(self, stream: OutputStream, size_bytes: int) -> None:
+        """Let what was spilled and is acknowledged be removed from the log, a step's worth at a time."""
+        self._freed_bytes += size_bytes
+        if self._freed_bytes >= self.limits.spill_trim_bytes or not stream.spill.kept_bytes:
+            self._freed_bytes = 0
+            self.trim_ticket = self.log.append_outside_record(0).ticket
+
     def forget_outputs(self) -> None:
         """The app is gone: its outputs will come again, by replay."""
         for destination in self.outputs:
@@ -236,8 +317,11 @@ class Peers:
         self.held = True
         transaction = Transaction(cut_healed=True)
         for destination, stream in self.outputs.items():
+            end = stream.position
             rows, replaced = stream.heal_cut()
             transaction.impulses += rows
+            if destination not in (ONESELF, CLIENTS):
+                transaction.spilled_ends[destination] = end
             transaction.impulses_removed += [(destination, position) for position in replaced]
             if destination not in (ONESELF, CLIENTS):
                 self._note_acknowledged(stream)
@@ -256,7 +340,7 @@ class Peers:
 
     def _open_all_called(self) -> None:
         """Streams that were used count as well if the replay does not call there at all."""
-        called = [*self._known_acknowledged, *self._checks]
+        called = [*self._known_acknowledged, *self._checks, *self._spilled_before]
         if ONESELF in self.inputs and self.inputs[ONESELF].durable:
             called.append(ONESELF)
         for destination in called:
@@ -268,9 +352,17 @@ class Peers:
             return
         durable_ticket = self.log.durable_ticket
         self.wants_replies = False
+        self.waits_for_receiver = False
+        for stream in self.outputs.values():
+            if stream.called:
+                stream.called, stream.called_ns = False, now_ns
+            if stream.moved_on:
+                stream.moved_on, stream.moved_on_ns = False, now_ns
         for destination, stream in self.outputs.items():
             if destination == CLIENTS:
                 continue
+            if stream.spill.active:
+                self._spill(stream, now_ns)
             while (batch := stream.next_batch(durable_ticket)) is not None:
                 if destination == ONESELF:
                     self._take_own(batch.first_position, batch.count, batch.payload, now_ns)
@@ -308,10 +400,6 @@ class Peers:
                 self._moved.discard(destination)
         return marks
 
-    @property
-    def waiting_bytes(self) -> int:
-        return sum([stream.waiting_bytes for stream in self.outputs.values()])
-
     def replied(self, destination: str, tag: int, frame: PeerFrame) -> None:
         """A receiver has answered."""
         stream = self.outputs.get(destination)
@@ -323,7 +411,9 @@ class Peers:
                 pending or frame.code == RefusedCode.NOT_ME or self._is_same_receiver(stream, frame)
             ):
                 stream.forked = stream.forked or frame.code == RefusedCode.STALE_EPOCH
-                self._fail(stream, problems.refused(self.name, destination, frame))
+                full = frame.code == RefusedCode.LOG_FULL
+                reason = problems.refused(self.name, destination, frame)
+                self._fail(stream, reason, failure="log full" if full else "", level="warning" if full else "error")
             return
         if pending:
             if tag == stream.attempt and frame.frame_type is FrameType.WELCOME:
@@ -335,6 +425,8 @@ class Peers:
         if position > stream.position and not self.catching_up:
             self._fail_forked(stream, frame.position)
             return
+        if frame.frame_type in (FrameType.TRIM_TO, FrameType.WELCOME):
+            stream.window_bytes = frame.count or self.limits.peer_window_bytes
         if frame.frame_type is FrameType.TRIM_TO:
             self._acknowledge(stream, position)
         elif tag != stream.attempt:
@@ -360,9 +452,11 @@ class Peers:
         self._fail(stream, reason, failure="own log older")
 
     def _acknowledge(self, stream: OutputStream, position: int) -> None:
-        stream.acknowledge(position)
+        freed_bytes = stream.acknowledge(position)
         if position <= stream.position:  # else the replay has not got there: whether it will is not known yet
             self._note_acknowledged(stream)
+        if freed_bytes:
+            self._freed(stream, freed_bytes)
 
     def _note_acknowledged(self, stream: OutputStream) -> None:
         destination, position = stream.destination, stream.acknowledged
@@ -393,7 +487,7 @@ class Peers:
             return False
         return True
 
-    def _fail(self, stream: OutputStream, reason: str, *, failure: str = "") -> None:
+    def _fail(self, stream: OutputStream, reason: str, *, failure: str = "", level: str = "error") -> None:
         """``failure``: what it is about, where the reason has figures that change. The same one is told once."""
         told = stream.failure == (failure or reason)
         stream.failure = failure or reason
@@ -402,7 +496,7 @@ class Peers:
         self.effects.append(ResetPeer(stream.destination))
         if not told:
             self.effects.append(
-                Report("error", f"stream stopped: {reason}; its messages are kept", {"peer": stream.destination})
+                Report(level, f"stream stopped: {reason}; its messages are kept", {"peer": stream.destination})
             )
 
     @property
@@ -490,7 +584,7 @@ class Peers:
         if frame.frame_type is FrameType.HELLO and not self.ready:
             self._park(_ParkedHello(token, frame))
             return
-        reply = self._refusal(frame) or self._answer(token, frame)
+        reply = self._refusal(frame) or self._answer(token, frame, now_ns)
         if reply is not None:
             self._reply(token, frame.sender, reply)
 
@@ -525,19 +619,23 @@ class Peers:
                 RefusedCode.ROLLED_BACK,
                 problems.has_less_than_once(self.name, frame.sender, stream.durable, frame.position),
             )
+        if refused is None and self.log_full:
+            refused = RefusedCode.LOG_FULL, self.log_full
         if refused is None:
             stream.error = ""
             return None
         code, reason = refused
         told, stream.error = stream.error == reason, reason
-        if code is not RefusedCode.STALE_EPOCH and not told:
+        if code is RefusedCode.LOG_FULL:
+            pass  # told once, for all peers
+        elif code is not RefusedCode.STALE_EPOCH and not told:
             self.effects.append(Report("error", f"stream refused: {reason}", {"peer": frame.sender}))
         elif frame.frame_type is FrameType.HELLO and not told:  # one that was late is no error: its sender knows
             text = problems.perhaps_older(self.name, frame.sender, reason)
             self.effects.append(Report("warning", f"stream refused: {text}", {"peer": frame.sender}))
         return _Reply(FrameType.REFUSED, code=code, reason=reason)
 
-    def _answer(self, token: object, frame: PeerFrame) -> _Reply | None:
+    def _answer(self, token: object, frame: PeerFrame, now_ns: int) -> _Reply | None:
         stream = self.input(frame.sender)
         if frame.frame_type is FrameType.HELLO:
             return _Reply(
@@ -559,6 +657,7 @@ class Peers:
         except RemoteProtocolError as error:
             return _Reply(FrameType.REFUSED, code=RefusedCode.MALFORMED, reason=str(error))
         stream.wait_for(last_position, token)
+        self.grants.sent(frame.sender, now_ns)
         if part is not None:
             self._log(stream, frame.sender, frame, *part)
         return None
@@ -580,11 +679,16 @@ class Peers:
         self._log(self.input(ONESELF), ONESELF, frame, first_position, count, payload)
 
     def _reply(self, token: object, receiver: str, reply: _Reply) -> None:
-        self.effects.append(
-            ReplyToPeer(
-                token, self._frame(reply.frame_type, receiver, reply.position, code=reply.code, reason=reply.reason)
-            )
+        grants = reply.frame_type in (FrameType.WELCOME, FrameType.TRIM_TO)
+        frame = self._frame(
+            reply.frame_type,
+            receiver,
+            reply.position,
+            count=self.grants.window_bytes(receiver, self.log.pending_bytes) if grants else 0,
+            code=reply.code,
+            reason=reply.reason,
         )
+        self.effects.append(ReplyToPeer(token, frame))
 
     def became_durable(self, sources: Iterable[tuple[str, SourcePosition]]) -> None:
         """Records up to these positions are on disk: acknowledge them."""

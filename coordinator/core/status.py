@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+from coordinator.core.back_pressure import BackPressure
 from coordinator.core.group_commit import GroupCommit
 from coordinator.core.interfaces import ONESELF, CheckpointHeader
+from coordinator.core.limits import Limits
+from coordinator.core.log_room import LogRoom
 from coordinator.core.peers import Peers
 from coordinator.core.session import GETS_RECORDS, AppSession, Phase
 from protocol.client import CLIENTS
@@ -38,12 +43,18 @@ def describe(
             "size_bytes": checkpoint.size_bytes,
             "age_s": round(max(0, now_ns - checkpoint.time_ns) / 1e9, 3),
         },
-        "inputs": {source or name: {"position": stream.durable} for source, stream in peers.inputs.items()},
+        "inputs": {
+            source or name: {"position": stream.durable} | _granted(peers, source)
+            for source, stream in peers.inputs.items()
+        },
         "outputs": {
             destination or name: {
                 "position": stream.position,
                 "acknowledged": stream.acknowledged,
                 "waiting_bytes": stream.waiting_bytes,
+                "memory_bytes": stream.memory_bytes,
+                "spilled_bytes": stream.spilled_bytes,
+                "window_bytes": stream.window_bytes,
                 "state": stream.state.value,
                 "error": stream.error or None,
             }
@@ -53,10 +64,29 @@ def describe(
     }
 
 
-def describe_peers(peers: Peers) -> dict[str, dict[str, object]]:
+def _granted(peers: Peers, source: str) -> dict[str, int]:
+    granted_bytes = peers.grants.granted_bytes.get(source)
+    return {} if granted_bytes is None else {"window_bytes": granted_bytes}
+
+
+def describe_flow(pressure: BackPressure, room: LogRoom, name: str, limits: Limits) -> dict[str, object]:
+    """Whether and for whom the app is held up; the log's room, as last measured."""
+    return {
+        "app_paused": pressure.paused,
+        "held_up_for": [destination or name for destination in pressure.held_up_for],
+        "log": {
+            "used_bytes": room.space.used_bytes if room.space else None,
+            "limit_bytes": limits.log_limit_bytes,
+            "free_bytes": room.space.free_bytes if room.space else None,
+            "full": room.full or None,
+        },
+    }
+
+
+def describe_peers(peers: Peers, held_up_for: Collection[str]) -> dict[str, dict[str, object]]:
     """Each other instance by name: the streams to it and from it, and what is wrong with them. Positions are ours."""
     names = {*peers.outputs, *peers.inputs, *peers.committer_ids} - {ONESELF, CLIENTS}
-    return {name: _describe_peer(peers, name) for name in sorted(names)}
+    return {name: _describe_peer(peers, name) | {"held_up": name in held_up_for} for name in sorted(names)}
 
 
 def _describe_peer(peers: Peers, name: str) -> dict[str, object]:
@@ -70,7 +100,10 @@ def _describe_peer(peers: Peers, name: str) -> dict[str, object]:
         "acknowledged": output.acknowledged if output else None,
         "waiting_bytes": output.waiting_bytes if output else 0,
         "in_flight_bytes": output.in_flight_bytes if output else 0,
-        "window_bytes": peers.limits.peer_window_bytes,
+        "memory_bytes": output.memory_bytes if output else 0,
+        "spilled_bytes": output.spilled_bytes if output else 0,
+        "window_bytes": output.window_bytes if output else None,
+        "granted_bytes": peers.grants.granted_bytes.get(name),
         "received": source.durable if source else None,
         "offset": start.offset if start else 0,
         "reset_pending": bool((start and start.pending) or (source and source.reset_pending)),

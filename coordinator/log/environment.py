@@ -46,6 +46,7 @@ class Tables:
     impulses: lmdb._Database
     clients: lmdb._Database
     replies: lmdb._Database
+    spilled: lmdb._Database
     versions: lmdb._Database
     meta: lmdb._Database
 
@@ -132,6 +133,8 @@ def open_tables(environment: lmdb.Environment, folder: Path, *, create: bool) ->
             meta = environment.open_db(b"meta", create=False)
             with environment.begin(buffers=True) as transaction:
                 _check_format(transaction, meta, folder)  # first: another version may have other databases
+            if not environment.flags()["readonly"]:
+                environment.open_db(b"spilled")  # logs were begun that have it not
             return Tables(*(environment.open_db(name.encode(), create=False) for name in names))
         with environment.begin(write=True) as transaction:
             return Tables(*(environment.open_db(name.encode(), txn=transaction) for name in names))

@@ -13,7 +13,6 @@ from coordinator.core.errors import DamagedLogError, require
 from coordinator.core.interfaces import (
     CheckpointHeader,
     ClientPosition,
-    ImpulseBatch,
     OutputBatch,
     OutputMark,
     VersionStart,
@@ -31,9 +30,11 @@ SEQUENCE_KEY = struct.Struct(">Q")  # records: sequence ID; checkpoints: checkpo
 CHUNK_KEY = struct.Struct(">QI")  # checkpoint ID, index
 _POSITION = struct.Struct(">Q")
 CRC = struct.Struct("<Q")
-_IMPULSES_HEAD = struct.Struct("<QIQ")  # CRC of the head, count, CRC of the payload
-_IMPULSES_COUNTED = struct.Struct("<IQ")
+_BATCH_HEAD = struct.Struct("<QIQ")  # CRC of the head, count, CRC of the payload
+_BATCH_COUNTED = struct.Struct("<IQ")
 
+IMPULSES_TABLE = b"impulses"
+SPILLED_TABLE = b"spilled"
 META_FORMAT = b"format"
 META_INSTANCE = b"instance"
 META_COMMITTER_ID = b"committer_id"
@@ -101,14 +102,15 @@ def name_of_key(key: bytes) -> str:
     return key[:-1].decode(errors="replace")
 
 
-def impulse_key(destination: str, first_position: int) -> bytes:
+def batch_key(destination: str, first_position: int) -> bytes:
+    """Of ``impulses`` and ``spilled``."""
     return name_key(destination) + _POSITION.pack(first_position)
 
 
-def impulse_of_key(key: bytes) -> tuple[str, int]:
+def batch_of_key(table: bytes, key: bytes) -> tuple[str, int]:
     """(destination, first position)"""
     if len(key) <= _POSITION.size or key[-_POSITION.size - 1] != 0:
-        raise DamagedLogError(f"the log's table 'impulses' has a damaged key {key.hex()}", -1)
+        raise DamagedLogError(f"the log's table {table.decode()!r} has a damaged key {key.hex()}", -1)
     return name_of_key(key[: -_POSITION.size]), _POSITION.unpack(key[-_POSITION.size :])[0]
 
 
@@ -226,26 +228,34 @@ def decode_outputs(data: bytes) -> dict[str, list[OutputBatch]]:
     return {name: [OutputBatch(*row) for row in rows] for name, rows in _OUTPUTS.decode(data).items()}
 
 
-def encode_impulses(key: bytes, batch: ImpulseBatch) -> bytes:
-    counted = _IMPULSES_COUNTED.pack(batch.count, crc64(batch.payload))
-    return b"".join((CRC.pack(crc64(counted, crc64(b"impulses\0" + key))), counted, batch.payload))
+def encode_batch(table: bytes, key: bytes, count: int, payload: bytes) -> bytes:
+    """A row of ``impulses`` or ``spilled``."""
+    counted = _BATCH_COUNTED.pack(count, crc64(payload))
+    return b"".join((CRC.pack(crc64(counted, crc64(table + b"\0" + key))), counted, payload))
 
 
-def decode_impulses_count(key: bytes, value: Readable) -> int:
+def decode_batch_count(table: bytes, key: bytes, value: Readable) -> int:
     """The count of a row, without touching its payload. Raises DamagedLogError."""
-    if len(value) >= _IMPULSES_HEAD.size:
-        check, count, payload_check = _IMPULSES_HEAD.unpack_from(value)
-        if check == crc64(_IMPULSES_COUNTED.pack(count, payload_check), crc64(b"impulses\0" + key)):
+    if len(value) >= _BATCH_HEAD.size:
+        check, count, payload_check = _BATCH_HEAD.unpack_from(value)
+        if check == crc64(_BATCH_COUNTED.pack(count, payload_check), crc64(table + b"\0" + key)):
             return int(count)
-    raise DamagedLogError(f"the log's table 'impulses' is damaged at key {_shown(key)}: its CRC does not match", -1)
+    raise DamagedLogError(
+        f"the log's table {table.decode()!r} is damaged at key {_shown(key)}: its CRC does not match", -1
+    )
 
 
-def decode_impulses_payload(key: bytes, value: Readable) -> bytes:
+def batch_payload_size(value: Readable) -> int:
+    return len(value) - _BATCH_HEAD.size
+
+
+def decode_batch_payload(table: bytes, key: bytes, value: Readable) -> bytes:
     """The payload of a row whose head was decoded before. Raises DamagedLogError."""
-    payload = bytes(value[_IMPULSES_HEAD.size :])
-    if crc64(payload) != _IMPULSES_HEAD.unpack_from(value)[2]:
-        destination, position = impulse_of_key(key)
+    payload = bytes(value[_BATCH_HEAD.size :])
+    if crc64(payload) != _BATCH_HEAD.unpack_from(value)[2]:
+        destination, position = batch_of_key(table, key)
+        what = "impulses" if table == IMPULSES_TABLE else "spilled messages"
         raise DamagedLogError(
-            f"the impulses to {destination!r} at position {position} are damaged: the CRC does not match", -1
+            f"the {what} to {destination!r} at position {position} are damaged: the CRC does not match", -1
         )
     return payload

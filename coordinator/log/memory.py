@@ -12,14 +12,21 @@ from coordinator.core.interfaces import (
     CheckpointHeader,
     ClientPosition,
     ImpulseBatch,
+    LogSpace,
     LogSummary,
+    OutputBatch,
     SourcePosition,
+    SpilledBatch,
+    SpilledExtent,
     StoredClients,
     StreamStart,
     Transaction,
     VersionStart,
 )
+from coordinator.core.pieces import cut
 from coordinator.log.checkpoint_store import PendingBlob
+from coordinator.log.reading import IMPULSES_LOADED_SIZE_BYTES_MAX
+from coordinator.log.spilled import add_extent, missing
 from coordinator.log.store import check_records
 from coordinator.log.trim import STEP_ROWS_MAX, Retention
 from coordinator.log.values import check_value, logged_time_ns
@@ -51,6 +58,7 @@ class _Durable:
     versions: list[VersionStart] = field(default_factory=list)
     cut_sequence_id: int | None = None
     stream_starts: dict[str, StreamStart] = field(default_factory=dict)
+    spilled: dict[tuple[str, int], SpilledBatch] = field(default_factory=dict)
 
 
 class MemoryLogStore:
@@ -58,6 +66,8 @@ class MemoryLogStore:
 
     def __init__(self, committer_id: int = 1) -> None:
         self.problems: list[str] = []
+        self.impulses_loaded_size_bytes_max = IMPULSES_LOADED_SIZE_BYTES_MAX
+        self.free_bytes = 1 << 40  # of the disk
         self._durable = _Durable(committer_id)
         self._pending: PendingBlob | None = None
         self._failure: LogError | None = None
@@ -67,6 +77,8 @@ class MemoryLogStore:
     def crash(self) -> MemoryLogStore:
         """A fresh store with what was durable; this one accepts nothing more."""
         store = MemoryLogStore(self._durable.committer_id)
+        store.impulses_loaded_size_bytes_max = self.impulses_loaded_size_bytes_max
+        store.free_bytes = self.free_bytes
         store._durable = copy.copy(self._durable)
         for name in _Durable.__dataclass_fields__:
             value = getattr(self._durable, name)
@@ -97,12 +109,6 @@ class MemoryLogStore:
         self._refuse_after_failure()
         durable = self._durable
         first, last = self._first_and_last()
-        impulses = [
-            batch
-            if batch.last_position > durable.acknowledged.get(batch.destination, 0)
-            else replace(batch, payload=b"")
-            for _, batch in sorted(durable.impulses.items())
-        ]
         return LogSummary(
             committer_id=durable.committer_id,
             epoch=durable.epoch,
@@ -112,12 +118,13 @@ class MemoryLogStore:
             sources=dict(durable.sources),
             acknowledged=dict(durable.acknowledged),
             peers=dict(durable.peers),
-            impulses=impulses,
+            impulses=self._loaded_impulses(),
             extensions=durable.extensions,
             last_time_ns=logged_time_ns(durable.records[last], last, durable.committer_id) if last >= first else 0,
             versions=list(durable.versions),
             cut_sequence_id=durable.cut_sequence_id,
             stream_starts=dict(durable.stream_starts),
+            spilled=self._extents(),
         )
 
     def clients(self) -> StoredClients:
@@ -125,6 +132,28 @@ class MemoryLogStore:
         self._refuse_after_failure()
         durable = self._durable
         return StoredClients(dict(durable.clients), dict(durable.replies), durable.clients_forgotten_ns)
+
+    def _loaded_impulses(self) -> list[ImpulseBatch]:
+        durable = self._durable
+        loaded: dict[str, int] = {}
+        batches = []
+        for _, batch in sorted(durable.impulses.items()):
+            destination, size_bytes = batch.destination, len(batch.payload)
+            if batch.last_position <= durable.acknowledged.get(destination, 0):
+                batches.append(replace(batch, payload=b""))
+                continue
+            loaded[destination] = loaded.get(destination, 0) + size_bytes
+            enough = loaded[destination] > self.impulses_loaded_size_bytes_max and durable.cut_sequence_id is None
+            batches.append(replace(batch, payload=b"", left_size_bytes=size_bytes) if enough else batch)
+        return batches
+
+    def _extents(self) -> dict[str, list[SpilledExtent]]:
+        found: dict[str, list[SpilledExtent]] = {}
+        for (destination, _), batch in sorted(self._durable.spilled.items()):
+            if batch.last_position > self._durable.acknowledged.get(destination, 0):
+                extent = SpilledExtent(batch.first_position, batch.last_position, len(batch.payload))
+                add_extent(found.setdefault(destination, []), extent)
+        return found
 
     def commit(self, transaction: Transaction) -> None:
         """As LmdbLogStore.commit."""
@@ -150,6 +179,9 @@ class MemoryLogStore:
         _update(durable.replies, transaction.replies)
         if transaction.clients_forgotten_ns is not None:
             durable.clients_forgotten_ns = transaction.clients_forgotten_ns
+        for destination, position in transaction.spilled_ends.items():
+            self._end_spilled(destination, position)
+        durable.spilled.update(((batch.destination, batch.first_position), batch) for batch in transaction.spilled)
         if checkpoint is not None:
             unacknowledged = {name: list(batches) for name, batches in checkpoint.unacknowledged.items()}
             durable.checkpoints[checkpoint.checkpoint_id] = replace(
@@ -190,6 +222,53 @@ class MemoryLogStore:
                 f"record {first_sequence_id} is missing: the log has {first} to {last}", first_sequence_id
             )
         return values
+
+    def _end_spilled(self, destination: str, position: int) -> None:
+        for key, batch in list(self._durable.spilled.items()):
+            if key[0] != destination or batch.last_position <= position:
+                continue
+            del self._durable.spilled[key]
+            if batch.first_position <= position:
+                whole = OutputBatch(batch.first_position, batch.count, batch.payload)
+                rest, _ = cut(whole, position - batch.first_position + 1)
+                self._durable.spilled[key] = replace(batch, count=rest.count, payload=rest.payload)
+
+    def read_spilled(
+        self, destination: str, first_position: int, last_position: int, size_bytes_max: int
+    ) -> list[OutputBatch]:
+        """As LmdbLogStore.read_spilled."""
+        self._refuse_after_failure()
+        rows: list[SpilledBatch | ImpulseBatch] = [*self._durable.spilled.values(), *self._durable.impulses.values()]
+        batches: list[OutputBatch] = []
+        size_bytes, position = 0, first_position
+        while position <= last_position:
+            found = [
+                row
+                for row in rows
+                if row.destination == destination and row.first_position <= position <= row.last_position
+            ]
+            if not found and not batches:
+                raise missing(destination, position)
+            if not found:
+                break
+            row = found[0]
+            size_bytes += len(row.payload)
+            if batches and size_bytes > size_bytes_max:
+                break
+            batches.append(OutputBatch(row.first_position, row.count, row.payload))
+            position = row.last_position + 1
+        return batches
+
+    def space(self) -> LogSpace:
+        """As LmdbLogStore.space; the bytes of records, chunks and spilled outputs."""
+        self._refuse_after_failure()
+        durable = self._durable
+        sizes = [
+            *map(len, durable.records.values()),
+            *(len(data) for data, _ in durable.chunks.values()),
+            *(len(batch.payload) for batch in durable.spilled.values()),
+        ]
+        return LogSpace(sum(sizes), self.free_bytes)
 
     def write_checkpoint_chunk(self, checkpoint_id: int, index: int, data: Readable) -> None:
         """As LmdbLogStore.write_checkpoint_chunk."""
@@ -237,9 +316,12 @@ class MemoryLogStore:
     def trim(self, *, keep_checkpoints: int | None, keep_since_ns: int | None = None) -> bool:
         """As LmdbLogStore.trim; a step is bounded in records only."""
         self._refuse_after_failure()
+        durable = self._durable
+        for key, spilled in list(durable.spilled.items()):
+            if spilled.last_position <= durable.acknowledged.get(spilled.destination, 0):
+                del durable.spilled[key]
         if keep_checkpoints is None and keep_since_ns is None:
             return False
-        durable = self._durable
         oldest = Retention(keep_checkpoints, keep_since_ns).oldest_kept(
             header
             for checkpoint_id, header in sorted(durable.checkpoints.items(), reverse=True)
@@ -257,7 +339,8 @@ class MemoryLogStore:
             durable.trimmed_sequence_id = sequence_id
         for key, batch in list(durable.impulses.items()):
             mark = oldest.outputs.get(batch.destination)
-            if mark is not None and batch.last_position <= mark.position:
+            position = min(mark.position, durable.acknowledged.get(batch.destination, 0)) if mark is not None else 0
+            if batch.last_position <= position:
                 del durable.impulses[key]
         return removed_end <= oldest.sequence_id
 

@@ -22,13 +22,15 @@ from coordinator.core.interfaces import (
     VersionStart,
 )
 from coordinator.log import format as log_format
+from coordinator.log import spilled
 from coordinator.log.environment import Tables
-from coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY, StoredHeader
+from coordinator.log.format import CHUNK_KEY, IMPULSES_TABLE, SEQUENCE_KEY, StoredHeader
 from coordinator.log.values import logged_time_ns
 from protocol.checksum import crc64
 from protocol.client import ReplyKind
 
 ReadTransaction: TypeAlias = "lmdb.Transaction[memoryview]"
+IMPULSES_LOADED_SIZE_BYTES_MAX = 16 << 20  # for each destination; memory has room for that
 LoadOutputs = Callable[[StoredHeader], dict[str, list[OutputBatch]]]
 
 
@@ -184,9 +186,10 @@ def load_summary(
             problems.append(f"checkpoint {checkpoint_id} is left out: {error}")
             continue
         checkpoints.append(with_outputs(stored, load))
-    acknowledged = named_rows(transaction, tables.acknowledged, b"acknowledged", log_format.INT)
+    acknowledged = acknowledged_positions(transaction, tables)
     sources = named_rows(transaction, tables.sources, b"sources", log_format.SOURCE)
     extensions = meta_value(transaction, tables, log_format.META_EXTENSIONS, log_format.INTS)
+    cut = meta_value(transaction, tables, log_format.META_CUT, log_format.INT)
     return LogSummary(
         committer_id=committer_id,
         epoch=meta_value(transaction, tables, log_format.META_EPOCH, log_format.INT) or 0,
@@ -196,13 +199,29 @@ def load_summary(
         sources={name: SourcePosition(*row) for name, row in sources.items()},
         acknowledged=acknowledged,
         peers=named_rows(transaction, tables.peers, b"peers", log_format.INT),
-        impulses=load_impulses(transaction, tables, acknowledged),
+        impulses=load_impulses(transaction, tables, acknowledged, all_of_them=cut is not None),  # they may move then
         extensions=None if extensions is None else frozenset(extensions),
         last_time_ns=_record_time_ns(transaction, tables, last, committer_id),
         versions=version_starts(transaction, tables),
-        cut_sequence_id=meta_value(transaction, tables, log_format.META_CUT, log_format.INT),
+        cut_sequence_id=cut,
         stream_starts=stream_starts(transaction, tables),
+        spilled=spilled.extents(transaction, tables, acknowledged),
     )
+
+
+def acknowledged_positions(transaction: ReadTransaction, tables: Tables) -> dict[str, int]:
+    """By destination: the last position that is durable there. Raises DamagedLogError."""
+    return named_rows(transaction, tables.acknowledged, b"acknowledged", log_format.INT)
+
+
+def used_bytes(transaction: ReadTransaction, tables: Tables) -> int:
+    """The size of the pages that hold something; those that are free again, or LMDB's own list of them, don't count."""
+    total_bytes = 0
+    for name in Tables.__dataclass_fields__:
+        state = transaction.stat(getattr(tables, name))
+        pages = state["branch_pages"] + state["leaf_pages"] + state["overflow_pages"]
+        total_bytes += pages * state["psize"]
+    return total_bytes
 
 
 def stream_starts(transaction: ReadTransaction, tables: Tables) -> dict[str, StreamStart]:
@@ -229,21 +248,31 @@ def with_outputs(stored: StoredHeader, load: LoadOutputs) -> CheckpointHeader:
     return replace(stored.header, unacknowledged=StoredOutputs(stored, load))
 
 
-def load_impulses(transaction: ReadTransaction, tables: Tables, acknowledged: Mapping[str, int]) -> list[ImpulseBatch]:
+def load_impulses(
+    transaction: ReadTransaction, tables: Tables, acknowledged: Mapping[str, int], *, all_of_them: bool = False
+) -> list[ImpulseBatch]:
     """All impulses by destination and position; the payload of those that are acknowledged whole is b"".
 
     Their positions still count, but nobody needs their bytes: the table may be far larger than what is unacknowledged.
+    Of what is not acknowledged, only so much is loaded for each destination; the rest is read when it is sent.
+    ``all_of_them``: load all of that.
     """
     batches = []
+    loaded: dict[str, int] = {}
     with transaction.cursor(tables.impulses) as cursor:
         for key_view, value in cursor:
             key = bytes(key_view)
-            destination, first_position = log_format.impulse_of_key(key)
-            count = log_format.decode_impulses_count(key, value)
-            payload = b""
+            destination, first_position = log_format.batch_of_key(IMPULSES_TABLE, key)
+            count = log_format.decode_batch_count(IMPULSES_TABLE, key, value)
+            payload, left_bytes = b"", 0
             if first_position + count - 1 > acknowledged.get(destination, 0):
-                payload = log_format.decode_impulses_payload(key, value)
-            batches.append(ImpulseBatch(destination, first_position, count, payload))
+                size_bytes = log_format.batch_payload_size(value)
+                loaded[destination] = loaded.get(destination, 0) + size_bytes
+                if all_of_them or loaded[destination] <= IMPULSES_LOADED_SIZE_BYTES_MAX:
+                    payload = log_format.decode_batch_payload(IMPULSES_TABLE, key, value)
+                else:
+                    left_bytes = size_bytes
+            batches.append(ImpulseBatch(destination, first_position, count, payload, left_bytes))
     return batches
 
 
@@ -326,5 +355,5 @@ def check_impulses(transaction: ReadTransaction, tables: Tables) -> None:
     with transaction.cursor(tables.impulses) as cursor:
         for key_view, value in cursor:
             key = bytes(key_view)
-            log_format.decode_impulses_count(key, value)
-            log_format.decode_impulses_payload(key, value)
+            log_format.decode_batch_count(IMPULSES_TABLE, key, value)
+            log_format.decode_batch_payload(IMPULSES_TABLE, key, value)

@@ -22,6 +22,7 @@ from coordinator.core.errors import (
     require,
 )
 from coordinator.core.interfaces import (
+    LogSpace,
     LogSummary,
     OutputBatch,
     StoredClients,
@@ -31,7 +32,7 @@ from coordinator.core.interfaces import (
 )
 from coordinator.fault_points import FaultPoint, reach
 from coordinator.log import format as log_format
-from coordinator.log import reading, trim
+from coordinator.log import reading, spilled, trim
 from coordinator.log.checkpoint_store import CheckpointWriter, remove_half_written
 from coordinator.log.environment import DATA_FILE_NAME, LogIdentity, Tables, extend_data_file
 from coordinator.log.format import SEQUENCE_KEY, StoredHeader
@@ -188,24 +189,46 @@ class LmdbLogStore:
         Kept are the newest ``keep_checkpoints`` with the records after them and, where ``keep_since_ns`` (ns since the
         Unix epoch) is given, the newest checkpoint taken at or before that moment with all that came after it.
         ``keep_checkpoints`` None: only ``keep_since_ns`` counts, and without it everything is kept. The newest valid
-        checkpoint and the records after it always stay.
+        checkpoint and the records after it always stay. Spilled outputs go as soon as they are acknowledged.
         """
-        if keep_checkpoints is None and keep_since_ns is None:
-            return False
-        keep = trim.Retention(keep_checkpoints, keep_since_ns)
+        keep = None
+        if keep_checkpoints is not None or keep_since_ns is not None:
+            keep = trim.Retention(keep_checkpoints, keep_since_ns)
         budget = trim.Budget.step()
 
         def step(write: WriteTransaction) -> None:
             nonlocal budget
             self._environment.reader_check()  # a killed reader's slot would keep freed pages from being used again
             budget = trim.Budget.step()  # a retry with a larger map begins anew
-            trim.trim_step(write, self._tables, keep, self._damaged_checkpoint_ids, budget)
+            acknowledged = reading.acknowledged_positions(write, self._tables)
+            spilled.trim(write, self._tables, acknowledged, budget)
+            if keep is not None and not budget.exhausted:
+                trim.trim_step(write, self._tables, keep, self._damaged_checkpoint_ids, acknowledged, budget)
             reach(FaultPoint.DURING_TRIM)
 
         self._write(step)
         if budget.rows_left < trim.STEP_ROWS_MAX:
             extend_data_file(self._folder / DATA_FILE_NAME)
         return budget.exhausted
+
+    def read_spilled(
+        self, destination: str, first_position: int, last_position: int, size_bytes_max: int
+    ) -> list[OutputBatch]:
+        """As LogStore.read_spilled."""
+        with self._naming_remedy():
+            batches = self._read(
+                lambda transaction: spilled.read(
+                    transaction, self._tables, destination, first_position, last_position, size_bytes_max
+                )
+            )
+        self._have_touched(sum(len(batch.payload) for batch in batches))
+        return batches
+
+    def space(self) -> LogSpace:
+        """What the log needs of its file: the pages of all tables, and what the disk has left."""
+        used_bytes = self._read(lambda transaction: reading.used_bytes(transaction, self._tables))
+        state = os.statvfs(self._folder)
+        return LogSpace(used_bytes, state.f_bavail * state.f_frsize)
 
     def size_bytes(self) -> int:
         """The size of the log's file."""
@@ -234,11 +257,17 @@ class LmdbLogStore:
             key = log_format.name_key(name)
             write.put(key, log_format.seal(b"acknowledged", key, position), db=tables.acknowledged)
         for destination, first_position in transaction.impulses_removed:
-            write.delete(log_format.impulse_key(destination, first_position), db=tables.impulses)
+            write.delete(log_format.batch_key(destination, first_position), db=tables.impulses)
         for batch in transaction.impulses:
             require(batch.count > 0 and batch.first_position > 0, f"{batch.count} impulses at {batch.first_position}")
-            key = log_format.impulse_key(batch.destination, batch.first_position)
-            write.put(key, log_format.encode_impulses(key, batch), db=tables.impulses)
+            key = log_format.batch_key(batch.destination, batch.first_position)
+            value = log_format.encode_batch(log_format.IMPULSES_TABLE, key, batch.count, batch.payload)
+            write.put(key, value, db=tables.impulses)
+        for destination, position in transaction.spilled_ends.items():
+            spilled.end_at(write, tables, destination, position)
+        for piece in transaction.spilled:
+            require(piece.count > 0 and piece.first_position > 0, f"{piece.count} spilled at {piece.first_position}")
+            spilled.put(write, tables, piece)
         for name, committer_id in transaction.peers.items():
             key = log_format.name_key(name)
             write.put(key, log_format.seal(b"peers", key, committer_id), db=tables.peers)

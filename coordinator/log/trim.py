@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import lmdb
@@ -12,7 +12,7 @@ from coordinator.core.errors import DamagedLogError, require
 from coordinator.core.interfaces import CheckpointHeader
 from coordinator.log import format as log_format
 from coordinator.log.environment import Tables
-from coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
+from coordinator.log.format import CHUNK_KEY, IMPULSES_TABLE, SEQUENCE_KEY
 
 STEP_ROWS_MAX = 1024  # a commit waits for at most one step: a millisecond or two
 STEP_SIZE_BYTES_MAX = 16 << 20
@@ -103,6 +103,7 @@ def trim_step(
     tables: Tables,
     keep: Retention,
     damaged_ids: Collection[int],
+    acknowledged: Mapping[str, int],
     budget: Budget,
 ) -> None:
     """Remove one step; the budget is exhausted if more may remain.
@@ -124,7 +125,9 @@ def trim_step(
         transaction.put(log_format.META_TRIMMED, value, db=tables.meta)
     for destination, mark in oldest.outputs.items():
         if not budget.exhausted:
-            _trim_impulses(transaction, tables, destination, mark.position, budget)
+            # Also those before the checkpoint, while they wait: it may have left them where they are.
+            position = min(mark.position, acknowledged.get(destination, 0))
+            _trim_impulses(transaction, tables, destination, position, budget)
 
 
 def _trim_impulses(
@@ -132,14 +135,14 @@ def _trim_impulses(
 ) -> None:
     """Delete the rows of one stream that end at or below ``position``."""
     with transaction.cursor(tables.impulses) as cursor:
-        found = cursor.set_range(log_format.impulse_key(destination, 0))
+        found = cursor.set_range(log_format.batch_key(destination, 0))
         while found and not budget.exhausted:
             key = bytes(cursor.key())
-            row_destination, first_position = log_format.impulse_of_key(key)
+            row_destination, first_position = log_format.batch_of_key(IMPULSES_TABLE, key)
             value = cursor.value()
             if row_destination != destination or first_position > position:
                 break
-            if first_position + log_format.decode_impulses_count(key, value) - 1 > position:
+            if first_position + log_format.decode_batch_count(IMPULSES_TABLE, key, value) - 1 > position:
                 break
             budget.rows_left -= 1
             budget.bytes_left -= len(value)

@@ -11,7 +11,7 @@ from pathlib import Path
 from coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError, LogLockedError
 from coordinator.core.interfaces import ClientPosition
 from coordinator.log import format as log_format
-from coordinator.log import reading
+from coordinator.log import reading, spilled
 from coordinator.log.environment import (
     DATA_FILE_NAME,
     LogIdentity,
@@ -247,6 +247,7 @@ class LogVerification:
             ("acknowledged", _check_acknowledged, "the log cannot be opened"),
             ("peers", _check_peers, "the log cannot be opened"),
             ("impulses", reading.check_impulses, "impulses that were accepted may be lost"),
+            ("spilled", spilled.check, "calls that wait for a peer may be lost"),
             ("meta", _check_meta, "the log cannot be opened"),
         ):
             try:
@@ -313,7 +314,7 @@ def _check_versions(transaction: reading.ReadTransaction, tables: Tables) -> Non
 
 
 def _check_acknowledged(transaction: reading.ReadTransaction, tables: Tables) -> None:
-    reading.named_rows(transaction, tables.acknowledged, b"acknowledged", log_format.INT)
+    reading.acknowledged_positions(transaction, tables)
 
 
 def _check_peers(transaction: reading.ReadTransaction, tables: Tables) -> None:

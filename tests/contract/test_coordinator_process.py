@@ -113,7 +113,7 @@ def test_a_killed_coordinator_recovers_and_nothing_is_lost_or_doubled(
 
 
 def test_an_app_whose_peer_is_down_is_slowed_and_loses_nothing(house: House) -> None:
-    house.register("alice", "bob")
+    house.register("alice", "bob", spill_limit_mb=0)
     with house.registry.path("alice").open("a") as file:
         file.write("[tuning]\npeer_buffer_mib_max = 1\n")
     process, alice = house.both("alice", peer="bob")
@@ -256,7 +256,7 @@ def test_a_second_app_is_turned_away_and_the_first_goes_on(house: House) -> None
 
 
 def test_an_app_that_dies_while_it_is_not_read_makes_room_for_the_next(house: House) -> None:
-    house.register("alice", "bob")  # bob is down: what alice sends it waits
+    house.register("alice", "bob", spill_limit_mb=0)  # bob is down: what alice sends it waits
     settings = house.registry.path("alice")
     settings.write_text(settings.read_text() + "\n[tuning]\npeer_buffer_mib_max = 1\n")
     process, app = house.both("alice", peer="bob", extended=True)

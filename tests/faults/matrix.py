@@ -50,7 +50,7 @@ RECOVERED, FALLS_BACK, STOPPED, REFUSED = Outcome.RECOVERED, Outcome.FALLS_BACK,
 RESTORE = "restore the log from a copy that holds all that was acknowledged"
 ROOM = "make room and start again; what was acknowledged is there"
 START = "mend the disk and start again; what was acknowledged is there"
-NO_SPILL = Cell(Outcome.NOT_APPLICABLE, "nothing is spilled to disk yet: outputs to a peer that is down stay in memory")
+NO_SPILL = Cell(Outcome.NOT_APPLICABLE, "what memory has no room for is spilled to a table of the log: see its records")
 
 CELLS: dict[tuple[Fault, Thing], Cell] = {
     (Fault.PROCESS_KILL, Thing.RECORD): Cell(

@@ -113,6 +113,12 @@ class Driven:
                 following.append(ev.CheckpointChunkRead(self.store.read_checkpoint_chunk(checkpoint_id, index)))
             case ef.ReadRecords(first, size_bytes_max):
                 following.append(ev.RecordsRead(self.store.read(first, size_bytes_max)))
+            case ef.ReadSpilled(destination, first, last, size_bytes_max):
+                batches = self.store.read_spilled(destination, first, last, size_bytes_max)
+                following.append(ev.SpilledRead(destination, first, batches))
+            case ef.Trim():
+                while self.store.trim(keep_checkpoints=None):
+                    pass
 
     def _work(self) -> ev.Event:
         job = self.jobs.popleft()

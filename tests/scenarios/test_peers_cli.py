@@ -231,6 +231,7 @@ def test_what_show_shows(pair: Pair) -> None:
     shown = pair.shown("alice")["bob"]
     assert (shown["made"], shown["sent"], shown["acknowledged"], shown["received"]) == (3, 3, 3, 2)
     assert (shown["waiting_bytes"], shown["in_flight_bytes"], shown["window_bytes"]) == (0, 0, 8 << 20)
+    assert shown["granted_bytes"] == 8 << 20
     assert shown["connected_s"] >= 0
     table = immortal(pair.folder, "peers", "show", "alice")
     assert "peer" in table
@@ -240,7 +241,8 @@ def test_what_show_shows(pair: Pair) -> None:
     pair.forward("alice", 4)
     waiting = pair.shown("alice")["bob"]
     assert (waiting["made"], waiting["acknowledged"]) == (4, 3)
-    assert waiting["waiting_bytes"] > 0
+    assert waiting["waiting_bytes"] == waiting["memory_bytes"] > 0
+    assert (waiting["spilled_bytes"], waiting["held_up"]) == (0, False)
 
 
 def test_wrong_calls_are_one_line_each(tmp_path: Path) -> None:

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from coordinator.core.checkpoint_writer import CheckpointWriter
 from coordinator.core.input_stream import InputStream
-from coordinator.core.interfaces import SourcePosition
+from coordinator.core.interfaces import SourcePosition, Transaction
 from coordinator.core.output_stream import OutputStream
 from coordinator.core.peers import Peers, _Reply
+from coordinator.core.spill import Spill
+from coordinator.log.memory import MemoryLogStore
 from protocol.peer import FrameType, PeerFrame
 from tests.simulation.world import World
 
@@ -121,6 +123,39 @@ def _trimmed_one_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OutputStream, "acknowledge", lambda self, position: acknowledge(self, position + 1))
 
 
+def _spilled_read_before_durable(monkeypatch: pytest.MonkeyPatch) -> None:
+    next_read = Spill.next_read
+    monkeypatch.setattr(Spill, "next_read", lambda self, durable_ticket: next_read(self, 1 << 60))
+
+
+def _spilled_and_already_there_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the positions that the replay happens to cut it at."""
+    init = Spill.__init__
+    monkeypatch.setattr(Spill, "__init__", lambda self, row_bytes, extents=(): init(self, row_bytes))
+    commit = MemoryLogStore.commit
+
+    def no_two(self: MemoryLogStore, transaction: Transaction) -> None:
+        for batch in transaction.spilled:
+            for other in self._durable.spilled.values():
+                apart = other.last_position < batch.first_position or batch.last_position < other.first_position
+                assert other.destination != batch.destination or apart, "two rows with the same message"
+        commit(self, transaction)
+
+    monkeypatch.setattr(MemoryLogStore, "commit", no_two)
+
+
+def _spilled_removed_before_it_is_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
+    trim = MemoryLogStore.trim
+
+    def greedy(self: MemoryLogStore, **options: int | None) -> bool:
+        for key, batch in list(self._durable.spilled.items()):
+            if batch.destination in self._durable.acknowledged:
+                del self._durable.spilled[key]
+        return trim(self, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(MemoryLogStore, "trim", greedy)
+
+
 @pytest.mark.parametrize(
     "plant",
     [
@@ -130,6 +165,9 @@ def _trimmed_one_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
         _duplicates_taken,
         _positions_not_remembered,
         _trimmed_one_too_far,
+        _spilled_read_before_durable,
+        _spilled_and_already_there_written_again,
+        _spilled_removed_before_it_is_acknowledged,
     ],
 )
 def test_a_planted_bug_is_found(plant: object, monkeypatch: pytest.MonkeyPatch) -> None:

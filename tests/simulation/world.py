@@ -46,7 +46,13 @@ from protocol.readers import BlobData, BlobStart, RecordReader
 TINY = Limits(
     group_size_bytes=400,
     log_pending_bytes=2000,
-    output_waiting_bytes=3000,
+    output_memory_bytes=180,
+    spill_limit_bytes=1500,
+    spill_row_bytes=60,
+    spill_trim_bytes=200,
+    recent_ns=20_000,
+    receive_budget_bytes=500,
+    grant_bytes_min=50,
     peer_window_bytes=300,
     peer_window_frames=4,
     peer_frame_bytes=120,
@@ -258,6 +264,8 @@ class Node:
 class World:
     """One run. ``crash_rate``: per step; ``loss_rate``: per delivery."""
 
+    app_type = SimulatedApp
+
     def __init__(
         self,
         seed: int,
@@ -274,6 +282,7 @@ class World:
         self.now_ns = 1_000_000
         self.step_count = 0
         self.crashes = 0
+        self.spills_read = 0
         self.nodes = {name: Node(name, MemoryLogStore(index + 1)) for index, name in enumerate(names)}
         self.messages: list[SentMessage] = []  # unanswered
         self.answers: list[tuple[SentMessage, list[bytes]]] = []
@@ -326,7 +335,7 @@ class World:
             peers = [name for name in self.names if name != node.name]
             versions = node.store.summary().versions
             version = node.upgrade_to or (versions[-1].version if versions else 1)
-            node.app = SimulatedApp(node.name, peers, self.tick_count, self, version)
+            node.app = self.app_type(node.name, peers, self.tick_count, self, version)
             node.to_app.clear()
             node.app_closing = node.paused = False
             self._handle(node, [ev.AppConnected()])
@@ -463,6 +472,12 @@ class World:
             )
         elif isinstance(effect, ef.ReadRecords):
             following.append(ev.RecordsRead(node.store.read(effect.first_sequence_id, effect.size_bytes_max)))
+        elif isinstance(effect, ef.ReadSpilled):
+            batches = node.store.read_spilled(
+                effect.destination, effect.first_position, effect.last_position, effect.size_bytes_max
+            )
+            self.spills_read += 1
+            following.append(ev.SpilledRead(effect.destination, effect.first_position, batches))
         elif isinstance(effect, ef.PauseApp | ef.ResumeApp):
             node.paused = isinstance(effect, ef.PauseApp)
         elif isinstance(effect, ef.CloseApp):

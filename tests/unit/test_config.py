@@ -83,8 +83,8 @@ def test_all_fields(tmp_path: Path) -> None:
             "counter.toml, line 5, field 'zzz': unknown field: known are"
             " peer, peer_template, allow, insecure, app_host, app_port, app_send_port, app_send_mode, app_socket,"
             " app_auth, app_insecure,"
-            " log, keep_checkpoints, keep_log_days, log_trigger_mb, checkpoint_age_s, metrics, app, tuning, peers,"
-            " peer_keys",
+            " log, keep_checkpoints, keep_log_days, log_trigger_mb, checkpoint_age_s, spill_limit_mb, log_limit_mb,"
+            " disk_free_mb, metrics, app, tuning, peers, peer_keys",
         ),
         (
             GOOD.replace("7002", '"7002"'),
@@ -252,6 +252,9 @@ settings_values = st.builds(
     keep_checkpoints=st.none() | st.integers(1, 1000),
     keep_log_days=st.none() | st.integers(1, 36_500),
     log_trigger_mb=st.integers(1, 1 << 20),
+    spill_limit_mb=st.integers(0, 1 << 30),
+    log_limit_mb=st.none() | st.integers(1, 1 << 30),
+    disk_free_mb=st.integers(0, 1 << 30),
     app=st.none() | st.just("wordcount:Counter"),
     tuning=st.builds(Tuning, st.integers(1, 9999), st.integers(0, 9999), st.integers(1, 9999)),
 )

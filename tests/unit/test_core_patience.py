@@ -43,7 +43,7 @@ def test_it_waits_for_peers_when_much_is_on_its_way() -> None:
 
 
 def test_it_waits_for_peers_while_the_app_is_held_back_by_them() -> None:
-    driven = Driven.started(limits=Limits(output_waiting_bytes=1_000))
+    driven = Driven.started(limits=Limits(output_memory_bytes=1_000, spill_limit_bytes=0))
     driven.open_stream()
     driven.data(call("b", b"x" * 2_000))
     assert driven.machine.waits_for_peers

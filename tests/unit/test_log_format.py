@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordinator.core.errors import DamagedLogError, InvariantError
-from coordinator.core.interfaces import CheckpointHeader, ImpulseBatch, OutputBatch, OutputMark, VersionStart
+from coordinator.core.interfaces import CheckpointHeader, OutputBatch, OutputMark, VersionStart
 from coordinator.log import format as log_format
 from protocol.checksum import crc64
 
@@ -19,8 +19,8 @@ def test_keys() -> None:
     assert log_format.CHUNK_KEY.pack(1, 2) == bytes.fromhex("0000000000000001 00000002")
     assert log_format.name_key("") == b"\0"
     assert log_format.name_key("é") == b"\xc3\xa9\0"
-    assert log_format.impulse_key("bob", 3) == b"bob\0" + bytes(7) + b"\3"
-    assert log_format.impulse_of_key(log_format.impulse_key("bob", 3)) == ("bob", 3)
+    assert log_format.batch_key("bob", 3) == b"bob\0" + bytes(7) + b"\3"
+    assert log_format.batch_of_key(b"impulses", log_format.batch_key("bob", 3)) == ("bob", 3)
     assert log_format.name_of_key(log_format.name_key("x" * 255)) == "x" * 255
 
 
@@ -33,7 +33,7 @@ def test_names_that_no_key_can_hold(name: str) -> None:
 @pytest.mark.parametrize("key", [b"", b"\0" * 8, b"bob" + bytes(7) + b"\3", b"bobx" + b"\1" * 8])
 def test_damaged_impulse_keys(key: bytes) -> None:
     with pytest.raises(DamagedLogError):
-        log_format.impulse_of_key(key)
+        log_format.batch_of_key(b"impulses", key)
 
 
 def test_a_sealed_value() -> None:
@@ -69,18 +69,18 @@ def test_chunks() -> None:
 
 
 def test_impulses() -> None:
-    key = log_format.impulse_key("bob", 3)
-    value = log_format.encode_impulses(key, ImpulseBatch("bob", 3, 2, b"payload"))
+    key = log_format.batch_key("bob", 3)
+    value = log_format.encode_batch(b"impulses", key, 2, b"payload")
     counted = b"\2\0\0\0" + crc(b"payload")
     assert value == crc(b"impulses\0" + key + counted) + counted + b"payload"
-    assert log_format.decode_impulses_count(key, value[:20]) == 2  # without the payload
-    assert log_format.decode_impulses_payload(key, value) == b"payload"
+    assert log_format.decode_batch_count(b"impulses", key, value[:20]) == 2  # without the payload
+    assert log_format.decode_batch_payload(b"impulses", key, value) == b"payload"
     with pytest.raises(DamagedLogError):
-        log_format.decode_impulses_payload(key, value[:-1])
+        log_format.decode_batch_payload(b"impulses", key, value[:-1])
     with pytest.raises(DamagedLogError):
-        log_format.decode_impulses_count(log_format.impulse_key("bob", 4), value)
+        log_format.decode_batch_count(b"impulses", log_format.batch_key("bob", 4), value)
     with pytest.raises(DamagedLogError):
-        log_format.decode_impulses_count(key, value[:19])
+        log_format.decode_batch_count(b"impulses", key, value[:19])
 
 
 def test_a_version_start() -> None:

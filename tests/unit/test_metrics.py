@@ -24,8 +24,21 @@ STATUS: dict[str, Any] = {
     "app_silent_s": 1.5,
     "commit_ms": 0.5,
     "checkpoint": {"id": 7, "sequence_id": 90, "size_bytes": 1234, "age_s": 60.0},
-    "inputs": {"reader": {"position": 500}},
-    "outputs": {"feeder": {"position": 20, "acknowledged": 18, "waiting_bytes": 77, "connected": False}},
+    "inputs": {"reader": {"position": 500, "window_bytes": 65536}},
+    "outputs": {
+        "feeder": {
+            "position": 20,
+            "acknowledged": 18,
+            "waiting_bytes": 77,
+            "memory_bytes": 70,
+            "spilled_bytes": 7,
+            "window_bytes": 4096,
+            "connected": False,
+        }
+    },
+    "app_paused": True,
+    "held_up_for": ["feeder"],
+    "log": {"used_bytes": 5000, "limit_bytes": None, "free_bytes": 10_000, "full": None},
 }
 
 
@@ -56,6 +69,15 @@ def test_what_is_served() -> None:
         ("immortal_sent_messages_total", "feeder"): 20,
         ("immortal_acknowledged_messages_total", "feeder"): 18,
         ("immortal_waiting_bytes", "feeder"): 77,
+        ("immortal_memory_bytes", "feeder"): 70,
+        ("immortal_spilled_bytes", "feeder"): 7,
+        ("immortal_window_bytes", "feeder"): 4096,
+        ("immortal_granted_window_bytes", "reader"): 65536,
+        ("immortal_held_up", "feeder"): 1,
+        ("immortal_app_paused", ""): 1,
+        ("immortal_log_used_bytes", ""): 5000,
+        ("immortal_log_disk_free_bytes", ""): 10_000,
+        ("immortal_log_full", ""): 0,
         ("immortal_peer_connected", "feeder"): 0,
     }
 

@@ -109,6 +109,9 @@ BYTES = {
     "TrimTo 42, counter to a, epoch 9": encode_frame(PeerFrame(FrameType.TRIM_TO, "counter", "a", 0x05060708, 9, 42))[
         0
     ],
+    "the same with a window of 1 MiB": encode_frame(
+        PeerFrame(FrameType.TRIM_TO, "counter", "a", 0x05060708, 9, 42, 1 << 20)
+    )[0],
     "Hello of client web to counter": encode_client_frame(client_frame(ClientFrameType.HELLO)),
     "Request 7 of web: method 3 with argument 1, replies up to 5 acknowledged": encode_client_frame(
         client_frame(ClientFrameType.REQUEST, number=7, acknowledged=5, count=1, time_ns=TIME_NS, payload=CLIENT_CALL)

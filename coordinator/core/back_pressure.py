@@ -1,0 +1,82 @@
+"""Whether the app is read, and for which peers it is held up; each change is told once, with the peer's name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+
+from coordinator.core.effects import Report
+from coordinator.core.interfaces import ONESELF
+from coordinator.core.limits import MIB, Limits
+from coordinator.core.output_stream import OutputStream, StreamState
+from coordinator.core.peers import Peers
+
+CALM_NS = 10_000_000_000  # a peer's state is told as better only when it has been so for this long
+
+
+class Load(IntEnum):
+    """How much waits for one peer, and what that means for the app."""
+
+    IN_MEMORY = 0
+    WAITED_FOR = 1  # memory is full, and the receiver takes what it can: the app waits for it
+    SPILLED = 2  # memory is full: what comes goes to the log
+    HELD_UP = 3  # that is full too: the app is not read
+
+
+@dataclass(slots=True)
+class _Told:
+    load: Load
+    seen_ns: int  # when it was last that bad
+
+
+class BackPressure:
+    def __init__(self, limits: Limits) -> None:
+        self.paused = False
+        self.held_up_for: list[str] = []  # ONESELF among them where the own log is what is too slow
+        self._limits = limits
+        self._told: dict[str, _Told] = {}
+
+    def look(self, peers: Peers, now_ns: int) -> Iterator[Report]:
+        """What has changed for the streams, in words for the operator."""
+        self.held_up_for = peers.full
+        spill_is_full = bool(self.held_up_for) and peers.spill_is_full
+        for destination, stream in peers.outputs.items():
+            load = self._load(stream, spill_is_full)
+            if destination != ONESELF and (load or destination in self._told):
+                yield from self._tell(stream, load, now_ns)
+
+    def _load(self, stream: OutputStream, spill_is_full: bool) -> Load:
+        if stream.destination in self.held_up_for:
+            return Load.HELD_UP if spill_is_full else Load.WAITED_FOR
+        return Load.SPILLED if stream.spilled_bytes else Load.IN_MEMORY
+
+    def _tell(self, stream: OutputStream, load: Load, now_ns: int) -> Iterator[Report]:
+        told = self._told.get(stream.destination)
+        if told is not None and load == told.load:
+            told.seen_ns = now_ns
+        if told is not None and load <= told.load and abs(now_ns - told.seen_ns) < CALM_NS:
+            return
+        if load is Load.IN_MEMORY:
+            del self._told[stream.destination]
+        else:
+            self._told[stream.destination] = _Told(load, now_ns)
+        yield self._report(stream, load)
+
+    def _report(self, stream: OutputStream, load: Load) -> Report:
+        name = stream.destination
+        fields = {"peer": name, "memory_mib": _mib(stream.memory_bytes), "spilled_mib": _mib(stream.spilled_bytes)}
+        if load is Load.IN_MEMORY:
+            return Report("info", f"all that waits for {name!r} is in memory again", fields)
+        state = "takes its messages too slowly" if stream.state is StreamState.OPEN else "takes no messages"
+        limit = _mib(self._limits.output_memory_bytes)
+        if load is Load.WAITED_FOR:
+            return Report("info", f"the app waits for {name!r}, to which it calls faster than that can take it", fields)
+        if load is Load.SPILLED:
+            return Report("warning", f"{name!r} {state}: {limit} MiB for it are in memory, more goes to disk", fields)
+        limits = f"{limit} MiB in memory and {_mib(self._limits.spill_limit_bytes)} MiB on disk"
+        return Report("warning", f"{name!r} {state}: the app is held up, the limits are {limits}", fields)
+
+
+def _mib(size_bytes: int) -> float | int:
+    return size_bytes // MIB if size_bytes % MIB == 0 or size_bytes >= 100 * MIB else round(size_bytes / MIB, 1)
