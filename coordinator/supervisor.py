@@ -339,12 +339,17 @@ class Supervisor:
             waited = f"{self._clean_stop_s:g} s"
             for role, child in self._children.items():
                 self._events.warning(f"the {role.value} has not ended within {waited}", pid=child.process.pid)
-        failed = [one for role in Role if (one := self._terminate(role)).returncode != 0]
+        exits = [self._terminate(role) for role in Role]
+        failed = [one for one in exits if one.returncode != 0 and not self._was_starting(one)]
         for one in failed:
             self._events.error(f"the {one.role.value} ended with {one}, not with status 0", pid=one.pid)
         if not failed:
             self._events.info("both stopped")
         return 1 if failed else 0
+
+    def _was_starting(self, one: Exit) -> bool:
+        """Whether our SIGTERM met it before it could hear of it: then it had not begun anything."""
+        return not self._was_ready and one.returncode == -signal.SIGTERM
 
     def _tell(self, verdict: Verdict, first: Exit) -> None:
         """The one line about who died, and how."""

@@ -205,6 +205,14 @@ def test_a_stop_that_takes_too_long(start: Start) -> None:
     assert messages[1:] == ["stopping", "the app has not ended within 0.2 s", "both stopped"]
 
 
+def test_a_stop_while_both_still_start(start: Start) -> None:
+    """SIGTERM ends who has not yet set up what it does then; nothing was begun, so nothing has failed."""
+    supervised = start(LIVES, LIVES, restart=True)
+    supervised.started()
+    supervised.process.terminate()
+    assert supervised.end() == (0, ["started", "stopping", "both stopped"])
+
+
 def test_a_stop_that_fails(start: Start) -> None:
     coordinator = UP + "signal.signal(signal.SIGTERM, lambda *_: sys.exit(1)); up(); signal.pause()"
     supervised = start(coordinator, ENDS, restart=True)
@@ -268,10 +276,13 @@ def test_ready_is_told(start: Start) -> None:
 
 
 def test_a_coordinator_that_only_dies(start: Start) -> None:
-    supervised = start(LIVES, LIVES)
-    supervised.started()
+    coordinator = "from coordinator.control import report_ready; report_ready();" + LIVES
+    supervised = start(coordinator, LIVES)
+    supervised.event("ready")
     supervised.process.terminate()
-    assert supervised.end()[0] == 1  # LIVES dies of SIGTERM: no clean stop
+    status, messages = supervised.end()
+    assert status == 1  # LIVES dies of SIGTERM: no clean stop
+    assert "the coordinator ended with SIGTERM, not with status 0" in messages
 
 
 def test_an_app_that_cannot_be_started(start: Start) -> None:
