@@ -786,7 +786,9 @@ def test_a_newer_format(tmp_path: Path) -> None:
         value = log_format.seal(b"meta", log_format.META_FORMAT, 9)
         transaction.put(log_format.META_FORMAT, value, db=store._tables.meta)
     store.close()
-    with pytest.raises(LogFormatError, match="format version 9, this program reads version 2"):
+    with pytest.raises(
+        LogFormatError, match=f"format version 9, this program reads version {log_format.FORMAT_VERSION}"
+    ):
         open_small(tmp_path)
     with pytest.raises(LogFormatError, match="use the newer version"):
         open_reader(tmp_path)
@@ -801,7 +803,7 @@ def test_a_log_of_the_first_format(tmp_path: Path) -> None:
         transaction.drop(store._tables.versions)
     store.close()
     for opener in (open_small, open_reader):
-        with pytest.raises(LogFormatError, match="format version 1, this program reads version 2: no release wrote it"):
+        with pytest.raises(LogFormatError, match=r"format version 1, this program reads .*: no release wrote it"):
             opener(tmp_path)
 
 
