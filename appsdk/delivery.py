@@ -143,12 +143,11 @@ class Delivery:
     def _look_up_answer(self, content: bytes, offset: int, end: int, index: int) -> tuple[Entry, int, int]:
         """As :meth:`_look_up`: an answer has the method ID of another instance's method."""
         message_type, start, message_end = decode_message(content, offset)
-        if message_type == MessageType.RPC and message_end <= end:
-            caller = decode_caller(content, start, message_end)
-            if caller is not None:
-                return self._refusing_entry(caller), message_end, message_end - offset
         if message_type != MessageType.RPC or message_end > end or content[start] == RpcKind.CALL:
-            raise self._not_found(content, offset, end, index)
+            caller = decode_caller(content, start, message_end) if message_type == MessageType.RPC else None
+            if caller is None or message_end > end:
+                raise self._not_found(content, offset, end, index)
+            return self._refusing_entry(caller), message_end, message_end - offset
         rpc = decode_incoming_rpc(content, start, message_end)
         entry = self._answers[RpcKind(rpc.kind)]
         return entry, message_end - len(rpc.arguments), message_end - offset

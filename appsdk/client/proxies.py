@@ -27,8 +27,11 @@ class Proxy:
         name: str,
         timeout_s: float | None,
         key: str | None,
+        methods: dict[str, Method] | None = None,
     ) -> None:
+        """``methods``: those that are known, by name; shared by all proxies that are made of each other."""
         self._immortal_parts = (client, definition, name, timeout_s, key)
+        self._immortal_methods: dict[str, Method] = {} if methods is None else methods
 
     def __repr__(self) -> str:
         client, _, name, _, _ = self._immortal_parts
@@ -38,7 +41,10 @@ class Proxy:
         if name.startswith("_"):
             raise AttributeError(name)
         client, definition, _, timeout_s, key = self._immortal_parts
-        method: Method = NamedMethod(name) if definition is None else typed_method(definition, name)
+        method = self._immortal_methods.get(name)
+        if method is None:
+            method = NamedMethod(name) if definition is None else typed_method(definition, name)
+            self._immortal_methods[name] = method
 
         def call(*arguments: Any, **keywords: Any) -> Any:
             return client.call(method, method.encode(arguments, keywords), timeout_s, key)
@@ -55,24 +61,28 @@ def with_key(proxy: P, key: str) -> P:
     """
     if not isinstance(key, str) or not 1 <= len(key.encode()) <= KEY_SIZE_BYTES_MAX or "\0" in key:
         raise TypeError(f"a key of 1 to {KEY_SIZE_BYTES_MAX} bytes without a zero byte was expected, not {key!r}")
-    client, definition, name, timeout_s, _ = _parts(proxy)
-    made: Any = Proxy(client, definition, name, timeout_s, key)
-    return made  # type: ignore[no-any-return]
+    return _made_of(proxy, key=key)
 
 
 def with_timeout(proxy: P, timeout: float | None) -> P:
     """The same with another timeout for each call, in seconds; None: for ever. Raises TypeError."""
-    client, definition, name, _, key = _parts(proxy)
-    made: Any = Proxy(client, definition, name, timeout, key)
-    return made  # type: ignore[no-any-return]
+    return _made_of(proxy, timeout_s=timeout)
 
 
 def client_of(proxy: object) -> Client | AsyncClient:
     """What is behind a proxy. Raises TypeError."""
-    return _parts(proxy)[0]
+    return _checked(proxy)._immortal_parts[0]
 
 
-def _parts(proxy: object) -> tuple[Client | AsyncClient, Definition | None, str, float | None, str | None]:
+def _made_of(proxy: P, **changes: Any) -> P:
+    before = _checked(proxy)
+    client, definition, name, timeout_s, key = before._immortal_parts
+    options = {"timeout_s": timeout_s, "key": key} | changes
+    made: Any = Proxy(client, definition, name, **options, methods=before._immortal_methods)
+    return made  # type: ignore[no-any-return]
+
+
+def _checked(proxy: object) -> Proxy:
     if not isinstance(proxy, Proxy):
         raise TypeError(f"{proxy!r}: what 'with connect(...)' gives was expected")
-    return proxy._immortal_parts
+    return proxy
