@@ -409,6 +409,7 @@ class OutputStream:
         return (
             bool(self._unsent)
             or self.spill.active
+            or self.spill.kept_bytes > 0
             or self.state is StreamState.GREETING
             or 2 * self._in_flight_bytes > self.window_bytes
         )

@@ -9,6 +9,7 @@ import pytest
 
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
+from coordinator.core.interfaces import LogSpace
 from coordinator.core.limits import Limits
 from protocol.client import (
     ClientCode,
@@ -398,3 +399,13 @@ def test_once_the_first_start_is_complete_clients_are_welcome() -> None:
     assert said(driven.handle(hello("t"))) == [("t", "REFUSED", ClientCode.NOT_READY)]
     driven.data(HELLO + first_start())
     assert said(driven.handle(hello("t"))) == [("t", "WELCOME", 0)]
+
+
+def test_a_full_log_takes_no_requests_until_there_is_room() -> None:
+    driven = started(Limits(log_limit_bytes=1000))
+    driven.handle(request("t", 1, call(1)))
+    driven.handle(ev.LogMeasured(LogSpace(2000, 1)))
+    assert said(driven.handle(request("t", 2, call(2)))) == [("t", "PONG", ClientCode.BUSY)]
+    driven.handle(ev.LogMeasured(LogSpace(100, 1)))
+    assert said(driven.handle(request("t", 2, call(2)))) == []
+    assert len(arguments(bytes(driven.app_bytes))) == 2
