@@ -9,7 +9,7 @@ import pytest
 
 from appsdk import Immortal, rpc
 from appsdk.errors import HandlerError
-from appsdk.testing import answer, call, initial_record, logged
+from appsdk.testing.wire import answer, call, initial_record, logged
 from protocol.messages import MessageType, RpcKind, RpcType, encode_incoming_rpc
 from tests.helpers.sdk import Life, first_start, recover
 
