@@ -37,7 +37,7 @@ times = st.integers(0, 2**62)
 batches = st.one_of(
     st.builds(
         Batch,
-        st.sampled_from([BatchKind.STREAM, BatchKind.IMPULSES]),
+        st.sampled_from([BatchKind.STREAM, BatchKind.IMPULSES, BatchKind.CLIENT]),
         names,
         st.integers(0, 2**62),
         times,
