@@ -21,7 +21,12 @@ from protocol.trailer import BatchKind, BatchSource, OutputMarkEntry, Trailer, e
 
 COMMITTER_ID = 77
 START_NS = 1_700_000_000_000_000_000
-KINDS = {BatchKind.STREAM: "stream", BatchKind.IMPULSES: "impulse", BatchKind.INITIAL: "initial", BatchKind.CLIENT: "client"}
+KINDS = {
+    BatchKind.STREAM: "stream",
+    BatchKind.IMPULSES: "impulse",
+    BatchKind.INITIAL: "initial",
+    BatchKind.CLIENT: "client",
+}
 
 Row = dict[str, Any]
 
