@@ -22,6 +22,7 @@ class Checkpointing:
         self._logged_bytes_at_last = 0
         self.last = without_outputs(taken[-1]) if taken else None
         self.wanted = False  # the app or the operator has asked for one
+        self.settled = True  # no header waits to become durable: the log takes one blob after the other
         self.chunks_pending_bytes = 0  # handed to the disk, not written yet
 
     @property
@@ -73,6 +74,7 @@ class Checkpointing:
         writer, self._writer = self._writer, None
         require(writer is not None, "the end of a blob without a Checkpoint")
         assert writer is not None
+        self.settled = False
         return writer.header(time_ns)
 
     def abandon(self) -> None:
@@ -82,5 +84,6 @@ class Checkpointing:
     def became_durable(self, header: CheckpointHeader) -> int | None:
         """``header``'s checkpoint is the last one now; when the next is due by age, ns since the Unix epoch."""
         self.last = without_outputs(header)
+        self.settled = True
         age_ns = self._limits.checkpoint_age_ns
         return None if age_ns is None else header.time_ns + age_ns

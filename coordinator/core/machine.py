@@ -576,7 +576,7 @@ class Machine:
 
     def _ask_for_checkpoint(self) -> None:
         session = self._session
-        if session.phase is not Phase.NORMAL or self._final_checkpoint_asked:
+        if session.phase is not Phase.NORMAL or self._final_checkpoint_asked or not self._checkpoints.settled:
             return
         if self._stopping or self._checkpoints.is_due(self._log.logged_bytes, self._now_ns):
             self._checkpoints.asked(self._log.logged_bytes)

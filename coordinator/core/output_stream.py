@@ -79,6 +79,7 @@ class OutputStream:
         self.called_ns = self.moved_on_ns = 0  # when Peers last saw that
         self.spill_credit_bytes = 0  # what may be spilled because as much was sent: while the app is to be slowed
         self._may_spill = destination not in (ONESELF, CLIENTS)  # those go to the log as they are
+        self._sent_through: int | None = None  # since the replay is complete: the last one sent, by it or before it
         self._limits = limits
         self._unsent: deque[_Waiting] = deque()
         self._unsent_bytes = 0
@@ -155,6 +156,7 @@ class OutputStream:
         if all_sent and self._check is not None:
             self._check.finish()
             self._check = None
+        self._sent_through = self.position if all_sent else None
         if self._kept_impulses:
             raise self._misplaced_impulse()
         if all_sent and self.spill.known_position > self.position:
@@ -196,6 +198,7 @@ class OutputStream:
             rest = behind(batch, self.acknowledged)
             if rest is not None:
                 rows.append(self.append_impulses(rest.count, rest.payload, 0))
+        self._sent_through = self.position
         return rows, [impulses.first_position for impulses in kept]
 
     def _misplaced_impulse(self) -> DivergenceError:
@@ -338,6 +341,8 @@ class OutputStream:
             batch = OutputBatch(taken[0].first_position, sum(batch.count for batch in taken), payload)
         self._in_flight.append(batch)
         self._in_flight_bytes += size_bytes
+        if self._sent_through is not None and batch.last_position > self._sent_through:
+            self._sent_through = batch.last_position
         return batch
 
     def take_all(self) -> list[OutputBatch]:
@@ -413,6 +418,11 @@ class OutputStream:
             or self.state is StreamState.GREETING
             or 2 * self._in_flight_bytes > self.window_bytes
         )
+
+    @property
+    def sent_through(self) -> int:
+        """The last position that the receiver can have of this log. With more, it has something else at those."""
+        return self.position if self._sent_through is None else max(self._sent_through, self.acknowledged)
 
     @property
     def sent(self) -> int:

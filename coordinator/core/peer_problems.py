@@ -27,9 +27,9 @@ def receiver_older(name: str, receiver: str, received: int, once: int) -> str:
     )
 
 
-def own_log_older(name: str, receiver: str, received: int, made: int) -> str:
+def own_log_older(name: str, receiver: str, received: int, sent: int) -> str:
     return (
-        f"{receiver!r} has {received} messages of this instance, which has made only {made}: this instance's log was "
+        f"{receiver!r} has {received} messages of this instance, which has sent only {sent}: this instance's log was "
         f"replaced by an older copy; restore it, or run {reset_command(name, receiver)}"
     )
 

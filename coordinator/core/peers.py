@@ -422,7 +422,7 @@ class Peers:
         if not self._is_same_receiver(stream, frame):
             return
         position = frame.position + stream.offset
-        if position > stream.position and not self.catching_up:
+        if position > stream.sent_through and not self.catching_up:
             self._fail_forked(stream, frame.position)
             return
         if frame.frame_type in (FrameType.TRIM_TO, FrameType.WELCOME):
@@ -446,9 +446,9 @@ class Peers:
             self._acknowledge(stream, position)
 
     def _fail_forked(self, stream: OutputStream, received: int) -> None:
-        made = stream.position - stream.offset
+        sent = stream.sent_through - stream.offset
         stream.forked = True
-        reason = problems.own_log_older(self.name, stream.destination, received, made)
+        reason = problems.own_log_older(self.name, stream.destination, received, sent)
         self._fail(stream, reason, failure="own log older")
 
     def _acknowledge(self, stream: OutputStream, position: int) -> None:
@@ -556,9 +556,9 @@ class Peers:
         position = frame.position + stream.offset
         same = self.committer_ids.get(destination) == frame.committer_id
         forked = self._start(destination).forked or frame.code == RefusedCode.STALE_EPOCH
-        all_made = position <= stream.position or self.catching_up
+        all_sent = position <= stream.sent_through or self.catching_up
         group = self.log.append_outside_record(0)
-        if forked or not same or position < stream.acknowledged or not all_made:
+        if forked or not same or position < stream.acknowledged or not all_sent:
             position = stream.acknowledged
             stream.offset = position - frame.position
             self._known_acknowledged[destination] = group.transaction.acknowledged[destination] = position

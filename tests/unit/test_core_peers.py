@@ -541,7 +541,7 @@ def test_a_receiver_that_has_more_than_was_ever_made_stops_the_stream() -> None:
     driven.data(attach("b") + call("b", 1))
     driven.reply(FrameType.WELCOME, 5)
     assert errors(driven) == [
-        "stream stopped: 'b' has 5 messages of this instance, which has made only 1: this instance's log was "
+        "stream stopped: 'b' has 5 messages of this instance, which has sent only 1: this instance's log was "
         "replaced by an older copy; restore it, or run 'immortal peers reset a b'; its messages are kept"
     ]
     driven.data(call("b", 2))

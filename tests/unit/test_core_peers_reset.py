@@ -286,7 +286,7 @@ def test_a_receiver_that_has_more_than_the_replay_makes_stops_only_its_stream(ea
     assert driven.phase is Phase.NORMAL
     (error,) = errors(driven)
     assert error == (
-        "stream stopped: 'b' has 9 messages of this instance, which has made only 5: this instance's log was replaced "
+        "stream stopped: 'b' has 9 messages of this instance, which has sent only 5: this instance's log was replaced "
         "by an older copy; restore it, or run 'immortal peers reset a b'; its messages are kept"
     )
     driven.data(call("b", 6))
@@ -297,6 +297,27 @@ def test_a_receiver_that_has_more_than_the_replay_makes_stops_only_its_stream(ea
     assert first == 10
     assert payload.endswith(rpc(6)), "a call that was made since is not taken for one that b has"
     assert driven.store.summary().acknowledged["b"] <= 5
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["it is asked again", "its answer is late"])
+def test_an_older_copy_that_makes_more_than_the_receiver_has_stays_stopped(late: bool) -> None:
+    # Found by the simulation (two copies of a log): the calls 6 to 9 were taken for those that b has, and lost.
+    driven = three_of_five().crash()
+    driven.recover(all_calls())
+    if not late:
+        driven.reply(FrameType.WELCOME, 9)
+    driven.data(b"".join(call("b", number) for number in (6, 7, 8, 9, 10)))
+    if not late:
+        later(driven)
+    driven.forget()
+    driven.reply(FrameType.WELCOME, 9)
+    assert (state_of(driven)["state"], sent(driven)) == ("failed", [])
+    assert "'b' has 9 messages of this instance, which has sent only 5" in state_of(driven)["error"]
+    reset(driven)
+    driven.forget()
+    driven.reply(FrameType.WELCOME, 9)
+    assert sent(driven)[0][0] == 10
+    assert sent(driven)[0][1].endswith(b"".join(rpc(number) for number in (6, 7, 8, 9, 10)))
 
 
 # --- the sender has another log --------------------------------------------------------------------------------------
