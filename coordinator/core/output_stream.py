@@ -126,10 +126,12 @@ class OutputStream:
                 payload, count = payload[offset:], count - room
             self._add_kept_impulse()
         self._add(count, payload, 0)
+        self._add_impulses_that_follow()
 
     def append_impulses(self, count: int, payload: bytes, ticket: int) -> ImpulseBatch:
         """New impulses; not sent, nor anything behind them, before the commit ``ticket`` is durable."""
-        require(not self._kept_impulses, "a new impulse before the end of the replay")
+        if self._kept_impulses:  # an app that had held calls back sends something new before them
+            raise self._misplaced_impulse()
         batch = ImpulseBatch(self.destination, self.position + 1, count, payload)
         self._impulse_ticket = ticket
         self._add(count, payload, ticket, made_by_replay=False)
@@ -151,13 +153,12 @@ class OutputStream:
         ``all_sent``: the app holds nothing back that its replay made; a base app may, and sends it later. Raises
         DivergenceError where the app has sent less than it once did.
         """
-        while self._kept_impulses and self._kept_impulses[0].first_position == self.position + 1:
-            self._add_kept_impulse()
+        self._add_impulses_that_follow()
         if all_sent and self._check is not None:
             self._check.finish()
             self._check = None
         self._sent_through = self.position if all_sent else None
-        if self._kept_impulses:
+        if all_sent and self._kept_impulses:
             raise self._misplaced_impulse()
         if all_sent and self.spill.known_position > self.position:
             raise DivergenceError(
@@ -174,8 +175,7 @@ class OutputStream:
     @property
     def has_kept_impulses(self) -> bool:
         """Impulses whose places the replay has not reached; those right behind what it made take theirs now."""
-        while self._kept_impulses and self._kept_impulses[0].first_position == self.position + 1:
-            self._add_kept_impulse()
+        self._add_impulses_that_follow()
         return bool(self._kept_impulses)
 
     def heal_cut(self) -> tuple[list[ImpulseBatch], list[int]]:
@@ -206,6 +206,11 @@ class OutputStream:
             f"an impulse to {self.destination!r} has position {self._kept_impulses[0].first_position}, the replay has "
             f"made {self.position} messages where it belongs: the handlers did not do what they did before"
         )
+
+    def _add_impulses_that_follow(self) -> None:
+        """Kept impulses whose place is right behind what was made."""
+        while self._kept_impulses and self._kept_impulses[0].first_position == self.position + 1:
+            self._add_kept_impulse()
 
     def _add_kept_impulse(self) -> None:
         impulses = self._kept_impulses.popleft()

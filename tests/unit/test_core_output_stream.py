@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.core.errors import DivergenceError, InvariantError
+from coordinator.core.errors import DivergenceError
 from coordinator.core.interfaces import ImpulseBatch, OutputBatch, OutputMark
 from coordinator.core.limits import Limits
 from coordinator.core.output_stream import OutputStream, StreamState
@@ -109,8 +109,8 @@ def test_a_replay_that_ends_before_a_kept_impulse() -> None:
         stream.finish_replay()
 
 
-def test_a_new_impulse_during_the_replay_is_an_internal_error() -> None:
-    with pytest.raises(InvariantError, match="before the end of the replay"):
+def test_a_new_impulse_before_one_that_the_replay_has_to_reach_is_a_divergence() -> None:
+    with pytest.raises(DivergenceError, match="has position 4, the replay has made 0 messages"):
         opened(impulses=[kept(4, 91)]).append_impulses(1, payload(1), 7)
 
 

@@ -445,6 +445,22 @@ def test_a_base_app_is_never_told_of_acceptance() -> None:
     assert driven.heard == [(1, "RPC")]
 
 
+def test_a_base_app_may_hold_back_calls_that_come_before_an_impulse() -> None:
+    # Found by the simulation: its recovery was taken for a divergence, as long as it held them back.
+    driven = Driven.started(hello=False)
+    driven.open_stream()
+    driven.batch("t", 1, rpc(1))
+    driven.data(call("b", 2) + call("b", 91, rpc_type=2))
+    driven = driven.crash()
+    driven.connect()
+    driven.data(attach("b") + call("b", 1) + checkpoint(b"with the second call"))
+    driven.reply(FrameType.WELCOME, 1)
+    assert (driven.phase, driven.frames(FrameType.BATCH)) == (Phase.NORMAL, [])
+    driven.data(call("b", 2))
+    (frame,) = driven.frames(FrameType.BATCH)
+    assert (frame.position, frame.payload) == (2, rpc(2) + rpc(91, rpc_type=2))
+
+
 # --- back-pressure ---------------------------------------------------------------------------------------------------
 
 
