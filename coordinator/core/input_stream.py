@@ -52,6 +52,8 @@ class InputStream:
             )
         if begins_anew:
             self.forked = self.committer_id != 0 and self.received > 0 and frame.epoch <= self.epoch
+        if frame.epoch != self.epoch:
+            self.epoch_began_ns = 0  # a Batch that has overtaken its Hello does not say it
         self.epoch = frame.epoch
         if is_hello:
             self.epoch_began_ns = frame.time_ns

@@ -304,6 +304,8 @@ class Machine:
             return
         self._recovery.chunk_read(event.data)
         self._send(event.data)
+        if self._recovery.next_read() is None:
+            session.advance(Step.BLOB_SENT)  # what the app says from here on, it may say as one that is restored
 
     def _records_read(self, event: ev.RecordsRead) -> None:
         session = self._session

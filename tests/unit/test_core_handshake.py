@@ -310,6 +310,19 @@ def test_nothing_is_said_inside_a_blob(event: ev.Event) -> None:
     assert not second.app_bytes
 
 
+def test_an_app_may_call_as_soon_as_it_has_its_whole_state() -> None:
+    # Found by the simulation: with a blob that fills the window the phase ended a turn too late.
+    driven = Driven(limits=Limits(app_window_bytes=40))
+    driven.connect()
+    driven.data(first_start(b"calls that were held back" * 2))
+    driven = driven.crash()
+    driven.connect()
+    driven.handle(ev.AppSent(driven.machine._session.unsent_bytes), ev.AppData(attach("b") + call("b", 1)))
+    assert driven.phase is Phase.BECOMING_PRIMARY
+    assert driven.machine.status(0)["outputs"]["b"]["position"] == 1  # type: ignore[index]
+    assert all(level != "error" for level, _ in driven.reports)
+
+
 # --- the app is lost -------------------------------------------------------------------------------------------------
 
 

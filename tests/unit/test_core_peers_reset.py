@@ -423,6 +423,19 @@ def test_an_epoch_that_begins_twice_is_of_an_older_copy() -> None:
     assert codes == [RefusedCode.STALE_EPOCH, RefusedCode.STALE_EPOCH, RefusedCode.NONE], "told until it has been heard"
 
 
+def test_a_batch_that_overtakes_its_hello_does_not_make_the_epoch_begin_twice() -> None:
+    # Found by the simulation: the Hello was compared with the time of the epoch before.
+    driven = Driven.started()
+    driven.greeted("late hello", epoch=2, time_ns=1000)
+    driven.batch("early", 3, rpc(3), epoch=3)
+    driven.greeted("hello", epoch=3, time_ns=2000)
+    assert [reply[:2] for reply in driven.replies] == [
+        ("late hello", FrameType.WELCOME),
+        ("early", FrameType.RESEND),
+        ("hello", FrameType.WELCOME),
+    ]
+
+
 def test_a_sender_that_is_wiped_before_anything_of_it_is_here_is_simply_another_one() -> None:
     driven = Driven.started()
     driven.greeted("h1", epoch=3, time_ns=1000)
