@@ -1,524 +1,333 @@
-"""Several real coordinators' machines over a simulated disk, network and clock, all drawn from one seed.
-
-The disk answers late and loses what it had not answered. The network delays, loses, duplicates and reorders; a message
-is sent again until it is answered (the messenger's promise), to whichever life of the receiver is up. Apps and
-coordinators die at any effect. The apps are small, deterministic and count everything; `check` compares them with what
-must have been.
-"""
+"""One run of a plan: the instances, the faults as they strike, and the end, where everything must be in its place."""
 
 from __future__ import annotations
 
-import json
-import random
-from collections import deque
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import asdict, dataclass, field
 
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
-from coordinator.core.limits import Limits
-from coordinator.core.machine import Machine
-from coordinator.core.session import Phase
+from coordinator.core.output_stream import StreamState
 from coordinator.log.memory import MemoryLogStore
-from protocol.batch import decode_batch
-from protocol.extensions import (
-    ALL_EXTENSIONS,
-    AppDescription,
-    Hello,
-    decode_impulses_accepted,
-    decode_version,
-    encode_app_batch,
-    encode_app_description,
-    encode_hello,
-)
-from protocol.messages import (
-    MessageType,
-    RpcType,
-    decode_incoming_rpc,
-    decode_messages,
-    encode_attach_to,
-    encode_checkpoint,
-    encode_incoming_rpc,
-    encode_message,
-)
-from protocol.peer import decode_frame, encode_frame
-from protocol.readers import BlobData, BlobStart, RecordReader
+from protocol.peer import PeerFrame, RefusedCode
+from tests.simulation.apps import App, CheckingApp, Outside
+from tests.simulation.checkers import Checker
+from tests.simulation.clock import MS, START_NS, US, Clock
+from tests.simulation.disk import Disk
+from tests.simulation.marks import Marks
+from tests.simulation.network import Network
+from tests.simulation.node import VERSION_MAX, Node
+from tests.simulation.plan import CRASHES, DAMAGE, Fault, Plan
+from tests.simulation.sdk_apps import SdkApp
+from tests.simulation.trace import Trace, Violation
 
-TINY = Limits(
-    group_size_bytes=400,
-    log_pending_bytes=2000,
-    output_memory_bytes=180,
-    spill_limit_bytes=1500,
-    spill_row_bytes=60,
-    spill_trim_bytes=200,
-    recent_ns=20_000,
-    receive_budget_bytes=500,
-    grant_bytes_min=50,
-    peer_window_bytes=300,
-    peer_window_frames=4,
-    peer_frame_bytes=120,
-    peer_gather_bytes=60,
-    app_window_bytes=500,
-    read_size_bytes=300,
-    chunk_size_bytes=64,
-    chunks_pending_bytes=256,
-    checkpoint_trigger_bytes=6000,
-)
+CALM_EVENTS_MAX = 20_000  # from the last fault on, and once all ways are open: until everything has converged
+COPY_EVENTS = 1_500  # how long a copy runs beside the first
+LOOK_EVERY_EVENTS = 16
+NO_MORE_FAULTS = 1 << 62
 
-METHOD_TICK, METHOD_FROM_PEER, METHOD_OWN, METHOD_OUTSIDE, METHOD_INITIAL = 1, 2, 3, 4, -1
-
-
-class SimulatedApp:
-    """Ticks are impulses to itself; each tick calls all peers and, every third time, itself. Peers' calls are listed.
-
-    Beside that it sends impulses to its peers, which no replay makes again. Each version words its calls to itself in
-    its own way, so that a record that the wrong version handles shows. Half of its checkpoints are snapshots.
-    """
-
-    def __init__(self, name: str, peers: list[str], tick_count: int, world: World, version: int) -> None:
-        self.name, self.peers, self.tick_count, self.world = name, peers, tick_count, world
-        self.reader = RecordReader()
-        self.blob: list[bytes] | None = None
-        self.primary = False
-        self.state: dict = {}
-        self.out = bytearray(encode_hello(Hello(ALL_EXTENSIONS, name)))
-        self.out += encode_app_description(AppDescription(version))
-        self.version = version  # the one that it is run for
-        self.upgrading_to = 0
-        self.snapshot: deque[bytes] = deque()  # what is still to be said of the one on its way
-        for peer in peers:
-            self.out += encode_attach_to(peer)
-        self.dead = False
-        self.ticks_sent = 0
-        self.impulses: list[tuple[str, int] | None] = []  # (peer, number) by count; None for a tick
-        self.accepted = 0
-
-    def receive(self, data: bytes) -> None:
-        self.reader.receive_data(bytes(data))
-        while (event := self.reader.next_event()) is not None:
-            if isinstance(event, BlobStart):
-                self.blob = []
-            elif isinstance(event, BlobData):
-                assert self.blob is not None
-                self.blob.append(event.data)
-                if event.last:
-                    self.state = json.loads(b"".join(self.blob))
-                    self.blob = None
-            else:
-                self._record(event.header.sequence_id, event.content)
-
-    def _record(self, sequence_id: int, content: bytes) -> None:
-        if sequence_id >= 0:
-            assert sequence_id == self.state["sequence_id"] + 1, f"record {sequence_id} behind {self.state}"
-            self.state["sequence_id"] = sequence_id
-        for message_type, start, end in decode_messages(content):
-            self._message(message_type, content[start:end])
-
-    def _message(self, message_type: int, data: bytes) -> None:
-        if message_type == MessageType.RECORD_TIME:
-            time_ns = int.from_bytes(data, "little")
-            assert time_ns >= self.state["time_ns"], "time went back"
-            self.state["time_ns"] = time_ns
-        elif message_type == MessageType.RPC:
-            self._call(data)
-        elif message_type == MessageType.RPC_BATCH:
-            _, start = decode_batch(data)
-            for _, first, last in decode_messages(data[start:]):
-                self._call(data[start + first : start + last])
-        elif message_type == MessageType.INITIAL_MESSAGE:
-            assert data == b"begin"
-            assert not self.state["begun"], "begun twice"
-            self.state["begun"] = True
-        elif message_type == MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT:
-            if not self.state:
-                self.state = {"sequence_id": -1, "time_ns": 0, "begun": False, "ticks": 0, "own": [], "from": {}}
-                self.state["version"] = self.version
-                self.state["outside"] = {}
-                self.out += encode_message(MessageType.INITIAL_MESSAGE, b"begin")
-            self._checkpoint()
-            self._become_primary()
-        elif message_type == MessageType.TAKE_CHECKPOINT:
-            if self.primary and self.world.rng.random() < 0.5:
-                self._begin_snapshot()
-            else:
-                self._checkpoint()
-                self._become_primary()
-        elif message_type == MessageType.BECOMING_PRIMARY:
-            self._become_primary()
-        elif message_type == MessageType.VERSION:
-            self.upgrading_to = decode_version(data)
-        elif message_type == MessageType.UPGRADE_TAKE_CHECKPOINT:
-            assert not self.primary
-            assert self.upgrading_to == self.state["version"] + 1
-            self.state["version"] = self.upgrading_to
-            self._checkpoint()
-        elif message_type == MessageType.IMPULSES_ACCEPTED:
-            count = decode_impulses_accepted(data)
-            assert count > self.accepted
-            for impulse in self.impulses[self.accepted : count]:
-                if impulse is not None:
-                    self.world.accepted[self.name, impulse[0]].append(impulse[1])
-            self.accepted = count
-        elif message_type == MessageType.INSTANCE_NAME:
-            assert data.decode() == self.name
-        elif message_type == MessageType.GOODBYE:
-            pass
-        else:
-            raise AssertionError(f"message type {message_type}, {data!r}")
-
-    def _call(self, data: bytes) -> None:
-        rpc = decode_incoming_rpc(data)
-        state = self.state
-        if rpc.method_id == METHOD_TICK:
-            state["ticks"] += 1
-            number = state["ticks"]
-            for peer in self.peers:
-                self._send(peer, METHOD_FROM_PEER, [self.name, number])
-            if number % 3 == 0:
-                self._send("", METHOD_OWN, [number, state["version"]])
-        elif rpc.method_id == METHOD_FROM_PEER:
-            sender, number = json.loads(rpc.arguments)
-            state["from"].setdefault(sender, []).append(number)
-        elif rpc.method_id == METHOD_OUTSIDE:
-            sender, number = json.loads(rpc.arguments)
-            state["outside"].setdefault(sender, []).append(number)
-        elif rpc.method_id == METHOD_OWN:
-            state["own"].append(json.loads(rpc.arguments)[0])
-
-    def _send(self, destination: str, method_id: int, value: object) -> None:
-        rpc = encode_incoming_rpc(method_id, RpcType.FORK, json.dumps(value).encode())
-        self.out += encode_app_batch(MessageType.STREAM_BATCH, destination, 1, rpc)
-
-    def _checkpoint(self) -> None:
-        blob = json.dumps(self.state).encode()
-        self.out += encode_checkpoint(len(blob)) + blob
-
-    def _become_primary(self) -> None:
-        if not self.primary:
-            self.primary = True
-            self.ticks_sent = self.state["ticks"]
-
-    def _begin_snapshot(self) -> None:
-        rng = self.world.rng
-        self.out += encode_message(MessageType.SNAPSHOT_BEGIN)
-        blob = json.dumps(self.state).encode()
-        size_bytes = rng.randrange(20, 200)
-        for start in range(0, len(blob), size_bytes):
-            self.snapshot.append(encode_message(MessageType.SNAPSHOT_CHUNK, blob[start : start + size_bytes]))
-        why_not = b"no memory" if rng.random() < 0.1 else b""
-        self.snapshot.append(encode_message(MessageType.SNAPSHOT_END, why_not))
-
-    def act(self, rng: random.Random) -> bool:
-        """Something of its own accord: a part of a snapshot, a few ticks, an impulse to a peer."""
-        if self.snapshot:
-            self.out += self.snapshot.popleft()
-        if not self.primary or len(self.impulses) - self.accepted > 20:
-            return False
-        acted = False
-        while self.ticks_sent < self.tick_count and rng.random() < 0.6:
-            self.ticks_sent += 1
-            rpc = encode_incoming_rpc(METHOD_TICK, RpcType.IMPULSE, b"")
-            self.out += encode_app_batch(MessageType.IMPULSE_BATCH, "", 1, rpc)
-            self.impulses.append(None)
-            acted = True
-        if self.peers and self.ticks_sent < self.tick_count and rng.random() < 0.3:
-            peer = rng.choice(self.peers)
-            number = self.world.next_outside()
-            rpc = encode_incoming_rpc(METHOD_OUTSIDE, RpcType.IMPULSE, json.dumps([self.name, number]).encode())
-            self.out += encode_app_batch(MessageType.IMPULSE_BATCH, peer, 1, rpc)
-            self.impulses.append((peer, number))
-            acted = True
-        return acted
+ERRORS_WITH_DAMAGE = ("falling back to the one before",)
+ERRORS_TOLD = ("could not take its checkpoint", "it can't (simulated)")
+ERRORS_WITH_A_COPY = ("stream stopped", "stream refused")
 
 
 @dataclass
-class SentMessage:
-    """A message of the messenger: sent again until answered."""
+class Totals:
+    """What a run, or many, went through."""
 
-    sender: Node
-    life: int
-    effect: ef.SendToPeer
-    parts: list[bytes]
-    answered: bool = False
-
-
-@dataclass
-class Node:
-    """One instance: its disk, and the machine and app of its current life."""
-
-    name: str
-    store: MemoryLogStore
-    life: int = 0
-    upgrade_to: int | None = None  # the operator's wish
+    runs: int = 0
+    events: int = 0
+    effects: int = 0
+    records: int = 0
+    messages: int = 0  # frames that arrived at a core
+    frames_lost: int = 0
+    frames_doubled: int = 0
+    frames_held: int = 0
+    starts: int = 0
+    crashes: int = 0
     upgrades: int = 0
-    bit_rot: bool = False  # a checkpoint was found damaged in this life
-    machine: Machine | None = None
-    app: SimulatedApp | None = None
-    to_app: deque[bytes] = field(default_factory=deque)
-    app_closing: bool = False
-    paused: bool = False
-    jobs: deque = field(default_factory=deque)  # of the disk
-    events: list = field(default_factory=list)
-    down_until: int = 0
+    simulated_s: float = 0.0
+    faults: Counter[str] = field(default_factory=Counter)
+    marks: Marks = field(default_factory=Marks)
+
+    def add(self, other: Totals) -> None:
+        for name, value in vars(other).items():
+            if isinstance(value, Counter):
+                getattr(self, name).update(value)
+            else:
+                setattr(self, name, getattr(self, name) + value)
 
 
 class World:
-    """One run. ``crash_rate``: per step; ``loss_rate``: per delivery."""
+    """``trace``: keeps what happens, for people; None: nothing is kept, which is faster."""
 
-    app_type = SimulatedApp
+    def __init__(self, plan: Plan, trace: Trace | None = None) -> None:
+        self.plan = plan
+        self.trace = trace
+        self.clock = Clock()
+        self.network = Network(plan, self.clock)
+        self.outside = Outside()
+        self.marks = Marks()
+        self.faults: Counter[str] = Counter()
+        self.events = self.effects = self.turns = self.starts = self.crashes = self.upgrades = 0
+        self._rng = plan.stream("world")
+        self._faults = list(plan.faults)
+        self._power_failure_due = plan.ends_with_power_failure
+        self._calm_since: int | None = None
+        self._copied_at: int | None = None
+        self.next_fault_at = self._faults[0].at_effect if self._faults else NO_MORE_FAULTS
+        self.nodes: list[Node] = []
+        for name in plan.names:
+            self.nodes.append(self._make_node(name, MemoryLogStore(len(self.nodes) + 1)))
+        self.network.nodes = {node.name: node for node in self.nodes}
 
-    def __init__(
-        self,
-        seed: int,
-        *,
-        names: tuple[str, ...] = ("a", "b"),
-        tick_count: int = 40,
-        crash_rate: float = 0.02,
-        loss_rate: float = 0.1,
-        limits: Limits = TINY,
-    ) -> None:
-        self.rng = random.Random(seed)
-        self.names = names
-        self.tick_count, self.crash_rate, self.loss_rate, self.limits = tick_count, crash_rate, loss_rate, limits
-        self.now_ns = 1_000_000
-        self.step_count = 0
-        self.crashes = 0
-        self.spills_read = 0
-        self.nodes = {name: Node(name, MemoryLogStore(index + 1)) for index, name in enumerate(names)}
-        self.messages: list[SentMessage] = []  # unanswered
-        self.answers: list[tuple[SentMessage, list[bytes]]] = []
-        self.accepted: dict[tuple[str, str], list[int]] = {(a, b): [] for a in names for b in names}
-        self._outside = 0
-        self.trace: list[str] = []
+    def _make_node(self, name: str, store: MemoryLogStore, checker: Checker | None = None) -> Node:
+        number = len(self.nodes)
+        checker = checker or Checker(name)
+        disk = Disk(store, self.plan.stream(f"disk {number}"), self.plan.keep_checkpoints, checker.became_durable)
+        return Node(self, number, name, disk, checker)
 
-    def next_outside(self) -> int:
-        self._outside += 1
-        return self._outside
+    def make_app(self, node: Node, version: int) -> App:
+        plan = self.plan
+        peers = [name for name in plan.names if name != node.name]
+        rng = plan.stream(f"app {node.number} {node.life} {node.app_life}")
+        if plan.app == "sdk":
+            return SdkApp(node, peers, plan.work, version, rng, self.outside, self.marks)
+        plain = plan.app == "plain"
+        return CheckingApp(
+            node.name, peers, plan.work, version, rng, node.checker, self.outside, self.marks, plain=plain
+        )
 
-    # --- running ---------------------------------------------------------------------------------------------------
+    # --- running -----------------------------------------------------------------------------------------------------
 
-    def run(self, steps_max: int = 60_000) -> None:
-        while not self.done():
-            self.step_count += 1
-            assert self.step_count < steps_max, f"no end in sight: {self.describe()}"
-            self.now_ns += self.rng.choice((0, 1, 1000, -500))  # clocks jump
-            self._step()
+    def run(self) -> None:
+        """Until all is done and everything has converged. Raises Violation."""
+        for node in self.nodes:
+            self.clock.after(self._rng.random() * 300 * US, node.start)
+        run_next = self.clock.run_next
+        while True:
+            self.events += 1
+            if run_next():
+                if self.events % LOOK_EVERY_EVENTS == 0 and self._is_over():
+                    break
+                continue
+            struck = self.next_fault_at
+            if self._is_over():
+                break
+            if self.clock.is_empty and self.next_fault_at == struck:
+                raise Violation(f"everything stands still: {self.describe()}")
+        self._check_end()
 
-    def done(self) -> bool:
-        for node in self.nodes.values():
-            app = node.app
-            if node.machine is None or app is None or not app.primary or not app.state.get("begun"):
-                return False
-            if app.state["ticks"] < self.tick_count or len(app.state["own"]) < self.tick_count // 3:
-                return False
-            if app.accepted < len(app.impulses) or node.jobs:
-                return False
-            if any(len(app.state["from"].get(peer, ())) < self.tick_count for peer in app.peers):
-                return False
-            status = node.machine.status(0)
-            if any(output["acknowledged"] < output["position"] for output in status["outputs"].values()):
-                return False
-            if status["backlog_records"] or node.machine._session.phase is not Phase.NORMAL:
-                return False
+    def _is_over(self) -> bool:
+        if self._copied_at is not None:
+            return self.clock.is_empty or self.events > self._copied_at + COPY_EVENTS
+        is_quiet = all(node.is_quiet for node in self.nodes) and self.network.is_quiet
+        if self.next_fault_at is not NO_MORE_FAULTS:
+            if is_quiet:  # the work is done: the rest of the faults strike an idle fleet
+                self.strike(self._rng.choice(self.nodes), None)
+            return False
+        if self._calm_since is None or self.network.blocked:
+            self._calm_since = self.events
+        if self.events - self._calm_since > CALM_EVENTS_MAX:
+            raise Violation(f"no end in {CALM_EVENTS_MAX} events since the last fault: {self.describe()}")
+        if not is_quiet or any(node.upgrade_to is not None for node in self.nodes):
+            return False
+        if self._power_failure_due:
+            self._power_failure_due = False
+            self._fail_power()
+            return False
         return True
 
-    def _step(self) -> None:
-        rng = self.rng
-        node = rng.choice(list(self.nodes.values()))
+    # --- faults ------------------------------------------------------------------------------------------------------
+
+    def strike(self, node: Node, effect: ef.Effect | None) -> None:
+        """The next fault is due, at ``node``, before it carries out ``effect``."""
+        fault = self._faults.pop(0)
+        self.next_fault_at = self._faults[0].at_effect if self._faults else NO_MORE_FAULTS
+        self.next_fault_at = max(self.next_fault_at, self.effects + 1)
+        kind = fault.kind
+        if self.trace is not None:
+            node.note(f"!! {kind}, share {fault.share:.2f}")
         if node.machine is None:
-            if self.step_count >= node.down_until:
-                self._start(node)
             return
-        if rng.random() < self.crash_rate and self.step_count < 6000:
-            self._crash(node)
-            return
-        if node.app is None:
-            peers = [name for name in self.names if name != node.name]
-            versions = node.store.summary().versions
-            version = node.upgrade_to or (versions[-1].version if versions else 1)
-            node.app = self.app_type(node.name, peers, self.tick_count, self, version)
-            node.to_app.clear()
-            node.app_closing = node.paused = False
-            self._handle(node, [ev.AppConnected()])
-            return
-        rng.choice((self._app_reads, self._app_writes, self._app_acts, self._disk, self._network, self._network))(node)
-
-    def _start(self, node: Node) -> None:
-        summary = node.store.summary()
-        if summary.versions and node.upgrade_to is None and self.rng.random() < 0.2:
-            node.upgrade_to = summary.versions[-1].version + 1
-        node.bit_rot = False
-        promote = self.rng.random() < 0.3
-        clients = node.store.clients()
-        node.machine = Machine(node.name, summary, self.limits, node.upgrade_to, promote=promote, clients=clients)
-
-    def _crash(self, node: Node) -> None:
-        self.crashes += 1
-        whole = self.rng.random() < 0.5
-        self.trace.append(f"{self.step_count} crash {node.name} {'all' if whole else 'app'}")
-        if whole:
-            node.store = node.store.crash()
-            node.life += 1
-            node.machine = None
-            node.jobs.clear()
-            node.app = None
-            self.messages = [m for m in self.messages if m.sender is not node]
-            node.down_until = self.step_count + self.rng.randrange(200)
-        elif node.app is not None:
-            node.app = None
-            self._handle(node, [ev.AppClosed()])
-
-    # --- the parts of a node -----------------------------------------------------------------------------------------
-
-    def _app_reads(self, node: Node) -> None:
-        if node.to_app:
-            data = node.to_app.popleft()
-            cut = self.rng.randrange(1, len(data) + 1)
-            if cut < len(data):
-                node.to_app.appendleft(data[cut:])
-            node.app.receive(data[:cut])
-            self._handle(node, [ev.AppSent(cut)])
-        elif node.app_closing:
-            node.app = None
-            self._handle(node, [ev.AppClosed()])
-
-    def _app_writes(self, node: Node) -> None:
-        app = node.app
-        if app.out and not node.paused and not node.app_closing:
-            cut = self.rng.randrange(1, len(app.out) + 1)
-            data = bytes(app.out[:cut])
-            del app.out[:cut]
-            self._handle(node, [ev.AppData(data)])
-
-    def _app_acts(self, node: Node) -> None:
-        node.app.act(self.rng)
-
-    def _disk(self, node: Node) -> None:
-        if not node.jobs:
-            return
-        job = node.jobs.popleft()
-        if isinstance(job, ef.Commit):
-            node.store.commit(job.transaction)
-            self._handle(node, [ev.Committed(job.ticket)])
+        if kind in CRASHES:
+            self._crash(node, kind, effect)
+        elif kind in DAMAGE:
+            if not node.disk.flip(kind, fault.share):
+                return
+            if fault.share < 0.8:
+                node.power_off()  # so that it is looked at soon
+        elif "partition" in kind or "hang" in kind:
+            self._block(node, fault)
+        elif kind == "second copy":
+            self._copy(node)
         else:
-            node.store.write_checkpoint_chunk(job.checkpoint_id, job.index, job.data)
-            self._handle(node, [ev.ChunkWritten(len(job.data))])
+            self._operate(node, fault)
+        self.faults[kind] += 1
+        self.marks[f"fault: {kind}"] += 1
 
-    def _network(self, node: Node) -> None:
-        rng = self.rng
-        if self.answers and rng.random() < 0.5:
-            message, parts = self.answers.pop(rng.randrange(min(len(self.answers), 3)))
-            sender = message.sender
-            if message.answered or sender.life != message.life or message not in self.messages:
-                return
-            if rng.random() < self.loss_rate:
-                return  # the message is sent again, and answered again
-            message.answered = True
-            self.messages.remove(message)
-            effect = message.effect
-            self._handle(sender, [ev.PeerReplied(effect.destination, effect.tag, decode_frame(parts))])
+    def _crash(self, node: Node, kind: str, effect: ef.Effect | None) -> None:
+        if node.app is None and kind == "crash app":
             return
-        if not self.messages:
+        if self._copied_at is not None and node.name == self.nodes[-1].name:
+            return  # a split brain that is started again wins again: what then holds is for no machine to say
+        self.crashes += 1
+        self.marks[f"{kind} while {node.phase.value}"] += 1
+        if effect is not None:
+            self.marks[f"crash right before {type(effect).__name__}"] += 1
+        if kind == "crash app":
+            node.crash_app()
+        else:
+            node.crash(app_first=kind == "crash both")
+
+    def _block(self, node: Node, fault: Fault) -> None:
+        others = [name for name in self.plan.names if name != node.name]
+        if not others:
             return
-        message = self.messages[rng.randrange(min(len(self.messages), 3))]
-        if rng.random() < self.loss_rate:
+        other = others[int(fault.share * 7919) % len(others)]
+        directions = [(node.name, other), (other, node.name)]
+        if "one-way" in fault.kind:
+            directions = [directions[int(fault.share * 104729) % 2]]
+        self.network.block("hang" if "hang" in fault.kind else "cut", *directions)
+        self.clock.after(fault.share * 15 * MS, self.network.heal, *directions)
+
+    def _operate(self, node: Node, fault: Fault) -> None:
+        kind, share, disk = fault.kind, fault.share, node.disk
+        if kind in ("disk full", "sync fails"):
+            disk.fails_next = kind
+        elif kind == "slow disk":
+            disk.slow = 2 + int(share * 20)
+            self.clock.after(share * 10 * MS, setattr, disk, "slow", 1)
+        elif kind == "peer moved":
+            assert node.machine is not None
+            for name in self.plan.names:
+                if name != node.name:
+                    stream = node.machine._peers.outputs.get(name)
+                    self.marks["open stream moved"] += stream is not None and stream.state is StreamState.OPEN
+                    node.post(ev.PeerMoved(name))
+        elif kind == "clean stop":
+            node.ask_to_stop()
+        elif kind in ("upgrade", "failing upgrade"):
+            self._upgrade(node, fails=kind == "failing upgrade", share=share)
+        elif kind == "checkpoint":
+            node.post(ev.CheckpointRequested())
+        elif kind == "clock jump":
+            node.skew_ns += int((share - 0.5) * 40 * MS)
+        elif kind == "power failure":
+            self._fail_power()
+
+    def _upgrade(self, node: Node, *, fails: bool, share: float) -> None:
+        """The operator stops the instance one way or the other, and starts it with the code of another version."""
+        machine = node.machine
+        if machine is None or self.plan.app == "plain" or not machine._peers.ready or node.upgrade_to is not None:
             return
-        receiver = self.nodes[message.effect.destination]
-        if receiver.machine is not None:
-            frame = decode_frame(message.parts)
-            self._handle(receiver, [ev.PeerFrameReceived((message, receiver.life), frame)])
+        if machine._versions.current >= VERSION_MAX:
+            return
+        node.upgrade_to = machine._versions.current + 1
+        node.upgrade_fails = fails and self.plan.app != "sdk"
+        if share < 0.5:
+            node.ask_to_stop()
+        else:
+            node.power_off()
 
-    def _handle(self, node: Node, events: list) -> None:
-        """One turn, and those that its effects bring about at once; the process may die between any two effects."""
-        while events:
-            machine = node.machine
-            if machine is None:
-                return
-            following: list = []
-            for effect in machine.handle(events, self.now_ns):
-                if self.rng.random() < self.crash_rate / 20 and self.step_count < 6000:
-                    self._crash(node)
-                    if node.machine is None:
-                        return
-                self._carry_out(node, effect, following)
-            events = following
+    def _fail_power(self) -> None:
+        self.marks["everything crashed at once"] += 1
+        for node in self.nodes:
+            if node.machine is not None:
+                self.crashes += 1
+                node.power_off()
 
-    def _carry_out(self, node: Node, effect: ef.Effect, following: list) -> None:
-        if isinstance(effect, ef.SendToApp):
-            if node.app is not None and not node.app_closing:
-                node.to_app.append(bytes(effect.data))
-        elif isinstance(effect, ef.Commit | ef.WriteCheckpointChunk):
-            node.jobs.append(effect)
-        elif isinstance(effect, ef.SendToPeer):
-            self.messages.append(SentMessage(node, node.life, effect, [bytes(p) for p in encode_frame(effect.frame)]))
-        elif isinstance(effect, ef.ReplyToPeer):
-            message, life = effect.token
-            if life == node.life and not message.answered:
-                self.answers.append((message, encode_frame(effect.frame)))
-        elif isinstance(effect, ef.ResetPeer):
-            self.messages = [
-                m for m in self.messages if not (m.sender is node and m.effect.destination == effect.destination)
-            ]
-        elif isinstance(effect, ef.LoadLog):
-            following.append(ev.LogLoaded(node.store.summary()))
-        elif isinstance(effect, ef.CheckCheckpoint):
-            # One is left: which have been found damaged, a life remembers.
-            damaged = not node.bit_rot and self.crash_rate and self.rng.random() < 0.05
-            damaged = damaged and len(node.store.summary().checkpoints) > 1
-            node.bit_rot = node.bit_rot or bool(damaged)
-            following.append(ev.CheckpointChecked(effect.header.checkpoint_id, "bit rot" if damaged else None))
-        elif isinstance(effect, ef.ReadCheckpointChunk):
-            following.append(
-                ev.CheckpointChunkRead(node.store.read_checkpoint_chunk(effect.checkpoint_id, effect.index))
-            )
-        elif isinstance(effect, ef.ReadRecords):
-            following.append(ev.RecordsRead(node.store.read(effect.first_sequence_id, effect.size_bytes_max)))
-        elif isinstance(effect, ef.ReadSpilled):
-            batches = node.store.read_spilled(
-                effect.destination, effect.first_position, effect.last_position, effect.size_bytes_max
-            )
-            self.spills_read += 1
-            following.append(ev.SpilledRead(effect.destination, effect.first_position, batches))
-        elif isinstance(effect, ef.PauseApp | ef.ResumeApp):
-            node.paused = isinstance(effect, ef.PauseApp)
-        elif isinstance(effect, ef.CloseApp):
-            node.app_closing = True
-        elif isinstance(effect, ef.Trim):
-            while node.store.trim(keep_checkpoints=2):
-                pass
-        elif isinstance(effect, ef.UpgradeEnded):
-            assert effect.problem is None, effect.problem
-            node.upgrade_to = None
-            node.upgrades += 1
-        elif isinstance(effect, ef.Stop):
-            raise AssertionError(f"{node.name} stopped: {effect.error!r}\n{self.describe()}")
-        elif isinstance(effect, ef.Report):
-            self.trace.append(f"{self.step_count} {node.name} {effect.level} {effect.message} {dict(effect.fields)}")
-            expected = "bit rot" in effect.message or "could not take its checkpoint" in effect.message
-            assert effect.level != "error" or expected, self.describe()
+    def _copy(self, node: Node) -> None:
+        """A copy of its log as it is on disk now, and a coordinator on it, beside the first one."""
+        if len(node.disk.store.summary().checkpoints) == 0 or self._copied_at is not None:
+            return
+        copy = self._make_node(node.name, node.disk.copy(), node.checker.copy())
+        self.nodes.append(copy)
+        self._copied_at = self.events
+        self.outside.split = node.name
+        node.checker.is_split = copy.checker.is_split = True
+        self.marks["second copy beside the first"] += 1
+        self.clock.after(self._rng.random() * MS, copy.start)
 
-    # --- checking --------------------------------------------------------------------------------------------------
+    # --- what a node tells -------------------------------------------------------------------------------------------
 
-    def check(self) -> None:
-        """Exactly once, in order, nothing lost; what was accepted has arrived."""
-        ticks = list(range(1, self.tick_count + 1))
-        for name, node in self.nodes.items():
-            state = node.app.state
-            assert state["ticks"] == self.tick_count
-            assert state["own"] == [n for n in ticks if n % 3 == 0], f"{name} own {state['own']}"
-            for peer in node.app.peers:
-                assert state["from"][peer] == ticks, f"{name} from {peer}: {state['from'][peer]}"
-                outside = state["outside"].get(peer, [])
-                assert outside == sorted(set(outside)), f"{name} impulses of {peer}: {outside}"
-                missing = set(self.accepted[peer, name]) - set(outside)
-                assert not missing, f"{name} lacks accepted impulses of {peer}: {missing}"
+    def error_told(self, node: Node, message: str) -> None:
+        expected: tuple[str, ...] = ERRORS_TOLD
+        if node.disk.damaged:
+            expected += ERRORS_WITH_DAMAGE
+        if self._copied_at is not None:
+            expected += ERRORS_WITH_A_COPY
+        if not any(words in message for words in expected):
+            raise Violation(f"{node.name} tells an error that nothing here explains: {message}")
+
+    def refused(self, node: Node, frame: PeerFrame) -> None:
+        if frame.code == RefusedCode.STALE_EPOCH:
+            self.marks["frame of a past life refused"] += 1
+        elif self._copied_at is None:
+            raise Violation(f"{node.name} refuses {frame.receiver}: {frame.reason}")
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def _check_end(self) -> None:
+        self.marks["frame answered twice"] += self.network.answered_twice
+        self.marks["Welcome beyond what was known"] += self.network.overtaken
+        for node in self.nodes:
+            self.marks["commits joined"] += node.disk.joined > 0
+        if self._copied_at is not None:
+            return
+        apps = {node.name: node.app for node in self.nodes}
+        for name, app in apps.items():
+            assert app is not None
+            for other, sender in apps.items():
+                assert sender is not None
+                made = sender.made.get(name if name != other else "", 0)
+                got = app.got.get(other if name != other else "", 0)
+                if made != got:
+                    raise Violation(f"{other} has made {made} calls to {name}, which has executed {got}")
+                if self.outside.wiped in (name, other):
+                    continue  # what was accepted is lost with the log
+                missing = self.outside.accepted.get((other, name), set()) - set(app.outside.get(other, ()))
+                if missing:
+                    raise Violation(f"{name} lacks impulses of {other} that were accepted: {sorted(missing)}")
+            if app.got.get("", 0) == 0 and self.plan.work >= 3 and self.plan.app != "sdk":
+                raise Violation(f"{name} has executed none of its calls to itself")
+
+    def totals(self) -> Totals:
+        return Totals(
+            runs=1,
+            events=self.events,
+            effects=self.effects,
+            records=sum(len(node.checker.ledger) for node in self.nodes),
+            messages=self.network.delivered,
+            frames_lost=self.network.lost,
+            frames_doubled=self.network.doubled,
+            frames_held=self.network.held,
+            starts=self.starts,
+            crashes=self.crashes,
+            upgrades=self.upgrades,
+            simulated_s=(self.clock.now_ns - START_NS) / 1e9,
+            faults=self.faults,
+            marks=self.marks,
+        )
 
     def describe(self) -> str:
-        lines = [f"step {self.step_count}, {len(self.messages)} messages, {len(self.answers)} answers"]
-        for name, node in self.nodes.items():
-            lines.append(f"{name}: jobs {len(node.jobs)} paused {node.paused} to_app {len(node.to_app)}")
-            if node.app is not None:
-                state = {key: value for key, value in node.app.state.items() if key in ("ticks", "sequence_id")}
-                lines.append(f"   app {state} sent {node.app.ticks_sent} accepted {node.app.accepted}")
+        """Where everything is, for whoever looks at a run that does not end."""
+        lines = [f"event {self.events}, effect {self.effects}, blocked {self.network.blocked}"]
+        for node in self.nodes:
+            lines.append(
+                f"{node.name}: {node.phase.value}, app {'down' if node.app is None else f'done {node.app.is_done}'}, "
+                f"{len(node.disk.jobs)} writes, upgrade to {node.upgrade_to}"
+            )
             if node.machine is not None:
                 lines.append(f"   {node.machine.status(0)}")
-        return "\n".join(lines + self.trace[-12:])
+        return "\n".join(lines)
+
+
+def as_text(plan: Plan) -> str:
+    """The plan in a few lines."""
+    values = {name: value for name, value in asdict(plan).items() if name not in ("faults", "limits")}
+    lines = [", ".join(f"{name} {value}" for name, value in values.items())]
+    lines += [
+        f"  [{index}] effect {one.at_effect}: {one.kind}, {one.share:.3f}" for index, one in enumerate(plan.faults)
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,451 @@
+"""A small app that speaks the protocol byte by byte, is deterministic, and checks each message that it gets.
+
+A tick is an impulse to itself. Each calls all peers, some of them several times (a storm), some calls are passed on
+from one instance to the next (a cycle, also back to where they came from), and every third tick calls the app itself.
+Beside that it sends impulses to its peers. Calls from one instance to another are numbered by the caller, so that one
+that is lost, doubled or out of order shows where it is executed.
+
+Each version words its calls to itself in its own way: a record that the wrong version handles makes other outputs. A
+plain app is one of the base protocol: no Hello, no extensions, and it may hold calls back behind a checkpoint.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Protocol
+from zlib import crc32
+
+import msgspec
+
+from protocol.batch import decode_batch, encode_batch
+from protocol.extensions import (
+    ALL_EXTENSIONS,
+    AppDescription,
+    Hello,
+    decode_impulses_accepted,
+    decode_version,
+    encode_app_batch,
+    encode_app_description,
+    encode_hello,
+)
+from protocol.messages import (
+    MessageType,
+    RpcType,
+    decode_incoming_rpc,
+    decode_messages,
+    encode_attach_to,
+    encode_checkpoint,
+    encode_incoming_rpc,
+    encode_message,
+    encode_outgoing_rpc,
+)
+from protocol.readers import BlobData, BlobStart, RecordReader
+from tests.simulation.checkers import Checker
+from tests.simulation.marks import Marks
+from tests.simulation.trace import Violation
+
+METHOD_TICK, METHOD_CALL, METHOD_OUTSIDE, METHOD_INITIAL = 1, 2, 3, -1
+STORM_SIZE = 6
+IMPULSES_OUTSTANDING_MAX = 8
+
+_encode = msgspec.msgpack.encode
+_decode_call = msgspec.msgpack.Decoder(tuple[str, int, int, int]).decode
+_decode_impulse = msgspec.msgpack.Decoder(tuple[str, int]).decode
+
+
+class Outside:
+    """The world outside: it makes impulses to other instances, and knows which were accepted."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.split = ""  # an instance of which two copies run: its calls are numbered twice
+        self.wiped = ""  # one that has lost its log: it numbers its calls anew, and does not know what it had executed
+        self.begun_anew: dict[tuple[str, str], int] = {}  # by sender and receiver: the first number behind the loss
+        self.accepted: dict[tuple[str, str], set[int]] = {}
+
+    def allows(self, sender: str, receiver: str, number: int, before: int) -> bool:
+        """Whether ``number`` may be executed behind ``before``, though it does not follow it."""
+        if (
+            self.wiped
+            and sender
+            and ((sender == self.wiped and number == 1) or (receiver == self.wiped and not before))
+        ):
+            return self.begun_anew.setdefault((sender, receiver), number) == number
+        return bool(sender) and sender == self.split
+
+    def next_number(self) -> int:
+        self.made += 1
+        return self.made
+
+    def accept(self, sender: str, receiver: str, number: int) -> None:
+        self.accepted.setdefault((sender, receiver), set()).add(number)
+
+
+class App(Protocol):
+    """One life of an app, as its node sees it."""
+
+    primary: bool
+    fails_upgrade: bool
+    out: bytearray  # what is to be sent
+
+    @property
+    def is_restless(self) -> bool:
+        """It would do something of its own accord: :meth:`act`."""
+
+    def receive(self, data: bytes) -> None: ...
+
+    def act(self) -> bool:
+        """Something of its own accord; whether there is more to do of that kind."""
+
+    def tell_time(self, wall_ns: int) -> None: ...
+
+    @property
+    def next_due_ns(self) -> int | None: ...
+
+    @property
+    def is_done(self) -> bool:
+        """All its work is done, and all its impulses are accepted."""
+
+    @property
+    def made(self) -> dict[str, int]:
+        """Calls made, by destination."""
+
+    @property
+    def got(self) -> dict[str, int]:
+        """Calls executed, by sender."""
+
+    @property
+    def outside(self) -> dict[str, list[int]]:
+        """Impulses executed, by sender."""
+
+
+class State(msgspec.Struct):
+    sequence_id: int = -1
+    time_ns: int = 0
+    begun: bool = False
+    version: int = 1
+    ticks: int = 0
+    made: dict[str, int] = {}
+    got: dict[str, int] = {}
+    outside: dict[str, list[int]] = {}
+    held: list[tuple[str, int, bytes]] = []  # calls of a plain app that are still to be sent
+
+
+_decode_state = msgspec.msgpack.Decoder(State).decode
+
+
+class CheckingApp:
+    def __init__(
+        self,
+        name: str,
+        peers: list[str],
+        work: int,
+        version: int,
+        rng: random.Random,
+        checker: Checker,
+        outside: Outside,
+        marks: Marks,
+        *,
+        plain: bool = False,
+    ) -> None:
+        self.name, self.peers, self.work = name, peers, work
+        self.primary = False
+        self.fails_upgrade = False
+        self.out = bytearray()
+        self.next_due_ns = None
+        self._version = version
+        self._rng = rng
+        self._checker = checker
+        self._outside = outside
+        self._marks = marks
+        self._plain = plain
+        self._reader = RecordReader()
+        self._blob: list[bytes] | None = None
+        self._state: State | None = None
+        self._made: list[tuple[str, int, bytes]] = []  # calls that are not in ``out`` yet
+        self._upgrading_to = 0
+        self._snapshot: deque[bytes] = deque()  # what is still to be said of the one on its way
+        self._ticks_sent = 0
+        self._impulses: list[tuple[str, int] | None] = []  # (peer, number) by count; None for a tick
+        self._accepted = 0
+        if not plain:
+            self.out += encode_hello(Hello(ALL_EXTENSIONS, name))
+            self.out += encode_app_description(AppDescription(version))
+        for peer in peers:
+            self.out += encode_attach_to(peer)
+
+    # --- what the world looks at -------------------------------------------------------------------------------------
+
+    @property
+    def is_restless(self) -> bool:
+        return self.primary or bool(self._made)
+
+    @property
+    def is_done(self) -> bool:
+        state = self._state
+        accepted = self._plain or self._accepted >= len(self._impulses)
+        return (
+            self.primary
+            and state is not None
+            and state.begun
+            and state.ticks >= self.work
+            and accepted
+            and not self._snapshot
+            and not self._made
+        )
+
+    @property
+    def made(self) -> dict[str, int]:
+        return self._known.made
+
+    @property
+    def got(self) -> dict[str, int]:
+        return self._known.got
+
+    @property
+    def outside(self) -> dict[str, list[int]]:
+        return self._known.outside
+
+    @property
+    def _known(self) -> State:
+        if self._state is None:
+            raise Violation(f"the app of {self.name} was asked to handle something before it had a state")
+        return self._state
+
+    # --- input -------------------------------------------------------------------------------------------------------
+
+    def receive(self, data: bytes) -> None:
+        reader = self._reader
+        reader.receive_data(data)
+        while (event := reader.next_event()) is not None:
+            if isinstance(event, BlobStart):
+                self._blob = []
+            elif isinstance(event, BlobData):
+                assert self._blob is not None
+                self._blob.append(event.data)
+                if event.last:
+                    self._state = _decode_state(b"".join(self._blob))
+                    self._made = self._state.held
+                    self._state.held = []
+                    self._blob = None
+            else:
+                self._record(event.header.sequence_id, event.content)
+        self._flush(everything=not self._plain)
+
+    def _record(self, sequence_id: int, content: bytes) -> None:
+        if sequence_id < 0:
+            for message_type, start, end in decode_messages(content):
+                self._control(message_type, content[start:end])
+            return
+        state = self._known
+        if sequence_id != state.sequence_id + 1:
+            raise Violation(f"the app of {self.name} got record {sequence_id} behind {state.sequence_id}")
+        state.sequence_id = sequence_id
+        for message_type, start, end in decode_messages(content):
+            if message_type == MessageType.RPC:
+                self._call(content, start, end)
+            elif message_type == MessageType.RPC_BATCH:
+                data = content[start:end]
+                _, offset = decode_batch(data)
+                body = data[offset:]
+                for _, first, last in decode_messages(body):
+                    self._call(body, first, last)
+            else:
+                self._logged(message_type, content[start:end])
+        self._checker.reached_state(sequence_id, crc32(_encode(state)))
+
+    def _logged(self, message_type: int, data: bytes) -> None:
+        state = self._known
+        if message_type == MessageType.RECORD_TIME:
+            time_ns = int.from_bytes(data, "little")
+            if time_ns < state.time_ns:
+                raise Violation(f"the time of {self.name} goes back")
+            state.time_ns = time_ns
+        elif message_type == MessageType.INITIAL_MESSAGE:
+            if data != b"begin" or state.begun:
+                raise Violation(f"{self.name} was begun twice, or with {data!r}")
+            state.begun = True
+        elif message_type == MessageType.INSTANCE_NAME:
+            if data.decode() != self.name:
+                raise Violation(f"{self.name} was told that it is called {data!r}")
+        else:
+            raise Violation(f"the app of {self.name} got a logged message of type {message_type}")
+
+    def _control(self, message_type: int, data: bytes) -> None:
+        if message_type == MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT:
+            if self._state is None:
+                self._state = State(version=self._version, made={}, got={}, outside={}, held=[])
+                self.out += encode_message(MessageType.INITIAL_MESSAGE, b"begin")
+            self._checkpoint()
+            self._become_primary()
+        elif message_type == MessageType.TAKE_CHECKPOINT:
+            if self.primary and not self._plain and self._rng.random() < 0.5:
+                self._begin_snapshot()
+            else:
+                self._checkpoint()
+                self._become_primary()
+        elif message_type == MessageType.BECOMING_PRIMARY:
+            self._marks["promoted"] += 1
+            self._become_primary()
+        elif message_type == MessageType.VERSION:
+            self._upgrading_to = decode_version(data)
+        elif message_type == MessageType.UPGRADE_TAKE_CHECKPOINT:
+            self._upgrade()
+        elif message_type == MessageType.IMPULSES_ACCEPTED:
+            self._accept(decode_impulses_accepted(data))
+        elif message_type not in (MessageType.GOODBYE, MessageType.REFUSAL):
+            raise Violation(f"the app of {self.name} got a control message of type {message_type}")
+
+    def _call(self, content: bytes, start: int, end: int) -> None:
+        rpc = decode_incoming_rpc(content, start, end)
+        state = self._known
+        if rpc.method_id == METHOD_CALL:
+            sender, number, hops, _ = _decode_call(rpc.arguments)
+            before = state.got.get(sender, 0)
+            expected = before + 1
+            if number != expected and not self._outside.allows(sender, self.name, number, before):
+                raise Violation(
+                    f"{self.name} executes call {number} of {sender or 'itself'}, {expected} is next: "
+                    f"{'one was lost or is out of order' if number > expected else 'one was doubled'}"
+                )
+            state.got[sender] = number
+            if hops:
+                self._make(self._next_hop(number), hops - 1)
+        elif rpc.method_id == METHOD_TICK:
+            state.ticks += 1
+            number = state.ticks
+            for peer in self.peers:
+                for _ in range(STORM_SIZE if number % 5 == 0 else 1):
+                    self._make(peer, 0)
+            if number % 4 == 1:
+                self._make(self._next_hop(number), 3)
+            if number % 3 == 0:
+                self._make("", number % 2)
+        elif rpc.method_id == METHOD_OUTSIDE:
+            sender, number = _decode_impulse(rpc.arguments)
+            numbers = state.outside.setdefault(sender, [])
+            if numbers and number <= numbers[-1] and sender != self._outside.split:
+                raise Violation(f"{self.name} executes impulse {number} of {sender} behind {numbers[-1]}")
+            numbers.append(number)
+        else:
+            raise Violation(f"{self.name} got a call of method {rpc.method_id}")
+
+    def _next_hop(self, number: int) -> str:
+        return self.peers[number % len(self.peers)] if self.peers else ""
+
+    # --- output ------------------------------------------------------------------------------------------------------
+
+    def _make(self, destination: str, hops: int) -> None:
+        state = self._known
+        number = state.made.get(destination, 0) + 1
+        state.made[destination] = number
+        sender = self.name if destination else ""
+        version = state.version if not destination else 0
+        self._made.append((destination, METHOD_CALL, _encode((sender, number, hops, version))))
+
+    def _flush(self, *, everything: bool) -> None:
+        """Calls may go in any batches, and a replay may make others."""
+        made = self._made
+        if not made or (not everything and self._rng.random() < 0.4):
+            return
+        self._made = []
+        if self._plain:
+            calls = [encode_outgoing_rpc(name, method, RpcType.FORK, arguments) for name, method, arguments in made]
+            payload = b"".join(calls)
+            self.out += encode_batch(payload, len(calls)) + payload
+            return
+        run: list[bytes] = []
+        destination = made[0][0]
+        for name, method, arguments in made:
+            if name != destination or (run and self._rng.random() < 0.2):
+                self.out += encode_app_batch(MessageType.STREAM_BATCH, destination, len(run), b"".join(run))
+                run, destination = [], name
+            run.append(encode_incoming_rpc(method, RpcType.FORK, arguments))
+        self.out += encode_app_batch(MessageType.STREAM_BATCH, destination, len(run), b"".join(run))
+
+    def _blob_of_state(self) -> bytes:
+        state = self._known
+        state.held = self._made
+        blob = _encode(state)
+        state.held = []
+        return blob
+
+    def _checkpoint(self) -> None:
+        self._flush(everything=not self._plain)
+        blob = self._blob_of_state()
+        self.out += encode_checkpoint(len(blob)) + blob
+
+    def _begin_snapshot(self) -> None:
+        self._flush(everything=True)
+        self.out += encode_message(MessageType.SNAPSHOT_BEGIN)
+        blob = self._blob_of_state()
+        size_bytes = self._rng.randrange(20, 200)
+        for start in range(0, len(blob), size_bytes):
+            self._snapshot.append(encode_message(MessageType.SNAPSHOT_CHUNK, blob[start : start + size_bytes]))
+        why_not = b"no memory" if self._rng.random() < 0.1 else b""
+        self._snapshot.append(encode_message(MessageType.SNAPSHOT_END, why_not))
+        self._marks["snapshot taken"] += not why_not
+
+    def _upgrade(self) -> None:
+        state = self._known
+        to = self._upgrading_to
+        if self.primary or to != state.version + 1:
+            raise Violation(f"{self.name} of version {state.version} was asked to upgrade to {to}")
+        self._flush(everything=True)
+        if self.fails_upgrade and to == self._version:
+            self.out += encode_message(MessageType.UPGRADE_FAILED, b"it can't (simulated)")
+            return
+        self._marks["upgrade of the past repeated"] += to < self._version
+        state.version = to
+        self._checkpoint()
+
+    # --- of its own accord -------------------------------------------------------------------------------------------
+
+    def _become_primary(self) -> None:
+        if not self.primary:
+            self.primary = True
+            self._ticks_sent = self._known.ticks
+
+    def _accept(self, count: int) -> None:
+        if not self._accepted < count <= len(self._impulses):
+            raise Violation(f"{count} impulses of {self.name} are accepted, it has sent {len(self._impulses)}")
+        for impulse in self._impulses[self._accepted : count]:
+            if impulse is not None:
+                self._outside.accept(self.name, *impulse)
+        self._accepted = count
+
+    def tell_time(self, wall_ns: int) -> None:
+        """It asks for no time."""
+
+    def act(self) -> bool:
+        """A part of a snapshot, a few ticks, an impulse to a peer."""
+        if self._snapshot:
+            self.out += self._snapshot.popleft()
+        rng = self._rng
+        if self._made and rng.random() < 0.7:
+            self._flush(everything=True)
+        if not self.primary:
+            return bool(self._made)
+        if not self._plain and len(self._impulses) - self._accepted > IMPULSES_OUTSTANDING_MAX:
+            return True
+        while self._ticks_sent < self.work:
+            self._ticks_sent += 1
+            self._impulse("", METHOD_TICK, b"")
+            self._impulses.append(None)
+            if rng.random() < 0.5:
+                break
+        while self.peers and self._ticks_sent < self.work and rng.random() < 0.5:
+            peer = rng.choice(self.peers)
+            number = self._outside.next_number()
+            self._impulse(peer, METHOD_OUTSIDE, _encode((self.name, number)))
+            self._impulses.append((peer, number))
+        return bool(self._snapshot or self._made) or self._ticks_sent < self.work
+
+    def _impulse(self, destination: str, method_id: int, arguments: bytes) -> None:
+        if self._plain:
+            self._flush(everything=True)  # its output is one queue
+            self.out += encode_outgoing_rpc(destination, method_id, RpcType.IMPULSE, arguments)
+        else:
+            rpc = encode_incoming_rpc(method_id, RpcType.IMPULSE, arguments)
+            self.out += encode_app_batch(MessageType.IMPULSE_BATCH, destination, 1, rpc)

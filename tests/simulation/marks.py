@@ -1,0 +1,73 @@
+"""What the simulation must reach: a mark for each kind of fault at each place, and for each rare way through the core.
+
+A run counts the marks that it reaches. One that no seed of a nightly run reaches says that the simulation has gone
+blind there: that run fails.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from coordinator.core.session import Phase
+from tests.simulation.plan import CRASHES, FAULT_KINDS
+
+_PHASES = [phase for phase in Phase if phase is not Phase.STOPPED]
+
+REPORTS = {
+    "the app is gone": "app lost",
+    "falling back to the one before": "fell back to an older checkpoint",
+    "could not take its checkpoint": "snapshot given up",
+    "was interrupted": "upgrade interrupted",
+    "upgraded": "upgrade durable",
+    "goes on": "upgrade failed",
+    "stream stopped": "stream stopped",
+    "which has sent only": "older copy found out",
+    "ended in the middle of a message": "app lost inside a message",
+}
+"""Words of the core's reports, and the mark that each is."""
+
+EXPECTED = frozenset(
+    [
+        *(f"{kind} while {phase.value}" for kind in CRASHES for phase in _PHASES if kind != "crash app"),
+        *(f"crash app while {phase.value}" for phase in _PHASES if phase is not Phase.WAITING),
+        *(f"fault: {kind}" for kind in FAULT_KINDS),
+        *REPORTS.values(),
+        "crash right before Commit",
+        "crash right before SendToPeer",
+        "crash right before ReplyToPeer",
+        "crash right before SendToApp",
+        "crash right before WriteCheckpointChunk",
+        "commits joined",
+        "writes lost in a crash",
+        "stopped: disk full",
+        "stopped: sync fails",
+        "stopped: damaged record",
+        "stopped: no usable checkpoint",
+        "start refused: damaged table",
+        "restored from a copy",
+        "stopped cleanly",
+        "promoted",
+        "snapshot taken",
+        "app paused",
+        "open stream moved",
+        "Resend",
+        "frame of a past life refused",
+        "Welcome beyond what was known",
+        "frame answered twice",
+        "impulse put back by a replay",
+        "upgrade of the past repeated",
+        "upgrade asked for again",
+        "time told to the app's clock",
+        "record later than the machine's clock",
+        "async handler waited through a crash",
+        "second copy beside the first",
+        "everything crashed at once",
+    ]
+)
+
+
+class Marks(Counter[str]):
+    """How often each was reached."""
+
+    def never_reached(self) -> list[str]:
+        return sorted(EXPECTED - set(self))

@@ -1,0 +1,246 @@
+"""Bugs to be planted in the core and the log, one at a time: the simulation must find each, or its checkers are blind.
+
+Each is a change of a line or two of one function, as a slip would make it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from coordinator.core.checkpointing import Checkpointing
+from coordinator.core.group_commit import GroupCommit
+from coordinator.core.input_stream import InputStream
+from coordinator.core.machine import Machine
+from coordinator.core.output_stream import OutputStream
+from coordinator.core.peers import Peers
+from coordinator.core.versions import Versions
+from coordinator.log.memory import MemoryLogStore
+
+
+@dataclass(frozen=True, slots=True)
+class Mutation:
+    """``right``, a part of ``function``'s source that occurs once in it, becomes ``wrong``."""
+
+    name: str
+    owner: type
+    function: str
+    right: str
+    wrong: str
+
+
+MUTATIONS = (
+    Mutation(
+        "a frame is acknowledged before it is durable",
+        Peers,
+        "_answer",
+        "        return None",
+        "        return _Reply(FrameType.TRIM_TO, stream.received)",
+    ),
+    Mutation(
+        "a Welcome names what is not durable",
+        Peers,
+        "_answer",
+        "FrameType.WELCOME, stream.durable,",
+        "FrameType.WELCOME, stream.received,",
+    ),
+    Mutation(
+        "an impulse is sent before it is durable",
+        OutputStream,
+        "append_impulses",
+        "payload, ticket, made_by_replay",
+        "payload, 0, made_by_replay",
+    ),
+    Mutation(
+        "a frame takes an impulse along that is not durable",
+        OutputStream,
+        "next_batch",
+        "and unsent[0].ticket <= durable_ticket\n",
+        "\n",
+    ),
+    Mutation(
+        "impulses are accepted before they are durable",
+        Machine,
+        "_take",
+        "group.impulses_accepted += calls.count",
+        "self._session.note_accepted(calls.count, self._session.fed_sequence_id)",
+    ),
+    Mutation(
+        "a record goes to the app before it is durable",
+        Machine,
+        "_commit",
+        "if group is not None:",
+        "if group is not None and group.record is not None and self._session.phase is Phase.NORMAL:\n"
+        "                self._effects.append(SendToApp(group.record))\n"
+        "            if group is not None:",
+    ),
+    Mutation(
+        "a checkpoint leaves out the unacknowledged outputs",
+        Machine,
+        "_begin_checkpoint",
+        "name: stream.unacknowledged for",
+        "name: [] for",
+    ),
+    Mutation(
+        "a checkpoint has the marks of another moment",
+        Machine,
+        "_begin_checkpoint",
+        "{name: stream.mark for name, stream in outputs.items()}",
+        "{}",
+    ),
+    Mutation(
+        "a checkpoint's state is taken for that of a later record",
+        Machine,
+        "_ask_for_checkpoint",
+        "session.checkpoint_sequence_id = session.fed_sequence_id",
+        "session.checkpoint_sequence_id = self._log.durable_sequence_id",
+    ),
+    Mutation(
+        "the sender drops one message too many",
+        OutputStream,
+        "acknowledge",
+        "        self.acknowledged = position",
+        "        position += 1; self.acknowledged = position",
+    ),
+    Mutation(
+        "the log is trimmed one record too far",
+        MemoryLogStore,
+        "trim",
+        "oldest.sequence_id + 1)",
+        "oldest.sequence_id + 2)",
+    ),
+    Mutation(
+        "what is here already is taken again",
+        InputStream,
+        "new_part",
+        "if known < 0 or known >= frame.count:",
+        "return frame.position, frame.count, frame.payload\n        if True:",
+    ),
+    Mutation(
+        "the log is told one position too few",
+        InputStream,
+        "_known",
+        "self.received)",
+        "max(0, self.received - 1))",
+    ),
+    Mutation(
+        "a record's positions become durable after it",
+        Peers,
+        "_log",
+        "        group.transaction.sources[source]",
+        "        self.log.close_group().transaction.sources[source]",
+    ),
+    Mutation(
+        "the first record becomes durable before the first checkpoint",
+        Machine,
+        "_end_checkpoint",
+        "group = self._log_first_record()",
+        "self._log_first_record(); self._log.close_group(); group = self._log.append_outside_record(0)",
+    ),
+    Mutation(
+        "a replay forgets the impulses",
+        OutputStream,
+        "__init__",
+        "deque(batch for batch in impulses if batch.first_position > self.position)",
+        "deque([])",
+    ),
+    Mutation(
+        "a mark counts an impulse that is not durable",
+        OutputStream,
+        "take_new_mark",
+        " or self._impulse_ticket > ticket",
+        "",
+    ),
+    Mutation(
+        "an epoch is used twice",
+        Machine,
+        "_app_connected",
+        "self._epoch += 1",
+        "self._epoch = max(self._epoch, 1)",
+    ),
+    Mutation(
+        "frames of a past life are taken",
+        InputStream,
+        "refusal",
+        "if frame.epoch < self.epoch and not begins_anew:",
+        "if False:",
+    ),
+    Mutation(
+        "what was on its way is not sent again",
+        Peers,
+        "replied",
+        "            stream.give_up_in_flight()",
+        "            pass",
+    ),
+    Mutation(
+        "time goes back",
+        GroupCommit,
+        "time_ns",
+        "return max(now_ns, self._last_time_ns)",
+        "return now_ns",
+    ),
+    Mutation(
+        "damage is passed on",
+        MemoryLogStore,
+        "read",
+        "check_value(value, sequence_id, self._durable.committer_id)",
+        "pass",
+    ),
+    Mutation(
+        "the new code gets the old records",
+        Versions,
+        "replay_bound",
+        "min(self._ahead[0].sequence_id, target_sequence_id) if self._ahead else target_sequence_id",
+        "target_sequence_id",
+    ),
+    Mutation(
+        "an upgrade's version is not durable with its checkpoint",
+        Machine,
+        "_end_checkpoint",
+        "            group.transaction.version = VersionStart(header.version, header.sequence_id, app)",
+        "            version = VersionStart(header.version, header.sequence_id, app)\n"
+        "            self._log.close_group().transaction.version = version\n"
+        "            self._log.open.required = True",
+    ),
+    Mutation(
+        "the next app is told what the last one had sent",
+        Machine,
+        "_app_closed",
+        "self._log.forget_app()",
+        "pass",
+    ),
+    Mutation(
+        "a checkpoint does not wait for the one before it",
+        Checkpointing,
+        "end",
+        "self.settled = False",
+        "pass",
+    ),
+    Mutation(
+        "an older copy of a log is not found out",
+        Peers,
+        "replied",
+        "position > stream.sent_through",
+        "position > stream.position",
+    ),
+)
+
+
+@contextmanager
+def planted(mutation: Mutation) -> Iterator[None]:
+    """The bug is there, in this process, until the end."""
+    original: Any = mutation.owner.__dict__[mutation.function]
+    source = inspect.getsource(original)
+    found = source.count(mutation.right)
+    assert found == 1, f"{mutation.name}: {mutation.right!r} occurs {found} times in {mutation.function}"
+    source = "if True:\n" + source.replace(mutation.right, mutation.wrong)  # it is indented, as in its class
+    namespace: dict[str, Any] = {}
+    exec(compile(source, f"<{mutation.name}>", "exec"), original.__globals__, namespace)
+    setattr(mutation.owner, mutation.function, namespace[mutation.function])
+    try:
+        yield
+    finally:
+        setattr(mutation.owner, mutation.function, original)

@@ -1,0 +1,142 @@
+"""What is to happen in a run, drawn from its seed: the fleet, the work, the network's manners, and a list of faults.
+
+Each fault has its moment, counted in effects that the cores have asked for: so one strikes between any two of them. A
+plan is plain data, so a failing run can be made smaller by leaving out parts of it (shrink.py). The chances of each
+kind of thing come from streams of their own: what is left out shifts as little as possible of the rest.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+from coordinator.core.limits import Limits
+
+CRASHES = ("crash app", "crash coordinator", "crash both")
+DISK_FAULTS = ("disk full", "sync fails", "slow disk")
+DAMAGE = ("flip record", "flip trailer", "flip chunk", "flip header", "flip table")
+NETWORK_FAULTS = ("partition", "one-way partition", "hang", "one-way hang", "peer moved")
+OPERATOR = ("clean stop", "upgrade", "failing upgrade", "checkpoint", "clock jump", "power failure")
+FAULT_KINDS = (*CRASHES, *DISK_FAULTS, *DAMAGE, *NETWORK_FAULTS, *OPERATOR, "second copy")
+_WEIGHTS = {**dict.fromkeys(FAULT_KINDS, 2), **dict.fromkeys(CRASHES, 8), "upgrade": 4, "second copy": 0}
+
+APPS = ("plain", "checking", "sdk")
+
+SMALL = Limits(
+    group_size_bytes=400,
+    log_pending_bytes=2000,
+    output_waiting_bytes=3000,
+    peer_window_bytes=300,
+    peer_window_frames=4,
+    peer_frame_bytes=120,
+    peer_gather_bytes=60,
+    app_window_bytes=500,
+    read_size_bytes=300,
+    chunk_size_bytes=64,
+    chunks_pending_bytes=256,
+    checkpoint_trigger_bytes=6000,
+    stream_retry_ns=5_000_000,
+)
+"""Each of them is met."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """``at_effect``: at the first effect from this number on. ``share``: from 0 to 1, how long, how much or where."""
+
+    at_effect: int
+    kind: str
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One run, whole. ``work``: ticks (or calls that wait) of each instance. Rates are per frame."""
+
+    seed: int
+    names: tuple[str, ...] = ("a", "b")
+    app: str = "checking"
+    work: int = 10
+    loss_rate: float = 0.0
+    duplicate_rate: float = 0.0
+    late_rate: float = 0.0
+    faults: tuple[Fault, ...] = ()
+    limits: Limits = SMALL
+    keep_checkpoints: int = 2
+    ends_with_power_failure: bool = False
+
+    @property
+    def has_copy(self) -> bool:
+        return any(fault.kind == "second copy" for fault in self.faults)
+
+    def stream(self, purpose: str) -> random.Random:
+        """The chances of one kind of thing."""
+        return random.Random(f"{self.seed} {purpose}")
+
+
+def draw(seed: int) -> Plan:
+    """The plan of a standard run: about 1,000 events."""
+    rng = random.Random(f"{seed} plan")
+    app = rng.choices(APPS, (1, 8, 3))[0]
+    count = rng.choices((1, 2, 3), (1, 6, 3))[0] if app != "sdk" else rng.choice((2, 2, 3))
+    rough = rng.random() < 0.6  # the network
+    return Plan(
+        seed=seed,
+        names=("a", "b", "c")[:count],
+        app=app,
+        work={1: 60, 2: 30, 3: 16}[count] + rng.randrange(10) if app != "sdk" else rng.randrange(3, 6),
+        loss_rate=rng.choice((0.02, 0.15)) if rough else 0.0,
+        duplicate_rate=0.05 if rough else 0.0,
+        late_rate=rng.choice((0.05, 0.2)) if rough else 0.0,
+        faults=_draw_faults(rng, app),
+        limits=_draw_limits(rng),
+        keep_checkpoints=rng.choice((1, 2, 2, 3)),
+        ends_with_power_failure=rng.random() < 0.25,
+    )
+
+
+def _draw_faults(rng: random.Random, app: str) -> tuple[Fault, ...]:
+    if rng.random() < 0.04 and app == "checking":
+        return _draw_copies(rng)
+    weights = dict(_WEIGHTS)
+    for kind in rng.sample(FAULT_KINDS, 6):  # each seed has favourites: kinds that meet themselves
+        weights[kind] *= 4
+    if app == "plain":  # it knows no versions
+        weights["upgrade"] = weights["failing upgrade"] = 0
+    faults = []
+    at_effect = 0
+    for _ in range(rng.choice((0, 2, 4, 6, 8, 10))):
+        # Soon after one another: recoveries, checkpoints and upgrades are interrupted, and the next one too.
+        at_effect += rng.randrange(1, 40) if rng.random() < 0.45 else rng.randrange(1, 120)
+        kind = rng.choices(FAULT_KINDS, [weights[kind] for kind in FAULT_KINDS])[0]
+        faults.append(Fault(at_effect, kind, rng.random()))
+    return tuple(faults)
+
+
+def _draw_copies(rng: random.Random) -> tuple[Fault, ...]:
+    at_effect = rng.randrange(50, 250)
+    faults = [Fault(at_effect, "second copy", rng.random())]
+    for _ in range(rng.randrange(5)):
+        at_effect += rng.randrange(1, 200)
+        faults.append(Fault(at_effect, rng.choice(CRASHES), rng.random()))
+    return tuple(faults)
+
+
+def _draw_limits(rng: random.Random) -> Limits:
+    wide = rng.choice((1, 1, 4))
+    return replace(
+        SMALL,
+        group_size_bytes=SMALL.group_size_bytes * wide,
+        log_pending_bytes=rng.choice((300, 2000)) * wide,
+        output_waiting_bytes=rng.choice((600, 3000)) * wide,
+        peer_window_bytes=SMALL.peer_window_bytes * wide,
+        peer_window_frames=rng.choice((2, 4)),
+        peer_frame_bytes=SMALL.peer_frame_bytes * wide,
+        peer_gather_bytes=SMALL.peer_gather_bytes * wide,
+        app_window_bytes=SMALL.app_window_bytes * wide,
+        read_size_bytes=SMALL.read_size_bytes * wide,
+        chunk_size_bytes=SMALL.chunk_size_bytes * wide,
+        chunks_pending_bytes=SMALL.chunks_pending_bytes * wide,
+        checkpoint_trigger_bytes=rng.choice((1500, 6000)),
+        checkpoint_age_ns=rng.choice((None, None, 3_000_000)),
+    )

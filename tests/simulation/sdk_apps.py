@@ -1,0 +1,336 @@
+"""Apps of the real SDK: its dispatcher, its handlers that wait, its timers; without threads, sockets or a real clock.
+
+Each instance makes deals: handlers that call others and wait, sleep, race, gather, wait for a signal, are refused.
+Calls from one instance to another are numbered by the caller, in the order in which they are made, and looked at where
+they arrive. Behind each record the whole state, with all that waits, is compared with that of the first time.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar
+from zlib import crc32
+
+from appsdk import Immortal, Impulses, every, impulse, peer, rpc
+from appsdk.definition import Definition
+from appsdk.dispatch import BecamePrimary, Dispatcher, Event, SnapshotBegun
+from appsdk.proxy import definition_of
+from appsdk.upgrades import upgrades
+from protocol.messages import MessageType, encode_message
+from protocol.readers import Record
+from tests.simulation.apps import IMPULSES_OUTSTANDING_MAX, Outside
+from tests.simulation.marks import Marks
+from tests.simulation.trace import Violation
+
+if TYPE_CHECKING:
+    from tests.simulation.node import Node
+
+VERSIONS = 3
+
+
+class RefusedDeal(Exception):  # noqa: N818
+    pass
+
+
+class Worker(Immortal):
+    """What all versions of all instances do. ``me`` and ``others`` are the class's, of one instance each."""
+
+    version: int
+    begun: list[int]
+    ended: dict[int, int]
+    made: dict[str, int]
+    got: dict[str, int]
+    outside: dict[str, list[int]]
+    beats: int
+    me: ClassVar[str] = ""
+    others: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self) -> None:
+        self.version = 1
+        self.begun = []
+        self.ended = {}
+        self.made = {}
+        self.got = {}
+        self.outside = {}
+        self.beats = 0
+
+    # --- a deal ------------------------------------------------------------------------------------------------------
+
+    @impulse
+    async def deal(self, number: int) -> None:
+        first, second = await self.begin(number)
+        kind = number % 6
+        result = 0
+        if kind == 0:
+            result = await self.ask(first, number)
+        elif kind == 1:
+            result, more = await self.gather(self.ask(first, number), self.ask(second, number))
+            result += more
+        elif kind == 2:
+            winner = await self.race(self.ask_later(first, number), self.sleep(timedelta(milliseconds=1)))
+            result = winner.index
+        elif kind == 3:
+            await self.ask_for_signal(first, number)
+            result = await self.event(f"deal {number}", int)
+        elif kind == 4:
+            await self.sleep(timedelta(milliseconds=2))
+            try:
+                await self.ask(first, -number)
+            except RefusedDeal:
+                result = await self.ask_later(second, number)
+        else:
+            result = await self.think(number)
+        await self.end(number, result)
+
+    async def ask(self, other: str, number: int) -> int:
+        me, count = await self.count_call(other)
+        answer: int = await getattr(self, f"to_{other}").answer(me, count, number)
+        return answer
+
+    async def ask_later(self, other: str, number: int) -> int:
+        me, count = await self.count_call(other)
+        answer: int = await getattr(self, f"to_{other}").answer_later(me, count, number)
+        return answer
+
+    @rpc
+    async def think(self, number: int) -> int:
+        await self.sleep(timedelta(milliseconds=1))
+        return number + self.random.randrange(100)
+
+    @rpc
+    def begin(self, number: int) -> tuple[str, str]:
+        _expect(number not in self.begun, f"deal {number} of {self.me} is begun twice")
+        self.begun.append(number)
+        others = self.others
+        return others[number % len(others)], others[(number + 1) % len(others)]
+
+    @rpc
+    def end(self, number: int, result: int) -> None:
+        _expect(number not in self.ended, f"deal {number} of {self.me} ends twice")
+        self.ended[number] = result
+
+    @rpc
+    def count_call(self, other: str) -> tuple[str, int]:
+        self.made[other] = self.made.get(other, 0) + 1
+        return self.me, self.made[other]
+
+    # --- calls of others ---------------------------------------------------------------------------------------------
+
+    @rpc(raises=[RefusedDeal])
+    def answer(self, caller: str, count: int, number: int) -> int:
+        self.take(caller, count)
+        if number < 0:
+            raise RefusedDeal(str(number))
+        return number * 7
+
+    @rpc
+    async def answer_later(self, caller: str, count: int, number: int) -> int:
+        await self.take(caller, count)
+        await self.sleep(timedelta(microseconds=500))
+        return number * 5
+
+    @rpc
+    def take(self, caller: str, count: int) -> None:
+        expected = self.got.get(caller, 0) + 1
+        _expect(count == expected, f"{self.me} executes call {count} of {caller}, {expected} is next")
+        self.got[caller] = count
+
+    @rpc
+    def ask_for_signal(self, other: str, number: int) -> None:
+        _, count = self.count_call(other)
+        getattr(self, f"to_{other}").signal_back.fork(self.me, count, number)
+
+    @rpc
+    def signal_back(self, caller: str, count: int, number: int) -> None:
+        self.take(caller, count)
+        _, own_count = self.count_call(caller)
+        getattr(self, f"to_{caller}").hear.fork(self.me, own_count, number)
+
+    @rpc
+    def hear(self, caller: str, count: int, number: int) -> None:
+        self.take(caller, count)
+        self.signal(f"deal {number}", number + self.version)
+
+    @impulse
+    def note(self, sender: str, number: int) -> None:
+        numbers = self.outside.setdefault(sender, [])
+        _expect(
+            not numbers or number > numbers[-1], f"{self.me} executes impulse {number} of {sender} behind {numbers}"
+        )
+        numbers.append(number)
+
+    @every("20ms")
+    def beat(self) -> None:
+        self.beats += 1
+
+
+def _expect(condition: bool, problem: str) -> None:
+    if not condition:
+        raise Violation(problem)
+
+
+@cache
+def worker_class(name: str, names: tuple[str, ...], version: int) -> type[Immortal]:
+    """The class of one instance in a fleet of ``names``."""
+    members: dict[str, Any] = {"me": name, "others": tuple(other for other in names if other != name)}
+    members |= {f"to_{other}": peer(lambda: Worker, other) for other in names if other != name}
+    members["__module__"] = __name__
+    class_name = f"Worker_{name}_{version}"
+    if version == 1:
+        return type(Worker)(class_name, (Worker,), members, checkpoint="fork")
+
+    def upgrade(cls: Any, old: Any) -> Any:
+        new = cls()
+        for key in ("begun", "ended", "made", "got", "outside", "beats"):
+            setattr(new, key, getattr(old, key))
+        new.version = old.version + 1
+        return new
+
+    members["upgrade"] = classmethod(upgrade)
+    made = type(Worker)(class_name, (Worker,), members)
+    return upgrades(worker_class(name, names, version - 1))(made)
+
+
+class CheckedDispatcher(Dispatcher):
+    """``node``: its checker is told the state behind each record."""
+
+    def __init__(self, definition: Definition, node: Node, rng: random.Random) -> None:
+        self._node = node
+        super().__init__(definition, lambda: rng.randbytes(16))
+
+    def _logged(self, record: Record) -> Iterator[Event]:
+        yield from super()._logged(record)
+        self._node.checker.reached_state(record.header.sequence_id, crc32(b"".join(self._encode())))
+
+
+class SdkApp:
+    """As :class:`tests.simulation.apps.App`."""
+
+    def __init__(
+        self, node: Node, peers: list[str], work: int, version: int, rng: random.Random, outside: Outside, marks: Marks
+    ) -> None:
+        self.primary = False
+        self.fails_upgrade = False
+        self.out = bytearray()
+        self._node, self._peers, self._work = node, peers, work
+        self._rng = rng
+        self._outside = outside
+        self._marks = marks
+        cls = worker_class(node.name, node.world.plan.names, version)
+        self._dispatcher = CheckedDispatcher(definition_of(cls), node, rng)
+        self._dispatcher.context.record_time_ns = node.wall_ns  # a first start asks the clock
+        self._queue = self._dispatcher.outbox.impulses
+        self._impulses: Impulses | None = None
+        self._deals_sent = 0
+        self._sent: deque[tuple[int, str, int]] = deque()  # (count of all impulses by then, peer, number)
+        self._snapshot: deque[bytes] = deque()
+        self._take_output()
+
+    @property
+    def _state(self) -> Any:
+        return self._dispatcher.instance
+
+    @property
+    def is_restless(self) -> bool:
+        return self.primary
+
+    @property
+    def is_done(self) -> bool:
+        if not self.primary or self._snapshot:
+            return False
+        return len(self._state.ended) >= self._work and not self._sent and self._deals_sent >= self._work
+
+    @property
+    def made(self) -> dict[str, int]:
+        made: dict[str, int] = self._state.made
+        return made
+
+    @property
+    def got(self) -> dict[str, int]:
+        got: dict[str, int] = self._state.got
+        return got
+
+    @property
+    def outside(self) -> dict[str, list[int]]:
+        outside: dict[str, list[int]] = self._state.outside
+        return outside
+
+    # --- as the SDK's transport does ---------------------------------------------------------------------------------
+
+    def receive(self, data: bytes) -> None:
+        dispatcher = self._dispatcher
+        dispatcher.receive_data(data)
+        while (event := dispatcher.next_event()) is not None:
+            if isinstance(event, BecamePrimary):
+                self._become_primary()
+            elif isinstance(event, SnapshotBegun):
+                self._take_output()  # the Begin, before anything of the blob
+                blob = b"".join(event.encode())
+                size_bytes = self._rng.randrange(50, 500)
+                for start in range(0, len(blob), size_bytes):
+                    chunk = blob[start : start + size_bytes]
+                    self._snapshot.append(encode_message(MessageType.SNAPSHOT_CHUNK, chunk))
+                self._snapshot.append(encode_message(MessageType.SNAPSHOT_END))
+                self._marks["snapshot taken"] += 1
+            self._take_output()
+        while self._sent and self._sent[0][0] <= self._queue._accepted_count:
+            _, other, number = self._sent.popleft()
+            if other:
+                self._outside.accept(self._node.name, other, number)
+        self._take_output()
+
+    def _take_output(self) -> None:
+        for chunk in self._dispatcher.data_to_send():
+            self.out += chunk
+
+    @property
+    def next_due_ns(self) -> int | None:
+        return self._dispatcher.next_due_ns
+
+    def tell_time(self, wall_ns: int) -> None:
+        self._dispatcher.tell_time(wall_ns)
+        self._take_output()
+
+    # --- as a hook does ----------------------------------------------------------------------------------------------
+
+    def _become_primary(self) -> None:
+        if self.primary:
+            return
+        self.primary = True
+        self._impulses = Impulses(self._state, self._dispatcher.definition, self._queue)
+        self._deals_sent = len(self._state.begun)
+        self._marks["async handler waited through a crash"] += self._dispatcher.tasks.count > 0
+
+    @contextmanager
+    def _as_a_hook(self) -> Iterator[Any]:
+        """Hooks have threads of their own; here there is one, so it counts as another."""
+        context = self._dispatcher.context
+        own, context.thread_id = context.thread_id, 0
+        try:
+            yield self._impulses
+        finally:
+            context.thread_id = own
+
+    def act(self) -> bool:
+        if self._snapshot:
+            self.out += self._snapshot.popleft()
+        if not self.primary or len(self._sent) > IMPULSES_OUTSTANDING_MAX:
+            return True
+        rng = self._rng
+        with self._as_a_hook() as impulses:
+            if self._deals_sent < self._work:
+                self._deals_sent += 1
+                impulses.deal(self._deals_sent)
+                self._sent.append((self._queue._sent_count, "", 0))
+                if rng.random() < 0.3:
+                    other = rng.choice(self._peers)
+                    number = self._outside.next_number()
+                    getattr(impulses, f"to_{other}").note(self._node.name, number)
+                    self._sent.append((self._queue._sent_count, other, number))
+        self._take_output()
+        return bool(self._snapshot) or self._deals_sent < self._work

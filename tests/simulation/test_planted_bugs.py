@@ -1,0 +1,22 @@
+"""The checkers bite: each bug that is planted is found by a few of the seeds that the right code passes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulation.mutations import MUTATIONS, Mutation, planted
+from tests.simulation.plan import draw
+from tests.simulation.run import failure_of
+
+SEEDS_MAX = 1000
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_planted_bug_is_found(mutation: Mutation) -> None:
+    with planted(mutation):
+        found = any(failure_of(draw(seed)) is not None for seed in range(SEEDS_MAX))
+    assert found, f"not in {SEEDS_MAX} seeds"
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS) >= 12
