@@ -2,8 +2,8 @@
 
 A tick is an impulse to itself. Each calls all peers, some of them several times (a storm), some calls are passed on
 from one instance to the next (a cycle, also back to where they came from), and every third tick calls the app itself.
-Beside that it sends impulses to its peers. Calls from one instance to another are numbered by the caller, so that one
-that is lost, doubled or out of order shows where it is executed.
+Beside that it sends impulses to its peers. Calls from one instance to another are numbered by the caller, and each
+carries a check over all before it: one that is lost, doubled, out of order or another one shows where it is executed.
 
 Each version words its calls to itself in its own way: a record that the wrong version handles makes other outputs. A
 plain app is one of the base protocol: no Hello, no extensions, and it may hold calls back behind a checkpoint.
@@ -50,7 +50,8 @@ STORM_SIZE = 6
 IMPULSES_OUTSTANDING_MAX = 8
 
 _encode = msgspec.msgpack.encode
-_decode_call = msgspec.msgpack.Decoder(tuple[str, int, int, int]).decode
+_decode_call = msgspec.msgpack.Decoder(tuple[str, int, int, int, int, int]).decode
+_decode_tag = msgspec.msgpack.Decoder(int).decode
 _decode_impulse = msgspec.msgpack.Decoder(tuple[str, int]).decode
 
 
@@ -59,7 +60,6 @@ class Outside:
 
     def __init__(self) -> None:
         self.made = 0
-        self.split = ""  # an instance of which two copies run: its calls are numbered twice
         self.wiped = ""  # one that has lost its log: it numbers its calls anew, and does not know what it had executed
         self.begun_anew: dict[tuple[str, str], int] = {}  # by sender and receiver: the first number behind the loss
         self.accepted: dict[tuple[str, str], set[int]] = {}
@@ -72,7 +72,7 @@ class Outside:
             and ((sender == self.wiped and number == 1) or (receiver == self.wiped and not before))
         ):
             return self.begun_anew.setdefault((sender, receiver), number) == number
-        return bool(sender) and sender == self.split
+        return False
 
     def next_number(self) -> int:
         self.made += 1
@@ -126,8 +126,11 @@ class State(msgspec.Struct):
     begun: bool = False
     version: int = 1
     ticks: int = 0
+    tag: int = 0  # of the last tick: no other life of this log has the same
     made: dict[str, int] = {}
+    made_check: dict[str, int] = {}
     got: dict[str, int] = {}
+    got_check: dict[str, int] = {}
     outside: dict[str, list[int]] = {}
     held: list[tuple[str, int, bytes]] = []  # calls of a plain app that are still to be sent
 
@@ -148,6 +151,7 @@ class CheckingApp:
         marks: Marks,
         *,
         plain: bool = False,
+        calls_only: bool = False,
     ) -> None:
         self.name, self.peers, self.work = name, peers, work
         self.primary = False
@@ -160,6 +164,7 @@ class CheckingApp:
         self._outside = outside
         self._marks = marks
         self._plain = plain
+        self._calls_only = calls_only
         self._reader = RecordReader()
         self._blob: list[bytes] | None = None
         self._state: State | None = None
@@ -275,7 +280,9 @@ class CheckingApp:
     def _control(self, message_type: int, data: bytes) -> None:
         if message_type == MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT:
             if self._state is None:
-                self._state = State(version=self._version, made={}, got={}, outside={}, held=[])
+                self._state = State(
+                    version=self._version, made={}, made_check={}, got={}, got_check={}, outside={}, held=[]
+                )
                 self.out += encode_message(MessageType.INITIAL_MESSAGE, b"begin")
             self._checkpoint()
             self._become_primary()
@@ -301,7 +308,7 @@ class CheckingApp:
         rpc = decode_incoming_rpc(content, start, end)
         state = self._known
         if rpc.method_id == METHOD_CALL:
-            sender, number, hops, _ = _decode_call(rpc.arguments)
+            sender, number, hops, _, _, check = _decode_call(rpc.arguments)
             before = state.got.get(sender, 0)
             expected = before + 1
             if number != expected and not self._outside.allows(sender, self.name, number, before):
@@ -309,11 +316,17 @@ class CheckingApp:
                     f"{self.name} executes call {number} of {sender or 'itself'}, {expected} is next: "
                     f"{'one was lost or is out of order' if number > expected else 'one was doubled'}"
                 )
+            if number != expected:
+                check = state.got_check[sender] = check if number > 1 else 0
+            if check != state.got_check.get(sender, 0):
+                raise Violation(f"{self.name} executes another call {number} of {sender or 'itself'} than was made")
             state.got[sender] = number
+            state.got_check[sender] = crc32(rpc.arguments, check)
             if hops:
                 self._make(self._next_hop(number), hops - 1)
         elif rpc.method_id == METHOD_TICK:
             state.ticks += 1
+            state.tag = _decode_tag(rpc.arguments)
             number = state.ticks
             for peer in self.peers:
                 for _ in range(STORM_SIZE if number % 5 == 0 else 1):
@@ -325,7 +338,7 @@ class CheckingApp:
         elif rpc.method_id == METHOD_OUTSIDE:
             sender, number = _decode_impulse(rpc.arguments)
             numbers = state.outside.setdefault(sender, [])
-            if numbers and number <= numbers[-1] and sender != self._outside.split:
+            if numbers and number <= numbers[-1]:
                 raise Violation(f"{self.name} executes impulse {number} of {sender} behind {numbers[-1]}")
             numbers.append(number)
         else:
@@ -342,7 +355,10 @@ class CheckingApp:
         state.made[destination] = number
         sender = self.name if destination else ""
         version = state.version if not destination else 0
-        self._made.append((destination, METHOD_CALL, _encode((sender, number, hops, version))))
+        check = state.made_check.get(destination, 0)
+        arguments = _encode((sender, number, hops, version, state.tag, check))
+        state.made_check[destination] = crc32(arguments, check)
+        self._made.append((destination, METHOD_CALL, arguments))
 
     def _flush(self, *, everything: bool) -> None:
         """Calls may go in any batches, and a replay may make others."""
@@ -431,11 +447,11 @@ class CheckingApp:
             return True
         while self._ticks_sent < self.work:
             self._ticks_sent += 1
-            self._impulse("", METHOD_TICK, b"")
+            self._impulse("", METHOD_TICK, _encode(self._outside.next_number()))
             self._impulses.append(None)
             if rng.random() < 0.5:
                 break
-        while self.peers and self._ticks_sent < self.work and rng.random() < 0.5:
+        while self.peers and not self._calls_only and self._ticks_sent < self.work and rng.random() < 0.5:
             peer = rng.choice(self.peers)
             number = self._outside.next_number()
             self._impulse(peer, METHOD_OUTSIDE, _encode((self.name, number)))

@@ -29,7 +29,7 @@ class Checker:
         self.sent: dict[str, int] = {}  # by destination: the last position that ever left
         self.states: dict[int, int] = {}  # by sequence ID: a check of the app's state behind that record
         self.checkpointed = False
-        self.is_split = False  # two copies of it run: what the other one has sent counts for this one
+        self.is_reset = False  # its streams are: positions in frames are not those of the log
         self.wiped = ""  # an instance that has lost its log
         self.last_time_ns = 0
 
@@ -61,7 +61,7 @@ class Checker:
         for batch in transaction.impulses:
             # What comes behind the last frame can't have been sent before it is durable.
             self.require(
-                batch.first_position > self.sent.get(batch.destination, 0) or self.is_split,
+                batch.first_position > self.sent.get(batch.destination, 0) or self.is_reset,
                 f"an impulse to {batch.destination} at {batch.first_position} was sent before it was durable",
             )
             self.impulse_positions[batch.destination] = batch.last_position

@@ -110,7 +110,8 @@ class Node:
         current = summary.versions[-1].version if summary.versions else 1
         if self.upgrade_to is not None and self.upgrade_to <= current:
             self.upgrade_to = None  # done, and the coordinator died before it could say so
-        promote = self._rng.random() < 0.3
+        # Promoted, a copy is not found out: what it makes again and what is new are not told apart.
+        promote = self._rng.random() < 0.3 and not self.world.plan.has_copy
         self._slow = 30 if self._rng.random() < 0.2 else 1
         self.world.marks["upgrade asked for again"] += self.upgrade_to is not None and self._upgrade_tried
         self._upgrade_tried = self.upgrade_to is not None

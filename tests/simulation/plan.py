@@ -96,7 +96,7 @@ def draw(seed: int) -> Plan:
 
 
 def _draw_faults(rng: random.Random, app: str) -> tuple[Fault, ...]:
-    if rng.random() < 0.04 and app == "checking":
+    if rng.random() < 0.06 and app == "checking":
         return _draw_copies(rng)
     weights = dict(_WEIGHTS)
     for kind in rng.sample(FAULT_KINDS, 6):  # each seed has favourites: kinds that meet themselves
@@ -110,6 +110,9 @@ def _draw_faults(rng: random.Random, app: str) -> tuple[Fault, ...]:
         at_effect += rng.randrange(1, 40) if rng.random() < 0.45 else rng.randrange(1, 120)
         kind = rng.choices(FAULT_KINDS, [weights[kind] for kind in FAULT_KINDS])[0]
         faults.append(Fault(at_effect, kind, rng.random()))
+        if kind == "upgrade" and rng.random() < 0.5:  # and a replay from before it
+            at_effect += rng.randrange(30, 120)
+            faults.append(Fault(at_effect, rng.choice(("flip chunk", "flip header")), rng.random() * 0.8))
     return tuple(faults)
 
 

@@ -28,14 +28,14 @@ class WipedWorld(World):
         self.had: dict[str, int] = {}  # by sender: what the log that is lost had of it
         self.resets = 0
         for node in self.nodes:
-            node.checker.is_split = True  # positions in frames are not those of the log
+            node.checker.is_reset = True
         self.clock.after((0.5 + self._rng.random() * 3) * MS, self._wipe)
 
     def _wipe(self) -> None:
         b = self.nodes[1]
         self.had = {name: known.position for name, known in b.disk.store.summary().sources.items()}
         checker = Checker("b")
-        checker.is_split = True
+        checker.is_reset = True
         disk = Disk(MemoryLogStore(NEW_COMMITTER_ID), self.plan.stream("new disk"), 2, checker.became_durable)
         b.wipe(disk, checker)
         self.outside.wiped = "b"
