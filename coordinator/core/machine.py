@@ -837,7 +837,7 @@ class Machine:
         group = self._log.committed(event.ticket)
         transaction = group.transaction
         if transaction.sources:
-            self._peers.became_durable(transaction.sources.items())
+            self._peers.became_durable(transaction.sources.items(), self._now_ns)
         if CLIENTS in transaction.acknowledged:
             self._peers.answers_durable(transaction.acknowledged[CLIENTS])
         while self._resets and self._resets[0][0] <= event.ticket:

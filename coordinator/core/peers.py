@@ -584,6 +584,9 @@ class Peers:
         if frame.frame_type is FrameType.HELLO and not self.ready:
             self._park(_ParkedHello(token, frame))
             return
+        self._respond(token, frame, now_ns)
+
+    def _respond(self, token: object, frame: PeerFrame, now_ns: int) -> None:
         reply = self._refusal(frame) or self._answer(token, frame, now_ns)
         if reply is not None:
             self._reply(token, frame.sender, reply)
@@ -638,6 +641,9 @@ class Peers:
     def _answer(self, token: object, frame: PeerFrame, now_ns: int) -> _Reply | None:
         stream = self.input(frame.sender)
         if frame.frame_type is FrameType.HELLO:
+            if stream.received > stream.durable:  # of a life before: the sender must hear of all that is taken
+                stream.wait_for(stream.received, _ParkedHello(token, frame))
+                return None
             return _Reply(
                 FrameType.WELCOME, stream.durable, RefusedCode.STALE_EPOCH if stream.forked else RefusedCode.NONE
             )
@@ -690,7 +696,7 @@ class Peers:
         )
         self.effects.append(ReplyToPeer(token, frame))
 
-    def became_durable(self, sources: Iterable[tuple[str, SourcePosition]]) -> None:
+    def became_durable(self, sources: Iterable[tuple[str, SourcePosition]], now_ns: int) -> None:
         """Records up to these positions are on disk: acknowledge them."""
         for source, known in sources:
             stream = self.input(source) if source != IMPULSES else None
@@ -704,7 +710,10 @@ class Peers:
                 continue
             if self.accepting:
                 for token in tokens:
-                    self._reply(token, source, _Reply(FrameType.TRIM_TO, position))
+                    if isinstance(token, _ParkedHello):
+                        self._respond(token.token, token.frame, now_ns)
+                    else:
+                        self._reply(token, source, _Reply(FrameType.TRIM_TO, position))
 
     def became_ready(self, now_ns: int) -> None:
         """The first start is complete: answer who has asked meanwhile."""

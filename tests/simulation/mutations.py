@@ -44,8 +44,8 @@ MUTATIONS = (
         "a Welcome names what is not durable",
         Peers,
         "_answer",
-        "FrameType.WELCOME, stream.durable,",
-        "FrameType.WELCOME, stream.received,",
+        "stream.wait_for(stream.received, _ParkedHello(token, frame))\n                return None",
+        "return _Reply(FrameType.WELCOME, stream.received)",
     ),
     Mutation(
         "an impulse is sent before it is durable",

@@ -110,9 +110,13 @@ def _draw_faults(rng: random.Random, app: str) -> tuple[Fault, ...]:
         at_effect += rng.randrange(1, 40) if rng.random() < 0.45 else rng.randrange(1, 120)
         kind = rng.choices(FAULT_KINDS, [weights[kind] for kind in FAULT_KINDS])[0]
         faults.append(Fault(at_effect, kind, rng.random()))
-        if kind == "upgrade" and rng.random() < 0.5:  # and a replay from before it
-            at_effect += rng.randrange(30, 120)
-            faults.append(Fault(at_effect, rng.choice(("flip chunk", "flip header")), rng.random() * 0.8))
+        if kind == "upgrade":
+            for _ in range(rng.randrange(3)):  # within it
+                at_effect += rng.randrange(1, 40)
+                faults.append(Fault(at_effect, rng.choice(CRASHES), rng.random()))
+            if rng.random() < 0.5:  # and a replay from before it
+                at_effect += rng.randrange(30, 120)
+                faults.append(Fault(at_effect, rng.choice(("flip chunk", "flip header")), rng.random() * 0.8))
     return tuple(faults)
 
 
