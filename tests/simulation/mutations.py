@@ -37,7 +37,8 @@ MUTATIONS = (
         "a frame is acknowledged before it is durable",
         Peers,
         "_answer",
-        "        return None",
+        "            self._log(stream, frame.sender, frame, *part)\n        return None",
+        "            self._log(stream, frame.sender, frame, *part)\n"
         "        return _Reply(FrameType.TRIM_TO, stream.received)",
     ),
     Mutation(

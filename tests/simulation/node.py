@@ -112,7 +112,7 @@ class Node:
             self.upgrade_to = None  # done, and the coordinator died before it could say so
         # Promoted, a copy is not found out: what it makes again and what is new are not told apart.
         promote = self._rng.random() < 0.3 and not self.world.plan.has_copy
-        self._slow = 30 if self._rng.random() < 0.2 else 1
+        self._slow = self._rng.choice((1, 1, 1, 20, 60))
         self.world.marks["upgrade asked for again"] += self.upgrade_to is not None and self._upgrade_tried
         self._upgrade_tried = self.upgrade_to is not None
         self.machine = Machine(self.name, summary, self.world.plan.limits, self.upgrade_to, promote=promote)

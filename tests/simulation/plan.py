@@ -18,7 +18,7 @@ DAMAGE = ("flip record", "flip trailer", "flip chunk", "flip header", "flip tabl
 NETWORK_FAULTS = ("partition", "one-way partition", "hang", "one-way hang", "peer moved")
 OPERATOR = ("clean stop", "upgrade", "failing upgrade", "checkpoint", "clock jump", "power failure")
 FAULT_KINDS = (*CRASHES, *DISK_FAULTS, *DAMAGE, *NETWORK_FAULTS, *OPERATOR, "second copy")
-_WEIGHTS = {**dict.fromkeys(FAULT_KINDS, 2), **dict.fromkeys(CRASHES, 8), "upgrade": 4, "second copy": 0}
+_WEIGHTS = {**dict.fromkeys(FAULT_KINDS, 2), **dict.fromkeys(CRASHES, 8), "slow disk": 4, "upgrade": 4, "second copy": 0}
 
 APPS = ("plain", "checking", "sdk")
 
@@ -133,7 +133,7 @@ def _draw_limits(rng: random.Random) -> Limits:
     wide = rng.choice((1, 1, 4))
     return replace(
         SMALL,
-        group_size_bytes=SMALL.group_size_bytes * wide,
+        group_size_bytes=rng.choice((80, 400)) * wide,
         log_pending_bytes=rng.choice((300, 2000)) * wide,
         output_waiting_bytes=rng.choice((600, 3000)) * wide,
         peer_window_bytes=SMALL.peer_window_bytes * wide,
