@@ -115,7 +115,9 @@ class Node:
         self._slow = self._rng.choice((1, 1, 1, 20, 60))
         self.world.marks["upgrade asked for again"] += self.upgrade_to is not None and self._upgrade_tried
         self._upgrade_tried = self.upgrade_to is not None
-        self.machine = Machine(self.name, summary, self.world.plan.limits, self.upgrade_to, promote=promote)
+        clients = self.disk.store.clients()
+        limits = self.world.plan.limits
+        self.machine = Machine(self.name, summary, limits, self.upgrade_to, promote=promote, clients=clients)
         self.world.starts += 1
         self.note(f"starts, the log ends at record {summary.last_sequence_id}, version {current}, to {self.upgrade_to}")
         self._connect_later()
