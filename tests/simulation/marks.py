@@ -60,6 +60,7 @@ EXPECTED = frozenset(
         "time told to the app's clock",
         "record later than the machine's clock",
         "async handler waited through a crash",
+        "caller answered",
         "second copy beside the first",
         "everything crashed at once",
     ]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from coordinator.core.checkpointing import Checkpointing
+from coordinator.core.clients import Clients
 from coordinator.core.group_commit import GroupCommit
 from coordinator.core.input_stream import InputStream
 from coordinator.core.machine import Machine
@@ -219,6 +220,20 @@ MUTATIONS = (
         "end",
         "self.settled = False",
         "pass",
+    ),
+    Mutation(
+        "a request that is here already is done again",
+        Clients,
+        "_request",
+        "min(frame.count, first_new - frame.number)",
+        "0",
+    ),
+    Mutation(
+        "a request's number is not durable with its record",
+        Clients,
+        "_take",
+        "        group.transaction.clients[frame.client_id] = client.position",
+        "        self._log.close_group().transaction.clients[frame.client_id] = client.position",
     ),
     Mutation(
         "an older copy of a log is not found out",

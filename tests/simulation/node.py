@@ -19,6 +19,7 @@ from coordinator.runtime import check_checkpoint
 from protocol.errors import ImmortalError
 from protocol.peer import FrameType
 from tests.simulation.apps import App
+from tests.simulation.callers import Caller
 from tests.simulation.checkers import Checker
 from tests.simulation.clock import MS, US
 from tests.simulation.disk import Disk
@@ -73,6 +74,7 @@ class Node:
             ef.ResetPeer: self._reset_peer,
             ef.PeerResetDone: self._nothing,
             ef.ReplyToPeer: self._reply_to_peer,
+            ef.ReplyToClient: self._reply_to_client,
             ef.WakeAt: self._wake_at,
             ef.UpgradeEnded: self._upgrade_ended,
             ef.Report: self._report,
@@ -431,6 +433,12 @@ class Node:
         elif frame.frame_type is FrameType.REFUSED:
             self.world.refused(self, frame)
         self.world.network.reply(effect)
+
+    def _reply_to_client(self, effect: ef.ReplyToClient) -> None:
+        caller = effect.token
+        assert isinstance(caller, Caller)
+        self.world.marks["caller answered"] += 1
+        caller.replied(effect)
 
     # --- time, the operator and the end ------------------------------------------------------------------------------
 

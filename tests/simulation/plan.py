@@ -18,7 +18,13 @@ DAMAGE = ("flip record", "flip trailer", "flip chunk", "flip header", "flip tabl
 NETWORK_FAULTS = ("partition", "one-way partition", "hang", "one-way hang", "peer moved")
 OPERATOR = ("clean stop", "upgrade", "failing upgrade", "checkpoint", "clock jump", "power failure")
 FAULT_KINDS = (*CRASHES, *DISK_FAULTS, *DAMAGE, *NETWORK_FAULTS, *OPERATOR, "second copy")
-_WEIGHTS = {**dict.fromkeys(FAULT_KINDS, 2), **dict.fromkeys(CRASHES, 8), "slow disk": 4, "upgrade": 4, "second copy": 0}
+_WEIGHTS = {
+    **dict.fromkeys(FAULT_KINDS, 2),
+    **dict.fromkeys(CRASHES, 8),
+    "slow disk": 4,
+    "upgrade": 4,
+    "second copy": 0,
+}
 
 APPS = ("plain", "checking", "sdk")
 
@@ -62,6 +68,7 @@ class Plan:
     late_rate: float = 0.0
     faults: tuple[Fault, ...] = ()
     limits: Limits = SMALL
+    callers: int = 0  # from outside; requests of each: as many as ``work``, twice
     keep_checkpoints: int = 2
     ends_with_power_failure: bool = False
 
@@ -90,6 +97,7 @@ def draw(seed: int) -> Plan:
         late_rate=rng.choice((0.05, 0.2)) if rough else 0.0,
         faults=_draw_faults(rng, app),
         limits=_draw_limits(rng),
+        callers=rng.randrange(3) if app == "sdk" else 0,
         keep_checkpoints=rng.choice((1, 2, 2, 3)),
         ends_with_power_failure=rng.random() < 0.25,
     )

@@ -24,6 +24,7 @@ from appsdk.upgrades import upgrades
 from protocol.messages import MessageType, encode_message
 from protocol.readers import Record
 from tests.simulation.apps import IMPULSES_OUTSTANDING_MAX, Outside
+from tests.simulation.callers import served_value
 from tests.simulation.marks import Marks
 from tests.simulation.trace import Violation
 
@@ -46,6 +47,7 @@ class Worker(Immortal):
     made: dict[str, int]
     got: dict[str, int]
     outside: dict[str, list[int]]
+    served: dict[int, int]
     beats: int
     me: ClassVar[str] = ""
     others: ClassVar[tuple[str, ...]] = ()
@@ -57,6 +59,7 @@ class Worker(Immortal):
         self.made = {}
         self.got = {}
         self.outside = {}
+        self.served = {}
         self.beats = 0
 
     # --- a deal ------------------------------------------------------------------------------------------------------
@@ -164,6 +167,21 @@ class Worker(Immortal):
         )
         numbers.append(number)
 
+    # --- callers from outside ----------------------------------------------------------------------------------------
+
+    @rpc
+    def serve(self, client: int, number: int) -> int:
+        expected = self.served.get(client, 0) + 1
+        _expect(number == expected, f"{self.me} executes request {number} of caller {client}, {expected} is next")
+        self.served[client] = number
+        return served_value(client, number)
+
+    @rpc
+    async def serve_later(self, client: int, number: int) -> int:
+        value = await self.serve(client, number)
+        await self.sleep(timedelta(microseconds=300))
+        return value
+
     @every("20ms")
     def beat(self) -> None:
         self.beats += 1
@@ -186,7 +204,7 @@ def worker_class(name: str, names: tuple[str, ...], version: int) -> type[Immort
 
     def upgrade(cls: Any, old: Any) -> Any:
         new = cls()
-        for key in ("begun", "ended", "made", "got", "outside", "beats"):
+        for key in ("begun", "ended", "made", "got", "outside", "served", "beats"):
             setattr(new, key, getattr(old, key))
         new.version = old.version + 1
         return new

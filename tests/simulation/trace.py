@@ -43,6 +43,9 @@ def describe(what: ev.Event | ef.Effect) -> str:
         return f"{name} of {what.frame.sender}: {_frame(what.frame)}"
     if isinstance(what, ev.PeerReplied):
         return f"{name} by {what.destination}: {_frame(what.frame)}"
+    if isinstance(what, ev.ClientFrameReceived | ef.ReplyToClient):
+        client = what.frame
+        return f"{name} {client.client_id} {client.frame_type.name} {client.number}+{client.count}"
     if isinstance(what, ef.Commit):
         return f"{name} {what.ticket}{_transaction(what)}"
     if isinstance(what, ef.SendToApp | ev.AppData):

@@ -11,6 +11,7 @@ from coordinator.core.output_stream import StreamState
 from coordinator.log.memory import MemoryLogStore
 from protocol.peer import PeerFrame, RefusedCode
 from tests.simulation.apps import App, CheckingApp, Outside
+from tests.simulation.callers import Caller
 from tests.simulation.checkers import Checker
 from tests.simulation.clock import MS, START_NS, US, Clock
 from tests.simulation.disk import Disk
@@ -80,6 +81,9 @@ class World:
         for name in plan.names:
             self.nodes.append(self._make_node(name, MemoryLogStore(len(self.nodes) + 1)))
         self.network.nodes = {node.name: node for node in self.nodes}
+        self.callers = [
+            Caller(self, number, self._rng.choice(plan.names), 2 * plan.work) for number in range(plan.callers)
+        ]
 
     def _make_node(self, name: str, store: MemoryLogStore, checker: Checker | None = None) -> Node:
         number = len(self.nodes)
@@ -131,6 +135,7 @@ class World:
         if self._copied_at is not None:
             return self.clock.is_empty or self.events > self._copied_at + COPY_EVENTS
         is_quiet = all(node.is_quiet for node in self.nodes) and self.network.is_quiet
+        is_quiet = is_quiet and all(caller.is_done for caller in self.callers)
         if self.network.blocked:
             self._calm_since = self.events
         if self.events - self._calm_since > CALM_EVENTS_MAX:

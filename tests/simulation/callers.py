@@ -1,0 +1,113 @@
+"""Callers from outside: processes that are no instances. Their requests are done once, however often they are sent."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from appsdk.handlers import method_id_of_name
+from coordinator.core import effects as ef
+from coordinator.core import events as ev
+from protocol.client import (
+    ClientFrame,
+    ClientFrameType,
+    ReplyKind,
+    decode_client_frame,
+    decode_replies,
+    encode_client_frame,
+    encode_numbers,
+    encode_request,
+)
+from tests.simulation.clock import MS, US
+from tests.simulation.trace import Violation
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+METHOD_IDS = (method_id_of_name("serve"), method_id_of_name("serve_later"))
+AT_ONCE_MAX = 3
+
+
+class Caller:
+    """One client of the instance ``target``: ``count`` requests, each sent again until it is answered."""
+
+    def __init__(self, world: World, number: int, target: str, count: int) -> None:
+        self.target, self.count = target, count
+        self._number = number
+        self.client_id = f"caller{number}"
+        self._world = world
+        self._rng = world.plan.stream(f"caller {number}")
+        self._replies: dict[int, object] = {}
+        world.clock.after(self._rng.random() * MS, self._ask)
+
+    @property
+    def is_done(self) -> bool:
+        return len(self._replies) == self.count
+
+    @property
+    def _answered(self) -> int:
+        """All up to this number are."""
+        number = 0
+        while number + 1 in self._replies:
+            number += 1
+        return number
+
+    def _ask(self) -> None:
+        """Whatever is not answered is asked for again, whether it was taken or not."""
+        if self.is_done:
+            return
+        rng, first = self._rng, self._answered + 1
+        released = self._answered if rng.random() < 0.7 else 0
+        last = min(self.count, first + rng.randrange(AT_ONCE_MAX))
+        numbers = range(first, last + 1)
+        if rng.random() < 0.2:
+            payload, kind = encode_numbers(numbers), ClientFrameType.PING
+        else:
+            payload, kind = b"".join(map(self._request, numbers)), ClientFrameType.REQUEST
+        frame = ClientFrame(
+            kind,
+            self.client_id,
+            self.target,
+            number=first if kind is ClientFrameType.REQUEST else 0,
+            acknowledged=released,
+            count=len(numbers),
+            payload=payload,
+        )
+        for _ in range(2 if rng.random() < 0.1 else 1):
+            if rng.random() >= self._world.plan.loss_rate:
+                late_ns = 3 * MS if rng.random() < 0.1 else 100 * US
+                self._world.clock.after(rng.random() * late_ns, self._arrive, frame)
+        self._world.clock.after((0.3 + rng.random()) * MS, self._ask)
+
+    def _request(self, number: int) -> bytes:
+        arguments = msgspec.msgpack.encode((self._number, number))
+        return encode_request(METHOD_IDS[number % 2], arguments)
+
+    def _arrive(self, frame: ClientFrame) -> None:
+        node = self._world.network.nodes[self.target]
+        if node.machine is not None:
+            node.post(ev.ClientFrameReceived(self, decode_client_frame(encode_client_frame(frame))))
+
+    def replied(self, effect: ef.ReplyToClient) -> None:
+        """A frame is on its way back."""
+        if self._rng.random() >= self._world.plan.loss_rate:
+            frame = decode_client_frame(encode_client_frame(effect.frame))
+            self._world.clock.after(self._rng.random() * 200 * US, self._receive, frame)
+
+    def _receive(self, frame: ClientFrame) -> None:
+        if frame.frame_type is not ClientFrameType.REPLY:
+            return
+        for reply in decode_replies(frame.payload, frame.count):
+            number = reply.number
+            if reply.kind != ReplyKind.VALUE:
+                if number not in self._replies:
+                    raise Violation(f"{self.client_id} is told that the reply to {number} is gone, and never had it")
+                continue
+            value = msgspec.msgpack.decode(reply.value)
+            if value != served_value(self._number, number) or self._replies.setdefault(number, value) != value:
+                raise Violation(f"{self.client_id} gets {value!r} in reply to {number}")
+
+
+def served_value(client: int, number: int) -> int:
+    return 1000 * client + 3 * number
