@@ -152,6 +152,7 @@ class CheckingApp:
         *,
         plain: bool = False,
         calls_only: bool = False,
+        hops: int = 3,
     ) -> None:
         self.name, self.peers, self.work = name, peers, work
         self.primary = False
@@ -165,6 +166,7 @@ class CheckingApp:
         self._marks = marks
         self._plain = plain
         self._calls_only = calls_only
+        self._hops = hops
         self._reader = RecordReader()
         self._blob: list[bytes] | None = None
         self._state: State | None = None
@@ -332,7 +334,7 @@ class CheckingApp:
                 for _ in range(STORM_SIZE if number % 5 == 0 else 1):
                     self._make(peer, 0)
             if number % 4 == 1:
-                self._make(self._next_hop(number), 3)
+                self._make(self._next_hop(number), self._hops)
             if number % 3 == 0:
                 self._make("", number % 2)
         elif rpc.method_id == METHOD_OUTSIDE:

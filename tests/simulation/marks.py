@@ -61,6 +61,7 @@ EXPECTED = frozenset(
         "record later than the machine's clock",
         "async handler waited through a crash",
         "caller answered",
+        "spilled messages read",
         "second copy beside the first",
         "everything crashed at once",
     ]

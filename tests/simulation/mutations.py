@@ -236,6 +236,16 @@ MUTATIONS = (
         "        self._log.close_group().transaction.clients[frame.client_id] = client.position",
     ),
     Mutation(
+        "spilled messages are removed before they are acknowledged",
+        MemoryLogStore,
+        "trim",
+        "        self._refuse_after_failure()",
+        "        self._refuse_after_failure()\n"
+        "        for key, batch in list(self._durable.spilled.items()):\n"
+        "            if batch.destination in self._durable.acknowledged:\n"
+        "                del self._durable.spilled[key]",
+    ),
+    Mutation(
         "an older copy of a log is not found out",
         Peers,
         "replied",

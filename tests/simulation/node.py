@@ -69,6 +69,7 @@ class Node:
             ef.CheckCheckpoint: self._check_checkpoint,
             ef.ReadCheckpointChunk: self._read_chunk,
             ef.ReadRecords: self._read_records,
+            ef.ReadSpilled: self._read_spilled,
             ef.OpenPeer: self._nothing,
             ef.SendToPeer: self._send_to_peer,
             ef.ResetPeer: self._reset_peer,
@@ -415,6 +416,14 @@ class Node:
     def _read_records(self, effect: ef.ReadRecords) -> None:
         store = self.disk.store
         self._answer(lambda: ev.RecordsRead(store.read(effect.first_sequence_id, effect.size_bytes_max)))
+
+    def _read_spilled(self, effect: ef.ReadSpilled) -> None:
+        self.world.marks["spilled messages read"] += 1
+        first, last, size_bytes_max = effect.first_position, effect.last_position, effect.size_bytes_max
+        read = self.disk.store.read_spilled
+        self._answer(
+            lambda: ev.SpilledRead(effect.destination, first, read(effect.destination, first, last, size_bytes_max))
+        )
 
     # --- peers -------------------------------------------------------------------------------------------------------
 

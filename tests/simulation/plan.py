@@ -31,7 +31,13 @@ APPS = ("plain", "checking", "sdk")
 SMALL = Limits(
     group_size_bytes=400,
     log_pending_bytes=2000,
-    output_waiting_bytes=3000,
+    output_memory_bytes=180,
+    spill_limit_bytes=1500,
+    spill_row_bytes=60,
+    spill_trim_bytes=200,
+    recent_ns=200_000,
+    receive_budget_bytes=500,
+    grant_bytes_min=50,
     peer_window_bytes=300,
     peer_window_frames=4,
     peer_frame_bytes=120,
@@ -68,6 +74,7 @@ class Plan:
     late_rate: float = 0.0
     faults: tuple[Fault, ...] = ()
     limits: Limits = SMALL
+    hops: int = 3  # of a call that is passed on
     callers: int = 0  # from outside; requests of each: as many as ``work``, twice
     keep_checkpoints: int = 2
     ends_with_power_failure: bool = False
@@ -143,7 +150,9 @@ def _draw_limits(rng: random.Random) -> Limits:
         SMALL,
         group_size_bytes=rng.choice((80, 400)) * wide,
         log_pending_bytes=rng.choice((300, 2000)) * wide,
-        output_waiting_bytes=rng.choice((600, 3000)) * wide,
+        output_memory_bytes=rng.choice((180, 3000)) * wide,
+        spill_limit_bytes=rng.choice((0, 600, 1500)) * wide,
+        receive_budget_bytes=SMALL.receive_budget_bytes * wide,
         peer_window_bytes=SMALL.peer_window_bytes * wide,
         peer_window_frames=rng.choice((2, 4)),
         peer_frame_bytes=SMALL.peer_frame_bytes * wide,

@@ -108,6 +108,7 @@ class World:
             self.outside,
             self.marks,
             plain=plain,
+            hops=plan.hops,
             calls_only=plan.has_copy,  # two copies of a log may differ in their impulses, and none can see it
         )
 
