@@ -56,6 +56,7 @@ class Network:
         self._plan = plan
         self._clock = clock
         self._retrying: set[tuple[int, str]] = set()
+        self.given_up_arrives = True  # what is on its way when its sender gives it up
         self._cut_off: dict[int, int] = {}  # by node: nothing of its lives before this one arrives any more
         self.nodes: dict[str, Node] = {}
 
@@ -131,6 +132,8 @@ class Network:
 
     def _arrive(self, sent: Sent) -> None:
         receiver = self.nodes[sent.effect.destination]
+        if sent.over and not self.given_up_arrives:
+            return
         if receiver.machine is not None and sent.life >= self._cut_off.get(sent.sender.number, 0):
             self.delivered += 1
             receiver.post(ev.PeerFrameReceived(Token(sent, receiver, receiver.life), sent.frame))

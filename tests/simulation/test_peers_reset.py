@@ -27,6 +27,7 @@ class WipedWorld(World):
         super().__init__(plan, trace)
         self.had: dict[str, int] = {}  # by sender: what the log that is lost had of it
         self.resets = 0
+        self.network.given_up_arrives = False  # a reset counts positions anew: a late frame would mean something else
         for node in self.nodes:
             node.checker.is_reset = True
         self.clock.after((0.5 + self._rng.random() * 3) * MS, self._wipe)
