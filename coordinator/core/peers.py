@@ -329,9 +329,8 @@ class Peers:
 
     def replay_is_behind(self) -> bool:
         """The replay has not made yet all that the log's marks and kept impulses say that there was."""
-        return any(check.waits for check in self._checks.values()) or any(
-            stream.has_kept_impulses for stream in self.outputs.values()
-        )
+        kept = [stream.has_kept_impulses for stream in self.outputs.values()]  # all of them: a mark may wait for one
+        return any(kept) or any(check.waits for check in self._checks.values())
 
     def unheard(self) -> list[str]:
         """The receivers that were called before and have not said yet how much they have."""

@@ -60,6 +60,21 @@ def test_it_waits_for_the_calls_that_the_log_knows_of() -> None:
     assert sent == rpc(1) + rpc(2, rpc_type=2) + rpc(3) + rpc(4, rpc_type=2)
 
 
+def test_an_impulse_with_no_call_before_it_is_not_waited_for() -> None:
+    # Found by the simulation: its mark waited for the impulse, and the impulse was not put back: for ever.
+    driven = Driven.started()
+    driven.open_stream()
+    driven.handle(ev.CheckpointRequested())
+    driven.data(checkpoint(b"state two"))
+    driven.data(call("b", 2, rpc_type=2))
+    driven.batch("t", 1, rpc(1))  # holds the mark
+    second = promoted(driven)
+    second.data(HELLO)
+    assert second.phase is Phase.NORMAL
+    second.reply(FrameType.WELCOME, 0)
+    assert b"".join(frame.payload for frame in second.frames(FrameType.BATCH)) == rpc(1) + rpc(2, rpc_type=2)
+
+
 def test_its_next_checkpoint_proves_the_replay() -> None:
     driven = with_outputs()
     driven.data(call("b", 9))  # no mark knows of it, but its receiver does
