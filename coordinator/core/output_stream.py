@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from coordinator.core.errors import DivergenceError, require
+from coordinator.core.errors import DivergenceError
 from coordinator.core.interfaces import ONESELF, ImpulseBatch, OutputBatch, OutputMark, SpilledExtent
 from coordinator.core.limits import Limits
 from coordinator.core.output_check import OutputCheck

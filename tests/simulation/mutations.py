@@ -66,7 +66,7 @@ MUTATIONS = (
     Mutation(
         "impulses are accepted before they are durable",
         Machine,
-        "_take",
+        "_take_impulses",
         "group.impulses_accepted += calls.count",
         "self._session.note_accepted(calls.count, self._session.fed_sequence_id)",
     ),
