@@ -71,6 +71,7 @@ class LogReader:
             )
         )
         self.problems = problems
+        self._mapped_pages.release()  # the heads of rows were looked at, and whole rows mapped
         return summary
 
     def last_sequence_id(self) -> int:

@@ -105,6 +105,8 @@ class LmdbLogStore:
                 )
             )
         self.problems = problems
+        with self._map_lock:
+            self._mapped_pages.release()  # the heads of rows were looked at, and whole rows mapped
         return summary
 
     def clients(self) -> StoredClients:

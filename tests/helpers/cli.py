@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -34,7 +33,6 @@ class Run:
         self.process = subprocess.Popen(
             command_line("run", *arguments),
             cwd=folder,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

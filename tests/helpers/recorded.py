@@ -17,6 +17,7 @@ from appsdk.effect_request import EffectRunner
 from appsdk.proxy import Impulses, definition_of
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
+from coordinator.core.limits import Limits
 from coordinator.log import create_log, open_log
 from tests.helpers.core import Driven
 
@@ -49,7 +50,7 @@ class RecordedInstance:
         self.name = name
         new = not (self.folder / "data.mdb").exists()
         store: Any = create_log(self.folder, name) if new else open_log(self.folder, name)
-        self.driven = Driven(store, name=name, upgrade_to=upgrade_to)
+        self.driven = Driven(store, name=name, upgrade_to=upgrade_to, limits=instances.limits)
         self.driven.now_ns = instances.next_time_ns()
         self.dispatcher = Dispatcher(definition_of(cls), lambda: bytes(SEED_SIZE_BYTES), effects=instances.effects)
         self.driven.handle(ev.AppConnected())
@@ -106,9 +107,10 @@ class RecordedInstance:
 class Instances:
     """The instances of one test, which reach each other."""
 
-    def __init__(self, folder: Path, effects: EffectRunner | None = None) -> None:
+    def __init__(self, folder: Path, effects: EffectRunner | None = None, limits: Limits | None = None) -> None:
         self.folder = folder
         self.effects = effects
+        self.limits = limits
         self._running: dict[str, RecordedInstance] = {}
         self._time_ns = 1_700_000_000_000_000_000
 

@@ -350,7 +350,7 @@ def writer(tmp_path: Path) -> Iterator[Callable[[int, float], subprocess.Popen[s
 def test_a_log_is_read_while_it_is_written(
     spark: SparkSession, tmp_path: Path, writer: Callable[[int, float], subprocess.Popen[str]]
 ) -> None:
-    process = writer(2000, 0.001)
+    process = writer(2000, 0.004)
     expected = message_rows("live", random_specs(3, 2000))
     counts = []
     while process.poll() is None:
