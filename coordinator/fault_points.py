@@ -32,6 +32,11 @@ class FaultPoint(enum.Enum):
     AFTER_VERSION = "after version"  # an upgrade is durable, its wish not yet forgotten
     BEFORE_RESET = "before reset"
     AFTER_RESET = "after reset"
+    BEFORE_SPILL = "before spill"
+    AFTER_SPILL = "after spill"  # what memory had no room for is durable
+    SPILL_READ = "spill read"  # on its way back to memory
+    DURING_SPILL_TRIM = "during spill trim"  # its removal is put, and not committed
+    AFTER_SPILL_TRIM = "after spill trim"
     DURING_TRIM = "during trim"
     AFTER_TRIM = "after trim"
     LOG_CREATED = "log created"  # its identity is durable, its folder's name may not be

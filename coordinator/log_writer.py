@@ -192,13 +192,14 @@ class LogWriter:
             self._trim.clear()
 
 
-# Fault points of a commit: of any, of an epoch's, of a checkpoint's, of a version's, of a reset stream's.
+# Fault points of a commit: of any, of an epoch's, of a checkpoint's, of a version's, of a reset stream's, of a spill's.
 _BEFORE = (
     FaultPoint.BEFORE_COMMIT,
     FaultPoint.BEFORE_EPOCH,
     FaultPoint.BEFORE_HEADER,
     FaultPoint.BEFORE_VERSION,
     FaultPoint.BEFORE_RESET,
+    FaultPoint.BEFORE_SPILL,
 )
 _AFTER = (
     FaultPoint.AFTER_COMMIT,
@@ -206,11 +207,12 @@ _AFTER = (
     FaultPoint.AFTER_HEADER,
     FaultPoint.AFTER_VERSION,
     FaultPoint.AFTER_RESET,
+    FaultPoint.AFTER_SPILL,
 )
 
 
 def _reach_commit(transaction: Transaction, points: tuple[FaultPoint, ...]) -> None:
-    commit, epoch, header, version, reset = points
+    commit, epoch, header, version, reset, spill = points
     reach(commit)
     if transaction.epoch is not None:
         reach(epoch)
@@ -220,3 +222,5 @@ def _reach_commit(transaction: Transaction, points: tuple[FaultPoint, ...]) -> N
         reach(version)
     if transaction.stream_starts:
         reach(reset)
+    if transaction.spilled:
+        reach(spill)

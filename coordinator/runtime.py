@@ -254,6 +254,7 @@ class Coordinator:
         self._answer(lambda: ev.RecordsRead(self._store.read(effect.first_sequence_id, effect.size_bytes_max)))
 
     def _read_spilled(self, effect: ef.ReadSpilled) -> None:
+        reach(FaultPoint.SPILL_READ)
         first_position, limits = effect.first_position, (effect.last_position, effect.size_bytes_max)
         self._answer(
             lambda: ev.SpilledRead(

@@ -197,18 +197,24 @@ class LmdbLogStore:
         if keep_checkpoints is not None or keep_since_ns is not None:
             keep = trim.Retention(keep_checkpoints, keep_since_ns)
         budget = trim.Budget.step()
+        from_spilled = False
 
         def step(write: WriteTransaction) -> None:
-            nonlocal budget
+            nonlocal budget, from_spilled
             self._environment.reader_check()  # a killed reader's slot would keep freed pages from being used again
             budget = trim.Budget.step()  # a retry with a larger map begins anew
             acknowledged = reading.acknowledged_positions(write, self._tables)
             spilled.trim(write, self._tables, acknowledged, budget)
+            from_spilled = budget.rows_left < trim.STEP_ROWS_MAX
+            if from_spilled:
+                reach(FaultPoint.DURING_SPILL_TRIM)
             if keep is not None and not budget.exhausted:
                 trim.trim_step(write, self._tables, keep, self._damaged_checkpoint_ids, acknowledged, budget)
             reach(FaultPoint.DURING_TRIM)
 
         self._write(step)
+        if from_spilled:
+            reach(FaultPoint.AFTER_SPILL_TRIM)
         if budget.rows_left < trim.STEP_ROWS_MAX:
             extend_data_file(self._folder / DATA_FILE_NAME)
         return budget.exhausted

@@ -12,7 +12,9 @@ import pytest
 
 from coordinator import control
 from coordinator.fault_points import FaultPoint
+from coordinator.registry import Registry
 from protocol.errors import ImmortalError
+from tests.helpers.spilling import limit_memory
 from tests.soak.havoc import AT_A_CHECKPOINT, AT_RECOVERY, AT_START, IN_TRAFFIC
 from tests.soak.service import APP, COORDINATOR, Service, SoakError, wait_for
 from tests.soak.workloads import WordCount
@@ -26,6 +28,9 @@ ELSEWHERE = {
     FaultPoint.LOG_CREATED: "crash/test_first_start_kills.py",
     FaultPoint.STOPPING: "crash/test_fault_points.py",
 }
+# What a sender passes with its receiver away for a while, and once it is back.
+TO_DISK = (FaultPoint.BEFORE_SPILL, FaultPoint.AFTER_SPILL)
+FROM_DISK = (FaultPoint.SPILL_READ, FaultPoint.DURING_SPILL_TRIM, FaultPoint.AFTER_SPILL_TRIM)
 TESTS = Path(__file__).parents[1]
 POINT_S = 5.0
 ATTEMPTS = 4
@@ -40,7 +45,7 @@ def workload(tmp_path: Path) -> Iterator[WordCount]:
 
 
 def test_every_point_is_killed_at_somewhere() -> None:
-    passed = {*AT_A_CHECKPOINT, *AT_RECOVERY, *AT_START, *IN_TRAFFIC}
+    passed = {*AT_A_CHECKPOINT, *AT_RECOVERY, *AT_START, *IN_TRAFFIC, *TO_DISK, *FROM_DISK}
     assert passed | set(ELSEWHERE) == set(FaultPoint)
     assert not passed & set(ELSEWHERE)
     for point, file in ELSEWHERE.items():
@@ -77,7 +82,7 @@ def test_killed_at_every_point_each_line_is_counted_once(workload: WordCount) ->
         service.start()
     for service in workload.services:
         is_ready(service)
-    points = [point for point in FaultPoint if point not in ELSEWHERE]
+    points = [point for point in FaultPoint if point not in (*ELSEWHERE, *TO_DISK, *FROM_DISK)]
     for number, point in enumerate(points):
         # The reader sends and is answered, the counter answers: each passes the points of its side.
         sends = point in (FaultPoint.BEFORE_SEND, FaultPoint.RECORDS_READ)
@@ -96,6 +101,49 @@ def test_killed_at_every_point_each_line_is_counted_once(workload: WordCount) ->
     for service in workload.services:
         service.stop()
     assert "equal" in workload.check()
+
+
+class LongWords(WordCount):
+    """What the reader says at once is more than its memory may hold."""
+
+    VOCABULARY = tuple(f"{number}" + "x" * 5_000 for number in range(20))
+
+
+def test_killed_while_lines_wait_on_disk_each_is_counted_once(tmp_path: Path) -> None:
+    workload = LongWords(tmp_path, random.Random(1))
+    limit_memory(Registry(tmp_path / "registry"), "reader")
+    counter, reader = workload.services
+    try:
+        for service in workload.services:
+            service.start()
+            is_ready(service)
+        for point in (*TO_DISK, *FROM_DISK):
+            is_ready(reader)
+            counter.end()
+            workload.feed()
+            if point in TO_DISK:
+                reader.arm(point)
+            reader.kill(APP)  # it comes back with more input
+            if point in FROM_DISK:
+                wait_for(lambda: has_spilled(reader), lambda: f"it spills\n{reader.tail()}")
+                reader.arm(point)
+                counter.start()
+            wait_for(lambda: not reader.armed, lambda: f"the point is reached\n{reader.tail()}\n{reader.status()}")
+            wait_for(lambda: not reader.ready, lambda: f"the kill is noticed\n{reader.tail()}")
+        for service in workload.services:
+            is_ready(service)
+        workload.settle()
+        for service in workload.services:
+            service.stop()
+        assert "equal" in workload.check()
+    finally:
+        for service in workload.services:
+            service.end()
+
+
+def has_spilled(reader: Service) -> bool:
+    outputs = reader.status().get("outputs", {})
+    return bool(outputs.get("counter", {}).get("spilled_bytes"))
 
 
 @pytest.mark.parametrize("action", ["stop", "delay=0.3"])

@@ -25,7 +25,7 @@ class Thing(enum.Enum):
     META = "log meta"
     CHUNK = "checkpoint chunk"
     REGISTRY = "registry file"
-    SPILL = "spill file"
+    SPILL = "spilled call"
 
 
 class Outcome(enum.Enum):
@@ -33,7 +33,6 @@ class Outcome(enum.Enum):
     FALLS_BACK = "falls back"
     STOPPED = "stopped"
     REFUSED = "refused"
-    NOT_APPLICABLE = "-"
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,6 @@ RECOVERED, FALLS_BACK, STOPPED, REFUSED = Outcome.RECOVERED, Outcome.FALLS_BACK,
 RESTORE = "restore the log from a copy that holds all that was acknowledged"
 ROOM = "make room and start again; what was acknowledged is there"
 START = "mend the disk and start again; what was acknowledged is there"
-NO_SPILL = Cell(Outcome.NOT_APPLICABLE, "what memory has no room for is spilled to a table of the log: see its records")
 
 CELLS: dict[tuple[Fault, Thing], Cell] = {
     (Fault.PROCESS_KILL, Thing.RECORD): Cell(
@@ -65,6 +63,9 @@ CELLS: dict[tuple[Fault, Thing], Cell] = {
     (Fault.PROCESS_KILL, Thing.REGISTRY): Cell(
         RECOVERED, "the file is as it was before, or whole; a registration that was cut off can be made again"
     ),
+    (Fault.PROCESS_KILL, Thing.SPILL): Cell(
+        RECOVERED, "each call is executed once: one that was not durable is made again by the replay, one that was is not"
+    ),
     (Fault.LOST_PAGES, Thing.RECORD): Cell(
         RECOVERED, "an acknowledgement waits for the sync, so what is lost was promised to nobody"
     ),
@@ -76,6 +77,9 @@ CELLS: dict[tuple[Fault, Thing], Cell] = {
     ),
     (Fault.LOST_PAGES, Thing.REGISTRY): Cell(
         RECOVERED, "a new file is synced before it takes its name, and the folder after that"
+    ),
+    (Fault.LOST_PAGES, Thing.SPILL): Cell(
+        RECOVERED, "the records that cause a call are synced before it is spilled: what is lost of it is made again"
     ),
     (Fault.BIT_FLIP, Thing.RECORD): Cell(
         STOPPED,
@@ -102,6 +106,14 @@ CELLS: dict[tuple[Fault, Thing], Cell] = {
         ".toml",
         "mend the line; keys and wishes have their own messages, which name the file",
     ),
+    (Fault.BIT_FLIP, Thing.SPILL): Cell(
+        STOPPED,
+        "the call is not sent, nor one behind it: status 3 when its turn comes, with the peer and the position. In the"
+        " head of a row it is found at the start",
+        "damaged",
+        RESTORE + "; where it was started and met its peers since the copy was made, their streams stop and name"
+        " `immortal peers reset` ([guide/peers.md](guide/peers.md))",
+    ),
     (Fault.TRUNCATION, Thing.RECORD): Cell(
         STOPPED, "found before the file is mapped: status 3", "is truncated", RESTORE
     ),
@@ -109,6 +121,7 @@ CELLS: dict[tuple[Fault, Thing], Cell] = {
     (Fault.TRUNCATION, Thing.CHUNK): Cell(
         STOPPED, "one file holds records and checkpoints: as for records", "is truncated", RESTORE
     ),
+    (Fault.TRUNCATION, Thing.SPILL): Cell(STOPPED, "a table of the same file: as for records", "is truncated", RESTORE),
     (Fault.TRUNCATION, Thing.REGISTRY): Cell(
         REFUSED,
         "as for a bit flip; a file that ends between two lines reads as one without the lines that are missing",
@@ -123,6 +136,12 @@ CELLS: dict[tuple[Fault, Thing], Cell] = {
     (Fault.FULL_DISK, Thing.REGISTRY): Cell(
         REFUSED, "the command ends with status 1; the file is as it was", "No space left on device", "make room"
     ),
+    (Fault.FULL_DISK, Thing.SPILL): Cell(
+        STOPPED,
+        "status 1. `--spill-limit-mb`, `--log-limit-mb` and `--disk-free-mb` slow the app before it comes to that",
+        "is full: the transaction was not written",
+        ROOM,
+    ),
     (Fault.FAILED_SYNC, Thing.RECORD): Cell(
         STOPPED, "status 1; a sync is never tried again", "what is on disk is unknown until it is opened again", START
     ),
@@ -134,6 +153,9 @@ CELLS: dict[tuple[Fault, Thing], Cell] = {
     ),
     (Fault.FAILED_SYNC, Thing.REGISTRY): Cell(
         REFUSED, "the command ends with status 1; the file is as it was", "Input/output error", "mend the disk"
+    ),
+    (Fault.FAILED_SYNC, Thing.SPILL): Cell(
+        STOPPED, "status 1; a sync is never tried again", "what is on disk is unknown until it is opened again", START
     ),
     (Fault.READ_ERROR, Thing.RECORD): Cell(
         STOPPED,
@@ -152,13 +174,21 @@ CELLS: dict[tuple[Fault, Thing], Cell] = {
     (Fault.READ_ERROR, Thing.REGISTRY): Cell(
         REFUSED, "the command, or the start, ends with status 1", "cannot be read: Input/output error", "mend the disk"
     ),
+    (Fault.READ_ERROR, Thing.SPILL): Cell(
+        STOPPED,
+        "as for records: SIGBUS when it is read back, before anything wrong is sent; `immortal log verify NAME` names"
+        " the first byte that cannot be read",
+        "cannot be read at byte",
+        "mend the disk, or " + RESTORE,
+    ),
     (Fault.SLOW_DISK, Thing.RECORD): Cell(
         RECOVERED, "all goes on, in larger groups; `immortal status` says what a commit takes", "its disk is slow"
     ),
     (Fault.SLOW_DISK, Thing.META): Cell(RECOVERED, "as for records: they share each commit", "its disk is slow"),
     (Fault.SLOW_DISK, Thing.CHUNK): Cell(RECOVERED, "a checkpoint takes longer; input is accepted meanwhile"),
     (Fault.SLOW_DISK, Thing.REGISTRY): Cell(RECOVERED, "the command takes longer"),
-} | {(fault, Thing.SPILL): NO_SPILL for fault in Fault}
+    (Fault.SLOW_DISK, Thing.SPILL): Cell(RECOVERED, "as for records: they share each commit", "its disk is slow"),
+}
 
 
 def table() -> str:
@@ -177,8 +207,6 @@ def details() -> str:
         lines = [f"**{fault.value[0].upper()}{fault.value[1:]}**", ""]
         for thing in Thing:
             cell = CELLS[fault, thing]
-            if cell.outcome is Outcome.NOT_APPLICABLE:
-                continue
             line = f"- {thing.value}: {cell.outcome.value}: {cell.what}."
             if cell.says:
                 line += f' It says "{cell.says}".'
@@ -186,8 +214,6 @@ def details() -> str:
                 line += f" Way out: {cell.way_out}."
             lines.append(line)
         parts.append("\n".join(lines))
-    missing = {cell.what: thing.value for (_, thing), cell in CELLS.items() if cell.outcome is Outcome.NOT_APPLICABLE}
-    parts += [f"A {thing} is in no cell: {what}." for what, thing in missing.items()]
     return "\n\n".join(parts)
 
 

@@ -103,10 +103,14 @@ class Scene:
         self.monkeypatch.setenv(VARIABLE, str(self._plan))
         self._plan.write_text(f"{count} {action} {point.value}")
 
+    @property
+    def armed(self) -> bool:
+        return self._plan.exists()
+
     def died_at_its_point(self) -> None:
         """It was killed there, and nowhere else."""
         assert self.process.ended()[0] == -9
-        assert not self._plan.exists()
+        assert not self.armed
         self.app.close()
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:

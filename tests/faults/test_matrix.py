@@ -19,8 +19,9 @@ from coordinator.log import format as log_format
 from coordinator.log import verify_log
 from coordinator.registry import Registry
 from tests.faults.disk import read_journal, synced_paths, without_power
-from tests.faults.matrix import CELLS, Cell, Fault, Outcome, Thing, document
+from tests.faults.matrix import CELLS, Cell, Fault, Thing, document
 from tests.faults.scene import NAME, Scene
+from tests.faults.spilling import SPILL_SHOWS, SpillScene
 
 GUARANTEES = Path(__file__).parents[2] / "docs" / "guarantees.md"
 BEGIN, END = "<!-- cells -->\n", "<!-- end of cells -->"
@@ -45,10 +46,7 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     made.house.close()
 
 
-SHOWN = [key for key, cell in CELLS.items() if cell.outcome is not Outcome.NOT_APPLICABLE]
-
-
-@pytest.mark.parametrize(("fault", "thing"), SHOWN, ids=lambda one: one.value)
+@pytest.mark.parametrize(("fault", "thing"), CELLS, ids=lambda one: one.value)
 def test_cell(scene: Scene, fault: Fault, thing: Thing) -> None:
     SHOWS[fault, thing](scene, CELLS[fault, thing])
 
@@ -61,6 +59,17 @@ def test_the_document_shows_the_matrix() -> None:
 
 def test_every_cell_has_an_outcome() -> None:
     assert set(CELLS) == {(fault, thing) for fault in Fault for thing in Thing}
+
+
+# --- spilled calls: tests/faults/spilling.py ------------------------------------------------------------------------
+
+
+def shows_spilled(show: Callable[[SpillScene, Cell], None]) -> Show:
+    return lambda scene, cell: show(SpillScene(scene), cell)
+
+
+for _fault, _show in SPILL_SHOWS.items():
+    shows(_fault, Thing.SPILL)(shows_spilled(_show))
 
 
 # --- process kill ----------------------------------------------------------------------------------------------------

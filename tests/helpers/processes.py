@@ -286,8 +286,8 @@ class House:
         self._processes.append(process)
         return process
 
-    def app(self, name: str, **options: Any) -> SocketApp:
-        return SocketApp(self.settings(name), self._apps, **options)
+    def app(self, name: str, kind: type[SocketApp] = SocketApp, **options: Any) -> SocketApp:
+        return kind(self.settings(name), self._apps, **options)
 
     def both(self, name: str, **options: Any) -> tuple[CoordinatorProcess, SocketApp]:
         """A registered instance, in normal processing."""

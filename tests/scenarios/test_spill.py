@@ -11,25 +11,8 @@ from pathlib import Path
 import pytest
 
 from protocol.messages import RpcType, encode_attach_to, encode_outgoing_rpc
-from tests.helpers.processes import DEADLINE_S, FORWARD, TOLD, CoordinatorProcess, House, SocketApp
-
-CALL_SIZE_BYTES = 256 << 10
-
-
-class Caller(SocketApp):
-    """Each impulse makes it call its peer once, with a large argument."""
-
-    def _forward(self, number: int) -> None:
-        if not self.attached:
-            self.attached = True
-            self.socket.sendall(encode_attach_to(self.peer))
-        argument = number.to_bytes(4, "little") + bytes(CALL_SIZE_BYTES)
-        self.send(encode_outgoing_rpc(self.peer, TOLD, RpcType.FORK, argument))
-
-    def feed(self, first: int, last: int) -> None:
-        for number in range(first, last + 1):
-            self.socket.sendall(encode_outgoing_rpc("", FORWARD, RpcType.IMPULSE, number.to_bytes(4, "little")))
-        self.until(lambda: len(self.state["forwarded"]) == last)
+from tests.helpers.processes import DEADLINE_S, TOLD, CoordinatorProcess, House, SocketApp
+from tests.helpers.spilling import CALL_SIZE_BYTES, Caller, limit_memory
 
 
 class Pair:
@@ -40,8 +23,7 @@ class Pair:
         self.neighbours: list[SocketApp] = []
         house.register("alice", **options)
         house.register("bob")
-        with house.registry.path("alice").open("a") as file:
-            file.write(f"\n[tuning]\npeer_buffer_mib_max = {memory_mib}\n")
+        limit_memory(house.registry, "alice", memory_mib)
 
     def start_alice(self) -> None:
         self.alice_process = self.house.start("alice")

@@ -39,6 +39,7 @@ class WordCount:
     """examples/wordcount: Reader is fed with lines, Counter counts their words."""
 
     LINES_AT_ONCE = 300
+    VOCABULARY = (*(f"word{number}" for number in range(300)), "zähler", "x" * 300)
 
     def __init__(self, folder: Path, rng: random.Random) -> None:
         self._folder, self._rng = folder, rng
@@ -46,7 +47,6 @@ class WordCount:
         self._parts: list[Path] = []
         self._words: Counter[str] = Counter()
         self._line_count = 0
-        self._vocabulary = [f"word{number}" for number in range(300)] + ["zähler", "x" * 300]
         registry = Registry(folder / "registry")
         run_environment = {"WORDCOUNT_FILES": str(self._listing)}
         self.services = [
@@ -61,7 +61,7 @@ class WordCount:
 
     def feed(self) -> None:
         lines = [
-            " ".join(self._rng.choices(self._vocabulary, k=self._rng.randrange(6))) for _ in range(self.LINES_AT_ONCE)
+            " ".join(self._rng.choices(self.VOCABULARY, k=self._rng.randrange(6))) for _ in range(self.LINES_AT_ONCE)
         ]
         part = self._folder / f"part{len(self._parts)}.txt"
         part.write_text("\n".join(lines) + "\n")
