@@ -89,7 +89,8 @@ def _act(action: str) -> None:
     if verb == "delay":
         time.sleep(float(argument))
     elif verb in ("kill", "stop"):
-        os.kill(os.getpid(), signal.SIGKILL if verb == "kill" else signal.SIGSTOP)
+        # To this thread: one that any thread may take stops this one only once that thread is scheduled.
+        signal.pthread_kill(threading.get_ident(), signal.SIGKILL if verb == "kill" else signal.SIGSTOP)
     else:
         raise ValueError(f"{action!r} is no action of a fault point: kill, stop or delay=SECONDS is expected")
 

@@ -64,7 +64,8 @@ CELLS: dict[tuple[Fault, Thing], Cell] = {
         RECOVERED, "the file is as it was before, or whole; a registration that was cut off can be made again"
     ),
     (Fault.PROCESS_KILL, Thing.SPILL): Cell(
-        RECOVERED, "each call is executed once: one that was not durable is made again by the replay, one that was is not"
+        RECOVERED,
+        "each call is executed once: one that was not durable is made again by the replay",
     ),
     (Fault.LOST_PAGES, Thing.RECORD): Cell(
         RECOVERED, "an acknowledgement waits for the sync, so what is lost was promised to nobody"
