@@ -7,6 +7,7 @@ import errno
 import os
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias, TypeVar
@@ -39,6 +40,7 @@ from coordinator.log.format import SEQUENCE_KEY, StoredHeader
 from coordinator.log.lock import FolderLock
 from coordinator.log.rebuild import rebuild
 from coordinator.log.residency import MappedPages
+from coordinator.log.sync_delay import sync_delay_s
 from coordinator.log.values import check_value
 from protocol.varint import Readable
 
@@ -75,6 +77,7 @@ class LmdbLogStore:
         self._folder_lock = lock
         self._map_size_bytes_max = map_size_bytes_max
         self._write_lock = threading.Lock()
+        self._sync_delay_s = sync_delay_s()
         self._map_lock = threading.Lock()  # held while a read transaction is open: the map must not move then
         self._failure: LogError | None = None
         self._damaged_checkpoint_ids: set[int] = set()
@@ -346,7 +349,10 @@ class LmdbLogStore:
             while True:
                 try:
                     with self._environment.begin(write=True, buffers=True) as transaction:
-                        return operation(transaction)
+                        result = operation(transaction)
+                    if self._sync_delay_s:
+                        time.sleep(self._sync_delay_s)
+                    return result
                 except lmdb.MapFullError:
                     self._grow()  # the transaction was aborted: nothing of it is lost, it is done again
                 except lmdb.Error as error:
