@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -175,7 +176,21 @@ def resident_mib(process_id: int) -> int:
     return 0
 
 
-def measure(cls: str, shape: str, size_mib: int) -> None:
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One checkpoint of one app under load."""
+
+    resident_mib: int
+    blob_bytes: int
+    longest_pause_s: float  # between two calls, with the checkpoint
+    steady_pause_s: float  # and without one
+    checkpoint_s: float
+    steady_calls_per_s: float
+    during_calls_per_s: float
+
+
+def measure(cls: str, shape: str, size_mib: int) -> Measured:
+    """``cls``: "Inline" or "Fork"."""
     listener = socket.create_server(("127.0.0.1", 0))
     address = f"127.0.0.1:{listener.getsockname()[1]}"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "PYTHONHASHSEED": "0"}
@@ -203,14 +218,9 @@ def measure(cls: str, shape: str, size_mib: int) -> None:
         took_s = driver.keep_busy(driver.checkpoints + 1)
         during = (driver.calls_back - before) / took_s
         gap_s = driver.longest_gap_s()
-        print(
-            f"{cls:7} {shape:6} resident {resident:5} MiB, blob {driver.blob_bytes >> 20:5} MiB: "
-            f"longest pause {1000 * gap_s:7.1f} ms (without a checkpoint {1000 * steady_gap_s:.1f} ms), "
-            f"checkpoint in {took_s:5.2f} s, calls/s {steady:9,.0f} before, {during:9,.0f} during",
-            flush=True,
-        )
         connection.sendall(control(MessageType.GOODBYE, b"measured"))
         app.wait(60)
+        return Measured(resident, driver.blob_bytes, gap_s, steady_gap_s, took_s, steady, during)
     finally:
         app.kill()
         app.wait()
@@ -228,7 +238,15 @@ def main() -> None:
         {"Inline": Inline, "Fork": Fork}[options.app].main(options.address)
     for shape in options.shapes:
         for cls in ("Inline", "Fork"):
-            measure(cls, shape, options.size_mib)
+            found = measure(cls, shape, options.size_mib)
+            print(
+                f"{cls:7} {shape:6} resident {found.resident_mib:5} MiB, blob {found.blob_bytes >> 20:5} MiB: "
+                f"longest pause {1000 * found.longest_pause_s:7.1f} ms "
+                f"(without a checkpoint {1000 * found.steady_pause_s:.1f} ms), "
+                f"checkpoint in {found.checkpoint_s:5.2f} s, calls/s {found.steady_calls_per_s:9,.0f} before, "
+                f"{found.during_calls_per_s:9,.0f} during",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -34,6 +34,8 @@ class Measured:
     seconds: float
     p50_us: float
     p99_us: float
+    p999_us: float
+    max_us: float
 
     @property
     def calls_per_s(self) -> float:
@@ -42,7 +44,8 @@ class Measured:
 
 def measured(latencies_ns: list[int], seconds: float) -> Measured:
     ordered = sorted(latencies_ns)
-    return Measured(len(ordered), seconds, percentile(ordered, 50) / 1e3, percentile(ordered, 99) / 1e3)
+    p50_us, p99_us, p999_us = (percentile(ordered, percent) / 1e3 for percent in (50, 99, 99.9))
+    return Measured(len(ordered), seconds, p50_us, p99_us, p999_us, ordered[-1] / 1e3)
 
 
 def argument(number: int, size_bytes: int) -> bytes:

@@ -10,17 +10,19 @@ import contextlib
 import importlib.util
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from subprocess import Popen
+from types import MappingProxyType
 
 from coordinator.bench.call_workload import Measured, Run, decode_measured, encode_run
 from coordinator.bench.disk import append_latencies
 from coordinator.bench.latency import percentile
 from coordinator.bench.processes import BenchError, Service, cpu_s, register, start_module
 
+CALL_APPS = {"caller": "coordinator.bench.call_apps:Caller", "callee": "coordinator.bench.call_apps:Callee"}
 IMMORTAL, GRPC_ASYNCIO, GRPC_THREADS = "immortal", "grpc asyncio", "grpc threads"
 GRPC_INSTALL = "pip install 'immortal[bench]'"
 THREADS_OUTSTANDING_MAX = 1  # with more, its figures are those of the threads
@@ -71,7 +73,7 @@ class CallResults:
     grpcio: str | None  # its version; None: it is not installed
 
 
-class _Caller:
+class Caller:
     """The processes of one implementation; the first takes the runs."""
 
     def __init__(self, name: str, processes: dict[str, Popen[str]], check_alive: Callable[[], None]) -> None:
@@ -117,10 +119,10 @@ def run_call_benchmark(
     ``folder``: where the logs go, the system's temporary folder by default. Raises BenchError.
     """
     with tempfile.TemporaryDirectory(prefix="immortal-bench-", dir=folder) as home, contextlib.ExitStack() as stack:
-        callers = [stack.enter_context(_immortal(Path(home) / "home"))]
+        callers = [stack.enter_context(immortal_caller(Path(home) / "home"))]
         grpcio = grpcio_version()
         if grpcio is not None:
-            callers += [stack.enter_context(_grpc(name)) for name in (GRPC_ASYNCIO, GRPC_THREADS)]
+            callers += [stack.enter_context(grpc_caller(name)) for name in (GRPC_ASYNCIO, GRPC_THREADS)]
         columns: list[Column] = []
         ratios: list[Ratio] = []
         disk: list[list[float]] = []
@@ -132,13 +134,13 @@ def run_call_benchmark(
             rates = {}
             for caller in taking_part:
                 progress(f"{caller.name}, {count} outstanding: warming up")
-                rates[caller.name] = _warm_up(caller, count, size_bytes, seconds)
+                rates[caller.name] = warm_up(caller, count, size_bytes, seconds)
                 caller.cpu_s = dict.fromkeys(caller.cpu_s, 0.0)
             for turn in range(repeats):
                 disk.append(append_latencies(Path(home), DISK_BLOCK_SIZE_BYTES))
                 for caller in taking_part:
                     progress(f"{caller.name}, {count} outstanding: {turn + 1} of {repeats}")
-                    run = _run_for(count, size_bytes, rates[caller.name], seconds)
+                    run = run_for(count, size_bytes, rates[caller.name], seconds)
                     turns[caller.name].append(caller.run(run))
             columns += [_column(caller, count, turns[caller.name]) for caller in taking_part]
             ratios += [_ratio(name, count, turns[IMMORTAL], turns[name]) for name in turns if name != IMMORTAL]
@@ -147,8 +149,8 @@ def run_call_benchmark(
             repeats,
             columns,
             ratios,
-            _spread([1e6 * percentile(ordered, 50) for ordered in disk]),
-            _spread([1e6 * percentile(ordered, 99) for ordered in disk]),
+            spread([1e6 * percentile(ordered, 50) for ordered in disk]),
+            spread([1e6 * percentile(ordered, 99) for ordered in disk]),
             grpcio,
         )
 
@@ -158,29 +160,29 @@ def grpcio_version() -> str | None:
     return version("grpcio") if importlib.util.find_spec("grpc") else None
 
 
-def _run_for(outstanding: int, size_bytes: int, calls_per_s: float, seconds: float) -> Run:
+def run_for(outstanding: int, size_bytes: int, calls_per_s: float, seconds: float) -> Run:
     return Run(outstanding, max(1, round(calls_per_s * seconds / outstanding)), size_bytes)
 
 
-def _warm_up(caller: _Caller, outstanding: int, size_bytes: int, seconds: float) -> float:
+def warm_up(caller: Caller, outstanding: int, size_bytes: int, seconds: float) -> float:
     """Calls/s, roughly: the first run finds the processes cold, the second one says how much fits into a run."""
     calls_per_s = WARM_UP_CALLS / seconds
     for _ in range(2):
-        measured = caller.run(_run_for(outstanding, size_bytes, calls_per_s, seconds))
+        measured = caller.run(run_for(outstanding, size_bytes, calls_per_s, seconds))
         calls_per_s = measured.calls_per_s / 4
     return measured.calls_per_s
 
 
-def _column(caller: _Caller, outstanding: int, turns: list[Measured]) -> Column:
+def _column(caller: Caller, outstanding: int, turns: list[Measured]) -> Column:
     calls = sum(one.calls for one in turns)
     by_process = {name: 1e6 * spent_s / calls for name, spent_s in caller.cpu_s.items()}
     return Column(
         caller.name,
         outstanding,
         calls,
-        _spread([one.p50_us for one in turns]),
-        _spread([one.p99_us for one in turns]),
-        _spread([one.calls_per_s for one in turns]),
+        spread([one.p50_us for one in turns]),
+        spread([one.p99_us for one in turns]),
+        spread([one.calls_per_s for one in turns]),
         sum(by_process.values()),
         by_process,
     )
@@ -191,13 +193,13 @@ def _ratio(against: str, outstanding: int, ours: list[Measured], theirs: list[Me
     return Ratio(
         against,
         outstanding,
-        _spread([our.p50_us / their.p50_us for our, their in pairs]),
-        _spread([our.p99_us / their.p99_us for our, their in pairs]),
-        _spread([our.calls_per_s / their.calls_per_s for our, their in pairs]),
+        spread([our.p50_us / their.p50_us for our, their in pairs]),
+        spread([our.p99_us / their.p99_us for our, their in pairs]),
+        spread([our.calls_per_s / their.calls_per_s for our, their in pairs]),
     )
 
 
-def _spread(values: list[float]) -> Spread:
+def spread(values: list[float]) -> Spread:
     return Spread(statistics.median(values), min(values), max(values))
 
 
@@ -205,22 +207,35 @@ def _spread(values: list[float]) -> Spread:
 
 
 @contextlib.contextmanager
-def _immortal(home: Path) -> Iterator[_Caller]:
-    services = register(
-        home, {"caller": "coordinator.bench.call_apps:Caller", "callee": "coordinator.bench.call_apps:Callee"}, {}
-    )
+def running(services: Mapping[str, Service]) -> Iterator[None]:
+    """All of them up, until the end."""
     try:
         for service in services.values():
             service.start()
         for service in services.values():
             service.wait_for_phase("normal")
-        yield _Caller(IMMORTAL, _processes(services), lambda: _check_alive(services))
+        yield
     finally:
         for service in services.values():
             service.kill()
 
 
-def _processes(services: dict[str, Service]) -> dict[str, Popen[str]]:
+@contextlib.contextmanager
+def immortal_caller(
+    home: Path,
+    apps: Mapping[str, str] = CALL_APPS,
+    variables: Mapping[str, str] = MappingProxyType({}),
+    *,
+    name: str = IMMORTAL,
+    curve: bool = False,
+) -> Iterator[Caller]:
+    """The first of ``apps`` takes the runs. ``variables``: of the environment of all processes."""
+    services = register(home, dict(apps), dict(variables), curve=curve)
+    with running(services):
+        yield Caller(name, processes_of(services), lambda: _check_alive(services))
+
+
+def processes_of(services: Mapping[str, Service]) -> dict[str, Popen[str]]:
     processes = {}
     for name, service in services.items():
         for what, process in (("app", service.app), ("coordinator", service.coordinator)):
@@ -229,17 +244,24 @@ def _processes(services: dict[str, Service]) -> dict[str, Popen[str]]:
     return processes
 
 
-def _check_alive(services: dict[str, Service]) -> None:
+def _check_alive(services: Mapping[str, Service]) -> None:
     for service in services.values():
         service.check_alive()
 
 
 @contextlib.contextmanager
-def _grpc(name: str) -> Iterator[_Caller]:
+def grpc_caller(name: str, relays: int = 0) -> Iterator[Caller]:
+    """``relays``: servers between the client and the one that answers; only with asyncio."""
     kind = name.removeprefix("grpc ")
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(start_module("coordinator.bench.grpc_echo", "server", kind))
-        if server.stdout is None or not (address := server.stdout.readline().strip()):
-            raise BenchError(f"the server of {name} did not start")
+        servers: dict[str, Popen[str]] = {}
+        address = ""
+        for index in range(relays + 1):
+            server = stack.enter_context(
+                start_module("coordinator.bench.grpc_echo", "server", kind, *([address] if address else []))
+            )
+            if server.stdout is None or not (address := server.stdout.readline().strip()):
+                raise BenchError(f"the server of {name} did not start")
+            servers[f"server {index + 1}" if relays else "server"] = server
         client = stack.enter_context(start_module("coordinator.bench.grpc_echo", "client", kind, address))
-        yield _Caller(name, {"client": client, "server": server}, lambda: None)
+        yield Caller(name, {"client": client, **servers}, lambda: None)

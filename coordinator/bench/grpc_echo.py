@@ -48,9 +48,17 @@ def serve_threads() -> None:
     server.wait_for_termination()
 
 
-async def serve_asyncio() -> None:
+async def serve_asyncio(next_address: str = "") -> None:
+    """With ``next_address`` calls are passed on to there, and so are the answers."""
     server = grpc.aio.server()
-    server.add_generic_rpc_handlers((_handlers(_echo_async),))
+    echo: Callable[[bytes, Any], Awaitable[bytes]] = _echo_async
+    if next_address:
+        call = grpc.aio.insecure_channel(next_address).unary_unary(f"/{SERVICE}/{METHOD}")
+
+        async def echo(request: bytes, context: Any) -> bytes:
+            return bytes(await call(request))
+
+    server.add_generic_rpc_handlers((_handlers(echo),))
     _say(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
     await server.start()
     await server.wait_for_termination()
@@ -109,7 +117,7 @@ def main(role: str, kind: str, address: str = "") -> None:
     if (role, kind) == ("server", "threads"):
         serve_threads()
     elif (role, kind) == ("server", "asyncio"):
-        asyncio.run(serve_asyncio())
+        asyncio.run(serve_asyncio(address))
     elif (role, kind) == ("client", "threads"):
         call_threads(address)
     elif (role, kind) == ("client", "asyncio"):

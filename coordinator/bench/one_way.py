@@ -79,7 +79,7 @@ def run_benchmark(
             one_way = _measure(services, plan, progress)[1:]
             memory = {name: service.peak_memory_mib() for name, service in services.items()}
             progress("replay")
-            replay = _measure_replay(services["receiver"])
+            replay = measure_replay(services["receiver"])
         one_way_curve: list[OneWay] = []
         if curve:
             with _running(home / "curve", plan, curve=True) as services:
@@ -129,7 +129,7 @@ def _measure(
     return results
 
 
-def _measure_replay(receiver: Service) -> Replay | None:
+def measure_replay(receiver: Service) -> Replay | None:
     """kill -9 the receiver and its coordinator; how fast are the calls since the last checkpoint replayed?"""
     status = receiver.status()
     if status is None or not status["checkpoint"]:

@@ -142,7 +142,11 @@ def _kill(process: subprocess.Popen[str]) -> None:
 def start_module(module: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """``python -m module``, with pipes for its standard input and output; killed at the end."""
     process = subprocess.Popen(
-        [sys.executable, "-m", module, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", module, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=die_with_parent(os.getpid()),
     )
     try:
         yield process
@@ -166,16 +170,21 @@ def _peak_memory_mib(pid: int) -> float:
     return 0.0
 
 
-def register(home: Path, apps: dict[str, str], variables: dict[str, str], *, curve: bool = False) -> dict[str, Service]:
-    """Register an instance for each (name, "module:Class") of ``apps`` in ``home``; with ``curve`` all have keys."""
+def register(
+    home: Path, apps: dict[str, str], variables: dict[str, str], *, curve: bool = False, **settings: Any
+) -> dict[str, Service]:
+    """Register an instance for each (name, "module:Class") of ``apps`` in ``home``; with ``curve`` all have keys.
+
+    ``settings``: more of them, as ``Registry.register`` takes them.
+    """
     registry = Registry(home)
     environment = {**os.environ, **variables, "IMMORTAL_HOME": str(home), "PYTHONHASHSEED": "0"}
     services = {}
     for name, app in apps.items():
         app_socket = default_app_socket(registry.home / name)  # as under `immortal run`
-        settings = registry.register(name, "tcp://127.0.0.1:*", app_socket=app_socket)
-        settings.folder.mkdir(parents=True, exist_ok=True)
+        instance = registry.register(name, "tcp://127.0.0.1:*", app_socket=app_socket, **settings)
+        instance.folder.mkdir(parents=True, exist_ok=True)
         if curve:
-            keys.make(settings.folder)
-        services[name] = Service(settings, app, dict(environment))
+            keys.make(instance.folder)
+        services[name] = Service(instance, app, dict(environment))
     return services
