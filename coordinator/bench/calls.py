@@ -149,8 +149,8 @@ def run_call_benchmark(
             repeats,
             columns,
             ratios,
-            spread([1e6 * percentile(ordered, 50) for ordered in disk]),
-            spread([1e6 * percentile(ordered, 99) for ordered in disk]),
+            _spread([1e6 * percentile(ordered, 50) for ordered in disk]),
+            _spread([1e6 * percentile(ordered, 99) for ordered in disk]),
             grpcio,
         )
 
@@ -180,9 +180,9 @@ def _column(caller: Caller, outstanding: int, turns: list[Measured]) -> Column:
         caller.name,
         outstanding,
         calls,
-        spread([one.p50_us for one in turns]),
-        spread([one.p99_us for one in turns]),
-        spread([one.calls_per_s for one in turns]),
+        _spread([one.p50_us for one in turns]),
+        _spread([one.p99_us for one in turns]),
+        _spread([one.calls_per_s for one in turns]),
         sum(by_process.values()),
         by_process,
     )
@@ -193,13 +193,13 @@ def _ratio(against: str, outstanding: int, ours: list[Measured], theirs: list[Me
     return Ratio(
         against,
         outstanding,
-        spread([our.p50_us / their.p50_us for our, their in pairs]),
-        spread([our.p99_us / their.p99_us for our, their in pairs]),
-        spread([our.calls_per_s / their.calls_per_s for our, their in pairs]),
+        _spread([our.p50_us / their.p50_us for our, their in pairs]),
+        _spread([our.p99_us / their.p99_us for our, their in pairs]),
+        _spread([our.calls_per_s / their.calls_per_s for our, their in pairs]),
     )
 
 
-def spread(values: list[float]) -> Spread:
+def _spread(values: list[float]) -> Spread:
     return Spread(statistics.median(values), min(values), max(values))
 
 

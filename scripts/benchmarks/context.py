@@ -1,0 +1,101 @@
+"""What a part gets: where to work, how much of it, and what to tell."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar, cast
+
+T = TypeVar("T")
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Amounts:
+    """How much of everything: that of a full run, and what :meth:`quick` leaves of it."""
+
+    repeats: int = 5
+    seconds: float = 2.0  # of one turn of one implementation, roughly
+    sizes: Sequence[int] = (16, 64, 1 << 10, 16 << 10, 64 << 10, 1 << 20, 16 << 20)
+    outstanding: Sequence[int] = (1, 8, 64, 1000)
+    peers: int = 16  # of fan-out and fan-in
+    handlers: Sequence[int] = (1, 64, 500)  # three-step handlers at a time
+    replay_mb: int = 800
+    log_sizes_gib: Sequence[float] = (1, 10)
+    state_sizes_mib: Sequence[int] = (1, 16, 128, 1024)
+    peer_counts: Sequence[int] = (2, 8, 32)
+    waiting: Sequence[int] = (0, 100, 1000, 10_000)
+    delays_ms: Sequence[float] = (0, 1, 5, 10)
+
+    @classmethod
+    def quick(cls) -> Amounts:
+        return cls(
+            repeats=2,
+            seconds=0.4,
+            sizes=(16, 1 << 10, 64 << 10, 1 << 20),
+            outstanding=(1, 64, 1000),
+            peers=4,
+            handlers=(1, 64),
+            replay_mb=200,
+            log_sizes_gib=(0.1, 0.3),
+            state_sizes_mib=(1, 64),
+            peer_counts=(2, 6),
+            waiting=(0, 1000),
+            delays_ms=(0, 5),
+        )
+
+
+@dataclass(slots=True)
+class Context:
+    amounts: Amounts
+    folder: Path  # where logs and databases go: its disk is the one that is measured
+    progress: Callable[[str], None] = lambda text: None
+    skipped: dict[str, str] = field(default_factory=dict)  # what was left out, and why
+
+    @property
+    def repeats(self) -> int:
+        return self.amounts.repeats
+
+    def skip(self, what: str, why: str) -> None:
+        self.skipped[what] = why
+
+    @contextlib.contextmanager
+    def home(self) -> Iterator[Path]:
+        """A folder that is gone afterwards."""
+        with tempfile.TemporaryDirectory(prefix="immortal-bench-", dir=self.folder) as name:
+            yield Path(name)
+
+    def interleave(self, turns: Mapping[str, Callable[[], T]], what: str = "") -> dict[str, list[T]]:
+        """Each of ``turns`` once, then each once more, ...: what else the machine does meets all of them alike."""
+        results: dict[str, list[T]] = {name: [] for name in turns}
+        for turn in range(self.repeats):
+            for name, run in turns.items():
+                self.progress(f"{what}: {name}, {turn + 1} of {self.repeats}")
+                results[name].append(run())
+        return results
+
+    def interleave_with_limits(
+        self, turns: Mapping[str, Callable[[], T]], limits: Mapping[str, Callable[[], float]], what: str
+    ) -> tuple[dict[str, list[T]], dict[str, list[float]]]:
+        """As ``interleave``, with the limits measured in between."""
+        results = self.interleave({**turns, **limits}, what)
+        return (
+            {name: cast("list[T]", results[name]) for name in turns},
+            {name: cast("list[float]", results[name]) for name in limits},
+        )
+
+    def with_repeats(self, repeats: int) -> Context:
+        return dataclasses.replace(self, amounts=dataclasses.replace(self.amounts, repeats=repeats))
+
+
+def prepare_environment() -> None:
+    """Processes that are started find this package, and ours, wherever they run."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    os.environ["DO_NOT_TRACK"] = "1"

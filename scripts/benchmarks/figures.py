@@ -1,0 +1,96 @@
+"""Figures: samples of several implementations and limits, and whether a target is met."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Better = Literal["higher", "lower"]
+
+IMMORTAL = "immortal"
+DISK = "disk: append + fdatasync"
+TCP = "loopback TCP"
+HANDLER = "bare Python loop"
+LIMITS = (DISK, TCP, HANDLER)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """``value`` in the figure's unit, or, with ``against``, times that implementation's figure in the same turn."""
+
+    bound: Literal["at least", "at most"]
+    value: float
+    against: str | None = None
+    of: str = IMMORTAL
+    note: str = ""  # "compiled": where the target holds for that alone
+
+    def measured(self, samples: dict[str, list[float]]) -> float | None:
+        """What is to be compared with ``value``; None: one of the two was not measured."""
+        ours = samples.get(self.of)
+        if not ours:
+            return None
+        if self.against is None:
+            return statistics.median(ours)
+        theirs = samples.get(self.against)
+        if not theirs:
+            return None
+        if len(ours) == len(theirs):
+            return statistics.median(our / their for our, their in zip(ours, theirs, strict=True))
+        return statistics.median(ours) / statistics.median(theirs)
+
+    def met(self, samples: dict[str, list[float]]) -> bool | None:
+        measured = self.measured(samples)
+        if measured is None:
+            return None
+        return measured >= self.value if self.bound == "at least" else measured <= self.value
+
+    def in_words(self, unit: str) -> str:
+        note = f" ({self.note})" if self.note else ""
+        value = number(self.value)
+        return f"{self.bound} {value} {f'times {self.against}' if self.against else unit}{note}"
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """``samples``: by implementation, or by limit, one for each turn.
+
+    ``group`` and ``x`` make a line of a chart out of several figures; without them the figure is a number of its own.
+    """
+
+    name: str
+    unit: str
+    better: Better
+    samples: dict[str, list[float]]
+    targets: list[Target] = field(default_factory=list)
+    note: str = ""
+    group: str = ""
+    x: float | None = None
+    x_label: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Figure:
+        return cls(**{**data, "targets": [Target(**target) for target in data["targets"]]})
+
+
+def median(values: list[float]) -> float:
+    return statistics.median(values)
+
+
+def number(value: float) -> str:
+    """In three digits or so, as people read it."""
+    if value == 0:
+        return "0"
+    size = abs(value)
+    digits = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3
+    text = f"{value:,.{digits}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def spread(values: list[float]) -> str:
+    """Median, and lowest to highest if there were several."""
+    middle = number(median(values))
+    return middle if len(values) < 2 else f"{middle} ({number(min(values))}-{number(max(values))})"

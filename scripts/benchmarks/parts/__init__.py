@@ -1,0 +1,1 @@
+"""The parts: what is measured."""

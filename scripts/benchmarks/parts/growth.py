@@ -1,0 +1,225 @@
+"""What becomes of the figures as things grow: the log, the state, the number of peers, the handlers that wait."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from subprocess import Popen
+from typing import Any
+
+from coordinator import control
+from coordinator.bench.calls import CALL_APPS, IMMORTAL, Caller, processes_of, running
+from coordinator.bench.processes import BenchError, Service, register
+from coordinator.bench.usage import MIB, memory_of
+from scripts.benchmarks.calling import calls_by
+from scripts.benchmarks.context import Context
+from scripts.benchmarks.figures import Figure
+from scripts.benchmarks.streams import Load, calls_for, immortal_streams
+
+GIB = 1 << 30
+RECOVERY_TIMEOUT_S = 300.0
+FILL_CALLS = 8_000  # of 64 KiB, at a time
+CHECKPOINT_TIMEOUT_S = 120.0
+SMALL, LARGE = Load((16,)), Load((64 << 10,))
+__all__ = ["run"]
+
+
+def run(context: Context) -> list[Figure]:
+    return [*_log(context), *_state(context), *_peers(context), *_waiting(context)]
+
+
+# --- the log ---------------------------------------------------------------------------------------------------------
+
+
+def _log(context: Context) -> list[Figure]:
+    figures: list[Figure] = []
+    with context.home() as home, immortal_streams(home, keep_checkpoints=None) as streams:
+        receiver = streams.services["receiver-0"]
+        for size_gib in sorted(context.amounts.log_sizes_gib):
+            what = f"log of {size_gib:g} GiB"
+            size_bytes = size_gib * GIB
+            if shutil.disk_usage(home).free < 1.5 * (size_bytes - _size_bytes(receiver)) + 2 * GIB:
+                context.skip(what, "there is not enough room on the disk")
+                break
+            while (written := _size_bytes(receiver)) < size_bytes:
+                context.progress(f"{what}: {written / GIB:.1f} GiB are written")
+                streams.run(LARGE, min(FILL_CALLS, max(1, round((size_bytes - written) / LARGE.sizes[0]))))
+            calls = calls_for(streams, SMALL, context.amounts.seconds)
+            rates = [streams.run(SMALL, calls).calls_per_s for _ in range(context.repeats)]
+            starts = []
+            for turn in range(context.repeats):
+                context.progress(f"{what}: recovery {turn + 1} of {context.repeats}")
+                _take_checkpoint(receiver)
+                starts.append(_restart_ms(receiver))
+            by_size = {"x": size_gib, "x_label": "size of the log, GiB"}
+            figures += [
+                Figure(
+                    f"{what}: recovery after kill -9, just after a checkpoint",
+                    "ms",
+                    "lower",
+                    {IMMORTAL: starts},
+                    group="recovery by size of the log, ms",
+                    **by_size,  # type: ignore[arg-type]
+                ),
+                Figure(
+                    f"{what}: one-way 16 B",
+                    "calls/s",
+                    "higher",
+                    {IMMORTAL: rates},
+                    group="one-way 16 B by size of the log, calls/s",
+                    **by_size,  # type: ignore[arg-type]
+                ),
+            ]
+    return figures
+
+
+def _size_bytes(service: Service) -> int:
+    """What the log's pages take: the file itself may be larger than what is written."""
+    return (service.settings.log / "data.mdb").stat().st_blocks * 512
+
+
+def _take_checkpoint(service: Service) -> None:
+    folder = service.settings.folder
+    before = _checkpoint_id(service)
+    control.query(folder, "checkpoint")
+    service.wait_for(lambda status: _id(status) > before, "has taken no checkpoint", CHECKPOINT_TIMEOUT_S)
+
+
+def _checkpoint_id(service: Service) -> int:
+    status = service.status()
+    return 0 if status is None else _id(status)
+
+
+def _id(status: dict[str, Any]) -> int:
+    return status["checkpoint"]["id"] if status["checkpoint"] else 0
+
+
+def _restart_ms(service: Service) -> float:
+    service.kill()
+    begun = time.perf_counter()
+    service.start()
+    service.wait_for_phase("normal", timeout_s=RECOVERY_TIMEOUT_S)
+    return 1e3 * (time.perf_counter() - begun)
+
+
+# --- the state -------------------------------------------------------------------------------------------------------
+
+
+def _state(context: Context) -> list[Figure]:
+    figures = []
+    with context.home() as home:
+        for size_mib in context.amounts.state_sizes_mib:
+            what = f"state of {size_mib} MiB"
+            services = register(home / str(size_mib), {"holder": "scripts.benchmarks.apps:Holder"}, {})
+            with running(services):
+                holder = services["holder"]
+                said = _ask(holder.processes()[1], str(size_mib))
+                if said != {"entries": size_mib << 10}:
+                    raise BenchError(f"the holder said {said}")
+                starts = []
+                for turn in range(context.repeats):
+                    context.progress(f"{what}: recovery {turn + 1} of {context.repeats}")
+                    _take_checkpoint(holder)
+                    starts.append(_restart_ms(holder))
+            figures.append(
+                Figure(
+                    f"{what}: recovery after kill -9, just after a checkpoint",
+                    "ms",
+                    "lower",
+                    {IMMORTAL: starts},
+                    group="recovery by size of the state, ms",
+                    x=size_mib,
+                    x_label="size of the state, MiB",
+                )
+            )
+    return figures
+
+
+def _ask(app: Popen[str], line: str) -> dict[str, Any]:
+    if app.stdin is None or app.stdout is None:
+        raise BenchError("the app was not started")
+    app.stdin.write(f"{line}\n")
+    app.stdin.flush()
+    answer = app.stdout.readline()
+    if not answer:
+        raise BenchError(f"the app ended with status {app.wait()}")
+    return dict(json.loads(answer))
+
+
+# --- peers -----------------------------------------------------------------------------------------------------------
+
+
+def _peers(context: Context) -> list[Figure]:
+    figures = []
+    for count in context.amounts.peer_counts:
+        what = f"{count} peers"
+        load = Load((16,), senders=count)
+        with context.home() as home, immortal_streams(home, senders=count) as streams:
+            calls = calls_for(streams, load, context.amounts.seconds)
+            rates = []
+            for turn in range(context.repeats):
+                context.progress(f"{what}: {turn + 1} of {context.repeats}")
+                rates.append(streams.run(load, calls).calls_per_s)
+            coordinator, _ = streams.services["receiver-0"].peak_memory_mib()
+        by_count = {"x": count, "x_label": "peers that send"}
+        figures += [
+            Figure(
+                f"{what}: one-way 16 B, all to one",
+                "calls/s",
+                "higher",
+                {IMMORTAL: rates},
+                group="one-way 16 B by number of peers, calls/s",
+                **by_count,  # type: ignore[arg-type]
+            ),
+            Figure(f"{what}: peak memory of the receiver's coordinator", "MiB", "lower", {IMMORTAL: [coordinator]}),
+        ]
+    return figures
+
+
+# --- handlers that wait ----------------------------------------------------------------------------------------------
+
+
+def _waiting(context: Context) -> list[Figure]:
+    figures = []
+    for count in context.amounts.waiting:
+        what = f"{count:,} handlers wait"
+        with context.home() as home:
+            apps = {**CALL_APPS, "caller": "scripts.benchmarks.apps:WaitingCaller"}
+            services = register(home, apps, {})
+            with running(services):
+                context.progress(what)
+                service = services["caller"]
+                app = service.processes()[1]
+                said = _ask(app, str(count))
+                if said != {"held": count}:
+                    raise BenchError(f"{count} handlers were to wait, the app said {said}")
+                caller = Caller(IMMORTAL, processes_of(services), service.check_alive)
+                measured, _ = calls_by(context, [caller], 1, what)
+                memory = memory_of(app.pid).resident / MIB
+                starts = []
+                for turn in range(context.repeats):
+                    context.progress(f"{what}: recovery {turn + 1} of {context.repeats}")
+                    _take_checkpoint(service)
+                    starts.append(_restart_ms(service))
+        by_count = {"x": count, "x_label": "handlers that wait"}
+        figures += [
+            Figure(
+                f"{what}: one awaited call beside them, p50",
+                "µs",
+                "lower",
+                {IMMORTAL: [one.p50_us for one in measured[IMMORTAL]]},
+                group="one awaited call by number of handlers that wait, p50, µs",
+                **by_count,  # type: ignore[arg-type]
+            ),
+            Figure(
+                f"{what}: recovery after kill -9, just after a checkpoint",
+                "ms",
+                "lower",
+                {IMMORTAL: starts},
+                group="recovery by number of handlers that wait, ms",
+                **by_count,  # type: ignore[arg-type]
+            ),
+            Figure(f"{what}: memory of the app", "MiB", "lower", {IMMORTAL: [memory]}),
+        ]
+    return figures

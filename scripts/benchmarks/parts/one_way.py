@@ -1,0 +1,133 @@
+"""One-way calls by size, with what they cost in CPU time and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from scripts.benchmarks.context import Context
+from scripts.benchmarks.figures import DISK, HANDLER, IMMORTAL, TCP, Figure, Target
+from scripts.benchmarks.limits import disk_rate, handler_rate, loopback
+from scripts.benchmarks.streams import (
+    ImmortalStreams,
+    Load,
+    OneWay,
+    Streams,
+    grpc_streams,
+    immortal_streams,
+    rates,
+    streams_by,
+)
+
+GRPC = "grpc stream"
+MIXED = Load((16, 1024, 64, 256), receivers=4)
+_BY_CALLS_MAX = 1 << 10  # larger ones are compared in MB/s
+
+
+def run(context: Context) -> list[Figure]:
+    figures: list[Figure] = []
+    with context.home() as home, immortal_streams(home) as ours, grpc_streams() as theirs, loopback() as tcp:
+        streams: dict[str, Streams] = {IMMORTAL: ours, GRPC: theirs}
+        for size_bytes in context.amounts.sizes:
+            limits: dict[str, Callable[[], float]] = {
+                DISK: partial(disk_rate, home, max(size_bytes, 1 << 20)),
+                TCP: tcp.rate,
+                HANDLER: partial(handler_rate, size_bytes),
+            }
+            what = f"one-way {size_in_words(size_bytes)}"
+            measured, limited = streams_by(context, streams, Load((size_bytes,)), what, limits)
+            figures.append(_rate(what, size_bytes, measured, limited))
+            if size_bytes == 16:
+                figures += _costs(measured)
+                figures.append(_memory(ours))
+    figures.append(_mixed(context))
+    return figures
+
+
+def _rate(what: str, size_bytes: int, measured: dict[str, list[OneWay]], limited: dict[str, list[float]]) -> Figure:
+    """Small calls are counted, of large ones the bytes."""
+    by_calls = size_bytes <= _BY_CALLS_MAX
+    size = max(1, size_bytes)
+    samples = {
+        name: [rate if by_calls else rate * size / 1e6 for rate in turns] for name, turns in rates(measured).items()
+    }
+    for name in (DISK, TCP):
+        samples[name] = [rate / size if by_calls else rate / 1e6 for rate in limited[name]]
+    if by_calls:
+        samples[HANDLER] = limited[HANDLER]
+    targets = []
+    if size_bytes == 16:
+        targets = [
+            Target("at least", 1.0e6),
+            Target("at least", 2.0e6, note="with the compiled codec"),
+            Target("at least", 50, GRPC),
+        ]
+    elif size_bytes in (64 << 10, 1 << 20):
+        targets = [Target("at least", 0.6, DISK), Target("at least", 1.0, GRPC, note="the aim")]
+    return Figure(
+        what,
+        "calls/s" if by_calls else "MB/s",
+        "higher",
+        samples,
+        targets,
+        group="one-way, calls/s" if by_calls else "one-way, MB/s",
+        x=size_bytes,
+        x_label="size of the argument, bytes",
+    )
+
+
+def _costs(measured: dict[str, list[OneWay]]) -> list[Figure]:
+    """CPU seconds per million calls, which are µs per call."""
+    spent: dict[str, list[float]] = {}
+    for one in measured[IMMORTAL]:
+        for process, seconds in one.cpu_s.items():
+            spent.setdefault(process, []).append(1e6 * seconds / one.calls)
+    coordinators = {name: values for name, values in spent.items() if "coordinator" in name}
+    total = {
+        IMMORTAL: [1e6 * sum(one.cpu_s.values()) / one.calls for one in measured[IMMORTAL]],
+        GRPC: [1e6 * sum(one.cpu_s.values()) / one.calls for one in measured[GRPC]],
+    }
+    unit = "CPU s per million calls"
+    return [
+        Figure(
+            "one-way 16 B: CPU of each process",
+            unit,
+            "lower",
+            spent,
+            [Target("at most", 1.0, of=name) for name in coordinators],
+        ),
+        Figure("one-way 16 B: CPU of all processes", unit, "lower", total),
+    ]
+
+
+def _memory(ours: ImmortalStreams) -> Figure:
+    samples: dict[str, list[float]] = {}
+    for name, service in ours.services.items():
+        coordinator, app = service.peak_memory_mib()
+        samples[f"{name}'s coordinator"] = [coordinator]
+        samples[f"{name}'s app"] = [app]
+    targets = [Target("at most", 100, of=name) for name in samples if "coordinator" in name]
+    return Figure("one-way 16 B: peak memory", "MiB", "lower", samples, targets)
+
+
+def _mixed(context: Context) -> Figure:
+    with (
+        context.home() as home,
+        immortal_streams(home, receivers=MIXED.receivers) as ours,
+        grpc_streams(receivers=MIXED.receivers) as theirs,
+    ):
+        limits: dict[str, Callable[[], float]] = {
+            DISK: lambda: disk_rate(home) / MIXED.mean_size_bytes,
+            HANDLER: partial(handler_rate, round(MIXED.mean_size_bytes)),
+        }
+        streams: dict[str, Streams] = {IMMORTAL: ours, GRPC: theirs}
+        measured, limited = streams_by(context, streams, MIXED, "mixed sizes, four destinations", limits)
+    targets = [Target("at least", 300e3), Target("at least", 1.0e6, note="with the compiled codec")]
+    name = f"one-way {', '.join(map(str, sorted(MIXED.sizes)))} B mixed, four destinations"
+    return Figure(name, "calls/s", "higher", {**rates(measured), **limited}, targets)
+
+
+def size_in_words(size_bytes: int) -> str:
+    if size_bytes >= 1 << 20:
+        return f"{size_bytes >> 20} MiB"
+    return f"{size_bytes >> 10} KiB" if size_bytes >= 1 << 10 else f"{size_bytes} B"

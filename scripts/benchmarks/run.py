@@ -1,0 +1,80 @@
+"""A run of the suite: its parts, one after the other, and all that came of them."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from coordinator.bench.processes import BenchError
+from scripts.benchmarks import machine
+from scripts.benchmarks.context import Context
+from scripts.benchmarks.figures import Figure
+
+FORMAT_VERSION = 1
+PARTS = {
+    "one_way": "one-way calls by size, and what they cost",
+    "calls": "awaited calls",
+    "shapes": "fan-out, fan-in, a chain of five",
+    "durable": "a durable handler of three steps",
+    "recovery": "replay, and kill -9",
+    "checkpoint": "checkpoint pauses",
+    "start": "start and idle memory",
+    "growth": "growth: log, state, peers, waiting handlers",
+    "slow_disk": "slower disks",
+    "curve": "encrypted peers",
+}
+
+
+def run_suite(
+    context: Context, parts: Sequence[str], save: Callable[[dict[str, Any]], None], *, quick: bool
+) -> dict[str, Any]:
+    """What the JSON file holds. A part that fails is noted with its error, and the others are run all the same.
+
+    ``save`` gets it after each part, so that a run that is cut short leaves what it had.
+    """
+    begun = _now()
+    load = machine.load_average()
+    results: dict[str, Any] = {}
+    whole: dict[str, Any] = {
+        "version": FORMAT_VERSION,
+        "begun": begun,
+        "ended": begun,
+        "quick": quick,
+        "repeats": context.repeats,
+        "load": {"start": load, "end": load},
+        "machine": machine.describe(context.folder),
+        "skipped": {},
+        "parts": results,
+    }
+    for name in parts:
+        module = importlib.import_module(f"scripts.benchmarks.parts.{name}")
+        started_s = time.monotonic()
+        figures: list[Figure] = []
+        error = ""
+        try:
+            figures = module.run(context)
+        except BenchError as failed:
+            error = str(failed)
+        results[name] = {
+            "title": PARTS[name],
+            "seconds": round(time.monotonic() - started_s, 1),
+            "error": error,
+            "load": machine.load_average(),
+            "figures": [figure.to_json() for figure in figures],
+        }
+        whole["ended"] = _now()
+        whole["load"]["end"] = machine.load_average()
+        whole["skipped"] = dict(sorted(context.skipped.items()))
+        save(whole)
+    return whole
+
+
+def figures_of(part: dict[str, Any]) -> list[Figure]:
+    return [Figure.from_json(data) for data in part["figures"]]
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

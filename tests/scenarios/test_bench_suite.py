@@ -1,0 +1,106 @@
+"""scripts/bench: the smallest parts run, check what they measure, and end in JSON and a report. No time is judged."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.benchmarks.figures import Figure, Target
+from scripts.benchmarks.run import PARTS
+
+ROOT = Path(__file__).parents[2]
+
+
+def bench(*arguments: str, status: int = 0) -> str:
+    result = subprocess.run(
+        [sys.executable, "-m", "scripts.benchmarks", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert result.returncode == status, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    return result.stdout + result.stderr
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("bench")
+    file = folder / "figures.json"
+    logs = folder / "logs"
+    logs.mkdir()
+    briefly = ("--quick", "--only", "start", "--only", "calls", "--repeats", "2", "--seconds", "0.05")
+    printed = bench(*briefly, "--folder", f"{logs}", "--json", f"{file}")
+    assert list(logs.iterdir()) == []
+    return file, printed, json.loads(file.read_text())
+
+
+def test_figures_in_json(run: tuple[Path, str, dict[str, Any]]) -> None:
+    _, printed, result = run
+    assert set(result["parts"]) == {"start", "calls"}
+    assert (result["quick"], result["repeats"], result["version"]) == (True, 2, 1)
+    assert {"processor", "cores", "kernel", "python", "packages", "commit"} <= set(result["machine"])
+    assert len(result["load"]["start"]) == len(result["load"]["end"]) == 3
+    figures = {}
+    for part in result["parts"].values():
+        assert part["error"] == ""
+        figures.update({data["name"]: Figure.from_json(data) for data in part["figures"]})
+    for figure in figures.values():
+        assert all(implementation.split()[0] in printed for implementation in figure.samples)
+        assert figure.better in ("higher", "lower")
+        for values in figure.samples.values():
+            assert len(values) >= 2
+            assert all(value > 0 for value in values)
+    p50 = figures["one awaited call at a time, p50"]
+    assert {"immortal", "grpc asyncio", "grpc threads", "loopback TCP", "disk: append + fdatasync"} == set(p50.samples)
+    assert [target.met(p50.samples) is not None for target in p50.targets] == [True]
+    assert {"immortal", "grpc asyncio", "bare Python loop"} == set(figures["1000 awaited calls outstanding"].samples)
+
+
+def test_report(run: tuple[Path, str, dict[str, Any]], tmp_path: Path) -> None:
+    file, _, _ = run
+    bench("--report", f"{file}", "--report", f"{file}", "--docs", f"{tmp_path}")
+    text = (tmp_path / "benchmarks.md").read_text()
+    assert "| figure | target | measured | run 1 | run 2 |" in text
+    assert "## Awaited calls" in text
+    assert "## What the rivals do that Immortal does not" in text
+    assert "Run 1 did not have: one-way calls" in text
+    chart = tmp_path / "benchmarks" / "awaited-calls.svg"
+    assert "](benchmarks/awaited-calls.svg)" in text
+    assert "<svg" in chart.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--only", "nothing"], "'nothing' is not one of"),
+        (["--log-sizes", "x"], "sizes in GiB were expected"),
+        (["--json", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
+        (["--report", f"{ROOT / 'pyproject.toml'}"], "is no file of figures"),
+    ],
+)
+def test_called_wrongly(arguments: list[str], words: str) -> None:
+    assert words in " ".join(bench(*arguments, status=2).replace("│", " ").split())
+
+
+def test_each_part_is_a_module() -> None:
+    modules = {path.stem for path in (ROOT / "scripts/benchmarks/parts").glob("*.py")} - {"__init__"}
+    assert modules == set(PARTS)
+
+
+def test_targets() -> None:
+    samples = {"immortal": [30.0, 40.0, 100.0], "rival": [10.0, 20.0, 20.0]}
+    assert Target("at least", 40.0).met(samples) is True
+    assert Target("at most", 39.0).met(samples) is False
+    by_turn = Target("at least", 3.0, "rival")
+    assert by_turn.measured(samples) == 3.0  # of 3, 2 and 5
+    assert by_turn.met(samples) is True
+    assert Target("at least", 1.0, "nobody").met(samples) is None
+    assert Target("at most", 1.0, of="nobody").met(samples) is None
