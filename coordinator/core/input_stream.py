@@ -20,6 +20,7 @@ class InputStream:
         self.source = source
         self.committer_id = known.committer_id if known else 0
         self.epoch = abs(known.epoch) if known else 0
+        self.durable_epoch = self._logged_epoch = known.epoch if known else 0  # as in the log's row; negative: reset
         self.epoch_began_ns = 0  # by the sender's clock, from its Hello; two that differ are two lives
         self.received = self.durable = known.position if known else 0
         self.reset_pending = known is not None and known.epoch < 0  # the sender may come with another log
@@ -74,11 +75,25 @@ class InputStream:
         return self._known(self.epoch)
 
     def _known(self, epoch: int) -> SourcePosition:
-        return SourcePosition(self.committer_id, -max(epoch, 1) if self.reset_pending else epoch, self.received)
+        self._logged_epoch = -max(epoch, 1) if self.reset_pending else epoch
+        return SourcePosition(self.committer_id, self._logged_epoch, self.received)
+
+    def new_epoch(self) -> SourcePosition | None:
+        """What the log is to know before a Hello is answered; None if it does, or will.
+
+        Forgotten in a crash, an older epoch would be taken again, behind what its sender believes is its own.
+        """
+        return self._known(self.epoch) if self.received and 0 <= self._logged_epoch < self.epoch else None
+
+    @property
+    def settled(self) -> bool:
+        """All that is taken, and the epoch, are durable."""
+        return self.received <= self.durable and self.durable_epoch >= self._logged_epoch
 
     def _begin_anew(self, committer_id: int) -> None:
         self.committer_id = committer_id
         self.epoch = self.epoch_began_ns = self.received = self.durable = 0
+        self.durable_epoch = self._logged_epoch  # nobody waits for what is on its way of the log before
         self._waiting.clear()
 
     def new_part(self, frame: PeerFrame) -> tuple[int, int, bytes] | None:
@@ -107,9 +122,9 @@ class InputStream:
         """The frame behind ``token`` is to be acknowledged once ``last_position`` is durable."""
         self._waiting.append((last_position, token))
 
-    def became_durable(self, position: int) -> list[object]:
-        """The log is durable up to ``position``; the tokens of the frames to acknowledge now."""
-        self.durable = position
+    def became_durable(self, position: int, epoch: int) -> list[object]:
+        """The log is durable up to ``position``, with ``epoch``; the tokens of the frames to acknowledge now."""
+        self.durable, self.durable_epoch = position, epoch
         done = [token for last_position, token in self._waiting if last_position <= position]
         if done:
             self._waiting = [entry for entry in self._waiting if entry[0] > position]

@@ -60,6 +60,7 @@ class OutputStream:
         attempt: int = 0,
         check: OutputCheck | None = None,
         spilled: Sequence[SpilledExtent] = (),
+        begins_now: bool = False,
     ) -> None:
         self.destination = destination
         self.state = StreamState.CLOSED
@@ -79,7 +80,8 @@ class OutputStream:
         self.called_ns = self.moved_on_ns = 0  # when Peers last saw that
         self.spill_credit_bytes = 0  # what may be spilled because as much was sent: while the app is to be slowed
         self._may_spill = destination not in (ONESELF, CLIENTS)  # those go to the log as they are
-        self._sent_through: int | None = None  # since the replay is complete: the last one sent, by it or before it
+        # Since the replay is complete: the last one sent, by it or before it; a stream that no replay made sent none.
+        self._sent_through: int | None = 0 if begins_now else None
         self._limits = limits
         self._unsent: deque[_Waiting] = deque()
         self._unsent_bytes = 0

@@ -184,6 +184,7 @@ class Peers:
                 attempt=self.epoch << 32,
                 check=self._check(destination),
                 spilled=spilled,
+                begins_now=not self.catching_up,
             ),
         )
 
@@ -640,7 +641,9 @@ class Peers:
     def _answer(self, token: object, frame: PeerFrame, now_ns: int) -> _Reply | None:
         stream = self.input(frame.sender)
         if frame.frame_type is FrameType.HELLO:
-            if stream.received > stream.durable:  # of a life before: the sender must hear of all that is taken
+            if (known := stream.new_epoch()) is not None:
+                self.log.append_outside_record(0).transaction.sources[frame.sender] = known
+            if not stream.settled:  # the sender must hear of all that is taken, and nothing older be taken from now on
                 stream.wait_for(stream.received, _ParkedHello(token, frame))
                 return None
             return _Reply(
@@ -702,7 +705,7 @@ class Peers:
             if stream is None or known.committer_id != stream.committer_id:
                 continue  # impulses; or of the log that its sender had before a reset
             position = known.position
-            tokens = stream.became_durable(position)
+            tokens = stream.became_durable(position, known.epoch)
             if source == ONESELF:
                 if ONESELF in self.outputs:
                     self.outputs[ONESELF].acknowledge(position)

@@ -125,3 +125,16 @@ def test_streams_hold_under_heavy_loss_and_many_crashes(crashes: int) -> None:
         totals.add(world.totals())
     assert totals.crashes >= 15 * (crashes - 1)
     assert totals.frames_lost > 300
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        3767,  # calls made while the first Hello was on its way were taken for those that the other copy had sent
+        100927,
+        143992,  # the receiver crashed, and had forgotten that the later copy was welcomed
+    ],
+)
+def test_nothing_of_one_copy_is_taken_behind_something_else_of_the_other(seed: int) -> None:
+    assert draw(seed).has_copy
+    assert run.failure_of(draw(seed)) is None

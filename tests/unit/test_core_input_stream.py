@@ -60,10 +60,10 @@ def test_frames_are_acknowledged_once_their_last_message_is_durable() -> None:
     stream.wait_for(3, "first")
     stream.wait_for(5, "second")
     stream.wait_for(3, "duplicate of the first")
-    assert stream.became_durable(2) == []
-    assert stream.became_durable(4) == ["first", "duplicate of the first"]
-    assert stream.became_durable(4) == []
-    assert stream.became_durable(9) == ["second"]
+    assert stream.became_durable(2, 1) == []
+    assert stream.became_durable(4, 1) == ["first", "duplicate of the first"]
+    assert stream.became_durable(4, 1) == []
+    assert stream.became_durable(9, 1) == ["second"]
 
 
 def test_another_committer_is_refused_by_both_ids() -> None:

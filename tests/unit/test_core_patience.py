@@ -47,6 +47,7 @@ def test_it_waits_for_peers_while_the_app_is_held_back_by_them() -> None:
     driven.open_stream()
     driven.data(call("b", b"x" * 2_000))
     assert driven.machine.waits_for_peers
+    driven.reply(FrameType.TRIM_TO, 1)
     driven.reply(FrameType.TRIM_TO, 2)
     assert not driven.machine.waits_for_peers
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 
 from coordinator.core import effects as ef
@@ -53,12 +55,47 @@ def test_a_hello_is_welcomed_once_all_that_was_taken_is_durable() -> None:
     driven.greeted("newer", epoch=2)
     assert driven.replies == []
     driven.disk()
-    assert driven.replies == [
-        ("t", FrameType.TRIM_TO, 1),
-        ("h", FrameType.REFUSED, 0),
-        ("newer", FrameType.WELCOME, 1),
-    ]
+    assert driven.replies == [("t", FrameType.TRIM_TO, 1), ("h", FrameType.REFUSED, 0)]
+    driven.disk()
+    assert driven.replies[2:] == [("newer", FrameType.WELCOME, 1)]
     assert refusals(driven) == [(RefusedCode.STALE_EPOCH, "a frame of epoch 1 of 'b', which has since started epoch 2")]
+
+
+def test_a_new_epoch_is_durable_before_its_hello_is_welcomed() -> None:
+    # Found by the simulation (two copies of a log): after a crash of the receiver the older copy went on where the
+    # newer one had been welcomed, and what both then sent was mixed.
+    driven = Driven.started()
+    driven.batch("t1", 1, rpc(1), epoch=1)
+    driven.auto = False
+    driven.forget()
+    driven.greeted("h", epoch=2)
+    driven.greeted("h again", epoch=2)
+    assert driven.replies == []
+    driven.disk()
+    assert driven.replies == [("h", FrameType.WELCOME, 1), ("h again", FrameType.WELCOME, 1)]
+    assert driven.jobs == deque(), "once"
+    second = driven.crash()
+    second.auto = True
+    second.recover()
+    second.batch("older", 2, rpc(2), epoch=1)
+    second.greeted("older h", epoch=1)
+    second.batch("newer", 2, rpc(3), epoch=2)
+    assert second.replies == [
+        ("older", FrameType.REFUSED, 0),
+        ("older h", FrameType.REFUSED, 0),
+        ("newer", FrameType.TRIM_TO, 2),
+    ]
+    assert arguments(bytes(second.app_bytes)) == [rpc(3)]
+
+
+def test_a_hello_of_the_epoch_that_the_log_knows_is_welcomed_at_once() -> None:
+    driven = Driven.started()
+    driven.batch("t", 1, rpc(1), epoch=2)
+    driven.auto = False
+    driven.forget()
+    driven.greeted("h", epoch=2)
+    assert driven.replies == [("h", FrameType.WELCOME, 1)]
+    assert driven.jobs == deque()
 
 
 def test_a_reply_says_who_it_is_from() -> None:
@@ -563,13 +600,40 @@ def test_a_receiver_that_has_more_than_was_ever_made_stops_the_stream() -> None:
     driven.data(attach("b") + call("b", 1))
     driven.reply(FrameType.WELCOME, 5)
     assert errors(driven) == [
-        "stream stopped: 'b' has 5 messages of this instance, which has sent only 1: this instance's log was "
+        "stream stopped: 'b' has 5 messages of this instance, which has sent only 0: this instance's log was "
         "replaced by an older copy; restore it, or run 'immortal peers reset a b'; its messages are kept"
     ]
     driven.data(call("b", 2))
     assert driven.frames(FrameType.BATCH) == []
     assert state_of(driven)["position"] == 2
     assert state_of(driven)["acknowledged"] == 0
+
+
+@pytest.mark.parametrize("recovered", [False, True], ids=["first start", "recovered"])
+@pytest.mark.parametrize("answer", [FrameType.WELCOME, FrameType.TRIM_TO, FrameType.RESEND])
+def test_what_a_receiver_has_before_anything_was_sent_is_of_another_copy(answer: FrameType, recovered: bool) -> None:
+    # Found by the simulation (two copies of a log): calls made while the Hello was on its way were taken for those that
+    # the other copy had sent, and dropped. No replay had called there, so nothing said how much was sent before.
+    driven = Driven.started()
+    if recovered:
+        driven = driven.crash()
+        driven.recover()
+    driven.data(attach("b") + b"".join(call("b", number) for number in (1, 2, 3)))
+    driven.reply(answer, 2)
+    (error,) = errors(driven)
+    assert "'b' has 2 messages of this instance, which has sent only 0" in error
+    assert (state_of(driven)["state"], state_of(driven)["acknowledged"]) == ("failed", 0)
+    assert driven.frames(FrameType.BATCH) == []
+
+
+def test_what_a_stream_has_sent_since_the_replay_may_be_acknowledged_after_it_was_greeted_again() -> None:
+    driven = Driven.started()
+    driven.data(attach("b") + call("b", 1) + call("b", 2))
+    driven.reply(FrameType.WELCOME, 0)
+    driven.data(call("b", 3))
+    driven.handle(ev.PeerMoved("b"))
+    driven.reply(FrameType.WELCOME, 2)
+    assert (errors(driven), state_of(driven)["state"], state_of(driven)["acknowledged"]) == ([], "open", 2)
 
 
 def test_a_stop_is_not_held_up_by_outputs_that_nobody_takes() -> None:
