@@ -75,6 +75,7 @@ class InputStream:
         return self._known(self.epoch)
 
     def _known(self, epoch: int) -> SourcePosition:
+        """What the log is to know; taken as on its way there."""
         self._logged_epoch = -max(epoch, 1) if self.reset_pending else epoch
         return SourcePosition(self.committer_id, self._logged_epoch, self.received)
 

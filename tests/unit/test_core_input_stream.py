@@ -55,6 +55,29 @@ def test_taking_tells_the_log() -> None:
     assert (stream.received, stream.durable) == (13, 10)
 
 
+def hello(*, committer_id: int = 7, epoch: int = 1) -> PeerFrame:
+    return PeerFrame(FrameType.HELLO, "b", "a", committer_id, epoch, 0)
+
+
+def test_a_new_epoch_is_told_to_the_log_once_and_settled_when_durable() -> None:
+    stream = known(10)
+    assert stream.refusal(hello(epoch=2)) is None
+    assert stream.new_epoch() == SourcePosition(7, 2, 10)
+    assert stream.new_epoch() is None
+    assert not stream.settled
+    stream.became_durable(10, 2)
+    assert stream.settled
+
+
+def test_another_log_is_not_waited_for_because_of_a_reset_that_is_on_its_way() -> None:
+    stream = known(10, epoch=-5)
+    assert stream.refusal(hello(epoch=2)) is None
+    stream.reset()
+    assert not stream.settled
+    assert stream.refusal(hello(committer_id=8)) is None
+    assert stream.settled
+
+
 def test_frames_are_acknowledged_once_their_last_message_is_durable() -> None:
     stream = known(0)
     stream.wait_for(3, "first")
