@@ -7,11 +7,13 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
+from appsdk.client import connect, with_key
 from appsdk.state import decode_envelope
 from coordinator.log import Severity, open_reader, verify_log
 from coordinator.registry import Registry
@@ -169,6 +171,50 @@ class Bank:
         return self._books.final_state(self._home, service.name)
 
 
+class Shop:
+    """examples/http: orders with an idempotency key, each from a client of its own."""
+
+    ORDERS_AT_ONCE = 200
+    THREADS = 8
+    TIMEOUT_S = 60.0
+
+    def __init__(self, folder: Path, rng: random.Random) -> None:
+        self._shop = _module("shop", EXAMPLES / "http")
+        self._home = folder / "registry"
+        settings = Registry(self._home).register("shop", "tcp://127.0.0.1:*")
+        self.services = [Service(settings, Run("shop:Shop", EXAMPLES / "http", {}), folder)]
+        self._ordering = ThreadPoolExecutor(self.THREADS)
+        self._receipts: dict[str, Future[int]] = {}
+        self.feed()
+
+    def feed(self) -> None:
+        for _ in range(self.ORDERS_AT_ONCE):
+            number = str(len(self._receipts))
+            self._receipts[number] = self._ordering.submit(self._order, number)
+
+    def _order(self, number: str) -> int:
+        with connect(self._shop.Shop, "shop", home=self._home, timeout=self.TIMEOUT_S) as shop:
+            receipt: int = with_key(shop, f"order-{number}").place(number, "book")
+            return receipt
+
+    def settle(self) -> None:
+        (shop,) = self.services
+
+        def is_complete() -> bool:
+            return shop.ready and all(receipt.done() for receipt in self._receipts.values())
+
+        wait_for(is_complete, lambda: f"{len(self._receipts)} orders are answered\n{shop.tail()}")
+        self._ordering.shutdown()
+
+    def check(self) -> str:
+        taken = final_state(self.services[0])["orders"]
+        expected = {number: [receipt.result()] for number, receipt in self._receipts.items()}
+        if taken != expected:
+            wrong = {number: (taken.get(number), one) for number, one in expected.items() if taken.get(number) != one}
+            raise SoakError(f"orders taken, and answered: {wrong or taken.keys() - expected.keys()}")
+        return f"{len(taken):,} orders: each was taken once"
+
+
 def _module(name: str, folder: Path) -> Any:
     """A module of an example, which imports others of its folder."""
     sys.path.insert(0, str(folder))
@@ -178,4 +224,4 @@ def _module(name: str, folder: Path) -> Any:
         sys.path.remove(str(folder))
 
 
-WORKLOADS: dict[str, Callable[[Path, random.Random], Workload]] = {"bank": Bank, "wordcount": WordCount}
+WORKLOADS: dict[str, Callable[[Path, random.Random], Workload]] = {"bank": Bank, "shop": Shop, "wordcount": WordCount}
