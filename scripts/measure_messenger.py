@@ -4,7 +4,7 @@
 
 Between sender and receiver stands a proxy that cuts the connection every so many messages, in the middle of whatever is
 on its way. Besides, some replies come late, later than the sender waits before it sends again. Status 3: a message was
-not delivered exactly once.
+not delivered exactly once, or not in order.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Figures:
     @property
     def right(self) -> bool:
         once = self.delivered_once == self.called_back == self.messages
-        return once and not (self.delivered_twice_or_more or self.lost)
+        return once and not (self.delivered_twice_or_more or self.lost or self.out_of_order)
 
 
 class Receiver:
