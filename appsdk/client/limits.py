@@ -24,9 +24,6 @@ SILENCE_S = 2.5
 SILENCE_CALLING_S = 0.5  # ... while nobody has answered yet, and there is another endpoint to try
 BUSY_S = 0.1  # before what was not taken is sent again
 
-# The same for ZeroMQ's connection, by ZeroMQ itself, also when idle.
-HEARTBEAT_INTERVAL_MS = 5_000
-HEARTBEAT_TIMEOUT_MS = 20_000
 RECONNECT_MS_MIN = 10
 RECONNECT_MS_MAX = 200
 QUEUED_MAX = 16_384  # frames inside ZeroMQ

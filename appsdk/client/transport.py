@@ -9,8 +9,6 @@ import zmq
 from appsdk.client.connection import Connection
 from appsdk.client.errors import NotConnectable
 from appsdk.client.limits import (
-    HEARTBEAT_INTERVAL_MS,
-    HEARTBEAT_TIMEOUT_MS,
     MESSAGE_SIZE_BYTES_MAX,
     QUEUED_MAX,
     RECONNECT_MS_MAX,
@@ -47,12 +45,12 @@ class Transport:
         socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, QUEUED_MAX)
-        socket.setsockopt(zmq.RCVHWM, QUEUED_MAX)
+        # What comes is bounded by what is outstanding. With a limit of ZeroMQ's, or its heartbeats, it ends the process
+        # where a connection breaks that is not read to its end; that there is nobody, the pings tell.
+        socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_SIZE_BYTES_MAX)
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS_MIN)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
         if "[" in self.endpoint:
             socket.setsockopt(zmq.IPV6, 1)
         if places.pair is not None:

@@ -3,26 +3,31 @@
 48 bytes, all integers big-endian, the length exact::
 
     offset  size  field
-         0     1  version                 1
-         1     1  kind                    1 message, 2 reply, 3 reply that is no longer kept
-         2     2  reserved                0
+         0     1  version                 2
+         1     1  kind                    1 message, 2 reply, 3 reply that is no longer kept, 4 reply still to come
+         2     2  skipped count           message: so many IDs right below its own will not be sent again.
+                                          reply: 0
          4     4  link ID                 of the link that the message was sent on; not 0
          8     8  incarnation             of the messenger that sends this envelope
         16     8  message ID              per link, from 1; a reply has that of its message
         24     8  lowest pending ID       message: no ID of the link below it will be sent again; 1 to
         message ID.
-                                          reply: 0
+                                          reply: highest ID of the link that its receiver has had, from message ID
         32     8  source callback ID      message: what waits for the reply, 0 (NOOP) if nothing does. reply: 0
         40     8  destination callback ID message: 0. reply: the message's source callback ID
 
 A message's parts follow as parts of the ZeroMQ message, none or more. A reply is one part, envelope
-included: behind it stands each of the reply's parts, its size in front (4 bytes); kind 3 has none. (A DEALER
-whose connection ends while a message of several parts is being read never gives the rest, or that of
-another.) A message's bytes change only in the lowest pending ID when it is sent again. From a DEALER to a
-ROUTER and back: ZeroMQ puts the routing ID before the envelope and takes it off.
+included: behind it stands each of the reply's parts, its size in front (4 bytes); kinds 3 and 4 have none. (A
+DEALER whose connection ends while a message of several parts is being read never gives the rest, or that of
+another.) A message's bytes change only in the lowest pending ID and the skipped count when it is sent again.
+From a DEALER to a ROUTER and back: ZeroMQ puts the routing ID before the envelope and takes it off.
 
 The lowest pending ID is what the seed design lacks: with it a receiver that starts anew knows that the IDs
-below were acknowledged by another, and one that goes on knows which replies nobody can ask for any more.
+below were acknowledged by another, and one that goes on knows which replies nobody can ask for any more. The
+skipped count says the same of IDs above it: so the receiver knows whether anything is missing before a message.
+
+A message that comes again is answered at once: with its reply or, while there is none, with kind 4. The sender
+learns from it that the connection and the receiver are alive, and how much has arrived.
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ from typing import NamedTuple
 
 from coordinator.messenger.errors import EnvelopeError
 
-VERSION = 1
+VERSION = 2
 NOOP = 0  # the callback ID of nobody
 
 _LAYOUT = Struct(">BBHIQQQQQ")
@@ -47,37 +52,45 @@ class Kind(IntEnum):
     MESSAGE = 1
     REPLY = 2
     REPLY_EXPIRED = 3
+    REPLY_PENDING = 4
 
 
-MESSAGE, REPLY, REPLY_EXPIRED = int(Kind.MESSAGE), int(Kind.REPLY), int(Kind.REPLY_EXPIRED)
+MESSAGE, REPLY, REPLY_EXPIRED, REPLY_PENDING = map(int, Kind)
 
 
 class Envelope(NamedTuple):
-    """The fields, as laid out above. ``version`` and ``reserved`` have been checked."""
+    """The fields, as laid out above. ``version`` has been checked."""
 
     version: int
     kind: int
-    reserved: int
+    skipped_count: int
     link_id: int
     incarnation: int
     message_id: int
-    lowest_pending_id: int
+    lowest_pending_id: int  # a message's; a reply's highest ID that has arrived
     source_callback_id: int
     destination_callback_id: int
 
 
 def encode_message(
-    link_id: int, incarnation: int, message_id: int, lowest_pending_id: int, source_callback_id: int
+    link_id: int,
+    incarnation: int,
+    message_id: int,
+    lowest_pending_id: int,
+    source_callback_id: int,
+    skipped_count: int = 0,
 ) -> bytes:
     """The envelope of a message. The caller vouches for the ranges; struct.error if one does not fit."""
     return _LAYOUT.pack(
-        VERSION, MESSAGE, 0, link_id, incarnation, message_id, lowest_pending_id, source_callback_id, NOOP
+        VERSION, MESSAGE, skipped_count, link_id, incarnation, message_id, lowest_pending_id, source_callback_id, NOOP
     )
 
 
-def encode_reply(kind: int, link_id: int, incarnation: int, message_id: int, destination_callback_id: int) -> bytes:
-    """The envelope of the reply to ``message_id``; ``kind`` is REPLY or REPLY_EXPIRED."""
-    return _LAYOUT.pack(VERSION, kind, 0, link_id, incarnation, message_id, 0, NOOP, destination_callback_id)
+def encode_reply(
+    kind: int, link_id: int, incarnation: int, message_id: int, highest_seen: int, destination_callback_id: int
+) -> bytes:
+    """The envelope of the reply to ``message_id``; ``kind`` is any but MESSAGE."""
+    return _LAYOUT.pack(VERSION, kind, 0, link_id, incarnation, message_id, highest_seen, NOOP, destination_callback_id)
 
 
 def encode_parts(parts: Iterable[bytes]) -> bytes:
@@ -109,25 +122,22 @@ def decode_envelope(data: bytes) -> Envelope:
         envelope = Envelope._make(_LAYOUT.unpack(data))
     except struct_error:
         raise EnvelopeError(f"an envelope of {len(data)} bytes came in, it has {ENVELOPE_SIZE_BYTES}") from None
-    version, kind, reserved, link_id, _, message_id, lowest_pending_id, source, destination = envelope
+    version, kind, skipped_count, link_id, _, message_id, lowest_pending_id, source, destination = envelope
     if version != VERSION:
         raise EnvelopeError(f"an envelope of version {version} came in, this side speaks version {VERSION}")
-    if reserved or not link_id or not message_id:
-        raise EnvelopeError(
-            f"an envelope with reserved {reserved}, link ID {link_id}, message ID {message_id} came in; "
-            f"the first is 0, the others are not"
-        )
+    if not link_id or not message_id:
+        raise EnvelopeError(f"an envelope with link ID {link_id}, message ID {message_id} came in; neither is 0")
     if kind == MESSAGE:
         if not 1 <= lowest_pending_id <= message_id or destination:
             raise EnvelopeError(
                 f"message {message_id} came in with lowest pending ID {lowest_pending_id} (from 1 to its own ID) "
                 f"and destination callback ID {destination} (0)"
             )
-    elif kind in (REPLY, REPLY_EXPIRED):
-        if lowest_pending_id or source:
+    elif kind in (REPLY, REPLY_EXPIRED, REPLY_PENDING):
+        if lowest_pending_id < message_id or source or skipped_count:
             raise EnvelopeError(
-                f"the reply to message {message_id} came in with lowest pending ID {lowest_pending_id} "
-                f"and source callback ID {source}; both are 0"
+                f"the reply to message {message_id} came in with highest ID {lowest_pending_id} (from its own ID), "
+                f"source callback ID {source} and skipped count {skipped_count} (0)"
             )
     else:
         raise EnvelopeError(f"an envelope of kind {kind} came in, known are {[int(kind) for kind in Kind]}")

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from coordinator.messenger.duplicates import DuplicateTracker, Sighting
-from coordinator.messenger.limits import CONVERSATIONS_MAX, REPLIES_SIZE_BYTES_MAX, SPAN_MAX
+from coordinator.messenger.limits import CONVERSATIONS_MAX, REPLIES_SIZE_BYTES_MAX, ROUTES_MAX, SPAN_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class StoredReply:
 
 
 class Conversation:
-    """One link as its receiver sees it. ``route`` is the latest ZeroMQ routing ID of its sender, ``peer`` the name
-    that its key stands for."""
+    """One link as its receiver sees it. ``routes`` are the ZeroMQ routing IDs of its sender's latest connections, the
+    newest first, ``peer`` the name that its key stands for."""
 
     __slots__ = (
         "incarnation",
@@ -35,7 +35,7 @@ class Conversation:
         "replies",
         "replies_size_bytes",
         "replies_size_bytes_max",
-        "route",
+        "routes",
         "tracker",
     )
 
@@ -51,16 +51,23 @@ class Conversation:
         self.incarnation = incarnation
         self.link_id = link_id
         self.peer = peer
-        self.route = b""
+        self.routes = [b""]
         self.tracker = DuplicateTracker(span_max)
         self.replies: dict[int, StoredReply] = {}  # by message ID, oldest reply first
         self.replies_size_bytes = 0
         self.replies_size_bytes_max = replies_size_bytes_max
 
-    def see(self, message_id: int, lowest_pending_id: int) -> Sighting:
+    def came_by(self, route: bytes) -> None:
+        """Note where a message came from. Where a connection breaks, what it has still brought is read in turns with
+        what the next one brings: so one that is known is not taken for a newer one."""
+        if route not in self.routes:
+            self.routes.insert(0, route)
+            del self.routes[ROUTES_MAX:]
+
+    def see(self, message_id: int, lowest_pending_id: int, skipped_count: int = 0) -> Sighting:
         """Note a message that came in, and let go of the replies that its sender has."""
         had = self.tracker.lowest_pending_id
-        sighting = self.tracker.see(message_id, lowest_pending_id)
+        sighting = self.tracker.see(message_id, lowest_pending_id, skipped_count)
         if lowest_pending_id > had and self.replies:
             if lowest_pending_id - had <= len(self.replies):
                 acknowledged = [known for known in range(had, lowest_pending_id) if known in self.replies]

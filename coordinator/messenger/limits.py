@@ -4,7 +4,8 @@ from __future__ import annotations
 
 # Sent on one link and not yet acknowledged; later ones wait in the sender's buffer, in order. A link's IDs
 # in flight all lie within this distance of the lowest that is unacknowledged. Large enough that a link
-# never waits for a round trip, small enough that all of it can be sent again at a reconnect.
+# never waits for a round trip, small enough that all of it can be sent again at a reconnect. It bounds what a receiver
+# that does not read has to hold, too: of what is sent again, at most as much goes out before something is heard.
 IN_FLIGHT_MAX = 1024
 
 # The same in bytes: what a receiver that has stopped reading may have to buffer for one link. One message
@@ -12,12 +13,15 @@ IN_FLIGHT_MAX = 1024
 IN_FLIGHT_SIZE_BYTES_MAX = 64 * 2**20
 
 # What a receiver accepts: an ID this far above the sender's lowest unacknowledged one is refused. It bounds the
-# missing IDs and the replies kept for each link. Above any sender's IN_FLIGHT_MAX, so that the latter can grow.
+# replies kept for each link. Above any sender's IN_FLIGHT_MAX, so that the latter can grow.
 SPAN_MAX = 8192
 
 # Links whose IDs one listening endpoint remembers; beyond it the one unused for longest is forgotten. It
 # costs about 1 KiB each, and is far above the number of peers of one instance.
 CONVERSATIONS_MAX = 4096
+
+# Connections of one link that a reply is tried on, the newest first: the older ones are those that have just broken.
+ROUTES_MAX = 4
 
 # Replies kept for one link, in case they were lost on the way: beyond it the oldest is let go, and the
 # sender is told "acknowledged" without it.
@@ -56,9 +60,15 @@ CLOSE_LINGER_MS = 100
 # back after a minute would be found a minute later. Far above a round trip.
 CONNECT_TIMEOUT_MS = 1_000
 
-# A peer whose machine is gone sends no FIN: ZeroMQ asks, and drops the connection without an answer.
-HEARTBEAT_INTERVAL_MS = 5_000
-HEARTBEAT_TIMEOUT_MS = 20_000
+# A peer whose machine is gone sends no FIN: the kernel asks so often, and drops the connection after so many questions
+# without an answer, and one wait more.
+KEEPALIVE_S = 5
+KEEPALIVE_COUNT = 3
+
+# Nothing at all has come back for so long since a message was sent again: the connection leads nowhere, although it
+# stands, and is begun anew. Or its receiver is stuck: so the next wait is twice as long, up to this many times.
+SILENCE_NS = 20_000_000_000
+SILENCE_DOUBLINGS_MAX = 5
 
 # A connection that has not said who it is by then is closed: what a stranger can hold open is bounded by how
 # fast it connects. Far above what a handshake takes on a busy machine.

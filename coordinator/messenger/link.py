@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from struct import Struct
 
 import zmq
 
@@ -13,6 +12,7 @@ from coordinator.messenger.envelope import (
     MESSAGE,
     REPLY,
     REPLY_EXPIRED,
+    REPLY_PENDING,
     decode_envelope,
     decode_parts,
     encode_message,
@@ -23,8 +23,6 @@ from coordinator.messenger.limits import (
     CLOSE_LINGER_MS,
     CONNECT_TIMEOUT_MS,
     HANDSHAKE_TIMEOUT_MS,
-    HEARTBEAT_INTERVAL_MS,
-    HEARTBEAT_TIMEOUT_MS,
     IN_FLIGHT_MAX,
     LARGE_PART_SIZE_BYTES,
     PART_SIZE_BYTES_MAX,
@@ -47,6 +45,7 @@ from coordinator.messenger.sockets import (
     Socket,
     Warnings,
     descriptor_of,
+    keep_alive,
     monitored_events,
     open_monitor,
     plain_get,
@@ -55,7 +54,6 @@ from coordinator.messenger.sockets import (
     send_parts,
 )
 
-_ROUTING_ID = Struct(">cQI")
 _CONNECTED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 _REFUSED = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 _OTHER_MECHANISM = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
@@ -67,10 +65,14 @@ _MONITORED = _CONNECTED | _REFUSED | _OTHER_MECHANISM | _BROKEN_OFF | int(zmq.EV
 class Link:
     """Sends to one destination and takes its replies. Used by one thread.
 
-    Nothing is sent before the monitor has told of a connection, and what was in flight before goes first: so
-    the first delivery of each message is in ID order even to a receiver that starts anew. ``inproc`` has
-    neither monitor nor reconnects: such a link counts as connected from the start, ``listener_changed`` is told when
-    its listener goes and when there is one again, and the link is to be replaced then.
+    Nothing is sent before the monitor has told of a connection, and what was in flight before goes first. That some
+    of it is lost with a connection whose end has not been told of yet, and what follows is not, is for the receiver
+    to notice. Each connection has a routing ID of its own, which the receiver's ROUTER gives it: one that had to take
+    over that of the connection before would cut off what that has brought.
+
+    ``inproc`` has neither monitor nor reconnects: such a link counts as connected from the start,
+    ``listener_changed`` is told when its listener goes and when there is one again, and the link is to be replaced
+    then.
 
     ``pair`` and ``server_key``: for CURVE, both or neither. Where a handshake fails ZeroMQ may never try again:
     ``reopen_due_ns`` says when the link is to be replaced, by one with the same ID and outbox.
@@ -125,7 +127,6 @@ class Link:
 
     def _configure(self) -> None:
         socket = self._socket
-        socket.setsockopt(zmq.ROUTING_ID, _ROUTING_ID.pack(b"I", self._incarnation, self.link_id))
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, IN_FLIGHT_MAX)  # a full pipe says EAGAIN, it drops nothing
@@ -134,8 +135,7 @@ class Link:
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        keep_alive(socket)
         socket.setsockopt(zmq.MAXMSGSIZE, PART_SIZE_BYTES_MAX)
         socket.copy_threshold = LARGE_PART_SIZE_BYTES
         if self.pair is not None and self.server_key is not None:
@@ -173,6 +173,29 @@ class Link:
             reason = "it has another key than expected, or ended just then"
         self._warnings.warn(f"no connection to {self.endpoint}: {reason}", "it is tried again, nothing is lost")
 
+    @property
+    def silent_ns(self) -> int | None:
+        """When its connection is to be given up unless something is heard."""
+        return None if self._monitor is None or not self.connected else self.outbox.silent_ns
+
+    def give_up(self) -> None:
+        """Note that nothing was heard; the link is to be replaced, by one with the same ID and outbox."""
+        self._counters.silences += 1
+        self._warnings.warn(
+            f"{self.endpoint} has not answered for {self.outbox.silence_ns / 1e9:g} s",
+            "its connection is made anew, nothing is lost",
+        )
+        self.outbox.give_up()
+
+    def next_deadline_ns(self) -> int | None:
+        """When there is something to be done about it, whatever comes in."""
+        if not self.connected:
+            return self.reopen_due_ns
+        retry_ns, silent_ns = self.outbox.retry_check_ns, self.silent_ns
+        if retry_ns is None or silent_ns is None:
+            return retry_ns if silent_ns is None else silent_ns
+        return min(retry_ns, silent_ns)
+
     def receive(self) -> bool:
         """Take replies and run their callbacks; False if some were left for another turn."""
         for _ in range(RECEIVED_PER_TURN_MAX):
@@ -207,6 +230,10 @@ class Link:
         except EnvelopeError as error:
             self._counters.malformed += 1
             self._warnings.warn(f"from {self.endpoint}: {error}")
+            return None
+        self.outbox.hear(envelope.message_id, envelope.lowest_pending_id)
+        if envelope.kind == REPLY_PENDING:
+            self._counters.replies_awaited += 1
             return None
         message = self.outbox.pending(envelope.message_id)
         if message is None:
@@ -274,6 +301,7 @@ class Link:
             message.message_id,
             self.outbox.lowest_pending_id,
             message.callback_id,
+            self.outbox.skipped_count(message),
         )
         send = self._plain_send
         try:

@@ -13,6 +13,7 @@ from coordinator.messenger.envelope import (
     MESSAGE,
     REPLY,
     REPLY_EXPIRED,
+    REPLY_PENDING,
     Envelope,
     decode_envelope,
     encode_parts,
@@ -28,8 +29,6 @@ from coordinator.messenger.inbox import Conversation, Inbox
 from coordinator.messenger.inproc import is_inproc, telling
 from coordinator.messenger.limits import (
     HANDSHAKE_TIMEOUT_MS,
-    HEARTBEAT_INTERVAL_MS,
-    HEARTBEAT_TIMEOUT_MS,
     LARGE_PART_SIZE_BYTES,
     PART_SIZE_BYTES_MAX,
     PARTS_MAX,
@@ -51,6 +50,7 @@ from coordinator.messenger.sockets import (
     Warnings,
     bind,
     descriptor_of,
+    keep_alive,
     message_parts,
     monitored_events,
     open_monitor,
@@ -61,7 +61,7 @@ from coordinator.messenger.sockets import (
 )
 from protocol.client import is_client_frame
 
-FIRST, REFUSED = Sighting.FIRST, Sighting.REFUSED
+FIRST, REFUSED, EARLY = Sighting.FIRST, Sighting.REFUSED, Sighting.EARLY
 _OTHER_MECHANISM = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
 _SILENT = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 _monitor_numbers = itertools.count()
@@ -240,13 +240,14 @@ class Listener:
         if self._security is not None:
             serve_with(socket, self._security.own)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
-        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a reconnect keeps its routing ID, the old connection goes
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # whoever has a routing ID of its own may come back with it
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an error instead of dropping silently
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, REPLIES_QUEUED_MAX)
-        socket.setsockopt(zmq.RCVHWM, SPAN_MAX)  # full, it makes the sender wait; nothing is dropped
-        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        # What waits here is bounded by what senders may have in flight. With a limit of ZeroMQ's, a peer's heartbeat
+        # that waits behind it as the connection breaks ends the process: see keep_alive().
+        socket.setsockopt(zmq.RCVHWM, 0)
+        keep_alive(socket)
         socket.setsockopt(zmq.MAXMSGSIZE, PART_SIZE_BYTES_MAX)
         socket.copy_threshold = LARGE_PART_SIZE_BYTES
 
@@ -309,13 +310,16 @@ class Listener:
             self._warnings.warn(f"at {self.endpoint}: {error}")
             return None
         conversation = self._inbox.conversation(envelope.incarnation, envelope.link_id, peer)
-        conversation.route = frames[0]
-        sighting = conversation.see(envelope.message_id, envelope.lowest_pending_id)
+        if frames[0] != conversation.routes[0]:
+            conversation.came_by(frames[0])
+        sighting = conversation.see(envelope.message_id, envelope.lowest_pending_id, envelope.skipped_count)
         if sighting == FIRST:
             self._counters.received += 1
             del frames[:2]
             return Received(self, conversation, envelope.message_id, envelope.source_callback_id, frames)
-        if sighting == REFUSED:
+        if sighting == EARLY:
+            self._counters.early_dropped += 1
+        elif sighting == REFUSED:
             self._counters.refused += 1
             self._warnings.warn(
                 f"at {self.endpoint}: message {envelope.message_id} came in while {envelope.lowest_pending_id} "
@@ -329,7 +333,9 @@ class Listener:
     def _reply_again(self, conversation: Conversation, envelope: Envelope) -> None:
         stored = conversation.replies.get(envelope.message_id)
         if stored is None:
-            return  # not replied to yet, or acknowledged as received
+            if envelope.message_id >= conversation.tracker.lowest_pending_id:  # else its sender has the reply
+                self._send(conversation, REPLY_PENDING, envelope.message_id, envelope.source_callback_id, ())
+            return
         self._counters.replies_resent += 1
         if stored.parts is None:
             self._send(conversation, REPLY_EXPIRED, envelope.message_id, stored.destination_callback_id, ())
@@ -339,7 +345,8 @@ class Listener:
     def reply(self, reply: Reply | ClientReply) -> None:
         """Send a reply and keep it for duplicates of its message; to a client it is only sent."""
         if isinstance(reply, ClientReply):
-            self._send_parts(reply.route, reply.data)
+            if not self._send_parts(reply.route, reply.data):
+                self._counters.replies_unsent += 1
             return
         _, conversation, message_id, callback_id, parts = reply
         conversation.keep_reply(message_id, callback_id, parts)
@@ -353,19 +360,25 @@ class Listener:
         callback_id: int,
         parts: tuple[bytes, ...],
     ) -> None:
-        envelope = encode_reply(kind, conversation.link_id, self._incarnation, message_id, callback_id)
-        self._send_parts(conversation.route, envelope + encode_parts(parts))
+        highest_seen = conversation.tracker.highest_seen
+        envelope = encode_reply(kind, conversation.link_id, self._incarnation, message_id, highest_seen, callback_id)
+        data = envelope + encode_parts(parts)
+        for route in conversation.routes:
+            if self._send_parts(route, data):
+                return
+        self._counters.replies_unsent += 1
 
-    def _send_parts(self, route: bytes, data: bytes) -> None:
+    def _send_parts(self, route: bytes, data: bytes) -> bool:
+        """Whether there is a connection there, with room."""
         send = self._plain_send
         try:
             send(route, NOBLOCK_MORE)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
-            self._counters.replies_unsent += 1
-            return
+            return False
         send(data, NOBLOCK, copy=len(data) < LARGE_PART_SIZE_BYTES)
+        return True
 
     def has_unread(self) -> bool:
         """Whether messages may have come in unnoticed while replies were sent."""

@@ -252,7 +252,7 @@ class Messenger:
         None for never."""
         deadline_ns = self._replies_due_ns
         for link in self._links.values():
-            check_ns = link.outbox.retry_check_ns if link.connected else link.reopen_due_ns
+            check_ns = link.next_deadline_ns()
             if check_ns is not None and (deadline_ns is None or check_ns < deadline_ns):
                 deadline_ns = check_ns
         for listener in self._listeners:
@@ -278,13 +278,12 @@ class Messenger:
             self._wake.hold()
             self._take_listener_news()
             self._reopen_due(now_ns)
-            for link in self._links.values():
-                if link.connected and link.outbox.requeue_due(now_ns):
-                    self._sending[link] = None
-            for _ in range(TURNS_MAX):
+            for turn in range(TURNS_MAX):
                 self._receive()
                 if self._closed:
                     break
+                if turn == 0:
+                    self._retry_due(now_ns)  # behind the replies that are there
                 self._transmit(now_ns)
                 if not (self._ready or self._sends or self._replies):
                     break
@@ -394,6 +393,16 @@ class Messenger:
         for link in list(self._links.values()):
             if link.reopen_due_ns is not None and link.reopen_due_ns <= now_ns:
                 self._reopen_link(link)
+
+    def _retry_due(self, now_ns: int) -> None:
+        """Queue what is to be sent again, and give up connections on which nothing is heard."""
+        for link in list(self._links.values()):
+            silent_ns = link.silent_ns
+            if silent_ns is not None and silent_ns <= now_ns:
+                link.give_up()
+                self._reopen_link(link)
+            elif link.connected and link.outbox.requeue_due(now_ns):
+                self._sending[link] = None
 
     def _receive(self) -> None:
         """Replies and their callbacks first, then messages and their server loops."""

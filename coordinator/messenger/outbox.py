@@ -3,7 +3,11 @@
 - IDs start at 1 and grow by one. A message is pending until it is acknowledged.
 - Messages are sent in ID order. Those in flight lie within ``in_flight_max`` IDs of the lowest pending one.
 - When a connection is made, everything that was in flight on the one before is sent again first, in ID order.
-- What stays unacknowledged on a living connection is sent again after a growing delay.
+- What stays unacknowledged on a living connection is sent again after a growing delay, if it has arrived: its reply is
+  late, or lost. The receiver says with each reply how much has arrived. What was sent behind that is still on its way,
+  and only the first of it is sent again.
+- The receiver answers at once whatever comes again. Until it has answered the last message that was sent again, only
+  the first of what is due is: so what waits unread for a receiver that is stuck is bounded.
 """
 
 from __future__ import annotations
@@ -12,7 +16,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from coordinator.messenger.limits import IN_FLIGHT_MAX, IN_FLIGHT_SIZE_BYTES_MAX
+from coordinator.messenger.limits import (
+    IN_FLIGHT_MAX,
+    IN_FLIGHT_SIZE_BYTES_MAX,
+    SILENCE_DOUBLINGS_MAX,
+    SILENCE_NS,
+)
 
 ReplyCallback = Callable[[list[bytes]], None]
 
@@ -51,6 +60,7 @@ class PendingMessage:
         "queued",
         "sent_before",
         "size_bytes",
+        "skipped_count",
     )
 
     def __init__(
@@ -67,6 +77,7 @@ class PendingMessage:
         self.sent_before = False  # on this connection or one before
         self.attempts = 0  # times sent on that connection
         self.due_ns = 0  # when it is tried again, while in flight
+        self.skipped_count = 0  # IDs right below, acknowledged when it was first sent on that connection
 
 
 class Outbox:
@@ -90,6 +101,11 @@ class Outbox:
         self._next_id = 1
         self.lowest_pending_id = 1  # equal to the next ID when nothing is pending
         self.retry_check_ns: int | None = None  # no retry is due before
+        self._last_sent_id = 0  # for the first time on this connection
+        self._arrived_id = 0  # the highest that the receiver has had, as far as it has said on this connection
+        self._asked_id = 0  # the last that was sent again on this connection, if it was not answered since
+        self._asked_ns: int | None = None  # when a message was sent again, with nothing heard since
+        self._silences = 0  # connections in a row that were given up with nothing heard
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -135,6 +151,11 @@ class Outbox:
         if not message.in_flight:
             message.in_flight = True
             self._in_flight_size_bytes += message.size_bytes
+            self._last_sent_id = message.message_id
+        else:
+            self._asked_id = message.message_id
+            if self._asked_ns is None:
+                self._asked_ns = now_ns
         message.due_ns = now_ns + self._retry.delay_ns(message.attempts, self._random())
         if self.retry_check_ns is None or message.due_ns < self.retry_check_ns:
             self.retry_check_ns = message.due_ns
@@ -154,6 +175,37 @@ class Outbox:
             self.lowest_pending_id = lowest
         return message
 
+    def skipped_count(self, message: PendingMessage) -> int:
+        """How many IDs right below that of ``message``, which is about to be sent, will not be sent again."""
+        if not message.in_flight:  # all that was pending below it has been sent on this connection
+            last_id = max(self._last_sent_id, self.lowest_pending_id - 1)
+            message.skipped_count = message.message_id - 1 - last_id
+        return message.skipped_count
+
+    def hear(self, message_id: int, arrived_id: int) -> None:
+        """Note that the receiver has answered ``message_id`` in some way, and has had all up to ``arrived_id``."""
+        self._asked_ns = None
+        self._silences = 0
+        if message_id == self._asked_id:
+            self._asked_id = 0
+        if arrived_id > self._arrived_id:
+            self._arrived_id = arrived_id
+
+    @property
+    def silence_ns(self) -> int:
+        """How long a question may stay without an answer on this connection."""
+        return SILENCE_NS << min(self._silences, SILENCE_DOUBLINGS_MAX)
+
+    @property
+    def silent_ns(self) -> int | None:
+        """When the connection is to be given up, unless something is heard; None with no question open."""
+        return None if self._asked_ns is None else self._asked_ns + self.silence_ns
+
+    def give_up(self) -> None:
+        """Note that nothing was heard: the next connection gets longer."""
+        self._asked_ns = None
+        self._silences += 1
+
     def pending(self, message_id: int) -> PendingMessage | None:
         return self._pending.get(message_id)
 
@@ -166,9 +218,12 @@ class Outbox:
             message.attempts = 0
         self._in_flight_size_bytes = 0
         self.retry_check_ns = None
+        self._last_sent_id = self._arrived_id = self._asked_id = 0
+        self._asked_ns = None
 
     def requeue_due(self, now_ns: int) -> bool:
-        """Queue what is due at ``now_ns`` before everything else, in ID order; True if there was any."""
+        """Queue what is due at ``now_ns``, and may be sent again, before everything else, in ID order; True if there
+        was any."""
         if self.retry_check_ns is None or now_ns < self.retry_check_ns:
             return False
         due: list[PendingMessage] = []
@@ -179,9 +234,12 @@ class Outbox:
             if message is None or not message.in_flight or message.queued:
                 continue
             if message.due_ns <= now_ns:
-                message.queued = True
-                due.append(message)
-            elif next_check_ns is None or message.due_ns < next_check_ns:
+                if not due or (not self._asked_id and message_id <= self._arrived_id):
+                    message.queued = True
+                    due.append(message)
+                    continue
+                message.due_ns = now_ns + self._retry.delay_ns(message.attempts, self._random())
+            if next_check_ns is None or message.due_ns < next_check_ns:
                 next_check_ns = message.due_ns
         self._queue.extendleft(reversed(due))
         self.retry_check_ns = next_check_ns

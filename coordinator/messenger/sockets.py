@@ -14,7 +14,14 @@ from struct import Struct
 import zmq
 
 from coordinator.messenger.errors import EndpointError, EndpointInUseError, MessageTooLargeError
-from coordinator.messenger.limits import LARGE_PART_SIZE_BYTES, PART_SIZE_BYTES_MAX, PARTS_MAX, WARNING_INTERVAL_NS
+from coordinator.messenger.limits import (
+    KEEPALIVE_COUNT,
+    KEEPALIVE_S,
+    LARGE_PART_SIZE_BYTES,
+    PART_SIZE_BYTES_MAX,
+    PARTS_MAX,
+    WARNING_INTERVAL_NS,
+)
 
 logger = logging.getLogger("coordinator.messenger")
 
@@ -42,8 +49,11 @@ class Counters:
     acknowledged: int = 0  # replies that were the first to their message
     received: int = 0  # messages given to a server loop
     duplicates_dropped: int = 0  # messages and replies that had come before
+    early_dropped: int = 0  # messages that came without one that was sent before them; they come again
     replies_resent: int = 0  # to duplicates
     replies_unsent: int = 0  # the sender's connection is gone or full; it will ask again
+    replies_awaited: int = 0  # told by the receiver that a message sent again is there, and its reply will come
+    silences: int = 0  # connections made anew since nothing was heard on them any more
     replies_expired: int = 0  # acknowledgements that came without their reply, since it was no longer kept
     refused: int = 0  # IDs further ahead than a sender may go
     malformed: int = 0  # what is not of this protocol
@@ -67,6 +77,17 @@ class Warnings:
         self._next_ns = now_ns + WARNING_INTERVAL_NS
         logger.warning("%s; %s (%d more since the last warning)", what, outcome, self._left_out)
         self._left_out = 0
+
+
+def keep_alive(socket: Socket) -> None:
+    """Let the kernel find out that a peer's machine is gone. ZeroMQ's own heartbeats end the process where one is due
+    on a connection that has broken and was not read to its end (an assertion in stream_engine_base.cpp, out_event)."""
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 0)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_COUNT)
+    socket.setsockopt(zmq.TCP_MAXRT, KEEPALIVE_S * (KEEPALIVE_COUNT + 1) * 1000)  # the same while data is on its way
 
 
 def plain_send(socket: Socket) -> Callable[..., object]:

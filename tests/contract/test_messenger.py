@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import select
 import socket
@@ -30,7 +31,15 @@ from coordinator.messenger import (
 )
 from coordinator.messenger import listener as messenger_listener
 from coordinator.messenger import sockets as messenger_sockets
-from coordinator.messenger.envelope import ENVELOPE_SIZE_BYTES, decode_parts, encode_message, encode_parts, encode_reply
+from coordinator.messenger.envelope import (
+    ENVELOPE_SIZE_BYTES,
+    Kind,
+    decode_envelope,
+    decode_parts,
+    encode_message,
+    encode_parts,
+    encode_reply,
+)
 from coordinator.messenger.limits import PATIENCE_NS
 from coordinator.messenger.link import Link
 from coordinator.messenger.listener import Listener
@@ -413,8 +422,8 @@ def test_an_unanswered_message_is_sent_again_and_again_but_given_once(house: Hou
         sender.process()
         assert sender.counters().retried == attempt - 1
         house.clock.now_ns = deadline_ns
-        house.drive(lambda attempt=attempt: receiver.counters().duplicates_dropped == attempt)
-        assert sender.counters().retried == attempt
+        house.drive(lambda attempt=attempt: sender.counters().replies_awaited == attempt)
+        assert receiver.counters().duplicates_dropped == sender.counters().retried == attempt
     held[0].reply(b"at last")
     house.drive(lambda: replies)
     assert replies == [[b"at last"]]
@@ -438,8 +447,9 @@ def test_a_reply_that_is_no_longer_kept_still_acknowledges(house: House, monkeyp
     sender.send_message(endpoint, b"b", replies.append)
     house.drive(lambda: len(arrived) == 2)
     monkeypatch.setattr(Listener, "_send", send_reply)
-    house.clock.now_ns += 2_000_000_000
-    house.drive(lambda: len(replies) == 2)
+    for count in (1, 2):  # nothing tells the sender that more than the first has arrived
+        house.clock.now_ns += 2_000_000_000
+        house.drive(lambda count=count: len(replies) == count)
     assert replies == [[], [b"b" * 1000]]
     assert arrived == [b"a", b"b"]
     assert sender.counters().replies_expired == 1
@@ -478,6 +488,89 @@ def test_receiver_closed_and_opened_again(house: House, in_flight_max: int) -> N
     assert arrived_second == list(range(21, 2501))
     assert replies == list(range(1, 2501))
     assert second.counters().refused == 0
+
+
+def test_what_comes_too_early_waits_until_what_is_missing_has_come(house: House) -> None:
+    """A message that was lost with a connection, and those behind it that were not."""
+    receiver = house.messenger()
+    held: list[Received] = []
+    endpoint = receiver.listen(house.endpoint(), held.append)
+    sender = house.raw(zmq.DEALER)
+    sender.connect(endpoint)
+    for message_id in (1, 3, 4, 2, 4, 3, 2, 4):
+        sender.send_multipart([encode_message(1, 1, message_id, 1, 0), b"%d" % message_id])
+    house.drive(lambda: len(held) == 4)
+    assert [received.parts for received in held] == [[b"1"], [b"2"], [b"3"], [b"4"]]
+    assert receiver.counters().early_dropped == 3
+    assert receiver.counters().duplicates_dropped == 1
+    sender.close(0)
+
+
+def test_what_is_lost_unnoticed_at_a_reconnect_does_not_break_the_order(
+    networked: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sender's thread is late: what it sends goes down with the old connection, and more goes over the new one
+    before it looks whether there is one."""
+    house = networked
+    receiver = house.messenger()
+    arrived: list[int] = []
+
+    def loop(received: Received) -> None:
+        arrived.append(int(received.parts[0]))
+        received.reply()
+
+    endpoint = receiver.listen(house.endpoint(), loop)
+    with Forwarder(endpoint) as forwarder:
+        sender = house.messenger()
+
+        numbers = itertools.count()
+
+        def send(count: int) -> None:
+            for number in itertools.islice(numbers, count):
+                sender.send_message(forwarder.endpoint, b"%d" % number)
+                sender.process()
+
+        send(10)
+        house.drive(lambda: sender.pending_count(forwarder.endpoint) == 0)
+        link = sender._links[forwarder.endpoint]
+        with monkeypatch.context() as late:
+            late.setattr(link, "_plain_send", lambda *arguments, **options: None)
+            send(10)
+            late.undo()
+            late.setattr(link, "_look_at_connection", lambda now_ns: None)
+            send(10)
+            house.drive(lambda: receiver.counters().early_dropped == 10)
+        assert arrived == list(range(10))
+        forwarder.cut()
+        house.drive(lambda: sender.pending_count(forwarder.endpoint) == 0)
+        sender.drop(forwarder.endpoint)
+    assert arrived == list(range(30))
+
+
+def test_a_receiver_that_starts_anew_knows_what_need_not_come(house: House) -> None:
+    """Replies came in another order: what is behind the gaps is not early."""
+    sender, first, second = house.messenger(), house.messenger(), house.messenger()
+    endpoint = house.fixed_endpoint()
+    held: list[Received] = []
+    arrived: list[bytes] = []
+    first.listen(endpoint, held.append)
+    for number in range(6):
+        sender.send_message(endpoint, b"%d" % number)
+    house.drive(lambda: len(held) == 6)
+    for index in (1, 2, 4):
+        held[index].reply()
+    house.drive(lambda: sender.pending_count(endpoint) == 3)
+    house.close(first)
+    house.drive(lambda: not sender.connected(endpoint))
+
+    def loop(received: Received) -> None:
+        arrived.append(received.parts[0])
+        received.reply()
+
+    listen_when_free(second, endpoint, loop)
+    house.drive(lambda: sender.pending_count(endpoint) == 0)
+    assert arrived == [b"0", b"3", b"5"]
+    assert second.counters().early_dropped == 0
 
 
 def test_receiver_keeps_coming_and_going(house: House) -> None:
@@ -610,9 +703,11 @@ def test_a_reply_goes_where_its_message_came_from_last(house: House) -> None:
         held[count - 1].reply(b"%d" % count)
         receiver.process()
         assert sender.poll(int(WAIT_SECONDS * 1000))
-        answers = [decode_parts(sender.recv(), ENVELOPE_SIZE_BYTES)]
-        while answers[-1] != [b"%d" % count]:
-            answers.append(decode_parts(sender.recv(), ENVELOPE_SIZE_BYTES))
+        answers: list[list[bytes]] = []
+        while not answers or answers[-1] != [b"%d" % count]:
+            answer = sender.recv()
+            if decode_envelope(answer[:ENVELOPE_SIZE_BYTES]).kind != Kind.REPLY_PENDING:
+                answers.append(decode_parts(answer, ENVELOPE_SIZE_BYTES))
         assert answers == [[b"%d" % number] for number in range(1, count + 1)]
         senders.append(sender)
     for sender in senders:
@@ -764,7 +859,7 @@ def test_a_stranger_is_dropped_and_counted(house: House, caplog: pytest.LogCaptu
         [b"hello"],
         [b"x" * 48, b"y"],
         [b"\0" * 48],
-        [encode_reply(2, 1, 1, 1, 0)],
+        [encode_reply(2, 1, 1, 1, 1, 0)],
         [encode_message(1, 1, 1, 1, 0) + b"!"],
         [encode_message(1, 1, 5, 1, 0)] + [b""] * 2000,
     ]
@@ -799,12 +894,12 @@ def test_a_receiver_that_answers_nonsense(house: House) -> None:
     for answer in (
         b"",
         envelope,
-        encode_reply(2, 99, 1, 1, 1),  # another link
-        encode_reply(2, 1, 1, 1, 77),  # another callback
-        encode_reply(2, 1, 1, 1, 1) + b"\0",  # a part that is cut off
-        encode_reply(2, 1, 1, 2, 1),  # another message
-        encode_reply(2, 1, 1, 1, 1),
-        encode_reply(2, 1, 1, 1, 1),
+        encode_reply(2, 99, 1, 1, 1, 1),  # another link
+        encode_reply(2, 1, 1, 1, 1, 77),  # another callback
+        encode_reply(2, 1, 1, 1, 1, 1) + b"\0",  # a part that is cut off
+        encode_reply(2, 1, 1, 2, 2, 1),  # another message
+        encode_reply(2, 1, 1, 1, 1, 1),
+        encode_reply(2, 1, 1, 1, 1, 1),
     ):
         router.send_multipart([route, answer + encode_parts([b"answer"])])
     house.drive(lambda: sender.counters().duplicates_dropped == 2)
@@ -812,8 +907,8 @@ def test_a_receiver_that_answers_nonsense(house: House) -> None:
     assert sender.counters().malformed == 5
     sender.send_message(endpoint, b"y", replies.append)
     house.drive(lambda: sender.counters().sent == 2)
-    router.send_multipart([route, encode_reply(2, 1, 1, 2, 2), b"a reply in two parts"])
-    router.send_multipart([route, encode_reply(3, 1, 1, 2, 2) + b"expired, and yet something"])
+    router.send_multipart([route, encode_reply(2, 1, 1, 2, 2, 2), b"a reply in two parts"])
+    router.send_multipart([route, encode_reply(3, 1, 1, 2, 2, 2) + b"expired, and yet something"])
     house.drive(lambda: len(replies) == 2)
     assert replies[1] == []
     router.close(0)

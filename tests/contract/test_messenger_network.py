@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import zmq
 
 from coordinator.messenger import Counters, Messenger, Received, RetryPolicy
-from coordinator.messenger import link as messenger_link
-from coordinator.messenger import listener as messenger_listener
+from coordinator.messenger import outbox as messenger_outbox
 from tests.helpers.proxy import DEADLINE_S, FaultProxy
 
+ROOT = Path(__file__).parents[2]
 COUNT = 300
 GREETING_SIZE_BYTES = 64  # of ZMTP 3; a command follows it: flags, size, READY and its properties
 
@@ -94,13 +97,11 @@ def test_a_connection_that_is_played_again_gives_nothing_twice() -> None:
     assert receiver.arrived == sender.replies == list(range(2 * COUNT))
 
 
-def test_a_black_hole_is_noticed_by_the_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_black_hole_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing comes back and nothing ends: the connection is given up, and made anew where that helps."""
-    for module in (messenger_link, messenger_listener):
-        monkeypatch.setattr(module, "HEARTBEAT_INTERVAL_MS", 50)
-        monkeypatch.setattr(module, "HEARTBEAT_TIMEOUT_MS", 200)
+    monkeypatch.setattr(messenger_outbox, "SILENCE_NS", 200_000_000)
     receiver = Receiver()
-    with Messenger() as servers, Messenger() as messenger:
+    with Messenger() as servers, Messenger(retry=RetryPolicy(delay_ns_min=20_000_000)) as messenger:
         endpoint = servers.listen("tcp://127.0.0.1:*", receiver.loop)
         with FaultProxy(endpoint) as proxy:
             sender = Sender(messenger)
@@ -113,7 +114,24 @@ def test_a_black_hole_is_noticed_by_the_heartbeat(monkeypatch: pytest.MonkeyPatc
             proxy.set(black_hole=False)
             proxy.cut()  # the handshake that the hole has swallowed
             sender.until_all()
+            assert messenger.counters().silences >= 1
     assert receiver.arrived == sender.replies == list(range(2 * COUNT))
+
+
+def test_a_reply_that_takes_its_time_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The receiver answers what comes again at once, also while there is no reply."""
+    monkeypatch.setattr(messenger_outbox, "SILENCE_NS", 200_000_000)
+    held: list[Received] = []
+    replied = threading.Event()
+    retry = RetryPolicy(delay_ns_min=10_000_000, delay_ns_max=20_000_000)
+    with Messenger() as servers, Messenger(retry=retry) as messenger:
+        endpoint = servers.listen("tcp://127.0.0.1:*", held.append)
+        messenger.send_message(endpoint, b"x", lambda parts: replied.set())
+        until(messenger, lambda counters: counters.replies_awaited >= 30)
+        held[0].reply()
+        assert replied.wait(DEADLINE_S)
+        assert messenger.counters().silences == 0
+    assert len(held) == 1
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -144,6 +162,74 @@ def test_cuts_while_replies_of_several_parts_come_in(parts: int) -> None:
         for _ in range(20 * COUNT):
             assert done.acquire(timeout=DEADLINE_S)
     assert wrong == []
+
+
+ENDS_BADLY = """
+import sys, time, zmq
+from coordinator.messenger import Messenger, listener
+listener.HEARTBEAT_INTERVAL_MS = 20  # where there is one
+messenger = Messenger()
+endpoint = messenger.listen("tcp://127.0.0.1:*", lambda received: None)
+context = zmq.Context()
+
+def connect():
+    peer = context.socket(zmq.DEALER)
+    peer.setsockopt(zmq.ROUTING_ID, b"one and the same")
+    peer.setsockopt(zmq.SNDHWM, 0)
+    if sys.argv[1] == "pings":
+        peer.setsockopt(zmq.HEARTBEAT_IVL, 1)
+        peer.setsockopt(zmq.HEARTBEAT_TIMEOUT, 60_000)
+    peer.connect(endpoint)
+    return peer
+
+def receive_for(seconds):
+    deadline_s = time.monotonic() + seconds
+    while time.monotonic() < deadline_s:
+        messenger.process()
+
+first = connect()
+if sys.argv[1] == "taken over":
+    first.send(b"x")
+    receive_for(0.1)
+    second = connect()
+    second.send(b"x")
+    receive_for(0.1)
+    for _ in range(100):
+        first.send(b"nobody reads it")
+else:
+    for _ in range(200):
+        for _ in range(100):
+            first.send(b"more than is taken at once")
+        time.sleep(0.001)  # between them are pings
+time.sleep(0.1)
+first.close(0)
+time.sleep(0.2)  # several heartbeats
+receive_for(0.3)
+print("alive", messenger.counters().malformed)
+"""
+
+
+@pytest.mark.parametrize("how", ["full", "pings", "taken over"])
+def test_a_connection_that_breaks_unread_does_not_end_the_process(how: str) -> None:
+    """ZeroMQ ends the process where a heartbeat is due on a connection that broke while nothing more was read from it:
+    since too much waited already, or another connection had taken its place."""
+    command = [sys.executable, "-c", ENDS_BADLY, how]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended
+    if how != "taken over":
+        assert int(ended.stdout.split()[1]) >= 20_000, "all that came before the end was read"
+
+
+def test_nothing_in_zeromq_stops_reading_or_has_a_heartbeat() -> None:
+    """Both are what the assertion takes: see keep_alive()."""
+    with Messenger() as messenger:
+        endpoint = messenger.listen("tcp://127.0.0.1:*", lambda received: received.reply())
+        messenger.send_message(endpoint, b"x")
+        until(messenger, lambda counters: counters.acknowledged)
+        for source in (messenger._listeners[0], messenger._links[endpoint]):
+            assert source._socket.getsockopt(zmq.HEARTBEAT_IVL) == 0
+            assert source._socket.getsockopt(zmq.RCVHWM) == 0
+            assert source._socket.getsockopt(zmq.TCP_KEEPALIVE) == 1
 
 
 def test_inproc_listeners_that_come_and_go_in_other_threads() -> None:

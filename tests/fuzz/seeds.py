@@ -27,8 +27,10 @@ from tests.helpers.core import HELLO, NOW_NS, first_start, rpc
 ENVELOPES = (
     encode_envelope(1, 2, 3, 1, 4),
     encode_envelope(0xFFFFFFFF, (1 << 64) - 1, 8000, 8000, 0),
-    encode_reply(2, 1, 2, 3, 4),
-    encode_reply(3, 1, 2, 3, 0),
+    encode_envelope(1, 2, 9, 1, 4, 5),
+    encode_reply(2, 1, 2, 3, 3, 4),
+    encode_reply(3, 1, 2, 3, 8, 0),
+    encode_reply(4, 1, 2, 3, 8, 4),
 )
 
 CALLS = (rpc(1), rpc(2), rpc(b"a longer argument"))

@@ -147,8 +147,7 @@ def test_a_changed_byte_of_an_envelope(envelope: bytes, place: int, flips: int) 
         return
     assert found != decode_envelope(envelope)
     assert found.kind in tuple(Kind)
-    assert found.version == 1
-    assert not found.reserved
+    assert found.version == 2
     assert found.link_id
     assert found.message_id
 

@@ -22,16 +22,18 @@ from coordinator.messenger.envelope import (
 from coordinator.messenger.errors import EnvelopeError
 
 U32, U64 = st.integers(1, 2**32 - 1), st.integers(0, 2**64 - 1)
-MESSAGE = encode_message(link_id=2, incarnation=3, message_id=5, lowest_pending_id=4, source_callback_id=6)
-REPLY = encode_reply(Kind.REPLY, link_id=2, incarnation=3, message_id=5, destination_callback_id=6)
+MESSAGE = encode_message(
+    link_id=2, incarnation=3, message_id=5, lowest_pending_id=4, source_callback_id=6, skipped_count=1
+)
+REPLY = encode_reply(Kind.REPLY, link_id=2, incarnation=3, message_id=5, highest_seen=7, destination_callback_id=6)
 
 
 def test_the_bytes_are_those_of_the_layout() -> None:
     assert MESSAGE.hex(" ", 8) == (
-        "0101000000000002 0000000000000003 0000000000000005 0000000000000004 0000000000000006 0000000000000000"
+        "0201000100000002 0000000000000003 0000000000000005 0000000000000004 0000000000000006 0000000000000000"
     )
     assert REPLY.hex(" ", 8) == (
-        "0102000000000002 0000000000000003 0000000000000005 0000000000000000 0000000000000000 0000000000000006"
+        "0202000000000002 0000000000000003 0000000000000005 0000000000000007 0000000000000000 0000000000000006"
     )
     assert len(MESSAGE) == len(REPLY) == ENVELOPE_SIZE_BYTES == 48
 
@@ -41,16 +43,20 @@ def test_messages_come_back(
     link_id: int, incarnation: int, message_id: int, callback_id: int, data: st.DataObject
 ) -> None:
     lowest = data.draw(st.integers(1, message_id))
-    encoded = encode_message(link_id, incarnation, message_id, lowest, callback_id)
+    skipped = data.draw(st.integers(0, 2**16 - 1))
+    encoded = encode_message(link_id, incarnation, message_id, lowest, callback_id, skipped)
     assert decode_envelope(encoded) == Envelope(
-        1, Kind.MESSAGE, 0, link_id, incarnation, message_id, lowest, callback_id, 0
+        2, Kind.MESSAGE, skipped, link_id, incarnation, message_id, lowest, callback_id, 0
     )
 
 
-@given(st.sampled_from([Kind.REPLY, Kind.REPLY_EXPIRED]), U32, U64, st.integers(1, 2**64 - 1), U64)
-def test_replies_come_back(kind: Kind, link_id: int, incarnation: int, message_id: int, callback_id: int) -> None:
-    encoded = encode_reply(kind, link_id, incarnation, message_id, callback_id)
-    assert decode_envelope(encoded) == Envelope(1, kind, 0, link_id, incarnation, message_id, 0, 0, callback_id)
+@given(st.sampled_from(list(Kind)[1:]), U32, U64, st.integers(1, 2**64 - 1), U64, st.data())
+def test_replies_come_back(
+    kind: Kind, link_id: int, incarnation: int, message_id: int, callback_id: int, data: st.DataObject
+) -> None:
+    highest = data.draw(st.integers(message_id, 2**64 - 1))
+    encoded = encode_reply(kind, link_id, incarnation, message_id, highest, callback_id)
+    assert decode_envelope(encoded) == Envelope(2, kind, 0, link_id, incarnation, message_id, highest, 0, callback_id)
 
 
 @pytest.mark.parametrize("size_bytes", range(48))
@@ -71,17 +77,17 @@ def fields(*values: int) -> bytes:
 @pytest.mark.parametrize(
     ("what", "data"),
     [
-        ("version 2", fields(2, 1, 0, 2, 3, 5, 4, 6, 0)),
-        ("kind 0", fields(1, 0, 0, 2, 3, 5, 0, 0, 0)),
-        ("kind 4", fields(1, 4, 0, 2, 3, 5, 0, 0, 0)),
-        ("reserved 1", fields(1, 1, 1, 2, 3, 5, 4, 6, 0)),
-        ("link ID 0", fields(1, 1, 0, 0, 3, 5, 4, 6, 0)),
-        ("message ID 0", fields(1, 2, 0, 2, 3, 0, 0, 0, 0)),
-        ("lowest pending ID 0", fields(1, 1, 0, 2, 3, 5, 0, 6, 0)),
-        ("lowest pending ID 6", fields(1, 1, 0, 2, 3, 5, 6, 6, 0)),
-        ("destination callback ID 1", fields(1, 1, 0, 2, 3, 5, 4, 6, 1)),
-        ("lowest pending ID 1", fields(1, 2, 0, 2, 3, 5, 1, 0, 6)),
-        ("source callback ID 1", fields(1, 3, 0, 2, 3, 5, 0, 1, 6)),
+        ("version 1", fields(1, 1, 0, 2, 3, 5, 4, 6, 0)),
+        ("kind 0", fields(2, 0, 0, 2, 3, 5, 5, 0, 0)),
+        ("kind 5", fields(2, 5, 0, 2, 3, 5, 5, 0, 0)),
+        ("skipped count 1", fields(2, 2, 1, 2, 3, 5, 5, 0, 6)),
+        ("link ID 0", fields(2, 1, 0, 0, 3, 5, 4, 6, 0)),
+        ("message ID 0", fields(2, 2, 0, 2, 3, 0, 0, 0, 0)),
+        ("lowest pending ID 0", fields(2, 1, 0, 2, 3, 5, 0, 6, 0)),
+        ("lowest pending ID 6", fields(2, 1, 0, 2, 3, 5, 6, 6, 0)),
+        ("destination callback ID 1", fields(2, 1, 0, 2, 3, 5, 4, 6, 1)),
+        ("highest ID 4", fields(2, 2, 0, 2, 3, 5, 4, 0, 6)),
+        ("source callback ID 1", fields(2, 3, 0, 2, 3, 5, 5, 1, 6)),
     ],
 )
 def test_fields_out_of_range(what: str, data: bytes) -> None:
@@ -90,7 +96,7 @@ def test_fields_out_of_range(what: str, data: bytes) -> None:
 
 
 @given(st.one_of(st.binary(max_size=100), st.binary(min_size=48, max_size=48)))
-@example(b"\1\1" + b"\0" * 46)
+@example(b"\2\1" + b"\0" * 46)
 def test_random_bytes_raise_nothing_else(data: bytes) -> None:
     try:
         envelope = decode_envelope(data)

@@ -16,6 +16,7 @@ def test_a_reply_is_kept_until_its_sender_has_it() -> None:
         assert talk.see(message_id, 1) == Sighting.FIRST
         talk.keep_reply(message_id, 10 + message_id, (b"x" * message_id,))
     assert talk.see(2, 1) == Sighting.DUPLICATE
+    assert talk.see(5, 1) == Sighting.EARLY
     assert talk.replies[2].parts == (b"xx",)
     assert talk.replies[2].destination_callback_id == 12
     assert talk.replies_size_bytes == 6
@@ -62,6 +63,17 @@ def test_a_sender_that_never_acknowledges_cannot_make_it_grow() -> None:
             talk.keep_reply(message_id, 0, ())
     assert len(talk.replies) == 100
     assert refused == 899
+
+
+def test_a_reply_is_tried_on_the_newest_connections_first() -> None:
+    """What an older one has still brought is read in turns with what the newest brings."""
+    talk = conversation()
+    for route in (b"1", b"2", b"1", b"2", b"3", b"2", b"1"):
+        talk.came_by(route)
+    assert talk.routes[:3] == [b"3", b"2", b"1"]
+    for number in range(100):
+        talk.came_by(b"another %d" % number)
+    assert talk.routes == [b"another %d" % number for number in (99, 98, 97, 96)]
 
 
 def test_links_are_apart_and_the_one_unused_for_longest_is_forgotten() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from coordinator.messenger.limits import SILENCE_NS
 from coordinator.messenger.outbox import Outbox, RetryPolicy
 
 SECOND_NS = 1_000_000_000
@@ -133,14 +134,93 @@ def test_only_what_is_due_is_tried_again_in_id_order() -> None:
     add(box, 2)
     send_all(box, SECOND_NS // 2)
     box.acknowledge(2)
+    box.hear(2, 5)
     assert box.retry_check_ns == SECOND_NS
     assert not box.requeue_due(SECOND_NS - 1)
     add(box, 1)
     assert box.requeue_due(SECOND_NS)
     assert not box.requeue_due(SECOND_NS), "once"
     assert send_all(box, SECOND_NS) == [1, 3, 6]
+    box.hear(3, 6)
     assert box.requeue_due(SECOND_NS * 3 // 2)
     assert send_all(box, SECOND_NS * 3 // 2) == [4, 5]
+
+
+def test_of_what_is_still_on_its_way_only_the_first_is_tried_again() -> None:
+    box = outbox()
+    add(box, 5)
+    send_all(box, 0)
+    box.hear(1, 2)  # it has had 2, its replies are late
+    assert box.requeue_due(SECOND_NS)
+    assert send_all(box, SECOND_NS) == [1, 2]
+    assert box.retry_check_ns == 2 * SECOND_NS  # the others wait on
+
+
+def test_until_the_last_question_is_answered_only_the_first_is_asked_again() -> None:
+    """Whatever waits unread at a receiver that is stuck: at most each message twice, and one at each delay."""
+    box = outbox()
+    add(box, 4)
+    send_all(box, 0)
+    box.hear(4, 4)
+    assert box.requeue_due(SECOND_NS)
+    assert send_all(box, SECOND_NS) == [1, 2, 3, 4]
+    box.hear(3, 4)  # perhaps what was sent first
+    assert box.requeue_due(3 * SECOND_NS)
+    assert send_all(box, 3 * SECOND_NS) == [1]
+    box.hear(4, 4)  # what was asked last has become 1
+    assert box.requeue_due(5 * SECOND_NS)
+    assert send_all(box, 5 * SECOND_NS) == [2]
+    box.hear(2, 4)
+    assert box.requeue_due(10 * SECOND_NS)
+    assert send_all(box, 10 * SECOND_NS) == [1, 2, 3, 4]
+
+
+def test_a_message_says_how_many_below_it_will_not_come() -> None:
+    box = outbox()
+
+    def said() -> list[tuple[int, int, int]]:
+        sent = []
+        while (message := box.next_to_send()) is not None:
+            sent.append((message.message_id, box.lowest_pending_id, box.skipped_count(message)))
+            box.mark_sent(message, 0)
+        return sent
+
+    add(box, 6)
+    assert said() == [(number, 1, 0) for number in range(1, 7)]
+    for acknowledged in (1, 3, 4, 6):
+        box.acknowledge(acknowledged)
+    add(box, 1)
+    assert said() == [(7, 2, 0)]
+    box.requeue_all()
+    assert said() == [(2, 2, 0), (5, 2, 2), (7, 2, 1)]
+    box.acknowledge(2)
+    box.hear(2, 7)
+    assert box.requeue_due(SECOND_NS)
+    assert said() == [(5, 5, 2), (7, 5, 1)]
+
+
+def test_silence_is_counted_from_the_first_question_and_lasts_longer_each_time() -> None:
+    box = outbox()
+    add(box, 1)
+    send_all(box, 0)
+    assert box.silent_ns is None, "a reply may take its time"
+    now_ns = 0
+    for doublings in (0, 1, 2, 3, 4, 5, 5):
+        asked_ns = now_ns + SECOND_NS
+        for delay in (1, 2):
+            now_ns += delay * SECOND_NS
+            assert box.requeue_due(now_ns)
+            send_all(box, now_ns)
+        assert box.silent_ns == asked_ns + (SILENCE_NS << doublings)
+        box.give_up()
+        box.requeue_all()
+        assert box.silent_ns is None
+        send_all(box, now_ns)
+    box.requeue_due(now_ns + SECOND_NS)
+    send_all(box, now_ns + SECOND_NS)
+    box.hear(1, 1)
+    assert box.silent_ns is None
+    assert box.silence_ns == SILENCE_NS
 
 
 def test_retries_come_at_growing_distances_until_a_reconnect() -> None:
