@@ -150,6 +150,23 @@ def test_a_type_is_looked_at_in_each_message() -> None:
         offset_after(bytes(payload), 8, 10)
 
 
+def test_more_sizes_than_are_remembered() -> None:
+    parts = [encode_incoming_rpc(3, 1, bytes(size_bytes)) for size_bytes in range(batch._FRONTS_KEPT_MAX + 10)]
+    payload = b"".join(parts)
+    check_batch(payload, len(parts))
+    assert offset_after(payload, len(parts) - 1, len(parts)) == len(payload) - len(parts[-1])
+    assert 0 < len(batch._strides) <= batch._FRONTS_KEPT_MAX
+    with pytest.raises(RemoteProtocolError, match=f"ends after {len(parts)}"):
+        check_batch(payload, len(parts) + 1)
+
+
+def test_a_size_of_four_bytes_among_others() -> None:
+    parts = [SMALL, encode_incoming_rpc(3, 1, bytes(2 << 20)), LARGE]
+    payload = b"".join(parts)
+    check_batch(payload, len(parts))
+    assert offset_after(payload, 2, len(parts)) == len(payload) - len(LARGE)
+
+
 def test_sizes_that_only_add_up() -> None:
     """As many bytes as ten of the first, and none of the others of its size."""
     longer, shorter = encode_incoming_rpc(3, 1, b"12"), encode_incoming_rpc(3, 1, b"")
