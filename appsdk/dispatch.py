@@ -24,7 +24,7 @@ from appsdk.effect_request import EffectRunner
 from appsdk.errors import StateError, UpgradeError
 from appsdk.handlers import INITIAL_METHOD_ID
 from appsdk.immortal import Immortal, attach
-from appsdk.outbox import Chunk, Outbox, make_writer
+from appsdk.outbox import Chunk, Outbox, encode_call, make_writer
 from appsdk.proxy import method_names
 from appsdk.report import call_user_code
 from appsdk.state import Envelope, decode_envelope, encode_envelope
@@ -296,9 +296,8 @@ class Dispatcher:
         self._prepare(instance)
         self.instance = instance
         self.tasks.use(definition, instance)
-        message = bytearray()
-        make_writer("initial", INITIAL_METHOD_ID, RpcType.FORK)(message, ())
-        self.outbox.send(encode_message(MessageType.INITIAL_MESSAGE, bytes(message)))
+        message = encode_call(make_writer("initial", INITIAL_METHOD_ID, RpcType.FORK), ())
+        self.outbox.send(encode_message(MessageType.INITIAL_MESSAGE, message))
         self._checkpoint()
         self._awaiting_initial = True
 

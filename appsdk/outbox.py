@@ -1,7 +1,7 @@
 """What the app sends: calls, in one buffer per destination, and impulses, in one queue with a window.
 
-Messages are encoded where they will be sent from: into the batch's own bytearray. A batch is closed when it has
-BATCH_SIZE_BYTES, when the dispatcher has no more input, and before a checkpoint.
+A batch gathers the parts of its messages, fronts and arguments in turn, and joins them once: when it has
+BATCH_SIZE_BYTES, when the dispatcher has no more input, and before a checkpoint. Large parts are not even joined.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ AWAITED_BATCH_SIZE_BYTES = 8 << 10
 """... of calls that wait for their answers, and of answers. To make one costs ten times what it costs to pass it on:
 the other side would stand still for milliseconds while a full batch fills."""
 
+LARGE_PART_SIZE_BYTES = 8 << 10  # batches of such calls are sent in parts: from here on, that costs less than to copy
+FRONTED_SIZE_BYTES_MAX = 4 << 10  # of arguments: the fronts of smaller ones are kept, by size
+
 BATCH_FRONT_SIZE_BYTES_MAX = 1 << 10  # size, type, name, count, with room for whatever wraps the batch later
 CALL_SIZE_BYTES_MAX = MESSAGE_SIZE_BYTES_MAX - BATCH_SIZE_BYTES - BATCH_FRONT_SIZE_BYTES_MAX
 """Of one encoded call: the batch that it ends up in is a message, and may hold almost BATCH_SIZE_BYTES before it."""
@@ -34,32 +37,34 @@ READY_SIZE_BYTES_MAX = 256 << 10  # of closed batches: with more, the delivery p
 IMPULSES_OUTSTANDING_MAX = 16_384  # sent, not yet durable: what a hook can have in flight
 IMPULSES_OUTSTANDING_BYTES_MAX = 4 << 20
 
-Write = Callable[[bytearray, tuple[Any, ...]], None]
+Write = Callable[[list[bytes], tuple[Any, ...]], int]
 Send = Callable[[tuple[Any, ...]], None]
 Chunk = bytes | bytearray | memoryview
 
 
-def _rest_of_front(method_id: int, rpc_type: RpcType, kind: RpcKind = RpcKind.CALL) -> bytes:
-    """A message's front (incoming form) without its size."""
-    return bytes((MessageType.RPC, kind)) + encode_zigzag(method_id) + bytes((rpc_type,))
+class _Fronts(dict[int, tuple[bytes, int]]):
+    """What stands before the arguments of one method (incoming form) and the whole size, by the arguments' size.
 
-
-def _refit_front(name: str, buffer: bytearray, start: int, front: bytes, rest: bytes) -> bytes:
-    """The message at ``start`` was written behind ``front``, which gives another size: put the right one there.
-
-    Returns it. Raises UsageError above CALL_SIZE_BYTES_MAX, and takes the message back.
+    Raises UsageError above CALL_SIZE_BYTES_MAX.
     """
-    old_end = start + len(front)
-    arguments_size_bytes = len(buffer) - old_end
-    if arguments_size_bytes + len(rest) > CALL_SIZE_BYTES_MAX:
-        del buffer[start:]
-        raise UsageError(
-            f"{name}: the call's arguments take {arguments_size_bytes} bytes, at most "
-            f"{CALL_SIZE_BYTES_MAX - len(rest)} are possible: send them in parts"
-        )
-    front = encode_zigzag(len(rest) + arguments_size_bytes) + rest
-    buffer[start:old_end] = front
-    return front
+
+    def __init__(self, name: str, method_id: int, rpc_type: RpcType, kind: RpcKind = RpcKind.CALL) -> None:
+        super().__init__()
+        self._name = name
+        self._rest = bytes((MessageType.RPC, kind)) + encode_zigzag(method_id) + bytes((rpc_type,))
+
+    def __missing__(self, arguments_size_bytes: int) -> tuple[bytes, int]:
+        size_bytes = len(self._rest) + arguments_size_bytes
+        if size_bytes > CALL_SIZE_BYTES_MAX:
+            raise UsageError(
+                f"{self._name}: the call's arguments take {arguments_size_bytes} bytes, at most "
+                f"{CALL_SIZE_BYTES_MAX - len(self._rest)} are possible: send them in parts"
+            )
+        front = encode_zigzag(size_bytes) + self._rest
+        found = front, len(front) + arguments_size_bytes
+        if arguments_size_bytes <= FRONTED_SIZE_BYTES_MAX:
+            self[arguments_size_bytes] = found
+        return found
 
 
 def _unencodable(name: str, error: Exception) -> TypeError:
@@ -67,32 +72,31 @@ def _unencodable(name: str, error: Exception) -> TypeError:
 
 
 def make_writer(name: str, method_id: int, rpc_type: RpcType, kind: RpcKind = RpcKind.CALL) -> Write:
-    """A function that appends one RPC message (incoming form) to a buffer.
+    """A function that appends one RPC message (incoming form) to a list, in two parts; it returns its size in bytes.
 
-    The message's front depends on the size of the arguments, which is known behind them. So the front of the last
-    message is written first, and is replaced when the size turns out to be another: calls of one method mostly have one
-    size. The function raises TypeError for arguments that can't be encoded, UsageError above CALL_SIZE_BYTES_MAX, and
-    leaves the buffer as it was. (``Outbox.make_fork`` has the same lines once more: there a call would be felt.)
+    It raises TypeError for arguments that can't be encoded, UsageError above CALL_SIZE_BYTES_MAX, and leaves the list
+    as it was. (``Outbox.make_fork`` has the same lines once more: there a call would be felt.)
     """
-    rest = _rest_of_front(method_id, rpc_type, kind)
-    encode_into = encoder.encode_into
-    front = encode_zigzag(len(rest) + 1) + rest
-    whole_size_bytes = len(front) + 1
+    fronts = _Fronts(name, method_id, rpc_type, kind)
+    encode = encoder.encode
 
-    def write(buffer: bytearray, arguments: tuple[Any, ...]) -> None:
-        nonlocal front, whole_size_bytes
-        start = len(buffer)
-        buffer += front
+    def write(parts: list[bytes], arguments: tuple[Any, ...]) -> int:
         try:
-            encode_into(arguments, buffer, -1)
+            body = encode(arguments)
         except Exception as error:
-            del buffer[start:]
             raise _unencodable(name, error) from error
-        if len(buffer) - start != whole_size_bytes:
-            front = _refit_front(name, buffer, start, front, rest)
-            whole_size_bytes = len(buffer) - start
+        front, size_bytes = fronts[len(body)]
+        parts += (front, body)
+        return size_bytes
 
     return write
+
+
+def encode_call(write: Write, arguments: tuple[Any, ...]) -> bytes:
+    """One message in one piece, by what :func:`make_writer` has made. Raises as that does."""
+    parts: list[bytes] = []
+    write(parts, arguments)
+    return b"".join(parts)
 
 
 def encode_batch_front(message_type: MessageType, destination: str, count: int, size_bytes: int) -> bytes:
@@ -101,15 +105,19 @@ def encode_batch_front(message_type: MessageType, destination: str, count: int, 
     return encode_zigzag(1 + len(fields) + size_bytes) + bytes((message_type,)) + fields
 
 
-class _Batch:
+class Batch:
     """Messages to one destination that are still being gathered."""
 
-    __slots__ = ("count", "data", "destination")
+    __slots__ = ("destination", "parts", "size_bytes")
 
     def __init__(self, destination: str) -> None:
         self.destination = destination
-        self.data = bytearray()
-        self.count = 0
+        self.parts: list[bytes] = []  # two of each message
+        self.size_bytes = 0
+
+    @property
+    def count(self) -> int:
+        return len(self.parts) // 2
 
 
 class Outbox:
@@ -123,46 +131,38 @@ class Outbox:
         self.impulses = ImpulseQueue(context, wake)
         self.ready_size_bytes = 0  # of closed batches and other messages
         self._ready: list[Chunk] = []
-        self._batches: dict[str, _Batch] = {}
-        self._open: list[_Batch] = []  # those that hold something, by their first message
+        self._batches: dict[str, Batch] = {}
+        self._open: list[Batch] = []  # those that hold something, by their first message
         self._attached: set[str] = set()
 
     def make_fork(
         self, destination: str, name: str, method_id: int, signature: inspect.Signature
     ) -> Callable[..., None]:
         """The ``fork`` of one method of one destination ("" is oneself)."""
-        batch = self._batches.setdefault(destination, _Batch(destination))
+        batch = self._batches.setdefault(destination, Batch(destination))
         parameters_count = len(signature.parameters)
         context, opened, get_ident = self._context, self._open, threading.get_ident
-        rest = _rest_of_front(method_id, RpcType.FORK)
-        encode_into = encoder.encode_into
-        front = encode_zigzag(len(rest) + 1) + rest
-        whole_size_bytes = len(front) + 1
+        fronts = _Fronts(name, method_id, RpcType.FORK)
+        encode = encoder.encode
 
         def fork(*arguments: Any, **keywords: Any) -> None:
-            nonlocal front, whole_size_bytes
             if keywords or len(arguments) != parameters_count:
                 bound = bind_arguments(name, signature, arguments, keywords)
                 arguments = bound if keywords else arguments
             if get_ident() != context.handling_thread_id:
                 raise _not_in_handler(context, name)
-            data = batch.data
-            start = len(data)
-            data += front
             try:
-                encode_into(arguments, data, -1)
+                body = encode(arguments)
             except Exception as error:
-                del data[start:]
                 raise _unencodable(name, error) from error
-            end = len(data)
-            if end - start != whole_size_bytes:
-                front = _refit_front(name, data, start, front, rest)
-                end = len(data)
-                whole_size_bytes = end - start
-            batch.count += 1
-            if not start:
+            front, size_bytes = fronts[len(body)]
+            parts = batch.parts
+            if not parts:
                 opened.append(batch)
-            if end >= BATCH_SIZE_BYTES:
+            parts.append(front)
+            parts.append(body)
+            batch.size_bytes = size_bytes = batch.size_bytes + size_bytes
+            if size_bytes >= BATCH_SIZE_BYTES:
                 opened.remove(batch)
                 self._close(batch)
 
@@ -171,32 +171,36 @@ class Outbox:
     def make_sender(self, destination: str, name: str, method_id: int, kind: RpcKind) -> Send:
         """Sends calls of one method that wait for an answer, or answers to them. For the SDK's own use in handlers."""
         write = make_writer(name, method_id, RpcType.ASYNC, kind)
-        batch = self._batches.setdefault(destination, _Batch(destination))
+        batch = self._batches.setdefault(destination, Batch(destination))
 
         def send(arguments: tuple[Any, ...]) -> None:
-            start = len(batch.data)
-            write(batch.data, arguments)
-            batch.count += 1
-            if not start:
+            is_first = not batch.parts
+            batch.size_bytes += write(batch.parts, arguments)
+            if is_first:
                 self._open.append(batch)
-            if len(batch.data) >= AWAITED_BATCH_SIZE_BYTES:
+            if batch.size_bytes >= AWAITED_BATCH_SIZE_BYTES:
                 self._open.remove(batch)
                 self._close(batch)
                 self._context.slice_end = 0
 
         return send
 
-    def _close(self, batch: _Batch) -> None:
-        data, count, destination = batch.data, batch.count, batch.destination
-        batch.data, batch.count = bytearray(), 0
-        self._append(MessageType.STREAM_BATCH, destination, count, data)
+    def _close(self, batch: Batch) -> None:
+        self._append(MessageType.STREAM_BATCH, batch)
+        batch.parts, batch.size_bytes = [], 0
         if self.ready_size_bytes >= READY_SIZE_BYTES_MAX:
             self._context.slice_end = 0
 
-    def _append(self, message_type: MessageType, destination: str, count: int, data: bytearray) -> None:
-        self._attach(destination)
-        self.send(encode_batch_front(message_type, destination, count, len(data)))
-        self.send(data)
+    def _append(self, message_type: MessageType, batch: Batch) -> None:
+        self._attach(batch.destination)
+        count, size_bytes = batch.count, batch.size_bytes
+        front = encode_batch_front(message_type, batch.destination, count, size_bytes)
+        if size_bytes < count * LARGE_PART_SIZE_BYTES:
+            self.send(b"".join((front, *batch.parts)))
+            return
+        self.send(front)
+        for part in batch.parts:
+            self.send(part)
 
     def _attach(self, destination: str) -> None:
         if destination and destination not in self._attached:
@@ -218,7 +222,7 @@ class Outbox:
         """Everything that is to be sent now, impulses included; it is the caller's from here on."""
         self.close_batches()
         for batch in self.impulses.take():
-            self._append(MessageType.IMPULSE_BATCH, batch.destination, batch.count, batch.data)
+            self._append(MessageType.IMPULSE_BATCH, batch)
         if self.impulses.take_checkpoint_wish():
             self.send(encode_message(MessageType.TAKE_CHECKPOINT))
         taken, self._ready = self._ready, []
@@ -246,7 +250,7 @@ class ImpulseQueue:
         self._wake = wake
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # to be entered by its lock: that is C, this is Python
-        self._batches: list[_Batch] = []
+        self._batches: list[Batch] = []
         self._why_closed: str | None = None
         self._checkpoint_wanted = False
         self._sent_count = self._sent_size_bytes = 0  # by the app's threads
@@ -288,15 +292,14 @@ class ImpulseQueue:
         """Whether the connection has something to send that it does not know of."""
         batches = self._batches
         batch = batches[-1] if batches else None
-        if batch is None or batch.destination != destination or len(batch.data) >= BATCH_SIZE_BYTES:
-            batch = _Batch(destination)
-        data = batch.data
-        before = len(data)
-        write(data, arguments)
+        if batch is None or batch.destination != destination or batch.size_bytes >= BATCH_SIZE_BYTES:
+            batch = Batch(destination)
+        is_first = not batch.parts
+        size_bytes = write(batch.parts, arguments)
+        batch.size_bytes += size_bytes
         self._sent_count += 1
-        self._sent_size_bytes += len(data) - before
-        batch.count += 1
-        if before:
+        self._sent_size_bytes += size_bytes
+        if not is_first:
             return False
         batches.append(batch)
         return len(batches) == 1
@@ -313,7 +316,7 @@ class ImpulseQueue:
         wanted, self._checkpoint_wanted = self._checkpoint_wanted, False
         return wanted
 
-    def take(self) -> list[_Batch]:
+    def take(self) -> list[Batch]:
         """The batches to be sent now, in order."""
         if not self._batches:  # looked at without the lock: whoever appends wakes the connection afterwards
             return []
@@ -321,7 +324,7 @@ class ImpulseQueue:
             taken, self._batches = self._batches, []
             for batch in taken:
                 self._taken_count += batch.count
-                self._taken_size_bytes += len(batch.data)
+                self._taken_size_bytes += batch.size_bytes
                 self._marks.append((self._taken_count, self._taken_size_bytes))
         return taken
 

@@ -42,6 +42,7 @@ from appsdk.outbox import Outbox
 from appsdk.proxy import Impulses, definition_of
 from appsdk.report import user_traceback
 from appsdk.transport import CONNECT_TIMEOUT_S, Transport, Waker, connect, read_secret
+from protocol.allocator import keep_freed_memory
 from protocol.errors import ImmortalError
 from protocol.extensions import ALL_EXTENSIONS
 
@@ -227,6 +228,7 @@ def run_to_status(
     ``address``, ``options`` and ``secret_file`` are by default those in the environment.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    keep_freed_memory()
     label = getattr(cls, "__qualname__", repr(cls))
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _stop)

@@ -12,7 +12,7 @@ from typing import Any
 from appsdk.context import Context
 from appsdk.dispatch import Dispatcher
 from appsdk.errors import HandlerError
-from appsdk.outbox import Outbox, Send
+from appsdk.outbox import Batch, Outbox, Send
 from appsdk.transport import Transport
 from protocol.extensions import (
     ALL_EXTENSIONS,
@@ -63,13 +63,13 @@ class TracingOutbox(Outbox):
 
         return traced
 
-    def _append(self, message_type: MessageType, destination: str, count: int, data: bytearray) -> None:
-        self._attach(destination)
+    def _append(self, message_type: MessageType, batch: Batch) -> None:
+        self._attach(batch.destination)
         if message_type == MessageType.STREAM_BATCH:
-            runs = self._runs[destination]
+            runs = self._runs[batch.destination]
             self.send(encode_origins(runs))
             runs.clear()
-        super()._append(message_type, destination, count, data)
+        super()._append(message_type, batch)
 
 
 def report_failure(error: HandlerError, dispatcher: Dispatcher, transport: Transport) -> None:

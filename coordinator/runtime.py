@@ -19,7 +19,6 @@ from collections.abc import Callable
 from typing import Any
 
 from coordinator import control, descriptors, upgrade_mark
-from coordinator.allocator import keep_freed_memory
 from coordinator.app_endpoint import AppEndpoint
 from coordinator.config import InstanceSettings
 from coordinator.core import effects as ef
@@ -38,6 +37,7 @@ from coordinator.messenger import ClientRoute, Messenger, Received
 from coordinator.peer_security import PeerSecurity, insecurity
 from coordinator.registry import Registry
 from coordinator.stop_requests import StopRequests
+from protocol.allocator import keep_freed_memory
 from protocol.checksum import crc64
 from protocol.client import decode_client_frame, encode_client_frame
 from protocol.errors import ImmortalError, RemoteProtocolError

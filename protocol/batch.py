@@ -87,9 +87,10 @@ def _walk(payload: bytes, count: int, total: int) -> int:
         message_type, start, end = decode_message(payload, offset)
         if message_type != MessageType.RPC:
             raise RemoteProtocolError(f"message {index} of a batch has type {message_type}, an RPC (0) was expected")
-        if (size_bytes := end - start + 1) < RPC_SIZE_BYTES_MIN:
+        if end - start + 1 < RPC_SIZE_BYTES_MIN:
             raise RemoteProtocolError(
-                f"message {index} of a batch is an RPC of {size_bytes} bytes, at least {RPC_SIZE_BYTES_MIN} were expected"
+                f"message {index} of a batch is an RPC of {end - start + 1} bytes, at least {RPC_SIZE_BYTES_MIN} were "
+                f"expected"
             )
         offset = end
     return offset

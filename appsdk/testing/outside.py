@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from appsdk.handlers import Handler
-from appsdk.outbox import make_writer
+from appsdk.outbox import encode_call, make_writer
 from protocol.batch import decode_batch
 from protocol.errors import ImmortalError
 from protocol.extensions import (
@@ -77,12 +77,12 @@ class OutsideApp:
     def _send(
         self, destination: str, handler: Handler[Any, Any], rpc_type: RpcType, arguments: tuple[Any, ...]
     ) -> None:
-        message = bytearray()
-        make_writer(handler.function.__qualname__, handler.method_id, rpc_type)(message, arguments)
+        write = make_writer(handler.function.__qualname__, handler.method_id, rpc_type)
+        message = encode_call(write, arguments)
         if destination not in self._attached:
             self._attached.add(destination)
             self.output += encode_attach_to(destination)
-        self.output += encode_app_batch(MessageType.IMPULSE_BATCH, destination, 1, bytes(message))
+        self.output += encode_app_batch(MessageType.IMPULSE_BATCH, destination, 1, message)
 
     def receive(self, data: bytes | memoryview) -> None:
         self._reader.receive_data(bytes(data))

@@ -1,7 +1,8 @@
-"""glibc's malloc, told what this process does with it.
+"""glibc's malloc, told what an app and its coordinator do with it.
 
-A coordinator holds many buffers of up to a few MiB for milliseconds. By default glibc gives such memory back to the
-kernel at once and asks for it again, zeroed, page by page: without this, one-way calls of 64 KiB are a seventh slower.
+Both hold many buffers of up to a few MiB for milliseconds. By default glibc gives such memory back to the kernel at
+once and asks for it again, zeroed, page by page: without this, the coordinators take a seventh more for calls of
+64 KiB, and an app takes 32 µs to send one in place of 5. The limits are those that glibc comes to by itself, later.
 """
 
 from __future__ import annotations
