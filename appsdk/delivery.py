@@ -22,7 +22,10 @@ from protocol.varint import encode_zigzag
 
 VIEW_SIZE_BYTES_MIN = 4 << 10  # messages from this size on are decoded from a view, smaller ones from a faster copy
 
+KNOWN_MAX = 4096  # fronts of messages that are remembered: some 1 MiB
+
 Entry = tuple[Decode, Callable[..., Any], str]
+Found = tuple[Decode, Callable[..., Any], str, bytes, int, int]  # ..., front with its size, its length, whole size
 
 
 class Delivery:
@@ -71,6 +74,8 @@ class Delivery:
             self._by_front[front] = self._answering_entry(self._definition.codec(handler), handler)
         # The lengths of fronts, the most frequent first. No front starts another: a varint says where it ends.
         self._front_sizes = sorted({len(front) for front in self._by_front}, reverse=True)
+        self._known: dict[bytes, Found] = {}  # by the first bytes of a message
+        self._key_sizes: list[int] = []  # how many bytes: two or three in practice, as method IDs have few lengths
 
     def _answering_entry(self, codec: ArgumentCodec, handler: Handler[Any, Any]) -> Entry:
         def decode(arguments: Any) -> tuple[Any, ...]:
@@ -89,6 +94,7 @@ class Delivery:
         """
         context = self._context
         index = context.message_index
+        known, key_sizes = self._known, self._key_sizes
         front, front_size_bytes, stride = b"", 0, 0
         source: bytes | memoryview = content
         context.handling_thread_id = context.thread_id
@@ -96,9 +102,16 @@ class Delivery:
         while offset < context.slice_end:
             start = offset + front_size_bytes
             if not front or content[offset:start] != front:
-                (decode, function, name), start, stride = self._look_up(content, offset, end, index)
-                front = content[offset:start]
-                front_size_bytes = start - offset
+                for key_size_bytes in key_sizes:
+                    found = known.get(content[offset : offset + key_size_bytes])
+                    if found is not None:
+                        decode, function, name, front, front_size_bytes, stride = found
+                        start = offset + front_size_bytes
+                        break
+                else:
+                    (decode, function, name), start, stride = self._look_up(content, offset, end, index)
+                    front = content[offset:start]
+                    front_size_bytes = start - offset
                 source = memoryview(content) if stride >= VIEW_SIZE_BYTES_MIN else content
             offset += stride
             if offset > end:
@@ -137,7 +150,7 @@ class Delivery:
         for front_size_bytes in self._front_sizes:
             start = type_offset + front_size_bytes
             if (entry := by_front.get(content[type_offset:start])) is not None and front_size_bytes <= size_bytes:
-                return entry, start, type_offset + size_bytes - offset
+                return self._remember(content, offset, entry, start, type_offset + size_bytes - offset)
         return self._look_up_answer(content, offset, end, index)
 
     def _look_up_answer(self, content: bytes, offset: int, end: int, index: int) -> tuple[Entry, int, int]:
@@ -150,7 +163,21 @@ class Delivery:
             return self._refusing_entry(caller), message_end, message_end - offset
         rpc = decode_incoming_rpc(content, start, message_end)
         entry = self._answers[RpcKind(rpc.kind)]
-        return entry, message_end - len(rpc.arguments), message_end - offset
+        start = message_end - len(rpc.arguments)
+        return self._remember(content, offset, entry, start, message_end - offset)
+
+    def _remember(self, content: bytes, offset: int, entry: Entry, start: int, stride: int) -> tuple[Entry, int, int]:
+        """Where methods and sizes come in turns each message is looked up: here, once for each of them."""
+        size_of_size = 1 if content[offset] < 0x80 else 2
+        key_size_bytes = 2 + start - offset - size_of_size  # the front, and one byte of the arguments at most
+        if stride < 1 << 13:  # its size takes no more than these two bytes
+            if key_size_bytes not in self._key_sizes:
+                self._key_sizes.append(key_size_bytes)
+            if len(self._known) >= KNOWN_MAX:
+                self._known.clear()
+            key = content[offset : offset + key_size_bytes]
+            self._known[key] = (*entry, content[offset:start], start - offset, stride)
+        return entry, start, stride
 
     # What a client has sent must not stop the app, so it is told why its call can't be made. A replay must say the same
     # again: nothing in it that another version of a library, or one more handler, would word in another way.

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import msgspec
 import pytest
 
-from appsdk import Immortal, Transient, impulse, initial, peer, rpc
+from appsdk import Immortal, Transient, delivery, impulse, initial, peer, rpc
 from appsdk.dispatch import BecamePrimary, Goodbye, OutputReady, Refusal
 from appsdk.errors import EXIT_HANDLER_FAILED, HandlerError, StateError
 from appsdk.handlers import method_id_of_name
@@ -223,6 +223,20 @@ def test_mixed_messages_and_defaults() -> None:
     assert counter.words == {"a": 2, "b": 4}
     assert counter.times[0] == counter.times[1] == datetime(2023, 11, 14, 22, 13, 21, tzinfo=UTC)
     assert counter.times[2] == datetime(2023, 11, 14, 22, 13, 21, 234567, tzinfo=UTC)
+
+
+@pytest.mark.parametrize("known_max", [1, 3, delivery.KNOWN_MAX])
+def test_methods_and_sizes_in_turns(known_max: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fronts of several lengths, remembered or forgotten again; sizes on both sides of one more byte for the size."""
+    monkeypatch.setattr(delivery, "KNOWN_MAX", known_max)
+    life = first_start(Counter)
+    store = method_id_of_name("store")
+    sizes = [0, 1, 50, 51, 52, 53, 54, 55, 56, 57, 8170, 8180, 8190, 1 << 15, 1, 50]
+    calls = [one for size_bytes in sizes for one in (call(store, bytes(size_bytes)), call(5), call(COUNT, "a"))]
+    for sequence_id in (1, 2):
+        counter = life.give(logged(sequence_id, calls))
+        assert counter.words == {"bytes": sequence_id * sum(sizes), "a": sequence_id * len(sizes)}
+        assert len(counter.times) == sequence_id * len(sizes)
 
 
 def test_a_replayable_batch_is_a_batch() -> None:
