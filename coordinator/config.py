@@ -60,7 +60,7 @@ class Tuning:
     group_size_kib_max: int = 1024  # input that one commit makes durable
     commit_inline_kib_max: int = 32  # larger groups are committed on a thread
     peer_buffer_mib_max: int = 64  # outputs in memory that one peer has not acknowledged; more goes to disk
-    peer_window_kib_max: int = 8192  # on their way from or to one peer, unacknowledged
+    peer_window_kib_max: int = 16_384  # on their way from or to one peer, unacknowledged
     receive_buffer_mib_max: int = 64  # on their way here, of all peers together
 
 

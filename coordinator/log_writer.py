@@ -18,7 +18,9 @@ from coordinator.core.events import ChunkWritten, Committed, Event, LogFailed
 from coordinator.core.interfaces import LogStore, Transaction
 from coordinator.fault_points import FaultPoint, reach
 
-JOINED_SIZE_BYTES_MAX = 4 << 20  # commits that wait are joined up to this: a sync costs the same for one and for many
+JOINED_SIZE_BYTES_MAX = 8 << 20
+"""Commits that wait are joined up to this: a sync costs the same for one and for many. With 4 MiB, one-way traffic that
+fills a disk of 250 MB/s loses a third to syncs of 5 ms."""
 DAY_NS = 24 * 3600 * 1_000_000_000
 COMMIT_MEAN_WEIGHT = 0.2  # of the last commit
 TRIM_PAUSE_S = 0.002  # between two steps, so that commits of the loop's thread get their turn

@@ -16,8 +16,9 @@ from protocol.extensions import encode_record_time
 from protocol.record import encode_header
 from protocol.trailer import BatchSource, OutputMarkEntry, Trailer, encode_trailer
 
-COMMITS_ON_THEIR_WAY_MAX = 8
-"""Full groups handed over at once: enough to keep a slow disk busy, few enough to bound what waits behind it."""
+COMMITS_ON_THEIR_WAY_MAX = 16
+"""Full groups handed over at once: enough to keep a slow disk busy, few enough to bound what waits behind it. Whoever
+writes joins what waits: as many as this go to the disk in two turns."""
 
 
 @dataclass(slots=True)

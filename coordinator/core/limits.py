@@ -35,9 +35,12 @@ class Limits:
     spill_trim_bytes: int = 16 * MIB
     """Spilled outputs that were acknowledged are removed from the log above this: one step of trimming."""
 
-    peer_window_bytes: int = 8 * MIB
-    """Sent to one peer and not yet acknowledged: several commits' worth, so that the receiver never runs dry. Where
-    the receiver has granted a window, that one counts; it grants no more than this."""
+    peer_window_bytes: int = 16 * MIB
+    """Sent to one peer and not yet acknowledged: two of the largest commits, so that one gathers while the other is
+    synced. Where the receiver has granted a window, that one counts; it grants no more than this."""
+
+    unsaid_window_bytes: int = 8 * MIB
+    """... where the receiver says none: the protocol's figure."""
 
     receive_budget_bytes: int = 64 * MIB
     """What all peers may have on their way here: shared by those that send, less what waits for the disk already."""

@@ -426,7 +426,7 @@ class Peers:
             self._fail_forked(stream, frame.position)
             return
         if frame.frame_type in (FrameType.TRIM_TO, FrameType.WELCOME):
-            stream.window_bytes = frame.count or self.limits.peer_window_bytes
+            stream.window_bytes = frame.count or min(self.limits.peer_window_bytes, self.limits.unsaid_window_bytes)
         if frame.frame_type is FrameType.TRIM_TO:
             self._acknowledge(stream, position)
         elif tag != stream.attempt:
