@@ -30,7 +30,7 @@ from protocol.varint import encode_zigzag
 
 CONNECT_TIMEOUT_S = 30.0  # a coordinator that opens a large log may take seconds before it listens
 CONNECT_ATTEMPT_TIMEOUT_S = 5.0
-CONNECT_DELAY_S_MIN, CONNECT_DELAY_S_MAX = 0.01, 0.5
+CONNECT_DELAY_S_MIN, CONNECT_DELAY_S_MAX = 0.01, 0.05  # an attempt costs less than a service that is still down
 RECEIVE_SIZE_BYTES = 256 << 10  # of one recv: larger ones cost more in fresh memory than they save in calls
 OUTPUT_PENDING_BYTES_MAX = 4 << 20  # handed to the socket and not taken: beyond it no input is handled
 INPUT_BUFFERED_BYTES_MAX = 8 << 20  # read while no input is handled

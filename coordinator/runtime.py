@@ -41,7 +41,7 @@ from protocol.allocator import keep_freed_memory
 from protocol.checksum import crc64
 from protocol.client import decode_client_frame, encode_client_frame
 from protocol.errors import ImmortalError, RemoteProtocolError
-from protocol.peer import PeerFrame, decode_frame, encode_frame
+from protocol.peer import FrameType, PeerFrame, decode_frame, encode_frame
 
 STOP_TIMEOUT_S = 25.0  # for the last checkpoint; the supervisor waits 30
 FAREWELL_TIMEOUT_S = 1.0  # for the last bytes to the app
@@ -364,6 +364,8 @@ class Coordinator:
                 f"a frame was dropped: it says that {frame.sender!r} sends it, its key {received.peer!r}"
             )
         else:
+            if frame.frame_type is FrameType.HELLO and (endpoint := self._routes.endpoint(frame.sender)) is not None:
+                self._messenger.reconnect(endpoint)  # it has just been started
             self._events.append(ev.PeerFrameReceived(received, frame))
 
     def _reply_to_peer(self, effect: ef.ReplyToPeer) -> None:

@@ -165,14 +165,17 @@ def who_died_first(exits: Sequence[Exit]) -> Exit:
 
 
 class RestartPause:
-    """0.1 s, doubling up to 5 s while the two die young and before they have recovered."""
+    """None after a long life; else 0.1 s, doubling up to 5 s while the two die young and before they have recovered."""
 
     def __init__(self) -> None:
         self._next_s = RESTART_PAUSE_S_MIN
 
     def after(self, life_s: float, *, recovered: bool) -> float:
         """The pause after a life of ``life_s``; who had recovered did not die of how it was started."""
-        if recovered or life_s >= RESTART_PAUSE_RESET_S:
+        if life_s >= RESTART_PAUSE_RESET_S:
+            self._next_s = RESTART_PAUSE_S_MIN
+            return 0.0
+        if recovered:
             self._next_s = RESTART_PAUSE_S_MIN
         pause_s = self._next_s
         self._next_s = min(2 * pause_s, RESTART_PAUSE_S_MAX)

@@ -15,7 +15,8 @@ Duties of a driver:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct
 
 from coordinator.core.interfaces import CheckpointHeader, Transaction
 from protocol.client import ClientFrame
@@ -23,71 +24,59 @@ from protocol.errors import ImmortalError
 from protocol.peer import PeerFrame
 
 
-@dataclass(slots=True)
-class SendToApp:
+class SendToApp(Struct):
     data: bytes | memoryview
 
 
-@dataclass(slots=True)
-class CloseApp:
+class CloseApp(Struct):
     """Close the app's connection once what was asked to be sent is sent."""
 
 
-@dataclass(slots=True)
-class PauseApp:
+class PauseApp(Struct):
     """Read no more from the app until ResumeApp: this is the back-pressure."""
 
 
-@dataclass(slots=True)
-class ResumeApp:
+class ResumeApp(Struct):
     pass
 
 
-@dataclass(slots=True)
-class Commit:
+class Commit(Struct):
     ticket: int
     transaction: Transaction
     size_bytes: int
 
 
-@dataclass(slots=True)
-class WriteCheckpointChunk:
+class WriteCheckpointChunk(Struct):
     checkpoint_id: int
     index: int
     data: bytes
 
 
-@dataclass(slots=True)
-class Trim:
+class Trim(Struct):
     """Remove, in small steps and when there is time, what no kept checkpoint needs."""
 
 
-@dataclass(slots=True)
-class LoadLog:
+class LoadLog(Struct):
     pass
 
 
-@dataclass(slots=True)
-class CheckCheckpoint:
+class CheckCheckpoint(Struct):
     """Read the whole blob of ``header``'s checkpoint and compare it with what was written."""
 
     header: CheckpointHeader
 
 
-@dataclass(slots=True)
-class ReadCheckpointChunk:
+class ReadCheckpointChunk(Struct):
     checkpoint_id: int
     index: int
 
 
-@dataclass(slots=True)
-class ReadRecords:
+class ReadRecords(Struct):
     first_sequence_id: int
     size_bytes_max: int
 
 
-@dataclass(slots=True)
-class ReadSpilled:
+class ReadSpilled(Struct):
     """Of what memory had no room for: as :meth:`LogStore.read_spilled`."""
 
     destination: str
@@ -96,75 +85,65 @@ class ReadSpilled:
     size_bytes_max: int
 
 
-@dataclass(slots=True)
-class OpenPeer:
+class OpenPeer(Struct):
     """Find out where ``destination`` is. What is sent there before that is known may be dropped; PeerMoved follows."""
 
     destination: str
 
 
-@dataclass(slots=True)
-class SendToPeer:
+class SendToPeer(Struct):
     destination: str
     tag: int
     frame: PeerFrame
 
 
-@dataclass(slots=True)
-class ResetPeer:
+class ResetPeer(Struct):
     """Forget all that is on its way to ``destination``."""
 
     destination: str
 
 
-@dataclass(slots=True)
-class PeerResetDone:
+class PeerResetDone(Struct):
     """Answers PeerReset, once it is durable; ``found`` False: nothing is known of that peer."""
 
     token: object
     found: bool
 
 
-@dataclass(slots=True)
-class ReplyToPeer:
+class ReplyToPeer(Struct):
     token: object
     frame: PeerFrame
 
 
-@dataclass(slots=True)
-class ReplyToClient:
+class ReplyToClient(Struct):
     """At most once: a client asks again. ``token`` is that of any frame of this client, and may be used again."""
 
     token: object
     frame: ClientFrame
 
 
-@dataclass(slots=True)
-class WakeAt:
+class WakeAt(Struct):
     """``time_ns``: ns since the Unix epoch."""
 
     time_ns: int
 
 
-@dataclass(slots=True)
-class UpgradeEnded:
+class UpgradeEnded(Struct):
     """The upgrade to ``version`` is durable, or (with a ``problem``) given up: then it is not to be tried again."""
 
     version: int
     problem: str | None = None
 
 
-@dataclass(slots=True)
-class Report:
+class Report(Struct):
     """A line for the operator. ``level`` is a name of the logging module's, in lower case."""
 
     level: str
     message: str
-    fields: Mapping[str, object] = field(default_factory=dict)
+    fields: Mapping[str, object] = {}
 
 
-@dataclass(slots=True)
-class Stop:
+class Stop(Struct):
     """The end: cleanly where ``error`` is None."""
 
     error: ImmortalError | None = None

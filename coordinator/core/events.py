@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from coordinator.core.errors import LogError
 from coordinator.core.interfaces import LogSpace, LogSummary, OutputBatch
@@ -11,48 +12,41 @@ from protocol.client import ClientFrame
 from protocol.peer import PeerFrame
 
 
-@dataclass(slots=True)
-class AppConnected:
+class AppConnected(Struct):
     """An app has connected. Only one at a time: the runtime turns others away."""
 
 
-@dataclass(slots=True)
-class AppData:
+class AppData(Struct):
     """Bytes from the app, in any pieces."""
 
     data: bytes
 
 
-@dataclass(slots=True)
-class AppSent:
+class AppSent(Struct):
     """The app's socket has taken ``size_bytes`` more of what SendToApp handed over."""
 
     size_bytes: int
 
 
-@dataclass(slots=True)
-class AppClosed:
+class AppClosed(Struct):
     """The app's connection is gone."""
 
 
-@dataclass(slots=True)
-class PeerFrameReceived:
+class PeerFrameReceived(Struct):
     """A peer coordinator says something; ``token`` is to be given back in ReplyToPeer, once."""
 
     token: object
     frame: PeerFrame
 
 
-@dataclass(slots=True)
-class ClientFrameReceived:
+class ClientFrameReceived(Struct):
     """A client, which is no instance, says something; ``token`` is for ReplyToClient, as often as there is need."""
 
     token: object
     frame: ClientFrame
 
 
-@dataclass(slots=True)
-class PeerReplied:
+class PeerReplied(Struct):
     """The answer to a frame of ours; ``tag`` is that of the SendToPeer it answers."""
 
     destination: str
@@ -60,66 +54,57 @@ class PeerReplied:
     frame: PeerFrame
 
 
-@dataclass(slots=True)
-class PeerMoved:
+class PeerMoved(Struct):
     """A destination is reached in another place, or for the first time: nothing of what is on its way will arrive."""
 
     destination: str
 
 
-@dataclass(slots=True)
-class PeerReset:
+class PeerReset(Struct):
     """An operator asks to forget which log ``peer`` had; answered by PeerResetDone with ``token``."""
 
     peer: str
     token: object
 
 
-@dataclass(slots=True)
-class Committed:
+class Committed(Struct):
     """The transaction of the Commit with this ticket is durable, and all before it."""
 
     ticket: int
 
 
-@dataclass(slots=True)
-class ChunkWritten:
+class ChunkWritten(Struct):
     """One WriteCheckpointChunk is done."""
 
     size_bytes: int
 
 
-@dataclass(slots=True)
-class LogLoaded:
+class LogLoaded(Struct):
     """Answers LoadLog."""
 
     summary: LogSummary
 
 
-@dataclass(slots=True)
-class CheckpointChecked:
+class CheckpointChecked(Struct):
     """Answers CheckCheckpoint: ``problem`` is None where every byte is what was written."""
 
     checkpoint_id: int
     problem: str | None
 
 
-@dataclass(slots=True)
-class CheckpointChunkRead:
+class CheckpointChunkRead(Struct):
     """Answers ReadCheckpointChunk; empty behind the last chunk."""
 
     data: bytes
 
 
-@dataclass(slots=True)
-class RecordsRead:
+class RecordsRead(Struct):
     """Answers ReadRecords: verified values (record + trailer), in order."""
 
     values: Sequence[bytes]
 
 
-@dataclass(slots=True)
-class SpilledRead:
+class SpilledRead(Struct):
     """Answers ReadSpilled, with its ``destination`` and ``first_position``."""
 
     destination: str
@@ -127,32 +112,27 @@ class SpilledRead:
     batches: Sequence[OutputBatch]
 
 
-@dataclass(slots=True)
-class LogMeasured:
+class LogMeasured(Struct):
     """How much room the log takes, and has. To be said now and then, at least while there is too little."""
 
     space: LogSpace
 
 
-@dataclass(slots=True)
-class LogFailed:
+class LogFailed(Struct):
     """The log could not be read or written; there is no way on."""
 
     error: LogError
 
 
-@dataclass(slots=True)
-class CheckpointRequested:
+class CheckpointRequested(Struct):
     """An operator asks for a checkpoint."""
 
 
-@dataclass(slots=True)
-class Tick:
+class Tick(Struct):
     """The moment of a WakeAt has come."""
 
 
-@dataclass(slots=True)
-class StopRequested:
+class StopRequested(Struct):
     """Stop cleanly: with a checkpoint where there is something to checkpoint."""
 
 

@@ -221,6 +221,16 @@ class Messenger:
         link.close()
         return len(link.outbox)
 
+    def reconnect(self, destination: str) -> None:
+        """There is a sign that somebody is there again: where there is no connection, do not wait with trying."""
+        self._thread.call(lambda: self._reconnect(destination))
+
+    def _reconnect(self, destination: str) -> None:
+        self._check_open()
+        link = self._links.get(destination)
+        if link is not None and not link.connected and link.monitor_descriptor is not None:
+            self._reopen_link(link)
+
     def pending_count(self, destination: str) -> int:
         """How many messages to ``destination`` are not acknowledged, sent or not."""
         return self._thread.call(lambda: self._pending_count(destination))

@@ -99,3 +99,5 @@ def prepare_environment() -> None:
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     os.environ["DO_NOT_TRACK"] = "1"
+    # As where a package is installed: without it each start of ours, not of the rivals', would compile its modules.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import select
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,11 @@ from coordinator.core.interfaces import CheckpointHeader, ImpulseBatch, SourcePo
 from coordinator.log import MemoryLogStore
 from coordinator.log_writer import JOINED_SIZE_BYTES_MAX, LogWriter
 from coordinator.logs import Events
+from coordinator.messenger import Messenger
 from coordinator.registry import Registry
-from coordinator.runtime import check_checkpoint
+from coordinator.runtime import Coordinator, check_checkpoint
 from protocol.checksum import crc64
+from protocol.peer import FrameType, PeerFrame, encode_frame
 from protocol.record import encode_record
 from protocol.trailer import Trailer, encode_trailer
 
@@ -336,3 +339,37 @@ def test_the_next_app_is_accepted_only_when_the_core_knows_that_the_last_one_is_
     finally:
         endpoint.close()
         epoll.close()
+
+
+def test_a_peer_that_says_hello_is_connected_to_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has just been started; ZeroMQ by itself would wait for a minute."""
+    for name in ("RECONNECT_MS_MIN", "RECONNECT_MS_MAX"):
+        monkeypatch.setattr(f"coordinator.messenger.link.{name}", 60_000)
+    registry = Registry(tmp_path)
+    settings, bob = (registry.register(name, f"ipc://{tmp_path}/{name}") for name in ("alice", "bob"))
+    coordinator = Coordinator(settings, registry, MemoryLogStore(), Events("alice"))
+    ours, theirs = coordinator._messenger, Messenger()
+
+    def drive(until: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not until():
+            assert time.monotonic() < deadline_s
+            select.select([ours, theirs], [], [], 0.01)
+            ours.process()
+            theirs.process()
+
+    try:
+        ours.listen(settings.peer, coordinator._peer_frame_received)
+        coordinator._routes.add("bob", 0)
+        ours.send_message(bob.peer, b"a call")
+        theirs.listen(bob.peer, lambda received: received.reply())
+        drive(lambda: ours.connected(bob.peer))
+        theirs.close()
+        theirs = Messenger()
+        drive(lambda: not ours.connected(bob.peer))
+        theirs.listen(bob.peer, lambda received: received.reply())
+        theirs.send_message(settings.peer, encode_frame(PeerFrame(FrameType.HELLO, "bob", "alice", 7, 1, 0)))
+        drive(lambda: ours.connected(bob.peer))
+    finally:
+        theirs.close()
+        coordinator._close()

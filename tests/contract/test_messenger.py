@@ -1292,6 +1292,27 @@ def test_what_waits_in_zeromq_does_not_overtake_at_a_reconnect(house: House) -> 
     assert arrived == list(range(200))
 
 
+def test_who_is_known_to_be_there_again_is_connected_to_at_once(
+    networked: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeroMQ by itself would wait for a minute."""
+    for name in ("RECONNECT_MS_MIN", "RECONNECT_MS_MAX"):
+        monkeypatch.setattr(f"coordinator.messenger.link.{name}", 60_000)
+    first, second, sender = (networked.messenger() for _ in range(3))
+    endpoint = first.listen(networked.fixed_endpoint(), echo)
+    sender.send_message(endpoint, b"before")
+    networked.drive(lambda: sender.pending_count(endpoint) == 0)
+    sender.reconnect(endpoint)
+    assert sender.connected(endpoint), "a connection that there is stays"
+    networked.close(first)
+    networked.drive(lambda: not sender.connected(endpoint))
+    sender.send_message(endpoint, b"after")
+    listen_when_free(second, endpoint, echo)
+    sender.reconnect(endpoint)
+    networked.drive(lambda: sender.pending_count(endpoint) == 0)
+    sender.reconnect("tcp://127.0.0.1:1")  # nothing was ever sent there
+
+
 @pytest.mark.usefixtures("small_pipes")
 def test_a_full_pipe_waits_and_loses_nothing(house: House) -> None:
     """The receiver does not read, so ZeroMQ says EAGAIN; then it reads, and the sender's descriptor tells."""

@@ -299,7 +299,8 @@ def test_pauses_grow_and_begin_again() -> None:
     pause = RestartPause()
     grown = [pause.after(1, recovered=False) for _ in range(8)]
     assert grown == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0])
-    assert pause.after(10, recovered=False) == pytest.approx(0.1)
+    assert pause.after(10, recovered=False) == 0
+    assert pause.after(9.9, recovered=False) == pytest.approx(0.1)
     assert pause.after(9.9, recovered=False) == pytest.approx(0.2)
     assert pause.after(0.5, recovered=True) == pytest.approx(0.1)
 
