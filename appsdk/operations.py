@@ -84,7 +84,7 @@ class Target:
     ``handler`` is what the log calls, ``called`` what runs: an overridden one, by ``super()``.
     """
 
-    __slots__ = ("called", "codec", "destination", "handler", "is_call", "send", "what")
+    __slots__ = ("called", "codec", "destination", "handler", "is_call", "is_overridden", "send", "what")
 
     def __init__(
         self, destination: str, handler: Handler[Any, Any], called: Handler[Any, Any], codec: ArgumentCodec
@@ -93,6 +93,7 @@ class Target:
         self.handler = handler
         self.called = called
         self.codec = codec
+        self.is_overridden = called is not handler and called.is_async
         self.is_call = bool(destination) or called.is_async  # else a step
         self.what = f"call {destination or 'self'}.{called.name}" if self.is_call else f"step {called.name}"
         self.send: Callable[[tuple[Any, ...]], None] | None = None  # made with the first call

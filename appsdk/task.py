@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import uuid
 from collections.abc import Callable
-from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -134,13 +133,16 @@ class Task(Fibers):
 
     # --- running ----------------------------------------------------------------------------------------------------
 
-    def advance(self, wake: Callable[[], None] | None = None) -> None:
-        """Let ``wake`` wake somebody; until all of it waits, or it is done. Raises HandlerError, JournalError."""
+    def advance(self, wake: Callable[..., None] | None = None, arguments: tuple[Any, ...] = ()) -> None:
+        """Let ``wake(*arguments)`` wake somebody; until all of it waits, or it is done.
+
+        Raises HandlerError, JournalError.
+        """
         while True:
             self._is_running = True
             try:
                 if wake is not None:
-                    wake()
+                    wake(*arguments)
                 self.run()
             except ContinueAs:
                 pass
@@ -155,7 +157,7 @@ class Task(Fibers):
                 raise self._stopped.error
             if self._continuation is None:
                 break
-            wake = partial(self._start_over, self._continuation)
+            wake, arguments = self._start_over, (self._continuation,)
         if not self.pending and not self.is_done and self._rebuild is None:
             raise self.failure(UsageError("its coroutines wait for each other, and for nothing that could come"))
 
@@ -182,7 +184,7 @@ class Task(Fibers):
             outcome = operation.outcome(raised, value)
         except (msgspec.DecodeError, LookupError, UnicodeDecodeError) as error:
             raise self._misfit(operation, error) from None
-        self.advance(partial(operation.complete, *outcome))
+        self.advance(operation.complete, outcome)
 
     def result(self) -> tuple[Any, BaseException | None]:
         """How it ended: (value, None) or (None, error). Raises HandlerError for what it made and never awaited."""

@@ -197,9 +197,8 @@ class TaskHandler:
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Awaitable[Any]:
         task, target = self._task, self._target
-        handler = target.called
-        if handler is not target.handler and handler.is_async:  # the log would call the overriding one
-            coroutine: Awaitable[Any] = handler.function(TaskSelf(task), *arguments, **keywords)
+        if target.is_overridden:  # the log would call the overriding one
+            coroutine: Awaitable[Any] = target.called.function(TaskSelf(task), *arguments, **keywords)
             return coroutine
         bound = target.codec.bind(arguments, keywords)
         _ = target.codec.decode_result  # raises here, where the call is made
@@ -223,11 +222,11 @@ class TaskPeer:
         return f"<peer {self._immortal_peer.name!r}>"
 
     def __getattr__(self, name: str) -> TaskHandler:
-        if name.startswith("__"):
-            raise AttributeError(name)
         source, tasks = self._immortal_peer, self._immortal_task.tasks
         target = tasks.peer_targets.get((source, name))
         if target is None:
+            if name.startswith("__"):
+                raise AttributeError(name)
             handler = find_handler(source.resolve(), name)
             target = tasks.peer_targets[source, name] = tasks.target(source.name, handler, handler)
         return TaskHandler(self._immortal_task, target)

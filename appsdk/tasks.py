@@ -49,6 +49,8 @@ class _ReturnedNothing(msgspec.Struct, array_like=True, gc=False):
 
 
 _take_call_number = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+_RETURNED_VALUE, _RETURNED_NOTHING, _RAISED = RpcKind.RETURNED_VALUE, RpcKind.RETURNED_NOTHING, RpcKind.RAISED
+# ... found faster than an enum's attributes
 _decode_value = msgspec.msgpack.Decoder(_ReturnedValue).decode
 _decode_nothing = msgspec.msgpack.Decoder(_ReturnedNothing).decode
 _write_time = make_writer("the clock", CLOCK_METHOD_ID, RpcType.IMPULSE)
@@ -261,9 +263,9 @@ class Tasks:
             name, arguments, attributes = msgspec.msgpack.decode(value, type=list[msgspec.Raw])
             self._sender(caller, handler, RpcKind.RAISED)((*front, name, arguments, attributes))
         elif value == NOTHING:
-            self._sender(caller, handler, RpcKind.RETURNED_NOTHING)(front)
+            self._sender(caller, handler, _RETURNED_NOTHING)(front)
         else:
-            self._sender(caller, handler, RpcKind.RETURNED_VALUE)((*front, msgspec.Raw(value)))
+            self._sender(caller, handler, _RETURNED_VALUE)((*front, msgspec.Raw(value)))
 
     def refuse(self, caller: Caller, reason: str) -> None:
         """A client's call can't be made: tell it why."""
@@ -364,10 +366,10 @@ class Tasks:
     def answered(self, kind: RpcKind, data: bytes) -> None:
         """An answer has come. One that nobody waits for any more is left alone. Raises HandlerError."""
         try:
-            if kind is RpcKind.RETURNED_VALUE:
+            if kind is _RETURNED_VALUE:
                 returned = _decode_value(data)
                 number, value = returned.number, bytes(returned.value)
-            elif kind is RpcKind.RETURNED_NOTHING:
+            elif kind is _RETURNED_NOTHING:
                 number, value = _decode_nothing(data).number, NOTHING
             else:
                 number_raw, *rest = _take_call_number(data)
@@ -381,7 +383,7 @@ class Tasks:
                 context.message_index,
             ) from None
         if (call := self.calls.get(number)) is not None:
-            self._resolve(call, kind is RpcKind.RAISED, value)
+            self._resolve(call, kind is _RAISED, value)
             if self._queue:
                 self.drain()
 

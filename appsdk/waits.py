@@ -119,12 +119,14 @@ class Wait(Generic[T]):
                 self.cancel()
 
     def complete(self, value: Any = None, error: BaseException | None = None) -> None:
-        if not self.is_over:
+        state = self._state
+        if state is _BEGUN or state is _NEW:
             self._state = _DONE
             self._value, self._error = value, error
             watchers, self._watchers = self._watchers, None
-            for watcher in watchers or ():
-                watcher()
+            if watchers is not None:
+                for watcher in watchers:
+                    watcher()
 
     def cancel(self) -> None:
         """Nobody is to learn how it ends."""
@@ -161,7 +163,7 @@ class Fiber(Wait[T]):
 
     def step(self) -> None:
         """Run up to the next wait. Raises what is meant for no coroutine (see :class:`Fibers`)."""
-        if self.is_over:
+        if self._state is not _BEGUN:
             return
         try:
             awaited = self._coroutine.send(None)
@@ -170,7 +172,7 @@ class Fiber(Wait[T]):
         except (Exception, SystemExit) as error:
             self.complete(error=error)
         else:
-            if isinstance(awaited, Wait) and awaited.belongs_to(self._fibers):
+            if isinstance(awaited, Wait) and awaited._fibers is self._fibers:
                 self._waits_for = awaited
                 awaited.watch(self._resume)
             else:
