@@ -23,7 +23,7 @@ from coordinator.app_endpoint import AppEndpoint
 from coordinator.config import InstanceSettings
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
-from coordinator.core.errors import DamagedLogError, DivergenceError, LogError, LogFormatError
+from coordinator.core.errors import DamagedLogError, DivergenceError, LogError, LogFormatError, LogIdentityError
 from coordinator.core.interfaces import CheckpointHeader, LogStore
 from coordinator.core.limits import MIB, Limits
 from coordinator.core.machine import Machine
@@ -597,7 +597,7 @@ def run_coordinator(settings: InstanceSettings, registry: Registry, *, promote: 
     descriptors.raise_limit()
     try:
         return _run_with_log(settings, registry, promote=promote)
-    except (DamagedLogError, LogFormatError) as error:
+    except (DamagedLogError, LogFormatError, LogIdentityError) as error:
         Events(settings.name).error(str(error))
         return STATUS_NO_RECOVERY
 

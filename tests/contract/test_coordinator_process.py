@@ -347,6 +347,12 @@ def test_a_log_of_a_newer_format(house: House) -> None:
     assert f"has format version {newer}, this program reads version {log_format.FORMAT_VERSION}" in line
 
 
+def test_a_log_of_another_instance_is_refused_for_good(house: House) -> None:
+    house.register("alice", "bob")
+    create_log(house.settings("bob").log, "alice").close()
+    assert "belongs to instance 'alice', not to 'bob'" in house.start("bob", started=False).failed(STATUS_NO_RECOVERY)
+
+
 @pytest.mark.parametrize("damaged", [3, 5], ids=["in the middle", "at the end"])
 def test_a_damaged_record_is_named(house: House, damaged: int) -> None:
     house.register("alice")
