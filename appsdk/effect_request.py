@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextvars
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -130,7 +131,7 @@ class EffectRequest:
     ``is_done``: it has been answered. ``is_cancelled``: nobody waits for it any more.
     """
 
-    __slots__ = ("_encoded", "_function", "_send", "is_cancelled", "is_done", "key", "number", "options")
+    __slots__ = ("_encoded", "_function", "_make_key", "_send", "is_cancelled", "is_done", "number", "options")
 
     def __init__(
         self,
@@ -138,12 +139,12 @@ class EffectRequest:
         function: EffectFunction,
         encoded: bytes,
         options: EffectOptions,
-        key: str,
+        make_key: Callable[[], str],
         send: Callable[[bool, bytes], None],
     ) -> None:
         self.number = number
         self.options = options
-        self.key = key
+        self._make_key = make_key
         self.is_done = False
         self.is_cancelled = False
         self._function = function
@@ -152,6 +153,11 @@ class EffectRequest:
 
     def __repr__(self) -> str:
         return f"<effect {self.name}, {self.key}>"
+
+    @property
+    def key(self) -> str:
+        """Made each time: few functions ask for it."""
+        return self._make_key()
 
     @property
     def name(self) -> str:
@@ -174,22 +180,25 @@ class EffectRequest:
 
     def call(self, attempt: int = 1) -> Any:
         """Call the function, a plain ``def``; returns and raises what it does."""
+        return contextvars.copy_context().run(self._call, attempt)
 
-        def run() -> Any:
-            current_context.set(EffectContext(self.key, attempt))
-            arguments, keywords = self.arguments
-            return self.function(*arguments, **keywords)
-
-        return contextvars.copy_context().run(run)
+    def _call(self, attempt: int) -> Any:
+        current_context.set(partial(self.context, attempt))
+        arguments, keywords = self.arguments
+        return self.function(*arguments, **keywords)
 
     async def call_async(self, attempt: int = 1) -> Any:
         """Call the function, an ``async def``, in an asyncio task; returns and raises what it does."""
-        token = current_context.set(EffectContext(self.key, attempt))
+        token = current_context.set(partial(self.context, attempt))
         try:
             arguments, keywords = self.arguments
             return await self.function(*arguments, **keywords)
         finally:
             current_context.reset(token)
+
+    def context(self, attempt: int) -> EffectContext:
+        """What the function can know of itself."""
+        return EffectContext(self.key, attempt)
 
     def wait_s(self, error: BaseException, attempt: int) -> float | None:
         """How long to wait after this attempt (from 1) has failed, before the next one; None: it was the last."""

@@ -1,26 +1,43 @@
 """Runs effects in the app's process: an ``async def`` on an asyncio loop, a ``def`` in a thread.
 
-The loop has a thread of its own, which is started with the first effect. There each effect is a task: it waits for one
-of the places, runs an attempt, answers, or waits for the next attempt (and leaves its place to others meanwhile). All
-threads are daemons: the process never waits for them, whatever the user's code is at.
+Each attempt waits for one of the places, in order, runs, and answers, or leaves its place to others until the next
+attempt. A ``def`` goes from the handlers' thread into the one that runs it, and its result from there to where the
+handlers' thread sends it: no third one is woken up. All threads are daemons: the process never waits for them, whatever
+the user's code is at. The loop is there when the first effect needs it.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from queue import SimpleQueue
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 from appsdk.effect_request import EffectRequest, encodable
+from appsdk.effect_threads import Threads
+
+if TYPE_CHECKING:
+    from appsdk.effect_loop import EffectLoop
 
 SAY_INTERVAL_S = 10.0  # between two lines about failed attempts of one function
-STOP_TIMEOUT_S = 1.0  # for what an async effect does when it is cancelled at the end
 
-_OF_THE_FUNCTION = (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError)  # not: that the loop is no more
+
+class _Attempt:
+    """``number`` counts from 1. ``is_over``: of one with a timeout, that it has ended in one way or the other."""
+
+    __slots__ = ("is_over", "number", "request")
+
+    def __init__(self, request: EffectRequest, number: int) -> None:
+        self.request = request
+        self.number = number
+        self.is_over = False
+
+    @property
+    def timeout_s(self) -> float | None:
+        timeout = self.request.options.timeout
+        return None if timeout is None else timeout.total_seconds()
 
 
 class OutsideRunner:
@@ -28,105 +45,152 @@ class OutsideRunner:
     know."""
 
     def __init__(self, places: int, warn: Callable[[str], None]) -> None:
-        self._places_count = places
+        self._places_count = self._free_count = places
         self._warn = warn
         self._warned: set[str] = set()
         self._quiet_until_s: dict[str, float] = {}  # by name
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._tasks: dict[EffectRequest, asyncio.Task[None]] = {}
-        self._places = asyncio.Semaphore(places)
+        self._lock = threading.Lock()
+        self._waiting: deque[_Attempt] = deque()  # for a place
+        self._is_stopped = False
+        self._threads = Threads(places, self._run_in_thread)
+        self._loop: EffectLoop | None = None
 
     # --- the handlers' thread -----------------------------------------------------------------------------------------
 
     def start(self, request: EffectRequest) -> None:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._threads = _Threads(self._loop)
-            self._thread = threading.Thread(target=self._run_loop, args=(self._loop,), name="effects", daemon=True)
-            self._thread.start()
-        self._loop.call_soon_threadsafe(self._begin, request)
+        self._begin(_Attempt(request, 1))
 
     def cancel(self, request: EffectRequest) -> None:
         if self._loop is not None and not request.is_done:
-            self._loop.call_soon_threadsafe(self._cancel, request)
+            self._loop.cancel(request)
 
     def stop(self) -> None:
         """The app ends: what still runs is cancelled, and for a moment waited for."""
+        with self._lock:
+            self._is_stopped = True
+            self._waiting.clear()
+        self._threads.forget_all()
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._end()))
-            self._thread.join(2 * STOP_TIMEOUT_S)
+            self._loop.stop()
 
-    # --- the loop -----------------------------------------------------------------------------------------------------
+    # --- places: any thread -------------------------------------------------------------------------------------------
 
-    def _run_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        asyncio.set_event_loop(loop)
-        loop.run_forever()
-        if not self._tasks:  # else one does not let go: it ends with the process
-            loop.run_until_complete(loop.shutdown_asyncgens())
-            loop.close()
-
-    async def _end(self) -> None:
-        for task in self._tasks.values():
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks.values(), timeout=STOP_TIMEOUT_S)
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda loop, problem: None)  # of tasks that do not let go there is no more to say
-        loop.stop()
-
-    def _begin(self, request: EffectRequest) -> None:
-        if not request.is_cancelled:
-            task = self._tasks[request] = asyncio.ensure_future(self._run(request))
-            task.add_done_callback(lambda task: self._tasks.pop(request))
-
-    def _cancel(self, request: EffectRequest) -> None:
-        if (task := self._tasks.get(request)) is not None:
-            task.cancel()
-
-    async def _run(self, request: EffectRequest) -> None:
-        attempt = 0
-        while True:
-            attempt += 1
-            try:
-                request.returned(await self._attempt(request, attempt))
+    def _begin(self, attempt: _Attempt) -> None:
+        with self._lock:
+            if not self._free_count:
+                self._waiting.append(attempt)
                 return
-            except _OF_THE_FUNCTION as error:
-                if self._tasks[request].cancelling():  # by us: nobody waits for it any more
-                    return
-                wait_s = request.wait_s(error, attempt)
-                if wait_s is None:
-                    request.raised(error, attempt)
-                    return
-                self._say_retry(request.name, attempt, error, wait_s)
-            await asyncio.sleep(wait_s)
+            self._free_count -= 1
+        self._run(attempt)
 
-    async def _attempt(self, request: EffectRequest, attempt: int) -> Any:
-        await self._places.acquire()
-        timeout_s = None if request.options.timeout is None else request.options.timeout.total_seconds()
-        timeout = asyncio.timeout(timeout_s)
+    def _leave(self) -> None:
+        """The place goes to who has waited longest."""
+        with self._lock:
+            following = None
+            while self._waiting and following is None:
+                first = self._waiting.popleft()
+                following = None if first.request.is_cancelled else first
+            if following is None:
+                self._free_count += 1
+        if following is not None:
+            self._run(following)
+
+    def _run(self, attempt: _Attempt) -> None:
+        if attempt.request.is_async:
+            self._use_loop().run(attempt.request, partial(self._run_on_loop, attempt))
+        else:
+            self._threads.add(attempt)
+
+    def _use_loop(self) -> EffectLoop:
+        with self._lock:
+            if self._loop is None:
+                from appsdk.effect_loop import EffectLoop  # here: asyncio takes longer to import than all else
+
+                self._loop = EffectLoop()
+            return self._loop
+
+    # --- a thread, or the loop ----------------------------------------------------------------------------------------
+
+    def _run_in_thread(self, attempt: _Attempt) -> None:
+        request, timeout_s = attempt.request, attempt.timeout_s
+        if not request.is_cancelled and not self._is_stopped:
+            if timeout_s is not None:
+                self._use_loop().call_later(timeout_s, request, partial(self._expire, attempt))
+            value: object = None
+            error: BaseException | None = None
+            try:
+                value = request.call(attempt.number)
+            except StopIteration as raised:  # as of an 'async def', where Python makes it so
+                error = RuntimeError(f"it raised {raised!r}")
+            except BaseException as raised:  # a thread has nobody else to tell
+                error = raised
+            if timeout_s is None or self._ends(attempt):
+                if timeout_s is not None:
+                    self._use_loop().cancel(request)
+                self._answer(attempt, value, error)
+        self._leave()
+
+    async def _run_on_loop(self, attempt: _Attempt) -> None:
+        import asyncio  # the loop is there, so it is imported
+
+        request, timeout_s, task = attempt.request, attempt.timeout_s, asyncio.current_task()
+        value: object = None
+        error: BaseException | None = None
         try:
-            if request.is_async:
-                try:
-                    async with timeout:
-                        return await request.call_async(attempt)
-                finally:
-                    self._places.release()
-            done = self._threads.run(lambda: request.call(attempt))
-            done.add_done_callback(lambda done: self._places.release())
-            async with timeout:
-                return await asyncio.shield(done)
-        except TimeoutError as error:
-            if not timeout.expired():
-                raise
-            if not request.is_async:
-                self._warn_of(request.name)
-            # Where an 'async def' waited is worth knowing; of a thread there is nothing to see.
-            raise TimeoutError(f"nothing returned within {timeout_s:g} s") from (error if request.is_async else None)
+            if timeout_s is None:
+                value = await request.call_async(attempt.number)
+            else:
+                async with asyncio.timeout(timeout_s) as timeout:
+                    value = await request.call_async(attempt.number)
+        except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as raised:  # not: the loop is no more
+            error = raised
+            if isinstance(raised, TimeoutError) and timeout_s is not None and timeout.expired():
+                error = _nothing_came(timeout_s)
+                error.__cause__ = raised  # where it waited is worth knowing
+        if not (task and task.cancelling()):  # by us: nobody waits for it any more
+            self._answer(attempt, value, error)
+        self._leave()
+
+    def _ends(self, attempt: _Attempt) -> bool:
+        """Whether it was not over before."""
+        with self._lock:
+            was_over, attempt.is_over = attempt.is_over, True
+        return not was_over
+
+    def _expire(self, attempt: _Attempt) -> None:
+        """It keeps its place: its thread goes on."""
+        timeout_s = attempt.timeout_s
+        if timeout_s is not None and self._ends(attempt):
+            self._warn_of(attempt.request.name)
+            self._answer(attempt, None, _nothing_came(timeout_s))
+
+    def _answer(self, attempt: _Attempt, value: object, error: BaseException | None) -> None:
+        request = attempt.request
+        if error is None:
+            try:
+                request.returned(value)
+                return
+            except Exception as problem:  # what it returned is not what it is declared to
+                error = problem
+        if request.is_cancelled or self._is_stopped:
+            return
+        wait_s = request.wait_s(error, attempt.number)
+        if wait_s is None:
+            request.raised(error, attempt.number)
+            return
+        self._say_retry(request.name, attempt.number, error, wait_s)
+        following = _Attempt(request, attempt.number + 1)
+        self._use_loop().call_later(wait_s, request, partial(self._begin, following))
+
+    # --- what people should know --------------------------------------------------------------------------------------
 
     def _say_retry(self, name: str, attempt: int, error: BaseException, wait_s: float) -> None:
         now_s = time.monotonic()
-        if now_s >= self._quiet_until_s.get(name, 0.0):
-            self._quiet_until_s[name] = now_s + SAY_INTERVAL_S
+        with self._lock:
+            is_quiet = now_s < self._quiet_until_s.get(name, 0.0)
+            if not is_quiet:
+                self._quiet_until_s[name] = now_s + SAY_INTERVAL_S
+        if not is_quiet:
             failure = f"{type(error).__name__}: {encodable(error)}"
             self._warn(
                 f"warning: attempt {attempt} at the effect {name} has failed ({failure}); the next in {wait_s:g} s"
@@ -142,45 +206,5 @@ class OutsideRunner:
             )
 
 
-class _Threads:
-    """Threads that run one call after the other, made when all others are busy. To be used on the loop."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._idle: list[SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]]]] = []
-
-    def run(self, function: Callable[[], Any]) -> asyncio.Future[Any]:
-        if self._idle:
-            work = self._idle.pop()
-        else:
-            work = SimpleQueue()
-            threading.Thread(target=self._work, args=(work,), name="effect", daemon=True).start()
-        done: asyncio.Future[Any] = self._loop.create_future()
-        work.put((function, done))
-        return done
-
-    def _work(self, work: SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]]]) -> None:
-        while True:
-            function, done = work.get()
-            value, error = None, None
-            try:
-                value = function()
-            except BaseException as raised:  # a thread has nobody else to tell
-                error = raised
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the app ends
-                self._loop.call_soon_threadsafe(self._end, work, done, value, error)
-            del function, done, value, error
-
-    def _end(
-        self,
-        work: SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]]],
-        done: asyncio.Future[Any],
-        value: Any,
-        error: BaseException | None,
-    ) -> None:
-        self._idle.append(work)
-        if error is None:
-            done.set_result(value)
-        else:
-            # A future takes no StopIteration.
-            done.set_exception(RuntimeError(f"it raised {error!r}") if isinstance(error, StopIteration) else error)
+def _nothing_came(timeout_s: float) -> TimeoutError:
+    return TimeoutError(f"nothing returned within {timeout_s:g} s")

@@ -176,17 +176,20 @@ class WaitingEffects:
                 self._run(effect, runner)
 
     def _run(self, effect: Effect, runner: EffectRunner) -> None:
-        key = effect.options.key or self._key(effect)
+        task = effect.task  # which may have gone on by the time at which the key is asked for
+        make_key = partial(self._key, effect.options.key, task.number, task.generation, effect.step)
         send = partial(self._send, effect.number, effect.what, effect.detail)
-        request = EffectRequest(effect.number, effect.function, effect.encoded, effect.options, key, send)
+        request = EffectRequest(effect.number, effect.function, effect.encoded, effect.options, make_key, send)
         self._requests[effect.number] = request
         runner.start(request)
 
-    def _key(self, effect: Effect) -> str:
-        """The same for the same step of the same handler of the same instance's life, and for no other's."""
-        task, context = effect.task, self._context
-        digest = hashlib.blake2b(key=context.seed, digest_size=16)
-        digest.update(f"{context.instance_name}\n{task.number} {task.generation} {effect.step}".encode())
+    def _key(self, given: str | None, task_number: int, generation: int, step: int) -> str:
+        """The one that was given, or the same for the same step of the same handler of the same instance's life, and
+        for no other's. Any thread."""
+        if given is not None:
+            return given
+        digest = hashlib.blake2b(key=self._context.seed, digest_size=16)
+        digest.update(f"{self._context.instance_name}\n{task_number} {generation} {step}".encode())
         return str(uuid.UUID(bytes=digest.digest(), version=4))
 
     def _send(self, number: int, what: str, detail: int, raised: bool, value: bytes) -> None:

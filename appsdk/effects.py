@@ -131,12 +131,12 @@ class EffectContext:
     attempt: int
 
 
-current_context: ContextVar[EffectContext] = ContextVar("effect context")
+current_context: ContextVar[Callable[[], EffectContext]] = ContextVar("effect context")
 
 
 def effect_context() -> EffectContext:
     """In a function that runs as an effect, and what it calls: its key and attempt. Raises UsageError elsewhere."""
     try:
-        return current_context.get()
+        return current_context.get()()
     except LookupError:
         raise UsageError("effect_context(): only a function that is run by self.effect(...) has one") from None

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 from operator import attrgetter
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from appsdk import tracing
 from appsdk.breakpoint import Breakpoint
@@ -23,6 +23,7 @@ from appsdk.definition import Definition
 from appsdk.delivery import Delivery
 from appsdk.determinism import DeterminismError, check
 from appsdk.dispatch import Dispatcher
+from appsdk.effect_runner import OutsideRunner
 from appsdk.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -45,9 +46,6 @@ from appsdk.transport import CONNECT_TIMEOUT_S, Transport, Waker, connect, read_
 from protocol.allocator import keep_freed_memory
 from protocol.errors import ImmortalError
 from protocol.extensions import ALL_EXTENSIONS
-
-if TYPE_CHECKING:
-    from appsdk.effect_runner import OutsideRunner
 
 ADDRESS_VARIABLE = "IMMORTAL_APP_ADDRESS"
 SECRET_FILE_VARIABLE = "IMMORTAL_APP_SECRET_FILE"
@@ -182,8 +180,6 @@ def _run_connected(
 def _effect_runner(definition: Definition) -> OutsideRunner | None:
     if not any(one.has_tasks for one in definition.chain):
         return None
-    from appsdk.effect_runner import OutsideRunner  # here: asyncio takes longer to import than all else
-
     return OutsideRunner(definition.concurrent_effects, lambda text: say(definition.name, text))
 
 

@@ -8,10 +8,11 @@ import heapq
 import inspect
 import itertools
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 from appsdk.effect_request import EffectRequest
-from appsdk.effects import EffectContext, current_context
+from appsdk.effects import current_context
 from appsdk.errors import UsageError
 
 StandIns = Mapping[Callable[..., Any], Callable[..., Any]]
@@ -74,7 +75,7 @@ class StandInRunner:
     @staticmethod
     def _call(stand_in: Callable[..., Any], request: EffectRequest, attempt: int) -> Any:
         def call() -> Any:
-            current_context.set(EffectContext(request.key, attempt))
+            current_context.set(partial(request.context, attempt))
             positional, named = request.arguments
             value = stand_in(*positional, **named)
             return asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value

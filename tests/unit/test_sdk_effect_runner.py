@@ -118,7 +118,7 @@ class Outside:
             decoded = made.decode_error(value, known.raises) if raised else msgspec.msgpack.decode(value)
             self.answers.put((number, decoded))
 
-        return EffectRequest(number, made, encoder.encode(arguments), known, f"key {number}", send)
+        return EffectRequest(number, made, encoder.encode(arguments), known, lambda: f"key {number}", send)
 
     def start(self, function: Any, *arguments: Any, **options: Any) -> EffectRequest:
         request = self.request(function, *arguments, **options)

@@ -1,0 +1,96 @@
+"""An asyncio loop in a thread of its own: ``async def`` effects, and what is to be done at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Hashable
+from functools import partial
+from typing import Any
+
+STOP_TIMEOUT_S = 1.0  # for what an async effect does when it is cancelled at the end
+
+
+class EffectLoop:
+    """What it runs and waits for is known by a key, and can be cancelled by it. Any thread may call."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._tasks: dict[Hashable, asyncio.Task[None]] = {}
+        self._timers: dict[Hashable, asyncio.TimerHandle] = {}
+        self._asked: deque[Callable[[], object]] = deque()
+        self._is_told = False
+        self._thread = threading.Thread(target=self._serve, name="effects", daemon=True)
+        self._thread.start()
+
+    def run(self, key: Hashable, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """In a task."""
+        self._ask(partial(self._run, key, function))
+
+    def call_later(self, wait_s: float, key: Hashable, function: Callable[[], None]) -> None:
+        """On the loop."""
+        self._ask(partial(self._call_later, wait_s, key, function))
+
+    def cancel(self, key: Hashable) -> None:
+        """Its task is cancelled, its timer forgotten; harmless where there is neither."""
+        self._ask(partial(self._cancel, key))
+
+    def stop(self) -> None:
+        """What still runs is cancelled, and for a moment waited for."""
+        self._ask(lambda: asyncio.ensure_future(self._end()))
+        self._thread.join(2 * STOP_TIMEOUT_S)
+
+    def _ask(self, action: Callable[[], object]) -> None:
+        self._asked.append(action)
+        if not self._is_told:  # to tell the loop is a system call
+            self._is_told = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the app ends
+                self._loop.call_soon_threadsafe(self._take_asked)
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        if not self._tasks:  # else one does not let go: it ends with the process
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._loop.close()
+
+    def _take_asked(self) -> None:
+        self._is_told = False  # first: who asks from now on tells again
+        while self._asked:
+            self._asked.popleft()()
+
+    def _run(self, key: Hashable, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        task = self._tasks[key] = self._loop.create_task(function())
+        task.add_done_callback(partial(self._ended, key))
+
+    def _ended(self, key: Hashable, task: asyncio.Task[None]) -> None:
+        if self._tasks[key] is task:  # not the next attempt's
+            del self._tasks[key]
+
+    def _call_later(self, wait_s: float, key: Hashable, function: Callable[[], None]) -> None:
+        def call() -> None:
+            del self._timers[key]
+            function()
+
+        self._timers[key] = self._loop.call_later(wait_s, call)
+
+    def _cancel(self, key: Hashable) -> None:
+        if (timer := self._timers.pop(key, None)) is not None:
+            timer.cancel()
+        if (task := self._tasks.get(key)) is not None:
+            task.cancel()
+
+    async def _end(self) -> None:
+        for timer in self._timers.values():
+            timer.cancel()
+        for task in self._tasks.values():
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks.values(), timeout=STOP_TIMEOUT_S)
+        # Of tasks that do not let go there is no more to say.
+        self._loop.set_exception_handler(lambda loop, problem: None)
+        self._loop.stop()
