@@ -44,6 +44,7 @@ from coordinator.stop_requests import StopRequests
 APP_ADDRESS_VARIABLE = "IMMORTAL_APP_ADDRESS"
 STATUS_HANDLER_FAILED = 70
 STATUS_UPGRADE_FAILED = 71
+STATUS_TERMINATED = 128 + signal.SIGTERM  # of an app
 STATUS_CALLED_WRONGLY = 2
 STATUS_NO_RECOVERY = 3
 # What ends a process that reads a page of its log which the disk does not give, or that follows a damaged one.
@@ -214,7 +215,8 @@ class _Child:
 
 
 class Supervisor:
-    """Runs the two until they are to run no more. For the main thread: it takes SIGTERM and SIGINT.
+    """Runs the two until they are to run no more. For the main thread of a process that ends with it: it takes
+    SIGTERM and SIGINT.
 
     ``commands`` is asked before each start. ``gave_up_upgrade`` is told that the app gave an upgrade up, and says
     whether there is a version before it that can go on.
@@ -247,7 +249,8 @@ class Supervisor:
         """Returns the exit status."""
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
-        old_handlers = {number: signal.signal(number, self._take_signal) for number in _STOP_SIGNALS}
+        for number in _STOP_SIGNALS:
+            signal.signal(number, self._take_signal)
         old_wake = signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
         try:
             return self._run()
@@ -256,8 +259,8 @@ class Supervisor:
                 child.send(signal.SIGKILL)
                 child.collect()
             signal.set_wakeup_fd(old_wake)
-            for number, handler in old_handlers.items():
-                signal.signal(number, handler)
+            for number in _STOP_SIGNALS:
+                signal.signal(number, signal.SIG_IGN)  # one more wish must not spoil the exit status
             self._close_ready()
             self._wake_read.close()
             self._wake_write.close()
@@ -352,7 +355,7 @@ class Supervisor:
 
     def _was_starting(self, one: Exit) -> bool:
         """Whether our SIGTERM met it before it could hear of it: then it had not begun anything."""
-        return not self._was_ready and one.returncode == -signal.SIGTERM
+        return not self._was_ready and one.returncode in (-signal.SIGTERM, STATUS_TERMINATED)
 
     def _tell(self, verdict: Verdict, first: Exit) -> None:
         """The one line about who died, and how."""

@@ -42,6 +42,7 @@ UP = "import os, signal, sys; up = lambda: os.write(1, b'up\\n');"
 LIVES = UP + "up(); signal.pause()"  # dies of SIGTERM
 STUBBORN = UP + "signal.signal(signal.SIGTERM, signal.SIG_IGN); up(); signal.pause(); signal.pause()"
 ENDS = UP + "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); up(); signal.pause()"
+LEAVES = UP + "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); up(); signal.pause()"  # as an app does
 FOLLOWS = UP + "file = open(sys.argv[1]); up(); file.read()"  # until the coordinator has ended, then status 0
 LEADS = "import sys; file = open(sys.argv[1], 'w');" + ENDS
 FAST_S = 10.0
@@ -205,9 +206,10 @@ def test_a_stop_that_takes_too_long(start: Start) -> None:
     assert messages[1:] == ["stopping", "the app has not ended within 0.2 s", "both stopped"]
 
 
-def test_a_stop_while_both_still_start(start: Start) -> None:
-    """SIGTERM ends who has not yet set up what it does then; nothing was begun, so nothing has failed."""
-    supervised = start(LIVES, LIVES, restart=True)
+@pytest.mark.parametrize("app", [LIVES, LEAVES])
+def test_a_stop_while_both_still_start(start: Start, app: str) -> None:
+    """SIGTERM ends who has not yet set up what it does then, and an app that has; nothing was begun, nothing failed."""
+    supervised = start(LIVES, app, restart=True)
     supervised.started()
     supervised.process.terminate()
     assert supervised.end() == (0, ["started", "stopping", "both stopped"])
