@@ -112,23 +112,29 @@ class OutsideRunner:
     # --- a thread, or the loop ----------------------------------------------------------------------------------------
 
     def _run_in_thread(self, attempt: _Attempt) -> None:
+        try:
+            if not attempt.request.is_cancelled and not self._is_stopped:
+                self._call(attempt)
+        finally:
+            self._leave()
+
+    def _call(self, attempt: _Attempt) -> None:
         request, timeout_s = attempt.request, attempt.timeout_s
-        if not request.is_cancelled and not self._is_stopped:
-            if timeout_s is not None:
-                self._use_loop().call_later(timeout_s, request, partial(self._expire, attempt))
-            value: object = None
-            error: BaseException | None = None
-            try:
-                value = request.call(attempt.number)
-            except StopIteration as raised:  # as of an 'async def', where Python makes it so
-                error = RuntimeError(f"it raised {raised!r}")
-            except BaseException as raised:  # a thread has nobody else to tell
-                error = raised
-            if timeout_s is None or self._ends(attempt):
-                if timeout_s is not None:
-                    self._use_loop().cancel(request)
-                self._answer(attempt, value, error)
-        self._leave()
+        if timeout_s is not None:
+            self._use_loop().call_later(timeout_s, request, partial(self._expire, attempt))
+        value: object = None
+        error: BaseException | None = None
+        try:
+            value = request.call(attempt.number)
+        except StopIteration as raised:  # as of an 'async def', where Python makes it so
+            error = RuntimeError(f"it raised {raised!r}")
+        except BaseException as raised:  # a thread has nobody else to tell
+            error = raised
+        if timeout_s is not None:
+            if not self._ends(attempt):
+                return
+            self._use_loop().cancel(request)
+        self._answer(attempt, value, error)
 
     async def _run_on_loop(self, attempt: _Attempt) -> None:
         import asyncio  # the loop is there, so it is imported

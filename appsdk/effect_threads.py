@@ -46,9 +46,14 @@ class Threads(Generic[W]):
             self._is_called = True
             self._idle.pop().put(None)
         elif self._made_count < self._count:
-            self._made_count += 1
-            self._is_called = True
-            threading.Thread(target=self._serve, name="effect", daemon=True).start()
+            try:
+                threading.Thread(target=self._serve, name="effect", daemon=True).start()
+            except RuntimeError:  # the system gives no more: those that there are take it when they are done
+                if not self._made_count:
+                    raise
+            else:
+                self._made_count += 1
+                self._is_called = True
 
     def _serve(self) -> None:
         bell: SimpleQueue[None] = SimpleQueue()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from queue import SimpleQueue
 
+import pytest
+
 from appsdk.effect_threads import Threads
 from tests.helpers.sdk import WAIT_S
 
@@ -66,3 +68,27 @@ def test_what_was_not_begun_is_forgotten() -> None:
     threads.add("last")
     go.set()
     assert done.get(timeout=WAIT_S) == "last"
+
+
+def test_without_another_thread_those_that_there_are_do_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: SimpleQueue[int] = SimpleQueue()
+    go = threading.Event()
+
+    def work(number: int) -> None:
+        assert go.wait(WAIT_S)
+        done.put(number)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    threads = Threads(COUNT, work)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            Threads(COUNT, work).add(0)
+    threads.add(1)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    for number in (2, 3):
+        threads.add(number)
+    go.set()
+    assert [done.get(timeout=WAIT_S) for _ in range(3)] == [1, 2, 3]
