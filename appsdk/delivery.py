@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,6 +19,9 @@ from protocol.client import Caller, decode_caller
 from protocol.errors import RemoteProtocolError
 from protocol.messages import MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_message
 from protocol.varint import encode_zigzag
+
+if TYPE_CHECKING:
+    import cython
 
 VIEW_SIZE_BYTES_MIN = 4 << 10  # messages from this size on are decoded from a view, smaller ones from a faster copy
 
@@ -87,21 +90,30 @@ class Delivery:
     def _no_initial(instance: object) -> None:
         """There is no @initial method."""
 
-    def deliver(self, instance: Any, content: bytes, offset: int, end: int, slice_end: int) -> int:
+    def deliver(
+        self, instance: Any, content: bytes, offset: cython.Py_ssize_t, end: cython.Py_ssize_t, slice_end: int
+    ) -> int:
         """Handle the messages that start before ``slice_end`` (at least one); where the next one starts.
 
         Raises HandlerError, RemoteProtocolError.
         """
-        context = self._context
-        index = context.message_index
-        known, key_sizes = self._known, self._key_sizes
-        front, front_size_bytes, stride = b"", 0, 0
-        source: bytes | memoryview = content
+        context: Context = self._context
+        octets: cython.p_const_uchar = content  # compiled, read without a check: only from offset to end, or below
+        index: cython.Py_ssize_t = context.message_index
+        known: dict[bytes, Found] = self._known
+        key_sizes: list[int] = self._key_sizes
+        start: cython.Py_ssize_t
+        stride: cython.Py_ssize_t = 0
+        front_size_bytes: cython.Py_ssize_t = 0
+        key_size_bytes: cython.Py_ssize_t
+        is_large: cython.bint = False
+        front = b""
+        view = memoryview(content)
         context.handling_thread_id = context.thread_id
         context.slice_end = slice_end
         while offset < context.slice_end:
             start = offset + front_size_bytes
-            if not front or content[offset:start] != front:
+            if not front_size_bytes or not content.startswith(front, offset):
                 for key_size_bytes in key_sizes:
                     found = known.get(content[offset : offset + key_size_bytes])
                     if found is not None:
@@ -112,14 +124,14 @@ class Delivery:
                     (decode, function, name), start, stride = self._look_up(content, offset, end, index)
                     front = content[offset:start]
                     front_size_bytes = start - offset
-                source = memoryview(content) if stride >= VIEW_SIZE_BYTES_MIN else content
+                is_large = stride >= VIEW_SIZE_BYTES_MIN
             offset += stride
             if offset > end:
                 raise RemoteProtocolError(
                     f"record {context.sequence_id}: message {index} runs past the end of its batch"
                 )
             try:
-                arguments = decode(source[start:offset])
+                arguments = decode(view[start:offset] if is_large else octets[start:offset])
             except Exception as error:  # msgspec's own, and what a type's __post_init__ raises
                 context.message_index = index
                 if self._refuse_client(content, offset - stride):
@@ -128,7 +140,10 @@ class Delivery:
                 raise undecodable(name, f"{error}", offset - start, context.sequence_id, index) from None
             context.message_index = index
             try:
-                function(instance, *arguments)
+                if len(arguments) == 1:  # by far the most frequent, and three times as fast as to unpack a tuple
+                    function(instance, arguments[0])
+                else:
+                    function(instance, *arguments)
             except HandlerError:  # of an async handler, which says more
                 raise
             except (Exception, SystemExit) as error:

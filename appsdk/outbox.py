@@ -10,7 +10,7 @@ import inspect
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from appsdk.codec import bind_arguments, encoder
 from appsdk.context import Context
@@ -19,6 +19,9 @@ from protocol.errors import RemoteProtocolError
 from protocol.limits import MESSAGE_SIZE_BYTES_MAX
 from protocol.messages import MessageType, RpcKind, RpcType, encode_attach_to, encode_message, encode_name
 from protocol.varint import encode_zigzag
+
+if TYPE_CHECKING:
+    import cython
 
 BATCH_SIZE_BYTES = 64 << 10  # enough to make the cost of a batch vanish; small enough to keep both ends at work
 AWAITED_BATCH_SIZE_BYTES = 8 << 10
@@ -40,6 +43,8 @@ IMPULSES_OUTSTANDING_BYTES_MAX = 4 << 20
 Write = Callable[[list[bytes], tuple[Any, ...]], int]
 Send = Callable[[tuple[Any, ...]], None]
 Chunk = bytes | bytearray | memoryview
+Name = str
+"""... also of a subclass of ``str``, such as a StrEnum: where compiled, ``str`` itself would refuse that."""
 
 
 class _Fronts(dict[int, tuple[bytes, int]]):
@@ -48,7 +53,7 @@ class _Fronts(dict[int, tuple[bytes, int]]):
     Raises UsageError above CALL_SIZE_BYTES_MAX.
     """
 
-    def __init__(self, name: str, method_id: int, rpc_type: RpcType, kind: RpcKind = RpcKind.CALL) -> None:
+    def __init__(self, name: Name, method_id: int, rpc_type: RpcType, kind: RpcKind = RpcKind.CALL) -> None:
         super().__init__()
         self._name = name
         self._rest = bytes((MessageType.RPC, kind)) + encode_zigzag(method_id) + bytes((rpc_type,))
@@ -67,11 +72,11 @@ class _Fronts(dict[int, tuple[bytes, int]]):
         return found
 
 
-def _unencodable(name: str, error: Exception) -> TypeError:
+def _unencodable(name: Name, error: Exception) -> TypeError:
     return TypeError(f"{name}: an argument can't be encoded: {error}")
 
 
-def make_writer(name: str, method_id: int, rpc_type: RpcType, kind: RpcKind = RpcKind.CALL) -> Write:
+def make_writer(name: Name, method_id: int, rpc_type: RpcType, kind: RpcKind = RpcKind.CALL) -> Write:
     """A function that appends one RPC message (incoming form) to a list, in two parts; it returns its size in bytes.
 
     It raises TypeError for arguments that can't be encoded, UsageError above CALL_SIZE_BYTES_MAX, and leaves the list
@@ -99,7 +104,7 @@ def encode_call(write: Write, arguments: tuple[Any, ...]) -> bytes:
     return b"".join(parts)
 
 
-def encode_batch_front(message_type: MessageType, destination: str, count: int, size_bytes: int) -> bytes:
+def encode_batch_front(message_type: MessageType, destination: Name, count: int, size_bytes: int) -> bytes:
     """What precedes ``size_bytes`` of RPC messages in a StreamBatch or ImpulseBatch."""
     fields = encode_name(destination) + encode_zigzag(count)
     return encode_zigzag(1 + len(fields) + size_bytes) + bytes((message_type,)) + fields
@@ -110,7 +115,7 @@ class Batch:
 
     __slots__ = ("destination", "parts", "size_bytes")
 
-    def __init__(self, destination: str) -> None:
+    def __init__(self, destination: Name) -> None:
         self.destination = destination
         self.parts: list[bytes] = []  # two of each message
         self.size_bytes = 0
@@ -136,12 +141,13 @@ class Outbox:
         self._attached: set[str] = set()
 
     def make_fork(
-        self, destination: str, name: str, method_id: int, signature: inspect.Signature
+        self, destination: Name, name: Name, method_id: int, signature: inspect.Signature
     ) -> Callable[..., None]:
         """The ``fork`` of one method of one destination ("" is oneself)."""
-        batch = self._batches.setdefault(destination, Batch(destination))
-        parameters_count = len(signature.parameters)
-        context, opened, get_ident = self._context, self._open, threading.get_ident
+        batch: Batch = self._batches.setdefault(destination, Batch(destination))
+        parameters_count: cython.Py_ssize_t = len(signature.parameters)
+        context: Context = self._context
+        opened, get_ident = self._open, threading.get_ident
         fronts = _Fronts(name, method_id, RpcType.FORK)
         encode = encoder.encode
 
@@ -149,7 +155,8 @@ class Outbox:
             if keywords or len(arguments) != parameters_count:
                 bound = bind_arguments(name, signature, arguments, keywords)
                 arguments = bound if keywords else arguments
-            if get_ident() != context.handling_thread_id:
+            caller_id: cython.ulong = get_ident()
+            if caller_id != context.handling_thread_id:
                 raise _not_in_handler(context, name)
             try:
                 body = encode(arguments)
@@ -168,7 +175,7 @@ class Outbox:
 
         return fork
 
-    def make_sender(self, destination: str, name: str, method_id: int, kind: RpcKind) -> Send:
+    def make_sender(self, destination: Name, name: Name, method_id: int, kind: RpcKind) -> Send:
         """Sends calls of one method that wait for an answer, or answers to them. For the SDK's own use in handlers."""
         write = make_writer(name, method_id, RpcType.ASYNC, kind)
         batch = self._batches.setdefault(destination, Batch(destination))
@@ -202,7 +209,7 @@ class Outbox:
         for part in batch.parts:
             self.send(part)
 
-    def _attach(self, destination: str) -> None:
+    def _attach(self, destination: Name) -> None:
         if destination and destination not in self._attached:
             self._attached.add(destination)
             self.send(encode_attach_to(destination))
@@ -230,7 +237,7 @@ class Outbox:
         return taken
 
 
-def _not_in_handler(context: Context, name: str) -> UsageError:
+def _not_in_handler(context: Context, name: Name) -> UsageError:
     if threading.get_ident() != context.thread_id:
         return UsageError(
             f"{name}.fork: from a hook or another thread calls are impulses, since no replay would repeat them: "
@@ -260,7 +267,7 @@ class ImpulseQueue:
         self._size_limit_bytes = IMPULSES_OUTSTANDING_BYTES_MAX
         self._marks: deque[tuple[int, int]] = deque()  # (count, size in bytes) up to the end of each batch taken
 
-    def append(self, destination: str, name: str, write: Write, arguments: tuple[Any, ...]) -> None:
+    def append(self, destination: Name, name: Name, write: Write, arguments: tuple[Any, ...]) -> None:
         """Queue one impulse; wait while the window is full. Any thread but the handlers'.
 
         Raises Disconnected, TypeError (can't be encoded), UsageError (from a handler, or too large).
@@ -288,7 +295,7 @@ class ImpulseQueue:
         if is_news and threading.get_ident() != self._context.thread_id:
             self._wake()
 
-    def _put(self, destination: str, write: Write, arguments: tuple[Any, ...]) -> bool:
+    def _put(self, destination: Name, write: Write, arguments: tuple[Any, ...]) -> bool:
         """Whether the connection has something to send that it does not know of."""
         batches = self._batches
         batch = batches[-1] if batches else None

@@ -15,7 +15,7 @@ T = TypeVar("T")
 ARGUMENT_CHARACTERS_MAX = 200
 ARGUMENT_ITEMS_MAX = 8
 
-_OWN_FOLDER = os.path.dirname(__file__)
+_OWN_FOLDERS = {os.path.dirname(__file__), "appsdk"}  # the second where a module is compiled
 
 _shortener = reprlib.Repr()
 _shortener.maxstring = _shortener.maxother = _shortener.maxlong = ARGUMENT_CHARACTERS_MAX
@@ -35,7 +35,7 @@ def user_traceback(error: BaseException) -> str:
     pending: list[traceback.TracebackException | None] = [whole]
     while pending:
         if (one := pending.pop()) is not None:
-            users = [frame for frame in one.stack if os.path.dirname(frame.filename) != _OWN_FOLDER]
+            users = [frame for frame in one.stack if os.path.dirname(frame.filename) not in _OWN_FOLDERS]
             one.stack = traceback.StackSummary.from_list(users or one.stack)
             pending += [one.__cause__, one.__context__]
     lines = list(whole.format())

@@ -37,6 +37,7 @@ from coordinator.messenger import ClientRoute, Messenger, Received
 from coordinator.peer_security import PeerSecurity, insecurity
 from coordinator.registry import Registry
 from coordinator.stop_requests import StopRequests
+from protocol import compiled
 from protocol.allocator import keep_freed_memory
 from protocol.checksum import crc64
 from protocol.client import decode_client_frame, encode_client_frame
@@ -152,6 +153,7 @@ class Coordinator:
                 app_send=settings.app_send_address,
                 app_send_mode=settings.app_send_mode if settings.app_send_port is not None else None,
                 encrypted=self._security.security is not None,
+                runs=compiled.describe(),
                 **{key: self._machine.status(time.time_ns())[key] for key in ("committer_id", "sequence_id")},
             )
             if (warning := insecurity(settings, self._security.security)) is not None:

@@ -1,1 +1,5 @@
 """The bytes that apps and coordinators exchange: I/O-free, both directions. `docs/WIRE.md` specifies them."""
+
+from protocol import compiled
+
+compiled.install()

@@ -8,11 +8,15 @@ then few sizes come again and again: what the front of a message says is looked 
 from __future__ import annotations
 
 from itertools import repeat
+from typing import TYPE_CHECKING
 
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.limits import MESSAGE_SIZE_BYTES_MAX
 from protocol.messages import MessageType, decode_message
 from protocol.varint import Readable, decode_zigzag_int, encode_zigzag
+
+if TYPE_CHECKING:
+    import cython
 
 RPC_SIZE_BYTES_MIN = 4  # type, kind, method ID, RPC type
 _FRONT_SIZE_BYTES = 4  # whole sizes of up to 1 MiB, and the type
@@ -68,14 +72,20 @@ def offset_after(payload: bytes, count: int, total: int) -> int:
         return 0
     if total > 2 and count <= total and (stride := _stride(payload, total)):
         return stride * count
-    offset = 0
+    octets: cython.p_const_uchar = payload  # compiled, its slices are not cut where it ends: look before
+    offset: cython.Py_ssize_t = 0
+    last: cython.Py_ssize_t = len(payload) - _FRONT_SIZE_BYTES
     strides = _strides
     try:
         for _ in repeat(None, count):
-            offset += strides[payload[offset : offset + _FRONT_SIZE_BYTES]]
+            if offset > last:
+                break
+            offset += strides[octets[offset : offset + _FRONT_SIZE_BYTES]]
+        else:
+            return offset if offset <= len(payload) else _walk(payload, count, total)
     except KeyError:
-        return _walk(payload, count, total)
-    return offset if offset <= len(payload) else _walk(payload, count, total)
+        pass
+    return _walk(payload, count, total)
 
 
 def _walk(payload: bytes, count: int, total: int) -> int:
@@ -96,7 +106,7 @@ def _walk(payload: bytes, count: int, total: int) -> int:
     return offset
 
 
-def encode_batch(payload: bytes, count: int) -> bytes:
+def encode_batch(payload: Readable, count: int) -> bytes:
     """The front of the one top-level message that holds ``payload``: to be followed by it.
 
     A single RPC is its own message and needs none. Raises LocalProtocolError for what a reader would refuse.
@@ -134,7 +144,7 @@ def decode_replayable_batch(data: Readable) -> tuple[int, int, int]:
     return count, replayable, start
 
 
-def encode_replayable_batch(payload: bytes, count: int, replayable: int) -> bytes:
+def encode_replayable_batch(payload: Readable, count: int, replayable: int) -> bytes:
     """A whole CountReplayableRPCBatch message. Raises LocalProtocolError."""
     if not 0 <= replayable <= count:
         raise LocalProtocolError(f"a CountReplayableRPCBatch of {count} with {replayable} replayable")

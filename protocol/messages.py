@@ -1,5 +1,8 @@
 """Messages: size (ZigZagInt, of type + data), type (1 byte), data. `docs/WIRE.md` has the table of types."""
 
+# cython: annotation_typing=False
+# Compiled, annotations of built-in types would refuse their subclasses.
+
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,8 @@
 """ZigZagInt and ZigZagLong: zig-zag, then base-128 groups, least significant first (as in Protocol Buffers)."""
 
+# cython: annotation_typing=False
+# Compiled, annotations of built-in types would refuse their subclasses.
+
 from __future__ import annotations
 
 from protocol.errors import LocalProtocolError, RemoteProtocolError

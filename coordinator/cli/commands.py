@@ -11,6 +11,7 @@ from coordinator.cli.instances import coordinator, register, run, unregister
 from coordinator.cli.log import log
 from coordinator.cli.status import status
 from coordinator.registry import HOME_DEFAULT, HOME_VARIABLE, Registry
+from protocol import compiled
 
 _LOADED_WHEN_ASKED_FOR = {
     "bench": "coordinator.cli.bench:bench",
@@ -52,7 +53,9 @@ class _Main(Commands):
     type=click.Path(file_okay=False),
     help=f"The registry folder; or set {HOME_VARIABLE}.",
 )
-@click.version_option(package_name="immortal", prog_name="immortal")
+@click.version_option(
+    package_name="immortal", prog_name="immortal", message=f"%(prog)s, version %(version)s, {compiled.describe()}"
+)
 @click.pass_context
 def main(ctx: click.Context, home: str) -> None:
     """Virtual resiliency: services that survive kill -9 with nothing lost and nothing doubled."""
