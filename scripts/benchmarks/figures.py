@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 Better = Literal["higher", "lower"]
 
-IMMORTAL = "immortal"
+IMMORTAL = "immortal"  # as it is installed
+PURE = "immortal, pure Python"  # beside it where the codec is compiled
 DISK = "disk: append + fdatasync"
 TCP = "loopback TCP"
 HANDLER = "bare Python loop"

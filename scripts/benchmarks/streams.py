@@ -15,8 +15,10 @@ from typing import Any, Protocol
 
 from coordinator.bench.calls import processes_of, running
 from coordinator.bench.processes import BenchError, Service, cpu_s, register, start_module
+from protocol import compiled
 from scripts.benchmarks.apps import CHAINS
 from scripts.benchmarks.context import Context
+from scripts.benchmarks.figures import IMMORTAL, PURE, Target
 
 BURST_SIZE_BYTES = 2 << 20  # of arguments in one burst, roughly
 CALL_OVERHEAD_BYTES = 200  # what a call costs in time, expressed in bytes
@@ -124,6 +126,24 @@ def immortal_streams(
     services = register(home, apps, dict(variables), curve=curve, **settings)
     with running(services):
         yield ImmortalStreams(services)
+
+
+@contextlib.contextmanager
+def immortal_by_codec(home: Path, receivers: int = 1) -> Iterator[dict[str, ImmortalStreams]]:
+    """As it is installed; where the codec is compiled, the same once more in pure Python."""
+    with contextlib.ExitStack() as stack:
+        streams = {IMMORTAL: stack.enter_context(immortal_streams(home / "installed", receivers=receivers))}
+        if compiled.is_compiled():
+            pure = immortal_streams(home / "pure", receivers=receivers, variables={compiled.PURE_VARIABLE: "1"})
+            streams[PURE] = stack.enter_context(pure)
+        yield streams
+
+
+def codec_targets(pure: float, with_compiled: float) -> list[Target]:
+    """In calls/s."""
+    if not compiled.is_compiled():
+        return [Target("at least", pure)]
+    return [Target("at least", pure, of=PURE), Target("at least", with_compiled, note="with the compiled codec")]
 
 
 class GrpcStreams:

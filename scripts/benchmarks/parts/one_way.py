@@ -6,15 +6,16 @@ from collections.abc import Callable
 from functools import partial
 
 from scripts.benchmarks.context import Context
-from scripts.benchmarks.figures import DISK, HANDLER, IMMORTAL, TCP, Figure, Target
+from scripts.benchmarks.figures import DISK, HANDLER, IMMORTAL, PURE, TCP, Figure, Target
 from scripts.benchmarks.limits import disk_rate, handler_rate, loopback
 from scripts.benchmarks.streams import (
     ImmortalStreams,
     Load,
     OneWay,
     Streams,
+    codec_targets,
     grpc_streams,
-    immortal_streams,
+    immortal_by_codec,
     rates,
     streams_by,
 )
@@ -26,8 +27,8 @@ _BY_CALLS_MAX = 1 << 10  # larger ones are compared in MB/s
 
 def run(context: Context) -> list[Figure]:
     figures: list[Figure] = []
-    with context.home() as home, immortal_streams(home) as ours, grpc_streams() as theirs, loopback() as tcp:
-        streams: dict[str, Streams] = {IMMORTAL: ours, GRPC: theirs}
+    with context.home() as home, immortal_by_codec(home) as ours, grpc_streams() as theirs, loopback() as tcp:
+        streams: dict[str, Streams] = {**ours, GRPC: theirs}
         for size_bytes in context.amounts.sizes:
             limits: dict[str, Callable[[], float]] = {
                 DISK: partial(disk_rate, home, max(size_bytes, 1 << 20)),
@@ -39,7 +40,7 @@ def run(context: Context) -> list[Figure]:
             figures.append(_rate(what, size_bytes, measured, limited))
             if size_bytes == 16:
                 figures += _costs(measured)
-                figures.append(_memory(ours))
+                figures.append(_memory(ours[IMMORTAL]))
     figures.append(_mixed(context))
     return figures
 
@@ -58,8 +59,7 @@ def _rate(what: str, size_bytes: int, measured: dict[str, list[OneWay]], limited
     targets = []
     if size_bytes == 16:
         targets = [
-            Target("at least", 1.0e6),
-            Target("at least", 2.0e6, note="with the compiled codec"),
+            *codec_targets(1.0e6, 2.0e6),
             Target("at least", 50, GRPC),
         ]
     elif size_bytes in (64 << 10, 1 << 20):
@@ -79,14 +79,12 @@ def _rate(what: str, size_bytes: int, measured: dict[str, list[OneWay]], limited
 def _costs(measured: dict[str, list[OneWay]]) -> list[Figure]:
     """CPU seconds per million calls, which are µs per call."""
     spent: dict[str, list[float]] = {}
-    for one in measured[IMMORTAL]:
-        for process, seconds in one.cpu_s.items():
-            spent.setdefault(process, []).append(1e6 * seconds / one.calls)
+    for codec, end in ((IMMORTAL, ""), (PURE, ", pure Python")):
+        for one in measured.get(codec, ()):
+            for process, seconds in one.cpu_s.items():
+                spent.setdefault(f"{process}{end}", []).append(1e6 * seconds / one.calls)
     coordinators = {name: values for name, values in spent.items() if "coordinator" in name}
-    total = {
-        IMMORTAL: [1e6 * sum(one.cpu_s.values()) / one.calls for one in measured[IMMORTAL]],
-        GRPC: [1e6 * sum(one.cpu_s.values()) / one.calls for one in measured[GRPC]],
-    }
+    total = {name: [1e6 * sum(one.cpu_s.values()) / one.calls for one in runs] for name, runs in measured.items()}
     unit = "CPU s per million calls"
     return [
         Figure(
@@ -113,16 +111,16 @@ def _memory(ours: ImmortalStreams) -> Figure:
 def _mixed(context: Context) -> Figure:
     with (
         context.home() as home,
-        immortal_streams(home, receivers=MIXED.receivers) as ours,
+        immortal_by_codec(home, receivers=MIXED.receivers) as ours,
         grpc_streams(receivers=MIXED.receivers) as theirs,
     ):
         limits: dict[str, Callable[[], float]] = {
             DISK: lambda: disk_rate(home) / MIXED.mean_size_bytes,
             HANDLER: partial(handler_rate, round(MIXED.mean_size_bytes)),
         }
-        streams: dict[str, Streams] = {IMMORTAL: ours, GRPC: theirs}
+        streams: dict[str, Streams] = {**ours, GRPC: theirs}
         measured, limited = streams_by(context, streams, MIXED, "mixed sizes, four destinations", limits)
-    targets = [Target("at least", 300e3), Target("at least", 1.0e6, note="with the compiled codec")]
+    targets = codec_targets(300e3, 1.0e6)
     name = f"one-way {', '.join(map(str, sorted(MIXED.sizes)))} B mixed, four destinations"
     return Figure(name, "calls/s", "higher", {**rates(measured), **limited}, targets)
 
