@@ -1,7 +1,6 @@
-"""Messages: size (ZigZagInt, of type + data), type (1 byte), data. `docs/WIRE.md` has the table of types."""
-
 # cython: annotation_typing=False
-# Compiled, annotations of built-in types would refuse their subclasses.
+# (Compiled, annotations of built-in types would refuse their subclasses. The line counts at the very top only.)
+"""Messages: size (ZigZagInt, of type + data), type (1 byte), data. `docs/WIRE.md` has the table of types."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""ZigZagInt and ZigZagLong: zig-zag, then base-128 groups, least significant first (as in Protocol Buffers)."""
-
 # cython: annotation_typing=False
-# Compiled, annotations of built-in types would refuse their subclasses.
+# (Compiled, annotations of built-in types would refuse their subclasses. The line counts at the very top only.)
+"""ZigZagInt and ZigZagLong: zig-zag, then base-128 groups, least significant first (as in Protocol Buffers)."""
 
 from __future__ import annotations
 

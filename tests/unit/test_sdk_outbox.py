@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from enum import StrEnum
+from inspect import signature
 
 import pytest
 
@@ -276,3 +278,13 @@ def test_acceptance_that_can_not_be() -> None:
     setup.outbox.impulses.accept(2)
     with pytest.raises(RemoteProtocolError, match="it had said 2"):
         setup.outbox.impulses.accept(1)
+
+
+def test_names_may_be_of_a_subclass_of_str() -> None:
+    class Name(StrEnum):
+        COUNTER = "counter"
+
+    setup = Setup()
+    setup.outbox.make_fork(Name.COUNTER, Name.COUNTER, 1, signature(lambda line: None))("a")
+    setup.take()
+    assert setup.output.messages[-1].destination == "counter"
