@@ -324,7 +324,7 @@ def test_a_port_in_use_is_named(house: House, which: str) -> None:
 def test_the_log_folder_of_another_instance(house: House, tmp_path: Path) -> None:
     create_log(tmp_path / "log", "bob").close()
     house.register("alice", log=tmp_path / "log")
-    line = house.start("alice", started=False).failed()
+    line = house.start("alice", started=False).failed(expected=3)
     assert "belongs to instance 'bob', not to 'alice'" in line
 
 

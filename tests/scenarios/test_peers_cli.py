@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from coordinator.core.limits import Limits
 from coordinator.fault_points import VARIABLE, FaultPoint
 from coordinator.log import verify_log
 from tests.helpers.cli import HOME, immortal
@@ -230,8 +231,12 @@ def test_a_kill_around_the_commit_of_a_reset(
 def test_what_show_shows(pair: Pair) -> None:
     shown = pair.shown("alice")["bob"]
     assert (shown["made"], shown["sent"], shown["acknowledged"], shown["received"]) == (3, 3, 3, 2)
-    assert (shown["waiting_bytes"], shown["in_flight_bytes"], shown["window_bytes"]) == (0, 0, 8 << 20)
-    assert shown["granted_bytes"] == 8 << 20
+    assert (shown["waiting_bytes"], shown["in_flight_bytes"], shown["window_bytes"]) == (
+        0,
+        0,
+        Limits().peer_window_bytes,
+    )
+    assert shown["granted_bytes"] == Limits().peer_window_bytes
     assert shown["connected_s"] >= 0
     table = immortal(pair.folder, "peers", "show", "alice")
     assert "peer" in table

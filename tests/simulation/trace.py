@@ -60,7 +60,7 @@ def describe(what: ev.Event | ef.Effect) -> str:
         return f"{name} {what.header.checkpoint_id} behind record {what.header.sequence_id}"
     if isinstance(what, ev.CheckpointChunkRead | ef.WriteCheckpointChunk):
         return f"{name} {len(what.data)} bytes"
-    values = [str(getattr(what, field)) for field in type(what).__dataclass_fields__]
+    values = [str(getattr(what, field)) for field in what.__struct_fields__]
     return " ".join([name, *values])
 
 

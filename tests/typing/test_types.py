@@ -30,7 +30,7 @@ def marked(name: str, mark: str) -> dict[int, str]:
 def by_mypy(tmp_path_factory: pytest.TempPathFactory) -> Said:
     folder = tmp_path_factory.mktemp("mypy")
     (folder / "mypy.ini").write_text(
-        "[mypy]\nstrict = true\nplugins = appsdk.mypy_plugin\n"
+        f"[mypy]\nstrict = true\nmypy_path = {ROOT}/typings\nplugins = appsdk.mypy_plugin\n"
         "[mypy-crcmod.*,fastcrc.*,lmdb.*]\nignore_missing_imports = true\n"
     )
     command = [sys.executable, "-m", "mypy", "--config-file", str(folder / "mypy.ini"), "--cache-dir", str(folder)]
