@@ -24,6 +24,7 @@ from coordinator.messenger.limits import (
 )
 
 ReplyCallback = Callable[[list[bytes]], None]
+LOOKS_PER_DELAY = 2  # how often what is due is looked for, at most, in the shortest delay
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,5 +243,7 @@ class Outbox:
             if next_check_ns is None or message.due_ns < next_check_ns:
                 next_check_ns = message.due_ns
         self._queue.extendleft(reversed(due))
+        if next_check_ns is not None:  # each look is at all that is in flight: they come together, not one by one
+            next_check_ns = max(next_check_ns, now_ns + self._retry.delay_ns_min // LOOKS_PER_DELAY)
         self.retry_check_ns = next_check_ns
         return bool(due)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 from coordinator.messenger.limits import SILENCE_NS
-from coordinator.messenger.outbox import Outbox, RetryPolicy
+from coordinator.messenger.outbox import LOOKS_PER_DELAY, Outbox, RetryPolicy
 
 SECOND_NS = 1_000_000_000
 
@@ -173,6 +175,28 @@ def test_until_the_last_question_is_answered_only_the_first_is_asked_again() -> 
     box.hear(2, 4)
     assert box.requeue_due(10 * SECOND_NS)
     assert send_all(box, 10 * SECOND_NS) == [1, 2, 3, 4]
+
+
+def test_a_receiver_that_is_stuck_is_asked_by_one_message_in_half_the_shortest_delay() -> None:
+    """Each look is at all that is in flight: with times of their own, as jitter gives them, they took all the time."""
+    units = Random(0)
+    policy = RetryPolicy(delay_ns_min=5_000_000, delay_ns_max=50_000_000)
+    box = Outbox(policy, units.random)
+    add(box, 1000)
+    for now_ns in range(0, 4_000_000, 4_000):
+        message = box.next_to_send()
+        assert message is not None
+        box.mark_sent(message, now_ns)
+    looks = 0
+    sent: list[int] = []
+    now_ns = 0
+    while now_ns < SECOND_NS:
+        assert box.retry_check_ns is not None
+        now_ns = box.retry_check_ns
+        box.requeue_due(now_ns)
+        looks += 1
+        sent += send_all(box, now_ns)
+    assert 1 < len(sent) <= looks <= SECOND_NS // policy.delay_ns_min * LOOKS_PER_DELAY + 1
 
 
 def test_a_message_says_how_many_below_it_will_not_come() -> None:
