@@ -63,6 +63,10 @@ class AppEndpoint:
         self._arrivals_due_ns = due_ns
         return due_ns
 
+    def is_due(self, now_ns: int) -> bool:
+        """Whether :meth:`process` has something to do although nothing is ready."""
+        return self._arrivals_due_ns is not None and now_ns >= self._arrivals_due_ns
+
     def process(self, ready: Mapping[int, int]) -> list[ev.Event]:
         """Take in what is ``ready`` (masks by descriptor) or due.
 
@@ -74,8 +78,7 @@ class AppEndpoint:
             if self._app is None:
                 return events  # the next turn accepts, when the core knows
         arrivals = dict(self._arrivals.poll(0)) if self._arrivals.fileno() in ready else {}
-        due_ns = self._arrivals_due_ns
-        if arrivals or (due_ns is not None and time.monotonic_ns() >= due_ns):
+        if arrivals or self.is_due(time.monotonic_ns()):
             events += self._receive(arrivals)
         return events
 

@@ -72,6 +72,11 @@ class LogWriter:
             self._jobs.put(waiting)
         self._inline.clear()
 
+    @property
+    def has_inline(self) -> bool:
+        """There is something for :meth:`run_inline`."""
+        return bool(self._inline)
+
     def run_inline(self) -> list[Event]:
         """Do the small writes that were submitted since the last call; the events that say so."""
         events = []

@@ -178,11 +178,15 @@ class Coordinator:
             self._events += self._writer.take_done()
         if self._wake_fileno in ready:
             self._wake_receiver.recv(64)
-        self._events += self._app.process(ready)
+        only_messages = self._messenger_fileno in ready and len(ready) == 1
+        if not only_messages or self._app.is_due(now_ns):
+            self._events += self._app.process(ready)
         if self._machine.waits_for_app:
             self._events += self._app.take_sent()
-        if self._messenger_fileno in ready or (self._messenger_due_ns is not None and now_ns >= self._messenger_due_ns):
+        if self._messenger_due_ns is not None and now_ns >= self._messenger_due_ns:
             self._messenger.process()
+        elif self._messenger_fileno in ready:
+            self._messenger.receive()
         self._measure_log(now_ns)
         if self._due_ns is not None and now_ns >= self._due_ns:
             self._look_for_peers()
@@ -209,9 +213,14 @@ class Coordinator:
                 self._reply_to_peer(reply)
             if machine.waits_for_app:
                 self._events += app.take_sent()
-            self._messenger.patient = not machine.waits_for_peers
-            self._messenger.flush()
+            if self._messenger.has_new or not self._writer.has_inline:
+                self._flush_messenger()
             self._events += self._writer.run_inline()
+        self._flush_messenger()
+
+    def _flush_messenger(self) -> None:
+        self._messenger.patient = not self._machine.waits_for_peers
+        self._messenger.flush()
 
     def _timeout_s(self) -> float | None:
         if self._events:

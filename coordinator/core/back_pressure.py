@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -37,9 +37,14 @@ class BackPressure:
         self._limits = limits
         self._told: dict[str, _Told] = {}
 
-    def look(self, peers: Peers, now_ns: int) -> Iterator[Report]:
+    def look(self, peers: Peers, now_ns: int) -> Iterable[Report]:
         """What has changed for the streams, in words for the operator."""
         self.held_up_for = peers.full
+        if self.held_up_for or self._told or peers.kept_bytes:
+            return self._look(peers, now_ns)
+        return ()
+
+    def _look(self, peers: Peers, now_ns: int) -> Iterator[Report]:
         spill_is_full = bool(self.held_up_for) and peers.spill_is_full
         for destination, stream in peers.outputs.items():
             load = self._load(stream, spill_is_full)

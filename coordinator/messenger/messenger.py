@@ -304,6 +304,28 @@ class Messenger:
             else:
                 self._finish()
 
+    def receive(self) -> None:
+        """Take what came in and run callbacks and server loops, as process() does, and send nothing: the owner is
+        going to call flush(), after what is more urgent. What is due waits for process()."""
+        self._check_open()
+        if self._processing:
+            raise MessengerError("receive() was called from within a callback of this messenger")
+        self._processing, self._held = True, False
+        try:
+            self._collect_ready(self._clock_ns())
+            self._wake.hold()
+            self._take_listener_news()
+            self._receive()
+        finally:
+            self._processing, self._held = False, True
+            if self._closed:
+                self._close_sockets()
+
+    @property
+    def has_new(self) -> bool:
+        """Messages or replies were given since the last flush() or process()."""
+        return bool(self._sends or self._replies)
+
     def hold(self) -> None:
         """What is sent and replied from now on wakes nobody: the owner is going to call flush()."""
         if not (self._wake.signalled or self._processing):

@@ -74,6 +74,7 @@ class House:
         self.context: zmq.Context[Any] = zmq.Context()
         self.clock = FakeClock()
         self.messengers: list[Messenger] = []
+        self.receives_apart = False  # as an owner that has more urgent things to do than to send
         self._folder = folder
         self._names = 0
 
@@ -128,8 +129,13 @@ class House:
             ]
             ready = poller.poll(0 if due else max(0.0, end - time.monotonic()) * 1000)
             for messenger in dict.fromkeys([*due, *(by_descriptor[descriptor] for descriptor, _ in ready)]):
-                if messenger in self.messengers:
+                if messenger not in self.messengers:
+                    continue
+                if messenger in due or not self.receives_apart:
                     messenger.process()
+                else:
+                    messenger.receive()
+                    messenger.flush()
             if time.monotonic() > end:
                 pytest.fail("the condition did not come about: a wake-up or a message was lost")
 
@@ -938,8 +944,10 @@ def test_no_wake_up_is_lost_in_ping_pong(house: House) -> None:
     assert left.counters().retried == right.counters().retried == 0
 
 
-def test_no_wake_up_is_lost_in_bursts(house: House) -> None:
+@pytest.mark.parametrize("receives_apart", [False, True])
+def test_no_wake_up_is_lost_in_bursts(house: House, receives_apart: bool) -> None:
     """Bursts both ways at once, sent with flush() while others come in; replies are given outside of process()."""
+    house.receives_apart = receives_apart
     left, right = house.messenger(), house.messenger()
     chance = random.Random(5)
     held: list[Received] = []
@@ -990,6 +998,23 @@ def test_nothing_to_do_is_not_readable(house: House) -> None:
             messenger.process()
         assert select.select([messenger.fileno()], [], [], 0)[0] == []
         assert messenger.flush() is False
+
+
+def test_who_only_receives_sends_nothing_before_the_flush(house: House) -> None:
+    receiver, sender = house.messenger(), house.messenger()
+    endpoint = receiver.listen(house.endpoint(), echo)
+    sender.send_message(endpoint, b"x")
+    house.drive(lambda: sender.counters().sent == 1)
+    while not receiver.has_new:
+        select.select([receiver.fileno()], [], [], WAIT_SECONDS)
+        receiver.receive()
+    assert receiver.counters().received == 1
+    receiver.receive()
+    assert receiver.has_new
+    assert len(receiver._replies) == 1
+    receiver.flush()
+    assert not receiver.has_new
+    house.drive(lambda: sender.counters().acknowledged == 1)
 
 
 def test_replies_do_not_wake_a_patient_owner(house: House) -> None:
