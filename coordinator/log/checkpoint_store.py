@@ -106,7 +106,7 @@ class CheckpointWriter:
 
 
 def remove_half_written(transaction: WriteTransaction, tables: Tables) -> bool:
-    """Remove one bounded step of the chunks that have no header; True if more may remain."""
+    """Remove one bounded step of the chunks that have no header; True if there were any: more may remain."""
     budget = Budget.step()
     for table in (tables.chunks, tables.outputs):
         checkpoint_id = 0
@@ -119,4 +119,4 @@ def remove_half_written(transaction: WriteTransaction, tables: Tables) -> bool:
                 first, end = CHUNK_KEY.pack(checkpoint_id, 0), CHUNK_KEY.pack(checkpoint_id + 1, 0)
                 delete_range(transaction, table, first, end, budget)
             checkpoint_id += 1
-    return budget.exhausted
+    return budget != Budget.step()

@@ -21,6 +21,7 @@ from coordinator.log.cut_plan import CutPlan, plan_cut
 from coordinator.log.environment import (
     DATA_FILE_NAME,
     Tables,
+    last_transaction_id,
     log_exists,
     open_environment,
     open_tables,
@@ -29,6 +30,7 @@ from coordinator.log.environment import (
 from coordinator.log.findings import Finding
 from coordinator.log.folder import MAP_SIZE_BYTES, sync_folder
 from coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
+from coordinator.log.journal import Journal, JournalReader, put_rows
 from coordinator.log.lock import FolderLock
 from coordinator.log.trim import Budget, delete_range
 
@@ -70,7 +72,12 @@ class LogCutter:
         map_size_bytes = max(MAP_SIZE_BYTES, 2 * (self._folder / DATA_FILE_NAME).stat().st_size)
         environment = open_environment(self._folder, readonly=False, map_size_bytes=map_size_bytes)
         try:
+            journaled = JournalReader(self._folder).rows(last_transaction_id(environment), mend=True)
             tables = open_tables(environment, self._folder, create=False)
+            if journaled:
+                with environment.begin(write=True, buffers=True) as write:
+                    put_rows(write, tables, journaled)
+            Journal(self._folder).remove()
             with environment.begin(buffers=True) as transaction:
                 read_identity(transaction, tables, self._folder, self._instance_name)
                 checkpoint_ids = _cut_checkpoint_ids(transaction, tables, plan.sequence_id)

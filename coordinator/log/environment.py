@@ -144,6 +144,11 @@ def open_tables(environment: lmdb.Environment, folder: Path, *, create: bool) ->
         raise LogFormatError(f"the log in {folder} is damaged: {error}") from error
 
 
+def last_transaction_id(environment: lmdb.Environment) -> int:
+    """Of the last one that changed anything."""
+    return int(environment.info()["last_txnid"])
+
+
 def read_identity(
     transaction: lmdb.Transaction[memoryview], tables: Tables, folder: Path, instance_name: str | None
 ) -> LogIdentity:
@@ -160,9 +165,9 @@ def read_identity(
 
 
 def _check_format(transaction: lmdb.Transaction[memoryview], meta: lmdb._Database, folder: Path) -> int:
-    """The format version, which is this program's. Raises LogFormatError for another one, DamagedLogError."""
+    """The format version, one that this program reads. Raises LogFormatError for another one, DamagedLogError."""
     version = _required(transaction, meta, folder, log_format.META_FORMAT, log_format.INT)
-    if version == log_format.FORMAT_VERSION:
+    if version in log_format.FORMAT_VERSIONS_READ:
         return version
     if version > log_format.FORMAT_VERSION:
         remedy = "use the newer version of the program that wrote it"

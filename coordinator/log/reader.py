@@ -14,8 +14,10 @@ import lmdb
 from coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError
 from coordinator.core.interfaces import LogSummary, OutputBatch
 from coordinator.log import reading
-from coordinator.log.environment import DATA_FILE_NAME, LogIdentity, Tables
+from coordinator.log.environment import DATA_FILE_NAME, LogIdentity, Tables, last_transaction_id
 from coordinator.log.format import INT, META_TRIMMED, SEQUENCE_KEY, StoredHeader, decode_header
+from coordinator.log.journal import JournalReader
+from coordinator.log.overlay import laid_over
 from coordinator.log.residency import MappedPages
 from coordinator.log.store import checked_prefix
 from coordinator.log.values import check_value
@@ -55,6 +57,7 @@ class LogReader:
         self._environment = environment
         self._tables = tables
         self._mapped_pages = MappedPages(folder / DATA_FILE_NAME)
+        self._journal = JournalReader(folder)
 
     def __enter__(self) -> LogReader:
         return self
@@ -165,7 +168,10 @@ class LogReader:
         while True:
             try:
                 with self._environment.begin(buffers=True) as transaction:
-                    return operation(transaction, self._tables)
+                    rows = self._journal.rows(transaction.id())
+                    if last_transaction_id(self._environment) != transaction.id():
+                        continue  # its journal may have begun anew since
+                    return operation(laid_over(transaction, self._tables, rows), self._tables)
             except lmdb.MapResizedError:
                 self._environment.set_mapsize(0)  # the writer's new size
             except (lmdb.Error, struct.error) as error:

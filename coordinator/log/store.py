@@ -35,9 +35,11 @@ from coordinator.fault_points import FaultPoint, reach
 from coordinator.log import format as log_format
 from coordinator.log import reading, spilled, trim
 from coordinator.log.checkpoint_store import CheckpointWriter, remove_half_written
-from coordinator.log.environment import DATA_FILE_NAME, LogIdentity, Tables, extend_data_file
+from coordinator.log.environment import DATA_FILE_NAME, LogIdentity, Tables, extend_data_file, last_transaction_id
 from coordinator.log.format import SEQUENCE_KEY, StoredHeader
+from coordinator.log.journal import Journal, JournalReader, Rows, put_rows
 from coordinator.log.lock import FolderLock
+from coordinator.log.overlay import laid_over
 from coordinator.log.rebuild import rebuild
 from coordinator.log.residency import MappedPages
 from coordinator.log.sync_delay import sync_delay_s
@@ -84,13 +86,25 @@ class LmdbLogStore:
         self._checkpoint_writer = CheckpointWriter(tables)
         self._mapped_pages = MappedPages(folder / DATA_FILE_NAME)
         environment.reader_check()
+        journal = JournalReader(folder)
+        transaction_id = last_transaction_id(environment)
+        # What is durable, and in no table yet, behind that transaction: the next write to LMDB takes it in.
+        self._journaled: tuple[int, Rows] = transaction_id, {**journal.rows(transaction_id, mend=True)}
+        self._journal = Journal(folder)
+        if not self._journaled[1]:
+            self._journal.restart(transaction_id)
+        if identity.format_version != log_format.FORMAT_VERSION:
+            self._write(lambda write: self._put_meta(write, log_format.META_FORMAT, log_format.FORMAT_VERSION))
         _, self._last_sequence_id = self._read(
             lambda transaction: reading.first_and_last_sequence_id(transaction, tables)
         )
-        while self._write(lambda transaction: remove_half_written(transaction, tables)):
+        while self._write_if_needed(lambda transaction: remove_half_written(transaction, tables)):
             pass
         with self._naming_remedy():
-            self.rebuilt = self._write(lambda transaction: rebuild(transaction, tables, identity.committer_id))
+            self.rebuilt = (
+                self._write_if_needed(lambda transaction: rebuild(transaction, tables, identity.committer_id)) or []
+            )
+        self.rebuilt += journal.mended
         extend_data_file(folder / DATA_FILE_NAME)
 
     def summary(self) -> LogSummary:
@@ -128,7 +142,8 @@ class LmdbLogStore:
         records = transaction.records
         if records:
             check_records(records, self._last_sequence_id, self.identity.committer_id)
-        self._write(lambda write: self._put(write, transaction))
+        if not (_is_small(transaction) and self._append_to_journal(transaction)):
+            self._write(lambda write: self._put(write, transaction))
         if records:
             self._last_sequence_id = records[-1][0]
             self._have_touched(sum(len(value) for _, value in records))
@@ -245,11 +260,22 @@ class LmdbLogStore:
         """The size of the log's file."""
         return (self._folder / DATA_FILE_NAME).stat().st_size
 
+    def settle(self) -> None:
+        """Bring what is in the journal into the tables."""
+        if self._journaled[1]:
+            self._write(lambda write: None)
+
     def close(self) -> None:
         """Close the log and let others write it. Harmless when closed already."""
+        with contextlib.suppress(LogError):  # the next start takes it in
+            self.settle()
         with self._write_lock, self._map_lock:
             if self._failure is None:
                 self._failure = LogError(f"the log in {self._folder} is closed")
+            if self._journaled[1]:
+                self._journal.close()
+            else:
+                self._journal.remove()
             self._environment.close()
             self._folder_lock.release()
 
@@ -257,16 +283,7 @@ class LmdbLogStore:
 
     def _put(self, write: WriteTransaction, transaction: Transaction) -> None:
         tables = self._tables
-        for sequence_id, value in transaction.records:
-            put = write.put(SEQUENCE_KEY.pack(sequence_id), value, append=True, db=tables.records)
-            require(put, f"record {sequence_id} is in the log already")
-        for name, source in transaction.sources.items():
-            key = log_format.name_key(name)
-            row = (source.committer_id, source.epoch, source.position)
-            write.put(key, log_format.seal(b"sources", key, row), db=tables.sources)
-        for name, position in transaction.acknowledged.items():
-            key = log_format.name_key(name)
-            write.put(key, log_format.seal(b"acknowledged", key, position), db=tables.acknowledged)
+        put_rows(write, tables, _rows(transaction))
         for destination, first_position in transaction.impulses_removed:
             write.delete(log_format.batch_key(destination, first_position), db=tables.impulses)
         for batch in transaction.impulses:
@@ -334,12 +351,33 @@ class LmdbLogStore:
     def _load_outputs(self, stored: StoredHeader) -> dict[str, list[OutputBatch]]:
         return self._read(lambda transaction: reading.load_outputs(transaction, self._tables, stored))
 
+    def _append_to_journal(self, transaction: Transaction) -> bool:
+        """Make it durable without LMDB; False where there is no room."""
+        with self._write_lock:
+            self._refuse_after_failure()
+            reach(FaultPoint.DURING_COMMIT)
+            rows = _rows(transaction)
+            try:
+                appended = self._journal.append(rows)
+            except OSError as error:
+                self._failure = self._failure_of(error)
+                raise self._failure from error
+            if appended:
+                self._journaled[1].update(rows)
+                if self._sync_delay_s:
+                    time.sleep(self._sync_delay_s)
+            return appended
+
     def _read(self, operation: Callable[[reading.ReadTransaction], Result]) -> Result:
         with self._map_lock:
             self._refuse_after_failure()
             try:
-                with self._environment.begin(buffers=True) as transaction:
-                    return operation(transaction)
+                while True:
+                    transaction_id, rows = self._journaled
+                    rows = dict(rows)  # a commit in another thread may go on
+                    with self._environment.begin(buffers=True) as transaction:
+                        if not rows or transaction.id() == transaction_id:
+                            return operation(laid_over(transaction, self._tables, rows))
             except (lmdb.Error, struct.error) as error:
                 raise DamagedLogError(f"the log in {self._folder} cannot be read: {error}", -1) from error
 
@@ -349,7 +387,11 @@ class LmdbLogStore:
             while True:
                 try:
                     with self._environment.begin(write=True, buffers=True) as transaction:
+                        put_rows(transaction, self._tables, self._journaled[1])
                         result = operation(transaction)
+                    transaction_id = last_transaction_id(self._environment)
+                    self._journaled = transaction_id, {}
+                    self._journal.restart(transaction_id)
                     if self._sync_delay_s:
                         time.sleep(self._sync_delay_s)
                     return result
@@ -358,6 +400,20 @@ class LmdbLogStore:
                 except lmdb.Error as error:
                     self._failure = self._failure_of(error)
                     raise self._failure from error
+
+    def _write_if_needed(self, operation: Callable[[WriteTransaction], Result]) -> Result | None:
+        """Without anything to do for it nothing is written: so a log can be opened on a full disk."""
+
+        def attempt(write: WriteTransaction) -> Result:
+            result = operation(write)
+            if not result:
+                raise _NothingToDoError
+            return result
+
+        try:
+            return self._write(attempt)
+        except _NothingToDoError:
+            return None
 
     def _refuse_after_failure(self) -> None:
         if self._failure is not None:
@@ -374,8 +430,8 @@ class LmdbLogStore:
         with self._map_lock:
             self._environment.set_mapsize(min(size_bytes * 2, self._map_size_bytes_max))
 
-    def _failure_of(self, error: lmdb.Error) -> LogError:
-        code = getattr(error, "code", 0)
+    def _failure_of(self, error: lmdb.Error | OSError) -> LogError:
+        code = error.errno if isinstance(error, OSError) else getattr(error, "code", 0)
         # LMDB reports a write that the disk took only in part as EIO: on a full disk that is no fault of the disk.
         if code in _FULL or isinstance(error, lmdb.DiskError) or (code == errno.EIO and self._disk_is_full()):
             return LogFullError(
@@ -390,6 +446,30 @@ class LmdbLogStore:
     def _disk_is_full(self) -> bool:
         state = os.statvfs(self._folder)
         return state.f_bavail * state.f_frsize < _ALMOST_FULL_BYTES
+
+
+class _NothingToDoError(Exception):
+    """A transaction is given up."""
+
+
+def _is_small(transaction: Transaction) -> bool:
+    """Nothing but records and positions: what most commits are."""
+    return bool(transaction.records) and transaction == Transaction(
+        transaction.records, transaction.sources, transaction.acknowledged
+    )
+
+
+def _rows(transaction: Transaction) -> Rows:
+    """The records and positions."""
+    rows: Rows = {("records", SEQUENCE_KEY.pack(sequence_id)): value for sequence_id, value in transaction.records}
+    for name, source in transaction.sources.items():
+        key = log_format.name_key(name)
+        row = (source.committer_id, source.epoch, source.position)
+        rows["sources", key] = log_format.seal(b"sources", key, row)
+    for name, position in transaction.acknowledged.items():
+        key = log_format.name_key(name)
+        rows["acknowledged", key] = log_format.seal(b"acknowledged", key, position)
+    return rows
 
 
 def check_records(records: Sequence[tuple[int, Readable]], last_sequence_id: int, committer_id: int) -> None:

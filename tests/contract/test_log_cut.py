@@ -60,6 +60,7 @@ def put(folder: Path, table: str, key: bytes, value: bytes | None) -> None:
     """Write past the store's checks."""
     store = open_log(folder, "alice")
     handle = getattr(store._tables, table)
+    store.settle()
     with store._environment.begin(write=True) as transaction:
         if value is None:
             transaction.delete(key, db=handle)

@@ -53,6 +53,7 @@ def make_value(sequence_id: int, committer_id: int = COMMITTER_ID, first_positio
 def put(store: LmdbLogStore, table: str, key: bytes, value: bytes | None) -> None:
     """Write past the store's checks."""
     handle = getattr(store._tables, table)
+    store.settle()
     with store._environment.begin(write=True) as transaction:
         if value is None:
             transaction.delete(key, db=handle)

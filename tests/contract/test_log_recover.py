@@ -48,6 +48,7 @@ def log_of(home: Path) -> Path:
 
 def damage(home: Path, table: str, key: bytes) -> None:
     store = open_log(log_of(home), "counter")
+    store.settle()
     with store._environment.begin(write=True) as transaction:
         transaction.put(key, b"damaged, and long enough to be a value", db=getattr(store._tables, table))
     store.close()
@@ -72,6 +73,7 @@ def damaged_value(folder: Path, sequence_id: int) -> None:
     """Flip a bit in a record that a coordinator wrote."""
     store = open_log(folder, "alice")
     key = log_format.SEQUENCE_KEY.pack(sequence_id)
+    store.settle()
     with store._environment.begin(write=True) as transaction:
         value = bytearray(transaction.get(key, db=store._tables.records))
         value[40] ^= 1

@@ -764,7 +764,7 @@ def test_a_failed_sync_is_never_tried_again(tmp_path: Path, monkeypatch: pytest.
     real = store._environment
     monkeypatch.setattr(store, "_environment", FailingEnvironment())
     with pytest.raises(LogSyncError, match="what is on disk is unknown"):
-        store.commit(records(1, 2))
+        store.commit(Transaction(epoch=2))
     monkeypatch.setattr(store, "_environment", real)
     for call in (lambda: store.commit(records(1, 2)), store.summary, lambda: store.trim(keep_checkpoints=1)):
         with pytest.raises(LogSyncError):
@@ -782,6 +782,7 @@ def test_the_folder_of_another_instance(tmp_path: Path) -> None:
 
 def test_a_newer_format(tmp_path: Path) -> None:
     store = new_log(tmp_path)
+    store.settle()
     with store._environment.begin(write=True) as transaction:
         value = log_format.seal(b"meta", log_format.META_FORMAT, 9)
         transaction.put(log_format.META_FORMAT, value, db=store._tables.meta)
@@ -797,6 +798,7 @@ def test_a_newer_format(tmp_path: Path) -> None:
 def test_a_log_of_the_first_format(tmp_path: Path) -> None:
     """It lacks a database that this one has: that must not be taken for a log that was not made to the end."""
     store = new_log(tmp_path)
+    store.settle()
     with store._environment.begin(write=True) as transaction:
         value = log_format.seal(b"meta", log_format.META_FORMAT, 1)
         transaction.put(log_format.META_FORMAT, value, db=store._tables.meta)

@@ -74,6 +74,7 @@ def test_a_reader_sees_them_and_damage_is_found(tmp_path: Path) -> None:
 
 def flip(store: LmdbLogStore) -> None:
     """One bit of the value."""
+    store.settle()
     with store._environment.begin(write=True) as transaction:
         value = bytearray(transaction.get(log_format.META_STREAM_STARTS, db=store._tables.meta) or b"")
         value[-1] ^= 1

@@ -93,19 +93,19 @@ def check(folder: Path, newest: dict[str, int]) -> None:
 def test_what_was_acknowledged_survives_a_loss_of_power_at_any_moment(tmp_path: Path, seed: int) -> None:
     disk = write_under_watch(tmp_path, seed)
     rng = random.Random(seed)
-    log = tmp_path / "watched" / "log" / "data.mdb"
-    whole = log.read_bytes()
+    log = tmp_path / "watched" / "log"
+    files = {str(log / name): (log / name).read_bytes() for name in ("data.mdb", "journal")}
     last_note = (tmp_path / "watched" / "acknowledged").read_bytes()
     writes, moments = read_journal(disk.journal)
     assert len(moments) > 300
-    interesting = [moment for moment in moments if any(write.path == str(log) for write in moment.pending)]
+    interesting = [moment for moment in moments if any(write.path in files for write in moment.pending)]
     for moment in rng.sample(interesting, ALWAYS_KEPT):
-        later = [write for write in writes[moment.writes_done :] if write.path == str(log)]
-        pending = [write for write in moment.pending if write.path == str(log)]
-        left = without_power(undone(bytearray(whole), later), pending, rng)
         copy = tmp_path / "copy"
         copy.mkdir()
-        (copy / "data.mdb").write_bytes(left)
+        for path, whole in files.items():
+            later = [write for write in writes[moment.writes_done :] if write.path == path]
+            pending = [write for write in moment.pending if write.path == path]
+            (copy / Path(path).name).write_bytes(without_power(undone(bytearray(whole), later), pending, rng))
         texts = [write for write in writes if write.path.endswith("/acknowledged")]
         done = [write for write in writes[: moment.writes_done] if write.path.endswith("/acknowledged")]
         contents = texts[len(done)].old if len(done) < len(texts) else last_note

@@ -1,0 +1,245 @@
+"""A journal in front of LMDB: small commits are appended to a file, with one sync each, and reach the tables together.
+
+An LMDB transaction of one small record writes six pages, syncs, writes its meta page, and syncs again. An entry of the
+journal is one write to blocks that the file has already. Entries hold rows of tables, and the ID of the LMDB
+transaction that they follow: the next transaction takes them all in, and with that none of them counts any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from struct import Struct
+from typing import TypeAlias
+
+import lmdb
+import msgspec
+
+from coordinator.core.errors import DamagedLogError, require
+from coordinator.log.environment import Tables
+from protocol.checksum import crc64
+
+FILE_NAME = "journal"
+FILE_SIZE_BYTES = 1 << 20  # what a start has to bring into the tables at most: milliseconds
+BLOCK_SIZE_BYTES = 4096  # an entry begins with one: what is durable already is never written again
+ENTRY_SIZE_BYTES_MAX = 32 << 10  # larger ones gain nothing
+
+Rows: TypeAlias = dict[tuple[str, bytes], bytes]  # by table and key
+
+_MAGIC = b"IMJ1"
+_HEADER = Struct("<4sIQQQ")  # magic, size of the rows, LMDB transaction, number of the entry from 0, CRC
+_CHECKED = Struct("<4sIQQ")
+_encode = msgspec.msgpack.Encoder().encode
+_ROWS = msgspec.msgpack.Decoder(list[tuple[str, bytes, bytes]])
+
+
+class Journal:
+    """The writer's end. The file is made with the first entry, and removed by :meth:`remove`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / FILE_NAME
+        self._descriptor: int | None = None
+        self._unavailable = False
+        self._buffer = mmap.mmap(-1, ENTRY_SIZE_BYTES_MAX)  # aligned, as writes past the page cache must be
+        self._transaction_id: int | None = None
+        self._offset_bytes = 0
+        self._number = 0
+
+    def restart(self, transaction_id: int) -> None:
+        """All entries are in the tables, by the LMDB transaction of this ID at the latest."""
+        self._transaction_id = transaction_id
+        self._offset_bytes = self._number = 0
+
+    def append(self, rows: Rows) -> bool:
+        """Make ``rows`` durable; False if they don't fit, or there can be no journal here. Raises OSError.
+
+        Before the first :meth:`restart` nothing fits: the file may hold entries that count.
+        """
+        if self._transaction_id is None:
+            return False
+        packed = _encode([(table, key, value) for (table, key), value in rows.items()])
+        size_bytes = -(-(_HEADER.size + len(packed)) // BLOCK_SIZE_BYTES) * BLOCK_SIZE_BYTES
+        if size_bytes > ENTRY_SIZE_BYTES_MAX or self._offset_bytes + size_bytes > FILE_SIZE_BYTES:
+            return False
+        if self._descriptor is None:
+            self._open()
+            if self._descriptor is None:
+                return False
+        entry = encode_entry(self._transaction_id, self._number, packed)
+        self._buffer[: len(entry)] = entry
+        with memoryview(self._buffer)[:size_bytes] as blocks:
+            written = os.pwrite(self._descriptor, blocks, self._offset_bytes)
+        if written != size_bytes:
+            raise OSError(0, f"{written} of {size_bytes} bytes were written to {self._path}")
+        self._offset_bytes += size_bytes
+        self._number += 1
+        return True
+
+    def _open(self) -> None:
+        """Give the file all its blocks. Where the disk has no room for them, LMDB gets everything."""
+        if self._unavailable:
+            return
+        try:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                os.pwrite(descriptor, bytes(FILE_SIZE_BYTES), 0)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            _sync_folder(self._path.parent)
+            try:
+                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_DSYNC | os.O_DIRECT | os.O_CLOEXEC)
+            except OSError:  # not every file system has O_DIRECT
+                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_DSYNC | os.O_CLOEXEC)
+        except OSError:
+            self._unavailable = True
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def remove(self) -> None:
+        """Close it. Nothing in it may count any more."""
+        self.close()
+        self._path.unlink(missing_ok=True)
+
+
+class JournalReader:
+    """What a journal holds behind a transaction of LMDB; the next look at the same one reads only what came since."""
+
+    def __init__(self, folder: Path) -> None:
+        self.mended: list[str] = []  # what was found damaged and put right, in words
+        self._path = folder / FILE_NAME
+        self._transaction_id = -1
+        self._offset_bytes = 0
+        self._number = 0
+        self._rows: Rows = {}
+
+    def rows(self, transaction_id: int, *, mend: bool = False) -> Rows:
+        """The rows behind the LMDB transaction ``transaction_id``. Not to be changed.
+
+        ``mend``: look at the end whether a flipped bit made it one. Raises DamagedLogError where an entry is damaged.
+        """
+        first_look = transaction_id != self._transaction_id
+        if first_look:
+            self._transaction_id, self._rows = transaction_id, {}
+            self._offset_bytes = self._number = 0
+        try:
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return self._rows
+        except OSError as error:
+            raise DamagedLogError(f"{self._path} cannot be read: {error.strerror}", -1) from error
+        try:
+            self._read_on(descriptor, mend=mend)
+            if first_look:
+                self._check_end(descriptor)
+        except OSError as error:
+            raise DamagedLogError(f"{self._path} cannot be read: {error.strerror}", -1) from error
+        finally:
+            os.close(descriptor)
+        return self._rows
+
+    def _read_on(self, descriptor: int, *, mend: bool) -> None:
+        rows: Rows = {}
+        while True:
+            data = os.pread(descriptor, ENTRY_SIZE_BYTES_MAX, self._offset_bytes)
+            packed = decode_entry(data, self._transaction_id, self._number)
+            if packed is None and mend:
+                packed = self._mended(data)
+            if packed is None:
+                break
+            rows |= {(table, key): value for table, key, value in _ROWS.decode(packed)}
+            self._offset_bytes += -(-(_HEADER.size + len(packed)) // BLOCK_SIZE_BYTES) * BLOCK_SIZE_BYTES
+            self._number += 1
+        if rows:
+            self._rows = {**self._rows, **rows}
+
+    def _check_end(self, descriptor: int) -> None:
+        """Entries are written one after the other: behind the last one there is none that counts."""
+        offset_bytes = self._offset_bytes + BLOCK_SIZE_BYTES
+        rest = os.pread(descriptor, FILE_SIZE_BYTES, offset_bytes)
+        for start in range(0, len(rest), BLOCK_SIZE_BYTES):
+            data = memoryview(rest)[start : start + ENTRY_SIZE_BYTES_MAX]
+            if len(data) < _HEADER.size:
+                return
+            number = _HEADER.unpack_from(data)[3]
+            if number > self._number and decode_entry(bytes(data), self._transaction_id, number) is not None:
+                again = os.pread(descriptor, ENTRY_SIZE_BYTES_MAX, self._offset_bytes)
+                if decode_entry(again, self._transaction_id, self._number) is not None:
+                    return  # a live writer has gone on
+                raise DamagedLogError(
+                    f"entry {self._number} of {self._path} is damaged, with commits behind it: restore the log from a "
+                    f"copy",
+                    -1,
+                )
+
+    def _mended(self, data: bytes) -> bytes | None:
+        """The rows of an entry that differs by one bit from one that would come here."""
+        if len(data) < _HEADER.size:
+            return None
+        magic, size_bytes, transaction_id, number, _ = _HEADER.unpack_from(data)
+        differences = (
+            (int.from_bytes(magic) ^ int.from_bytes(_MAGIC)).bit_count()
+            + (transaction_id ^ self._transaction_id).bit_count()
+            + (number ^ self._number).bit_count()
+        )
+        if differences > 1:
+            return None
+        entry = bytearray(data)
+        end = _HEADER.size + size_bytes if _HEADER.size + size_bytes <= len(data) else _HEADER.size
+        for bit in range(8 * end):
+            entry[bit // 8] ^= 1 << bit % 8
+            packed = decode_entry(bytes(entry), self._transaction_id, self._number)
+            if packed is not None:
+                self.mended.append(f"entry {number} of {self._path} was damaged: one flipped bit was put right")
+                return packed
+            entry[bit // 8] ^= 1 << bit % 8
+        if not differences:
+            self.mended.append(f"entry {number} of {self._path} is not whole: a commit that was cut off is left out")
+        return None
+
+
+def encode_entry(transaction_id: int, number: int, packed: bytes) -> bytes:
+    checked = _CHECKED.pack(_MAGIC, len(packed), transaction_id, number)
+    return b"".join((checked, crc64(packed, crc64(checked)).to_bytes(8, "little"), packed))
+
+
+def decode_entry(data: bytes, transaction_id: int, number: int) -> bytes | None:
+    """The rows of the entry with which ``data`` begins; None unless it is that one, whole."""
+    if len(data) < _HEADER.size:
+        return None
+    magic, size_bytes, of_transaction, own_number, check = _HEADER.unpack_from(data)
+    if (magic, of_transaction, own_number) != (_MAGIC, transaction_id, number):
+        return None
+    packed = data[_HEADER.size : _HEADER.size + size_bytes]
+    if len(packed) != size_bytes or check != crc64(packed, crc64(data[: _CHECKED.size])):
+        return None
+    return packed
+
+
+def put_rows(write: lmdb.Transaction[memoryview], tables: Tables, rows: Rows) -> None:
+    for (table, key), value in rows.items():
+        if table == "records":
+            require(write.put(key, value, append=True, db=tables.records), f"record {key.hex()} is in the log already")
+        else:
+            write.put(key, value, db=getattr(tables, table))
+
+
+def rows_of_table(rows: Mapping[tuple[str, bytes], bytes], table: str) -> list[tuple[bytes, bytes]]:
+    """In the order of their keys."""
+    return sorted([(key, value) for (name, key), value in rows.items() if name == table])
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,227 @@
+"""The journal in front of LMDB: what is in it counts, for who writes and for who reads, and damage in it is found."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from coordinator.core.errors import DamagedLogError, LogSyncError
+from coordinator.core.interfaces import SourcePosition, Transaction
+from coordinator.log import LmdbLogStore, create_log, open_log, open_reader
+from coordinator.log.cut import LogCutter
+from coordinator.log.format import META_FORMAT, seal
+from coordinator.log.journal import BLOCK_SIZE_BYTES, FILE_NAME, FILE_SIZE_BYTES
+from protocol.record import encode_record
+from protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
+from tests.faults.sample_log import put_checkpoint
+
+COMMITTER_ID = 77
+MAP_SIZE_BYTES = 1 << 26
+
+
+def commit(sequence_id: int, size_bytes: int = 20) -> Transaction:
+    """One message of bob in a record, and what dave has acknowledged."""
+    record = encode_record(COMMITTER_ID, sequence_id, bytes(size_bytes))
+    batch = BatchSource(BatchKind.STREAM, "bob", sequence_id + 1, 1, 1)
+    trailer = encode_trailer(Trailer(1, [batch], []), int.from_bytes(record[8:16], "little"))
+    return Transaction(
+        records=[(sequence_id, record + trailer)],
+        sources={"bob": SourcePosition(5, 1, sequence_id + 1)},
+        acknowledged={"dave": sequence_id},
+    )
+
+
+def new_log(folder: Path, commits: int = 0) -> LmdbLogStore:
+    store = create_log(folder, "alice", committer_id=COMMITTER_ID, map_size_bytes=MAP_SIZE_BYTES)
+    for sequence_id in range(commits):
+        store.commit(commit(sequence_id))
+    return store
+
+
+def reopened(folder: Path) -> LmdbLogStore:
+    return open_log(folder, "alice", map_size_bytes=MAP_SIZE_BYTES)
+
+
+def as_after_a_crash(folder: Path, copy: Path) -> Path:
+    copy.mkdir()
+    for name in ("data.mdb", FILE_NAME):
+        shutil.copy(folder / name, copy / name)
+    return copy
+
+
+def flip(folder: Path, *offsets_bytes: int) -> None:
+    data = bytearray((folder / FILE_NAME).read_bytes())
+    for offset_bytes in offsets_bytes:
+        data[offset_bytes] ^= 1
+    (folder / FILE_NAME).write_bytes(data)
+
+
+def test_what_only_the_journal_has_is_read_and_goes_on_after_a_crash(tmp_path: Path) -> None:
+    store = new_log(tmp_path / "log", 7)
+    copy = as_after_a_crash(tmp_path / "log", tmp_path / "copy")
+    store.close()
+    assert sorted(path.name for path in (tmp_path / "log").iterdir()) == ["data.mdb", "lock", "lock.mdb"]
+    with open_reader(copy) as reader:  # which changes nothing
+        assert (reader.last_sequence_id(), len(list(reader.values(0)))) == (6, 7)
+        assert [value.sequence_id for value in reader.records()] == list(range(7))
+        assert reader.summary().sources == {"bob": SourcePosition(5, 1, 7)}
+    for last in (6, 7):
+        store = reopened(copy)
+        summary = store.summary()
+        assert (summary.last_sequence_id, summary.acknowledged) == (last, {"dave": last})
+        assert len(store.read(0, 1 << 20)) == last + 1
+        store.commit(commit(last + 1))
+        store.commit(Transaction(epoch=last + 1))
+        store.close()
+    with open_reader(copy) as reader:
+        assert (reader.last_sequence_id(), reader.summary().epoch) == (8, 8)
+
+
+def test_a_reader_beside_the_writer_sees_each_commit(tmp_path: Path) -> None:
+    store = new_log(tmp_path / "log")
+    commits = FILE_SIZE_BYTES // BLOCK_SIZE_BYTES + 20  # more than the journal holds at a time
+    for sequence_id in range(commits):
+        store.commit(commit(sequence_id))
+        if sequence_id % 25 == 0 or sequence_id > commits - 30:
+            assert len(store.read(sequence_id, 1)) == 1
+            shown = as_after_a_crash(tmp_path / "log", tmp_path / f"copy-{sequence_id}")
+            with open_reader(shown) as reader:
+                assert reader.last_sequence_id() == sequence_id
+                assert reader.summary().sources["bob"].position == sequence_id + 1
+                assert len(list(reader.values(0))) == sequence_id + 1
+    store.close()
+
+
+def test_larger_commits_and_others_keep_their_order(tmp_path: Path) -> None:
+    store = new_log(tmp_path / "log")
+    for sequence_id in range(60):
+        store.commit(commit(sequence_id, (10, 5_000, 31_000, 60_000)[sequence_id % 4]))
+        if sequence_id % 7 == 0:
+            store.commit(Transaction(acknowledged={"erin": sequence_id}, epoch=sequence_id))
+    copy = as_after_a_crash(tmp_path / "log", tmp_path / "copy")
+    store.close()
+    with open_reader(tmp_path / "log") as closed, open_reader(copy) as crashed:
+        assert list(closed.values(0)) == list(crashed.values(0))
+        assert closed.summary() == crashed.summary()
+
+
+def test_one_flipped_bit_in_the_last_entry_is_put_right(tmp_path: Path) -> None:
+    store = new_log(tmp_path / "log", 3)
+    for index, offset_bytes in enumerate((0, 9, 17, 26, 100)):
+        copy = as_after_a_crash(tmp_path / "log", tmp_path / f"copy-{index}")
+        flip(copy, 2 * BLOCK_SIZE_BYTES + offset_bytes)
+        mended = reopened(copy)
+        assert mended.summary().last_sequence_id == 2, offset_bytes
+        assert "one flipped bit was put right" in mended.rebuilt[0]
+        mended.close()
+    store.close()
+
+
+def test_an_entry_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    store = new_log(tmp_path / "log", 3)
+    copy = as_after_a_crash(tmp_path / "log", tmp_path / "copy")
+    store.close()
+    flip(copy, *range(2 * BLOCK_SIZE_BYTES + 60, 2 * BLOCK_SIZE_BYTES + 90))
+    store = reopened(copy)
+    assert store.summary().last_sequence_id == 1
+    assert "a commit that was cut off is left out" in store.rebuilt[0]
+    store.commit(commit(2))
+    store.commit(commit(3))
+    again = as_after_a_crash(copy, tmp_path / "again")
+    store.close()
+    store = reopened(again)
+    assert (store.summary().last_sequence_id, store.rebuilt) == (3, [])
+    store.close()
+
+
+@pytest.mark.parametrize("entry", [0, 1])
+def test_damage_with_commits_behind_it_stops_everybody(tmp_path: Path, entry: int) -> None:
+    store = new_log(tmp_path / "log", 3)
+    copy = as_after_a_crash(tmp_path / "log", tmp_path / "copy")
+    store.close()
+    flip(copy, *range(entry * BLOCK_SIZE_BYTES + 60, entry * BLOCK_SIZE_BYTES + 90))
+    with pytest.raises(DamagedLogError, match=f"entry {entry} of .* is damaged, with commits behind it"):
+        reopened(copy)
+    with open_reader(copy) as reader, pytest.raises(DamagedLogError, match=f"entry {entry} of .* is damaged"):
+        reader.summary()
+
+
+def test_an_older_copy_of_the_tables_takes_nothing_of_a_newer_journal(tmp_path: Path) -> None:
+    store = new_log(tmp_path / "log", 2)
+    store.settle()
+    older = (tmp_path / "log" / "data.mdb").read_bytes()
+    store.commit(Transaction(epoch=5))
+    store.commit(commit(2))
+    copy = as_after_a_crash(tmp_path / "log", tmp_path / "copy")
+    store.close()
+    (copy / "data.mdb").write_bytes(older)
+    store = reopened(copy)
+    assert store.summary().last_sequence_id == 1
+    store.close()
+
+
+def test_a_failed_write_is_never_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = new_log(tmp_path / "log", 1)
+
+    def failing(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("coordinator.log.journal.os.pwrite", failing)
+    with pytest.raises(LogSyncError, match="what is on disk is unknown"):
+        store.commit(commit(1))
+    monkeypatch.undo()
+    for call in (lambda: store.commit(commit(1)), store.summary, store.settle):
+        with pytest.raises(LogSyncError):
+            call()
+    store.close()
+    store = reopened(tmp_path / "log")
+    assert store.summary().last_sequence_id == 0
+    store.close()
+
+
+def test_a_log_does_without_a_journal_where_there_can_be_none(tmp_path: Path) -> None:
+    store = new_log(tmp_path / "log")
+    (tmp_path / "log" / FILE_NAME).mkdir()
+    for sequence_id in range(3):
+        store.commit(commit(sequence_id))
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    shutil.copy(tmp_path / "log" / "data.mdb", copy)
+    with open_reader(copy) as reader:
+        assert reader.last_sequence_id() == 2
+    (tmp_path / "log" / FILE_NAME).rmdir()
+    store.close()
+
+
+def test_a_cut_takes_the_journal_in(tmp_path: Path) -> None:
+    store = new_log(tmp_path / "log", 3)
+    put_checkpoint(store, 1, 2, 100)
+    for sequence_id in range(3, 6):
+        store.commit(commit(sequence_id))
+    copy = as_after_a_crash(tmp_path / "log", tmp_path / "copy")
+    store.close()
+    with LogCutter(copy, "alice") as cutter:
+        kept = cutter.cut(cutter.plan(4, force=True))
+    with open_reader(kept) as reader:
+        assert [value.sequence_id for value in reader.records()] == [4, 5]
+    store = reopened(copy)
+    summary = store.summary()
+    assert (summary.last_sequence_id, summary.sources["bob"].position) == (3, 6)
+    store.close()
+
+
+def test_a_log_of_format_3_is_read_and_becomes_format_4(tmp_path: Path) -> None:
+    store = new_log(tmp_path / "log", 2)
+    store.settle()
+    with store._environment.begin(write=True) as transaction:
+        transaction.put(META_FORMAT, seal(b"meta", META_FORMAT, 3), db=store._tables.meta)
+    store.close()
+    with open_reader(tmp_path / "log") as reader:
+        assert (reader.identity.format_version, reader.last_sequence_id()) == (3, 1)
+    store = reopened(tmp_path / "log")
+    store.commit(commit(2))
+    store.close()
+    with open_reader(tmp_path / "log") as reader:
+        assert (reader.identity.format_version, reader.last_sequence_id()) == (4, 2)
