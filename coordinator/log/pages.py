@@ -110,6 +110,8 @@ class _Walk:
             return  # nothing was ever committed
         if metas[self._meta_page.transaction_id & 1] is not self._meta_page or abs(first - second) != 1:
             raise PageError(f"the meta pages are of transactions {first} and {second}, which cannot be")
+        if self._older.last_page > self._meta_page.last_page:
+            raise PageError(f"transaction {self._meta_page.transaction_id} has fewer pages than the one before it")
 
     # --- pages --------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 
 from coordinator import control
+from coordinator.core.errors import LogLockedError
 from coordinator.fault_points import VARIABLE, FaultPoint
+from coordinator.log import open_log
 from protocol.errors import ImmortalError
 from protocol.messages import MessageType
 from tests.faults.disk import Disk
@@ -101,7 +104,9 @@ class Scene:
     def arm(self, point: FaultPoint, action: str = "kill", count: int = 1) -> None:
         """For what is started from now on."""
         self.monkeypatch.setenv(VARIABLE, str(self._plan))
-        self._plan.write_text(f"{count} {action} {point.value}")
+        written = self._plan.with_suffix(".new")  # what is running may look at it just now
+        written.write_text(f"{count} {action} {point.value}")
+        written.replace(self._plan)
 
     @property
     def armed(self) -> bool:
@@ -117,11 +122,18 @@ class Scene:
         command = [sys.executable, "-m", "coordinator", "--home", str(self.home), *arguments]
         return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=60, check=False)
 
+    def settle_log(self) -> None:
+        """What only the journal has goes into the tables, as at the next start: what is done to them then is seen."""
+        with contextlib.suppress(LogLockedError):  # a coordinator runs
+            open_log(self.log.parent, NAME).close()
+
     def copy_log(self) -> bytes:
+        self.settle_log()
         return self.log.read_bytes()
 
     def flip(self, needle: bytes, offset_bytes: int = 0, bit: int = 2) -> None:
         """Flip one bit behind each place with ``needle``: pages that were replaced stay in the file."""
+        self.settle_log()
         data = bytearray(self.log.read_bytes())
         position = data.find(needle)
         assert position >= 0

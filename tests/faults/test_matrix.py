@@ -151,7 +151,7 @@ LOSSES = {
 def lose_power_at(scene: Scene, point: FaultPoint, rng: random.Random) -> None:
     """The process is gone at that point, and with it some of what no sync had reached."""
     scene.arm(point, count=1_000_000)
-    disk = scene.disk(scene.log, journal=True)
+    disk = scene.disk(scene.log.parent, journal=True)
     disk.journal.unlink(missing_ok=True)
     at_start = point in LOSSES[Thing.META]
     if at_start:
@@ -169,8 +169,10 @@ def lose_power_at(scene: Scene, point: FaultPoint, rng: random.Random) -> None:
             scene.tell_one()
     scene.died_at_its_point()
     _, moments = read_journal(disk.journal)
-    left = without_power(bytearray(scene.log.read_bytes()), moments[-1].pending, rng)
-    scene.log.write_bytes(left)
+    for path in (scene.log, scene.log.with_name("journal")):
+        pending = [write for write in moments[-1].pending if write.path == str(path)]
+        if path.exists():
+            path.write_bytes(without_power(bytearray(path.read_bytes()), pending, rng))
 
 
 def loses_power(thing: Thing) -> Show:
@@ -356,7 +358,7 @@ def fails_at(thing: Thing, call: str, number: int) -> Show:
 
     def show(scene: Scene, cell: Cell) -> None:
         scene.register()
-        disk = scene.disk(scene.log)
+        disk = scene.disk(scene.log.parent)
         scene.start()
         scene.tell(3)
         if thing is Thing.META:
