@@ -1,4 +1,4 @@
-"""A sync that fails, in a real coordinator: a small library in front of libc makes fdatasync fail on demand."""
+"""A sync that fails, in a real coordinator: a small library in front of libc makes it fail on demand."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ SHIM = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <stdlib.h>
 #include <unistd.h>
 
@@ -29,6 +30,23 @@ int fdatasync(int descriptor) {
         real = (int (*)(int))dlsym(RTLD_NEXT, "fdatasync");
     return real(descriptor);
 }
+
+ssize_t pwrite(int descriptor, const void *data, size_t size, off_t offset) {
+    static ssize_t (*real)(int, const void *, size_t, off_t);
+    const char *trigger = getenv("FAILING_SYNC");
+    if (!real)
+        real = (ssize_t (*)(int, const void *, size_t, off_t))dlsym(RTLD_NEXT, "pwrite");
+    ssize_t written = real(descriptor, data, size, offset);
+    if (trigger && fcntl(descriptor, F_GETFL) & O_DSYNC && access(trigger, F_OK) == 0) {
+        errno = EIO;
+        return -1;
+    }
+    return written;
+}
+
+ssize_t pwrite64(int descriptor, const void *data, size_t size, off_t offset) {
+    return pwrite(descriptor, data, size, offset);
+}
 """
 
 
@@ -41,7 +59,8 @@ def house(tmp_path: Path) -> Iterator[House]:
 
 @pytest.fixture
 def trigger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A path: while a file is there, every fdatasync of processes started from now on fails with EIO."""
+    """A path: while a file is there, every fdatasync, and every write that syncs itself, of processes started from now on
+    fails with EIO."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler to make the failing fdatasync with")
