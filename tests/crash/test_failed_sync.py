@@ -59,7 +59,7 @@ def house(tmp_path: Path) -> Iterator[House]:
 
 @pytest.fixture
 def trigger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A path: while a file is there, every fdatasync, and every write that syncs itself, of processes started from now on
+    """A path: while a file is there, each fdatasync, and each write that syncs itself, of processes started from now on
     fails with EIO."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
