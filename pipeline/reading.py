@@ -15,7 +15,7 @@ from typing import TypeVar
 import lmdb
 import numpy as np
 
-from coordinator.core.errors import DamagedLogError, LogError
+from coordinator.core.errors import LogError
 from coordinator.log import format as log_format
 from coordinator.log import reading as log_reading
 from coordinator.log.environment import (
@@ -28,6 +28,7 @@ from coordinator.log.environment import (
 )
 from coordinator.log.format import SEQUENCE_KEY
 from coordinator.log.residency import MappedPages
+from coordinator.log.snapshot import Snapshots
 from pipeline.decode import PADDING, Values
 from pipeline.errors import LogChangedError
 
@@ -67,22 +68,15 @@ class OpenLog:
         self.folder = folder
         self.identity = identity
         self._environment = environment
-        self._tables = tables
+        self._snapshots = Snapshots(Path(folder), environment, tables, identity)
         self._mapped_pages = MappedPages(Path(folder) / DATA_FILE_NAME)
 
     def transact(self, operation: Operation[Result], *, copies: bool = False) -> Result:
         """Run ``operation`` in a read transaction of its own, which gives memory of LMDB's, or ``copies`` of it.
 
-        Copies are faster for small values. Raises DamagedLogError where LMDB cannot read.
+        Copies are faster for small values. As Snapshots.transact, with its errors.
         """
-        while True:
-            try:
-                with self._environment.begin(buffers=not copies) as transaction:  # type: ignore[call-overload]
-                    return operation(transaction, self._tables)
-            except lmdb.MapResizedError:
-                self._environment.set_mapsize(0)  # the writer's new size
-            except (lmdb.Error, struct.error) as error:
-                raise DamagedLogError(f"the log in {self.folder} cannot be read: {error}", -1) from error
+        return self._snapshots.transact(operation, buffers=not copies)
 
     def have_touched(self, size_bytes: int) -> None:
         """Count what was read: the pages of the map are given back now and then, else they count as this process's."""

@@ -72,14 +72,15 @@ class LogCutter:
         map_size_bytes = max(MAP_SIZE_BYTES, 2 * (self._folder / DATA_FILE_NAME).stat().st_size)
         environment = open_environment(self._folder, readonly=False, map_size_bytes=map_size_bytes)
         try:
-            journaled = JournalReader(self._folder).rows(last_transaction_id(environment), mend=True)
             tables = open_tables(environment, self._folder, create=False)
+            with environment.begin(buffers=True) as transaction:
+                identity = read_identity(transaction, tables, self._folder, self._instance_name)
+            journaled = JournalReader(self._folder, identity).rows(last_transaction_id(environment), mend=True)
             if journaled:
                 with environment.begin(write=True, buffers=True) as write:
                     put_rows(write, tables, journaled)
-            Journal(self._folder).remove()
+            Journal(self._folder, identity).remove()
             with environment.begin(buffers=True) as transaction:
-                read_identity(transaction, tables, self._folder, self._instance_name)
                 checkpoint_ids = _cut_checkpoint_ids(transaction, tables, plan.sequence_id)
             kept = self._keep(environment, tables, plan, checkpoint_ids)
             with environment.begin(write=True, buffers=True) as write:

@@ -132,9 +132,11 @@ def open_tables(environment: lmdb.Environment, folder: Path, *, create: bool) ->
         if not create:
             meta = environment.open_db(b"meta", create=False)
             with environment.begin(buffers=True) as transaction:
-                _check_format(transaction, meta, folder)  # first: another version may have other databases
-            if not environment.flags()["readonly"]:
-                environment.open_db(b"spilled")  # logs were begun that have it not
+                version = _check_format(transaction, meta, folder)  # first: another version may have other databases
+            # Logs of version 3 were begun that have it not. To make a table is a transaction, which would have to take
+            # in what a journal has.
+            if version < log_format.JOURNAL_VERSION and not environment.flags()["readonly"]:
+                environment.open_db(b"spilled")
             return Tables(*(environment.open_db(name.encode(), create=False) for name in names))
         with environment.begin(write=True) as transaction:
             return Tables(*(environment.open_db(name.encode(), txn=transaction) for name in names))

@@ -22,7 +22,8 @@ from protocol.limits import NAME_SIZE_BYTES_MAX
 from protocol.varint import Readable
 
 FORMAT_VERSION = 4
-FORMAT_VERSIONS_READ = (3, 4)  # 3: without a journal
+FORMAT_VERSIONS_READ = (3, 4)
+JOURNAL_VERSION = 4  # the first with a journal
 CRC_SIZE_BYTES = 8
 OUTPUTS_PIECE_SIZE_BYTES = 1 << 20  # one LMDB value of 64 MiB would need 64 MiB of contiguous free pages
 COMMITTER_ID_MAX = (1 << 31) - 1

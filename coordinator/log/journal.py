@@ -8,6 +8,7 @@ transaction that they follow: the next transaction takes them all in, and with t
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ import lmdb
 import msgspec
 
 from coordinator.core.errors import DamagedLogError, require
-from coordinator.log.environment import Tables
+from coordinator.log.environment import LogIdentity, Tables
 from protocol.checksum import crc64
 
 FILE_NAME = "journal"
@@ -32,6 +33,7 @@ Rows: TypeAlias = dict[tuple[str, bytes], bytes]  # by table and key
 _MAGIC = b"IMJ1"
 _HEADER = Struct("<4sIQQQ")  # magic, size of the rows, LMDB transaction, number of the entry from 0, CRC
 _CHECKED = Struct("<4sIQQ")
+_IDENTITY = Struct("<QQ")  # committer ID, when the log was made
 _encode = msgspec.msgpack.Encoder().encode
 _ROWS = msgspec.msgpack.Decoder(list[tuple[str, bytes, bytes]])
 
@@ -39,8 +41,9 @@ _ROWS = msgspec.msgpack.Decoder(list[tuple[str, bytes, bytes]])
 class Journal:
     """The writer's end. The file is made with the first entry, and removed by :meth:`remove`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, identity: LogIdentity) -> None:
         self._path = folder / FILE_NAME
+        self._seed = _seed(identity)
         self._descriptor: int | None = None
         self._unavailable = False
         self._buffer = mmap.mmap(-1, ENTRY_SIZE_BYTES_MAX)  # aligned, as writes past the page cache must be
@@ -68,7 +71,7 @@ class Journal:
             self._open()
             if self._descriptor is None:
                 return False
-        entry = encode_entry(self._transaction_id, self._number, packed)
+        entry = encode_entry(self._seed, self._transaction_id, self._number, packed)
         self._buffer[: len(entry)] = entry
         with memoryview(self._buffer)[:size_bytes] as blocks:
             written = os.pwrite(self._descriptor, blocks, self._offset_bytes)
@@ -85,19 +88,30 @@ class Journal:
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
-                os.pwrite(descriptor, bytes(FILE_SIZE_BYTES), 0)
+                if os.pwrite(descriptor, bytes(FILE_SIZE_BYTES), 0) != FILE_SIZE_BYTES:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
             _sync_folder(self._path.parent)
             try:
-                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_DSYNC | os.O_DIRECT | os.O_CLOEXEC)
-            except OSError:  # not every file system has O_DIRECT
-                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_DSYNC | os.O_CLOEXEC)
+                self._descriptor = self._open_checked(os.O_DIRECT)
+            except OSError:  # not every file system has O_DIRECT, and some say so only when they are written to
+                self._descriptor = self._open_checked(0)
         except OSError:
             self._unavailable = True
             with contextlib.suppress(OSError):
                 self._path.unlink()
+
+    def _open_checked(self, flags: int) -> int:
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_DSYNC | os.O_CLOEXEC | flags)
+        try:
+            with memoryview(self._buffer)[:BLOCK_SIZE_BYTES] as block:  # zeros, as all of the file: none was used yet
+                os.pwrite(descriptor, block, 0)
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor
 
     def close(self) -> None:
         if self._descriptor is not None:
@@ -113,9 +127,12 @@ class Journal:
 class JournalReader:
     """What a journal holds behind a transaction of LMDB; the next look at the same one reads only what came since."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, identity: LogIdentity) -> None:
+        self.identity = identity
         self.mended: list[str] = []  # what was found damaged and put right, in words
+        self.left_out: list[str] = []  # what was found cut off, in words
         self._path = folder / FILE_NAME
+        self._seed = _seed(identity)
         self._transaction_id = -1
         self._offset_bytes = 0
         self._number = 0
@@ -150,7 +167,7 @@ class JournalReader:
         rows: Rows = {}
         while True:
             data = os.pread(descriptor, ENTRY_SIZE_BYTES_MAX, self._offset_bytes)
-            packed = decode_entry(data, self._transaction_id, self._number)
+            packed = decode_entry(data, self._seed, self._transaction_id, self._number)
             if packed is None and mend:
                 packed = self._mended(data)
             if packed is None:
@@ -162,23 +179,32 @@ class JournalReader:
             self._rows = {**self._rows, **rows}
 
     def _check_end(self, descriptor: int) -> None:
-        """Entries are written one after the other: behind the last one there is none that counts."""
-        offset_bytes = self._offset_bytes + BLOCK_SIZE_BYTES
-        rest = os.pread(descriptor, FILE_SIZE_BYTES, offset_bytes)
-        for start in range(0, len(rest), BLOCK_SIZE_BYTES):
-            data = memoryview(rest)[start : start + ENTRY_SIZE_BYTES_MAX]
-            if len(data) < _HEADER.size:
-                return
-            number = _HEADER.unpack_from(data)[3]
-            if number > self._number and decode_entry(bytes(data), self._transaction_id, number) is not None:
-                again = os.pread(descriptor, ENTRY_SIZE_BYTES_MAX, self._offset_bytes)
-                if decode_entry(again, self._transaction_id, self._number) is not None:
-                    return  # a live writer has gone on
+        """Entries are written one after the other: behind the last one there is none that counts.
+
+        And none names a transaction that is not there: it was durable before the entry was written.
+        """
+        rest = os.pread(descriptor, FILE_SIZE_BYTES, self._offset_bytes)
+        for start in range(0, len(rest) - _HEADER.size + 1, BLOCK_SIZE_BYTES):
+            magic, _, transaction_id, number, _ = _HEADER.unpack_from(rest, start)
+            if magic != _MAGIC or (transaction_id, number) <= (self._transaction_id, self._number):
+                continue
+            entry = rest[start : start + ENTRY_SIZE_BYTES_MAX]
+            if decode_entry(entry, self._seed, transaction_id, number) is None:
+                continue
+            if transaction_id > self._transaction_id:
                 raise DamagedLogError(
-                    f"entry {self._number} of {self._path} is damaged, with commits behind it: restore the log from a "
-                    f"copy",
+                    f"{self._path} has commits that follow transaction {transaction_id}, and the tables end with"
+                    f" {self._transaction_id}: they lost some, or are an older copy; restore both files from one copy"
+                    " (a copy of a stopped log has no journal: then remove this one)",
                     -1,
                 )
+            again = os.pread(descriptor, ENTRY_SIZE_BYTES_MAX, self._offset_bytes)
+            if decode_entry(again, self._seed, self._transaction_id, self._number) is not None:
+                return  # a live writer has gone on
+            raise DamagedLogError(
+                f"entry {self._number} of {self._path} is damaged, with commits behind it: restore the log from a copy",
+                -1,
+            )
 
     def _mended(self, data: bytes) -> bytes | None:
         """The rows of an entry that differs by one bit from one that would come here."""
@@ -196,22 +222,27 @@ class JournalReader:
         end = _HEADER.size + size_bytes if _HEADER.size + size_bytes <= len(data) else _HEADER.size
         for bit in range(8 * end):
             entry[bit // 8] ^= 1 << bit % 8
-            packed = decode_entry(bytes(entry), self._transaction_id, self._number)
+            packed = decode_entry(bytes(entry), self._seed, self._transaction_id, self._number)
             if packed is not None:
                 self.mended.append(f"entry {number} of {self._path} was damaged: one flipped bit was put right")
                 return packed
             entry[bit // 8] ^= 1 << bit % 8
         if not differences:
-            self.mended.append(f"entry {number} of {self._path} is not whole: a commit that was cut off is left out")
+            self.left_out.append(f"entry {number} of {self._path} is not whole: a commit that was cut off is left out")
         return None
 
 
-def encode_entry(transaction_id: int, number: int, packed: bytes) -> bytes:
+def _seed(identity: LogIdentity) -> int:
+    """With what each CRC begins: no entry of another log counts, and nobody can put one into a payload."""
+    return crc64(_IDENTITY.pack(identity.committer_id, identity.created_ns))
+
+
+def encode_entry(seed: int, transaction_id: int, number: int, packed: bytes) -> bytes:
     checked = _CHECKED.pack(_MAGIC, len(packed), transaction_id, number)
-    return b"".join((checked, crc64(packed, crc64(checked)).to_bytes(8, "little"), packed))
+    return b"".join((checked, crc64(packed, crc64(checked, seed)).to_bytes(8, "little"), packed))
 
 
-def decode_entry(data: bytes, transaction_id: int, number: int) -> bytes | None:
+def decode_entry(data: bytes, seed: int, transaction_id: int, number: int) -> bytes | None:
     """The rows of the entry with which ``data`` begins; None unless it is that one, whole."""
     if len(data) < _HEADER.size:
         return None
@@ -219,7 +250,7 @@ def decode_entry(data: bytes, transaction_id: int, number: int) -> bytes | None:
     if (magic, of_transaction, own_number) != (_MAGIC, transaction_id, number):
         return None
     packed = data[_HEADER.size : _HEADER.size + size_bytes]
-    if len(packed) != size_bytes or check != crc64(packed, crc64(data[: _CHECKED.size])):
+    if len(packed) != size_bytes or check != crc64(packed, crc64(data[: _CHECKED.size], seed)):
         return None
     return packed
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -14,11 +13,10 @@ import lmdb
 from coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError
 from coordinator.core.interfaces import LogSummary, OutputBatch
 from coordinator.log import reading
-from coordinator.log.environment import DATA_FILE_NAME, LogIdentity, Tables, last_transaction_id
+from coordinator.log.environment import DATA_FILE_NAME, LogIdentity, Tables
 from coordinator.log.format import INT, META_TRIMMED, SEQUENCE_KEY, StoredHeader, decode_header
-from coordinator.log.journal import JournalReader
-from coordinator.log.overlay import laid_over
 from coordinator.log.residency import MappedPages
+from coordinator.log.snapshot import Snapshots
 from coordinator.log.store import checked_prefix
 from coordinator.log.values import check_value
 from protocol.checksum import crc64
@@ -55,9 +53,8 @@ class LogReader:
         self.identity = identity
         self.problems: list[str] = []
         self._environment = environment
-        self._tables = tables
         self._mapped_pages = MappedPages(folder / DATA_FILE_NAME)
-        self._journal = JournalReader(folder)
+        self._snapshots = Snapshots(folder, environment, tables, identity)
 
     def __enter__(self) -> LogReader:
         return self
@@ -164,18 +161,12 @@ class LogReader:
             )
 
     def transact(self, operation: Callable[[reading.ReadTransaction, Tables], Result]) -> Result:
-        """Run ``operation`` in a read transaction of its own. Raises DamagedLogError where LMDB cannot read."""
-        while True:
-            try:
-                with self._environment.begin(buffers=True) as transaction:
-                    rows = self._journal.rows(transaction.id())
-                    if last_transaction_id(self._environment) != transaction.id():
-                        continue  # its journal may have begun anew since
-                    return operation(laid_over(transaction, self._tables, rows), self._tables)
-            except lmdb.MapResizedError:
-                self._environment.set_mapsize(0)  # the writer's new size
-            except (lmdb.Error, struct.error) as error:
-                raise DamagedLogError(f"the log in {self.folder} cannot be read: {error}", -1) from error
+        """Run ``operation`` in a read transaction of its own. As Snapshots.transact."""
+        return self._snapshots.transact(operation)
+
+    def journal_problems(self) -> tuple[list[str], list[str]]:
+        """As Snapshots.journal_problems."""
+        return self._snapshots.journal_problems()
 
     def close(self) -> None:
         self._environment.close()

@@ -86,11 +86,15 @@ class LmdbLogStore:
         self._checkpoint_writer = CheckpointWriter(tables)
         self._mapped_pages = MappedPages(folder / DATA_FILE_NAME)
         environment.reader_check()
-        journal = JournalReader(folder)
+        journal = JournalReader(folder, identity)
+        try:
+            environment.sync(True)  # a copy, say: entries of the journal follow a transaction, which must outlive them
+        except lmdb.Error as error:
+            raise self._failure_of(error) from error
         transaction_id = last_transaction_id(environment)
         # What is durable, and in no table yet, behind that transaction: the next write to LMDB takes it in.
         self._journaled: tuple[int, Rows] = transaction_id, {**journal.rows(transaction_id, mend=True)}
-        self._journal = Journal(folder)
+        self._journal = Journal(folder, identity)
         if not self._journaled[1]:
             self._journal.restart(transaction_id)
         if identity.format_version != log_format.FORMAT_VERSION:
@@ -104,7 +108,7 @@ class LmdbLogStore:
             self.rebuilt = (
                 self._write_if_needed(lambda transaction: rebuild(transaction, tables, identity.committer_id)) or []
             )
-        self.rebuilt += journal.mended
+        self.rebuilt += journal.mended + journal.left_out
         extend_data_file(folder / DATA_FILE_NAME)
 
     def summary(self) -> LogSummary:
@@ -275,7 +279,8 @@ class LmdbLogStore:
             if self._journaled[1]:
                 self._journal.close()
             else:
-                self._journal.remove()
+                with contextlib.suppress(OSError):  # what is in it does not count
+                    self._journal.remove()
             self._environment.close()
             self._folder_lock.release()
 
@@ -370,9 +375,9 @@ class LmdbLogStore:
 
     def _read(self, operation: Callable[[reading.ReadTransaction], Result]) -> Result:
         with self._map_lock:
-            self._refuse_after_failure()
             try:
                 while True:
+                    self._refuse_after_failure()
                     transaction_id, rows = self._journaled
                     rows = dict(rows)  # a commit in another thread may go on
                     with self._environment.begin(buffers=True) as transaction:

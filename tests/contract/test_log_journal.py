@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
+import lmdb
 import pytest
 
 from coordinator.core.errors import DamagedLogError, LogSyncError
 from coordinator.core.interfaces import SourcePosition, Transaction
 from coordinator.log import LmdbLogStore, create_log, open_log, open_reader
 from coordinator.log.cut import LogCutter
+from coordinator.log.environment import open_environment
+from coordinator.log.findings import Severity
 from coordinator.log.format import META_FORMAT, seal
-from coordinator.log.journal import BLOCK_SIZE_BYTES, FILE_NAME, FILE_SIZE_BYTES
+from coordinator.log.journal import BLOCK_SIZE_BYTES, FILE_NAME, FILE_SIZE_BYTES, Journal, JournalReader, Rows
+from coordinator.log.verify import verify_log
 from protocol.record import encode_record
 from protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
 from tests.faults.sample_log import put_checkpoint
@@ -148,18 +156,131 @@ def test_damage_with_commits_behind_it_stops_everybody(tmp_path: Path, entry: in
         reader.summary()
 
 
-def test_an_older_copy_of_the_tables_takes_nothing_of_a_newer_journal(tmp_path: Path) -> None:
+def test_tables_that_are_older_than_the_journal_stop_everybody(tmp_path: Path) -> None:
     store = new_log(tmp_path / "log", 2)
     store.settle()
     older = (tmp_path / "log" / "data.mdb").read_bytes()
-    store.commit(Transaction(epoch=5))
+    for epoch in (5, 6):
+        store.commit(Transaction(epoch=epoch))
     store.commit(commit(2))
+    store.commit(commit(3))
     copy = as_after_a_crash(tmp_path / "log", tmp_path / "copy")
     store.close()
     (copy / "data.mdb").write_bytes(older)
+    for cut_off in (False, True):
+        if cut_off:  # what is behind it says the same
+            flip(copy, *range(60, 90))
+        with pytest.raises(DamagedLogError, match="are an older copy; restore both files from one copy"):
+            reopened(copy)
+        with open_reader(copy) as reader, pytest.raises(DamagedLogError, match="are an older copy"):
+            reader.summary()
+        assert [finding for finding in verify_log(copy).findings() if finding.severity is Severity.FATAL]
+    (copy / FILE_NAME).unlink()  # as the message says
     store = reopened(copy)
     assert store.summary().last_sequence_id == 1
     store.close()
+
+
+def test_the_journal_of_another_log_does_not_count(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        store = new_log(tmp_path / name, 2)
+        copy = as_after_a_crash(tmp_path / name, tmp_path / f"{name}-copy")
+        store.close()
+    shutil.copy(copy / FILE_NAME, tmp_path / "one-copy" / FILE_NAME)
+    store = reopened(tmp_path / "one-copy")
+    assert store.summary().last_sequence_id == -1
+    assert "is left out" in store.rebuilt[0]
+    store.commit(commit(0))
+    again = as_after_a_crash(tmp_path / "one-copy", tmp_path / "again")
+    store.close()
+    with open_reader(again) as reader:
+        assert reader.last_sequence_id() == 0
+
+
+def test_a_reader_begins_anew_where_the_writer_has_gone_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its look at the tables and its look at the journal, which has begun anew by then."""
+    store = new_log(tmp_path / "log", 3)
+    copy = as_after_a_crash(tmp_path / "log", tmp_path / "copy")
+    store.settle()
+    store.commit(commit(3))
+    files = {name: (tmp_path / "log" / name).read_bytes() for name in ("data.mdb", FILE_NAME, "lock.mdb")}
+    store.close()
+    look = JournalReader.rows
+
+    def goes_on(self: JournalReader, transaction_id: int) -> Rows:
+        monkeypatch.undo()
+        for name, content in files.items():
+            with (copy / name).open("r+b", buffering=0) as file:
+                if name == "lock.mdb":  # of it only the ID of the last transaction
+                    os.pwrite(file.fileno(), content[48:56], 48)
+                else:
+                    file.write(content)
+        return look(self, transaction_id)
+
+    with open_reader(copy) as reader:
+        monkeypatch.setattr(JournalReader, "rows", goes_on)
+        assert reader.last_sequence_id() == 3
+        assert len(list(reader.values(0))) == 4
+
+
+def test_a_reader_goes_on_where_a_writer_died_before_it_told_of_its_commit(tmp_path: Path) -> None:
+    store = new_log(tmp_path / "log", 3)
+    copy = as_after_a_crash(tmp_path / "log", tmp_path / "copy")
+    store.settle()
+    tables = (tmp_path / "log" / "data.mdb").read_bytes()
+    store.close()
+    with open_reader(copy) as reader:
+        with (copy / "data.mdb").open("r+b") as file:
+            file.write(tables)  # lock.mdb, in which LMDB's readers look, is as it was
+        assert (reader.last_sequence_id(), len(list(reader.values(0)))) == (2, 3)
+
+
+def test_what_verify_says_of_the_last_entry(tmp_path: Path) -> None:
+    store = new_log(tmp_path / "log", 3)
+    copy = as_after_a_crash(tmp_path / "log", tmp_path / "copy")
+    store.close()
+    assert not [finding for finding in verify_log(copy).findings() if finding.place == "journal"]
+    flip(copy, 2 * BLOCK_SIZE_BYTES + 100)
+    (found,) = [finding for finding in verify_log(copy).findings() if finding.place == "journal"]
+    assert found.severity is Severity.DAMAGE
+    assert "put right, at the next start" in found.message
+    flip(copy, 2 * BLOCK_SIZE_BYTES + 110)
+    (found,) = [finding for finding in verify_log(copy).findings() if finding.place == "journal"]
+    assert found.severity is Severity.NOTE
+    assert "a commit that was cut off is left out" in found.message
+
+
+def test_tables_are_durable_before_an_entry_follows_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a copy may be in memory alone, and so may be what a failed sync has left."""
+    new_log(tmp_path / "log").close()
+    done: list[str] = []
+
+    class Watched:
+        def __init__(self, environment: lmdb.Environment) -> None:
+            self._environment = environment
+
+        def sync(self, force: bool) -> None:
+            done.append(f"sync {force}")
+            self._environment.sync(force)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._environment, name)
+
+    def watched(*arguments: Any, **options: Any) -> Watched:
+        return Watched(open_environment(*arguments, **options))
+
+    append = Journal.append
+
+    def noted(self: Journal, rows: Rows) -> bool:
+        done.append("append")
+        return append(self, rows)
+
+    monkeypatch.setattr("coordinator.log.folder.open_environment", watched)
+    monkeypatch.setattr(Journal, "append", noted)
+    store = reopened(tmp_path / "log")
+    store.commit(commit(0))
+    store.close()
+    assert done[:2] == ["sync True", "append"]
 
 
 def test_a_failed_write_is_never_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,6 +302,42 @@ def test_a_failed_write_is_never_tried_again(tmp_path: Path, monkeypatch: pytest
     store.close()
 
 
+def test_a_file_system_that_takes_no_direct_write_gets_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.pwrite
+    written = []
+
+    def pwrite(descriptor: int, data: bytes, offset: int) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        written.append((offset, len(data), bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DSYNC)))
+        return write(descriptor, data, offset)
+
+    store = new_log(tmp_path / "log")
+    monkeypatch.setattr("coordinator.log.journal.os.pwrite", pwrite)
+    store.commit(commit(0))
+    store.commit(commit(1))
+    monkeypatch.undo()
+    assert written[-2:] == [(0, BLOCK_SIZE_BYTES, True), (BLOCK_SIZE_BYTES, BLOCK_SIZE_BYTES, True)]
+    copy = as_after_a_crash(tmp_path / "log", tmp_path / "copy")
+    store.close()
+    with open_reader(copy) as reader:
+        assert reader.last_sequence_id() == 1
+
+
+def test_a_disk_with_no_room_for_all_of_the_journal_gets_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.pwrite
+    store = new_log(tmp_path / "log")
+    monkeypatch.setattr(
+        "coordinator.log.journal.os.pwrite", lambda *given: write(given[0], given[1][:20_000], given[2])
+    )
+    for sequence_id in range(3):
+        store.commit(commit(sequence_id))
+    assert not (tmp_path / "log" / FILE_NAME).exists()
+    store.close()
+    with open_reader(tmp_path / "log") as reader:
+        assert reader.last_sequence_id() == 2
+
+
 def test_a_log_does_without_a_journal_where_there_can_be_none(tmp_path: Path) -> None:
     store = new_log(tmp_path / "log")
     (tmp_path / "log" / FILE_NAME).mkdir()
@@ -191,8 +348,9 @@ def test_a_log_does_without_a_journal_where_there_can_be_none(tmp_path: Path) ->
     shutil.copy(tmp_path / "log" / "data.mdb", copy)
     with open_reader(copy) as reader:
         assert reader.last_sequence_id() == 2
-    (tmp_path / "log" / FILE_NAME).rmdir()
     store.close()
+    (tmp_path / "log" / FILE_NAME).rmdir()
+    reopened(tmp_path / "log").close()
 
 
 def test_a_cut_takes_the_journal_in(tmp_path: Path) -> None:

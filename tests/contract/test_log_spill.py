@@ -234,6 +234,9 @@ def test_a_log_that_was_begun_without_the_table(folder: Path) -> None:
     environment = lmdb.open(str(folder), max_dbs=32, map_size=1 << 30, lib_version=0)
     with environment.begin(write=True) as transaction:
         transaction.drop(environment.open_db(b"spilled", txn=transaction, create=False), delete=True)
+        meta = environment.open_db(b"meta", txn=transaction, create=False)
+        key = log_format.META_FORMAT
+        transaction.put(key, log_format.seal(b"meta", key, 3), db=meta)
     environment.close()
     store = open_log(folder, "alice")
     assert not store.summary().spilled

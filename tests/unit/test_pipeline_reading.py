@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 
+from coordinator.core.interfaces import Transaction
+from coordinator.log import create_log
 from pipeline.bench import fill_new, record_value
 from pipeline.reading import PIECE_SIZE_BYTES, SMALL_SIZE_BYTES, Gap, close_shared, read_range, whole_range
 
@@ -30,3 +33,23 @@ def test_small_and_large_values_come_as_they_are(tmp_path: Path) -> None:
         close_shared()
     assert found == records
     assert pieces > 4
+
+
+def test_what_only_the_journal_has_is_read(tmp_path: Path) -> None:
+    records = [record_value(number, 1, number + 1, [b"payload"]) for number in range(6)]
+    store = create_log(tmp_path / "log", "alice", committer_id=7)
+    store.commit(Transaction(records=list(enumerate(records[:3])), epoch=1))
+    for number in range(3, 6):
+        store.commit(Transaction(records=[(number, records[number])]))
+    (tmp_path / "copy").mkdir()
+    for name in ("data.mdb", "journal"):
+        shutil.copy(tmp_path / "log" / name, tmp_path / "copy" / name)
+    store.close()
+    found = []
+    try:
+        for values in read_range(whole_range(str(tmp_path / "copy"))):
+            assert not isinstance(values, Gap)
+            found += [bytes(values.value(index)) for index in range(len(values.sequence_ids))]
+    finally:
+        close_shared()
+    assert found == records

@@ -179,6 +179,7 @@ def test_what_else_lies_in_a_log_folder_is_not_deleted(registry: Registry, tmp_p
     log = tmp_path / "precious"
     log.mkdir()
     (log / "data.mdb").write_bytes(b"x")
+    (log / "journal").write_bytes(b"x")
     (log / "thesis.txt").write_text("x")
     registry.register("counter", "tcp://127.0.0.1:*", log=log)
     registry.unregister("counter", delete_log=True)
