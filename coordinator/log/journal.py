@@ -24,6 +24,7 @@ from coordinator.log.environment import LogIdentity, Tables
 from protocol.checksum import crc64
 
 FILE_NAME = "journal"
+PARTIAL_FILE_NAME = "journal.new"  # until it has all its blocks: a journal that is shorter was cut
 FILE_SIZE_BYTES = 1 << 20  # what a start has to bring into the tables at most: milliseconds
 BLOCK_SIZE_BYTES = 4096  # an entry begins with one: what is durable already is never written again
 ENTRY_SIZE_BYTES_MAX = 32 << 10  # larger ones gain nothing
@@ -82,17 +83,19 @@ class Journal:
         return True
 
     def _open(self) -> None:
-        """Give the file all its blocks. Where the disk has no room for them, LMDB gets everything."""
+        """Give the file all its blocks, then its name. Where the disk has no room for them, LMDB gets everything."""
         if self._unavailable:
             return
+        partial = self._path.with_name(PARTIAL_FILE_NAME)
         try:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
             try:
                 if os.pwrite(descriptor, bytes(FILE_SIZE_BYTES), 0) != FILE_SIZE_BYTES:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
+            partial.rename(self._path)
             _sync_folder(self._path.parent)
             try:
                 self._descriptor = self._open_checked(os.O_DIRECT)
@@ -101,7 +104,7 @@ class Journal:
         except OSError:
             self._unavailable = True
             with contextlib.suppress(OSError):
-                self._path.unlink()
+                partial.unlink()
 
     def _open_checked(self, flags: int) -> int:
         descriptor = os.open(self._path, os.O_WRONLY | os.O_DSYNC | os.O_CLOEXEC | flags)
@@ -154,6 +157,13 @@ class JournalReader:
         except OSError as error:
             raise DamagedLogError(f"{self._path} cannot be read: {error.strerror}", -1) from error
         try:
+            size_bytes = os.fstat(descriptor).st_size
+            if size_bytes < FILE_SIZE_BYTES:
+                raise DamagedLogError(
+                    f"{self._path} is truncated: it has {size_bytes} bytes, a journal has {FILE_SIZE_BYTES}; restore"
+                    " the log from a copy",
+                    -1,
+                )
             self._read_on(descriptor, mend=mend)
             if first_look:
                 self._check_end(descriptor)

@@ -181,6 +181,18 @@ def test_tables_that_are_older_than_the_journal_stop_everybody(tmp_path: Path) -
     store.close()
 
 
+@pytest.mark.parametrize("size_bytes", [0, 2 * BLOCK_SIZE_BYTES, FILE_SIZE_BYTES - 1])
+def test_a_truncated_journal_stops_everybody(tmp_path: Path, size_bytes: int) -> None:
+    store = new_log(tmp_path / "log", 3)
+    copy = as_after_a_crash(tmp_path / "log", tmp_path / "copy")
+    store.close()
+    os.truncate(copy / FILE_NAME, size_bytes)
+    with pytest.raises(DamagedLogError, match=f"is truncated: it has {size_bytes} bytes"):
+        reopened(copy)
+    with open_reader(copy) as reader, pytest.raises(DamagedLogError, match="is truncated"):
+        reader.summary()
+
+
 def test_the_journal_of_another_log_does_not_count(tmp_path: Path) -> None:
     for name in ("one", "other"):
         store = new_log(tmp_path / name, 2)

@@ -479,7 +479,7 @@ def a_read_error_in_the_registry(scene: Scene, cell: Cell) -> None:
 @shows(Fault.SLOW_DISK, Thing.RECORD, Thing.META, Thing.CHUNK)
 def a_slow_disk(scene: Scene, cell: Cell) -> None:
     scene.register()
-    disk = scene.disk(scene.log)
+    disk = scene.disk(scene.log.parent)
     scene.start()
     disk.delay("sync", DELAY_MS)
     scene.tell(8)
