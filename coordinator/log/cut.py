@@ -75,7 +75,7 @@ class LogCutter:
             tables = open_tables(environment, self._folder, create=False)
             with environment.begin(buffers=True) as transaction:
                 identity = read_identity(transaction, tables, self._folder, self._instance_name)
-            journaled = JournalReader(self._folder, identity).rows(last_transaction_id(environment), mend=True)
+            journaled = JournalReader(self._folder, identity).rows(last_transaction_id(environment))
             if journaled:
                 with environment.begin(write=True, buffers=True) as write:
                     put_rows(write, tables, journaled)

@@ -11,7 +11,7 @@ import contextlib
 import errno
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from struct import Struct
 from typing import TypeAlias
@@ -131,7 +131,6 @@ class JournalReader:
     """What a journal holds behind a transaction of LMDB; the next look at the same one reads only what came since."""
 
     def __init__(self, folder: Path, identity: LogIdentity) -> None:
-        self.identity = identity
         self.mended: list[str] = []  # what was found damaged and put right, in words
         self.left_out: list[str] = []  # what was found cut off, in words
         self._path = folder / FILE_NAME
@@ -140,11 +139,13 @@ class JournalReader:
         self._offset_bytes = 0
         self._number = 0
         self._rows: Rows = {}
+        self._tried = (-1, -1)  # to look for a flipped bit in a large entry takes a second
 
-    def rows(self, transaction_id: int, *, mend: bool = False) -> Rows:
+    def rows(self, transaction_id: int, *, may_mend: Callable[[], bool] = lambda: True) -> Rows:
         """The rows behind the LMDB transaction ``transaction_id``. Not to be changed.
 
-        ``mend``: look at the end whether a flipped bit made it one. Raises DamagedLogError where an entry is damaged.
+        ``may_mend``: whether an entry that is not right can't be one that is being written just now; then a flipped bit
+        is put right. Raises DamagedLogError where an entry is damaged.
         """
         first_look = transaction_id != self._transaction_id
         if first_look:
@@ -164,7 +165,7 @@ class JournalReader:
                     " the log from a copy",
                     -1,
                 )
-            self._read_on(descriptor, mend=mend)
+            self._read_on(descriptor, may_mend)
             if first_look:
                 self._check_end(descriptor)
         except OSError as error:
@@ -173,13 +174,13 @@ class JournalReader:
             os.close(descriptor)
         return self._rows
 
-    def _read_on(self, descriptor: int, *, mend: bool) -> None:
+    def _read_on(self, descriptor: int, may_mend: Callable[[], bool]) -> None:
         rows: Rows = {}
         while True:
             data = os.pread(descriptor, ENTRY_SIZE_BYTES_MAX, self._offset_bytes)
             packed = decode_entry(data, self._seed, self._transaction_id, self._number)
-            if packed is None and mend:
-                packed = self._mended(data)
+            if packed is None:
+                packed = self._mended(data, may_mend)
             if packed is None:
                 break
             rows |= {(table, key): value for table, key, value in _ROWS.decode(packed)}
@@ -216,7 +217,7 @@ class JournalReader:
                 -1,
             )
 
-    def _mended(self, data: bytes) -> bytes | None:
+    def _mended(self, data: bytes, may_mend: Callable[[], bool]) -> bytes | None:
         """The rows of an entry that differs by one bit from one that would come here."""
         if len(data) < _HEADER.size:
             return None
@@ -226,8 +227,10 @@ class JournalReader:
             + (transaction_id ^ self._transaction_id).bit_count()
             + (number ^ self._number).bit_count()
         )
-        if differences > 1:
+        place = (self._transaction_id, self._number)
+        if differences > 1 or place == self._tried or not may_mend():
             return None
+        self._tried = place
         entry = bytearray(data)
         end = _HEADER.size + size_bytes if _HEADER.size + size_bytes <= len(data) else _HEADER.size
         for bit in range(8 * end):

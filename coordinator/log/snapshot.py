@@ -53,14 +53,13 @@ class Snapshots:
                 raise DamagedLogError(f"the log in {self._folder} cannot be read: {error}", -1) from error
 
     def journal_problems(self) -> tuple[list[str], list[str]]:
-        """Of the journal's last entry, in words: what the next start puts right, and what it leaves out."""
-        journal = JournalReader(self._folder, self._journal.identity)
-        journal.rows(last_transaction_id(self._environment), mend=True)
-        return journal.mended, journal.left_out
+        """What the next start puts right in the journal, and what it leaves out, in words. Raises DamagedLogError."""
+        self.transact(lambda transaction, tables: None)
+        return self._journal.mended, self._journal.left_out
 
     def _journaled(self, transaction_id: int) -> Rows | DamagedLogError:
         try:
             with self._journal_lock:
-                return self._journal.rows(transaction_id)
+                return self._journal.rows(transaction_id, may_mend=lambda: not is_locked(self._folder))
         except DamagedLogError as error:
             return error

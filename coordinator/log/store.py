@@ -93,7 +93,7 @@ class LmdbLogStore:
             raise self._failure_of(error) from error
         transaction_id = last_transaction_id(environment)
         # What is durable, and in no table yet, behind that transaction: the next write to LMDB takes it in.
-        self._journaled: tuple[int, Rows] = transaction_id, {**journal.rows(transaction_id, mend=True)}
+        self._journaled: tuple[int, Rows] = transaction_id, {**journal.rows(transaction_id)}
         self._journal = Journal(folder, identity)
         if not self._journaled[1]:
             self._journal.restart(transaction_id)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -117,21 +116,22 @@ class LogVerification:
             return
         with reader:
             self.identity = reader.identity
-            yield from self._verify_journal(reader)
+            try:
+                yield from self._verify_journal(reader)
+            except DamagedLogError as error:
+                yield Finding(Severity.FATAL, "journal", f"{error}; the log cannot be opened")
+                return
             yield from self._verify_checkpoints(reader)
             yield from self._verify_records(reader)
             yield from self._verify_tables(reader)
 
     def _verify_journal(self, reader: LogReader) -> Iterator[Finding]:
-        """Its last entry. What is wrong with others keeps everybody from reading: that is found below."""
-        if not self.lock_held and is_locked(self.folder):
-            return
-        with contextlib.suppress(DamagedLogError):
-            mended, left_out = reader.journal_problems()
-            for problem in mended:
-                yield Finding(Severity.DAMAGE, "journal", f"{problem}, at the next start")
-            for problem in left_out:
-                yield Finding(Severity.NOTE, "journal", problem)
+        """Raises DamagedLogError for what keeps everybody from reading."""
+        mended, left_out = reader.journal_problems()
+        for problem in mended:
+            yield Finding(Severity.DAMAGE, "journal", f"{problem}; the next start makes that last")
+        for problem in left_out:
+            yield Finding(Severity.NOTE, "journal", problem)
 
     def _verify_checkpoints(self, reader: LogReader) -> Iterator[Finding]:
         try:

@@ -115,11 +115,13 @@ def test_larger_commits_and_others_keep_their_order(tmp_path: Path) -> None:
         assert closed.summary() == crashed.summary()
 
 
-def test_one_flipped_bit_in_the_last_entry_is_put_right(tmp_path: Path) -> None:
+def test_one_flipped_bit_in_an_entry_is_put_right(tmp_path: Path) -> None:
     store = new_log(tmp_path / "log", 3)
     for index, offset_bytes in enumerate((0, 9, 17, 26, 100)):
         copy = as_after_a_crash(tmp_path / "log", tmp_path / f"copy-{index}")
-        flip(copy, 2 * BLOCK_SIZE_BYTES + offset_bytes)
+        flip(copy, 2 * BLOCK_SIZE_BYTES + offset_bytes, BLOCK_SIZE_BYTES + offset_bytes)
+        with open_reader(copy) as reader:
+            assert (reader.last_sequence_id(), len(list(reader.values(0)))) == (2, 3)
         mended = reopened(copy)
         assert mended.summary().last_sequence_id == 2, offset_bytes
         assert "one flipped bit was put right" in mended.rebuilt[0]
@@ -219,7 +221,7 @@ def test_a_reader_begins_anew_where_the_writer_has_gone_on(tmp_path: Path, monke
     store.close()
     look = JournalReader.rows
 
-    def goes_on(self: JournalReader, transaction_id: int) -> Rows:
+    def goes_on(self: JournalReader, transaction_id: int, **options: Any) -> Rows:
         monkeypatch.undo()
         for name, content in files.items():
             with (copy / name).open("r+b", buffering=0) as file:
@@ -227,7 +229,7 @@ def test_a_reader_begins_anew_where_the_writer_has_gone_on(tmp_path: Path, monke
                     os.pwrite(file.fileno(), content[48:56], 48)
                 else:
                     file.write(content)
-        return look(self, transaction_id)
+        return look(self, transaction_id, **options)
 
     with open_reader(copy) as reader:
         monkeypatch.setattr(JournalReader, "rows", goes_on)
@@ -255,7 +257,7 @@ def test_what_verify_says_of_the_last_entry(tmp_path: Path) -> None:
     flip(copy, 2 * BLOCK_SIZE_BYTES + 100)
     (found,) = [finding for finding in verify_log(copy).findings() if finding.place == "journal"]
     assert found.severity is Severity.DAMAGE
-    assert "put right, at the next start" in found.message
+    assert "put right; the next start makes that last" in found.message
     flip(copy, 2 * BLOCK_SIZE_BYTES + 110)
     (found,) = [finding for finding in verify_log(copy).findings() if finding.place == "journal"]
     assert found.severity is Severity.NOTE

@@ -13,8 +13,8 @@ from scripts.benchmarks.streams import Load, Streams, immortal_streams, rates, s
 
 LOADS = {"16 B": Load((16,)), "1 KiB": Load((1 << 10,))}
 NOTE = (
-    "The delay is added once to each commit. A small commit syncs once, to the journal; a larger one twice, in LMDB (the "
-    "data, then the page that makes them count): for these, a disk whose every sync takes 5 ms is that with 10 ms."
+    "The delay is added once to each commit. A small commit syncs once, to the journal; a larger one twice, in LMDB "
+    "(the data, then the page that makes them count): for these, a disk whose every sync takes 5 ms is that with 10 ms."
 )
 
 
