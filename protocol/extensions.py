@@ -9,6 +9,8 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from msgspec import Struct
+
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.limits import EXTENSIONS_MAX
 from protocol.messages import MessageType, decode_name, encode_message, encode_name
@@ -109,8 +111,7 @@ def decode_record_time(data: Readable, start: int, end: int) -> int:
     return int(time_ns)
 
 
-@dataclass(slots=True)  # frozen, it would take three times as long to make
-class AppBatch:
+class AppBatch(Struct):
     """RPCs of an app to one destination ("" is oneself), already in incoming form."""
 
     destination: str

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from enum import IntEnum
+
+from msgspec import Struct
 
 from protocol.checksum import crc64
 from protocol.errors import DamagedRecordError, LocalProtocolError, RemoteProtocolError
@@ -35,8 +36,7 @@ class BatchKind(IntEnum):
     CLIENT = 3  # requests of a client, which is no instance; the name is "~" and its ID
 
 
-@dataclass(slots=True)
-class BatchSource:
+class BatchSource(Struct):
     """Where one batch of a record came from: ``count`` messages from ``first_position`` on; name "" is oneself."""
 
     kind: int
@@ -50,8 +50,7 @@ class BatchSource:
         return self.first_position + self.count - 1
 
 
-@dataclass(slots=True)
-class OutputMarkEntry:
+class OutputMarkEntry(Struct):
     """How far the stream to ``destination`` had got: last position, and the CRC-64 of all its messages."""
 
     destination: str
@@ -59,11 +58,10 @@ class OutputMarkEntry:
     checksum: int
 
 
-@dataclass(slots=True)
-class Trailer:
+class Trailer(Struct):
     time_ns: int
-    batches: Sequence[BatchSource] = field(default_factory=list)
-    outputs: Sequence[OutputMarkEntry] = field(default_factory=list)
+    batches: Sequence[BatchSource] = []
+    outputs: Sequence[OutputMarkEntry] = []
 
 
 def encode_trailer(trailer: Trailer, record_check: int) -> bytes:

@@ -7,7 +7,8 @@ to one destination and all impulses or none.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from coordinator.core.errors import AppProtocolError
 from coordinator.core.interfaces import ONESELF
@@ -28,8 +29,7 @@ from protocol.peer import PAYLOAD_SIZE_BYTES_MAX
 from protocol.readers import Message
 
 
-@dataclass(slots=True)
-class Calls:
+class Calls(Struct):
     destination: str
     count: int
     payload: bytes

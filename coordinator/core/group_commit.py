@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from coordinator.core.errors import require
 from coordinator.core.interfaces import OutputMark, Transaction
@@ -21,13 +22,12 @@ COMMITS_ON_THEIR_WAY_MAX = 16
 writes joins what waits: as many as this go to the disk in two turns."""
 
 
-@dataclass(slots=True)
-class Group:
+class Group(Struct):
     """What one commit makes durable."""
 
     ticket: int
-    chunks: list[bytes] = field(default_factory=list)  # the record's messages
-    batches: list[BatchSource] = field(default_factory=list)
+    chunks: list[bytes] = []  # the record's messages
+    batches: list[BatchSource] = []
     size_bytes: int = 0  # of the chunks and impulses
     transaction: Transaction = field(default_factory=Transaction)
     impulses_accepted: int = 0  # impulses of the current app in here

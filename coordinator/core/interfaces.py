@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from msgspec import Struct
+
 from coordinator.core.errors import require
 from protocol.client import CLIENTS
 
@@ -24,8 +26,7 @@ def is_outside(source: str) -> bool:
     return source == IMPULSES or source.startswith(CLIENTS)
 
 
-@dataclass(slots=True, unsafe_hash=True)  # made for each record: frozen, it takes three times as long
-class SourcePosition:
+class SourcePosition(Struct, frozen=True):
     """How much of one incoming stream is in the log.
 
     ``position`` is the last one logged (0: none yet); ``committer_id`` and ``epoch`` are the sender's, as of then.
@@ -51,8 +52,7 @@ class StreamStart:
     forked: bool = False
 
 
-@dataclass(slots=True, unsafe_hash=True)  # made for each record: frozen, it takes three times as long
-class OutputMark:
+class OutputMark(Struct, frozen=True):
     """How far one output stream had got: last position, and the CRC-64 of its messages up to there.
 
     Impulses take positions but are left out of the checksum: it is what a replay makes again.
@@ -62,8 +62,7 @@ class OutputMark:
     checksum: int
 
 
-@dataclass(slots=True, unsafe_hash=True)  # made for each record: frozen, it takes three times as long
-class OutputBatch:
+class OutputBatch(Struct, frozen=True):
     """Consecutive messages of one output stream: ``count`` incoming-RPC messages, packed, from ``first_position``."""
 
     first_position: int
@@ -183,22 +182,21 @@ class VersionStart:
     app: str = ""
 
 
-@dataclass(slots=True)
-class Transaction:
+class Transaction(Struct):
     """Everything that becomes durable in one step, or not at all. Fields left empty change nothing."""
 
-    records: list[tuple[int, bytes]] = field(default_factory=list)  # (sequence ID, record + trailer)
-    sources: dict[str, SourcePosition] = field(default_factory=dict)  # by sender's name
-    acknowledged: dict[str, int] = field(default_factory=dict)  # destination: last position durable there
-    peers: dict[str, int] = field(default_factory=dict)  # destination: its committer ID
-    stream_starts: dict[str, StreamStart] = field(default_factory=dict)  # destination: where its numbers begin
-    impulses: list[ImpulseBatch] = field(default_factory=list)
-    impulses_removed: list[tuple[str, int]] = field(default_factory=list)  # (destination, first position); goes first
-    clients: dict[str, ClientPosition | None] = field(default_factory=dict)  # by client ID; None: forgotten
-    replies: dict[tuple[str, int], bytes | None] = field(default_factory=dict)  # (client ID, number); None: removed
+    records: list[tuple[int, bytes]] = []  # (sequence ID, record + trailer)
+    sources: dict[str, SourcePosition] = {}  # by sender's name
+    acknowledged: dict[str, int] = {}  # destination: last position durable there
+    peers: dict[str, int] = {}  # destination: its committer ID
+    stream_starts: dict[str, StreamStart] = {}  # destination: where its numbers begin
+    impulses: list[ImpulseBatch] = []
+    impulses_removed: list[tuple[str, int]] = []  # (destination, first position); goes first
+    clients: dict[str, ClientPosition | None] = {}  # by client ID; None: forgotten
+    replies: dict[tuple[str, int], bytes | None] = {}  # (client ID, number); None: removed
     clients_forgotten_ns: int | None = None
-    spilled: list[SpilledBatch] = field(default_factory=list)
-    spilled_ends: dict[str, int] = field(default_factory=dict)  # what the log has spilled behind that position goes
+    spilled: list[SpilledBatch] = []
+    spilled_ends: dict[str, int] = {}  # what the log has spilled behind that position goes
     checkpoint: CheckpointHeader | None = None  # its blob's chunks were written before
     version: VersionStart | None = None  # the version that begins with this checkpoint
     cut_healed: bool = False  # the output streams go on behind what a cut has taken away: forget the cut

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from enum import Enum
+
+from msgspec import Struct
 
 from coordinator.core.errors import DivergenceError
 from coordinator.core.interfaces import ONESELF, ImpulseBatch, OutputBatch, OutputMark, SpilledExtent
@@ -39,8 +40,7 @@ class StreamState(Enum):
     FAILED = "failed"
 
 
-@dataclass(slots=True)
-class _Waiting:
+class _Waiting(Struct):
     batch: OutputBatch
     ticket: int  # of the commit that must be durable before it is sent; 0: none
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from msgspec import structs
+
 from coordinator.core.interfaces import LogSummary, StreamStart, Transaction
 
 
@@ -12,7 +14,7 @@ def reset_transaction(summary: LogSummary, peer: str) -> Transaction | None:
     transaction = Transaction()
     source = summary.sources.get(peer)
     if source is not None:
-        transaction.sources[peer] = replace(source, epoch=-max(abs(source.epoch), 1))
+        transaction.sources[peer] = structs.replace(source, epoch=-max(abs(source.epoch), 1))
     if peer in summary.peers:
         transaction.stream_starts[peer] = replace(summary.stream_starts.get(peer, StreamStart()), pending=True)
     return transaction if transaction.sources or transaction.stream_starts else None

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
+from msgspec import Struct
+
 from coordinator.core import peer_problems as problems
 from coordinator.core.effects import Effect, OpenPeer, ReadSpilled, ReplyToPeer, Report, ResetPeer, SendToPeer
 from coordinator.core.grants import Grants
@@ -44,8 +46,7 @@ class _ParkedHello:
     frame: PeerFrame
 
 
-@dataclass(slots=True)
-class _Reply:
+class _Reply(Struct):
     """What to answer a frame."""
 
     frame_type: FrameType

@@ -9,14 +9,14 @@ but the reply is no longer kept", so that no sender waits forever.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from coordinator.messenger.duplicates import DuplicateTracker, Sighting
 from coordinator.messenger.limits import CONVERSATIONS_MAX, REPLIES_SIZE_BYTES_MAX, ROUTES_MAX, SPAN_MAX
 
 
-@dataclass(frozen=True, slots=True)
-class StoredReply:
+class StoredReply(Struct, frozen=True):
     """A reply that may be asked for again; ``parts`` is None once it was let go."""
 
     destination_callback_id: int

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import struct
 
 import pytest
+from msgspec import structs
 
 from protocol.checksum import crc64_reference
 from protocol.errors import DamagedRecordError, LocalProtocolError, RemoteProtocolError
@@ -48,7 +48,7 @@ def test_the_layout_by_the_words_of_wire_md() -> None:
 
 @pytest.mark.parametrize("frame_type", FrameType)
 def test_every_type_there_and_back(frame_type: FrameType) -> None:
-    frame = dataclasses.replace(BATCH, frame_type=frame_type)
+    frame = structs.replace(BATCH, frame_type=frame_type)
     assert decode_frame(encode_frame(frame)) == frame
 
 
@@ -90,7 +90,7 @@ def test_no_byte_can_move_between_header_and_payload() -> None:
 
 @pytest.mark.parametrize("field", ["committer_id", "epoch", "position", "count", "time_ns", "code"])
 def test_the_check_covers_each_field(field: str) -> None:
-    other = dataclasses.replace(BATCH, **{field: getattr(BATCH, field) + 1})
+    other = structs.replace(BATCH, **{field: getattr(BATCH, field) + 1})
     header, payload = encode_frame(BATCH)
     check = encode_frame(other)[0][36:44]
     with pytest.raises(DamagedRecordError, match=f"a frame's check is {int.from_bytes(check, 'little'):016x}, its"):
@@ -144,10 +144,10 @@ def test_an_unknown_code_is_kept() -> None:
     ],
 )
 def test_a_reason_is_made_to_fit(reason: str, sent: str) -> None:
-    assert decode_frame(encode_frame(dataclasses.replace(REFUSED, reason=reason))).reason == sent
+    assert decode_frame(encode_frame(structs.replace(REFUSED, reason=reason))).reason == sent
 
 
 @pytest.mark.parametrize("field", ["sender", "receiver"])
 def test_a_name_is_not_made_to_fit(field: str) -> None:
     with pytest.raises(LocalProtocolError, match="a name of 256 bytes, at most 255"):
-        encode_frame(dataclasses.replace(REFUSED, **{field: "x" * 256}))
+        encode_frame(structs.replace(REFUSED, **{field: "x" * 256}))
