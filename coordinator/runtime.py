@@ -186,7 +186,7 @@ class Coordinator:
         if self._messenger_due_ns is not None and now_ns >= self._messenger_due_ns:
             self._messenger.process()
         elif self._messenger_fileno in ready:
-            self._messenger.receive()
+            self._messenger.receive(replies=False)
         self._measure_log(now_ns)
         if self._due_ns is not None and now_ns >= self._due_ns:
             self._look_for_peers()
@@ -198,6 +198,12 @@ class Coordinator:
             self._log.warning("the app gave no checkpoint in time; stopping without one: the log has everything")
             self._machine.stopped = True
             return
+        self._handle_events()
+        if self._messenger.replies_wait and not self._machine.stopped:
+            self._messenger.receive()
+            self._handle_events()
+
+    def _handle_events(self) -> None:
         machine, app, carry_out = self._machine, self._app, self._carry_out
         while self._events and not machine.stopped:
             events, self._events = [*app.take_sent(), *self._events], []

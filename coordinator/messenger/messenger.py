@@ -97,6 +97,7 @@ class Messenger:
         self._link_epoll = select.epoll()
         self._epoll.register(self._link_epoll.fileno(), select.EPOLLIN)
         self._replies_due_ns: int | None = None  # when their epoll is listened to again; None: it is
+        self._unread: dict[Link, None] = {}  # have replies, or may have, that nobody waits for before that
         self._sources: dict[int, _Source] = {}  # by descriptor
         self._monitors: dict[int, Link | Listener] = {}  # by their monitor's descriptor
         self._wake = Wake()
@@ -216,6 +217,7 @@ class Messenger:
         if link is None:
             return 0
         self._ready.pop(link, None)
+        self._unread.pop(link, None)
         self._sending.pop(link, None)
         self._unwatch(link)
         link.close()
@@ -284,7 +286,7 @@ class Messenger:
         self._processing, self._held = True, False
         try:
             now_ns = self._clock_ns()
-            self._collect_ready(now_ns)
+            self._collect_ready(now_ns, with_replies=True)
             self._wake.hold()
             self._take_listener_news()
             self._reopen_due(now_ns)
@@ -304,15 +306,18 @@ class Messenger:
             else:
                 self._finish()
 
-    def receive(self) -> None:
-        """Take what came in and run callbacks and server loops, as process() does, and send nothing: the owner is
-        going to call flush(), after what is more urgent. What is due waits for process()."""
+    def receive(self, *, replies: bool = True) -> None:
+        """Take what came in and run server loops and callbacks, as process() does, and send nothing: the owner is going
+        to call flush(), after what is more urgent. What is due waits for process().
+
+        ``replies=False`` leaves them where they are if the owner is patient: ``replies_wait`` says that there are some.
+        """
         self._check_open()
         if self._processing:
             raise MessengerError("receive() was called from within a callback of this messenger")
         self._processing, self._held = True, False
         try:
-            self._collect_ready(self._clock_ns())
+            self._collect_ready(self._clock_ns(), with_replies=replies or self._replies_due_ns is None)
             self._wake.hold()
             self._take_listener_news()
             self._receive()
@@ -320,6 +325,11 @@ class Messenger:
             self._processing, self._held = False, True
             if self._closed:
                 self._close_sockets()
+
+    @property
+    def replies_wait(self) -> bool:
+        """There may be replies to an owner that is patient."""
+        return self._replies_due_ns is not None and bool(self._unread or self._link_epoll.poll(0))
 
     @property
     def has_new(self) -> bool:
@@ -390,7 +400,7 @@ class Messenger:
 
     # The owner's work
 
-    def _collect_ready(self, now_ns: int) -> None:
+    def _collect_ready(self, now_ns: int, *, with_replies: bool) -> None:
         for descriptor, _ in self._epoll.poll(0):
             if descriptor == self._wake.descriptor:
                 self._wake.clear()
@@ -403,14 +413,22 @@ class Messenger:
                     self._sending[monitored] = None
             else:
                 self._ready[self._sources[descriptor]] = None
+        if not with_replies:
+            return
         for descriptor, _ in self._link_epoll.poll(0):
             self._ready[self._sources[descriptor]] = None
         if self._replies_due_ns is not None and self._replies_due_ns <= now_ns:
             self._listen_to_replies()
+        self._take_unread()
 
     def _listen_to_replies(self) -> None:
         self._replies_due_ns = None
         self._epoll.modify(self._link_epoll.fileno(), select.EPOLLIN)
+
+    def _take_unread(self) -> None:
+        for link in self._unread:
+            self._ready[link] = None
+        self._unread.clear()
 
     def _put_replies_off(self, now_ns: int) -> None:
         if self._replies_due_ns is None:
@@ -465,13 +483,15 @@ class Messenger:
             return
         for link in self._sending:
             if link.transmit(now_ns):
-                self._ready[link] = None
+                self._unread[link] = None
+        self._sending.clear()
         # What could not be sent waits for news of its link, be it room or a reply.
         if self.patient and all(link.outbox.all_sent for link in self._links.values()):
             self._put_replies_off(now_ns)
-        elif self._replies_due_ns is not None:
+            return
+        if self._replies_due_ns is not None:
             self._listen_to_replies()
-        self._sending.clear()
+        self._take_unread()
 
     def _take_sends(self) -> None:
         for _ in range(len(self._sends)):
@@ -489,6 +509,7 @@ class Messenger:
     def _reopen_link(self, link: Link) -> None:
         """The same link over a new socket, with the next of the keys that its destination may have."""
         self._ready.pop(link, None)
+        self._unread.pop(link, None)
         self._sending.pop(link, None)
         self._unwatch(link)
         link.close()
@@ -569,6 +590,7 @@ class Messenger:
         self._links.clear()
         self._listeners.clear()
         self._ready.clear()
+        self._unread.clear()
         self._sending.clear()
         self._sends.clear()
         self._replies.clear()

@@ -1038,6 +1038,38 @@ def test_replies_do_not_wake_a_patient_owner(house: House) -> None:
     house.drive(lambda: len(replies) == 2)  # the clock stands still
 
 
+def test_replies_can_be_left_for_later(house: House) -> None:
+    """Messages are taken at once, the replies to one that is patient when it asks for them, and none is lost."""
+    receiver, sender, other = house.messenger(), house.messenger(), house.messenger()
+    given: list[Received] = []
+    endpoint = receiver.listen(house.endpoint(), given.append)
+    taken: list[Received] = []
+    own_endpoint = sender.listen(house.endpoint(), taken.append)
+    replies: list[list[bytes]] = []
+    sender.send_message(endpoint, b"finds the connection", replies.append)
+    house.drive(lambda: given)
+    given.pop().reply()
+    house.drive(lambda: replies)
+    sender.patient = True
+    for number in range(2, 5):
+        sender.send_message(endpoint, b"x", replies.append)
+        house.drive(lambda: given)
+        given.pop().reply()
+        house.settle()
+        other.send_message(own_endpoint, b"more urgent")
+        while not taken:
+            other.process()
+            sender.receive(replies=False)
+            sender.flush()
+        taken.clear()
+        assert len(replies) == number - 1
+        assert sender.replies_wait
+        sender.receive()
+        sender.flush()
+        assert len(replies) == number
+    assert not sender.replies_wait
+
+
 def test_patience_ends(house: House) -> None:
     receiver, sender = house.messenger(), house.messenger()
     given: list[Received] = []
