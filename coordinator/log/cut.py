@@ -26,9 +26,10 @@ from coordinator.log.environment import (
     open_environment,
     open_tables,
     read_identity,
+    sync_folder,
 )
 from coordinator.log.findings import Finding
-from coordinator.log.folder import MAP_SIZE_BYTES, sync_folder
+from coordinator.log.folder import MAP_SIZE_BYTES
 from coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
 from coordinator.log.journal import Journal, JournalReader, put_rows
 from coordinator.log.lock import FolderLock

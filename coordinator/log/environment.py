@@ -208,6 +208,14 @@ def check_data_file(path: Path) -> None:
         )
 
 
+def sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def extend_data_file(path: Path) -> None:
     """Give the file every page that LMDB counts, as a hole: LMDB may count free pages that it never wrote."""
     needed_bytes = _needed_size_bytes(path)

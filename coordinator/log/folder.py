@@ -19,6 +19,7 @@ from coordinator.log.environment import (
     open_environment,
     open_tables,
     read_identity,
+    sync_folder,
 )
 from coordinator.log.lock import FolderLock
 from coordinator.log.reader import LogReader
@@ -144,14 +145,6 @@ def sync_names(path: Path) -> None:
             sync_folder(folder)
         except PermissionError:
             return  # who may not look into it has made nothing in it
-
-
-def sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _undo(environment: lmdb.Environment | None, lock: FolderLock) -> None:

@@ -20,7 +20,7 @@ import lmdb
 import msgspec
 
 from coordinator.core.errors import DamagedLogError, require
-from coordinator.log.environment import LogIdentity, Tables
+from coordinator.log.environment import LogIdentity, Tables, sync_folder
 from protocol.checksum import crc64
 
 FILE_NAME = "journal"
@@ -96,7 +96,7 @@ class Journal:
             finally:
                 os.close(descriptor)
             partial.rename(self._path)
-            _sync_folder(self._path.parent)
+            sync_folder(self._path.parent)
             try:
                 self._descriptor = self._open_checked(os.O_DIRECT)
             except OSError:  # not every file system has O_DIRECT, and some say so only when they are written to
@@ -279,11 +279,3 @@ def put_rows(write: lmdb.Transaction[memoryview], tables: Tables, rows: Rows) ->
 def rows_of_table(rows: Mapping[tuple[str, bytes], bytes], table: str) -> list[tuple[bytes, bytes]]:
     """In the order of their keys."""
     return sorted([(key, value) for (name, key), value in rows.items() if name == table])
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
