@@ -1005,10 +1005,10 @@ def test_who_only_receives_sends_nothing_before_the_flush(house: House) -> None:
     endpoint = receiver.listen(house.endpoint(), echo)
     sender.send_message(endpoint, b"x")
     house.drive(lambda: sender.counters().sent == 1)
-    while not receiver.has_new:
-        select.select([receiver.fileno()], [], [], WAIT_SECONDS)
+    while not receiver.counters().received:
+        select.select([receiver], [], [], WAIT_SECONDS)
         receiver.receive()
-    assert receiver.counters().received == 1
+    assert receiver.has_new
     receiver.receive()
     assert receiver.has_new
     assert len(receiver._replies) == 1
@@ -1017,17 +1017,24 @@ def test_who_only_receives_sends_nothing_before_the_flush(house: House) -> None:
     house.drive(lambda: sender.counters().acknowledged == 1)
 
 
+def become_patient(
+    house: House, sender: Messenger, endpoint: str, given: list[Received], replies: list[list[bytes]]
+) -> None:
+    """With a connection, and one reply that has come."""
+    sender.send_message(endpoint, b"finds the connection", replies.append)
+    house.drive(lambda: given)
+    given.pop().reply()
+    house.drive(lambda: replies)
+    sender.patient = True
+
+
 def test_replies_do_not_wake_a_patient_owner(house: House) -> None:
     receiver, sender, other = house.messenger(), house.messenger(), house.messenger()
     given: list[Received] = []
     endpoint = receiver.listen(house.endpoint(), given.append)
     own_endpoint = sender.listen(house.endpoint(), echo)
     replies: list[list[bytes]] = []
-    sender.send_message(endpoint, b"finds the connection", replies.append)
-    house.drive(lambda: given)
-    given.pop().reply()
-    house.drive(lambda: replies)
-    sender.patient = True
+    become_patient(house, sender, endpoint, given, replies)
     sender.send_message(endpoint, b"1", replies.append)
     house.drive(lambda: given)
     given.pop().reply()
@@ -1046,18 +1053,17 @@ def test_replies_can_be_left_for_later(house: House) -> None:
     taken: list[Received] = []
     own_endpoint = sender.listen(house.endpoint(), taken.append)
     replies: list[list[bytes]] = []
-    sender.send_message(endpoint, b"finds the connection", replies.append)
-    house.drive(lambda: given)
-    given.pop().reply()
-    house.drive(lambda: replies)
-    sender.patient = True
+    become_patient(house, sender, endpoint, given, replies)
     for number in range(2, 5):
         sender.send_message(endpoint, b"x", replies.append)
         house.drive(lambda: given)
         given.pop().reply()
-        house.settle()
+        receiver.flush()
+        while not sender.replies_wait:
+            assert select.select([sender._link_epoll], [], [], WAIT_SECONDS)[0], "no reply has come"
         other.send_message(own_endpoint, b"more urgent")
         while not taken:
+            select.select([sender, other], [], [], WAIT_SECONDS)
             other.process()
             sender.receive(replies=False)
             sender.flush()
@@ -1075,11 +1081,7 @@ def test_patience_ends(house: House) -> None:
     given: list[Received] = []
     endpoint = receiver.listen(house.endpoint(), given.append)
     replies: list[list[bytes]] = []
-    sender.send_message(endpoint, b"finds the connection", replies.append)
-    house.drive(lambda: given)
-    given.pop().reply()
-    house.drive(lambda: replies)
-    sender.patient = True
+    become_patient(house, sender, endpoint, given, replies)
     sender.send_message(endpoint, b"the reply comes soon", replies.append)
     house.drive(lambda: given)
     given.pop().reply()
