@@ -188,13 +188,11 @@ class EffectRequest:
         return self.function(*arguments, **keywords)
 
     async def call_async(self, attempt: int = 1) -> Any:
-        """Call the function, an ``async def``, in an asyncio task; returns and raises what it does."""
-        token = current_context.set(partial(self.context, attempt))
-        try:
-            arguments, keywords = self.arguments
-            return await self.function(*arguments, **keywords)
-        finally:
-            current_context.reset(token)
+        """Call the function, an ``async def``, in an asyncio task of its own; returns and raises what it does."""
+        # never reset: the task's context ends with it, and what does not let go may be closed in another one
+        current_context.set(partial(self.context, attempt))
+        arguments, keywords = self.arguments
+        return await self.function(*arguments, **keywords)
 
     def context(self, attempt: int) -> EffectContext:
         """What the function can know of itself."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import subprocess
 import sys
 import threading
@@ -288,6 +289,12 @@ def test_the_end_waits_for_nobody_for_long() -> None:
     assert seen.get_nowait() == "given up"
     go.set()
     OutsideRunner(1, print).stop()  # one that never ran anything
+
+
+def test_what_does_not_let_go_may_be_closed_in_another_context(outside: Outside) -> None:
+    held = outside.request(waiting, 1).call_async()
+    contextvars.copy_context().run(held.send, None)
+    held.close()  # as the interpreter does with what is left at its end
 
 
 ENDS = """
