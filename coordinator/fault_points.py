@@ -100,4 +100,5 @@ def _nothing(point: FaultPoint) -> None:
 
 
 _PATH = os.environ.get(VARIABLE)
+armed = bool(_PATH)
 reach = _Plan(Path(_PATH)).reach if _PATH else _nothing

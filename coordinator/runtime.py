@@ -2,7 +2,8 @@
 
 One thread. ZeroMQ is drained through the messenger's descriptor; commits run inline when small, else on the log
 writer's thread. A turn takes all that has come in, hands it to the machine once, and carries out what it asks for;
-small commits come last, so that everything else is under way before the disk is waited for.
+small commits come last, so that everything else is under way before the disk is waited for. What they bring is handled
+in the same turn: the app gets its record before anything else is worked out, and what can wait is looked at last.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from coordinator import control, descriptors, upgrade_mark
@@ -106,7 +107,7 @@ class Coordinator:
         self._messenger_due_ns: int | None = None
         self._due_ns: int | None = None  # for peers and keys
         self._control_token = b""
-        self._carry_out: dict[type, Callable[[Any], None]] = {
+        self._actions: dict[type, Callable[[Any], None]] = {
             ef.SendToApp: self._app.send,
             ef.CloseApp: self._app.close_app,
             ef.PauseApp: self._app.pause,
@@ -204,25 +205,33 @@ class Coordinator:
             self._handle_events()
 
     def _handle_events(self) -> None:
-        machine, app, carry_out = self._machine, self._app, self._carry_out
+        machine = self._machine
         while self._events and not machine.stopped:
-            events, self._events = [*app.take_sent(), *self._events], []
+            events, self._events = [*self._app.take_sent(), *self._events], []
             self._messenger.hold()
-            replies: list[ef.ReplyToPeer] = []
-            for effect in machine.handle(events, time.time_ns()):
-                if type(effect) is ef.ReplyToPeer:
-                    replies.append(effect)
-                else:
-                    carry_out[type(effect)](effect)
-            self._events += app.flush()
-            for reply in replies:  # nobody waits for them as the app does for its record
+            # The app works on its record while the rest is worked out; nobody waits like that for a reply to a peer.
+            replies = [*self._carry_out(machine.take(events, time.time_ns())), *self._carry_out(machine.advance())]
+            for reply in replies:
                 self._reply_to_peer(reply)
-            if machine.waits_for_app:
-                self._events += app.take_sent()
             if self._messenger.has_new or not self._writer.has_inline:
                 self._flush_messenger()
             self._events += self._writer.run_inline()
+            if not self._events:
+                self._carry_out(machine.settle())
         self._flush_messenger()
+
+    def _carry_out(self, effects: Sequence[ef.Effect]) -> list[ef.ReplyToPeer]:
+        """All but the replies to peers, which are returned."""
+        replies: list[ef.ReplyToPeer] = []
+        for effect in effects:
+            if type(effect) is ef.ReplyToPeer:
+                replies.append(effect)
+            else:
+                self._actions[type(effect)](effect)
+        self._events += self._app.flush()
+        if self._machine.waits_for_app:
+            self._events += self._app.take_sent()
+        return replies
 
     def _flush_messenger(self) -> None:
         self._messenger.patient = not self._machine.waits_for_peers

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from msgspec import Struct, field
 
-from coordinator.core.errors import require
+from coordinator.core.errors import fail
 from coordinator.core.interfaces import OutputMark, Transaction
 from protocol.extensions import encode_record_time
 from protocol.record import encode_header
@@ -153,7 +153,8 @@ class GroupCommit:
     def committed(self, ticket: int) -> Group:
         """The group on its way is durable."""
         first = self._committing[0].ticket if self._committing else None
-        require(ticket == first, f"commit {ticket} is done, but was not on its way")
+        if ticket != first:
+            fail(f"commit {ticket} is done, but was not on its way")
         group = self._committing.popleft()
         self.durable_ticket = ticket
         self.from_app_bytes -= group.from_app_bytes

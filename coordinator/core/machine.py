@@ -181,10 +181,15 @@ class Machine:
         }
 
     def handle(self, events: Sequence[ev.Event], now_ns: int) -> list[Effect]:
-        """Handle the events of one turn, in order; what is to be done now, in order.
+        """A whole turn: what is to be done now, in order. The three parts are for who has something to do in between.
 
-        ``now_ns``: wall-clock time, ns since the Unix epoch. It may jump: the times of records never go back.
+        ``events``: what has come in, in order. ``now_ns``: wall-clock time, ns since the Unix epoch; it may jump: the
+        times of records never go back.
         """
+        return [*self.take(events, now_ns), *self.advance(), *self.settle()]
+
+    def take(self, events: Sequence[ev.Event], now_ns: int) -> list[Effect]:
+        """Take in ``events``: what they ask for by themselves, above all the record that the app waits for."""
         self._now_ns = now_ns
         for event in events:
             if self.stopped:
@@ -196,11 +201,26 @@ class Machine:
                     self._refuse_app(error)
                 else:
                     self._stop(self._explained(error))
+        return self._take_effects()
+
+    def advance(self) -> list[Effect]:
+        """Behind each :meth:`take`: what is possible now, be it to read, to send or to commit."""
+        return self._guarded(self._advance)
+
+    def settle(self) -> list[Effect]:
+        """Behind the last :meth:`advance` of a turn: what is looked at once all else is under way. It commits and sends
+        to peers nothing."""
+        return self._guarded(self._settle)
+
+    def _guarded(self, part: Callable[[], None]) -> list[Effect]:
         if not self.stopped:
             try:
-                self._end_turn()
+                part()
             except ImmortalError as error:
                 self._stop(self._explained(error))
+        return self._take_effects()
+
+    def _take_effects(self) -> list[Effect]:
         effects = self._effects[:]
         self._effects.clear()
         return effects
@@ -215,13 +235,15 @@ class Machine:
             f"nothing is lost: mend it so that it does what it did, and start again"
         )
 
-    def _end_turn(self) -> None:
+    def _advance(self) -> None:
         self._feed()
         self._peers.send(self._now_ns)
         for answers in self._peers.take_answers():
             self._clients.answered(answers)
         self._clients.flush()
         self._commit()
+
+    def _settle(self) -> None:
         self._ask_for_checkpoint()
         self._push_back()
         self._plan_retry()
@@ -836,14 +858,6 @@ class Machine:
     def _committed(self, event: ev.Committed) -> None:
         group = self._log.committed(event.ticket)
         transaction = group.transaction
-        if transaction.sources:
-            self._peers.became_durable(transaction.sources.items(), self._now_ns)
-        if CLIENTS in transaction.acknowledged:
-            self._peers.answers_durable(transaction.acknowledged[CLIENTS])
-        while self._resets and self._resets[0][0] <= event.ticket:
-            self._effects.append(PeerResetDone(self._resets.popleft()[1], True))
-        if transaction.epoch is not None:
-            self._report("debug", "new epoch", {"epoch": transaction.epoch})
         session = self._session
         if group.impulses_accepted:
             session.note_accepted(group.impulses_accepted, self._log.durable_sequence_id)
@@ -856,6 +870,14 @@ class Machine:
         ):  # the app is up to date: the very bytes that were just written go to it
             session.fed_sequence_id = group.sequence_id
             self._send(group.record)
+        if transaction.sources:
+            self._peers.became_durable(transaction.sources.items(), self._now_ns)
+        if CLIENTS in transaction.acknowledged:
+            self._peers.answers_durable(transaction.acknowledged[CLIENTS])
+        while self._resets and self._resets[0][0] <= event.ticket:
+            self._effects.append(PeerResetDone(self._resets.popleft()[1], True))
+        if transaction.epoch is not None:
+            self._report("debug", "new epoch", {"epoch": transaction.epoch})
         if self._peers.trim_ticket and event.ticket >= self._peers.trim_ticket:
             self._peers.trim_ticket = 0
             self._effects.append(Trim())

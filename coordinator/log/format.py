@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from coordinator.core.errors import DamagedLogError, require
+from coordinator.core.errors import DamagedLogError, fail
 from coordinator.core.interfaces import (
     CheckpointHeader,
     ClientPosition,
@@ -93,10 +93,8 @@ class StoredHeader:
 def name_key(name: str) -> bytes:
     """The key of an instance's name: UTF-8, then a zero byte."""
     raw = name.encode()
-    require(
-        len(raw) <= NAME_SIZE_BYTES_MAX and b"\0" not in raw,
-        f"{name!r} is no instance name: at most {NAME_SIZE_BYTES_MAX} bytes, no zero byte",
-    )
+    if len(raw) > NAME_SIZE_BYTES_MAX or b"\0" in raw:
+        fail(f"{name!r} is no instance name: at most {NAME_SIZE_BYTES_MAX} bytes, no zero byte")
     return raw + b"\0"
 
 

@@ -20,6 +20,7 @@ from coordinator.core.errors import (
     LogError,
     LogFullError,
     LogSyncError,
+    fail,
     require,
 )
 from coordinator.core.interfaces import (
@@ -481,14 +482,16 @@ def check_records(records: Sequence[tuple[int, Readable]], last_sequence_id: int
     """Check that ``records`` follow the last one and that their headers say so too: else the caller has a bug."""
     expected = last_sequence_id + 1
     for sequence_id, value in records:
-        require(sequence_id == expected, f"record {sequence_id} is to be written after record {expected - 1}")
-        require(len(value) > _RECORD_HEADER.size, f"record {sequence_id} has only {len(value)} bytes")
+        if sequence_id != expected:
+            fail(f"record {sequence_id} is to be written after record {expected - 1}")
+        if len(value) <= _RECORD_HEADER.size:
+            fail(f"record {sequence_id} has only {len(value)} bytes")
         committer, size_bytes, _, inner = _RECORD_HEADER.unpack_from(value)
-        require(
-            committer == committer_id and inner == sequence_id and size_bytes < len(value),
-            f"record {sequence_id} says it is record {inner} of committer {committer} with {size_bytes} bytes;"
-            f" the log belongs to committer {committer_id}, the value has {len(value)} bytes",
-        )
+        if committer != committer_id or inner != sequence_id or size_bytes >= len(value):
+            fail(
+                f"record {sequence_id} says it is record {inner} of committer {committer} with {size_bytes} bytes;"
+                f" the log belongs to committer {committer_id}, the value has {len(value)} bytes"
+            )
         expected += 1
 
 

@@ -7,7 +7,7 @@ effects are carried out in their order. The world may let a fault strike between
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from coordinator.core import effects as ef
@@ -230,7 +230,7 @@ class Node:
             if world.trace is not None:
                 self.note(f"<- {describe_events(events)}")
             world.turns += 1
-            for effect in machine.handle(events, self.wall_ns):
+            for effect in self._asked_by(machine, events):
                 world.effects += 1
                 if world.effects >= world.next_fault_at:
                     world.strike(self, effect)
@@ -243,6 +243,13 @@ class Node:
                     return
         if self.app is None and not self._connecting and not self.stop_asked:
             self._connect_later()
+
+    def _asked_by(self, machine: Machine, events: Sequence[ev.Event]) -> Iterator[ef.Effect]:
+        """As the real loop has it: each part when what the one before asks for is carried out."""
+        yield from machine.take(events, self.wall_ns)
+        yield from machine.advance()
+        if not self._inbox:
+            yield from machine.settle()
 
     def _nothing(self, effect: ef.Effect) -> None:
         pass
