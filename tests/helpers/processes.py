@@ -33,6 +33,7 @@ from protocol.messages import (
 from protocol.readers import BlobData, BlobStart, RecordReader
 
 DEADLINE_S = 20.0
+LOOK_S = 0.02  # between two looks at what nobody tells of
 FORWARD, TOLD = 1, 2  # methods: tell the peer the same number; have been told
 BASE_TYPES = frozenset({0, 1, 2, 5, 8, 9, 11})
 
@@ -176,6 +177,14 @@ class SocketApp:
             assert not self.closed, f"the connection ended: {self.state} {self.refusal}"
             self.turn()
         return self
+
+    def serve_until(self, condition: Callable[[], bool]) -> None:
+        """As until(), for something that no app hears of."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline, f"it does not come about: {self.state}"
+            if select.select([self.socket], [], [], LOOK_S)[0]:
+                self.receive()
 
     def turn(self) -> None:
         """All apps of the test handle what has come in; at least one has."""
