@@ -77,9 +77,9 @@ class LogCutter:
             with environment.begin(buffers=True) as transaction:
                 identity = read_identity(transaction, tables, self._folder, self._instance_name)
             journaled = JournalReader(self._folder, identity).rows(last_transaction_id(environment))
-            if journaled:
-                with environment.begin(write=True, buffers=True) as write:
-                    put_rows(write, tables, journaled)
+            with environment.begin(write=True, buffers=True) as write:
+                put_rows(write, tables, journaled)
+                write.delete(log_format.META_JOURNAL, db=tables.meta)
             Journal(self._folder, identity).remove()
             with environment.begin(buffers=True) as transaction:
                 checkpoint_ids = _cut_checkpoint_ids(transaction, tables, plan.sequence_id)

@@ -48,6 +48,7 @@ META_CUT = b"cut_sequence_id"
 META_CUTS = b"cuts"
 META_STREAM_STARTS = b"stream_starts"
 META_CLIENTS_FORGOTTEN = b"clients_forgotten_ns"
+META_JOURNAL = b"journal"  # 1: there is one, and without it the log is not whole
 
 _encode = msgspec.msgpack.Encoder().encode
 INT = msgspec.msgpack.Decoder(int)

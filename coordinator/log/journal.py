@@ -40,13 +40,12 @@ _ROWS = msgspec.msgpack.Decoder(list[tuple[str, bytes, bytes]])
 
 
 class Journal:
-    """The writer's end. The file is made with the first entry, and removed by :meth:`remove`."""
+    """The writer's end. What is in the tables says that there is one from :meth:`make` until before :meth:`remove`."""
 
     def __init__(self, folder: Path, identity: LogIdentity) -> None:
         self._path = folder / FILE_NAME
         self._seed = _seed(identity)
         self._descriptor: int | None = None
-        self._unavailable = False
         self._buffer = mmap.mmap(-1, ENTRY_SIZE_BYTES_MAX)  # aligned, as writes past the page cache must be
         self._transaction_id: int | None = None
         self._offset_bytes = 0
@@ -58,20 +57,13 @@ class Journal:
         self._offset_bytes = self._number = 0
 
     def append(self, rows: Rows) -> bool:
-        """Make ``rows`` durable; False if they don't fit, or there can be no journal here. Raises OSError.
-
-        Before the first :meth:`restart` nothing fits: the file may hold entries that count.
-        """
-        if self._transaction_id is None:
+        """Make ``rows`` durable; False if they don't fit, or there is no journal. Raises OSError."""
+        if self._transaction_id is None or self._descriptor is None:
             return False
         packed = _encode([(table, key, value) for (table, key), value in rows.items()])
         size_bytes = -(-(_HEADER.size + len(packed)) // BLOCK_SIZE_BYTES) * BLOCK_SIZE_BYTES
         if size_bytes > ENTRY_SIZE_BYTES_MAX or self._offset_bytes + size_bytes > FILE_SIZE_BYTES:
             return False
-        if self._descriptor is None:
-            self._open()
-            if self._descriptor is None:
-                return False
         entry = encode_entry(self._seed, self._transaction_id, self._number, packed)
         self._buffer[: len(entry)] = entry
         with memoryview(self._buffer)[:size_bytes] as blocks:
@@ -82,10 +74,11 @@ class Journal:
         self._number += 1
         return True
 
-    def _open(self) -> None:
-        """Give the file all its blocks, then its name. Where the disk has no room for them, LMDB gets everything."""
-        if self._unavailable:
-            return
+    def make(self) -> bool:
+        """Give the file all its blocks, then its name; False where the disk has no room for them.
+
+        Takes the place of the one before: all entries must be in the tables.
+        """
         partial = self._path.with_name(PARTIAL_FILE_NAME)
         try:
             descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
@@ -102,9 +95,9 @@ class Journal:
             except OSError:  # not every file system has O_DIRECT, and some say so only when they are written to
                 self._descriptor = self._open_checked(0)
         except OSError:
-            self._unavailable = True
             with contextlib.suppress(OSError):
                 partial.unlink()
+        return self._descriptor is not None
 
     def _open_checked(self, flags: int) -> int:
         descriptor = os.open(self._path, os.O_WRONLY | os.O_DSYNC | os.O_CLOEXEC | flags)
@@ -141,11 +134,18 @@ class JournalReader:
         self._rows: Rows = {}
         self._tried = (-1, -1)  # to look for a flipped bit in a large entry takes a second
 
-    def rows(self, transaction_id: int, *, may_mend: Callable[[], bool] = lambda: True) -> Rows:
+    def rows(
+        self,
+        transaction_id: int,
+        *,
+        is_needed: Callable[[], bool] = lambda: False,
+        may_mend: Callable[[], bool] = lambda: True,
+    ) -> Rows:
         """The rows behind the LMDB transaction ``transaction_id``. Not to be changed.
 
-        ``may_mend``: whether an entry that is not right can't be one that is being written just now; then a flipped bit
-        is put right. Raises DamagedLogError where an entry is damaged.
+        ``is_needed``: whether that transaction says that there is a journal. ``may_mend``: whether an entry that is not
+        right can't be one that is being written just now; then a flipped bit is put right.
+        Raises DamagedLogError where an entry is damaged, or the file is missing.
         """
         first_look = transaction_id != self._transaction_id
         if first_look:
@@ -154,7 +154,14 @@ class JournalReader:
         try:
             descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            return self._rows
+            if not is_needed():
+                return self._rows
+            raise DamagedLogError(
+                f"{self._path} is missing: the log was not stopped, and its last commits are nowhere else; restore both"
+                f" files from one copy (where there is none, 'truncate -s {FILE_SIZE_BYTES} {self._path}' stands in for"
+                " it: those commits are lost then, of which others may have been told)",
+                -1,
+            ) from None
         except OSError as error:
             raise DamagedLogError(f"{self._path} cannot be read: {error.strerror}", -1) from error
         try:

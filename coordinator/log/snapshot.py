@@ -5,12 +5,14 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import lmdb
 
 from coordinator.core.errors import DamagedLogError
+from coordinator.log import reading
 from coordinator.log.environment import LogIdentity, Tables, last_transaction_id
 from coordinator.log.journal import JournalReader, Rows
 from coordinator.log.lock import is_locked
@@ -39,7 +41,7 @@ class Snapshots:
             try:
                 with self._environment.begin(buffers=buffers) as transaction:  # type: ignore[call-overload]
                     transaction_id = transaction.id()
-                    rows = self._journaled(transaction_id)
+                    rows = self._journaled(transaction_id, partial(reading.has_journal, transaction, self._tables))
                     if transaction_id in (last_transaction_id(self._environment), abandoned_id):
                         if isinstance(rows, DamagedLogError):
                             raise rows
@@ -57,9 +59,11 @@ class Snapshots:
         self.transact(lambda transaction, tables: None)
         return self._journal.mended, self._journal.left_out
 
-    def _journaled(self, transaction_id: int) -> Rows | DamagedLogError:
+    def _journaled(self, transaction_id: int, is_needed: Callable[[], bool]) -> Rows | DamagedLogError:
         try:
             with self._journal_lock:
-                return self._journal.rows(transaction_id, may_mend=lambda: not is_locked(self._folder))
+                return self._journal.rows(
+                    transaction_id, is_needed=is_needed, may_mend=lambda: not is_locked(self._folder)
+                )
         except DamagedLogError as error:
             return error

@@ -93,9 +93,13 @@ class LmdbLogStore:
         except lmdb.Error as error:
             raise self._failure_of(error) from error
         transaction_id = last_transaction_id(environment)
+        with environment.begin(buffers=True) as transaction:
+            self._needs_journal = reading.has_journal(transaction, tables)  # as the tables say
         # What is durable, and in no table yet, behind that transaction: the next write to LMDB takes it in.
-        self._journaled: tuple[int, Rows] = transaction_id, {**journal.rows(transaction_id)}
+        rows = journal.rows(transaction_id, is_needed=lambda: self._needs_journal)
+        self._journaled: tuple[int, Rows] = transaction_id, {**rows}
         self._journal = Journal(folder, identity)
+        self._has_journal: bool | None = None  # None: the first small commit makes it
         if not self._journaled[1]:
             self._journal.restart(transaction_id)
         if identity.format_version != log_format.FORMAT_VERSION:
@@ -147,7 +151,10 @@ class LmdbLogStore:
         records = transaction.records
         if records:
             check_records(records, self._last_sequence_id, self.identity.committer_id)
-        if not (_is_small(transaction) and self._append_to_journal(transaction)):
+        is_small = _is_small(transaction)
+        if is_small and self._has_journal is None:
+            self._make_journal()
+        if not (is_small and self._append_to_journal(transaction)):
             self._write(lambda write: self._put(write, transaction))
         if records:
             self._last_sequence_id = records[-1][0]
@@ -273,11 +280,14 @@ class LmdbLogStore:
     def close(self) -> None:
         """Close the log and let others write it. Harmless when closed already."""
         with contextlib.suppress(LogError):  # the next start takes it in
+            if self._needs_journal:
+                self._write(lambda write: write.delete(log_format.META_JOURNAL, db=self._tables.meta))
+                self._needs_journal = False
             self.settle()
         with self._write_lock, self._map_lock:
             if self._failure is None:
                 self._failure = LogError(f"the log in {self._folder} is closed")
-            if self._journaled[1]:
+            if self._needs_journal or self._journaled[1]:
                 self._journal.close()
             else:
                 with contextlib.suppress(OSError):  # what is in it does not count
@@ -356,6 +366,15 @@ class LmdbLogStore:
 
     def _load_outputs(self, stored: StoredHeader) -> dict[str, list[OutputBatch]]:
         return self._read(lambda transaction: reading.load_outputs(transaction, self._tables, stored))
+
+    def _make_journal(self) -> None:
+        """There is a file before the tables say so, and until they say so no more."""
+        self.settle()  # the file may hold entries that count
+        made = self._journal.make()
+        if made and not self._needs_journal:
+            self._write(lambda write: self._put_meta(write, log_format.META_JOURNAL, 1))
+            self._needs_journal = True
+        self._has_journal = made
 
     def _append_to_journal(self, transaction: Transaction) -> bool:
         """Make it durable without LMDB; False where there is no room."""

@@ -159,9 +159,9 @@ def test_damage_with_commits_behind_it_stops_everybody(tmp_path: Path, entry: in
 
 
 def test_tables_that_are_older_than_the_journal_stop_everybody(tmp_path: Path) -> None:
-    store = new_log(tmp_path / "log", 2)
-    store.settle()
+    new_log(tmp_path / "log", 2).close()
     older = (tmp_path / "log" / "data.mdb").read_bytes()
+    store = reopened(tmp_path / "log")
     for epoch in (5, 6):
         store.commit(Transaction(epoch=epoch))
     store.commit(commit(2))
@@ -336,6 +336,44 @@ def test_a_file_system_that_takes_no_direct_write_gets_others(tmp_path: Path, mo
     store.close()
     with open_reader(copy) as reader:
         assert reader.last_sequence_id() == 1
+
+
+def test_a_log_that_was_not_stopped_is_not_whole_without_its_journal(tmp_path: Path) -> None:
+    store = new_log(tmp_path / "log", 3)
+    copy = as_after_a_crash(tmp_path / "log", tmp_path / "copy")
+    store.close()
+    (copy / FILE_NAME).unlink()
+    missing = "journal is missing: the log was not stopped, and its last commits are nowhere else"
+    with pytest.raises(DamagedLogError, match=missing):
+        reopened(copy)
+    with open_reader(copy) as reader, pytest.raises(DamagedLogError, match=missing):
+        reader.summary()
+    (found,) = [finding for finding in verify_log(copy).findings() if finding.place == "journal"]
+    assert (found.severity, missing in found.message) == (Severity.FATAL, True)
+    (copy / FILE_NAME).write_bytes(bytes(FILE_SIZE_BYTES))  # what the message says for who has no copy
+    store = reopened(copy)
+    assert store.summary().last_sequence_id == -1
+    store.commit(commit(0))
+    store.close()
+    assert not (copy / FILE_NAME).exists()
+    reopened(copy).close()
+
+
+def test_a_crash_before_the_tables_know_of_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = new_log(tmp_path / "log")
+    monkeypatch.setattr(LmdbLogStore, "_put_meta", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        store.commit(commit(0))
+    monkeypatch.undo()
+    copy = as_after_a_crash(tmp_path / "log", tmp_path / "copy")
+    (tmp_path / "copy" / FILE_NAME).unlink()  # nothing counted in it
+    store.close()
+    store = reopened(copy)
+    store.commit(commit(0))
+    again = as_after_a_crash(copy, tmp_path / "again")
+    store.close()
+    with open_reader(again) as reader:
+        assert reader.last_sequence_id() == 0
 
 
 def test_a_disk_with_no_room_for_all_of_the_journal_gets_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from coordinator import control
 from coordinator.core.errors import LogLockedError
 from coordinator.fault_points import VARIABLE, FaultPoint
 from coordinator.log import open_log
+from coordinator.log.journal import FILE_NAME
 from protocol.errors import ImmortalError
 from protocol.messages import MessageType
 from tests.faults.disk import Disk
@@ -47,6 +48,10 @@ class Scene:
     @property
     def log(self) -> Path:
         return self.house.settings(NAME).log / "data.mdb"
+
+    @property
+    def journal(self) -> Path:
+        return self.log.with_name(FILE_NAME)
 
     def start(self) -> None:
         self.process, self.app = self.house.both(NAME, extended=True)
