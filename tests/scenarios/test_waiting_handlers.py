@@ -126,7 +126,7 @@ def test_caller_and_callee_crash_alone_and_together_and_a_timer_is_due_while_dow
         until(lambda: time.time() > due_s)
         (tmp_path / "open").touch()
         bank, teller = Run(tmp_path, "bank", "app:Bank"), Run(tmp_path, "teller", "app:Teller")
-        teller.line("noted rested after ['rested']") if not rested_before else None
+        teller.line("noted rested") if not rested_before else None  # before the bank's answers, or behind them
         teller.line("noted (1, 'refused 11')")
         assert (bank.stop(), teller.stop()) == (0, 0)
         shown = json.loads(immortal(tmp_path, "replay", "teller", "--state", "--json"))["state"]["state"]
