@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +40,16 @@ def write_report(runs: Sequence[Run], docs: Path) -> Path:
 
 
 def _merge(parts: Sequence[dict[str, Any]]) -> list[Figure]:
-    """Figures of the same name: the samples of all runs."""
+    """Figures of the same name: the samples of all runs, which stay as they are."""
     merged: dict[str, Figure] = {}
     for part in parts:
         for figure in figures_of(part):
-            known = merged.setdefault(figure.name, figure)
-            if known is not figure:
-                for name, values in figure.samples.items():
-                    known.samples.setdefault(name, []).extend(values)
-                known.targets.extend(target for target in figure.targets if target not in known.targets)
+            known = merged.get(figure.name)
+            if known is None:
+                known = merged[figure.name] = replace(figure, samples={}, targets=[])
+            for name, values in figure.samples.items():
+                known.samples.setdefault(name, []).extend(values)
+            known.targets.extend(target for target in figure.targets if target not in known.targets)
     return list(merged.values())
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from scripts.benchmarks.figures import Figure, Target
+from scripts.benchmarks.report import write_report
 from scripts.benchmarks.run import PARTS
 
 ROOT = Path(__file__).parents[2]
@@ -104,3 +105,14 @@ def test_targets() -> None:
     assert by_turn.met(samples) is True
     assert Target("at least", 1.0, "nobody").met(samples) is None
     assert Target("at most", 1.0, of="nobody").met(samples) is None
+
+
+def test_each_run_keeps_its_own_figures_in_the_report(run: tuple[Path, str, dict[str, Any]], tmp_path: Path) -> None:
+    _, _, result = run
+
+    def one(speed: float) -> dict[str, Any]:
+        figure = Figure("speed", "calls/s", "higher", {"immortal": [speed]}, [Target("at least", 5.0)])
+        return {**result, "parts": {"start": {**result["parts"]["start"], "figures": [figure.to_json()]}}}
+
+    report = write_report([one(2.0), one(6.0), one(4.0)], tmp_path).read_text()
+    assert "| speed | at least 5 calls/s | 4 | 2 | 6 | 4 | **missed** |" in report
