@@ -100,5 +100,5 @@ def _nothing(point: FaultPoint) -> None:
 
 
 _PATH = os.environ.get(VARIABLE)
-armed = bool(_PATH)
+armed = bool(_PATH)  # what happens often asks only for this
 reach = _Plan(Path(_PATH)).reach if _PATH else _nothing

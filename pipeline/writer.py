@@ -23,7 +23,7 @@ from pyspark.sql.types import StructType
 from coordinator.core.interfaces import IMPULSES, ClientPosition, SourcePosition, Transaction
 from coordinator.log import LmdbLogStore, create_log, log_exists, open_log, verify_value
 from coordinator.log import format as log_format
-from coordinator.log.environment import open_environment, open_tables
+from coordinator.log.environment import open_environment, open_tables, sync_folder
 from pipeline.errors import SourceError
 from pipeline.paths import paths_of
 from pipeline.records import decode_row, encode_record_of, encode_row, row_key
@@ -112,7 +112,7 @@ class Writer(DataSourceArrowWriter):
                 self._make_log(instance, committer_ids, rows)
             self._folder.parent.mkdir(parents=True, exist_ok=True)
             os.rename(self._staging / "log", self._folder)
-            _sync(self._folder.parent)
+            sync_folder(self._folder.parent)
         finally:
             shutil.rmtree(self._staging, ignore_errors=True)
 
@@ -270,11 +270,3 @@ def _only(what: str, values: set[Value]) -> Value:
         shown = ", ".join(sorted(map(str, values))[:5]) or "none"
         raise SourceError(f"a log has one name and one committer; the rows are of several {what}: {shown}")
     return next(iter(values))
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -209,6 +209,7 @@ def check_data_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
+    """Make durable which files ``path`` holds, and under which names. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
