@@ -34,9 +34,14 @@ ALL_EXTENSIONS = frozenset(
         MessageType.UPGRADE_FAILED,
         MessageType.VERSION,
         MessageType.INSTANCE_NAME,
+        MessageType.VERDICTS,
+        MessageType.CAREFUL,
     }
 )
 """Those of a coordinator and its app."""
+
+REPORTS = frozenset({MessageType.VERDICT, MessageType.HANDLING, MessageType.LEAVING})
+"""What an app may say once it was sent Verdicts: no Hello asks for them."""
 
 TRACE_EXTENSIONS = frozenset({MessageType.ORIGINS, MessageType.HANDLER_FAILED})
 """Those that only a replay for inspection understands."""

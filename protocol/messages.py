@@ -50,6 +50,11 @@ class MessageType(IntEnum):
     ORIGINS = 77
     HANDLER_FAILED = 78
     INSTANCE_NAME = 79
+    VERDICT = 80
+    VERDICTS = 81
+    HANDLING = 82
+    CAREFUL = 83
+    LEAVING = 84
 
 
 class RpcKind(IntEnum):

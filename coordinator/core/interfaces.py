@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from coordinator.core.errors import require
 from protocol.client import CLIENTS
+from protocol.verdicts import RECORD, MessageKey, Verdict
 
 ONESELF = ""
 """The name under which an instance's calls to itself are kept."""
@@ -182,6 +183,41 @@ class VersionStart:
     app: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """What the app was at when its process ended without a word, ``runs_count`` times in a row.
+
+    ``message_index`` RECORD: some message of that record; ``sequence_id`` UNKNOWN: some record up to
+    ``last_sequence_id``, the last one that the app was given.
+    """
+
+    sequence_id: int
+    message_index: int
+    runs_count: int
+    last_sequence_id: int = -1
+
+
+UNKNOWN = -1
+NO_SUSPECT = Suspect(UNKNOWN, RECORD, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """A dead letter: a message that failed and that nobody waits for. ``time_ns``: when its verdict was given."""
+
+    verdict: Verdict
+    time_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class AuditEntry:
+    """``who`` did ``what``, in words, at ``time_ns`` (ns since the Unix epoch)."""
+
+    time_ns: int
+    who: str
+    what: str
+
+
 class Transaction(Struct):
     """Everything that becomes durable in one step, or not at all. Fields left empty change nothing."""
 
@@ -199,6 +235,10 @@ class Transaction(Struct):
     spilled_ends: dict[str, int] = {}  # what the log has spilled behind that position goes
     checkpoint: CheckpointHeader | None = None  # its blob's chunks were written before
     version: VersionStart | None = None  # the version that begins with this checkpoint
+    verdicts: list[Verdict] = []  # each once; those that are letters are kept as such, too
+    letters_removed: list[MessageKey] = []  # dead letters that were retried or dropped, or that there is no room for
+    suspect: Suspect | None = None  # what may have ended the app's process; NO_SUSPECT: nothing any more
+    audit: list[AuditEntry] = []  # what an operator did
     cut_healed: bool = False  # the output streams go on behind what a cut has taken away: forget the cut
     epoch: int | None = None
     extensions: frozenset[int] | None = None  # those that the app asked for at its first start
@@ -223,6 +263,10 @@ class Transaction(Struct):
         self.checkpoint = later.checkpoint or self.checkpoint  # of two, the later one makes the other superfluous
         require(self.version is None or later.version is None, "two versions begin in one transaction")
         self.version = self.version or later.version
+        self.verdicts += later.verdicts
+        self.letters_removed += later.letters_removed
+        self.suspect = later.suspect or self.suspect
+        self.audit += later.audit
         self.cut_healed = self.cut_healed or later.cut_healed
         self.epoch = self.epoch if later.epoch is None else later.epoch
         self.extensions = self.extensions if later.extensions is None else later.extensions
@@ -247,6 +291,11 @@ class LogSummary:
     cut_sequence_id: int | None = None  # records from here on were cut off by hand, and no checkpoint since
     stream_starts: Mapping[str, StreamStart] = field(default_factory=dict)  # of the output streams once reset
     spilled: Mapping[str, Sequence[SpilledExtent]] = field(default_factory=dict)  # by destination; not acknowledged
+    verdicts: Sequence[Verdict] = ()  # on the records that are kept, in their order; without their letters
+    letters: Mapping[MessageKey, int] = field(
+        default_factory=dict
+    )  # the size in bytes of each that is kept, oldest first
+    suspect: Suspect = NO_SUSPECT
 
 
 class LogStore(Protocol):
@@ -277,6 +326,9 @@ class LogStore(Protocol):
         From ``first_position`` on, in a batch that may begin before it; none begins behind ``last_position``. At most
         ``size_bytes_max``, but one batch. Raises DamagedLogError where the first is missing or damaged.
         """
+
+    def letter(self, key: MessageKey) -> Letter | None:
+        """A dead letter; None where there is none. Raises DamagedLogError."""
 
     def space(self) -> LogSpace: ...
 

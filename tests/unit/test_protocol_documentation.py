@@ -24,6 +24,7 @@ from protocol.client import (
 )
 from protocol.extensions import (
     ALL_EXTENSIONS,
+    REPORTS,
     SECRET_SIZE_BYTES_MAX,
     TRACE_EXTENSIONS,
     AppDescription,
@@ -51,6 +52,17 @@ from protocol.messages import (
 from protocol.peer import FrameType, PeerFrame, RefusedCode, encode_frame
 from protocol.record import encode_record
 from protocol.varint import encode_zigzag
+from protocol.verdicts import (
+    Careful,
+    Cause,
+    Handling,
+    Verdict,
+    VerdictKind,
+    encode_careful,
+    encode_handling,
+    encode_verdict,
+    encode_verdicts,
+)
 
 PAGE = (Path(__file__).parents[2] / "docs" / "WIRE.md").read_text(encoding="utf-8")
 
@@ -59,6 +71,8 @@ TIME_NS = 1_700_000_000_000_000_000
 CALL = encode_incoming_rpc(3, 1, b"\1")
 INITIAL = encode_message(MessageType.INITIAL_MESSAGE, encode_incoming_rpc(32, 1, b"\5\4\3"))
 BATCH_FRAME = encode_frame(PeerFrame(FrameType.BATCH, "a", "counter", COMMITTER, 3, 41, 2, TIME_NS, CALL * 2))
+
+DEAD = Verdict(7, 3, VerdictKind.REFUSED, text="no", cause=Cause.METHOD, message=CALL)
 
 CLIENT_CALL = encode_request(3, b"\x91\x01")
 
@@ -99,6 +113,11 @@ BYTES = {
     "UpgradeFailed, no": encode_message(MessageType.UPGRADE_FAILED, b"no"),
     "Version 2": encode_version(2),
     "Origins: two calls by message 0 of record 7, one by message 3": encode_origins([Origin(7, 0, 2), Origin(7, 3, 1)]),
+    "Verdict: message 3 of record 7 is refused, no, a dead letter": encode_verdict(DEAD),
+    "Verdicts: that, and nothing more": encode_verdicts([DEAD])[0],
+    "Handling: message 3 of record 7 is next": encode_handling(Handling(7, 3)),
+    "Careful: up to record 9, and each message of record 7": encode_careful(Careful(9, 7)),
+    "Leaving, no": encode_message(MessageType.LEAVING, b"no"),
     "HandlerFailed: message 3 of record 7, no": encode_handler_failed(HandlerFailure(7, 3, "no")),
     "InstanceName, counter": encode_message(MessageType.INSTANCE_NAME, b"counter"),
     "record 1 with its time and an RPCBatch of 2": encode_record(
@@ -170,7 +189,9 @@ def test_the_tables_of_types() -> None:
     base = table_rows("| type | name | app -> coordinator | coordinator -> app | data |")
     extensions = table_rows("| type | name | direction | in | data |")
     assert base | extensions == {int(member): camel(member.name) for member in MessageType}
-    assert set(extensions) == {int(member) for member in ALL_EXTENSIONS | TRACE_EXTENSIONS | {MessageType.HELLO}}
+    assert set(extensions) == {
+        int(member) for member in ALL_EXTENSIONS | REPORTS | TRACE_EXTENSIONS | {MessageType.HELLO}
+    }
     frames = table_rows("| type | name | written by | position |")
     assert frames == {int(member): camel(member.name) for member in FrameType}
     codes = PAGE.partition("| code | name | why |")[2].partition("\n\n")[0]

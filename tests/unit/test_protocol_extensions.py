@@ -9,6 +9,7 @@ import pytest
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.extensions import (
     ALL_EXTENSIONS,
+    REPORTS,
     RECORD_TIME_SIZE_BYTES,
     TRACE_EXTENSIONS,
     AppBatch,
@@ -48,9 +49,14 @@ def test_unknown_extensions_are_kept() -> None:
 
 
 def test_all_extensions_are_those_behind_hello() -> None:
-    assert {65, 66, 67, 68, 69, 70, 71, 72, 73, 74, 75, 76, 79} == ALL_EXTENSIONS
+    assert {65, 66, 67, 68, 69, 70, 71, 72, 73, 74, 75, 76, 79, 81, 83} == ALL_EXTENSIONS
     assert {77, 78} == TRACE_EXTENSIONS
-    assert {member for member in MessageType if member >= 64} == ALL_EXTENSIONS | TRACE_EXTENSIONS | {MessageType.HELLO}
+    assert {member for member in MessageType if member >= 64} == {
+        *ALL_EXTENSIONS,
+        *REPORTS,
+        *TRACE_EXTENSIONS,
+        MessageType.HELLO,
+    }
 
 
 @pytest.mark.parametrize(

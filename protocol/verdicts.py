@@ -1,0 +1,197 @@
+"""What is said of a logged message that is not carried out as it was sent, and what an app tells of its work.
+
+A log is replayed, so a message that once stopped an app would stop it for good. So it fails alone: the app, or the
+coordinator, or an operator gives a verdict, the coordinator keeps it in the log, and each replay is told it before it
+comes there. `docs/WIRE.md`, part 7, has the messages; `docs/guide/errors.md` says what fails how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+from typing import TypeAlias, TypeVar
+
+import msgspec
+
+from protocol.errors import RemoteProtocolError
+from protocol.messages import MessageType, encode_message
+
+TEXT_CHARACTERS_MAX = 4096  # of an exception's message: it goes to callers, and through their logs
+TRACE_CHARACTERS_MAX = 16_384  # for the operator: the end of it is what tells
+LETTER_SIZE_BYTES_MAX = 1 << 20  # of a message that a dead letter keeps; a larger one is only named
+VERDICTS_SIZE_BYTES_MAX = 1 << 20  # of one Verdicts message: there may be several
+RECORD = -1  # in place of a message's index: the record as a whole
+
+FAILED_CALL = "~failed"
+"""The name under which a caller hears that the handler failed; no exception has it. Its arguments: [type of the
+exception, its message, which message of which log failed]."""
+
+
+class VerdictKind(IntEnum):
+    """What a replay does with the message: all but KEPT are passed over, and answered as the verdict says."""
+
+    REFUSED = 1  # it could not be delivered: nothing was called
+    UNDONE = 2  # its handler raised, and the state is as it was before
+    KEPT = 3  # its handler raised, and what it had done by then stands: it runs again, and fails again
+    KILLED = 4  # it has ended the app's process again and again
+    SKIPPED = 5  # an operator said so
+
+
+class Cause(IntEnum):
+    """Why a message was refused."""
+
+    NONE = 0
+    METHOD = 1  # unknown here: a later version may have it
+    ARGUMENTS = 2  # they do not fit the parameters: a later version's may
+    UNREADABLE = 3  # no call at all
+    TRIPPED = 4  # the method has failed so often in a row that it is not called any more
+
+
+MessageKey: TypeAlias = tuple[int, int, int, int]
+"""(sequence ID, index in the record, task, step): the last two are 0 but for a step of an ``async def`` handler."""
+
+
+class Verdict(msgspec.Struct, array_like=True, frozen=True):
+    """On the message ``message_index`` (from 0) of the record ``sequence_id``.
+
+    With ``task`` (its number in the life of the instance) and ``step`` it is about that step of that handler alone.
+    ``type_name``: of the exception, "" in a refusal; ``text``: its message, or why it was refused.
+    ``method``: for people, such as "Counter.add". ``caller``: who waits for the answer ("" is the instance itself, "~x"
+    a client); None: nobody, so that it becomes a dead letter. ``message``: for a dead letter the message as it was
+    logged, from its size on; ``trace``: the traceback, for the operator.
+    """
+
+    sequence_id: int
+    message_index: int
+    kind: VerdictKind
+    type_name: str = ""
+    text: str = ""
+    cause: Cause = Cause.NONE
+    task: int = 0
+    step: int = 0
+    method: str = ""
+    caller: str | None = None
+    message: bytes = b""
+    trace: str = ""
+
+    @property
+    def key(self) -> MessageKey:
+        return self.sequence_id, self.message_index, self.task, self.step
+
+    @property
+    def is_letter(self) -> bool:
+        """Nobody is told: an operator is to see it."""
+        return self.caller is None and not self.step
+
+    @property
+    def skips(self) -> bool:
+        """A replay passes the message (or step) over."""
+        return self.kind is not VerdictKind.KEPT
+
+    def without_letter(self) -> Verdict:
+        """What a replay needs of it."""
+        return msgspec.structs.replace(self, message=b"", trace="")
+
+
+class Handling(msgspec.Struct, array_like=True, frozen=True):
+    """What the app is about to handle, or has been handling for ``for_s`` seconds.
+
+    ``message_index`` RECORD: all of the record, message by message; a ``sequence_id`` of -1: nothing any more.
+    ``message``: as in a :class:`Verdict`, where the app was asked to be careful with single messages.
+    """
+
+    sequence_id: int
+    message_index: int = RECORD
+    for_s: float = 0.0
+    method: str = ""
+    caller: str | None = None
+    message: bytes = b""
+
+
+class Careful(msgspec.Struct, array_like=True, frozen=True):
+    """What an app is to say before it does it, since one before it did not live through it.
+
+    It sends Handling before each record up to ``last_sequence_id``, and before each message of the record
+    ``suspect_sequence_id`` (-1: of none), and waits until that is on its way. Behind the last of them it sends that it
+    handles nothing any more.
+    """
+
+    last_sequence_id: int
+    suspect_sequence_id: int = -1
+
+
+Decoded = TypeVar("Decoded")
+
+_encode = msgspec.msgpack.Encoder().encode
+_VERDICT = msgspec.msgpack.Decoder(Verdict)
+_VERDICTS = msgspec.msgpack.Decoder(list[Verdict])
+_HANDLING = msgspec.msgpack.Decoder(Handling)
+_CAREFUL = msgspec.msgpack.Decoder(Careful)
+
+
+def encode_verdict(verdict: Verdict) -> bytes:
+    """A whole Verdict message, from an app."""
+    return encode_message(MessageType.VERDICT, _encode(verdict))
+
+
+def decode_verdict(data: bytes) -> Verdict:
+    """Raises RemoteProtocolError."""
+    return _checked(_decoded("Verdict", _VERDICT, data))
+
+
+def encode_verdicts(verdicts: Iterable[Verdict]) -> list[bytes]:
+    """Whole Verdicts messages, for an app: each of VERDICTS_SIZE_BYTES_MAX, or of one verdict, at most."""
+    messages: list[bytes] = []
+    gathered: list[msgspec.Raw] = []
+    size_bytes = 0
+    for verdict in verdicts:
+        packed = _encode(verdict.without_letter())
+        if gathered and size_bytes + len(packed) > VERDICTS_SIZE_BYTES_MAX:
+            messages.append(encode_message(MessageType.VERDICTS, _encode(gathered)))
+            gathered, size_bytes = [], 0
+        gathered.append(msgspec.Raw(packed))
+        size_bytes += len(packed)
+    if gathered:
+        messages.append(encode_message(MessageType.VERDICTS, _encode(gathered)))
+    return messages
+
+
+def decode_verdicts(data: bytes) -> Sequence[Verdict]:
+    """Raises RemoteProtocolError."""
+    return [_checked(verdict) for verdict in _decoded("Verdicts", _VERDICTS, data)]
+
+
+def encode_handling(handling: Handling) -> bytes:
+    """A whole Handling message."""
+    return encode_message(MessageType.HANDLING, _encode(handling))
+
+
+def decode_handling(data: bytes) -> Handling:
+    """Raises RemoteProtocolError."""
+    return _decoded("Handling", _HANDLING, data)
+
+
+def encode_careful(careful: Careful) -> bytes:
+    """A whole Careful message."""
+    return encode_message(MessageType.CAREFUL, _encode(careful))
+
+
+def decode_careful(data: bytes) -> Careful:
+    """Raises RemoteProtocolError."""
+    return _decoded("Careful", _CAREFUL, data)
+
+
+def _decoded(what: str, decoder: msgspec.msgpack.Decoder[Decoded], data: bytes) -> Decoded:
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise RemoteProtocolError(f"a {what} message can't be read: {error}") from None
+
+
+def _checked(verdict: Verdict) -> Verdict:
+    if verdict.sequence_id < 0 or verdict.message_index < 0 or verdict.task < 0 or verdict.step < 0:
+        raise RemoteProtocolError(
+            f"a verdict on message {verdict.message_index} of record {verdict.sequence_id}, task {verdict.task}, step "
+            f"{verdict.step}: none of them can be negative"
+        )
+    return verdict
