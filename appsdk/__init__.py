@@ -2,7 +2,7 @@
 
 from appsdk import errors
 from appsdk.effects import EffectContext, Retry, effect_context
-from appsdk.errors import EffectFailed
+from appsdk.errors import CalleeFailed, CallRefused, EffectFailed
 from appsdk.handlers import cron, every, impulse, initial, on_primary, rpc
 from appsdk.immortal import Immortal
 from appsdk.proxy import Impulses, peer
@@ -12,6 +12,8 @@ from appsdk.upgrades import upgrades
 from appsdk.waits import Winner
 
 __all__ = [
+    "CallRefused",
+    "CalleeFailed",
     "EffectContext",
     "EffectFailed",
     "Immortal",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, Literal
 
 from appsdk.codec import ArgumentCodec
 from appsdk.errors import DefinitionError
+from appsdk.failures import OnError, checked_on_error
 from appsdk.handlers import HOOK_MARK, Handler
 from appsdk.proxy import Peer
 from appsdk.state import StateSchema
@@ -37,6 +39,8 @@ class Definition:
     checkpoint_mode: CheckpointMode
     given_version: int | None  # by the class itself
     concurrent_effects: int
+    on_error: OnError = "undo"
+    handler_time_limit: timedelta | None = None  # a handler that takes longer ends the process
     upgrades: Definition | None = None  # the class that its upgrade() starts from; set by @upgrades
     handlers: dict[str, Handler[Any, Any]] = field(default_factory=dict)
     by_method_id: dict[int, Handler[Any, Any]] = field(default_factory=dict)
@@ -68,6 +72,15 @@ class Definition:
     def has_tasks(self) -> bool:
         """There are ``async def`` handlers."""
         return any(handler.is_async for handler in self.handlers.values())
+
+    def policy(self, handler: Handler[Any, Any]) -> OnError:
+        """What becomes of the state when ``handler`` raises what it does not declare."""
+        return handler.on_error or self.on_error
+
+    @property
+    def can_undo(self) -> bool:
+        """There are handlers whose failure puts the state back."""
+        return any(self.policy(handler) == "undo" for handler in self.handlers.values())
 
     @property
     def chain(self) -> list[Definition]:
@@ -120,6 +133,8 @@ def define(
     checkpoint_mode: CheckpointMode,
     version: int | None,
     concurrent_effects: int,
+    on_error: OnError = "undo",
+    handler_time_limit: timedelta | None = None,
 ) -> Definition:
     """Collect and check the class. Raises DefinitionError."""
     if serializer not in ("msgspec", "pickle"):
@@ -134,7 +149,23 @@ def define(
         raise DefinitionError(
             f"{cls.__qualname__}: concurrent_effects={concurrent_effects!r}: a number from 1 was expected"
         )
-    definition = Definition(cls, serializer, tuple(formerly), checkpoint_mode, version, concurrent_effects)
+    if handler_time_limit is not None and (
+        not isinstance(handler_time_limit, timedelta) or handler_time_limit <= timedelta()
+    ):
+        raise DefinitionError(
+            f"{cls.__qualname__}: handler_time_limit={handler_time_limit!r}: a timedelta was expected, such as "
+            f"timedelta(seconds=30)"
+        )
+    definition = Definition(
+        cls,
+        serializer,
+        tuple(formerly),
+        checkpoint_mode,
+        version,
+        concurrent_effects,
+        checked_on_error(cls.__qualname__, on_error),
+        handler_time_limit,
+    )
     _check_names(cls, base)
     for ancestor in reversed(cls.__mro__):
         for name, value in vars(ancestor).items():

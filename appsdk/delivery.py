@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -13,12 +13,13 @@ from appsdk.context import Context
 from appsdk.definition import Definition
 from appsdk.effect_waits import EffectResult
 from appsdk.errors import HandlerError
+from appsdk.failures import Failure, failure_of, misfit_text, refusal
 from appsdk.handlers import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID, Handler
-from appsdk.report import handler_failed, undecodable
-from protocol.client import Caller, decode_caller
+from appsdk.report import handler_failed
 from protocol.errors import RemoteProtocolError
 from protocol.messages import MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_message
 from protocol.varint import encode_zigzag
+from protocol.verdicts import Cause
 
 if TYPE_CHECKING:
     import cython
@@ -55,30 +56,36 @@ class Delivery:
         begin: Callable[..., Any] = type(self)._no_initial if name is None else getattr(self._definition.cls, name)
         begin = tasks.waking(begin) if wakes else begin
         nothing: Any = msgspec.msgpack.Decoder(tuple[()]).decode
-        self._entries[INITIAL_METHOD_ID] = (nothing, begin, f"{self._definition.name}.{name or 'initial'}")
+        initial = (nothing, self._only_first(begin), f"{self._definition.name}.{name or 'initial'}")
         told: Any = msgspec.msgpack.Decoder(ToldTime).decode
-        self._entries[CLOCK_METHOD_ID] = (
+        clock: Entry = (
             lambda data: (told(data),),
             lambda instance, now: tasks.told_time(now.time_ns, now.decided),
             "the clock",
         )
         result: Any = msgspec.msgpack.Decoder(EffectResult).decode
-        self._entries[EFFECT_METHOD_ID] = (
+        effects: Entry = (
             lambda data: (result(data),),
             lambda instance, done: tasks.effect_done(done),
             "the result of an effect",
         )
         for method_id, entry in self._entries.items():
-            for rpc_type in (RpcType.FORK, RpcType.IMPULSE):
-                front = bytes((MessageType.RPC, RpcKind.CALL)) + encode_zigzag(method_id) + bytes((rpc_type,))
+            for front in _fronts(method_id, (RpcType.FORK, RpcType.IMPULSE)):
                 self._by_front[front] = entry
         for method_id, handler in self._definition.by_method_id.items():
-            front = bytes((MessageType.RPC, RpcKind.CALL)) + encode_zigzag(method_id) + bytes((RpcType.ASYNC,))
-            self._by_front[front] = self._answering_entry(self._definition.codec(handler), handler)
+            for front in _fronts(method_id, (RpcType.ASYNC,)):
+                self._by_front[front] = self._answering_entry(self._definition.codec(handler), handler)
+        for method_id, rpc_type, entry in (
+            (INITIAL_METHOD_ID, RpcType.FORK, initial),
+            (CLOCK_METHOD_ID, RpcType.IMPULSE, clock),
+            (EFFECT_METHOD_ID, RpcType.IMPULSE, effects),
+        ):
+            self._by_front[_fronts(method_id, (rpc_type,))[0]] = entry
         # The lengths of fronts, the most frequent first. No front starts another: a varint says where it ends.
         self._front_sizes = sorted({len(front) for front in self._by_front}, reverse=True)
         self._known: dict[bytes, Found] = {}  # by the first bytes of a message
         self._key_sizes: list[int] = []  # how many bytes: two or three in practice, as method IDs have few lengths
+        self._tripped: dict[bytes, str] = {}  # names of methods that are not called any more, by front
 
     def _answering_entry(self, codec: ArgumentCodec, handler: Handler[Any, Any]) -> Entry:
         def decode(arguments: Any) -> tuple[Any, ...]:
@@ -90,12 +97,26 @@ class Delivery:
     def _no_initial(instance: object) -> None:
         """There is no @initial method."""
 
+    def _only_first(self, begin: Callable[..., Any]) -> Callable[..., Any]:
+        """The initial message is in record 0; whoever sends one later does not speak for this instance."""
+
+        def run(instance: object) -> None:
+            context = self._context
+            if context.sequence_id == 0:
+                begin(instance)
+                return
+            text = f"method {INITIAL_METHOD_ID} is the SDK's own: nobody else calls it"
+            failure = refusal("the initial message", INITIAL_METHOD_ID, Cause.METHOD, text)
+            raise self._refused(context.message_index, failure)
+
+        return run
+
     def deliver(
         self, instance: Any, content: bytes, offset: cython.Py_ssize_t, end: cython.Py_ssize_t, slice_end: int
     ) -> int:
         """Handle the messages that start before ``slice_end`` (at least one); where the next one starts.
 
-        Raises HandlerError, RemoteProtocolError.
+        Raises HandlerError, which says how a message may fail alone, and RemoteProtocolError.
         """
         context: Context = self._context
         octets: cython.p_const_uchar = content  # compiled, read without a check: only from offset to end, or below
@@ -134,10 +155,8 @@ class Delivery:
                 arguments = decode(view[start:offset] if is_large else octets[start:offset])
             except Exception as error:  # msgspec's own, and what a type's __post_init__ raises
                 context.message_index = index
-                if self._refuse_client(content, offset - stride):
-                    index += 1
-                    continue
-                raise undecodable(name, f"{error}", offset - start, context.sequence_id, index) from None
+                method_id, front_count = _method_and_front(content, offset - stride)
+                raise self._misfit(method_id, name, error, content[start:offset], index, front_count) from None
             context.message_index = index
             try:
                 if len(arguments) == 1:  # by far the most frequent, and three times as fast as to unpack a tuple
@@ -147,7 +166,8 @@ class Delivery:
             except HandlerError:  # of an async handler, which says more
                 raise
             except (Exception, SystemExit) as error:
-                raise handler_failed(name, arguments, error, context.sequence_id, index) from error
+                method_id, front_count = _method_and_front(content, offset - stride)
+                raise self._failed(method_id, name, arguments[front_count:], error, index) from error
             index += 1
         context.message_index = index
         context.handling_thread_id = 0
@@ -165,18 +185,23 @@ class Delivery:
         for front_size_bytes in self._front_sizes:
             start = type_offset + front_size_bytes
             if (entry := by_front.get(content[type_offset:start])) is not None and front_size_bytes <= size_bytes:
+                if self._tripped and content[type_offset:start] in self._tripped:
+                    self._context.message_index = index
+                    raise self._tripped_error(content[type_offset:start], index)
                 return self._remember(content, offset, entry, start, type_offset + size_bytes - offset)
         return self._look_up_answer(content, offset, end, index)
 
     def _look_up_answer(self, content: bytes, offset: int, end: int, index: int) -> tuple[Entry, int, int]:
         """As :meth:`_look_up`: an answer has the method ID of another instance's method."""
         message_type, start, message_end = decode_message(content, offset)
-        if message_type != MessageType.RPC or message_end > end or content[start] == RpcKind.CALL:
-            caller = decode_caller(content, start, message_end) if message_type == MessageType.RPC else None
-            if caller is None or message_end > end:
-                raise self._not_found(content, offset, end, index)
-            return self._refusing_entry(caller), message_end, message_end - offset
-        rpc = decode_incoming_rpc(content, start, message_end)
+        self._context.message_index = index
+        is_answer = message_type == MessageType.RPC and message_end <= end and content[start] in self._answers
+        if not is_answer:
+            raise self._unknown(content, offset, end, index)
+        try:
+            rpc = decode_incoming_rpc(content, start, message_end)
+        except RemoteProtocolError:
+            raise self._unknown(content, offset, end, index) from None
         entry = self._answers[RpcKind(rpc.kind)]
         start = message_end - len(rpc.arguments)
         return self._remember(content, offset, entry, start, message_end - offset)
@@ -194,41 +219,88 @@ class Delivery:
             self._known[key] = (*entry, content[offset:start], start - offset, stride)
         return entry, start, stride
 
-    # What a client has sent must not stop the app, so it is told why its call can't be made. A replay must say the same
-    # again: nothing in it that another version of a library, or one more handler, would word in another way.
+    # --- messages that fail: each of these errors says how it may fail alone ------------------------------------------
 
-    def _refusing_entry(self, caller: Caller) -> Entry:
-        """For a client's call of a method that there is not."""
-        reason = f"there is no method {caller.method_id}"
-        return lambda arguments: (), lambda instance: self._context.tasks.refuse(caller, reason), "a client's call"
-
-    def _refuse_client(self, content: bytes, offset: int) -> bool:
-        """Whether the message at ``offset``, which can't be decoded, is a client's call; then it is answered."""
-        _, start, end = decode_message(content, offset)
-        caller = decode_caller(content, start, end)
-        if caller is None:
-            return False
-        name = self._definition.by_method_id[caller.method_id].name
-        self._context.tasks.refuse(caller, f"the arguments do not fit {name!r}")
-        return True
-
-    def _not_found(self, content: bytes, offset: int, end: int, index: int) -> Exception:
+    def _refused(self, index: int, failure: Failure) -> HandlerError:
         sequence_id = self._context.sequence_id
-        message_type, start, message_end = decode_message(content, offset)
-        if message_type != MessageType.RPC or message_end > end:
-            return RemoteProtocolError(
-                f"record {sequence_id}: message {index} of a batch has type {message_type}, not RPC (0)"
-            )
-        rpc = decode_incoming_rpc(content, start, message_end)
-        where = f"record {sequence_id}, message {index}"
-        handlers = sorted(self._definition.handlers.values(), key=lambda handler: handler.method_id)
-        known = ", ".join(f"{handler.name} = {handler.method_id}" for handler in handlers) or "none"
         return HandlerError(
-            f"{where}: a call of method {rpc.method_id}, which {self._definition.name} does not have; the app stops\n"
-            f"  It has: {known}.\n"
-            f"  The call is in the log: give the class a handler for it (a removed or renamed one is found again "
-            f"by its old\n"
-            f"  name, or by @rpc(id=...)), and start the app again.",
+            f"record {sequence_id}, message {index}: {failure.text}; the app stops\n"
+            f"  The call is in the log: give the class what it needs (a removed or renamed handler is found again by\n"
+            f"  its old name, or by @rpc(id=...); a new parameter by its default), and start the app again.",
             sequence_id,
             index,
+            failure,
         )
+
+    def _misfit(self, method_id: int | None, name: str, error: Exception, data: bytes, index: int, front: int) -> Any:
+        """Arguments that can't be decoded."""
+        handler = self._definition.by_method_id.get(-1 if method_id is None else method_id)
+        if handler is None:
+            text = f"{name}: it can't be read: {error}"
+            return self._refused(index, refusal(name, method_id, Cause.UNREADABLE, text))
+        text = misfit_text(self._definition.codec(handler), error, data, front)
+        return self._refused(index, refusal(name, method_id, Cause.ARGUMENTS, text))
+
+    def _failed(
+        self, method_id: int | None, name: str, arguments: tuple[Any, ...], error: BaseException, index: int
+    ) -> HandlerError:
+        """The handler has raised."""
+        made = handler_failed(name, arguments, error, self._context.sequence_id, index)
+        handler = self._definition.by_method_id.get(-1 if method_id is None else method_id)
+        if handler is not None and (policy := self._definition.policy(handler)) != "stop":
+            made.failure = failure_of(policy, name, method_id, error)
+        return made
+
+    def _unknown(self, content: bytes, offset: int, end: int, index: int) -> HandlerError:
+        """A message that nothing here is called by."""
+        message_type, start, message_end = decode_message(content, offset)
+        if message_type != MessageType.RPC or message_end > end:
+            raise RemoteProtocolError(
+                f"record {self._context.sequence_id}: message {index} of a batch has type {message_type}, not RPC (0)"
+            )
+        try:
+            rpc = decode_incoming_rpc(content, start, message_end)
+        except RemoteProtocolError as error:
+            return self._refused(index, refusal("a call", None, Cause.UNREADABLE, str(error)))
+        name = f"method {rpc.method_id}"
+        handlers = sorted(self._definition.handlers.values(), key=lambda handler: handler.name)
+        if rpc.method_id < 0:
+            text = f"method {rpc.method_id} is the SDK's own: nobody else calls it"
+        else:
+            known = ", ".join(handler.name for handler in handlers) or "none"
+            text = f"{self._definition.name} has no method {rpc.method_id} (it has: {known})"
+        return self._refused(index, refusal(name, rpc.method_id, Cause.METHOD, text))
+
+    def trip(self, fronts_of: Iterable[int]) -> None:
+        """Calls of these methods are refused from here on."""
+        self._tripped = {
+            front: self._definition.by_method_id[method_id].function.__qualname__
+            for method_id in fronts_of
+            if method_id in self._definition.by_method_id
+            for front in _fronts(method_id, (RpcType.ASYNC, RpcType.FORK, RpcType.IMPULSE))
+        }
+        self._known.clear()
+        self._key_sizes.clear()
+
+    def _tripped_error(self, front: bytes, index: int) -> HandlerError:
+        name = self._tripped[front]
+        text = (
+            f"{name} has failed so often in a row that it is not called any more: deploy code that does not fail, or "
+            f"restart the app"
+        )
+        return self._refused(index, refusal(name, None, Cause.TRIPPED, text))
+
+
+def _fronts(method_id: int, rpc_types: Iterable[RpcType]) -> list[bytes]:
+    """What a call of the method begins with, behind its size."""
+    return [bytes((MessageType.RPC, RpcKind.CALL)) + encode_zigzag(method_id) + bytes((one,)) for one in rpc_types]
+
+
+def _method_and_front(content: bytes, offset: int) -> tuple[int | None, int]:
+    """Of the message at ``offset``: its method ID (None: it is no call), and how many items stand before the handler's
+    own arguments."""
+    _, start, end = decode_message(content, offset)
+    rpc = decode_incoming_rpc(content, start, end)
+    if rpc.kind != RpcKind.CALL:
+        return None, 0
+    return rpc.method_id, 2 if rpc.rpc_type == RpcType.ASYNC else 0

@@ -12,18 +12,23 @@ One thread: the one that made the :class:`Dispatcher` calls it, and the handlers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from msgspec.structs import replace
+
 from appsdk.context import Context
+from appsdk.copies import Copies
 from appsdk.definition import Definition
 from appsdk.delivery import Delivery
 from appsdk.effect_request import EffectRunner
-from appsdk.errors import StateError, UpgradeError
+from appsdk.errors import HandlerError, RecoveryNeeded, StateError, UpgradeError
+from appsdk.failing import Failures, UndoNeededError, offset_behind, size_of_message
 from appsdk.handlers import INITIAL_METHOD_ID
 from appsdk.immortal import Immortal, attach
+from appsdk.journal import SavedTasks
 from appsdk.outbox import Chunk, Outbox, encode_call, make_writer
 from appsdk.proxy import method_names
 from appsdk.report import call_user_code
@@ -52,6 +57,15 @@ from protocol.messages import (
 from protocol.readers import BlobData, BlobStart, Record, RecordReader
 from protocol.record import CONTROL_SEQUENCE_ID
 from protocol.varint import encode_zigzag
+from protocol.verdicts import (
+    Careful,
+    Handling,
+    Verdict,
+    VerdictKind,
+    decode_careful,
+    decode_verdicts,
+    encode_handling,
+)
 
 SLICE_SIZE_BYTES = 64 << 10  # of input, handled before the transport may send: keeps both ends at work
 
@@ -90,7 +104,19 @@ class SnapshotBegun:
     encode: Callable[[], tuple[bytes, bytes]]
 
 
-Event = BecamePrimary | OutputReady | Goodbye | Refusal | SnapshotBegun
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """What is to be sent must be on its way before more input is handled: that may end the process."""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageFailed:
+    """A message has failed alone; ``verdict`` is on its way to the coordinator."""
+
+    verdict: Verdict
+
+
+Event = BecamePrimary | OutputReady | Goodbye | Refusal | SnapshotBegun | Flush | MessageFailed
 
 
 class Dispatcher:
@@ -101,6 +127,7 @@ class Dispatcher:
     ``secret``: the coordinator's, where it asks for one.
     ``effects`` runs the effects of its handlers once it is primary; without it they wait.
     ``extensions``, ``make_outbox`` and ``make_delivery`` are others where a run is looked at more closely.
+    ``keeps_large_copies``: a state of any size can be put back without another start.
     """
 
     def __init__(
@@ -114,6 +141,7 @@ class Dispatcher:
         effects: EffectRunner | None = None,
         make_outbox: Callable[[Context, Callable[[], None]], Outbox] = Outbox,
         make_delivery: Callable[[Definition, Context], Delivery] = Delivery,
+        keeps_large_copies: bool = False,
     ) -> None:
         for one in definition.chain:
             one.resolve(names_may_be_missing=False)
@@ -134,6 +162,10 @@ class Dispatcher:
         self._blob: list[bytes] = []
         self._next_sequence_id = 0
         self._delivery = make_delivery(definition, self.context)
+        self._failures = Failures(self.context)
+        self._copies = Copies(enabled=any(one.can_undo for one in definition.chain), keeps_large=keeps_large_copies)
+        self._careful: Careful | None = None
+        self._batch_begin = b"", 0, 0  # content, offset, and index of the first message, of what is handled now
         self._work = self._run()
         self.outbox.send(encode_hello(Hello(extensions, definition.label, secret)))
         methods = {key: name for one in reversed(definition.chain) for key, name in method_names(one).items()}
@@ -152,6 +184,26 @@ class Dispatcher:
         after an UpgradeError says so to the coordinator.
         """
         return next(self._work)
+
+    def say_leaving(self, reason: str) -> None:
+        """The app ends the connection by itself: it has not crashed."""
+        if self._failures.can_fail:
+            self.outbox.report(encode_message(MessageType.LEAVING, reason.encode("utf-8", "replace")))
+
+    @property
+    def now_handling(self) -> Handling | None:
+        """The message whose handler runs; None between two. Any thread: what it says may be over by then."""
+        context = self.context
+        content, start, first_index = self._batch_begin
+        sequence_id, index = context.sequence_id, context.message_index
+        if not context.handling_thread_id or not self._failures.can_fail or index < first_index:
+            return None
+        try:
+            at = offset_behind(content, start, index - first_index)
+            message = content[at : at + size_of_message(content, at)]
+        except RemoteProtocolError:  # of a batch that has begun since
+            return None
+        return replace(self._failures.handling(sequence_id, index, message), message=b"")
 
     def data_to_send(self) -> list[Chunk]:
         """All bytes that are to be sent now, in order. They are the caller's."""
@@ -217,6 +269,10 @@ class Dispatcher:
                     yield from self._become_primary()
             elif message_type == MessageType.BECOMING_PRIMARY:
                 yield from self._become_primary()
+            elif message_type == MessageType.VERDICTS:
+                self._failures.know(decode_verdicts(data))
+            elif message_type == MessageType.CAREFUL:
+                self._careful = decode_careful(data)
             elif message_type == MessageType.IMPULSES_ACCEPTED:
                 self._extended = True
                 self.outbox.impulses.accept(decode_impulses_accepted(data))
@@ -230,12 +286,39 @@ class Dispatcher:
                 )
 
     def _logged(self, record: Record) -> Iterator[Event]:
-        sequence_id, content = record.header.sequence_id, record.content
+        sequence_id = record.header.sequence_id
         if self.instance is None:
             raise RemoteProtocolError(f"record {sequence_id} came before a checkpoint or a first start")
         if sequence_id != self._next_sequence_id:
             raise RemoteProtocolError(f"record {sequence_id} came, {self._next_sequence_id} was expected")
         self._upgraded = False
+        careful = self._careful
+        if careful is not None:
+            yield from self._say_record(careful, sequence_id)
+        rewound = False
+        while True:
+            try:
+                yield from self._record(record)
+                break
+            except UndoNeededError as needed:
+                self._rewind(needed, record)
+                rewound = True
+                yield MessageFailed(needed.verdict)
+        if rewound:
+            self._failures.settle(self._delivery)
+            self.tasks.effects.resume()
+        if self._copies.add(record, rewound=rewound):
+            self._copy_again()
+        if careful is not None and sequence_id >= careful.last_sequence_id:
+            self._careful = None
+            self.outbox.report(encode_handling(Handling(-1)))
+        if self._awaiting_initial:
+            self._awaiting_initial = False
+            yield from self._become_primary()
+
+    def _record(self, record: Record) -> Iterator[Event]:
+        """Handle the messages of one record. Raises UndoNeededError."""
+        sequence_id, content = record.header.sequence_id, record.content
         context = self.context
         context.committer_id = record.header.committer_id
         context.sequence_id = sequence_id
@@ -263,15 +346,34 @@ class Dispatcher:
                     f"record {sequence_id} holds a message of type {message_type}, which is never logged"
                 )
         self._next_sequence_id = sequence_id + 1
-        if self._awaiting_initial:
-            self._awaiting_initial = False
-            yield from self._become_primary()
 
     def _batch(self, content: bytes, offset: int, end: int, count: int) -> Iterator[Event]:
         """Handle the ``count`` RPC messages of ``content[offset:end]``, with a pause wherever there is much to send."""
         first_index = self.context.message_index
+        start = offset
+        self._batch_begin = content, start, first_index
+        is_watched = self._careful is not None and self._careful.suspect_sequence_id == self.context.sequence_id
         while offset < end:
-            offset = self._delivery.deliver(self.instance, content, offset, end, min(offset + SLICE_SIZE_BYTES, end))
+            slice_end = min(offset + SLICE_SIZE_BYTES, end)
+            if is_watched:
+                yield from self._say_message(content, offset)
+                slice_end = offset + 1
+            skipped = self._failures.next_skipped(self.context.sequence_id, self.context.message_index)
+            if skipped is not None:
+                at = offset_behind(content, start, skipped - first_index)
+                if at == offset:
+                    offset = self._pass_over(content, offset, skipped)
+                    continue
+                slice_end = min(slice_end, at)
+            self.outbox.mark()
+            try:
+                offset = self._delivery.deliver(self.instance, content, offset, end, slice_end)
+            except HandlerError as error:
+                self.context.handling_thread_id = 0
+                at = offset_behind(content, start, error.message_index - first_index)
+                yield from self._failed(error, content, at)
+                offset = at + size_of_message(content, at)
+                self.context.message_index = error.message_index + 1
             if self.outbox.ready_size_bytes:
                 yield OutputReady()
         if self.context.message_index - first_index != count:
@@ -279,6 +381,92 @@ class Dispatcher:
                 f"record {self.context.sequence_id}: a batch of {self.context.message_index - first_index} messages "
                 f"gives its count as {count}"
             )
+
+    # --- messages that fail -----------------------------------------------------------------------------------------
+
+    def _failed(self, error: HandlerError, content: bytes, offset: int) -> Iterator[Event]:
+        """The message at ``offset`` has failed: note it, and go on behind it.
+
+        Raises ``error`` where it can't fail alone, UndoNeededError where the state must be as before it first, and
+        RecoveryNeeded where it takes another start for that.
+        """
+        message = content[offset : offset + size_of_message(content, offset)]
+        verdict = self._failures.verdict(error, message)
+        if verdict is None:
+            raise error
+        known = verdict.key in self._failures.known
+        if not known and self._failures.did_not_fail(verdict):
+            raise error  # when it was handled before: no replay can be right
+        if verdict.kind is VerdictKind.UNDONE:
+            self._failures.note(verdict)
+            if self._copies.current is None:
+                self.outbox.back_to_copy()
+                raise RecoveryNeeded(
+                    f"{verdict.method} failed at record {verdict.sequence_id}, message {verdict.message_index}; the "
+                    f"app is recovered without it"
+                )
+            raise UndoNeededError(verdict, error.failure.method_id if error.failure else None)
+        self.tasks.drain()
+        if not known:
+            self._failures.note(verdict)
+            yield MessageFailed(verdict)
+        self._failures.answer(self._failures.known[verdict.key], message)
+
+    def _pass_over(self, content: bytes, offset: int, index: int) -> int:
+        """The message at ``offset`` has a verdict: where the next one starts."""
+        size_bytes = size_of_message(content, offset)
+        self.context.message_index = index
+        verdict = self._failures.known[self.context.sequence_id, index, 0, 0]
+        self._failures.answer(verdict, content[offset : offset + size_bytes])
+        self.context.message_index = index + 1
+        return offset + size_bytes
+
+    def _rewind(self, needed: UndoNeededError, record: Record) -> None:
+        """Back to the copy of the state, and again over the records behind it, up to ``record``."""
+        copy = self._copies.current
+        if copy is None:
+            raise needed
+        self._copies.failed()
+        self._failures.repeat(needed, [*copy.tail, record], len(copy.blob) + copy.tail_size_bytes, self._delivery)
+        self.outbox.back_to_copy()
+        self.tasks.effects.pause()
+        envelope, state = decode_envelope(copy.blob)
+        self._next_sequence_id = envelope.sequence_id + 1
+        self.context.sequence_id, self.context.record_time_ns = envelope.sequence_id, envelope.record_time_ns
+        instance = self.instance
+        fresh = self._restored(envelope, state)
+        instance.__dict__ = fresh.__dict__  # at once: hooks look at it, and keep the object that they know
+        attach(instance, self.context)
+        self.tasks.restore(envelope.tasks or SavedTasks())
+        for handled in copy.tail:
+            for _ in self._record(handled):
+                pass
+
+    def _copy_again(self) -> None:
+        """Much log lies behind the last copy."""
+        try:
+            blob = b"".join(self._encode())
+        except StateError:
+            return  # the next checkpoint says so
+        self._take_copy((blob,))
+
+    def _take_copy(self, pieces: Sequence[bytes]) -> None:
+        """The state as it is now, behind all calls made so far."""
+        self.outbox.begin_copy()
+        self._copies.take(pieces, self._next_sequence_id - 1)
+        self._failures.forget_up_to(self._copies.sequence_id(self._next_sequence_id - 1))
+
+    def _say_record(self, careful: Careful, sequence_id: int) -> Iterator[Event]:
+        """An app before this one did not live through one of these records: say which is next."""
+        if sequence_id <= careful.last_sequence_id:
+            self.outbox.report(encode_handling(Handling(sequence_id)))
+            yield Flush()
+
+    def _say_message(self, content: bytes, offset: int) -> Iterator[Event]:
+        message = content[offset : offset + size_of_message(content, offset)]
+        handling = self._failures.handling(self.context.sequence_id, self.context.message_index, message)
+        self.outbox.report(encode_handling(handling))
+        yield Flush()
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -311,16 +499,21 @@ class Dispatcher:
         self.context.sequence_id = envelope.sequence_id
         self.context.record_time_ns = envelope.record_time_ns
         self.context.instance_name = envelope.instance_name
+        self.instance = instance = self._restored(envelope, state)
+        self.tasks.use(self.definition, instance)
+        if envelope.tasks is not None:
+            self.tasks.restore(envelope.tasks)
+        self._take_copy((blob,))
+
+    def _restored(self, envelope: Envelope, state: memoryview) -> Any:
+        """A new object of the class that runs, in the state of a blob. Raises StateError."""
         instance = self._new_instance()
         schema = self.definition.state()
         call_user_code(
             f"{self.definition.name}.restore", partial(schema.restore, instance, envelope, state), StateError
         )
         self._prepare(instance)
-        self.instance = instance
-        self.tasks.use(self.definition, instance)
-        if envelope.tasks is not None:
-            self.tasks.restore(envelope.tasks)
+        return instance
 
     def _prepare(self, instance: Any) -> None:
         if hasattr(instance, "prepare"):
@@ -341,6 +534,7 @@ class Dispatcher:
                 else "an upgrade was asked for after the app was told that it is primary"
             )
         self.outbox.close_batches()
+        self._copies.forget()
         try:
             start, *steps = upgrade_path(self._main_definition, self.definition, version)
             if start is not self.definition:
@@ -376,6 +570,7 @@ class Dispatcher:
             raise RemoteProtocolError("a checkpoint was asked for before the first start or a recovery")
         self.outbox.close_batches()
         pieces = self._encode()
+        self._take_copy(pieces)
         self.outbox.send(encode_checkpoint(sum(map(len, pieces))))
         for piece in pieces:
             self.outbox.send(piece)

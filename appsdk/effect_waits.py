@@ -134,6 +134,7 @@ class WaitingEffects:
         self._waiting: dict[int, Effect] = {}
         self._requests: dict[int, EffectRequest] = {}
         self._runner: EffectRunner | None = None
+        self._paused_runner: EffectRunner | None = None
         self._misfit = ""
 
     @property
@@ -156,9 +157,8 @@ class WaitingEffects:
 
     def remove(self, effect: Effect) -> None:
         self._waiting.pop(effect.number, None)
-        if (request := self._requests.pop(effect.number, None)) is not None and self._runner is not None:
-            request.is_cancelled = True
-            self._runner.cancel(request)
+        if (request := self._requests.get(effect.number)) is not None and self._runner is not None:
+            self._forget(effect.number, request, self._runner)
 
     def forget_all(self) -> None:
         self._waiting.clear()
@@ -174,6 +174,28 @@ class WaitingEffects:
         if runner is not None:
             for _, effect in sorted(self._waiting.items()):
                 self._run(effect, runner)
+
+    def pause(self) -> None:
+        """What was done is done once more: nothing is run until :meth:`resume`; what runs goes on."""
+        self._paused_runner, self._runner = self._runner or self._paused_runner, None
+
+    def resume(self) -> None:
+        """Run those that wait and do not run yet, and none that nobody waits for."""
+        runner, self._paused_runner = self._paused_runner, None
+        if runner is None:
+            return
+        self._runner = runner
+        for number, request in list(self._requests.items()):
+            if number not in self._waiting:
+                self._forget(number, request, runner)
+        for number, effect in sorted(self._waiting.items()):
+            if number not in self._requests:
+                self._run(effect, runner)
+
+    def _forget(self, number: int, request: EffectRequest, runner: EffectRunner) -> None:
+        del self._requests[number]
+        request.is_cancelled = True
+        runner.cancel(request)
 
     def _run(self, effect: Effect, runner: EffectRunner) -> None:
         task = effect.task  # which may have gone on by the time at which the key is asked for

@@ -5,7 +5,10 @@
       UsageError         a call that is not possible here: from the wrong thread, outside a handler, too large
       StateError         the state can't be written into a checkpoint, or a checkpoint can't be read back
       HandlerError       a logged input can't be handled: replay would only repeat it, so the app stops
-      EffectFailed       an effect has failed: raised in the async handler that waits for it
+      CallRefused        a call can't be made: raised in the async handler that waits for it
+      CalleeFailed       the handler that was called has failed: the same
+      EffectFailed       an effect has failed: the same
+      RecoveryNeeded     the state is to be as it was before a call that failed, and there is no copy of it in memory
       UpgradeError       the state can't be brought to the version that was asked for
       LoadError          the class to run can't be found
       ConnectError       no coordinator answers
@@ -17,15 +20,19 @@ The exit status of the app's process is the error's ``exit_status``.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from protocol.errors import ImmortalError
+
+if TYPE_CHECKING:
+    from appsdk.failures import Failure
 
 EXIT_DONE = 0  # the coordinator said Goodbye: a clean stop
 EXIT_FAILED = 1  # the coordinator is gone or refused
 EXIT_NOT_RUNNABLE = 2  # the class can't be found, or can't be run: starting again without a change is of no use
 EXIT_HANDLER_FAILED = 70  # the app's own code failed: starting again without a change would only repeat it
 EXIT_UPGRADE_FAILED = 71  # an upgrade() failed: the instance is of its old version, as before
+EXIT_RECOVER = 75  # a call failed, and the app is to be recovered without it: start it again at once
 EXIT_INTERRUPTED = 130  # SIGINT
 EXIT_TERMINATED = 143  # SIGTERM
 
@@ -53,14 +60,46 @@ class StateError(AppError):
 
 
 class HandlerError(AppError):
-    """A logged message can't be handled. ``sequence_id`` and ``message_index`` (from 0) say which one."""
+    """A logged message can't be handled. ``sequence_id`` and ``message_index`` (from 0) say which one.
+
+    ``failure``: how it may fail alone; None: it can't.
+    """
 
     exit_status = EXIT_HANDLER_FAILED
 
-    def __init__(self, text: str, sequence_id: int, message_index: int) -> None:
+    def __init__(self, text: str, sequence_id: int, message_index: int, failure: Failure | None = None) -> None:
         super().__init__(text)
         self.sequence_id = sequence_id
         self.message_index = message_index
+        self.failure = failure
+
+
+class RecoveryNeeded(AppError):  # noqa: N818 (what happened, not what is wrong)
+    """A call failed, the coordinator knows, and the app is to be recovered without it."""
+
+    exit_status = EXIT_RECOVER
+
+
+class CallRefused(AppError):  # noqa: N818
+    """A call can't be made: no such method, or arguments that do not fit it. Nothing was called there.
+
+    Raised where an async handler waits for the answer; the message says what came and what was expected.
+    """
+
+
+class CalleeFailed(AppError):  # noqa: N818
+    """The handler that was called raised what it does not declare, or returned what it does not say.
+
+    Raised where an async handler waits for the answer. ``type_name`` and ``message``: of what it raised, as text;
+    ``reference``: where to look for it, "NAME record SEQ:INDEX" of the callee's log, or "" where nobody says.
+    """
+
+    def __init__(self, called: str, type_name: str, message: str, reference: str = "") -> None:
+        where = f" ({reference})" if reference else ""
+        super().__init__(f"{called} failed{where}: {type_name}{f': {message}' if message else ''}")
+        self.type_name = type_name
+        self.message = message
+        self.reference = reference
 
 
 class EffectFailed(AppError):  # noqa: N818

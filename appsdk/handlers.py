@@ -17,6 +17,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from appsdk.errors import DefinitionError
+from appsdk.failures import OnError, checked_on_error
 from appsdk.schedules import Cron, Period, Schedule
 
 P = ParamSpec("P")
@@ -89,7 +90,8 @@ Raises = Iterable[type[Exception]]
 class Handler(property, Generic[P, R]):
     """A method that logged messages call. ``function`` is what was decorated.
 
-    ``raises``: what it may raise for its caller, by name. ``schedule``: when it runs by itself.
+    ``raises``: what it may raise for its caller, by name. ``schedule``: when it runs by itself. ``on_error``: what
+    becomes of the state when it raises anything else; None: as the class says.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Handler(property, Generic[P, R]):
         decorator: str,
         raises: Raises = (),
         schedule: Schedule | None = None,
+        on_error: OnError | None = None,
     ) -> None:
         super().__init__()
         self.function = function
@@ -109,6 +112,7 @@ class Handler(property, Generic[P, R]):
         self.is_async = inspect.iscoroutinefunction(function)
         self.raises = checked_raises(f"{self.name}: @{decorator}", raises)
         self.schedule = schedule
+        self.on_error = None if on_error is None else checked_on_error(f"{self.name}: @{decorator}", on_error)
         self.method_id = self._checked_id(method_id)
         self.key = ""
         self.__doc__ = function.__doc__
@@ -160,8 +164,8 @@ def checked_raises(where: str, raises: Raises) -> dict[str, type[Exception]]:
     found: dict[str, type[Exception]] = {}
     given: Any = (raises,) if isinstance(raises, type) else raises
     for one in given:
-        if not (isinstance(one, type) and issubclass(one, Exception)) or one is Exception:
-            raise DefinitionError(f"{where}(raises=[{one!r}]): a class of your own below Exception was expected")
+        if not (isinstance(one, type) and issubclass(one, Exception)):
+            raise DefinitionError(f"{where}(raises=[{one!r}]): a class below Exception was expected")
         if found.setdefault(one.__name__, one) is not one:
             raise DefinitionError(f"{where}(raises=...): two exceptions are called {one.__name__!r}")
     return found
@@ -209,21 +213,24 @@ def rpc(function: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], /) -> A
 @overload
 def rpc(function: Callable[Concatenate[Any, P], R], /) -> Handler[P, R]: ...
 @overload
-def rpc(*, id: int = ..., raises: Raises = ...) -> _Decorator: ...
+def rpc(*, id: int = ..., raises: Raises = ..., on_error: OnError = ...) -> _Decorator: ...
 def rpc(
     function: Callable[..., Any] | None = None,
     /,
     *,
     id: int | None = None,  # noqa: A002
     raises: Raises = (),
+    on_error: OnError | None = None,
 ) -> Any:
     """A method that other instances call: with ``proxy.method.fork(...)``, or ``await proxy.method(...)``.
 
     ``id`` (1 .. METHOD_ID_MAX) takes the place of the method ID that follows from the name: for a name that
     changes while calls are under way, and for two names whose IDs collide. ``raises`` lists the exceptions that go to
-    a caller that waits; any other one stops the app. Raises DefinitionError.
+    a caller that waits, as they are; the state stays as the handler left it. ``on_error`` says what any other one does,
+    in place of what the class says: "undo" (the call fails, and the state is as before it), "keep" (the call fails, the
+    state stays), or "stop" (the app stops). Raises DefinitionError.
     """
-    decorator = _Decorator("rpc", id, raises)
+    decorator = _Decorator("rpc", id, raises, on_error=on_error)
     return decorator if function is None else decorator(function)
 
 
@@ -232,10 +239,16 @@ def impulse(function: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], /) 
 @overload
 def impulse(function: Callable[Concatenate[Any, P], R], /) -> Handler[P, R]: ...
 @overload
-def impulse(*, id: int) -> _Decorator: ...
-def impulse(function: Callable[..., Any] | None = None, /, *, id: int | None = None) -> Any:  # noqa: A002
-    """A method for input from the outside world, sent with an :class:`Impulses` handle. ``id``: see :func:`rpc`."""
-    decorator = _Decorator("impulse", id)
+def impulse(*, id: int = ..., on_error: OnError = ...) -> _Decorator: ...
+def impulse(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    id: int | None = None,  # noqa: A002
+    on_error: OnError | None = None,
+) -> Any:
+    """A method for input from the outside world, sent with an :class:`Impulses` handle. Options: see :func:`rpc`."""
+    decorator = _Decorator("impulse", id, on_error=on_error)
     return decorator if function is None else decorator(function)
 
 
@@ -262,12 +275,18 @@ class _Decorator:
     """What ``@rpc(id=...)`` and its like make."""
 
     def __init__(
-        self, decorator: str, method_id: int | None, raises: Raises = (), schedule: Schedule | None = None
+        self,
+        decorator: str,
+        method_id: int | None,
+        raises: Raises = (),
+        schedule: Schedule | None = None,
+        on_error: OnError | None = None,
     ) -> None:
         self._decorator = decorator
         self._method_id = method_id
         self._raises = raises
         self._schedule = schedule
+        self._on_error = on_error
 
     @overload
     def __call__(self, function: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], /) -> AsyncHandler[P, R]: ...
@@ -275,7 +294,12 @@ class _Decorator:
     def __call__(self, function: Callable[Concatenate[Any, P], R], /) -> Handler[P, R]: ...
     def __call__(self, function: Callable[..., Any], /) -> Any:
         handler: Handler[Any, Any] = Handler(
-            function, self._method_id, decorator=self._decorator, raises=self._raises, schedule=self._schedule
+            function,
+            self._method_id,
+            decorator=self._decorator,
+            raises=self._raises,
+            schedule=self._schedule,
+            on_error=self._on_error,
         )
         if self._schedule and any(
             parameter.default is inspect.Parameter.empty for parameter in handler.signature.parameters.values()

@@ -16,6 +16,7 @@ from appsdk.context import SEED_SIZE_BYTES, Context, datetime_of
 from appsdk.definition import Definition, define
 from appsdk.effects import CONCURRENT_EFFECTS, Effects
 from appsdk.errors import DefinitionError, UsageError
+from appsdk.failures import OnError
 from appsdk.proxy import handler_namespace, peer_namespace
 from appsdk.waits import Winner
 
@@ -67,8 +68,10 @@ class Immortal:
     Class keywords: ``serializer="pickle"`` keeps the state with pickle; ``formerly=("Old",)`` names what the class was
     called when older checkpoints were taken; ``version=2`` is the version of the state (by default 1, and with
     :func:`~appsdk.upgrades` one more than the old class's); ``checkpoint="fork"`` takes checkpoints in a child process,
-    beside the handlers; ``concurrent_effects=8`` is how many effects run at once (by default 32). DefinitionError is
-    raised for a class that could not be replayed.
+    beside the handlers; ``concurrent_effects=8`` is how many effects run at once (by default 32); ``on_error`` says
+    what an exception does that a handler does not declare, "undo" by default (see :func:`~appsdk.rpc`);
+    ``handler_time_limit=timedelta(seconds=30)`` ends the process of a handler that takes longer, as a crash would.
+    DefinitionError is raised for a class that could not be replayed.
     """
 
     __slots__ = ("__dict__", "__weakref__", "_immortal_context")
@@ -84,6 +87,8 @@ class Immortal:
         checkpoint: Literal["inline", "fork"] | None = None,
         version: int | None = None,
         concurrent_effects: int | None = None,
+        on_error: OnError | None = None,
+        handler_time_limit: timedelta | None = None,
         **keywords: Any,
     ) -> None:
         super().__init_subclass__(**keywords)
@@ -94,9 +99,23 @@ class Immortal:
             checkpoint = inherited.checkpoint_mode if inherited else "inline"
         if concurrent_effects is None:
             concurrent_effects = inherited.concurrent_effects if inherited else CONCURRENT_EFFECTS
+        if on_error is None:
+            on_error = inherited.on_error if inherited else "undo"
+        if handler_time_limit is None and inherited:
+            handler_time_limit = inherited.handler_time_limit
         if isinstance(formerly, str):
             raise DefinitionError(f"{cls.__qualname__}: formerly={formerly!r}: a tuple was expected: ({formerly!r},)")
-        cls._immortal_definition = define(cls, Immortal, serializer, formerly, checkpoint, version, concurrent_effects)
+        cls._immortal_definition = define(
+            cls,
+            Immortal,
+            serializer,
+            formerly,
+            checkpoint,
+            version,
+            concurrent_effects,
+            on_error,
+            handler_time_limit,
+        )
 
     def __new__(cls, *arguments: Any, **keywords: Any) -> Self:
         if cls is Immortal:

@@ -16,6 +16,7 @@ import msgspec
 from appsdk.codec import encoder
 from appsdk.context import datetime_of
 from appsdk.errors import StateError
+from appsdk.failures import decode_failed
 
 TIMER = "timer"
 
@@ -106,8 +107,13 @@ def encode_raised(name: str, error: BaseException) -> bytes:
 
 
 def decode_raised(raises: Mapping[str, type[Exception]], where: str, data: bytes) -> Exception:
-    """Raises msgspec.DecodeError, LookupError for an exception that ``where`` does not declare."""
+    """What ``where`` raised, or why it could not be called.
+
+    Raises msgspec.DecodeError, LookupError for an exception that ``where`` does not declare.
+    """
     name, arguments, attributes = msgspec.msgpack.decode(data, type=tuple[str, list[Any], dict[str, Any]])
+    if (failed := decode_failed(where, name, arguments)) is not None:
+        return failed
     if (cls := raises.get(name)) is None:
         raise LookupError(f"it raised {name}; here {where} declares {', '.join(raises) or 'nothing'}")
     error = cls.__new__(cls)  # without __init__, as an exception's arguments often are not those of its class

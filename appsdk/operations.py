@@ -65,7 +65,7 @@ class Operation(Wait[Any]):
 
     def decode_error(self, value: bytes) -> Exception:
         """Raises msgspec.DecodeError, LookupError."""
-        raise LookupError(f"{self.what} raised, which it never does")
+        return decode_raised({}, self.what, value)
 
     def outcome(self, raised: bool, value: bytes) -> tuple[Any, Exception | None]:
         """(what came, None) or (None, the exception). Raises what the decoders raise."""
@@ -141,7 +141,8 @@ class Step(_HandlerOperation):
 
     def perform(self) -> tuple[bool, bytes] | None:
         # Copies go in and come out, as at a rebuild: what the state holds is not to be in anybody else's hands.
-        return self.task.tasks.run_handler(self.target.called, self.target.codec.decode(self.encoded))
+        arguments = self.target.codec.decode(self.encoded)
+        return self.task.tasks.run_step(self.task, self.step, self.target.called, arguments)
 
 
 class Call(_HandlerOperation):

@@ -12,6 +12,7 @@ from appsdk.errors import EXIT_NOT_RUNNABLE, AppError
 STRICT_VARIABLE = "IMMORTAL_STRICT"
 TRACE_VARIABLE = "IMMORTAL_TRACE"
 BREAK_VARIABLE = "IMMORTAL_BREAK"
+REWOUND_VARIABLE = "IMMORTAL_REWOUND"
 
 
 class OptionError(AppError):
@@ -23,11 +24,13 @@ class OptionError(AppError):
 @dataclass(frozen=True, slots=True)
 class RunOptions:
     """``strict``: no start with findings of :mod:`appsdk.determinism`. ``trace``: say what made each call.
-    ``stop``: where to start the debugger."""
+    ``stop``: where to start the debugger. ``rewound``: a call has failed in the life before, and may again: the state
+    is kept in memory once more, however large it is."""
 
     strict: bool = False
     trace: bool = False
     stop: Breakpoint | None = None
+    rewound: bool = False
 
 
 def run_options(
@@ -40,6 +43,7 @@ def run_options(
         strict=strict or _flag(environment, STRICT_VARIABLE),
         trace=trace or _flag(environment, TRACE_VARIABLE),
         stop=_breakpoint(where, stop) if stop else None,
+        rewound=_flag(environment, REWOUND_VARIABLE),
     )
 
 

@@ -139,6 +139,50 @@ class Outbox:
         self._batches: dict[str, Batch] = {}
         self._open: list[Batch] = []  # those that hold something, by their first message
         self._attached: set[str] = set()
+        # What a rewind needs, all by destination: messages closed since the copy of the state, those closed since the
+        # mark, and those that are made once more and are not to be sent again.
+        self._closed_counts: dict[str, int] = {}
+        self._closed_since_mark: list[tuple[str, int, int]] = []  # ..., and how many of them were sent before
+        self._mark = (0, 0)
+        self._repeated: dict[str, int] = {}
+        self._reports: list[bytes] = []
+
+    # --- so that a message can be taken back -------------------------------------------------------------------------
+
+    def begin_copy(self) -> None:
+        """The state is copied here: all calls so far are its past."""
+        self.close_batches()
+        self._closed_counts.clear()
+        self._closed_since_mark.clear()
+
+    def mark(self) -> None:
+        """Messages are handled from here on; what is closed by now is made by others, which have come to their end."""
+        self._mark = len(self._ready), self.ready_size_bytes
+        self._closed_since_mark.clear()
+
+    def back_to_copy(self) -> None:
+        """The calls since the mark are not sent, and all since the copy will be made again: those before the mark
+        are not to be sent twice."""
+        count, self.ready_size_bytes = self._mark
+        del self._ready[count:]
+        for batch in self._open:
+            batch.parts, batch.size_bytes = [], 0
+        self._open.clear()
+        repeated = self._repeated
+        for destination, closed_count, repeated_count in self._closed_since_mark:
+            self._closed_counts[destination] -= closed_count
+            repeated[destination] = repeated.get(destination, 0) + repeated_count
+        self._closed_since_mark.clear()
+        for destination, closed_count in self._closed_counts.items():
+            repeated[destination] = repeated.get(destination, 0) + closed_count
+        self._closed_counts.clear()
+        self._attached.clear()  # one that was taken back is said again; to say it twice is harmless
+
+    def _drop_repeated(self, batch: Batch, count: int) -> None:
+        """The first ``count`` messages of ``batch`` have been sent before."""
+        dropped = batch.parts[: 2 * count]
+        batch.parts = batch.parts[2 * count :]
+        batch.size_bytes -= sum(map(len, dropped))
 
     def make_fork(
         self, destination: Name, name: Name, method_id: int, signature: inspect.Signature
@@ -193,7 +237,15 @@ class Outbox:
         return send
 
     def _close(self, batch: Batch) -> None:
-        self._append(MessageType.STREAM_BATCH, batch)
+        destination, count = batch.destination, batch.count
+        self._closed_counts[destination] = self._closed_counts.get(destination, 0) + count
+        repeated = min(count, self._repeated.get(destination, 0)) if self._repeated else 0
+        self._closed_since_mark.append((destination, count, repeated))
+        if repeated:
+            self._repeated[destination] -= repeated
+            self._drop_repeated(batch, repeated)
+        if batch.parts:
+            self._append(MessageType.STREAM_BATCH, batch)
         batch.parts, batch.size_bytes = [], 0
         if self.ready_size_bytes >= READY_SIZE_BYTES_MAX:
             self._context.slice_end = 0
@@ -219,6 +271,10 @@ class Outbox:
         self._ready.append(chunk)
         self.ready_size_bytes += len(chunk)
 
+    def report(self, message: bytes) -> None:
+        """Send ``message`` before whatever is ready: no rewind takes it back."""
+        self._reports.append(message)
+
     def close_batches(self) -> None:
         """All calls made so far go before whatever is sent next."""
         for batch in self._open:
@@ -234,6 +290,8 @@ class Outbox:
             self.send(encode_message(MessageType.TAKE_CHECKPOINT))
         taken, self._ready = self._ready, []
         self.ready_size_bytes = 0
+        if self._reports:
+            taken[:0], self._reports = self._reports, []
         return taken
 
 

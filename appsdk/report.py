@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import reprlib
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from appsdk.errors import AppError, HandlerError
+from protocol.verdicts import Verdict, VerdictKind
 
 T = TypeVar("T")
 
 ARGUMENT_CHARACTERS_MAX = 200
 ARGUMENT_ITEMS_MAX = 8
+FAILURES_TOLD_EACH_S = 10.0
+FAILURE_KINDS_MAX = 256  # that are counted apart
 
 _OWN_FOLDERS = {os.path.dirname(__file__), "appsdk"}  # the second where a module is compiled
 
@@ -58,17 +62,6 @@ def handler_failed(
     )
 
 
-def undecodable(method: str, problem: str, size_bytes: int, sequence_id: int, message_index: int) -> HandlerError:
-    return HandlerError(
-        f"{method} got arguments that do not fit its annotations, at record {sequence_id}, message {message_index}: "
-        f"{problem} ({size_bytes} bytes of arguments); the app stops\n"
-        f"  The call is in the log. Make the handler accept what its callers send (a wider type, a default for a new\n"
-        f"  parameter) and start the app again.",
-        sequence_id,
-        message_index,
-    )
-
-
 def call_user_code(what: str, function: Callable[[], T], error_type: type[AppError]) -> T:
     """Call ``function``, the user's; what it raises becomes an ``error_type`` with the traceback."""
     try:
@@ -77,3 +70,43 @@ def call_user_code(what: str, function: Callable[[], T], error_type: type[AppErr
         raise
     except (Exception, SystemExit) as error:
         raise error_type(f"{what} raised {type(error).__name__}; the app stops\n{user_traceback(error)}") from error
+
+
+class FailureReporter:
+    """Tells the user of messages that have failed alone: the first of each kind whole, then once in a while how many.
+
+    ``say``: shows a text to the user.
+    """
+
+    def __init__(self, say: Callable[[str], None], clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._say = say
+        self._clock_s = clock_s
+        self._told: dict[tuple[str, str], tuple[float, int]] = {}  # when, and how many since, by method and type
+
+    def failed(self, verdict: Verdict) -> None:
+        kind = (verdict.method, verdict.type_name)
+        told_s, count = self._told.get(kind, (-FAILURES_TOLD_EACH_S, 0))
+        now_s = self._clock_s()
+        if now_s - told_s < FAILURES_TOLD_EACH_S:
+            self._told[kind] = (told_s, count + 1)
+            return
+        self._told[kind] = (now_s, 0)
+        if len(self._told) > FAILURE_KINDS_MAX:
+            del self._told[next(iter(self._told))]
+        others = f" (and {count} more of this kind since the last time)" if count else ""
+        self._say(f"warning: {in_words(verdict)}{others}" + (f"\n{verdict.trace}" if verdict.trace else ""))
+
+
+def in_words(verdict: Verdict) -> str:
+    """What has become of a message, in one line."""
+    where = f"at record {verdict.sequence_id}, message {verdict.message_index}"
+    told = "its caller is told so" if verdict.caller is not None or verdict.step else "it is a dead letter"
+    if verdict.kind is VerdictKind.REFUSED:
+        return f"a call {where} is refused: {printable(verdict.text)}; {told}"
+    state = "the state is as it was before" if verdict.kind is VerdictKind.UNDONE else "the state stays as it is"
+    return f"{verdict.method} raised {verdict.type_name} {where}: the call fails, {state}; {told}"
+
+
+def printable(text: str) -> str:
+    """``text`` in one line, without what a terminal would act on."""
+    return "".join(one if one.isprintable() else f"\\x{ord(one):02x}" for one in text)

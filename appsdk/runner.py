@@ -29,6 +29,7 @@ from appsdk.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_NOT_RUNNABLE,
+    EXIT_RECOVER,
     EXIT_TERMINATED,
     AppError,
     ConnectError,
@@ -38,11 +39,12 @@ from appsdk.errors import (
     HookError,
     LoadError,
 )
-from appsdk.options import BREAK_VARIABLE, STRICT_VARIABLE, TRACE_VARIABLE, RunOptions, run_options
+from appsdk.options import BREAK_VARIABLE, REWOUND_VARIABLE, STRICT_VARIABLE, TRACE_VARIABLE, RunOptions, run_options
 from appsdk.outbox import Outbox
 from appsdk.proxy import Impulses, definition_of
-from appsdk.report import user_traceback
+from appsdk.report import FailureReporter, user_traceback
 from appsdk.transport import CONNECT_TIMEOUT_S, Transport, Waker, connect, read_secret
+from appsdk.watchdog import Watchdog
 from protocol.allocator import keep_freed_memory
 from protocol.errors import ImmortalError
 from protocol.extensions import ALL_EXTENSIONS
@@ -121,16 +123,19 @@ def run_connection(
     trace: bool = False,
     stop: Breakpoint | None = None,
     secret_file: str | None = None,
+    rewound: bool = False,
 ) -> str:
     """Connect and run the app until the coordinator says Goodbye; its reason. Raises ImmortalError.
 
-    ``secret_file``: where the coordinator's secret is; None for a coordinator that asks for none.
+    ``secret_file``: where the coordinator's secret is; None for a coordinator that asks for none. ``rewound``: see
+    :class:`RunOptions`.
     """
     for one in definition.chain:
         one.resolve(names_may_be_missing=False)  # what is wrong with the class needs no coordinator to be told
     connection = connect(address, connect_timeout_s)
     try:
-        return _run_connected(definition, connection, address, read_secret(secret_file), trace=trace, stop=stop)
+        secret = read_secret(secret_file)
+        return _run_connected(definition, connection, address, secret, trace=trace, stop=stop, rewound=rewound)
     finally:
         connection.close()
 
@@ -143,6 +148,7 @@ def _run_connected(
     *,
     trace: bool,
     stop: Breakpoint | None,
+    rewound: bool,
 ) -> str:
     waker = Waker()
     effects = _effect_runner(definition)
@@ -155,11 +161,20 @@ def _run_connected(
         effects=effects,
         make_outbox=tracing.TracingOutbox if trace else Outbox,
         make_delivery=Delivery if stop is None else stop.make_delivery,
+        keeps_large_copies=rewound or trace,  # a replay that is looked at is not started again
     )
     for cls in {cls for one in definition.chain for cls in one.cls.__mro__}:
         if cls.__module__ != "builtins" and (file_name := inspect.getsourcefile(cls)):
             dispatcher.context.sites.load(file_name)
-    transport = Transport(connection, dispatcher, waker, address)
+    reporter = FailureReporter(lambda text: say(definition.name, text))
+    transport = Transport(connection, dispatcher, waker, address, reporter.failed)
+    watchdog = Watchdog(
+        lambda: dispatcher.now_handling,
+        transport.say_beside,
+        None if stop is not None else definition.handler_time_limit,
+        lambda text: say(definition.name, text),
+    )
+    watchdog.start()
     reason = f"the connection with the coordinator at {address} has ended"
     try:
         return transport.run(lambda: _start_hooks(dispatcher, transport))
@@ -171,6 +186,7 @@ def _run_connected(
         reason = str(error)
         raise
     finally:
+        watchdog.stop()
         dispatcher.outbox.impulses.close(reason)
         if effects is not None:
             effects.stop()
@@ -246,6 +262,7 @@ def run_to_status(
             trace=options.trace,
             stop=options.stop,
             secret_file=secret_file or os.environ.get(SECRET_FILE_VARIABLE),
+            rewound=options.rewound,
         )
         if options.stop is not None and not options.stop.reached:
             say(label, f"{options.stop} did not come: there was nothing to stop at")
@@ -257,6 +274,18 @@ def run_to_status(
         return EXIT_INTERRUPTED
     except _Terminated:
         return EXIT_TERMINATED
+
+
+def again_if_needed(status: int) -> int:
+    """``status``; where the app is to be recovered it begins anew instead, in this very process, as it was started.
+
+    So nobody has to start it, whatever started it first; the threads of its hooks are gone with the old program.
+    """
+    if status == EXIT_RECOVER:
+        sys.stdout.flush()
+        environment = {**os.environ, REWOUND_VARIABLE: "1"}
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+    return status
 
 
 def _check_determinism(definition: Definition, label: str, *, strict: bool) -> None:
@@ -288,7 +317,7 @@ def run(cls: type, address: str | None = None) -> NoReturn:
     coordinator is gone or refuses, EXIT_NOT_RUNNABLE for a class that can't be run, EXIT_HANDLER_FAILED when a handler,
     hook or the state fails, EXIT_UPGRADE_FAILED when an upgrade does.
     """
-    sys.exit(run_to_status(cls, address))
+    sys.exit(again_if_needed(run_to_status(cls, address)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -332,4 +361,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     if cls is None:
         return EXIT_NOT_RUNNABLE
-    return run_to_status(cls, options.address, options=how, secret_file=options.secret_file)
+    return again_if_needed(run_to_status(cls, options.address, options=how, secret_file=options.secret_file))

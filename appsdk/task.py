@@ -12,6 +12,7 @@ import msgspec
 
 from appsdk.context import datetime_of
 from appsdk.errors import AppError, HandlerError, UsageError
+from appsdk.failures import encode_failed, failure_of, text_of
 from appsdk.handlers import Handler
 from appsdk.journal import WAYS_OUT, Entry, JournalError, Pending, SavedTask, described
 from appsdk.operations import Operation
@@ -29,6 +30,14 @@ class Stopped(BaseException):
     """The app stops with ``error``. No coroutine is to catch it."""
 
     def __init__(self, error: AppError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Abandoned(BaseException):
+    """The handler ends with ``error``, whatever its coroutines would do about it. No coroutine is to catch it."""
+
+    def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))
         self.error = error
 
@@ -59,6 +68,7 @@ class Task(Fibers):
     """``number`` is its own in the life of the instance. ``time_ns``: what ``self.now()`` says."""
 
     __slots__ = (
+        "_abandoned",
         "_continuation",
         "_is_running",
         "_main",
@@ -100,6 +110,7 @@ class Task(Fibers):
         self.call_number = call_number
         self.time_ns = time_ns
         self._stopped: Stopped | None = None
+        self._abandoned: Abandoned | None = None
         self._rebuild: Rebuild | None = None
         self._is_running = False
         self._streams: dict[tuple[bytes, bytes], random.Random] | None = None
@@ -136,7 +147,7 @@ class Task(Fibers):
     def advance(self, wake: Callable[..., None] | None = None, arguments: tuple[Any, ...] = ()) -> None:
         """Let ``wake(*arguments)`` wake somebody; until all of it waits, or it is done.
 
-        Raises HandlerError, JournalError.
+        Raises HandlerError (of a step), JournalError.
         """
         while True:
             self._is_running = True
@@ -148,18 +159,29 @@ class Task(Fibers):
                 pass
             except Stopped as stopped:
                 self._stopped = self._stopped or stopped
+            except Abandoned as abandoned:
+                self._abandoned = self._abandoned or abandoned
             except (Exception, SystemExit) as error:  # a coroutine's that was cancelled and did not let go
-                self._stopped = self._stopped or Stopped(self.failure(error))
+                self._abandoned = self._abandoned or Abandoned(error)
             finally:
                 self._streams, self._is_running = None, False
             if self._stopped is not None:
                 self.ready.clear()
                 raise self._stopped.error
+            if self._abandoned is not None:
+                self._end_with(self._abandoned.error)
+                return
             if self._continuation is None:
                 break
             wake, arguments = self._start_over, (self._continuation,)
         if not self.pending and not self.is_done and self._rebuild is None:
-            raise self.failure(UsageError("its coroutines wait for each other, and for nothing that could come"))
+            self._end_with(UsageError("its coroutines wait for each other, and for nothing that could come"))
+
+    def _end_with(self, error: BaseException) -> None:
+        """None of its coroutines goes on."""
+        self.ready.clear()
+        self.unbegun.clear()
+        self._main.give_up(error)
 
     def _start_over(self, continuation: ContinueAs) -> None:
         self._main.cancel()
@@ -173,38 +195,34 @@ class Task(Fibers):
 
     def resolve(self, operation: Operation, raised: bool, value: bytes, time_ns: int) -> None:
         """What ``operation`` waited for is there: go on. Raises HandlerError."""
-        self.entries.append(Entry(operation.step, operation.what, operation.detail, raised, value, time_ns))
-        self._resume(operation, raised, value, time_ns)
+        self.time_ns = time_ns
+        self._resume(operation, self._take_outcome(operation, raised, value), time_ns)
 
-    def _resume(self, operation: Operation, raised: bool, value: bytes, time_ns: int) -> None:
+    def _resume(self, operation: Operation, outcome: tuple[Any, ...], time_ns: int) -> None:
         self.forget(operation)
         self.time_ns = time_ns
         self._resumed_count += 1
-        try:
-            outcome = operation.outcome(raised, value)
-        except (msgspec.DecodeError, LookupError, UnicodeDecodeError) as error:
-            raise self._misfit(operation, error) from None
         self.advance(operation.complete, outcome)
 
     def result(self) -> tuple[Any, BaseException | None]:
-        """How it ended: (value, None) or (None, error). Raises HandlerError for what it made and never awaited."""
+        """How it ended: (value, None) or (None, error), which is an error too where something was never awaited."""
         if (error := self._main.error) is not None:
             return None, error
         for wait in self.unbegun.values():
-            raise self.failure(
-                UsageError(
-                    f"{wait} was made and never awaited, so it never began: write 'await' in front of it (or "
-                    f".fork(...), if nobody is to wait for it)"
-                )
+            return None, UsageError(
+                f"{wait} was made and never awaited, so it never began: write 'await' in front of it (or "
+                f".fork(...), if nobody is to wait for it)"
             )
         return self._main.value, None
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def begin(self, operation: Operation) -> None:
-        """Give ``operation`` its step number, and do it, or take it from the journal. Raises Stopped."""
+        """Give ``operation`` its step number, and do it, or take it from the journal. Raises Stopped, Abandoned."""
         if self._stopped is not None:
             raise self._stopped
+        if self._abandoned is not None:
+            raise self._abandoned
         if not self._is_running:  # a 'finally' that Python runs as it clears the coroutine away
             raise GeneratorExit
         self._steps_count += 1
@@ -217,14 +235,23 @@ class Task(Fibers):
             self._wait_for(operation)
         try:
             outcome = operation.perform()
+        except HandlerError as error:
+            raise self.stop(error) from error
         except (Exception, SystemExit) as error:
-            raise self.stop(error if isinstance(error, HandlerError) else self.failure(error)) from error
+            self._abandoned = Abandoned(error)
+            raise self._abandoned from error
         if outcome is not None:
-            self.entries.append(Entry(operation.step, operation.what, operation.detail, *outcome, self.time_ns))
-            try:
-                operation.complete(*operation.outcome(*outcome))
-            except (msgspec.DecodeError, LookupError, UnicodeDecodeError) as error:
-                raise self.stop(self._misfit(operation, error)) from None
+            operation.complete(*self._take_outcome(operation, *outcome))
+
+    def _take_outcome(self, operation: Operation, raised: bool, value: bytes) -> tuple[Any, ...]:
+        """Put it into the journal. What does not fit what it is declared to be is a failure of who sent it."""
+        try:
+            outcome = operation.outcome(raised, value)
+        except (msgspec.DecodeError, LookupError, UnicodeDecodeError) as error:
+            raised, value = True, encode_failed(type(error).__name__, f"what came does not fit: {text_of(error)}", "")
+            outcome = operation.outcome(raised, value)
+        self.entries.append(Entry(operation.step, operation.what, operation.detail, raised, value, self.time_ns))
+        return outcome
 
     def _begin_again(self, operation: Operation, rebuild: Rebuild) -> None:
         saved = rebuild.by_step.get(operation.step)
@@ -321,7 +348,11 @@ class Task(Fibers):
                 raise task._mismatch(entry.step, entry, task._where_it_is())
             rebuild.at += 1
             task.entries.append(entry)
-            task._resume(operation, entry.raised, entry.value, entry.time_ns)
+            try:
+                outcome = operation.outcome(entry.raised, entry.value)
+            except (msgspec.DecodeError, LookupError, UnicodeDecodeError) as error:
+                raise task._unreadable(entry, error) from None
+            task._resume(operation, outcome, entry.time_ns)
         if task.is_done or task.pending.keys() != rebuild.pending.keys():
             missing = [pending for step, pending in rebuild.pending.items() if step not in task.pending]
             extra = [operation for step, operation in task.pending.items() if step not in rebuild.pending]
@@ -339,7 +370,7 @@ class Task(Fibers):
         return ", ".join(map(described, self.pending.values())) or "nothing that it waits for"
 
     def failure(self, error: BaseException) -> HandlerError:
-        """The app stops, since this handler raised ``error``."""
+        """This handler raised ``error``, or did what it can't: it fails alone, or the app stops."""
         context = self.tasks.context
         if isinstance(error, RuntimeError) and str(error) == NO_LOOP:
             error = UsageError(
@@ -349,20 +380,10 @@ class Task(Fibers):
         made = handler_failed(
             self.name, self.decoded_arguments(), error, context.sequence_id, max(context.message_index, 0)
         )
+        if (policy := self.tasks.definition.policy(self.handler)) != "stop":
+            made.failure = failure_of(policy, self.name, self.handler.method_id, error, self.number)
         made.__cause__ = error
         return made
-
-    def _misfit(self, operation: Operation, error: Exception) -> AppError:
-        if self._rebuild is not None:
-            return self._unreadable(self.entries[-1], error)
-        context = self.tasks.context
-        return HandlerError(
-            f"{self.name} waits for {operation}, and what came does not fit what that is declared to return or raise: "
-            f"{error} (record {context.sequence_id}, message {context.message_index}); the app stops\n"
-            f"  It is in the log. Make the declaration here accept what is sent there, and start the app again.",
-            context.sequence_id,
-            context.message_index,
-        )
 
     def _unreadable(self, entry: Entry, error: Exception) -> JournalError:
         return JournalError(

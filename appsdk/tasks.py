@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from appsdk.codec import ArgumentCodec, encoder
 from appsdk.context import Context
 from appsdk.effect_waits import EffectResult, WaitingEffects
 from appsdk.errors import HandlerError, UsageError
+from appsdk.failures import answer_of, encode_failed, failure_of, forked, reference, refusal, verdict_on
 from appsdk.handlers import CLOCK_METHOD_ID, Handler
 from appsdk.journal import WAYS_OUT, JournalError, SavedTask, SavedTasks, declared_name, encode_raised
 from appsdk.operations import NOTHING, Call, Event, Target
@@ -32,8 +34,9 @@ from appsdk.report import handler_failed
 from appsdk.task import Task
 from appsdk.task_self import encode_signal, event_decoder
 from appsdk.waits import Fiber
-from protocol.client import CLIENTS, REFUSED_CALL, Caller
+from protocol.client import CLIENTS, Caller
 from protocol.messages import RpcKind, RpcType
+from protocol.verdicts import Cause, MessageKey, Verdict
 
 if TYPE_CHECKING:
     from appsdk.definition import Definition
@@ -122,6 +125,8 @@ class Tasks:
         self.members: dict[str, Target | Peer] = {}  # what handlers have found of their class, by name
         self.peer_targets: dict[tuple[Peer, str], Target] = {}
         self._event_decoders: dict[Any, Callable[[bytes], Any]] = {}
+        self.verdicts: Mapping[MessageKey, Verdict] = {}  # those that are known; the dispatcher's
+        self.tell: Callable[[Verdict], bool] = lambda verdict: False  # of one more; False: it can't fail alone
 
     def use(self, definition: Definition, instance: Any) -> None:
         """From here on this class's code runs. Raises JournalError where it is not what those that wait ran."""
@@ -158,6 +163,8 @@ class Tasks:
 
     def restore(self, saved: SavedTasks) -> None:
         """Run all that waited again. Raises JournalError."""
+        self._queue.clear()
+        self.ready.clear()
         self.calls.clear()
         self.effects.forget_all()
         self.events.forget_all()
@@ -213,26 +220,43 @@ class Tasks:
         if not self.definition.has_tasks:  # so nobody waits, and nobody else lets it through
             self.drain()
 
-    def run_handler(self, handler: Handler[Any, Any], arguments: tuple[Any, ...]) -> tuple[bool, bytes]:
-        """Run a ``def`` handler for somebody who waits: (whether it raised, what for them). Raises HandlerError."""
-        context = self.context
-        name = handler.function.__qualname__
+    def run_handler(
+        self, handler: Handler[Any, Any], arguments: tuple[Any, ...], *, waits: bool = True
+    ) -> tuple[bool, bytes]:
+        """Run a ``def`` handler for somebody who ``waits``: (whether it raised, what for them). Raises HandlerError."""
+        encode: Callable[[], bytes]
         try:
             value = handler.function(self.instance, *arguments)
         except (Exception, SystemExit) as error:
             if (declared := declared_name(handler.raises, error)) is None:
-                raise handler_failed(name, arguments, error, context.sequence_id, context.message_index) from error
-            return True, self._encoded(name, arguments, partial(encode_raised, declared, error))
-        return False, self._encoded(name, arguments, partial(encoder.encode, value))
+                raise self._failed(handler, arguments, error) from error
+            raised, encode = True, partial(encode_raised, declared, error)
+        else:
+            raised, encode = False, partial(self._result, handler, value)
+        return raised, self._encoded(handler, arguments, encode) if waits else NOTHING
 
-    def _encoded(self, name: str, arguments: tuple[Any, ...], encode: Callable[[], bytes]) -> bytes:
+    def _result(self, handler: Handler[Any, Any], value: Any) -> bytes:
+        """What goes to who waits: checked here, so that what does not fit is this handler's failure, not theirs."""
+        data = encoder.encode(value)
+        self.codec(handler).decode_result(data)
+        return data
+
+    def _encoded(self, handler: Handler[Any, Any], arguments: tuple[Any, ...], encode: Callable[[], bytes]) -> bytes:
         try:
             return encode()
         except Exception as error:
+            name = handler.function.__qualname__
             problem = TypeError(f"what {name} returned or raised can't be sent to whoever waits for it: {error}")
-            raise handler_failed(
-                name, arguments, problem, self.context.sequence_id, self.context.message_index
-            ) from error
+            raise self._failed(handler, arguments, problem) from error
+
+    def _failed(self, handler: Handler[Any, Any], arguments: tuple[Any, ...], error: BaseException) -> HandlerError:
+        context = self.context
+        name = handler.function.__qualname__
+        made = handler_failed(name, arguments, error, context.sequence_id, context.message_index)
+        if (policy := self.definition.policy(handler)) != "stop":
+            made.failure = failure_of(policy, name, handler.method_id, error)
+        made.__cause__ = error
+        return made
 
     def send_call(self, call: Call, arguments: tuple[Any, ...]) -> None:
         """Raises UsageError."""
@@ -267,10 +291,14 @@ class Tasks:
         else:
             self._sender(caller, handler, _RETURNED_VALUE)((*front, msgspec.Raw(value)))
 
-    def refuse(self, caller: Caller, reason: str) -> None:
-        """A client's call can't be made: tell it why."""
-        send = self.context.outbox.make_sender(CLIENTS, "the answer to a client", caller.method_id, RpcKind.RAISED)
-        send((caller.name, caller.number, REFUSED_CALL, (reason,), {}))
+    def answer_verdict(self, verdict: Verdict, caller: Caller) -> None:
+        """Its call has failed: tell ``caller`` how."""
+        to = caller.name
+        front: tuple[Any, ...] = (caller.number,)
+        if to.startswith(CLIENTS):
+            to, front = CLIENTS, (caller.name, caller.number)
+        send = self.context.outbox.make_sender(to, "the answer to a call", caller.method_id, RpcKind.RAISED)
+        send((*front, *answer_of(verdict, self.context.instance_name)))
 
     # --- what the log brings ----------------------------------------------------------------------------------------
 
@@ -288,7 +316,7 @@ class Tasks:
         if handler.raises:
 
             def run(instance: object, *arguments: Any) -> None:
-                self.run_handler(handler, arguments)  # nobody waits for what it returns or raises
+                self.run_handler(handler, arguments, waits=False)
                 self.drain()
 
             return run
@@ -337,15 +365,58 @@ class Tasks:
         value, error = task.result()
         declared = None if error is None else declared_name(task.handler.raises, error)
         if error is not None and declared is None:
-            raise task.failure(error)
+            self._end_failed(task, task.failure(error))
+            return
         if task.caller is None:
             return
-        name, arguments = task.name, task.decoded_arguments()
+        arguments = task.decoded_arguments()
         if error is not None and declared is not None:
             raised, encode = True, partial(encode_raised, declared, error)
         else:
-            raised, encode = False, partial(encoder.encode, value)
-        self._answer(task.handler, task.caller, task.call_number, raised, self._encoded(name, arguments, encode))
+            raised, encode = False, partial(self._result, task.handler, value)
+        try:
+            encoded = self._encoded(task.handler, arguments, encode)
+        except HandlerError as problem:
+            self._end_failed(task, problem)
+            return
+        self._answer(task.handler, task.caller, task.call_number, raised, encoded)
+
+    def _end_failed(self, task: Task, error: HandlerError) -> None:
+        """An async handler has changed no state by itself, so there is nothing to undo: who waits is told."""
+        failure = error.failure
+        if failure is None:
+            raise error
+        for operation in list(task.pending.values()):
+            operation.cancel()
+        failed = replace(failure, policy="keep", task=task.number)
+        verdict = verdict_on(error, failed, task.caller, forked(task.handler.method_id, task.arguments))
+        verdict = self.verdicts.get(verdict.key, verdict)
+        if not self.tell(verdict):
+            raise error
+        if task.caller is not None:
+            self.answer_verdict(verdict, Caller(task.caller, task.call_number, task.handler.method_id))
+
+    def run_step(
+        self, task: Task, step: int, handler: Handler[Any, Any], arguments: tuple[Any, ...]
+    ) -> tuple[bool, bytes]:
+        """A ``def`` handler that ``task`` awaits: as :meth:`run_handler`. One that has failed is not called again."""
+        context = self.context
+        key = context.sequence_id, context.message_index, task.number, step
+        if (verdict := self.verdicts.get(key)) is not None and verdict.skips:
+            where = reference(context.instance_name, verdict.sequence_id, verdict.message_index)
+            return True, encode_failed(verdict.type_name, verdict.text, where)
+        try:
+            return self.run_handler(handler, arguments)
+        except HandlerError as error:
+            if error.failure is None:
+                raise
+            error.failure = failure = replace(error.failure, task=task.number, step=step)
+            if failure.policy != "keep":
+                raise
+            if not self.tell(verdict_on(error, failure, None, b"")):
+                raise
+            where = reference(context.instance_name, error.sequence_id, error.message_index)
+            return True, encode_failed(failure.type_name, failure.text, where)
 
     def drain(self) -> None:
         """Let all go on that was woken. Raises HandlerError."""
@@ -376,11 +447,12 @@ class Tasks:
                 number, value = msgspec.msgpack.decode(number_raw, type=int), encoder.encode(rest)
         except (msgspec.DecodeError, ValueError, IndexError, UnicodeDecodeError) as error:
             context = self.context
+            text = f"an answer that can't be read: {error}"
             raise HandlerError(
-                f"record {context.sequence_id}, message {context.message_index}: an answer that can't be read: "
-                f"{error}; the app stops",
+                f"record {context.sequence_id}, message {context.message_index}: {text}; the app stops",
                 context.sequence_id,
                 context.message_index,
+                refusal("an answer", None, Cause.UNREADABLE, text),
             ) from None
         if (call := self.calls.get(number)) is not None:
             self._resolve(call, kind is _RAISED, value)

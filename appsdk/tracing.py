@@ -63,6 +63,22 @@ class TracingOutbox(Outbox):
 
         return traced
 
+    def back_to_copy(self) -> None:
+        super().back_to_copy()
+        for runs in self._runs.values():
+            runs.clear()
+
+    def _drop_repeated(self, batch: Batch, count: int) -> None:
+        super()._drop_repeated(batch, count)
+        runs = self._runs[batch.destination]
+        while count:
+            first = runs[0]
+            if first.count > count:
+                runs[0] = Origin(first.sequence_id, first.message_index, first.count - count)
+                return
+            count -= first.count
+            del runs[0]
+
     def _append(self, message_type: MessageType, batch: Batch) -> None:
         self._attach(batch.destination)
         if message_type == MessageType.STREAM_BATCH:

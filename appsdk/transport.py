@@ -14,19 +14,21 @@ import contextlib
 import os
 import select
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from appsdk.dispatch import BecamePrimary, Dispatcher, Goodbye, Refusal, SnapshotBegun
-from appsdk.errors import AppError, ConnectError, Disconnected, Refused, UpgradeError
+from appsdk.dispatch import BecamePrimary, Dispatcher, Flush, Goodbye, MessageFailed, Refusal, SnapshotBegun
+from appsdk.errors import AppError, ConnectError, Disconnected, HandlerError, RecoveryNeeded, Refused, UpgradeError
 from appsdk.outbox import Chunk
 from appsdk.snapshot import CHUNK_SIZE_BYTES_MAX, Snapshot
 from protocol.errors import RemoteProtocolError
 from protocol.extensions import SECRET_SIZE_BYTES_MAX
 from protocol.messages import MessageType, encode_message
 from protocol.varint import encode_zigzag
+from protocol.verdicts import Verdict
 
 CONNECT_TIMEOUT_S = 30.0  # a coordinator that opens a large log may take seconds before it listens
 CONNECT_ATTEMPT_TIMEOUT_S = 5.0
@@ -155,13 +157,25 @@ class Waker:
 
 
 class Transport:
-    """Runs one connection to its end. ``address`` is for messages."""
+    """Runs one connection to its end. ``address`` is for messages.
 
-    def __init__(self, connection: socket.socket, dispatcher: Dispatcher, waker: Waker, address: str) -> None:
+    ``on_failure``: told of each message that has failed alone.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        dispatcher: Dispatcher,
+        waker: Waker,
+        address: str,
+        on_failure: Callable[[Verdict], None] = lambda verdict: None,
+    ) -> None:
         self._connection = connection
         self._dispatcher = dispatcher
         self._waker = waker
         self._address = address
+        self._on_failure = on_failure
+        self._send_lock = threading.Lock()  # held while bytes go out, or wait to: nobody else's may come in between
         self._pending: deque[memoryview] = deque()
         self._pending_size_bytes = 0
         self._sent_size_bytes = 0
@@ -191,6 +205,10 @@ class Transport:
         except UpgradeError:
             self.say_last_words()
             raise
+        except (HandlerError, RecoveryNeeded) as error:
+            self._dispatcher.say_leaving(str(error).partition("\n")[0])
+            self.say_last_words()
+            raise
         finally:
             if self._snapshot is not None:
                 self._snapshot.close()
@@ -209,6 +227,8 @@ class Transport:
                     raise Refused(f"the coordinator at {self._address} refuses: {event.reason}")
                 if isinstance(event, BecamePrimary):
                     on_primary()
+                elif isinstance(event, MessageFailed):
+                    self._on_failure(event.verdict)
                 elif isinstance(event, SnapshotBegun):
                     if self._snapshot is not None:
                         raise RemoteProtocolError("a checkpoint was asked for while another one is on its way")
@@ -218,6 +238,9 @@ class Transport:
                     self._dispatcher.tell_time(now_ns)
                 self._take(self._dispatcher.data_to_send())
                 self._send()
+                if isinstance(event, Flush):
+                    while self._pending:
+                        self._wait()
                 if event is not None:
                     continue
                 if self._input_ended:
@@ -253,13 +276,35 @@ class Transport:
     def _take(self, chunks: Iterable[Chunk]) -> None:
         if self._output_ended:
             return
-        for chunk in chunks:
-            if len(chunk):
-                self._pending.append(memoryview(chunk))
-                self._pending_size_bytes += len(chunk)
+        with self._send_lock:
+            for chunk in chunks:
+                if len(chunk):
+                    self._pending.append(memoryview(chunk))
+                    self._pending_size_bytes += len(chunk)
+
+    def say_beside(self, message: bytes) -> bool:
+        """From any thread, while a handler runs: send ``message`` at once; False where that is not possible now."""
+        if not self._send_lock.acquire(blocking=False):
+            return False
+        try:
+            if self._pending or self._output_ended:
+                return False
+            sent = self._connection.send(message)
+            if sent < len(message):
+                self._pending.append(memoryview(message)[sent:])
+                self._pending_size_bytes += len(message) - sent
+            return True
+        except OSError:
+            return False
+        finally:
+            self._send_lock.release()
 
     def _send(self) -> None:
         """As much as the socket takes now."""
+        with self._send_lock:
+            self._send_pending()
+
+    def _send_pending(self) -> None:
         pending = self._pending
         while pending:
             try:

@@ -7,6 +7,7 @@ order in which waits are done, and that from the log.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
@@ -156,6 +157,15 @@ class Fiber(Wait[T]):
 
     def _start(self) -> None:
         self._fibers.ready.append(self)
+
+    def give_up(self, error: BaseException) -> None:
+        """It ends here, with ``error``, and runs no more."""
+        waits_for, self._waits_for = self._waits_for, None
+        if waits_for is not None:
+            waits_for.unwatch(self._resume)
+        with contextlib.suppress(BaseException):  # what it does about that is of no interest any more
+            self._coroutine.close()
+        self.complete(error=error)
 
     def _resume(self) -> None:
         self._waits_for = None

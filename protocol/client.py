@@ -233,7 +233,7 @@ def logged_calls(payload: bytes, count: int, client_id: str, first_number: int, 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whom the call of a client is to be answered to."""
+    """Who waits for the answer of a call: an instance ("" is oneself), or with ``~`` in front a client."""
 
     name: str
     number: int
@@ -241,7 +241,7 @@ class Caller:
 
 
 def decode_caller(data: bytes, start: int, end: int) -> Caller | None:
-    """Of the call in the RPC ``data[start:end]``; None if it is not a client's."""
+    """Of the call in the RPC ``data[start:end]``; None if nobody waits, or it does not say who."""
     try:
         method_id, offset = decode_zigzag_int(data, start + 1)
         if data[start] != RpcKind.CALL or offset >= end or data[offset] != RpcType.ASYNC:
@@ -251,7 +251,7 @@ def decode_caller(data: bytes, start: int, end: int) -> Caller | None:
         number, _ = _integer(data, offset, end)
     except RemoteProtocolError:
         return None
-    if not name.startswith(CLIENTS) or count < 2:
+    if count < 2:
         return None
     return Caller(name, number, method_id)
 

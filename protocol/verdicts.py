@@ -140,7 +140,7 @@ def decode_verdict(data: bytes) -> Verdict:
 
 
 def encode_verdicts(verdicts: Iterable[Verdict]) -> list[bytes]:
-    """Whole Verdicts messages, for an app: each of VERDICTS_SIZE_BYTES_MAX, or of one verdict, at most."""
+    """Whole Verdicts messages, for an app, at least one: each of VERDICTS_SIZE_BYTES_MAX, or one verdict, at most."""
     messages: list[bytes] = []
     gathered: list[msgspec.Raw] = []
     size_bytes = 0
@@ -151,7 +151,7 @@ def encode_verdicts(verdicts: Iterable[Verdict]) -> list[bytes]:
             gathered, size_bytes = [], 0
         gathered.append(msgspec.Raw(packed))
         size_bytes += len(packed)
-    if gathered:
+    if gathered or not messages:
         messages.append(encode_message(MessageType.VERDICTS, _encode(gathered)))
     return messages
 

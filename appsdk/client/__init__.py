@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar, overload
 
 from appsdk.client.aio import AsyncClient
 from appsdk.client.errors import (
+    CalleeFailed,
     CallRaised,
     CallRefused,
     CallTimeout,
@@ -32,6 +33,7 @@ __all__ = [
     "CallRaised",
     "CallRefused",
     "CallTimeout",
+    "CalleeFailed",
     "ClientClosed",
     "ClientError",
     "Connector",

@@ -5,6 +5,8 @@ ClientError
   CallTimeout        no reply within the time given; ``sent`` False: the request will not be done
   CallRefused        the call can't be made: no such method, or arguments that do not fit; nothing was done
   CallRaised         the handler raised an exception that it declares (where the class is not known here)
+  CalleeFailed       the handler raised what it does not declare: the call failed, and changed nothing, or what its
+                     ``on_error`` says
   ReplyGone          the request was done, and its reply is not kept any more
   OutcomeUnknown     the request may have been done or not, and nobody can say any more
   ClientClosed       the client is closed; what was sent may still be done
@@ -15,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from appsdk import errors
 from protocol.errors import ImmortalError
 
 if TYPE_CHECKING:
@@ -52,8 +55,12 @@ class CallTimeout(ClientError, TimeoutError):  # noqa: N818
         return self._again(timeout)
 
 
-class CallRefused(ClientError):  # noqa: N818
+class CallRefused(ClientError, errors.CallRefused):  # noqa: N818
     """The call can't be made: the instance has no such method, or the arguments do not fit. Nothing was done."""
+
+
+class CalleeFailed(ClientError, errors.CalleeFailed):  # noqa: N818
+    """The handler raised what it does not declare, or returned what it does not say: see appsdk.errors.CalleeFailed."""
 
 
 class CallRaised(ClientError):  # noqa: N818

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from appsdk.client.errors import CallRaised, CallRefused, ClientError
+from appsdk.client.errors import CalleeFailed, CallRaised, CallRefused, ClientError
 from appsdk.client.limits import ARGUMENTS_SIZE_BYTES_MAX
 from appsdk.codec import encoder
 from appsdk.definition import Definition
@@ -14,6 +14,7 @@ from appsdk.handlers import Handler
 from appsdk.journal import decode_raised
 from appsdk.proxy import find_handler
 from protocol.client import REFUSED_CALL, Reply, ReplyKind
+from protocol.verdicts import FAILED_CALL
 
 _ARRAY_OF_3 = b"\x93"  # a reply that was raised has lost the front of its array
 
@@ -114,11 +115,14 @@ def _decoded(name: str, data: bytes) -> Any:
 
 
 def _raised(name: str, reply: Reply) -> tuple[str, list[Any], dict[str, Any]]:
-    """(name of the exception, arguments, attributes). Raises CallRefused, ClientError."""
+    """(name of the exception, arguments, attributes). Raises CallRefused, CalleeFailed, ClientError."""
     try:
         found = msgspec.msgpack.decode(_ARRAY_OF_3 + reply.value, type=tuple[str, list[Any], dict[str, Any]])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ClientError(f"{name}: what it raised can't be read: {error}") from None
     if found[0] == REFUSED_CALL:
         raise CallRefused(f"the call was refused: {', '.join(map(str, found[1]))}")
+    if found[0] == FAILED_CALL:
+        type_name, text, reference = (*map(str, found[1]), "", "", "")[:3]
+        raise CalleeFailed(name, type_name, text, reference)
     return found

@@ -275,6 +275,7 @@ def clients(data: bytes) -> None:
         _, start, end = decode_message(message, 0)
         caller = decode_caller(message, start, end)
         assert caller is not None
+        assert caller.name.startswith("~")
         assert caller.number == numbers.get(caller.name, 0) + 1
         numbers[caller.name] = caller.number
     found = {f"~{client_id}": known.number for client_id, known in driven.store.clients().positions.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from appsdk.testing.wire import COMMITTER_ID, AppOutput, checkpoint_record, cont
 from protocol.extensions import encode_version
 from protocol.messages import MessageType, encode_message
 from protocol.record import CONTROL_SEQUENCE_ID, encode_record
+from protocol.verdicts import Verdict, decode_verdict, encode_verdicts
 
 WAIT_S = 20.0  # no test waits this long unless it fails
 TAKE = control(MessageType.TAKE_CHECKPOINT)
@@ -39,8 +40,8 @@ class Life:
     events: list[Event]
 
     @classmethod
-    def of(cls, app: type, effects: EffectRunner | None = None) -> Life:
-        return cls(Dispatcher(definition_of(app), lambda: SEED, effects=effects), AppOutput(), [])
+    def of(cls, app: type, effects: EffectRunner | None = None, **more: Any) -> Life:
+        return cls(Dispatcher(definition_of(app), lambda: SEED, effects=effects, **more), AppOutput(), [])
 
     def give(self, data: bytes, piece_size_bytes: int = 1 << 20) -> Any:
         for start in range(0, max(len(data), 1), piece_size_bytes):
@@ -56,20 +57,51 @@ class Life:
         return self.dispatcher.instance
 
     @property
+    def verdicts(self) -> list[Verdict]:
+        """Those that the app has sent."""
+        sent = [one for one in self.output.messages if one.message_type == MessageType.VERDICT]
+        return [decode_verdict(one.data) for one in sent]
+
+    @property
     def sent_types(self) -> list[int]:
         return [sent.message_type for sent in self.output.messages]
 
 
-def first_start(app: type, piece_size_bytes: int = 1 << 20) -> Life:
-    life = Life.of(app)
+def verdicts_record(*verdicts: Verdict) -> bytes:
+    """What a coordinator that keeps verdicts sends before the first record."""
+    return encode_record(COMMITTER_ID, CONTROL_SEQUENCE_ID, b"".join(encode_verdicts(verdicts)))
+
+
+def first_start(
+    app: type, piece_size_bytes: int = 1 << 20, *, effects: EffectRunner | None = None, **more: Any
+) -> Life:
+    """Without verdicts, as beside a coordinator that keeps none: whatever fails stops the app."""
+    life = Life.of(app, effects, **more)
     life.give(TAKE_FIRST, piece_size_bytes)
     life.give(initial_record(life.output.initial_message), piece_size_bytes)
     return life
 
 
-def recover(app: type, blob: bytes, *records: bytes, piece_size_bytes: int = 1 << 20) -> Life:
-    life = Life.of(app)
-    life.give(checkpoint_record(blob) + b"".join(records) + TAKE_FIRST, piece_size_bytes)
+def first_start_with_verdicts(app: type, name: str = "", **more: Any) -> Life:
+    """Beside a coordinator that keeps verdicts: what fails, fails alone."""
+    life = Life.of(app, **more)
+    life.give(verdicts_record() + TAKE_FIRST)
+    life.give(initial_record(life.output.initial_message, name))
+    return life
+
+
+def recover(
+    app: type,
+    blob: bytes,
+    *records: bytes,
+    piece_size_bytes: int = 1 << 20,
+    verdicts: Iterable[Verdict] | None = None,
+    **more: Any,
+) -> Life:
+    """``verdicts``: those in the log; None: the coordinator keeps none."""
+    life = Life.of(app, **more)
+    told = b"" if verdicts is None else verdicts_record(*verdicts)
+    life.give(checkpoint_record(blob) + told + b"".join(records) + TAKE_FIRST, piece_size_bytes)
     return life
 
 

@@ -9,8 +9,8 @@ import pytest
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.extensions import (
     ALL_EXTENSIONS,
-    REPORTS,
     RECORD_TIME_SIZE_BYTES,
+    REPORTS,
     TRACE_EXTENSIONS,
     AppBatch,
     Hello,

@@ -611,7 +611,7 @@ def test_what_was_sent_is_not_sent_again_when_it_is_run_again(two: WaitingInstan
 
 def test_a_value_that_is_not_what_is_waited_for(two: WaitingInstances) -> None:
     two["teller"].impulse("wait", "approved", "bool")
-    with pytest.raises(HandlerError, match=r"Teller\.wait waits for event approved, .*Expected `bool`, got `str`"):
+    with pytest.raises(HandlerError, match=r"event approved failed: .*Expected `bool`, got `str`"):
         two["teller"].impulse("approve", "approved", "yes")
 
 

@@ -11,7 +11,7 @@ from appsdk import Immortal, rpc
 from appsdk.errors import HandlerError
 from appsdk.testing.wire import answer, call, initial_record, logged
 from protocol.messages import MessageType, RpcKind, RpcType, encode_incoming_rpc
-from tests.helpers.sdk import Life, first_start, recover
+from tests.helpers.sdk import Life, first_start, first_start_with_verdicts, recover
 
 
 class Wrong(Exception):  # noqa: N818
@@ -85,17 +85,17 @@ def test_an_async_handler_answers_a_client_when_it_is_done() -> None:
 @pytest.mark.parametrize(
     ("method_id", "arguments", "reason"),
     [
-        (1, (5,), "the arguments do not fit 'note'"),
-        (1, (), "the arguments do not fit 'note'"),
-        (2, ("x", "y"), "the arguments do not fit 'clear'"),
-        (3, (None,), "the arguments do not fit 'relay'"),
-        (999, (1, 2), "there is no method 999"),
+        (1, (5,), "Desk.note: parameter 'text': Expected `str`, got `int`"),
+        (1, (), "Desk.note takes 1 to 2 arguments (text, times), 0 came"),
+        (2, ("x", "y"), "Desk.clear takes 0 arguments (none), 2 came"),
+        (3, (None,), "Desk.relay: parameter 'text': Expected `str`, got `None`"),
+        (999, (1, 2), "Desk has no method 999 (it has: clear, fail, note, other, relay)"),
     ],
 )
 def test_a_call_that_can_not_be_made_is_refused_and_the_app_goes_on(
     method_id: int, arguments: tuple[Any, ...], reason: str
 ) -> None:
-    life = first_start(Desk)
+    life = first_start_with_verdicts(Desk)
     life.give(logged(1, [asked(1, "a"), asked(method_id, *arguments, number=2), asked(1, "b", number=3)]))
     assert life.dispatcher.instance.notes == ["a", "b"]
     refusal = answers(life)[1]
@@ -106,7 +106,7 @@ def test_a_call_that_can_not_be_made_is_refused_and_the_app_goes_on(
 
 
 def test_arguments_that_are_damaged_are_refused_too() -> None:
-    life = first_start(Desk)
+    life = first_start_with_verdicts(Desk)
     front = msgspec.msgpack.encode(("~ann", 2))[1:]
     for index, rest in enumerate((b"", b"\xc1", b"\xa5ab")):
         life.give(logged(index + 1, [encode_incoming_rpc(1, RpcType.ASYNC, b"\x93" + front + rest)]))
@@ -115,13 +115,14 @@ def test_arguments_that_are_damaged_are_refused_too() -> None:
 
 def test_a_replay_refuses_again_what_was_refused() -> None:
     records = [logged(1, [asked(1, 5)]), logged(2, [asked(999, number=2)]), logged(3, [asked(1, "a", number=3)])]
-    life = first_start(Desk)
+    life = first_start_with_verdicts(Desk)
     life.give(b"".join(records))
-    again = recover(Desk, life.output.blobs[0], initial_record(life.output.initial_message), *records)
+    initial = initial_record(life.output.initial_message)
+    again = recover(Desk, life.output.blobs[0], initial, *records, verdicts=life.verdicts)
     assert answers(again) == answers(life)
 
 
-def test_a_peer_whose_call_can_not_be_made_stops_the_app_as_before() -> None:
+def test_beside_a_coordinator_that_keeps_no_verdicts_such_a_call_stops_the_app() -> None:
     with pytest.raises(HandlerError, match="Expected `str`"):
         first_start(Desk).give(logged(1, [asked(1, 5, caller="peer")]))
     with pytest.raises(HandlerError, match="method 999"):

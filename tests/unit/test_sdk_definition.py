@@ -147,11 +147,8 @@ def _no_exception() -> None:
             pass
 
 
-def _any_exception() -> None:
-    class App(Immortal):
-        @rpc(raises=[Exception])
-        def count(self) -> None:
-            pass
+def count(self) -> None:
+    pass
 
 
 def _no_period() -> None:
@@ -341,7 +338,6 @@ def _peer_path() -> None:
         (_async_initial, ["begin", "plain 'def'", ".fork"]),
         (_async_generator, ["count", "generator"]),
         (_no_exception, ["count", "int", "below Exception"]),
-        (_any_exception, ["count", "below Exception"]),
         (_no_period, ["'10 minutes'", '"10m"']),
         (_period_of_nothing, ["timedelta", "10m"]),
         (_schedule_with_parameters, ["count", "@every", "without arguments"]),

@@ -1,0 +1,83 @@
+"""A thread that sees when a handler does not come back: it tells the coordinator, and where there is a limit it ends
+the process, as a crash would.
+
+Handlers pay nothing for it: once in a while it looks which message is being handled.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import msgspec
+
+from appsdk.errors import EXIT_FAILED
+from protocol.verdicts import Handling, encode_handling
+
+LOOK_INTERVAL_S = 0.5
+TOLD_AFTER_S = (1.0, 10.0)  # then the coordinator hears of it, and from then on each TOLD_EACH_S
+TOLD_EACH_S = 30.0
+
+
+class Watchdog:
+    """``now_handling``: what is being handled; None: nothing. ``say``: sends a message beside the handler; False where
+    that is not possible now. ``end``: of the process."""
+
+    def __init__(
+        self,
+        now_handling: Callable[[], Handling | None],
+        say: Callable[[bytes], bool],
+        limit: timedelta | None,
+        warn: Callable[[str], None],
+        end: Callable[[int], object] = os._exit,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._now_handling = now_handling
+        self._say = say
+        self._limit_s = None if limit is None else limit.total_seconds()
+        self._warn = warn
+        self._end = end
+        self._clock_s = clock_s
+        self._handling: Handling | None = None
+        self._since_s = 0.0
+        self._tell_at_s = 0.0
+        self._ended = threading.Event()
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="watchdog", daemon=True).start()
+
+    def stop(self) -> None:
+        self._ended.set()
+        if self._limit_s is not None:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _run(self) -> None:
+        interval_s = LOOK_INTERVAL_S if self._limit_s is None else min(LOOK_INTERVAL_S, self._limit_s / 4)
+        while not self._ended.wait(interval_s):
+            self.look()
+            if self._limit_s is not None and not self._ended.is_set():
+                # A handler that holds the interpreter lets no thread look: this one needs none of it.
+                faulthandler.dump_traceback_later(2 * self._limit_s + 1, exit=True)
+
+    def look(self) -> None:
+        """Once: tell, or end the process, where it is time for that."""
+        handling, now_s = self._now_handling(), self._clock_s()
+        if handling is None or handling != self._handling:
+            self._handling, self._since_s, self._tell_at_s = handling, now_s, now_s + TOLD_AFTER_S[0]
+            return
+        for_s = now_s - self._since_s
+        if now_s >= self._tell_at_s and self._say(encode_handling(msgspec.structs.replace(handling, for_s=for_s))):
+            following_s = next((after_s for after_s in TOLD_AFTER_S if after_s > for_s), for_s + TOLD_EACH_S)
+            self._tell_at_s = self._since_s + following_s
+        if self._limit_s is not None and for_s >= self._limit_s:
+            self._warn(
+                f"the handler of message {handling.message_index} of record {handling.sequence_id} has not come back "
+                f"for {for_s:.1f} s, its limit is {self._limit_s:g} s: the process ends"
+            )
+            faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=False)
+            self._end(EXIT_FAILED)
