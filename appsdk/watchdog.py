@@ -79,5 +79,5 @@ class Watchdog:
                 f"the handler of message {handling.message_index} of record {handling.sequence_id} has not come back "
                 f"for {for_s:.1f} s, its limit is {self._limit_s:g} s: the process ends"
             )
-            faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=False)
+            faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
             self._end(EXIT_FAILED)
