@@ -124,10 +124,14 @@ class LogCutter:
             with environment.begin(buffers=True) as source:
 
                 def copy(table: str, ranges: Iterable[tuple[bytes, bytes]]) -> None:
+                    if getattr(tables, table) is None:
+                        return  # the log is older
                     rows = (row for first, end in ranges for row in _rows(source, getattr(tables, table), first, end))
                     _put_rows(target, getattr(target_tables, table), rows)
 
                 copy("records", [(SEQUENCE_KEY.pack(plan.sequence_id), _BEHIND_ALL)])
+                for table in ("verdicts", "letters"):
+                    copy(table, [(log_format.record_key(plan.sequence_id), _BEHIND_ALL)])
                 copy("checkpoints", [(SEQUENCE_KEY.pack(one), SEQUENCE_KEY.pack(one + 1)) for one in checkpoint_ids])
                 for table in ("chunks", "outputs"):
                     copy(table, [(CHUNK_KEY.pack(one, 0), CHUNK_KEY.pack(one + 1, 0)) for one in checkpoint_ids])
@@ -143,12 +147,17 @@ class LogCutter:
 
 
 def remove_from(transaction: WriteTransaction, tables: Tables, sequence_id: int, checkpoint_ids: list[int]) -> None:
-    """Remove the records from ``sequence_id`` on, those checkpoints, and the versions that began there."""
+    """Remove the records from ``sequence_id`` on with what is said of them, those checkpoints, and the versions that
+    began there."""
 
     def remove(table: lmdb._Database, first: bytes, end: bytes) -> None:
         delete_range(transaction, table, first, end, Budget.unlimited())
 
     remove(tables.records, SEQUENCE_KEY.pack(sequence_id), _BEHIND_ALL)
+    for table in (tables.verdicts, tables.letters):
+        if table is not None:
+            remove(table, log_format.record_key(sequence_id), _BEHIND_ALL)
+    transaction.delete(log_format.META_SUSPECT, db=tables.meta)
     for checkpoint_id in checkpoint_ids:
         transaction.delete(SEQUENCE_KEY.pack(checkpoint_id), db=tables.checkpoints)
         for table in (tables.chunks, tables.outputs):

@@ -6,7 +6,8 @@ import errno
 import importlib
 import os
 import struct
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,13 @@ class Tables:
     spilled: lmdb._Database
     versions: lmdb._Database
     meta: lmdb._Database
+    # None: the log was begun without them, and has not been opened for writing since.
+    verdicts: lmdb._Database | None
+    letters: lmdb._Database | None
+    audit: lmdb._Database | None
+
+
+_SINCE_VERDICTS = ("verdicts", "letters", "audit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +145,30 @@ def open_tables(environment: lmdb.Environment, folder: Path, *, create: bool) ->
             # in what a journal has.
             if version < log_format.JOURNAL_VERSION and not environment.flags()["readonly"]:
                 environment.open_db(b"spilled")
-            return Tables(*(environment.open_db(name.encode(), create=False) for name in names))
+            may_miss = _SINCE_VERDICTS if version < log_format.VERDICTS_VERSION else ()
+            return Tables(*(_open_table(environment, name, may_miss) for name in names))
         with environment.begin(write=True) as transaction:
             return Tables(*(environment.open_db(name.encode(), txn=transaction) for name in names))
     except (lmdb.NotFoundError, lmdb.ReadonlyError) as error:
         raise LogFormatError(f"there is no complete log in {folder}: {error}") from None
     except lmdb.Error as error:
         raise LogFormatError(f"the log in {folder} is damaged: {error}") from error
+
+
+def _open_table(environment: lmdb.Environment, name: str, may_miss: Collection[str]) -> Any:
+    """Raises lmdb.NotFoundError for a missing one that may not miss."""
+    try:
+        return environment.open_db(name.encode(), create=False)
+    except lmdb.NotFoundError:
+        if name not in may_miss:
+            raise
+        return None
+
+
+def make_missing_tables(environment: lmdb.Environment, tables: Tables, write: lmdb.Transaction[memoryview]) -> Tables:
+    """``tables`` with those that an older log has not, made within ``write``, which takes in the journal."""
+    missing = [name for name in _SINCE_VERDICTS if getattr(tables, name) is None]
+    return replace(tables, **{name: environment.open_db(name.encode(), txn=write) for name in missing})
 
 
 def last_transaction_id(environment: lmdb.Environment) -> int:

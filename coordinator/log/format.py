@@ -21,15 +21,17 @@ from protocol.checksum import crc64
 from protocol.limits import NAME_SIZE_BYTES_MAX
 from protocol.varint import Readable
 
-FORMAT_VERSION = 4
-FORMAT_VERSIONS_READ = (3, 4)
+FORMAT_VERSION = 5
+FORMAT_VERSIONS_READ = (3, 4, 5)
 JOURNAL_VERSION = 4  # the first with a journal
+VERDICTS_VERSION = 5  # the first with the tables of verdicts, letters and audit
 CRC_SIZE_BYTES = 8
 OUTPUTS_PIECE_SIZE_BYTES = 1 << 20  # one LMDB value of 64 MiB would need 64 MiB of contiguous free pages
 COMMITTER_ID_MAX = (1 << 31) - 1
 
 SEQUENCE_KEY = struct.Struct(">Q")  # records: sequence ID; checkpoints: checkpoint ID; versions: a running number
 CHUNK_KEY = struct.Struct(">QI")  # checkpoint ID, index
+MESSAGE_KEY = struct.Struct(">QQQQ")  # sequence ID, message index, task, step
 _POSITION = struct.Struct(">Q")
 CRC = struct.Struct("<Q")
 _BATCH_HEAD = struct.Struct("<QIQ")  # CRC of the head, count, CRC of the payload
@@ -48,6 +50,7 @@ META_CUT = b"cut_sequence_id"
 META_CUTS = b"cuts"
 META_STREAM_STARTS = b"stream_starts"
 META_CLIENTS_FORGOTTEN = b"clients_forgotten_ns"
+META_SUSPECT = b"suspect"
 META_JOURNAL = b"journal"  # 1: there is one, and without it the log is not whole
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -113,6 +116,11 @@ def batch_of_key(table: bytes, key: bytes) -> tuple[str, int]:
     if len(key) <= _POSITION.size or key[-_POSITION.size - 1] != 0:
         raise DamagedLogError(f"the log's table {table.decode()!r} has a damaged key {key.hex()}", -1)
     return name_of_key(key[: -_POSITION.size]), _POSITION.unpack(key[-_POSITION.size :])[0]
+
+
+def record_key(sequence_id: int) -> bytes:
+    """Where, in ``verdicts`` and ``letters``, what is said of this record and those behind it begins."""
+    return MESSAGE_KEY.pack(sequence_id, 0, 0, 0)
 
 
 def reply_key(client_id: str, number: int) -> bytes:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError, require
 from coordinator.core.interfaces import (
+    NO_SUSPECT,
+    AuditEntry,
     CheckpointHeader,
     ClientPosition,
     ImpulseBatch,
+    Letter,
     LogSpace,
     LogSummary,
     OutputBatch,
@@ -20,6 +24,7 @@ from coordinator.core.interfaces import (
     SpilledExtent,
     StoredClients,
     StreamStart,
+    Suspect,
     Transaction,
     VersionStart,
 )
@@ -30,8 +35,10 @@ from coordinator.log.spilled import add_extent, missing
 from coordinator.log.store import check_records
 from coordinator.log.trim import STEP_ROWS_MAX, Retention
 from coordinator.log.values import check_value, logged_time_ns
+from coordinator.log.verdicts import letter_size
 from protocol.checksum import crc64
 from protocol.varint import Readable
+from protocol.verdicts import MessageKey, Verdict
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -59,6 +66,10 @@ class _Durable:
     cut_sequence_id: int | None = None
     stream_starts: dict[str, StreamStart] = field(default_factory=dict)
     spilled: dict[tuple[str, int], SpilledBatch] = field(default_factory=dict)
+    verdicts: dict[MessageKey, Verdict] = field(default_factory=dict)
+    letters: dict[MessageKey, Letter] = field(default_factory=dict)
+    suspect: Suspect = NO_SUSPECT
+    audit: list[AuditEntry] = field(default_factory=list)
 
 
 class MemoryLogStore:
@@ -68,6 +79,7 @@ class MemoryLogStore:
         self.problems: list[str] = []
         self.impulses_loaded_size_bytes_max = IMPULSES_LOADED_SIZE_BYTES_MAX
         self.free_bytes = 1 << 40  # of the disk
+        self.clock_ns: Callable[[], int] = time.time_ns  # says when a dead letter's verdict was given
         self._durable = _Durable(committer_id)
         self._pending: PendingBlob | None = None
         self._failure: LogError | None = None
@@ -79,6 +91,7 @@ class MemoryLogStore:
         store = MemoryLogStore(self._durable.committer_id)
         store.impulses_loaded_size_bytes_max = self.impulses_loaded_size_bytes_max
         store.free_bytes = self.free_bytes
+        store.clock_ns = self.clock_ns
         store._durable = copy.copy(self._durable)
         for name in _Durable.__dataclass_fields__:
             value = getattr(self._durable, name)
@@ -125,6 +138,9 @@ class MemoryLogStore:
             cut_sequence_id=durable.cut_sequence_id,
             stream_starts=dict(durable.stream_starts),
             spilled=self._extents(),
+            verdicts=[verdict for key, verdict in sorted(durable.verdicts.items()) if key[0] >= first],
+            letters={key: letter_size(letter) for key, letter in sorted(durable.letters.items())},
+            suspect=durable.suspect,
         )
 
     def clients(self) -> StoredClients:
@@ -190,6 +206,14 @@ class MemoryLogStore:
             self._pending = None
         if transaction.version is not None:
             durable.versions.append(transaction.version)
+        for verdict in transaction.verdicts:
+            durable.verdicts[verdict.key] = verdict.without_letter()
+            if verdict.is_letter:
+                durable.letters[verdict.key] = Letter(verdict, self.clock_ns())
+        for key in transaction.letters_removed:
+            durable.letters.pop(key, None)
+        durable.suspect = transaction.suspect or durable.suspect
+        durable.audit += transaction.audit
         if transaction.cut_healed:
             durable.cut_sequence_id = None
         if transaction.epoch is not None:
@@ -259,6 +283,15 @@ class MemoryLogStore:
             position = row.last_position + 1
         return batches
 
+    def letter(self, key: MessageKey) -> Letter | None:
+        """As LmdbLogStore.letter."""
+        self._refuse_after_failure()
+        return self._durable.letters.get(key)
+
+    def audit(self) -> list[AuditEntry]:
+        """As LogReader.audit."""
+        return list(self._durable.audit)
+
     def space(self) -> LogSpace:
         """As LmdbLogStore.space; the bytes of records, chunks and spilled outputs."""
         self._refuse_after_failure()
@@ -310,6 +343,9 @@ class MemoryLogStore:
             del durable.checkpoints[header.checkpoint_id]
             self._drop_chunks(header.checkpoint_id, header.checkpoint_id + 1)
         durable.versions = [start for start in durable.versions if start.sequence_id < sequence_id]
+        durable.verdicts = {key: verdict for key, verdict in durable.verdicts.items() if key[0] < sequence_id}
+        durable.letters = {key: letter for key, letter in durable.letters.items() if key[0] < sequence_id}
+        durable.suspect = NO_SUSPECT
         if durable.cut_sequence_id is None or sequence_id < durable.cut_sequence_id:
             durable.cut_sequence_id = sequence_id
 
@@ -337,6 +373,7 @@ class MemoryLogStore:
         for sequence_id in range(first, removed_end):
             del durable.records[sequence_id]
             durable.trimmed_sequence_id = sequence_id
+        durable.verdicts = {key: verdict for key, verdict in durable.verdicts.items() if key[0] >= removed_end}
         for key, batch in list(durable.impulses.items()):
             mark = oldest.outputs.get(batch.destination)
             position = min(mark.position, durable.acknowledged.get(batch.destination, 0)) if mark is not None else 0

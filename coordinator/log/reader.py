@@ -11,8 +11,8 @@ from typing import TypeVar
 import lmdb
 
 from coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError
-from coordinator.core.interfaces import LogSummary, OutputBatch
-from coordinator.log import reading
+from coordinator.core.interfaces import AuditEntry, Letter, LogSummary, OutputBatch
+from coordinator.log import reading, verdicts
 from coordinator.log.environment import DATA_FILE_NAME, LogIdentity, Tables
 from coordinator.log.format import INT, META_TRIMMED, SEQUENCE_KEY, StoredHeader, decode_header
 from coordinator.log.residency import MappedPages
@@ -20,6 +20,7 @@ from coordinator.log.snapshot import Snapshots
 from coordinator.log.store import checked_prefix
 from coordinator.log.values import check_value
 from protocol.checksum import crc64
+from protocol.verdicts import MessageKey, Verdict
 
 Result = TypeVar("Result")
 
@@ -159,6 +160,35 @@ class LogReader:
                 f" its header says {header.size_bytes} with {header.check:016x}",
                 checkpoint_id,
             )
+
+    def verdicts(self) -> list[Verdict]:
+        """On the records that are kept, in their order. Raises DamagedLogError."""
+        return self.transact(
+            lambda transaction, tables: verdicts.load_verdicts(
+                transaction, tables, reading.first_and_last_sequence_id(transaction, tables)[0]
+            )
+        )
+
+    def letter(self, key: MessageKey) -> Letter | None:
+        """A dead letter; None where there is none. Raises DamagedLogError."""
+        return self.transact(lambda transaction, tables: verdicts.load_letter(transaction, tables, key))
+
+    def letters(self) -> Iterator[Letter]:
+        """The dead letters, in the order of their records; a damaged one is left out and told in :attr:`problems`."""
+        self.problems = []
+        for key in self.transact(verdicts.letter_sizes):
+            try:
+                letter = self.letter(key)
+            except DamagedLogError as error:
+                self.problems.append(f"{error}: it is left out")
+                continue
+            if letter is not None:  # else it was retried or dropped meanwhile
+                yield letter
+
+    def audit(self) -> list[AuditEntry]:
+        """What operators did, oldest first; a damaged entry is left out and told in :attr:`problems`."""
+        self.problems = []
+        return self.transact(lambda transaction, tables: verdicts.load_audit(transaction, tables, self.problems))
 
     def transact(self, operation: Callable[[reading.ReadTransaction, Tables], Result]) -> Result:
         """Run ``operation`` in a read transaction of its own. As Snapshots.transact."""

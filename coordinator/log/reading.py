@@ -22,7 +22,7 @@ from coordinator.core.interfaces import (
     VersionStart,
 )
 from coordinator.log import format as log_format
-from coordinator.log import spilled
+from coordinator.log import spilled, verdicts
 from coordinator.log.environment import Tables
 from coordinator.log.format import CHUNK_KEY, IMPULSES_TABLE, SEQUENCE_KEY, StoredHeader
 from coordinator.log.values import logged_time_ns
@@ -211,6 +211,9 @@ def load_summary(
         cut_sequence_id=cut,
         stream_starts=stream_starts(transaction, tables),
         spilled=spilled.extents(transaction, tables, acknowledged),
+        verdicts=verdicts.load_verdicts(transaction, tables, first),
+        letters=verdicts.letter_sizes(transaction, tables),
+        suspect=verdicts.load_suspect(transaction, tables),
     )
 
 
@@ -222,8 +225,10 @@ def acknowledged_positions(transaction: ReadTransaction, tables: Tables) -> dict
 def used_bytes(transaction: ReadTransaction, tables: Tables) -> int:
     """The size of the pages that hold something; those that are free again, or LMDB's own list of them, don't count."""
     total_bytes = 0
-    for name in Tables.__dataclass_fields__:
-        state = transaction.stat(getattr(tables, name))
+    for table in (getattr(tables, name) for name in Tables.__dataclass_fields__):
+        if table is None:
+            continue
+        state = transaction.stat(table)
         pages = state["branch_pages"] + state["leaf_pages"] + state["overflow_pages"]
         total_bytes += pages * state["psize"]
     return total_bytes

@@ -24,6 +24,7 @@ from coordinator.core.errors import (
     require,
 )
 from coordinator.core.interfaces import (
+    Letter,
     LogSpace,
     LogSummary,
     OutputBatch,
@@ -34,9 +35,16 @@ from coordinator.core.interfaces import (
 )
 from coordinator.fault_points import FaultPoint, reach
 from coordinator.log import format as log_format
-from coordinator.log import reading, spilled, trim
+from coordinator.log import reading, spilled, trim, verdicts
 from coordinator.log.checkpoint_store import CheckpointWriter, remove_half_written
-from coordinator.log.environment import DATA_FILE_NAME, LogIdentity, Tables, extend_data_file, last_transaction_id
+from coordinator.log.environment import (
+    DATA_FILE_NAME,
+    LogIdentity,
+    Tables,
+    extend_data_file,
+    last_transaction_id,
+    make_missing_tables,
+)
 from coordinator.log.format import SEQUENCE_KEY, StoredHeader
 from coordinator.log.journal import Journal, JournalReader, Rows, put_rows
 from coordinator.log.lock import FolderLock
@@ -46,6 +54,7 @@ from coordinator.log.residency import MappedPages
 from coordinator.log.sync_delay import sync_delay_s
 from coordinator.log.values import check_value
 from protocol.varint import Readable
+from protocol.verdicts import MessageKey
 
 Result = TypeVar("Result")
 WriteTransaction: TypeAlias = "lmdb.Transaction[memoryview]"
@@ -84,7 +93,6 @@ class LmdbLogStore:
         self._map_lock = threading.Lock()  # held while a read transaction is open: the map must not move then
         self._failure: LogError | None = None
         self._damaged_checkpoint_ids: set[int] = set()
-        self._checkpoint_writer = CheckpointWriter(tables)
         self._mapped_pages = MappedPages(folder / DATA_FILE_NAME)
         environment.reader_check()
         journal = JournalReader(folder, identity)
@@ -103,7 +111,8 @@ class LmdbLogStore:
         if not self._journaled[1]:
             self._journal.restart(transaction_id)
         if identity.format_version != log_format.FORMAT_VERSION:
-            self._write(lambda write: self._put_meta(write, log_format.META_FORMAT, log_format.FORMAT_VERSION))
+            self._tables = tables = self._write(self._make_current)
+        self._checkpoint_writer = CheckpointWriter(tables)
         _, self._last_sequence_id = self._read(
             lambda transaction: reading.first_and_last_sequence_id(transaction, tables)
         )
@@ -262,6 +271,10 @@ class LmdbLogStore:
         self._have_touched(sum(len(batch.payload) for batch in batches))
         return batches
 
+    def letter(self, key: MessageKey) -> Letter | None:
+        """As LogStore.letter."""
+        return self._read(lambda transaction: verdicts.load_letter(transaction, self._tables, key))
+
     def space(self) -> LogSpace:
         """What the log needs of its file: the pages of all tables, and what the disk has left."""
         used_bytes = self._read(lambda transaction: reading.used_bytes(transaction, self._tables))
@@ -297,6 +310,11 @@ class LmdbLogStore:
 
     # Inside
 
+    def _make_current(self, write: WriteTransaction) -> Tables:
+        """Give an older log the tables of this format, and its number."""
+        self._put_meta(write, log_format.META_FORMAT, log_format.FORMAT_VERSION)
+        return make_missing_tables(self._environment, self._tables, write)
+
     def _put(self, write: WriteTransaction, transaction: Transaction) -> None:
         tables = self._tables
         put_rows(write, tables, _rows(transaction))
@@ -323,6 +341,8 @@ class LmdbLogStore:
             self._checkpoint_writer.put_header(write, transaction.checkpoint)
         if transaction.version is not None:
             self._put_version(write, transaction.version)
+        verdicts.remove_letters(write, tables, transaction.letters_removed)
+        verdicts.put_audit(write, tables, transaction.audit)
         if transaction.cut_healed:
             write.delete(log_format.META_CUT, db=tables.meta)
         if transaction.epoch is not None:
@@ -478,14 +498,18 @@ class _NothingToDoError(Exception):
 
 
 def _is_small(transaction: Transaction) -> bool:
-    """Nothing but records and positions: what most commits are."""
-    return bool(transaction.records) and transaction == Transaction(
-        transaction.records, transaction.sources, transaction.acknowledged
+    """Nothing but records, positions and verdicts: what most commits are."""
+    return bool(transaction.records or transaction.verdicts) and transaction == Transaction(
+        transaction.records,
+        transaction.sources,
+        transaction.acknowledged,
+        verdicts=transaction.verdicts,
+        suspect=transaction.suspect,
     )
 
 
 def _rows(transaction: Transaction) -> Rows:
-    """The records and positions."""
+    """The records, positions and verdicts."""
     rows: Rows = {("records", SEQUENCE_KEY.pack(sequence_id)): value for sequence_id, value in transaction.records}
     for name, source in transaction.sources.items():
         key = log_format.name_key(name)
@@ -494,6 +518,10 @@ def _rows(transaction: Transaction) -> Rows:
     for name, position in transaction.acknowledged.items():
         key = log_format.name_key(name)
         rows["acknowledged", key] = log_format.seal(b"acknowledged", key, position)
+    if transaction.verdicts:
+        rows |= verdicts.verdict_rows(transaction.verdicts, time.time_ns())
+    if transaction.suspect is not None:
+        rows |= verdicts.suspect_row(transaction.suspect)
     return rows
 
 

@@ -123,6 +123,8 @@ def trim_step(
         (sequence_id,) = SEQUENCE_KEY.unpack(last_key)
         value = log_format.seal(b"meta", log_format.META_TRIMMED, sequence_id)
         transaction.put(log_format.META_TRIMMED, value, db=tables.meta)
+    if not budget.exhausted and tables.verdicts is not None:
+        delete_range(transaction, tables.verdicts, b"\0", log_format.record_key(oldest.sequence_id + 1), budget)
     for destination, mark in oldest.outputs.items():
         if not budget.exhausted:
             # Also those before the checkpoint, while they wait: it may have left them where they are.

@@ -11,7 +11,7 @@ from pathlib import Path
 from coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError, LogLockedError
 from coordinator.core.interfaces import ClientPosition
 from coordinator.log import format as log_format
-from coordinator.log import reading, spilled
+from coordinator.log import reading, spilled, verdicts
 from coordinator.log.environment import (
     DATA_FILE_NAME,
     LogIdentity,
@@ -255,12 +255,14 @@ class LogVerification:
         except DamagedLogError:
             yield from self._verify_rebuilding(reader)
         yield from self._verify_clients(reader)
+        yield from self._verify_letters(reader)
         for place, check, meaning in (
             ("versions", _check_versions, "the log cannot be opened"),
             ("acknowledged", _check_acknowledged, "the log cannot be opened"),
             ("peers", _check_peers, "the log cannot be opened"),
             ("impulses", reading.check_impulses, "impulses that were accepted may be lost"),
             ("spilled", spilled.check, "calls that wait for a peer may be lost"),
+            ("verdicts", verdicts.load_verdicts, "the log cannot be opened"),
             ("meta", _check_meta, "the log cannot be opened"),
         ):
             try:
@@ -276,6 +278,15 @@ class LogVerification:
             yield Finding(Severity.FATAL, "clients", f"{error}; the log cannot be opened")
         for problem in problems:
             yield Finding(Severity.DAMAGE, "replies", f"{problem}, and the client is told so if it asks again")
+
+    def _verify_letters(self, reader: LogReader) -> Iterator[Finding]:
+        for _ in reader.letters():
+            pass
+        for problem in reader.problems:
+            yield Finding(Severity.DAMAGE, "letters", f"{problem}, and can only be dropped")
+        reader.audit()
+        for problem in reader.problems:
+            yield Finding(Severity.DAMAGE, "audit", problem)
 
     def _verify_rebuilding(self, reader: LogReader) -> Iterator[Finding]:
         """Of a table of sources that is damaged: whether the next start can put it right."""
@@ -339,6 +350,7 @@ def _check_meta(transaction: reading.ReadTransaction, tables: Tables) -> None:
     reading.meta_value(transaction, tables, log_format.META_EXTENSIONS, log_format.INTS)
     reading.meta_value(transaction, tables, log_format.META_CUT, log_format.INT)
     reading.stream_starts(transaction, tables)
+    verdicts.load_suspect(transaction, tables)
 
 
 def verify_log(

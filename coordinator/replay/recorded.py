@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -51,6 +52,7 @@ class RecordedLog:
             header.checkpoint_id: b"".join(source.checkpoint_chunks(header.checkpoint_id))
             for header in usable_checkpoints(summary)
         }
+        summary = replace(summary, letters={})  # of what nobody waits for a replay makes nothing
         values = list(source.values(summary.first_sequence_id, summary.last_sequence_id))
         return cls(_Contents(source.identity, summary, checkpoints, values))
 

@@ -18,7 +18,7 @@ from coordinator.log import LmdbLogStore, create_log, open_log, open_reader
 from coordinator.log.cut import LogCutter
 from coordinator.log.environment import open_environment
 from coordinator.log.findings import Severity
-from coordinator.log.format import META_FORMAT, seal
+from coordinator.log.format import FORMAT_VERSION, META_FORMAT, seal
 from coordinator.log.journal import BLOCK_SIZE_BYTES, FILE_NAME, FILE_SIZE_BYTES, Journal, JournalReader, Rows
 from coordinator.log.verify import verify_log
 from protocol.record import encode_record
@@ -422,7 +422,7 @@ def test_a_cut_takes_the_journal_in(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_log_of_format_3_is_read_and_becomes_format_4(tmp_path: Path) -> None:
+def test_a_log_of_format_3_is_read_and_becomes_the_present_one(tmp_path: Path) -> None:
     store = new_log(tmp_path / "log", 2)
     store.settle()
     with store._environment.begin(write=True) as transaction:
@@ -434,4 +434,4 @@ def test_a_log_of_format_3_is_read_and_becomes_format_4(tmp_path: Path) -> None:
     store.commit(commit(2))
     store.close()
     with open_reader(tmp_path / "log") as reader:
-        assert (reader.identity.format_version, reader.last_sequence_id()) == (4, 2)
+        assert (reader.identity.format_version, reader.last_sequence_id()) == (FORMAT_VERSION, 2)
