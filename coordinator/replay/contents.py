@@ -22,6 +22,8 @@ from protocol.messages import (
 from protocol.readers import Record
 from protocol.record import HEADER_SIZE_BYTES, decode_header, encode_record
 
+_NO_INPUT = (MessageType.RECORD_TIME, MessageType.INSTANCE_NAME)  # in front of the batches, and not counted
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -53,7 +55,7 @@ def batches(content: bytes) -> Iterator[Batch]:
             yield Batch(message_type, count, content[start + skipped : end])
         elif message_type == MessageType.INITIAL_MESSAGE:
             yield Batch(message_type, 1, content[start:end])
-        elif message_type != MessageType.RECORD_TIME:
+        elif message_type not in _NO_INPUT:
             raise RemoteProtocolError(f"the record holds a message of type {message_type}, which is never logged")
         offset = end
 
@@ -85,7 +87,7 @@ def with_first_messages(record: Record, count: int) -> bytes:
     left = count
     offset = 0
     for message_type, _, end in decode_messages(content):
-        if message_type == MessageType.RECORD_TIME:
+        if message_type in _NO_INPUT:
             parts.append(content[offset:end])
         elif left:
             (batch,) = batches(content[offset:end])

@@ -54,6 +54,13 @@ def test_batches_are_those_of_the_trailer() -> None:
     ]
 
 
+def test_what_stands_in_front_of_the_initial_message_is_not_counted() -> None:
+    initial = encode_message(MessageType.INITIAL_MESSAGE, rpc(3))
+    front = TIME + encode_message(MessageType.INSTANCE_NAME, b"counter")
+    assert message_at(front + initial, 0) == rpc(3)
+    assert with_first_messages(record(front + initial), 0) == encode_record(7, 12, front)
+
+
 def test_each_message_is_found_by_its_number() -> None:
     assert [message_at(CONTENT, index) for index in range(7)] == MESSAGES
     assert message_at(CONTENT, 7) is None
