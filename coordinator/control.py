@@ -37,6 +37,14 @@ class NotRunningError(ControlError):
     """There is no coordinator to ask."""
 
 
+class RefusedError(ControlError):
+    """A coordinator does not do what it is asked for; ``reason`` says why."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"the coordinator of {name!r} gives no answer: {reason}")
+        self.reason = reason
+
+
 class ControlFile(msgspec.Struct, frozen=True):
     """What a running coordinator says about itself."""
 
@@ -124,7 +132,10 @@ def running(folder: Path) -> ControlFile | None:
 
 
 def query(folder: Path, verb: str, timeout_s: float = QUERY_TIMEOUT_S) -> dict[str, Any]:
-    """Ask the coordinator of ``folder`` (its name is the instance's). Raises NotRunningError, ControlError."""
+    """Ask the coordinator of ``folder`` (its name is the instance's).
+
+    Raises NotRunningError, RefusedError, ControlError.
+    """
     from coordinator.messenger import Messenger
 
     found = running(folder)
@@ -157,8 +168,8 @@ def query(folder: Path, verb: str, timeout_s: float = QUERY_TIMEOUT_S) -> dict[s
         answer = msgspec.json.decode(b"".join(replies), type=dict[str, Any])
     except msgspec.MsgspecError as error:
         raise ControlError(f"the coordinator of {folder.name!r} gave an answer that makes no sense: {error}") from None
-    if "refused" in answer:
-        raise ControlError(f"the coordinator of {folder.name!r} gives no answer: {answer['refused']}")
+    if isinstance(answer.get("refused"), str):
+        raise RefusedError(folder.name, answer["refused"])
     return answer
 
 

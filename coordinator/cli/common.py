@@ -12,9 +12,17 @@ from typing import IO, Any, TypeVar
 import click
 
 from coordinator.app_addresses import UNIX
-from coordinator.config import AppAuth, ConfigError, check_app, check_app_socket, check_instance_name, near_miss
+from coordinator.config import (
+    AppAuth,
+    ConfigError,
+    InstanceSettings,
+    check_app,
+    check_app_socket,
+    check_instance_name,
+    near_miss,
+)
 from coordinator.logs import LOG_FORMATS, LOG_LEVELS
-from coordinator.registry import Registry
+from coordinator.registry import Registry, RegistryError
 from protocol.errors import ImmortalError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -93,6 +101,18 @@ def app_socket_option(function: Function) -> Function:
     )(function)
 
 
+def message_id(ctx: click.Context, parameter: click.Parameter, value: Any) -> Any:
+    """A click callback: SEQ:INDEX, or some of them, as (record, message)."""
+    return tuple(_message_id(text) for text in value) if isinstance(value, tuple) else _message_id(value)
+
+
+def _message_id(text: str) -> tuple[int, int]:
+    sequence_id, colon, index = text.partition(":")
+    if not (colon and all(part.isascii() and part.isdecimal() and len(part) < 19 for part in (sequence_id, index))):
+        raise click.BadParameter(f"{text!r}: a record's number and a message's in it were expected, such as 312:0")
+    return int(sequence_id), int(index)
+
+
 def name_argument(function: Function) -> Function:
     return click.argument("name", callback=instance_name)(function)
 
@@ -130,6 +150,33 @@ def metrics_option(function: Function) -> Function:
 
 def json_option(function: Function) -> Function:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(function)
+
+
+def require_log(settings: InstanceSettings) -> None:
+    """Raises RegistryError where the instance has not been started yet."""
+    from coordinator.log import log_exists
+
+    if not log_exists(settings.log):
+        raise RegistryError(f"{settings.name!r} has not been started yet: there is no log in {settings.log}")
+
+
+def operator_name() -> str:
+    """Who runs this command, for the log."""
+    import pwd
+
+    try:
+        login = os.getlogin()
+    except OSError:  # no terminal
+        try:
+            login = pwd.getpwuid(os.getuid()).pw_name
+        except KeyError:
+            login = "somebody"
+    return f"{login} (uid {os.getuid()}, process {os.getpid()})"
+
+
+def printable(text: str) -> str:
+    """``text`` from outside, for a terminal: what is no printable character is escaped, line ends as well."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 pass_registry = click.make_pass_decorator(Registry)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import click
 
-from coordinator.cli.common import Commands, echo_json, json_option, name_argument, pass_registry
+from coordinator.cli.common import (
+    Commands,
+    echo_json,
+    json_option,
+    name_argument,
+    pass_registry,
+    printable,
+    require_log,
+)
 from coordinator.config import InstanceSettings
 from coordinator.registry import Registry, RegistryError
 
@@ -22,14 +31,22 @@ def log() -> None:
 @click.option("--from", "first", type=click.IntRange(min=0), help="The first record's sequence ID.")
 @click.option("--to", "last", type=click.IntRange(min=0), help="The last record's sequence ID.")
 @click.option("--limit", type=click.IntRange(min=1), help="At most so many records.")
+@click.option("--audit", is_flag=True, help="Print what operators did, and no records.")
 @json_option
 @pass_registry
-def show(registry: Registry, name: str, first: int | None, last: int | None, limit: int | None, as_json: bool) -> None:
+def show(
+    registry: Registry, name: str, first: int | None, last: int | None, limit: int | None, audit: bool, as_json: bool
+) -> None:
     """Print records and their messages; damaged ones are marked. With --json one object per line."""
     settings = registry.load(name)
+    if audit:
+        if (first, last, limit) != (None, None, None):
+            raise click.UsageError("--audit goes with no other option but --json")
+        _show_audit(settings, as_json)
+        return
     if first is not None and last is not None and first > last:
         raise click.UsageError(f"--from {first} is behind --to {last}")
-    _require_log(settings)
+    require_log(settings)
     from coordinator.cli.records import describe_record, record_lines
     from coordinator.log import open_reader
 
@@ -52,6 +69,25 @@ def show(registry: Registry, name: str, first: int | None, last: int | None, lim
         click.echo(f"nothing to show: the log of {name} holds {kept}", err=True)
 
 
+def _show_audit(settings: InstanceSettings, as_json: bool) -> None:
+    require_log(settings)
+    from coordinator.cli.records import time_text
+    from coordinator.log import open_reader
+
+    with open_reader(settings.log, settings.name) as reader:
+        entries = reader.audit()
+        for problem in reader.problems:
+            click.echo(f"warning: {problem}", err=True)
+    for entry in entries:
+        if as_json:
+            said = {"time": time_text(entry.time_ns), "time_ns": entry.time_ns, "who": entry.who, "what": entry.what}
+            click.echo(json.dumps(said))
+        else:
+            click.echo(f"{time_text(entry.time_ns)}  {printable(entry.who)}  {printable(entry.what)}")
+    if not entries:
+        click.echo(f"nothing to show: no operator has changed anything in the log of {settings.name}", err=True)
+
+
 @log.command()
 @name_argument
 @json_option
@@ -62,7 +98,7 @@ def verify(registry: Registry, name: str, as_json: bool) -> None:
     The exit status is 0 for a sound log, 1 for a damaged one.
     """
     settings = registry.load(name)
-    _require_log(settings)
+    require_log(settings)
     from coordinator.log import verify_log
 
     verification = verify_log(settings.log, name)
@@ -105,7 +141,7 @@ def export(registry: Registry, name: str, file: Path) -> None:
     An instance that runs goes on; with 'immortal checkpoint NAME' before, the file ends with a state to compare with.
     """
     settings = registry.load(name)
-    _require_log(settings)
+    require_log(settings)
     from coordinator.log import open_reader
     from coordinator.replay.recorded import RecordedLog
 
@@ -172,12 +208,5 @@ def _log_folder(registry: Registry, name_or_folder: str) -> Path:
         if len(folder.parts) > 1 or folder.is_dir():
             raise RegistryError(f"there is no log in {name_or_folder}: an instance, or a log's folder, was expected")
     settings = registry.load(name_or_folder)
-    _require_log(settings)
+    require_log(settings)
     return settings.log
-
-
-def _require_log(settings: InstanceSettings) -> None:
-    from coordinator.log import log_exists
-
-    if not log_exists(settings.log):
-        raise RegistryError(f"{settings.name!r} has not been started yet: there is no log in {settings.log}")

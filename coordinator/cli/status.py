@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from coordinator import control, upgrade_mark
-from coordinator.cli.common import echo_json, instance_name, json_option, pass_registry
+from coordinator.cli.common import echo_json, instance_name, json_option, pass_registry, printable
 from coordinator.config import InstanceSettings
 from coordinator.registry import Registry
 from protocol.errors import ImmortalError
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from coordinator.core.interfaces import LogSummary
 
 NOT_STARTED = "not started yet"
 STOPPED = "stopped"
@@ -119,6 +124,18 @@ def _stopped_status(settings: InstanceSettings) -> dict[str, Any]:
             row["outputs"].setdefault(named(to), {})["position_at_checkpoint"] = mark.position
     if problems:
         row["problems"] = problems
+    return row | _failures(summary)
+
+
+def _failures(summary: LogSummary) -> dict[str, Any]:
+    """What a live coordinator says of messages that failed, as far as the log has it."""
+    row: dict[str, Any] = {}
+    if summary.verdicts:
+        row["verdicts"] = dict(Counter(one.kind.name.lower() for one in summary.verdicts))
+    if summary.letters:
+        row["letters"] = {"count": len(summary.letters), "bytes": sum(summary.letters.values())}
+    if summary.suspect.runs_count:
+        row["suspect"] = dataclasses.asdict(summary.suspect)
     return row
 
 
@@ -197,10 +214,43 @@ def _problems(row: dict[str, Any]) -> list[str]:
     if row.get("upgrade_problem"):
         failed = f"the upgrade to version {row['upgrade_to']} failed: {row['upgrade_problem']}"
         problems.append(f"{row['name']}: {failed} ('immortal upgrade {row['name']} --cancel' forgets it)")
+    problems += [f"{row['name']}: {said}" for said in _failed(row)]
     problems += [
         f"{row['name']} to {to}: {one['error']}" for to, one in row.get("outputs", {}).items() if one.get("error")
     ]
     return problems + ([f"{row['name']}: {row['error']}"] if "error" in row else [])
+
+
+def _failed(row: dict[str, Any]) -> Iterator[str]:
+    """What the app has been handling for long, what may have ended it, and how many calls failed."""
+    handling, suspect = row.get("handling"), row.get("suspect")
+    letters, verdicts = row.get("letters") or {}, row.get("verdicts") or {}
+    if handling:
+        caller = handling.get("caller")
+        by = "" if caller is None else f", called by {printable(caller) or 'itself'}"
+        what = printable(handling.get("method") or "a message")
+        yield f"handling {what} for {handling.get('for_s', 0):.0f} s, record {handling.get('record')}{by}"
+    if suspect and suspect.get("runs_count"):
+        yield f"its app has ended without a word {_times(suspect['runs_count'])}{_place(suspect)}"
+    failed = {kind: count for kind, count in verdicts.items() if isinstance(count, int) and count}
+    if failed:
+        yield f"calls that failed: {', '.join(f'{count} {printable(kind)}' for kind, count in failed.items())}"
+    if letters.get("count"):
+        size, dropped = _size(letters.get("bytes", 0)), letters.get("dropped")
+        more = f"; dropped for lack of room: {dropped}" if dropped else ""
+        many = "" if letters["count"] == 1 else "s"
+        yield f"{letters['count']} dead letter{many}, {size}{more} ('immortal dead-letters {row['name']}' shows them)"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times in a row"
+
+
+def _place(suspect: dict[str, Any]) -> str:
+    if suspect.get("sequence_id", -1) < 0:
+        return f", at a record up to {suspect['last_sequence_id']}" if suspect.get("last_sequence_id", -1) >= 0 else ""
+    index = suspect.get("message_index", -1)
+    return f", at record {suspect['sequence_id']}" + ("" if index < 0 else f", message {index}")
 
 
 def _number(value: object) -> str:

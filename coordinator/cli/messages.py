@@ -1,0 +1,112 @@
+"""One logged message in words: its method and arguments, by the class that handles it where that is known."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from typing import Any
+
+import msgspec
+
+from appsdk.definition import Definition
+from appsdk.proxy import definition_of
+from appsdk.runner import load_or_say
+from coordinator.cli.common import FailedError
+from pipeline.arguments import ArgumentDecoder
+from protocol.errors import ImmortalError
+from protocol.messages import IncomingRpc, MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_message
+
+BYTES_SHOWN_MAX = 64  # of what can't be decoded
+
+
+def decoder_for(given: str | None, registered: str | None) -> ArgumentDecoder | None:
+    """By the class that was ``given`` (--app), or the one in the settings; None where there is none to be had.
+
+    Raises FailedError for a ``given`` one that can't be used. What the module prints as it is imported goes to stderr.
+    """
+    app = given or registered
+    if app is None:
+        return None
+    with contextlib.redirect_stdout(sys.stderr):
+        cls = load_or_say(app)
+        if cls is not None:
+            try:
+                definition: Definition = definition_of(cls)
+                definition.resolve(names_may_be_missing=False)
+                return ArgumentDecoder(definition)
+            except ImmortalError as error:
+                print(f"{app}: {error}", file=sys.stderr)
+    if given is not None:
+        raise FailedError(f"{given} can't be used to decode arguments: see above")
+    return None
+
+
+def rpc_of(message: bytes) -> IncomingRpc | None:
+    """None for what is no RPC, or none that can be read."""
+    try:
+        message_type, start, end = decode_message(message)
+        return decode_incoming_rpc(message, start, end) if message_type == MessageType.RPC else None
+    except ImmortalError:
+        return None
+
+
+def waiting_caller(rpc: IncomingRpc) -> tuple[str, int] | None:
+    """Who waits for the answer of a call, and its number there; None where nobody does, or nobody can tell."""
+    if (rpc.kind, rpc.rpc_type) != (RpcKind.CALL, RpcType.ASYNC):
+        return None
+    match _values(rpc):
+        case [str(caller), int(number), *_]:
+            return caller, number
+    return None
+
+
+def describe_message(message: bytes, decoder: ArgumentDecoder | None) -> dict[str, Any]:
+    """Plain JSON values: "method" (None: unknown), "type", and "arguments", or "bytes" with the "problem".
+
+    "arguments" are an object by parameter name, or where no class is known an array. "$caller" and "$call" tell who
+    waits for the answer, and its number.
+    """
+    if not message:
+        return {"method": None, "problem": "the message is not kept: it is too large"}
+    rpc = rpc_of(message)
+    if rpc is None:
+        return {"method": None, "problem": "it is no call that can be read", "bytes": _hex(message)}
+    described: dict[str, Any] = {"method": None, "type": _type(rpc)}
+    problem = None
+    if decoder is not None:
+        decoded = decoder.decode(rpc.kind, rpc.rpc_type, rpc.method_id, rpc.arguments)
+        described["method"], problem = decoded.method, decoded.problem
+        if decoded.arguments_json is not None:
+            named = json.loads(decoded.arguments_json)
+            front = {name: named.pop(name) for name in ("$caller", "$call") if name in named}
+            return {**described, **front, "arguments": named}
+    described |= {} if problem is None else {"problem": problem}
+    return {**described, **_by_position(rpc)}
+
+
+def _type(rpc: IncomingRpc) -> str:
+    return RpcType(rpc.rpc_type).name.lower() if rpc.kind == RpcKind.CALL else RpcKind(rpc.kind).name.lower()
+
+
+def _by_position(rpc: IncomingRpc) -> dict[str, Any]:
+    caller = waiting_caller(rpc)
+    values = _values(rpc)
+    front = {} if caller is None else {"$caller": caller[0], "$call": caller[1]}
+    try:
+        arguments = json.loads(msgspec.json.encode(values[len(front) :])) if values is not None else None
+    except (TypeError, ValueError, msgspec.MsgspecError, RecursionError):
+        arguments = None  # such as a map whose keys are arrays
+    return {**front, **({"bytes": _hex(rpc.arguments)} if arguments is None else {"arguments": arguments})}
+
+
+def _values(rpc: IncomingRpc) -> list[Any] | None:
+    """The arguments as MessagePack has them; None where they are no array of it."""
+    try:
+        return msgspec.msgpack.decode(rpc.arguments, type=list[Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _hex(data: bytes) -> str:
+    return data[:BYTES_SHOWN_MAX].hex(" ") + (" ..." if len(data) > BYTES_SHOWN_MAX else "")

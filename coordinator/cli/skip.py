@@ -1,0 +1,130 @@
+"""skip: an operator's verdict on a message that stops an app, whether the instance runs or not."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING
+
+import click
+
+from coordinator import control
+from coordinator.cli.common import (
+    FailedError,
+    message_id,
+    name_argument,
+    operator_name,
+    pass_registry,
+    printable,
+    require_log,
+)
+from coordinator.config import InstanceSettings
+from coordinator.registry import Registry
+
+if TYPE_CHECKING:
+    from coordinator.core.interfaces import LogStore, LogSummary
+    from protocol.verdicts import Verdict
+
+
+@click.command()
+@name_argument
+@click.argument("message", metavar="SEQ:INDEX", callback=message_id)
+@click.option("--reason", required=True, metavar="TEXT", help="Why: whoever waits for the answer is told, too.")
+@pass_registry
+def skip(registry: Registry, name: str, message: tuple[int, int], reason: str) -> None:
+    """Let NAME pass over one message of its log: the call fails, the state is as if it had never come.
+
+    SEQ:INDEX is its record, and which message of that record it is, from 0 ('immortal log show NAME'). Only a message
+    behind the last checkpoint can be skipped: what was before is in the state already.
+    """
+    from protocol.verdicts import TEXT_CHARACTERS_MAX
+
+    settings = registry.load(name)
+    require_log(settings)
+    if not reason.strip() or len(reason) > TEXT_CHARACTERS_MAX:
+        raise click.UsageError(
+            f"--reason has {len(reason)} characters: 1 to {TEXT_CHARACTERS_MAX} were expected, not all of them blank"
+        )
+    if not _skip_live(settings, *message, reason):
+        _skip_stopped(settings, *message, reason)
+    click.echo(f"{name}: message {message[1]} of record {message[0]} is skipped")
+
+
+def _skip_live(settings: InstanceSettings, sequence_id: int, index: int, reason: str) -> bool:
+    """Whether a running coordinator has done it."""
+    if control.running(settings.folder) is None:
+        return False
+    request = {"sequence_id": sequence_id, "message_index": index, "reason": reason, "who": operator_name()}
+    try:
+        answer = control.query(settings.folder, f"skip {json.dumps(request)}")
+    except control.NotRunningError:
+        return False  # it stopped just now
+    except control.RefusedError as error:
+        raise FailedError(printable(error.reason)) from None
+    if not answer.get("skipped"):
+        raise FailedError(printable(str(answer.get("error", f"the coordinator's answer is {answer}"))))
+    return True
+
+
+def _skip_stopped(settings: InstanceSettings, sequence_id: int, index: int, reason: str) -> None:
+    from coordinator.core.interfaces import AuditEntry, Transaction
+    from coordinator.log import open_log
+
+    store = open_log(settings.log, settings.name)
+    try:
+        verdict = _verdict(store, settings.name, sequence_id, index, reason)
+        entry = AuditEntry(time.time_ns(), operator_name(), f"skip {sequence_id}:{index}: {reason}")
+        store.commit(Transaction(verdicts=[verdict], audit=[entry]))
+    finally:
+        store.close()
+
+
+def _verdict(store: LogStore, name: str, sequence_id: int, index: int, reason: str) -> Verdict:
+    """Raises FailedError where that message can't be skipped."""
+    from coordinator.cli.messages import rpc_of, waiting_caller
+    from coordinator.replay.contents import batches, message_at, record_of
+    from protocol.messages import MessageType, RpcKind
+    from protocol.verdicts import LETTER_SIZE_BYTES_MAX, Verdict, VerdictKind
+
+    summary = store.summary()
+    _require_replayed(summary, name, sequence_id)
+    given = next((one for one in summary.verdicts if one.key == (sequence_id, index, 0, 0)), None)
+    if given is not None:
+        raise FailedError(f"message {index} of record {sequence_id} has a verdict already: {given.kind.name.lower()}")
+    content = record_of(store.read(sequence_id, 1)[0]).content
+    message = message_at(content, index)
+    if message is None:
+        raise FailedError(f"record {sequence_id} has no message {index}: they are counted from 0")
+    is_initial = any(batch.message_type == MessageType.INITIAL_MESSAGE for batch in batches(content))
+    rpc = None if is_initial else rpc_of(message)
+    if rpc is None:
+        what = "the initial message, without which there is no state" if is_initial else "no call"
+        raise FailedError(f"message {index} of record {sequence_id} is {what}: only calls can be skipped")
+    if rpc.kind != RpcKind.CALL:
+        raise FailedError(
+            f"message {index} of record {sequence_id} is the answer to a call: whoever waits for it would wait for ever"
+        )
+    caller = waiting_caller(rpc)
+    return Verdict(
+        sequence_id,
+        index,
+        VerdictKind.SKIPPED,
+        text=reason,
+        method=f"method {rpc.method_id}",
+        caller=None if caller is None else caller[0],
+        message=message if len(message) <= LETTER_SIZE_BYTES_MAX else b"",
+    )
+
+
+def _require_replayed(summary: LogSummary, name: str, sequence_id: int) -> None:
+    if not summary.checkpoints:
+        raise FailedError(f"{name!r} has no checkpoint yet: there is nothing that it could go on from")
+    newest = summary.checkpoints[-1]
+    first, last = newest.sequence_id + 1, summary.last_sequence_id
+    if first <= sequence_id <= last:
+        return
+    replayed = f"records {first} to {last}" if first <= last else "no record"
+    raise FailedError(
+        f"record {sequence_id} is none that {name!r} would handle again: behind its checkpoint {newest.checkpoint_id}"
+        f" there {'is' if first > last else 'are'} {replayed}"
+    )
