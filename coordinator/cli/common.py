@@ -103,6 +103,8 @@ def app_socket_option(function: Function) -> Function:
 
 def message_id(ctx: click.Context, parameter: click.Parameter, value: Any) -> Any:
     """A click callback: SEQ:INDEX, or some of them, as (record, message)."""
+    if value is None:
+        return None
     return tuple(_message_id(text) for text in value) if isinstance(value, tuple) else _message_id(value)
 
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from pipeline.arguments import ArgumentDecoder
     from protocol.verdicts import Verdict
 
+REQUEST_TIMEOUT_S = 60.0  # all of them may be many, and are answered once they are on disk
 WHY_SIZE_MAX = 100  # characters, in the table
 
 Values = dict[str, Any]
@@ -196,7 +197,9 @@ def _chosen(settings: InstanceSettings, ids: Sequence[MessageId], all_of_them: b
 
 def _ask(settings: InstanceSettings, verb: str, request: Values) -> Values:
     try:
-        answer = control.query(settings.folder, f"{verb} {json.dumps({**request, 'who': operator_name()})}")
+        answer = control.query(
+            settings.folder, f"{verb} {json.dumps({**request, 'who': operator_name()})}", REQUEST_TIMEOUT_S
+        )
     except control.NotRunningError:
         raise _not_running(settings) from None
     if "error" in answer:
