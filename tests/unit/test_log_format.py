@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from coordinator.core.errors import DamagedLogError, InvariantError
-from coordinator.core.interfaces import CheckpointHeader, OutputBatch, OutputMark, VersionStart
+from coordinator.core.interfaces import CheckpointHeader, OutputBatch, OutputMark, Suspect, VersionStart
 from coordinator.log import format as log_format
+from coordinator.log.verdicts import suspect_row, verdict_rows
 from protocol.checksum import crc64
+from protocol.verdicts import Cause, Verdict, VerdictKind
 
 
 def crc(data: bytes) -> bytes:
@@ -50,6 +52,27 @@ def test_a_sealed_value() -> None:
     ):
         with pytest.raises(DamagedLogError, match=f"table '{table.decode()}' is damaged at key"):
             log_format.unseal(table, key, changed, log_format.SOURCE)
+
+
+def test_verdicts_and_letters() -> None:
+    verdict = Verdict(258, 3, VerdictKind.REFUSED, text="no", cause=Cause.METHOD, message=b"m", trace="t")
+    key = bytes.fromhex("0000000000000102 0000000000000003 0000000000000000 0000000000000000")
+    front = bytes.fromhex("9c cd0102 03 01 a0") + b"\xa2no" + bytes.fromhex("01 00 00 a0 c0")
+    kept = front + b"\xc4\0\xa0"
+    letter = b"\x92\x05" + front + b"\xc4\1m\xa1t"
+    assert verdict_rows([verdict], 5) == {
+        ("verdicts", key): crc(b"verdicts\0" + key + kept) + kept,
+        ("letters", key): crc(b"letters\0" + key + letter) + letter,
+    }
+    waited_for = Verdict(258, 3, VerdictKind.KEPT, task=1, step=2, caller="shop")
+    assert [(table, row[16:].hex()) for table, row in verdict_rows([waited_for], 5)] == [
+        ("verdicts", "00000000000000010000000000000002")
+    ]
+
+
+def test_a_suspect() -> None:
+    payload = b"\x94\x07\xff\x02\x09"
+    assert suspect_row(Suspect(7, -1, 2, 9)) == {("meta", b"suspect"): crc(b"meta\0suspect" + payload) + payload}
 
 
 def test_a_sealed_value_of_another_type() -> None:
