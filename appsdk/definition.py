@@ -42,6 +42,7 @@ class Definition:
     on_error: OnError = "undo"
     handler_time_limit: timedelta | None = None  # a handler that takes longer ends the process
     upgrades: Definition | None = None  # the class that its upgrade() starts from; set by @upgrades
+    retries_refused: bool = False  # at its upgrade; set by @upgrades
     handlers: dict[str, Handler[Any, Any]] = field(default_factory=dict)
     by_method_id: dict[int, Handler[Any, Any]] = field(default_factory=dict)
     by_key: dict[str, Handler[Any, Any]] = field(default_factory=dict)  # overridden ones included

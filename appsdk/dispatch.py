@@ -547,6 +547,8 @@ class Dispatcher:
             if with_checkpoint:
                 guarded(self.definition, f"{self.definition.name}.checkpoint", self._checkpoint)
                 self._upgraded = True
+            else:
+                self._copy_again()
         except UpgradeError as error:
             self.outbox.send(encode_message(MessageType.UPGRADE_FAILED, error.reason.encode("utf-8", "replace")))
             raise
@@ -554,6 +556,8 @@ class Dispatcher:
     def _take_checkpoint(self) -> Iterator[Event]:
         if self._upgraded and not self._primary:
             self._checkpoint()
+            if self.definition.retries_refused and self._failures.can_fail:
+                self.outbox.send(encode_message(MessageType.RETRY_REFUSED))
             yield OutputReady()
             yield from self._become_primary()
         elif self.definition.checkpoint_mode == "fork" and self._primary and self._extended:

@@ -30,7 +30,7 @@ REASON_CHARACTERS_MAX = 1000
 USAGE = "@classmethod def upgrade(cls, old: {old}) -> {new}"
 
 
-def upgrades(old: type[Immortal]) -> Callable[[C], C]:
+def upgrades(old: type[Immortal], *, retry_refused: bool = False) -> Callable[[C], C]:
     """``@upgrades(CounterV1)``: the class can take over the state of ``CounterV1``, with its ``upgrade``::
 
         @upgrades(CounterV1)
@@ -40,7 +40,9 @@ def upgrades(old: type[Immortal]) -> Callable[[C], C]:
 
     ``upgrade`` gets the old object as it was after the last record and returns a new one. It is repeated by replays, so
     it takes time and randomness from ``old`` (``old.now()``), and like ``__init__`` it can't send calls. The class's
-    version is the old one's + 1, unless ``version=`` gives another (a lower one: the way back). Raises DefinitionError.
+    version is the old one's + 1, unless ``version=`` gives another (a lower one: the way back). With ``retry_refused``
+    the upgrade gives the app once more what was refused because its method or parameters were unknown, and nobody waits
+    for. Raises DefinitionError.
     """
     old_definition = definition_of(old)
 
@@ -56,6 +58,7 @@ def upgrades(old: type[Immortal]) -> Callable[[C], C]:
                 f"leave version= out (it is then {old_definition.version + 1}), or give another"
             )
         definition.upgrades = old_definition
+        definition.retries_refused = retry_refused
         setattr(cls, "upgrade", classmethod(function))  # noqa: B010 (a type checker knows no such attribute)
         return cls
 

@@ -40,7 +40,7 @@ ALL_EXTENSIONS = frozenset(
 )
 """Those of a coordinator and its app."""
 
-REPORTS = frozenset({MessageType.VERDICT, MessageType.HANDLING, MessageType.LEAVING})
+REPORTS = frozenset({MessageType.VERDICT, MessageType.HANDLING, MessageType.LEAVING, MessageType.RETRY_REFUSED})
 """What an app may say once it was sent Verdicts: no Hello asks for them."""
 
 TRACE_EXTENSIONS = frozenset({MessageType.ORIGINS, MessageType.HANDLER_FAILED})

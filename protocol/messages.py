@@ -55,6 +55,7 @@ class MessageType(IntEnum):
     HANDLING = 82
     CAREFUL = 83
     LEAVING = 84
+    RETRY_REFUSED = 85
 
 
 class RpcKind(IntEnum):

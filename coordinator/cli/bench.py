@@ -12,11 +12,13 @@ from rich.table import Table
 
 from coordinator.bench.call_workload import NUMBER_SIZE_BYTES
 from coordinator.bench.calls import run_call_benchmark
+from coordinator.bench.failing import measure_failing
 from coordinator.bench.fleet import measure_fleet
 from coordinator.bench.isolation import measure_isolation
 from coordinator.bench.one_way import OneWay, Results, run_benchmark
 from coordinator.bench.trim import TrimResult, measure_trimming
 from coordinator.cli.bench_calls import print_calls
+from coordinator.cli.bench_failing import print_failing
 from coordinator.cli.bench_fleet import print_fleet
 from coordinator.cli.bench_isolation import as_dict, print_isolation
 
@@ -58,6 +60,7 @@ def _outstanding(context: click.Context, parameter: click.Parameter, value: str)
     help="Run instead N instances that each call ten others: what they cost while idle.",
 )
 @click.option("--isolation", is_flag=True, help="Measure instead what a dead and a stalled peer cost eight others.")
+@click.option("--failing", is_flag=True, help="Measure instead what a call that fails costs.")
 @click.option("--calls", is_flag=True, help="Measure instead calls that wait for their answers, beside gRPC's.")
 @click.option(
     "--outstanding",
@@ -97,6 +100,7 @@ def bench(
     curve: bool,
     fleet_size: int | None,
     isolation: bool,
+    failing: bool,
     calls: bool,
     outstanding: list[int],
     size_bytes: int,
@@ -106,8 +110,8 @@ def bench(
 ) -> None:
     """One-way calls between two services with durable logs, next to what the disk alone does."""
     console = Console(stderr=True)
-    if calls and (trim or curve or isolation or fleet_size is not None):
-        raise click.UsageError("--calls, --trim, --curve, --fleet and --isolation each measure something else")
+    if sum((calls, trim, isolation, failing, fleet_size is not None)) > 1 or (curve and (calls or trim or failing)):
+        raise click.UsageError("--calls, --trim, --curve, --fleet, --failing, --isolation each measure something else")
     if calls:
         with console.status("starting") as status:
             called = run_call_benchmark(
@@ -119,6 +123,11 @@ def bench(
                 progress=status.update,
             )
         click.echo(json.dumps(asdict(called))) if as_json else print_calls(called)
+        return
+    if failing:
+        with console.status("starting") as status:
+            failed = measure_failing(folder=folder, progress=status.update)
+        click.echo(json.dumps([asdict(row) for row in failed])) if as_json else print_failing(failed)
         return
     if isolation:
         with console.status("starting") as status:

@@ -7,16 +7,25 @@ from typing import Any
 
 import pytest
 
-from appsdk import CalleeFailed, CallRefused, Immortal, impulse, initial, peer, rpc
+from appsdk import CalleeFailed, CallRefused, Immortal, impulse, initial, peer, rpc, upgrades
 from appsdk.dispatch import MessageFailed
 from appsdk.errors import DefinitionError, HandlerError, RecoveryNeeded
 from appsdk.failures import FAILED_IN_A_ROW_MAX
 from appsdk.handlers import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID
-from appsdk.testing.wire import answer, call, control, initial_record, logged
+from appsdk.testing.wire import answer, call, checkpoint_record, control, initial_record, logged
 from protocol.messages import MessageType, RpcKind, RpcType, encode_incoming_rpc
 from protocol.record import CONTROL_SEQUENCE_ID, encode_record
 from protocol.verdicts import Careful, Cause, VerdictKind, decode_handling, encode_careful
-from tests.helpers.sdk import COMMITTER_ID, TAKE, Life, first_start, first_start_with_verdicts, recover
+from tests.helpers.sdk import (
+    COMMITTER_ID,
+    TAKE,
+    Life,
+    first_start,
+    first_start_with_verdicts,
+    recover,
+    upgrade_record,
+    verdicts_record,
+)
 
 
 class Declared(Exception):  # noqa: N818
@@ -519,6 +528,43 @@ def test_what_is_said_is_on_its_way_before_the_handler_begins() -> None:
     while (event := life.dispatcher.next_event()) is not None:
         order.append(type(event).__name__)
     assert order[:3] == ["Flush", "Flush", "handled"]
+
+
+@upgrades(Shelf, retry_refused=True)
+class Shelf2(Immortal):
+    items: list[str]
+
+    @classmethod
+    def upgrade(cls, old: Shelf) -> Shelf2:
+        new = cls()
+        new.items = old.items
+        return new
+
+    @rpc(id=99)
+    def since(self, number: int) -> None:
+        if number < 0:
+            raise ValueError(number)
+        self.items.append(f"since {number}")
+
+
+def test_an_upgrade_asks_for_what_was_refused_once_it_is_confirmed() -> None:
+    first = first_start_with_verdicts(Shelf)
+    life = Life.of(Shelf2)
+    life.give(checkpoint_record(first.output.blobs[0]) + verdicts_record())
+    life.give(initial_record(first.output.initial_message) + logged(1, [call(1, "a"), call(99, 1)]))
+    life.give(upgrade_record(2) + TAKE)
+    assert life.sent_types[-3:] == [MessageType.CHECKPOINT, MessageType.CHECKPOINT, MessageType.RETRY_REFUSED]
+    life.give(logged(2, [call(99, 1), call(99, -1), call(99, 2)]))
+    assert life.dispatcher.instance.items == ["a", "since 1", "since 2"]
+
+
+def test_a_what_if_of_an_upgrade_undoes_too() -> None:
+    first = first_start_with_verdicts(Shelf)
+    life = Life.of(Shelf2)
+    life.give(checkpoint_record(first.output.blobs[0]) + verdicts_record())
+    life.give(upgrade_record(2, MessageType.UPGRADE_SERVICE) + initial_record(first.output.initial_message))
+    life.give(logged(1, [call(99, 1), call(99, -1), call(99, 2)]))
+    assert life.dispatcher.instance.items == ["since 1", "since 2"]
 
 
 # --- what the class says ----------------------------------------------------------------------------------------------
