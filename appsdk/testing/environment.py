@@ -115,9 +115,25 @@ class Environment:
         """Let so much time go by: each timer on the way goes off at its own time. Raises as :meth:`run`."""
         __tracebackhide__ = True
         duration = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds, milliseconds=milliseconds)
+        self._world.advance_to(self._moment_after("advance", duration))
+
+    def skip(
+        self, *, days: float = 0, hours: float = 0, minutes: float = 0, seconds: float = 0, milliseconds: float = 0
+    ) -> None:
+        """Let the clock jump, as for a machine that was asleep: timers that were due go off late, each schedule once.
+
+        It takes as long for a year as for a second. Raises as :meth:`run`.
+        """
+        __tracebackhide__ = True
+        duration = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds, milliseconds=milliseconds)
+        self._world.skip_to(self._moment_after("skip", duration))
+
+    def _moment_after(self, name: str, duration: timedelta) -> int:
+        """In ns since the Unix epoch. Raises UsageError."""
+        __tracebackhide__ = True
         if duration < timedelta():
-            raise UsageError(f"env.advance: {duration}: the clock goes on only")
-        self._world.advance_to(self._world.now_ns + duration // timedelta(microseconds=1) * 1000)
+            raise UsageError(f"env.{name}: {duration}: the clock goes on only")
+        return self._world.now_ns + duration // timedelta(microseconds=1) * 1000
 
     # --- the end -----------------------------------------------------------------------------------------------------
 

@@ -157,8 +157,7 @@ class Node:
             return
         app.receive(data)
         self.world.crashes.point(self)
-        self._handle(ev.AppSent(len(data)))
-        self._say()
+        self._handle(ev.AppSent(len(data)), *self._said())
         if app.error is not None and self.app is app:
             self.failure = app.error
             self._drop_app()
@@ -184,10 +183,15 @@ class Node:
         return True
 
     def _say(self) -> None:
-        if self.app is not None and self.app.output and not self._paused and not self._closing:
-            data = bytes(self.app.output)
-            self.app.output.clear()
-            self._handle(ev.AppData(data))
+        self._handle(*self._said())
+
+    def _said(self) -> list[ev.Event]:
+        """What the app has to say and may say now, taken out of it."""
+        if self.app is None or not self.app.output or self._paused or self._closing:
+            return []
+        data = bytes(self.app.output)
+        self.app.output.clear()
+        return [ev.AppData(data)]
 
     def _app_leaves(self) -> None:
         self._drop_app()

@@ -94,8 +94,10 @@ class World:
     def _advance_to(self, time_ns: int) -> None:
         self._settle()
         while (due_ns := self.next_due_ns()) is not None and due_ns <= time_ns:
-            self.now_ns = max(self.now_ns, due_ns)
-            self._settle()
+            self._skip_to(due_ns)
+        self._skip_to(time_ns)
+
+    def _skip_to(self, time_ns: int) -> None:
         self.now_ns = max(self.now_ns, time_ns)
         self._settle()
 
@@ -111,6 +113,12 @@ class World:
         """Let the clock go on, from timer to timer. Raises as :meth:`run`."""
         __tracebackhide__ = True
         self.do(lambda: self._advance_to(time_ns))
+
+    def skip_to(self, time_ns: int) -> None:
+        """Let the clock jump: what is due meanwhile is late. Raises as :meth:`run`."""
+        __tracebackhide__ = True
+        self.run()
+        self.do(lambda: self._skip_to(time_ns))
 
     def do(self, action: Callable[[], None]) -> None:
         """Raises as :meth:`run`."""

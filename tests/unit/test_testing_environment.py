@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
-from appsdk import Immortal, rpc, upgrades
+from appsdk import Immortal, every, rpc, upgrades
 from appsdk.errors import StateError, UsageError
 from appsdk.testing import Environment, Instance, NoAnswerError
 from appsdk.testing.world import RestlessError
+from coordinator.core.effects import Effect
+from coordinator.core.events import Event
+from coordinator.core.machine import Machine
 from tests.helpers.bank_apps import Bank, InsufficientFundsError, RichBank, Teller
 
 HOUR = timedelta(hours=1)
@@ -79,6 +83,58 @@ def test_the_clock_moves_by_the_test_and_by_calls_that_wait() -> None:
         assert env.now == start + 2 * HOUR
         env.advance(days=2)
         assert teller.state.ticks == [start + timedelta(days=1), start + timedelta(days=2)]
+
+
+class Ticking(Immortal):
+    seen: list[datetime]
+
+    def __init__(self) -> None:
+        self.seen = []
+
+    @every("5s")
+    def tick(self) -> None:
+        self.seen.append(self.now())
+
+    @rpc
+    async def wait(self, duration: timedelta) -> None:
+        await self.sleep(duration)
+
+
+def test_a_clock_that_jumps_makes_up_for_what_was_due_with_one_run() -> None:
+    with Environment() as env:
+        ticking = env.start(Ticking, "ticking")
+        env.advance(seconds=10)
+        pending = ticking.begin(Ticking.wait, timedelta(days=1))
+        began = env.now
+        env.skip(days=2, seconds=3)
+        assert (env.now, pending.done) == (began + timedelta(days=2, seconds=3), True)
+        env.advance(seconds=2)
+        seconds = [(moment - began).total_seconds() for moment in ticking.state.seen]
+        assert seconds == [-5, 0, 2 * 86_400 + 3, 2 * 86_400 + 5]
+
+
+def test_time_costs_turns_only_where_something_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = 0
+    handle = Machine.handle
+
+    def counted(machine: Machine, events: Sequence[Event], now_ns: int) -> list[Effect]:
+        nonlocal turns
+        turns += 1
+        return handle(machine, events, now_ns)
+
+    monkeypatch.setattr(Machine, "handle", counted)
+    with Environment() as env:
+        env.start(Bank, "bank")
+        waiting = env.start(Ticking, "ticking")
+        env.run()
+        turns = 0
+        env.advance(minutes=5)
+        assert (len(waiting.state.seen), turns) == (60, 60 * 5)  # two records for each run, and what each asks for
+    with Environment() as env:
+        env.start(Bank, "bank")
+        turns = 0
+        env.advance(days=365)
+        assert turns == 0
 
 
 def test_impulses_are_handled_in_order_when_the_environment_runs() -> None:
@@ -258,6 +314,8 @@ def test_wrong_uses_say_what_is_right() -> None:
             bank.recover()
         with pytest.raises(UsageError, match="the clock goes on only"):
             env.advance(hours=-1)
+        with pytest.raises(UsageError, match=r"env\.skip: -1 day, 23:00:00: the clock goes on only"):
+            env.skip(hours=-1)
         with pytest.raises(UsageError, match="time zone"):
             Environment(start=datetime(2030, 1, 1))
     with pytest.raises(UsageError, match="closed"):
