@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,19 +12,29 @@ from pipeline.jobs.sources import Fleet
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, Row, SparkSession
 
-MINUTES_MAX = 10_000
-"""At most so many rows of services and minutes: a week of one service, or eight hours of twenty."""
+BINS_MAX = 120
+"""The time of the logs is cut into at most so many parts, fewer where that would be too many rows ..."""
+
+BIN_ROWS_MAX = 10_000
+BINS_MIN = 20  # ... but as many as this
 
 METHODS_MAX = 1_000
 TALKERS_MAX = 1_000
 OUTSIDE = "outside"
-_MINUTE_NS = 60_000_000_000
+_SECOND_NS = 1_000_000_000
+_DAY_NS = 86_400 * _SECOND_NS
+_BIN_SIZES_NS: tuple[int, ...] = (
+    *(n * 10**digits for digits in range(6, 9) for n in (1, 2, 5)),  # from 1 ms
+    *(n * unit * _SECOND_NS for unit in (1, 60) for n in (1, 2, 5, 10, 20, 30)),
+    *(n * 3600 * _SECOND_NS for n in (1, 2, 3, 6, 12)),
+    *(n * _DAY_NS for n in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)),
+)
 _PERCENTILES = (0.5, 0.95, 0.99)
 _ACCURACY = 1_000  # of percentiles of sizes: off by a rank of one in so many
 _BUCKETS_PER_E = 100  # so a bucket of times is 1 % wide
 
-# What Spark's grouping_id() says: a bit for each of sender, method, minute_ns that is not part of the grouping.
-_BY_SERVICE, _BY_METHOD, _BY_MINUTE, _BY_TALKER = 0b01110, 0b01010, 0b01100, 0b00110
+# What Spark's grouping_id() says: a bit for each of sender, method, bin_ns that is not part of the grouping.
+_BY_SERVICE, _BY_METHOD, _BY_BIN, _BY_TALKER = 0b01110, 0b01010, 0b01100, 0b00110
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +71,11 @@ class MethodStats:
 
 
 @dataclass(frozen=True, slots=True)
-class MinuteStats:
+class BinStats:
+    """What a service did in one part of the time."""
+
     instance: str
-    minute_ns: int  # its beginning
+    start_ns: int
     figures: Figures
 
 
@@ -80,7 +92,8 @@ class TalkerStats:
 class Stats:
     services: list[ServiceStats]
     methods: list[MethodStats]  # most calls first
-    minutes: list[MinuteStats]
+    bin_ns: int  # how long the parts are that the time is cut into
+    bins: list[BinStats]  # in the order of time; without those in which a service did nothing
     talkers: list[TalkerStats]  # most bytes first
 
     def to_json(self) -> dict[str, Any]:
@@ -92,23 +105,33 @@ def stats(spark: SparkSession, fleet: Fleet, *, decode: str | None = None) -> St
 
     ``decode``: as the data source's option; gives methods their names.
     """
-    figures = _figures_of(_calls(spark, fleet, decode)).persist()
+    records = _records(spark, fleet)
+    times = [row[name] for row in records for name in ("first_ns", "last_ns") if row[name] is not None]
+    bin_ns = bin_size_ns(max(times) - min(times) if times else 0, len(records))
+    figures = _figures_of(_calls(spark, fleet, decode, bin_ns)).persist()
     try:
         services = {row["instance"]: row for row in _rows(figures, _BY_SERVICE, "instance")}
         methods = _rows(figures, _BY_METHOD, "-calls", "instance", "method", limit=METHODS_MAX)
-        minutes = _rows(figures, _BY_MINUTE, "minute_ns", "instance", limit=MINUTES_MAX)
+        bins = _rows(figures, _BY_BIN, "bin_ns", "instance")
         talkers = _rows(figures, _BY_TALKER, "-size_bytes", "sender", "instance", limit=TALKERS_MAX)
     finally:
         figures.unpersist()
     return Stats(
-        _services(spark, fleet, services),
+        _services(records, services),
         [MethodStats(row["instance"], row["method"], _to_figures(row)) for row in methods],
-        [MinuteStats(row["instance"], row["minute_ns"], _to_figures(row)) for row in minutes],
+        bin_ns,
+        [BinStats(row["instance"], row["bin_ns"], _to_figures(row)) for row in bins],
         [TalkerStats(row["sender"], row["instance"], _to_figures(row)) for row in talkers],
     )
 
 
-def _calls(spark: SparkSession, fleet: Fleet, decode: str | None) -> DataFrame:
+def bin_size_ns(span_ns: int, services_count: int) -> int:
+    """The smallest size for the parts of a time that gives not too many of them."""
+    bins_max = max(BINS_MIN, min(BINS_MAX, BIN_ROWS_MAX // max(1, services_count)))
+    return next((size_ns for size_ns in _BIN_SIZES_NS if span_ns <= size_ns * bins_max), _BIN_SIZES_NS[-1])
+
+
+def _calls(spark: SparkSession, fleet: Fleet, decode: str | None, bin_ns: int) -> DataFrame:
     """What is counted, one row for each call. Times under way fall into buckets that are 1 % wide."""
     from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
 
@@ -122,7 +145,7 @@ def _calls(spark: SparkSession, fleet: Fleet, decode: str | None) -> DataFrame:
             "instance",
             F.when(F.col("kind").isin("impulse", "client"), F.lit(OUTSIDE)).otherwise(F.col("source")).alias("sender"),
             F.coalesce("method", F.concat(F.lit("method "), F.col("method_id").cast("string"))).alias("method"),
-            (F.col("time_ns") - F.col("time_ns") % _MINUTE_NS).alias("minute_ns"),
+            (F.col("time_ns") - F.col("time_ns") % bin_ns).alias("bin_ns"),
             (F.signum(latency_ns) * F.floor(F.log1p(F.abs(latency_ns)) * _BUCKETS_PER_E)).cast("int").alias("bucket"),
             "time_ns",
             F.length("arguments").cast("long").alias("size_bytes"),
@@ -135,9 +158,9 @@ def _figures_of(calls: DataFrame) -> DataFrame:
     """All groupings in one pass: rows of figures, with the number of the grouping in the column "by"."""
     from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
 
-    keys = [F.col(name) for name in ("instance", "sender", "method", "minute_ns", "bucket")]
-    instance, sender, method, minute_ns, bucket = keys
-    sets = [[instance, bucket], [instance, method, bucket], [instance, minute_ns, bucket], [instance, sender, bucket]]
+    keys = [F.col(name) for name in ("instance", "sender", "method", "bin_ns", "bucket")]
+    instance, sender, method, bin_ns, bucket = keys
+    sets = [[instance, bucket], [instance, method, bucket], [instance, bin_ns, bucket], [instance, sender, bucket]]
     by_bucket = calls.groupingSets(sets, *keys).agg(
         F.grouping_id().alias("by"),
         F.count(F.lit(1)).alias("calls"),
@@ -146,7 +169,7 @@ def _figures_of(calls: DataFrame) -> DataFrame:
         F.min("time_ns").alias("first_ns"),
         F.max("time_ns").alias("last_ns"),
     )
-    return by_bucket.groupBy("by", "instance", "sender", "method", "minute_ns").agg(
+    return by_bucket.groupBy("by", "instance", "sender", "method", "bin_ns").agg(
         F.sum("calls").alias("calls"),
         F.sum("size_bytes").alias("size_bytes"),
         F.percentile("bucket", list(_PERCENTILES), F.col("calls")).alias("percentiles"),
@@ -164,11 +187,13 @@ def _rows(figures: DataFrame, by: int, *order: str, limit: int | None = None) ->
     return (wanted if limit is None else wanted.limit(limit)).collect()
 
 
-def _services(spark: SparkSession, fleet: Fleet, calls_by_service: Mapping[str, Row]) -> list[ServiceStats]:
+def _records(spark: SparkSession, fleet: Fleet) -> list[Row]:
+    """One row for each service: how many records there are, how large, and from when."""
     from pyspark.sql import functions as F  # noqa: N812 (as everywhere)
 
     records = fleet.table(spark, "records", ["instance", "message_count", "size_bytes", "time_ns", "ok"])
-    rows = (
+    sound_ns = F.when(F.col("ok"), F.col("time_ns"))
+    return (
         records.groupBy("instance")
         .agg(
             F.count_if("ok").alias("records"),
@@ -176,12 +201,17 @@ def _services(spark: SparkSession, fleet: Fleet, calls_by_service: Mapping[str, 
             F.sum("size_bytes").alias("size_bytes"),
             F.percentile_approx("message_count", [0.5, 0.99], _ACCURACY).alias("percentiles"),
             F.max("message_count").alias("most"),
+            F.min(sound_ns).alias("first_ns"),
+            F.max(sound_ns).alias("last_ns"),
         )
         .orderBy("instance")
         .collect()
     )
+
+
+def _services(records: Iterable[Row], calls_by_service: Mapping[str, Row]) -> list[ServiceStats]:
     found = []
-    for row in rows:
+    for row in records:
         calls = calls_by_service.get(row["instance"])
         median, high = row["percentiles"] or (0, 0)
         found.append(

@@ -18,6 +18,8 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums } td, th {
 th { border-bottom: 1px solid #999 } td:first-child, th:first-child, td.name { text-align: left }
 svg { max-width: 100%; height: auto }
 """
+_SIZES = {"MB": 1_000_000, "kB": 1_000, "bytes": 1}
+_DURATIONS_MS = {"d": 86_400_000, "h": 3_600_000, "min": 60_000, "s": 1_000, "ms": 1}
 _FIGURES = ("calls", "bytes", "median ms", "95 % ms", "99 % ms", "longest ms")
 
 
@@ -48,25 +50,35 @@ def time_text(time_ns: int) -> str:
     return f"{datetime.fromtimestamp(time_ns // 1_000_000_000, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
+def duration_text(duration_ns: int) -> str:
+    """
+    >>> duration_text(30 * 60 * 10**9)
+    '30 min'
+    """
+    duration_ms = duration_ns // 1_000_000
+    unit, unit_ms = next((unit, unit_ms) for unit, unit_ms in _DURATIONS_MS.items() if duration_ms % unit_ms == 0)
+    return f"{duration_ms // unit_ms} {unit}"
+
+
 def _calls_over_time(stats: Stats, busiest: Sequence[str]) -> str:
     series: dict[str, dict[int, float]] = {name: {} for name in busiest[:SERIES_MAX]}
     others: dict[int, float] = defaultdict(float)
-    for minute in stats.minutes:
-        if minute.instance in series:
-            series[minute.instance][minute.minute_ns] = minute.figures.calls
+    for part in stats.bins:
+        if part.instance in series:
+            series[part.instance][part.start_ns] = part.figures.calls
         else:
-            others[minute.minute_ns] += minute.figures.calls
+            others[part.start_ns] += part.figures.calls
     if others:
         series["all others"] = others
-    return over_time("executed calls", "calls per minute", series, stacked=True)
+    return over_time("executed calls", f"calls in {duration_text(stats.bin_ns)}", series, stats.bin_ns, stacked=True)
 
 
 def _latency_over_time(stats: Stats, busiest: Sequence[str]) -> str:
     series: dict[str, dict[int, float]] = {name: {} for name in busiest[:SERIES_MAX]}
-    for minute in stats.minutes:
-        if minute.instance in series:
-            series[minute.instance][minute.minute_ns] = minute.figures.p99_ms
-    return over_time("99 % are faster than this; the busiest services", "ms", series)
+    for part in stats.bins:
+        if part.instance in series:
+            series[part.instance][part.start_ns] = part.figures.p99_ms
+    return over_time("99 % are faster than this; the busiest services", "ms", series, stats.bin_ns)
 
 
 def _services(stats: Stats) -> str:
@@ -96,11 +108,13 @@ def _methods(stats: Stats) -> str:
 
 
 def _talkers(stats: Stats, busiest: Sequence[str]) -> str:
-    values = {(talker.sender, talker.receiver): talker.figures.size_bytes / 1e6 for talker in stats.talkers}
+    most_bytes = max((talker.figures.size_bytes for talker in stats.talkers), default=0)
+    unit, unit_bytes = next((unit, size) for unit, size in _SIZES.items() if most_bytes >= size or size == 1)
+    values = {(talker.sender, talker.receiver): talker.figures.size_bytes / unit_bytes for talker in stats.talkers}
     names = sorted({name for pair in values for name in pair}, key=lambda name: (name not in busiest, name))
     receivers = [name for name in names if name in busiest]
     rows = ((talker.sender, talker.receiver, *_cells(talker.figures)) for talker in stats.talkers)
-    chart = matrix("MB of arguments: from (row) to (column)", names, receivers, values)
+    chart = matrix(f"{unit} of arguments: from (row) to (column)", names, receivers, values)
     return chart + _table(("from", "to", *_FIGURES), rows)
 
 

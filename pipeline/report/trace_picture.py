@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from pipeline.jobs.trace import Node, Trace
-from pipeline.report.charts import STYLE, svg_of
+from pipeline.report.charts import styled, svg_of
 
 LABELS_MAX = 60
 """With more nodes the picture shows the shape only: text would cover it."""
 
 
+@styled
 def trace_svg(trace: Trace) -> str:
     """Arrows lead from a cause to its effect: full where the cause is exact, dotted where it is one of several."""
     lanes = {name: index for index, name in enumerate(_lanes(trace.nodes))}
     start_ns = trace.nodes[0].time_ns
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(10.0, max(2.0, 0.55 * len(lanes) + 1.2)), layout="constrained")
-        axes = figure.add_subplot()
+    figure = Figure(figsize=(10.0, max(2.0, 0.55 * len(lanes) + 1.2)), layout="constrained")
+    axes = figure.add_subplot()
     axes.set_yticks(range(len(lanes)), list(lanes))
     axes.set_ylim(len(lanes) - 0.4, -0.6)
     axes.set_xlabel("ms after the first record")

@@ -319,7 +319,9 @@ def test_statistics_are_what_a_plain_count_gives(plan: Plan, logs: Path, tmp_pat
     for method in found["methods"]:
         by_method[method["instance"]] += method["figures"]["calls"]
     assert by_method == calls
-    assert sum(minute["figures"]["calls"] for minute in found["minutes"]) == sum(calls.values())
+    assert sum(part["figures"]["calls"] for part in found["bins"]) == sum(calls.values())
+    moments = [record.time_ns for records in plan.records.values() for record in records]
+    assert found["bin_ns"] * 20 < max(moments) - min(moments) <= found["bin_ns"] * 120
     page = (tmp_path / "page.html").read_text()
     assert page.count("<svg") == 5
     assert all(name in page for name in plan.names)

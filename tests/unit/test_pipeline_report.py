@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -11,11 +12,14 @@ import pytest
 from pipeline.jobs.export import ExportReport, InstanceExport
 from pipeline.jobs.log_audit import LogReport
 from pipeline.jobs.reports import AuditReport, StreamReport, Violation
-from pipeline.jobs.stats import Figures, MethodStats, MinuteStats, ServiceStats, Stats, TalkerStats
+from pipeline.jobs.stats import BinStats, Figures, MethodStats, ServiceStats, Stats, TalkerStats, bin_size_ns
+from pipeline.jobs.trace import Node, Trace
 from pipeline.jobs.verify import Problem, VerifyReport
 from pipeline.jobs.what_if import InstanceResult, summarize
-from pipeline.report.stats_page import stats_page
+from pipeline.report.charts import bars, matrix, over_time
+from pipeline.report.stats_page import duration_text, stats_page
 from pipeline.report.text import audit_lines, export_lines, stats_lines, table, verify_lines, what_if_lines
+from pipeline.report.trace_picture import trace_svg
 
 NAMES = ["<script>alert(1)</script>", "b&b", *(f"service-{number:02}" for number in range(30))]
 MINUTE_NS = 60 * 10**9
@@ -33,11 +37,9 @@ def stats() -> Stats:
         for number, name in enumerate(NAMES)
     ]
     methods = [MethodStats(name, f"method {number}", figures(9)) for number, name in enumerate(NAMES * 8)]
-    minutes = [
-        MinuteStats(name, START_NS + minute * MINUTE_NS, figures(minute + 1)) for minute in range(5) for name in NAMES
-    ]
+    bins = [BinStats(name, START_NS + minute * MINUTE_NS, figures(minute + 1)) for minute in range(5) for name in NAMES]
     talkers = [TalkerStats(sender, receiver, figures(7)) for sender in ["outside", *NAMES] for receiver in NAMES[:5]]
-    return Stats(services, methods, minutes, talkers)
+    return Stats(services, methods, MINUTE_NS, bins, talkers)
 
 
 class _Page(HTMLParser):
@@ -78,9 +80,56 @@ def test_the_page_needs_nothing_from_elsewhere_and_takes_no_name_for_html(stats:
 
 def test_the_page_of_a_fleet_that_did_nothing() -> None:
     page = _Page()
-    page.feed(stats_page(Stats([], [], [], [])))
+    page.feed(stats_page(Stats([], [], 10**6, [], [])))
     assert page.open == []
     assert "nothing logged" in "".join(page.text)
+
+
+def labels(chart: str) -> list[str]:
+    """The texts of a chart."""
+    return [html.unescape(text) for text in re.findall(r"<text[^>]*>(.*?)</text>", chart)]
+
+
+@pytest.mark.parametrize(("bin_ns", "bins_count"), [(10**6, 1), (50 * 10**6, 100), (86_400 * 10**9, 3)])
+@pytest.mark.parametrize("stacked", [True, False])
+def test_a_chart_is_as_long_as_what_it_shows(bin_ns: int, bins_count: int, stacked: bool) -> None:
+    points = {START_NS + number * bin_ns: 5.0 for number in range(bins_count)}
+    found = labels(over_time("calls", "calls", {"shop": points}, bin_ns, stacked=stacked))
+    years = {text[:4] for text in found if re.match(r"20\d\d", text)}
+    assert years == {"2026"}, found
+
+
+def test_names_stand_in_charts_as_they_are() -> None:
+    names = ["_hidden", "__", "a$b$c", "$", r"x$\frac$", "plain"]
+    series = {name: {START_NS: 1.0} for name in names}
+    for stacked in (True, False):
+        assert set(names) <= {*labels(over_time("t", "u", series, MINUTE_NS, stacked=stacked))}
+    assert set(names) <= {*labels(bars("t", "u", [(name, 1.0) for name in names]))}
+    assert set(names) <= {*labels(matrix("t", names, names, {}))}
+    nodes = [
+        Node(number, None, 0, name, number, "outside", 1, 1, START_NS, START_NS, 1, (f"_{name}$x$",))
+        for number, name in enumerate(names)
+    ]
+    assert {*names, *(f"{number} _{name}$x$" for number, name in enumerate(names))} <= {
+        *labels(trace_svg(Trace(nodes, False, 0, 1)))
+    }
+
+
+@pytest.mark.parametrize("services_count", [1, 30, 10_000])
+def test_time_is_cut_as_it_is_long(services_count: int) -> None:
+    spans_ns = [span_s * 10**9 for span_s in (1, 4, 60, 1000, 86_400, 400 * 86_400)]
+    for span_ns in spans_ns:
+        bins = span_ns / bin_size_ns(span_ns, services_count)
+        most = min(120, max(20, 10_000 // services_count))
+        assert most / 3 <= bins <= most
+    assert bin_size_ns(0, services_count) == 10**6
+    assert bin_size_ns((1 << 63) - 1, services_count) <= 1000 * 86_400 * 10**9
+
+
+def test_the_page_says_how_its_time_is_cut(stats: Stats) -> None:
+    assert "calls in 1 min" in labels(stats_page(stats))
+    sizes_ns = (10**6, 500 * 10**6, 2 * 10**9, 30 * MINUTE_NS, 3 * 60 * MINUTE_NS, 86_400 * 10**9)
+    assert [*map(duration_text, sizes_ns)] == ["1 ms", "500 ms", "2 s", "30 min", "3 h", "1 d"]
 
 
 def test_statistics_as_lines(stats: Stats) -> None:
