@@ -16,7 +16,7 @@ from datetime import timedelta
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
-from appsdk.errors import DefinitionError
+from appsdk.errors import DefinitionError, UsageError
 from appsdk.failures import OnError, checked_on_error
 from appsdk.schedules import Cron, Period, Schedule
 
@@ -54,7 +54,8 @@ class BoundHandler(Generic[P, R]):
     """A handler of this very instance: ``self.count(...)`` calls it, ``self.count.fork(...)`` sends it to oneself.
 
     ``fork`` sends the call and goes on: it is executed once, in the order of the calls, whatever crashes. It raises
-    TypeError for arguments that the handler does not take, UsageError outside handlers.
+    TypeError for arguments that the handler does not take, UsageError outside handlers. (``step`` is for async
+    handlers: there this is an :class:`appsdk.task_self.TaskHandler`.)
     """
 
     __slots__ = ("_call", "fork")
@@ -67,6 +68,10 @@ class BoundHandler(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self._call(*args, **kwargs)
+
+    def step(self, *args: P.args, **kwargs: P.kwargs) -> Awaitable[R]:
+        """``await self.count.step(...)``: ``await self.count(...)`` with a type. Raises UsageError."""
+        raise UsageError("self.<handler>.step(...): only an 'async def' handler awaits it: call self.<handler>(...)")
 
 
 if TYPE_CHECKING:
@@ -147,15 +152,19 @@ class Handler(property, Generic[P, R]):
 
 if TYPE_CHECKING:
 
+    class BoundAsyncHandler(Generic[P, R]):
+        """A BoundHandler of an ``async def``, to a type checker."""
+
+        def fork(self, *args: P.args, **kwargs: P.kwargs) -> None: ...
+        def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Coroutine[object, None, R]: ...
+
     class AsyncHandler(Handler[P, Coroutine[Any, Any, R]]):
         """A Handler of an ``async def``, to a type checker."""
 
         @overload  # type: ignore[override]
         def __get__(self, instance: None, owner: type, /) -> RemoteHandler[P, R]: ...
         @overload
-        def __get__(
-            self, instance: object, owner: type | None = None, /
-        ) -> BoundHandler[P, Coroutine[Any, Any, R]]: ...
+        def __get__(self, instance: object, owner: type | None = None, /) -> BoundAsyncHandler[P, R]: ...
         def __get__(self, instance: object, owner: type | None = None, /) -> Any: ...
 
 

@@ -1,6 +1,7 @@
 """For mypy: in an ``async def`` handler a call of one's own ``def`` handler is something to await.
 
-Its type can't say so by itself, as in a ``def`` handler the same call returns at once. In mypy's settings:
+Its type can't say so by itself, as in a ``def`` handler the same call returns at once (that of ``self.<handler>.step``
+can: it is for async handlers alone). In mypy's settings:
 ``plugins = ["appsdk.mypy_plugin"]``. Nothing else imports this module.
 """
 
@@ -10,7 +11,7 @@ from collections.abc import Callable
 
 from mypy.nodes import CallExpr, FuncDef, MemberExpr, NameExpr
 from mypy.plugin import MethodContext, Plugin
-from mypy.types import Instance, Type, get_proper_type
+from mypy.types import Type, get_proper_type
 
 _CALL = "appsdk.handlers.BoundHandler.__call__"
 
@@ -22,8 +23,6 @@ class _AppPlugin(Plugin):
 
 def _awaitable(context: MethodContext) -> Type:
     returned = get_proper_type(context.default_return_type)
-    if isinstance(returned, Instance) and returned.type.fullname == "typing.Coroutine":
-        return returned  # an async handler's
     return context.api.named_generic_type("typing.Awaitable", [returned]) if _is_step(context) else returned
 
 

@@ -204,6 +204,8 @@ class TaskHandler:
         _ = target.codec.decode_result  # raises here, where the call is made
         return Call(task, target, bound) if target.is_call else Step(task, target, bound)
 
+    step = __call__
+
     def fork(self, *arguments: Any, **keywords: Any) -> None:
         if not self._task.is_silent:
             self._task.tasks.fork(self._target.destination, self._target.handler)(*arguments, **keywords)

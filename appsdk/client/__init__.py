@@ -69,7 +69,11 @@ class Connector(Generic[S, A]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(self._client, Client):
-            self._client.close()
+            try:
+                if kind is None:
+                    self._client.settle(self._timeout_s)
+            finally:
+                self._client.close()
 
     async def __aenter__(self) -> A:
         self._client = client = AsyncClient(self._finder, self._client_id)
@@ -80,7 +84,11 @@ class Connector(Generic[S, A]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(self._client, AsyncClient):
-            await self._client.close()
+            try:
+                if kind is None:
+                    await self._client.settle(self._timeout_s)
+            finally:
+                await self._client.close()
 
 
 @overload
@@ -126,7 +134,9 @@ def connect(
     """Call the instance called ``name``: ``connect("counter")``, or with its class ``connect(Counter, "counter")``.
 
     ``with`` gives a proxy whose methods return what the handlers return, for any threads; ``async with`` one whose
-    methods are awaited. With the class, arguments, results and exceptions have its types.
+    methods are awaited. With the class, arguments, results and exceptions have its types. ``counter.add.fork(1)``
+    does not wait: leaving the block waits for the replies, ``timeout`` seconds at most, and raises ClientError for what
+    was not done.
 
     ``timeout``: for each call, in seconds; None: for ever. ``client_id``: a name for this client; its requests are
     numbered from 1 each time, so that a script that is run again gets the replies of what it has done. ``endpoints``:

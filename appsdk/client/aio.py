@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from typing import Any
 
 from appsdk.client.connection import Connection
 from appsdk.client.errors import CallTimeout, ClientClosed, ClientError
+from appsdk.client.forks import Forks
 from appsdk.client.lane import Call
 from appsdk.client.places import Finder
 from appsdk.client.results import Method
@@ -22,6 +24,8 @@ class AsyncClient:
         self._loop = asyncio.get_running_loop()
         self._connection = Connection(finder.name, client_id, time.monotonic())
         self._transport = Transport(self._connection, finder)
+        self._forks_done = asyncio.Event()
+        self._forks = Forks(finder.name, self._forks_done)
         self._closed = False
         self._descriptor = self._transport.fileno()
         self._loop.add_reader(self._descriptor, self._process)
@@ -40,13 +44,26 @@ class AsyncClient:
 
     async def call(self, method: Method, arguments: bytes, timeout_s: float | None, key: str | None) -> Any:
         """What the method returned. Raises what it raised, and ClientError."""
-        if self._closed:
-            raise ClientClosed(f"the client of {self._connection.instance!r} is closed")
         replied: asyncio.Future[None] = self._loop.create_future()
         call = Call(method.method, arguments, lambda call: _end(replied))
+        self._submit(call, key)
+        return await self._wait(method, call, replied, timeout_s)
+
+    def fork(self, method: Method, arguments: bytes, key: str | None) -> None:
+        """The call is on its way. Raises ClientClosed."""
+        self._submit(self._forks.call(method, arguments), key)
+
+    async def settle(self, timeout_s: float | None) -> None:
+        """Until there are replies to all that was forked. Raises ClientError."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._forks_done.wait(), timeout_s)
+        self._forks.check(timeout_s)
+
+    def _submit(self, call: Call, key: str | None) -> None:
+        if self._closed:
+            raise ClientClosed(f"the client of {self._connection.instance!r} is closed")
         self._connection.submit(call, key)
         self._process_soon()  # once for all calls that are made in this turn of the loop
-        return await self._wait(method, call, replied, timeout_s)
 
     async def _wait(self, method: Method, call: Call, replied: asyncio.Future[None], timeout_s: float | None) -> Any:
         if not replied.done():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 from appsdk.client.aio import AsyncClient
@@ -37,21 +36,32 @@ class Proxy:
         client, _, name, _, _ = self._immortal_parts
         return f"<client {client.client_id!r} of {name!r}>"
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
+    def __getattr__(self, name: str) -> ProxyMethod:
         if name.startswith("_"):
             raise AttributeError(name)
-        client, definition, _, timeout_s, key = self._immortal_parts
+        _, definition, *_ = self._immortal_parts
         method = self._immortal_methods.get(name)
         if method is None:
             method = NamedMethod(name) if definition is None else typed_method(definition, name)
             self._immortal_methods[name] = method
 
-        def call(*arguments: Any, **keywords: Any) -> Any:
-            return client.call(method, method.encode(arguments, keywords), timeout_s, key)
+        made = ProxyMethod(self, method)
+        setattr(self, name, made)
+        return made
 
-        call.__name__ = name
-        setattr(self, name, call)
-        return call
+
+class ProxyMethod:
+    """``shop.place(...)`` waits for its reply, or gives something to await; ``shop.place.fork(...)`` does not wait."""
+
+    def __init__(self, proxy: Proxy, method: Method) -> None:
+        self._client, _, _, self._timeout_s, self._key = proxy._immortal_parts
+        self._method = method
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._client.call(self._method, self._method.encode(arguments, keywords), self._timeout_s, self._key)
+
+    def fork(self, *arguments: Any, **keywords: Any) -> None:
+        self._client.fork(self._method, self._method.encode(arguments, keywords), self._key)
 
 
 def with_key(proxy: P, key: str) -> P:

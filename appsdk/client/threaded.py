@@ -10,6 +10,7 @@ from typing import Any
 
 from appsdk.client.connection import Connection
 from appsdk.client.errors import CallTimeout, ClientClosed, ClientError
+from appsdk.client.forks import Forks
 from appsdk.client.lane import Call
 from appsdk.client.places import Finder
 from appsdk.client.results import Method
@@ -23,7 +24,9 @@ class Client:
     def __init__(self, finder: Finder, client_id: str | None) -> None:
         self._connection = Connection(finder.name, client_id, time.monotonic())
         self._transport = Transport(self._connection, finder)
-        self._lock = threading.Lock()  # of connection and transport
+        self._lock = threading.Lock()  # of connection, transport and forks
+        self._forks_done = threading.Event()
+        self._forks = Forks(finder.name, self._forks_done)
         self._closing = False
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name=f"client of {finder.name}", daemon=True)
@@ -43,11 +46,26 @@ class Client:
         replied.acquire()
         call = Call(method.method, arguments, lambda call: replied.release())
         with self._lock:
-            if self._closing:
-                raise ClientClosed(f"the client of {self._connection.instance!r} is closed")
-            self._connection.submit(call, key)
+            self._submit(call, key)
         os.eventfd_write(self._wake, 1)
         return self._wait(method, call, replied, timeout_s)
+
+    def fork(self, method: Method, arguments: bytes, key: str | None) -> None:
+        """The call is on its way. Raises ClientClosed."""
+        with self._lock:
+            self._submit(self._forks.call(method, arguments), key)
+        os.eventfd_write(self._wake, 1)
+
+    def settle(self, timeout_s: float | None) -> None:
+        """Until there are replies to all that was forked. Raises ClientError."""
+        self._forks_done.wait(timeout_s)
+        with self._lock:
+            self._forks.check(timeout_s)
+
+    def _submit(self, call: Call, key: str | None) -> None:
+        if self._closing:
+            raise ClientClosed(f"the client of {self._connection.instance!r} is closed")
+        self._connection.submit(call, key)
 
     def _wait(self, method: Method, call: Call, replied: threading.Lock, timeout_s: float | None) -> Any:
         if replied.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):

@@ -110,15 +110,15 @@ class Teller(Immortal):
         try:
             await payer_bank.debit(number, order.payer, order.amount)
         except (InsufficientFundsError, AccountClosedError):
-            await self.settle(number, "refused")
+            await self.settle.step(number, "refused")
             return
         try:
             await payee_bank.credit(number, order.payee, order.amount)
         except AccountClosedError:
             await payer_bank.credit(number, order.payer, order.amount)  # back to where it came from
-            await self.settle(number, "returned")
+            await self.settle.step(number, "returned")
         else:
-            await self.settle(number, "done")
+            await self.settle.step(number, "done")
 
     @rpc
     def settle(self, number: int, outcome: str) -> None:

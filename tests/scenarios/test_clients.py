@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,45 @@ def test_a_call_that_waits_while_its_client_is_closed(ledger: Run) -> None:
         until(lambda: control.query(folder_of(ledger), "status")["clients"]["open_requests"] == 1)
     thread.join(DEADLINE_S)
     assert len(errors) == 1
+
+
+def test_forks_are_done_once_and_the_block_waits_for_them(folder: Path, ledger: Run) -> None:
+    with connect("ledger") as client:
+        for number in range(200):
+            client.add.fork(str(number))
+        with_key(client, "k").add.fork("keyed")
+        client.later.fork("late", 300)
+        os.kill(pids(ledger)[1], signal.SIGKILL)
+
+    async def main() -> list[str]:
+        async with connect("ledger") as client:
+            client.add.fork("of asyncio")
+        async with connect("ledger") as client:
+            with_key(client, "k").add.fork("keyed again")
+            entries: list[str] = await client.all()
+            return entries
+
+    assert asyncio.run(main()) == [*map(str, range(200)), "keyed", "late", "of asyncio"]
+
+
+def test_a_fork_that_was_not_done_is_told_as_the_block_ends(ledger: Run) -> None:
+    with pytest.raises(CallRefused, match="no handler 'lose'"), connect("ledger") as client:
+        client.lose.fork("what")
+    with (
+        pytest.raises(ClientClosed, match=r"1 calls that were forked to 'ledger' have no reply within 0\.5 s"),
+        connect("ledger", timeout=0.5) as client,
+    ):
+        client.later.fork("late", 60_000)
+    with suppress(KeyError), connect("ledger") as client:
+        client.lose.fork("what")
+        raise KeyError("it goes before")
+
+    async def main() -> None:
+        async with connect("ledger") as client:
+            client.lose.fork("what")
+
+    with pytest.raises(CallRefused, match="no handler 'lose'"):
+        asyncio.run(main())
 
 
 def folder_of(run: Run) -> Path:

@@ -122,6 +122,7 @@ def test_transfer(immortal_env: Environment) -> None:
     teller.send(Teller.later, 1)
     assert_type(bank.state.accounts, dict[str, int])
     immortal_env.advance(hours=3, minutes=0.5)
+    immortal_env.skip(days=2)
     bank.crash()
     bank.recover()
     teller.run_hook(Teller.feed)

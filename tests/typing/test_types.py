@@ -13,7 +13,7 @@ import pytest
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
-NAMES = ["right.py", "wrong.py", "steps.py"]
+NAMES = ["right.py", "wrong.py", "steps.py", "service.py"]
 CHECK_S = 110
 
 Said = dict[str, dict[int, str]]
@@ -28,24 +28,29 @@ def marked(name: str, mark: str) -> dict[int, str]:
 
 @pytest.fixture(scope="module")
 def by_mypy(tmp_path_factory: pytest.TempPathFactory) -> Said:
-    folder = tmp_path_factory.mktemp("mypy")
+    said = run_mypy(tmp_path_factory.mktemp("mypy"), NAMES, "plugins = appsdk.mypy_plugin")
+    assert any(said.values())
+    return said
+
+
+def run_mypy(folder: Path, names: list[str], settings: str = "") -> Said:
     (folder / "mypy.ini").write_text(
-        f"[mypy]\nstrict = true\nmypy_path = {ROOT}/typings\nplugins = appsdk.mypy_plugin\n"
+        f"[mypy]\nstrict = true\nmypy_path = {ROOT}/typings\n{settings}\n"
         "[mypy-crcmod.*,fastcrc.*,lmdb.*]\nignore_missing_imports = true\n"
     )
     command = [sys.executable, "-m", "mypy", "--config-file", str(folder / "mypy.ini"), "--cache-dir", str(folder)]
     done = subprocess.run(
-        [*command, *(str(FOLDER / name) for name in NAMES)],
+        [*command, *(str(FOLDER / name) for name in names)],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=CHECK_S,
         check=False,
     )
-    said: Said = {name: {} for name in NAMES}
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    said: Said = {name: {} for name in names}
     for path, line, text in re.findall(r"^([^:\n]+):(\d+): error: (.*)$", done.stdout, re.MULTILINE):
         said[Path(path).name][int(line)] = text
-    assert done.returncode == 1, done.stdout + done.stderr
     return said
 
 
@@ -79,7 +84,7 @@ def test_right_uses_are_right_and_each_wrong_use_is_found(checker: str, request:
     said: Said = request.getfixturevalue(checker)
     wrong = marked("wrong.py", "wrong")
     assert len(wrong) > 40
-    assert said["right.py"] == {}
+    assert said["right.py"] == said["service.py"] == {}
     assert said["wrong.py"].keys() == wrong.keys(), said["wrong.py"]
 
 
@@ -89,8 +94,13 @@ def test_mypy_takes_ones_own_steps_for_what_they_are(by_mypy: Said) -> None:
 
 
 @pytest.mark.slow
-def test_pyright_sees_no_step_in_an_async_handler(by_pyright: Said) -> None:
-    """It has no plugins, and the same call returns at once in a ``def`` handler. The guide says what to write."""
+def test_a_service_needs_no_plugin(tmp_path: Path) -> None:
+    assert run_mypy(tmp_path, ["service.py"]) == {"service.py": {}}
+
+
+@pytest.mark.slow
+def test_pyright_sees_steps_where_they_are_written_out(by_pyright: Said) -> None:
+    """It has no plugins, and the short form returns at once in a ``def`` handler. The guide says what to write."""
     expected = marked("steps.py", "pyright")
     assert by_pyright["steps.py"].keys() == expected.keys(), by_pyright["steps.py"]
     for line, text in expected.items():

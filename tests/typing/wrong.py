@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from appsdk import Immortal, Impulses, impulse, on_primary, peer, rpc, upgrades
+from appsdk.client import connect
 from appsdk.testing import Environment, assert_replays, crash_everywhere
 
 
@@ -83,6 +84,25 @@ class Teller(Immortal):
 @upgrades(int)  # wrong: no app
 class Teller2(Immortal):
     pass
+
+
+def from_outside() -> None:
+    with connect(Bank, "bank") as bank:
+        bank.debit.fork(5)  # wrong: an int for a str
+        bank.debit("ann", "5")  # wrong: a str for an int
+        bank.credit("ann")  # wrong: no such method
+        text: str = bank.debit("ann")  # wrong: the result is an int
+        print(text)
+
+
+async def from_asyncio() -> None:
+    async with connect(Bank, "bank") as bank:
+        bank.quote.fork(5)  # wrong: an int for a str
+        bank.debit.step("ann")  # wrong: steps are one's own
+        number: int = bank.debit("ann")  # wrong: it is not awaited
+        half: int = await bank.quote("ann")  # wrong: the result is a float
+        await bank.debit.fork("ann")  # wrong: nothing to await
+        print(number, half)
 
 
 def test_helpers(env: Environment) -> None:

@@ -16,6 +16,7 @@ from appsdk.errors import HandlerError, UpgradeError, UsageError
 from appsdk.inspection import inspect_state
 from appsdk.journal import JournalError
 from appsdk.proxy import definition_of
+from appsdk.testing import Environment
 from appsdk.upgrades import upgrades
 from tests.helpers.waiting import WaitingInstances
 
@@ -696,6 +697,41 @@ def test_def_handlers_do_not_wait() -> None:
         teller.bank.credit("a", 1)
     with pytest.raises(UsageError, match=r"started with \.fork"):
         teller.transfer("a", "b", 1)
+    with pytest.raises(UsageError, match=r"step\(\.\.\.\): only an 'async def' handler awaits it"):
+        Bank().counted.step()
+
+
+class Stepping(Immortal):
+    bank = peer(Bank, "bank")
+    seen: list[int]
+
+    def __init__(self) -> None:
+        self.seen = []
+
+    @rpc(raises=[InsufficientFunds])
+    def put(self, number: int, times: int = 1) -> int:
+        if number > 9:
+            raise InsufficientFunds("a", number)
+        self.seen += [number] * times
+        return len(self.seen)
+
+    @rpc
+    async def run(self) -> list[int]:
+        counts = [await self.put.step(1), await self.put(2), await self.put.step(3, times=2)]
+        counts += await self.gather(self.put.step(5), self.bank.credit("a", 1))
+        try:
+            await self.put.step(10)
+        except InsufficientFunds as error:
+            counts.append(error.missing)
+        return counts
+
+
+def test_a_step_that_is_written_out_is_the_same_step() -> None:
+    with Environment() as env:
+        env.start(Bank, "bank")
+        stepping = env.start(Stepping, "stepping")
+        assert stepping.call(Stepping.run) == [1, 2, 4, 5, 11, 10]
+        assert stepping.state.seen == [1, 2, 3, 3, 5]
 
 
 class Journaled(Immortal):

@@ -1,0 +1,169 @@
+"""A service as people write them: nothing to say for mypy without its plugin, nor for pyright at its strictest."""
+
+# pyright: strict
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import assert_type
+
+from appsdk import Immortal, Impulses, Retry, every, impulse, initial, on_primary, peer, rpc
+from appsdk.client import Connector, connect, with_key, with_timeout
+
+
+class CardRefusedError(Exception):
+    pass
+
+
+class SoldOutError(Exception):
+    pass
+
+
+@dataclass
+class Order:
+    number: int
+    item: str
+    cents: int
+    paid: bool = False
+
+
+def charge(customer: str, cents: int) -> str:
+    return f"{customer} {cents}"
+
+
+async def mail(customer: str, text: str) -> None:
+    print(customer, text)
+
+
+class Stock(Immortal):
+    there: dict[str, int]
+
+    def __init__(self) -> None:
+        self.there = {}
+
+    @rpc(raises=[SoldOutError])
+    def take(self, item: str, count: int = 1) -> int:
+        left = self.there.get(item, 0) - count
+        if left < 0:
+            raise SoldOutError(item)
+        self.there[item] = left
+        return left
+
+    @rpc
+    def give_back(self, item: str) -> None:
+        self.there[item] = self.there.get(item, 0) + 1
+
+    @rpc
+    async def reserve(self, item: str, duration: timedelta) -> bool:
+        try:
+            await self.take.step(item)
+        except SoldOutError:
+            return False
+        await self.sleep(duration)
+        await self.give_back.step(item)
+        return True
+
+
+class Shop(Immortal):
+    stock = peer(Stock, "stock")
+    orders: dict[int, Order]
+    next_number: int
+    reports: list[tuple[int, int]]
+
+    def __init__(self) -> None:
+        self.orders = {}
+        self.next_number = 1
+        self.reports = []
+
+    @initial
+    def begin(self) -> None:
+        self.note.fork("begun")
+
+    @rpc
+    def enter(self, item: str, cents: int) -> Order:
+        order = self.orders[self.next_number] = Order(self.next_number, item, cents)
+        self.next_number += 1
+        return order
+
+    @rpc
+    def pay(self, number: int) -> None:
+        self.orders[number].paid = True
+
+    @rpc
+    def cancel(self, number: int) -> Order | None:
+        return self.orders.pop(number, None)
+
+    @rpc
+    def totals(self) -> tuple[int, int]:
+        return len(self.orders), sum(order.cents for order in self.orders.values())
+
+    @rpc
+    def note(self, text: str, level: int = 0) -> None:
+        print(level, text)
+
+    @rpc(raises=[CardRefusedError, SoldOutError])
+    async def buy(self, customer: str, item: str, cents: int) -> str:
+        order = await self.enter.step(item, cents)
+        assert_type(order, Order)
+        try:
+            left = await self.stock.take(item)
+            assert_type(left, int)
+            receipt = await self.effect.options(retry=Retry(attempts=3), raises=[CardRefusedError])(
+                charge, customer, cents
+            )
+            assert_type(receipt, str)
+        except CardRefusedError:
+            assert_type(await self.cancel.step(order.number), Order | None)
+            self.stock.give_back.fork(item)
+            raise
+        await self.gather(self.pay.step(order.number), self.effect(mail, customer, receipt))
+        await self.note.step("sold", level=1)
+        return receipt
+
+    @rpc
+    async def count(self) -> int:
+        orders, cents = await self.totals.step()
+        assert_type(cents, int)
+        first = await self.race(self.totals.step(), self.totals.step())
+        assert_type(first.value, tuple[int, int])
+        both = await self.gather(self.totals.step(), self.buy("ann", "book", 5))
+        assert_type(both, tuple[tuple[int, int], str])
+        assert_type(await self.buy("ann", "book", 5), str)
+        return orders
+
+    @every("10m")
+    async def report(self) -> None:
+        await self.add_report.step(await self.totals.step())
+
+    @rpc
+    def add_report(self, totals: tuple[int, int]) -> None:
+        self.reports.append(totals)
+        assert_type(self.totals(), tuple[int, int])
+
+    @impulse
+    def clicked(self, item: str) -> None:
+        self.buy.fork("bob", item, 100)
+
+    @on_primary
+    def feed(self, impulses: Impulses) -> None:
+        impulses.to(self).clicked("book")
+
+
+def plain() -> None:
+    with connect(Shop, "shop", timeout=5.0) as shop:
+        assert_type(shop.totals(), tuple[int, int])
+        assert_type(shop.cancel(5), Order | None)
+        shop.note.fork("hello", level=2)
+        shop.buy.fork("ann", "book", 100)
+        assert_type(with_key(shop, "order-5").enter("book", 5), Order)
+
+
+async def awaited() -> None:
+    connector = connect(Shop, "shop")
+    assert_type(connector, Connector[Shop, type[Shop]])
+    async with connector as shop:
+        assert_type(await shop.totals(), tuple[int, int])
+        assert_type(await shop.buy("ann", "book", 100), str)
+        assert_type(await with_timeout(shop, 2.5).cancel(5), Order | None)
+        shop.note.fork("hello", level=2)
