@@ -1,4 +1,4 @@
-"""What in the handlers a replay would not repeat, found before the app starts, by reading their code.
+"""What in the handlers a replay would not repeat, or would not run, found before the app starts by reading their code.
 
 From each handler the search follows every function of the user's own that it refers to: methods, functions of their
 modules, the classes that they make. Names are looked up where the running code would find them, so an import under
@@ -7,22 +7,26 @@ another name is seen through. What has no source at hand is not looked at, nor i
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import inspect
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType, FunctionType, MethodType
+from typing import Any
 
 import msgspec
 
 from appsdk.definition import Definition
 from appsdk.determinism_reader import Reader, Source
+from appsdk.determinism_returns import INSTEAD, misfits
 from appsdk.determinism_rules import Rules
 from appsdk.determinism_values import Bound, Instance, Known, Value, attribute, shape
 from appsdk.errors import DefinitionError
+from appsdk.handlers import Handler
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,7 @@ class DeterminismError(DefinitionError):
         lines = "".join(f"\n  {finding}" for finding in findings)
         places = "1 place" if len(findings) == 1 else f"{len(findings)} places"
         super().__init__(
-            f"{places} would not be replayed as they ran (--strict):{lines}\n"
+            f"{places} would not run, or not be replayed, as they are written (--strict):{lines}\n"
             f"  A line that is known to be harmless is left out with the comment '# immortal: deterministic' on it."
         )
 
@@ -57,14 +61,17 @@ class DeterminismError(DefinitionError):
 def check(definition: Definition) -> list[Finding]:
     """What the handlers of a class, and the user's functions that they reach, do that a replay does not repeat.
 
-    In the order of files and lines.
+    And what does not run as it is written. In the order of files and lines.
     """
     search = Search([version.cls for version in definition.chain])
     for version in definition.chain:  # a replay runs the old classes too, and what upgrades their state
-        app = Instance(version.cls, of_state=True)
-        names = [*version.handlers, version.initial, "upgrade" if version.upgrades else None]
-        for name in names:
-            search.follow(attribute(app, name) if name is not None else None)
+        app = Instance(version.cls, of_state=True, waits=True)
+        for name, handler in version.handlers.items():
+            search.follow(attribute(app, name))
+            search.look_at_returns(version, handler)
+        app = replace(app, waits=False)
+        for hook in (version.initial, "upgrade" if version.upgrades else None):
+            search.follow(attribute(app, hook) if hook is not None else None)
     return search.run()
 
 
@@ -114,13 +121,27 @@ class Search:
     def run(self) -> list[Finding]:
         while self._waiting:
             function, receiver = self._waiting.pop()
-            code = function.__code__
-            source = self._sources.get(code.co_filename)
-            if source is None:
-                source = self._sources[code.co_filename] = Source(code.co_filename, function.__globals__)
-            for node in source.find(code):
+            source = self._source(function)
+            for node in source.find(function.__code__):
                 Reader(self, source, function, receiver, node).read()
         return sorted(self._findings, key=lambda found: (found.file, found.line, found.what))
+
+    def _source(self, function: FunctionType) -> Source:
+        file = function.__code__.co_filename
+        if (source := self._sources.get(file)) is None:
+            source = self._sources[file] = Source(file, function.__globals__)
+        return source
+
+    def look_at_returns(self, definition: Definition, handler: Handler[Any, Any]) -> None:
+        function = inspect.unwrap(handler.function)
+        if not isinstance(function, FunctionType) or not self._ownership.is_users(function):
+            return
+        source = self._source(function)
+        for node in source.find(function.__code__):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                for place, what in misfits(definition, handler, node):
+                    if not source.opted_out(place):
+                        self.add(function.__code__, place.lineno, what, INSTEAD)  # type: ignore[attr-defined]
 
     def add(self, code: CodeType, line: int, what: str, instead: str) -> None:
         where = code.co_qualname.replace(".<locals>", "")
@@ -150,7 +171,7 @@ class Search:
             return
         key: tuple[object, ...] = (function.__code__,)
         if isinstance(receiver, Instance):
-            key += (id(shape(receiver.hint)[0]), receiver.of_state)
+            key += (id(shape(receiver.hint)[0]), receiver.of_state, receiver.waits)
         elif isinstance(receiver, Known) and isinstance(receiver.value, type):
             key += (id(receiver.value),)
         if key not in self._seen:

@@ -10,14 +10,17 @@ import inspect
 import linecache
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
-from appsdk.determinism_rules import Rule
+from appsdk.determinism_excepts import INSTEAD, suppressed, swallowed
+from appsdk.determinism_rules import AWAIT, AWAIT_OR_FORK, IN_A_STEP, NOT_BEGUN, REFUSED, Rule
 from appsdk.determinism_values import (
+    Bound,
     Instance,
     Known,
+    PeerOf,
     Super,
     Value,
     attribute,
@@ -28,9 +31,12 @@ from appsdk.determinism_values import (
     item,
     result,
     shape,
+    state_names,
     values_of,
 )
+from appsdk.determinism_waits import METHODS, useless_awaitables
 from appsdk.effects import Effects
+from appsdk.handlers import Handler
 
 if TYPE_CHECKING:
     from appsdk.determinism import Search
@@ -70,7 +76,10 @@ class Source:
         return self._functions.get((code.co_name, code.co_firstlineno), [])
 
     def opted_out(self, node: ast.AST) -> bool:
-        first, last = node.lineno, node.end_lineno or node.lineno  # type: ignore[attr-defined]
+        return self.opts_out(node.lineno, node.end_lineno or node.lineno)  # type: ignore[attr-defined]
+
+    def opts_out(self, first: int, last: int) -> bool:
+        """Whether one of these lines, the first and the last included, does."""
         return any(_OPTED_OUT.search(line) for line in self.lines[first - 1 : last])
 
 
@@ -90,6 +99,7 @@ class Reader(ast.NodeVisitor):
         self._source = source
         self._function = function
         self._node = node
+        self._waits = inspect.iscoroutinefunction(function) or (isinstance(receiver, Instance) and receiver.waits)
         self._closure = dict(_closure(function))
         self._order_free: set[ast.AST] = set()
         self._bound: Counter[str] = Counter()
@@ -100,6 +110,10 @@ class Reader(ast.NodeVisitor):
         body = self._node.body
         for part in body if isinstance(body, list) else [body]:
             self.visit(part)
+        if self._waits:
+            for call in useless_awaitables(self._node):
+                if instead := self._begins_by(call):
+                    self._report(call, f"does not await {ast.unparse(call.func)}(...), {NOT_BEGUN}", instead)
 
     # --- names --------------------------------------------------------------------------------------------------------
 
@@ -213,6 +227,40 @@ class Reader(ast.NodeVisitor):
         arguments = [*self._node.args.posonlyargs, *self._node.args.args]
         return self._name(arguments[0].arg) if arguments else None
 
+    # --- async handlers -----------------------------------------------------------------------------------------------
+
+    def _begins_by(self, node: ast.Call) -> str:
+        """What makes that begin which the call gives; "" if it is nothing to await."""
+        function = node.func
+        value = self._value(function)
+        if isinstance(value, Instance):
+            return AWAIT if shape(value.hint)[0] is Effects else ""
+        called = value.function if isinstance(value, Bound) else value.value if isinstance(value, Known) else None
+        if not isinstance(function, ast.Attribute):
+            return AWAIT if inspect.iscoroutinefunction(called) else ""
+        receiver = self._value(function.value)
+        if isinstance(receiver, PeerOf):
+            return AWAIT_OR_FORK if receiver.waits else ""
+        if isinstance(receiver, Bound) and function.attr == "step" and isinstance(function.value, ast.Attribute):
+            function = function.value
+            receiver = self._value(function.value)
+        if isinstance(receiver, Instance) and receiver.waits:
+            own = inspect.getattr_static(shape(receiver.hint)[0], function.attr, None)
+            if isinstance(own, Handler):
+                return AWAIT_OR_FORK
+            if function.attr in METHODS:
+                return AWAIT
+        return AWAIT if inspect.iscoroutinefunction(called) else ""
+
+    def _check_attribute(self, node: ast.Attribute) -> None:
+        """The state is not for async handlers."""
+        receiver = self._value(node.value)
+        if isinstance(receiver, Instance) and receiver.waits:
+            is_read = isinstance(node.ctx, ast.Load)
+            if not is_read or node.attr in state_names(shape(receiver.hint)[0]):
+                verb = "reads" if is_read else "sets" if isinstance(node.ctx, ast.Store) else "deletes"
+                self._report(node, f"{verb} {ast.unparse(node)} in an async handler, {REFUSED}", IN_A_STEP)
+
     # --- what is found ------------------------------------------------------------------------------------------------
 
     def _report(self, node: ast.expr, what: str, instead: str) -> None:
@@ -238,6 +286,7 @@ class Reader(ast.NodeVisitor):
     def visit_Attribute(self, node: ast.Attribute) -> None:
         if isinstance(node.ctx, ast.Load):
             self._reference(node)
+        self._check_attribute(node)
         self.visit(node.value)
 
     def visit_Call(self, node: ast.Call) -> None:
@@ -338,9 +387,31 @@ class Reader(ast.NodeVisitor):
             self._goes_through(node.value)
         self.generic_visit(node)
 
+    # --- exceptions ---------------------------------------------------------------------------------------------------
+
+    def visit_Try(self, node: ast.Try | ast.TryStar) -> None:
+        self._report_lines(swallowed(node, self._value))
+        self.generic_visit(node)
+
+    def visit_TryStar(self, node: ast.TryStar) -> None:
+        self.visit_Try(node)
+
+    def visit_With(self, node: ast.With | ast.AsyncWith) -> None:
+        self._report_lines(suppressed(node, self._value))
+        self.generic_visit(node)
+
+    def visit_AsyncWith(self, node: ast.AsyncWith) -> None:
+        self.visit_With(node)
+
+    def _report_lines(self, found: Iterable[tuple[int, str]]) -> None:
+        for line, what in found:
+            if not self._source.opts_out(line, line):
+                self._search.add(self._function.__code__, line, what, INSTEAD)
+
     # --- what is not run ----------------------------------------------------------------------------------------------
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        self.visit(node.target)
         if node.value is not None:
             self.visit(node.value)
 

@@ -21,6 +21,11 @@ _UUID = "use self.uuid4()"
 _SEND = "take it in an @on_primary hook and send it as an impulse"
 _HOOK = "start it in an @on_primary hook, and send what the app is to know as an impulse"
 _EFFECT = "do it in an effect: await self.effect(<function>, ...) in an 'async def' handler"
+NOT_BEGUN = "which so never begins"
+AWAIT = "write 'await' in front of it"
+AWAIT_OR_FORK = f"{AWAIT}, or .fork(...) if nobody is to wait for it"
+REFUSED = "which is refused there, as others change it while that waits"
+IN_A_STEP = "move this line into a 'def' handler (@rpc), and await that: await self.<handler>(...)"
 BLOCKS = "which holds up the whole instance, at each replay too"
 
 

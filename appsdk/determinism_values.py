@@ -8,12 +8,13 @@ import inspect
 import random
 import types
 import typing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType, ModuleType
 from typing import Annotated, Any, ClassVar, Final, Union
 
 from appsdk.effects import Effects
 from appsdk.handlers import Handler
+from appsdk.proxy import Peer
 
 _MISSING = object()
 _SETS = (collections.abc.Set, collections.abc.MutableSet)
@@ -28,10 +29,14 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """Some object of an annotated type. ``of_state``: it is reached from the app's attributes."""
+    """Some object of an annotated type. ``of_state``: it is reached from the app's attributes.
+
+    ``waits``: it is the ``self`` of an async handler, which has calls to wait for in place of attributes.
+    """
 
     hint: Any
     of_state: bool = False
+    waits: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,13 @@ class Bound:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerOf:
+    """A peer of the app. ``waits``: as an async handler has it."""
+
+    waits: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Super:
     """``super()`` in a method of ``after``."""
 
@@ -50,7 +62,7 @@ class Super:
     after: type
 
 
-Value = Known | Instance | Bound | Super | None
+Value = Known | Instance | Bound | PeerOf | Super | None
 
 
 def shape(hint: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -86,6 +98,15 @@ def hints_of(subject: Any) -> dict[str, Any]:
         return typing.get_type_hints(subject, include_extras=True)
     except Exception:  # whatever evaluating an annotation raises
         return {}
+
+
+def state_names(cls: Any) -> frozenset[str]:
+    """The attributes of an app: what is kept, and what is Transient."""
+    try:
+        state = vars(cls)["_immortal_definition"].state()
+    except Exception:  # no app, or annotations that can't be evaluated
+        return frozenset()
+    return frozenset({*state.fields, *state.transient})
 
 
 def attribute(value: Value, name: str) -> Value:
@@ -128,8 +149,10 @@ def _attribute_of_object(value: Known, name: str) -> Value:
 
 
 def _attribute_of_instance(value: Instance, cls: Any, name: str, static: Any) -> Value:
-    if isinstance(static, Handler):
-        static = static.function
+    if isinstance(static, Handler):  # one with 'def' has the app itself, wherever it is called
+        static, value = static.function, replace(value, waits=value.waits and static.is_async)
+    elif isinstance(static, Peer):
+        return PeerOf(value.waits)
     elif isinstance(static, property):
         if hints_of(static.fget).get("return") is Effects:
             return Instance(Effects)

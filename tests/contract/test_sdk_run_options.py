@@ -201,7 +201,9 @@ def test_findings_are_warnings(tmp_path: Path) -> None:
 def test_with_strict_they_are_an_error(tmp_path: Path, options: list[str], variables: dict[str, str]) -> None:
     status, _, errors = run_app(tmp_path, "Careless", None, *options, **variables)
     assert status == EXIT_NOT_RUNNABLE
-    assert errors.startswith("app Careless: 2 places would not be replayed as they ran (--strict):\n  wordcount.py, ")
+    assert errors.startswith(
+        "app Careless: 2 places would not run, or not be replayed, as they are written (--strict):\n  wordcount.py, "
+    )
     assert errors.count("wordcount.py, line") == 2
 
 
