@@ -18,6 +18,13 @@ from protocol.extensions import ALL_EXTENSIONS, HandlerFailure, encode_handler_f
 from protocol.messages import MessageType, encode_message
 
 
+def earlier(one_ns: int | None, other_ns: int | None) -> int | None:
+    """Of two times; None: never."""
+    if one_ns is None or other_ns is None:
+        return other_ns if one_ns is None else one_ns
+    return min(one_ns, other_ns)
+
+
 class LocalApp:
     """One life of an app. ``trace``: it says which message made each call, for a replay that is looked at.
 
@@ -57,8 +64,7 @@ class LocalApp:
 
     @property
     def next_due_ns(self) -> int | None:
-        due = [self.dispatcher.next_due_ns, None if self._effects is None else self._effects.next_due_ns]
-        return min((one for one in due if one is not None), default=None)
+        return earlier(self.dispatcher.next_due_ns, None if self._effects is None else self._effects.next_due_ns)
 
     def state_check(self) -> int:
         """The checksum of its state, and of what its handlers wait for."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from appsdk.context import SEED_SIZE_BYTES
 from appsdk.definition import Definition
-from appsdk.testing.app import LocalApp
+from appsdk.testing.app import LocalApp, earlier
 from appsdk.testing.crashes import CrashNow
 from appsdk.testing.memory import checkpoint_chunks
 from appsdk.testing.outside import OutsideApp
@@ -144,10 +144,8 @@ class Node:
 
     @property
     def next_due_ns(self) -> int | None:
-        due = [] if self.wake_ns is None else [self.wake_ns]
-        if self.app is not None and (app_due_ns := self.app.next_due_ns) is not None:
-            due.append(app_due_ns)
-        return min(due, default=None)
+        app_due_ns = None if self.app is None else self.app.next_due_ns
+        return earlier(self.wake_ns, app_due_ns)
 
     def _app_reads(self) -> None:
         data = b"".join(self._to_app)

@@ -65,7 +65,9 @@ class World:
     def _settle(self) -> None:
         """Until nobody has anything to do at this moment. Raises what ended an app or a coordinator."""
         steps_left = STEPS_MAX
-        while moved := self._pass(steps_left) if self._random is None else self._drawn(self._random):
+        at_rest = False
+        while not at_rest:
+            moved, at_rest = self._pass(steps_left) if self._random is None else self._drawn(self._random)
             steps_left -= moved
             if steps_left <= 0:
                 raise RestlessError(
@@ -73,18 +75,22 @@ class World:
                     f"handlers call each other for ever? (A pause, such as await self.sleep(...), ends it.)"
                 )
 
-    def _pass(self, steps_max: int) -> int:
-        """Each in turn, as far as it gets; how many steps that were."""
+    def _pass(self, steps_max: int) -> tuple[int, bool]:
+        """Each in turn, as far as it gets: how many steps that were, and whether all are at rest behind it."""
         steps = 0
-        for step in [*(node.step for node in self.nodes.values()), self.network.step]:
-            while steps < steps_max and step():
+        for node in list(self.nodes.values()):
+            while steps < steps_max and node.step():
                 steps += 1
-        return steps
+        own_steps = steps
+        while steps < steps_max and self.network.step():
+            steps += 1
+        return steps, steps == own_steps  # they reach each other over the network alone
 
-    def _drawn(self, rng: random.Random) -> int:
+    def _drawn(self, rng: random.Random) -> tuple[int, bool]:
         steps = [node.step for node in self.nodes.values()] + [self.network.step] * len(self.nodes)
         rng.shuffle(steps)
-        return any(step() for step in steps)
+        moved = any(step() for step in steps)
+        return moved, not moved
 
     def next_due_ns(self) -> int | None:
         """When the next timer of all is due."""
@@ -150,7 +156,7 @@ class World:
                 raise NoAnswerError(
                     f"{call} has no answer within {patience} (the next timer is due at {next_text}){self._who_waits()}"
                 )
-            self.advance_to(due_ns)
+            self.skip_to(due_ns)
 
     def _who_waits(self) -> str:
         lines = [f"{name}: {message}" for name, message in self.reports[-REPORTS_SHOWN:]]
