@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import cast
 
 from appsdk.context import datetime_of
@@ -156,7 +157,7 @@ class World:
                 raise NoAnswerError(
                     f"{call} has no answer within {patience} (the next timer is due at {next_text}){self._who_waits()}"
                 )
-            self.skip_to(due_ns)
+            self.do(partial(self._skip_to, due_ns))
 
     def _who_waits(self) -> str:
         lines = [f"{name}: {message}" for name, message in self.reports[-REPORTS_SHOWN:]]
