@@ -1,0 +1,392 @@
+"""The search for what would not run as it is written. Lines with ``#: words`` are to be found, and no others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.programs import Program
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
+    return Program(tmp_path, monkeypatch)
+
+
+WAITING = """
+from appsdk import every
+from datetime import timedelta
+from contextlib import suppress
+
+def fetch(url: str) -> bytes:
+    return b""
+
+async def both(counter: Counter, text: str) -> int:
+    return len(text)
+
+class Other(Immortal):
+    @rpc
+    def price(self, name: str) -> int:
+        return 5
+
+    @rpc
+    async def quote(self, name: str) -> int:
+        return 5
+"""
+
+
+def test_what_is_not_awaited(program: Program) -> None:
+    program.compare(
+        WAITING
+        + """
+class Counter(Immortal):
+    other = peer(Other, "other")
+    total: int
+
+    @rpc
+    def add(self, number: int) -> int:
+        self.add(1)
+        self.late.fork()
+        self.total += self.add(2)
+        return self.total
+
+    @rpc
+    def is_open(self) -> bool:
+        return True
+
+    @rpc
+    async def late(self) -> int:
+        self.sleep(timedelta(1))  #: Counter.late does not await self.sleep(...), which so never begins: write 'await'
+        self.at(self.now())  #: self.at(...)
+        self.event("x", bool)  #: self.event(...)
+        self.add(1)  #: self.add(...), which so never begins: write 'await' in front of it, or .fork(...) if
+        self.add.step(1)  #: self.add.step(...)
+        self.late()  #: self.late(...)
+        self.other.price("x")  #: self.other.price(...)
+        other = self.other
+        other.quote("x")  #: other.quote(...)
+        self.gather(self.add(1), self.other.quote("x"))  #: self.gather(...)
+        self.race(self.add(1), self.sleep(timedelta(1)))  #: self.race(...)
+        self.effect(fetch, "x")  #: self.effect(...)
+        careful = self.effect.options(key="x")
+        careful(fetch, "x")  #: careful(...)
+        both(self, "x")  #: both(...)
+        self.helped()  #: self.helped(...)
+        self.plain()
+        unread = self.add(1)  #: self.add(...)
+        if self.is_open():  #: self.is_open(...)
+            pass
+        while not self.is_open():  #: self.is_open(...)
+            pass
+        count = 5 if self.is_open() else 6  #: self.is_open(...)
+        count += self.add(1)  #: self.add(...)
+        count = 1 + self.add(count)  #: self.add(...)
+        print(f"{self.add(1)}", self.add(1) > 5)  #: self.add(...)
+        for number in self.other.price("x"): pass  #: self.other.price(...)
+        self.other.price("x")["a"], self.race(self.add(1)).index  #: self.race(...) #: self.other.price(...)
+        return count
+
+    async def helped(self) -> None:
+        self.add(1)  #: Counter.helped does not await self.add(...)
+
+    def plain(self) -> Any:
+        self.add(1)  #: Counter.plain does not await self.add(...)
+        return self.add(1)
+
+    @rpc
+    async def right(self) -> int:
+        await self.sleep(timedelta(1))
+        pending = self.add(1)
+        pair = self.gather(pending, self.other.price("x"))
+        waits = [self.add(number) for number in range(5)]
+        waits.append(self.late())
+        await self.gather(*waits, both(self, "x"), *(self.effect(fetch, "x") for _ in range(2)))
+        self.add.fork(1), self.late.fork(), self.other.price.fork("x"), self.signal("x", 5)
+        if await self.is_open() and (await self.add.step(1)) > 5:
+            return await self.plain() + await (self.add(1) if pair else self.add(2))
+        return self.continue_as()
+"""
+    )
+
+
+def test_the_state_in_async_handlers(program: Program) -> None:
+    program.compare(
+        WAITING
+        + """
+class Base(Immortal):
+    total: int
+
+    @rpc
+    async def of_base(self) -> None:
+        self.total = 5  #: Base.of_base sets self.total in an async handler
+
+class Counter(Base):
+    other = peer(Other, "other")
+    words: dict[str, int]
+    cache: Transient[set[str]]
+    LIMIT = 5
+
+    @property
+    def count(self) -> int:
+        return self.total  #: Counter.count reads self.total in an async handler, which is refused there, as others
+
+    @rpc
+    def add(self, number: int) -> int:
+        self.total += number
+        self.words["x"] = self.of_def()
+        return self.total
+
+    def of_def(self) -> int:
+        return self.total
+
+    def of_both(self) -> int:
+        return self.total  #: Counter.of_both reads self.total
+
+    @rpc
+    def uses(self) -> int:
+        return self.of_both()
+
+    @rpc
+    async def late(self, counter: Counter) -> int:
+        print(self.total)  #: move this line into a 'def' handler (@rpc), and await that: await self.<handler>(...)
+        self.total += 1  #: Counter.late sets self.total
+        self.total: int = 5  #: sets self.total
+        self.words["x"] = 5  #: reads self.words
+        if "x" in self.cache: pass  #: reads self.cache
+        del self.total  #: deletes self.total
+        self.unheard_of = 5  #: sets self.unheard_of
+        def inner() -> int:
+            return self.total  #: reads self.total
+        await self.other.price(self.LIMIT)
+        await self.gather(self.add(1), super().of_base())
+        return self.of_both() + self.count + counter.total + self.now_ns()
+
+    @every("5s")
+    async def tick(self) -> None:
+        print(self.total)  # immortal: deterministic
+        await self.add(self.random.randint(1, self.LIMIT))
+"""
+    )
+
+
+def test_what_is_returned(program: Program) -> None:
+    program.compare(
+        """
+        import sys
+        from dataclasses import dataclass
+        from datetime import datetime
+        from enum import Enum
+        from typing import Literal
+
+        class Color(Enum):
+            RED = "red"
+
+        @dataclass
+        class Item:
+            name: str
+
+        class Counter(Immortal):
+            words: dict[str, int]
+
+            @rpc
+            def number(self, line: str) -> int:
+                if line:
+                    return  #: Counter.number returns nothing where '-> int' is declared: a caller
+                if self.words:
+                    return None  #: returns None where '-> int'
+                if len(line) > 5:
+                    return f"{line}"  #: returns f'{line}' where
+                def inner() -> str:
+                    return "not its own"
+                list(map(lambda x: "x", line))
+                return "5"  #: returns '5' where '-> int' is declared
+
+            @rpc
+            def nothing(self) -> None:
+                if self.words:
+                    return 5  #: returns 5 where '-> None' is declared
+                if len(self.words) > 7:
+                    return [word for word in self.words]  #: returns a list where '-> None'
+                return self.words.clear()
+
+            @rpc
+            def none(self) -> int:
+                self.words["x"] = 5  #: Counter.none ends without a 'return' where '-> int' is declared
+
+            @rpc
+            def forks(self) -> int:
+                if self.words:  #: ends without a 'return'
+                    self.none.fork()
+
+            @rpc
+            async def late(self) -> list[int]:
+                if await self.number(""):
+                    return {"a": 5}  #: returns {'a': 5} where '-> list[int]'
+                return [1, "b"]  #: returns [1, 'b'] where
+
+            @impulse
+            def color(self) -> Color:
+                return "blue"  #: returns 'blue' where '-> Color'
+        """.replace("returns f'{line}' where", "returns a str where")
+    )
+
+
+def test_what_may_be_returned(program: Program) -> None:
+    program.compare(
+        """
+        import sys
+        from dataclasses import dataclass
+        from datetime import datetime
+        from enum import Enum
+        from typing import Literal, NoReturn
+        import functools
+
+        class Color(Enum):
+            RED = "red"
+
+        @dataclass
+        class Item:
+            name: str
+
+        class Counter(Immortal):
+            words: dict[str, int]
+
+            @rpc
+            def color(self, n: int) -> Color:
+                return "red" if n else Color.RED
+
+            @rpc
+            def red(self) -> Color:
+                return "red"
+
+            @rpc
+            def item(self) -> Item:
+                return {"name": "x"}
+
+            @rpc
+            def moment(self, day: int) -> datetime:
+                return f"2030-01-{day}T00:00:00"
+
+            @rpc
+            def half(self) -> float:
+                return 5
+
+            @rpc
+            def pairs(self, n: int) -> tuple[int, int]:
+                return [n, n]
+
+            @rpc
+            def maybe(self) -> int | None:
+                if self.words:
+                    return
+                return None
+
+            @rpc
+            def anything(self) -> Any:
+                self.words["x"] = 5
+
+            @rpc
+            def literal(self) -> Literal["a", "b"]:
+                return "a"
+
+            @rpc
+            def stub(self) -> int: ...
+
+            @rpc
+            def documented(self) -> int:
+                "It is to be written."
+
+            @rpc
+            def to_do(self) -> int:
+                raise NotImplementedError
+
+            @rpc
+            def leaves(self) -> int:
+                sys.exit(5)
+
+            @rpc
+            def raises(self) -> int:
+                if self.words:
+                    raise ValueError("x")
+                self.words["x"] = 5
+
+            @rpc
+            def loops(self) -> int:
+                while True:
+                    if self.words:
+                        return 5
+
+            @rpc
+            def nothing(self) -> None:
+                return self.words.clear()
+
+            @rpc
+            def known(self) -> int:
+                return "x"  # immortal: deterministic
+        """
+    )
+
+
+def test_what_swallows_the_sdks_own_exceptions(program: Program) -> None:
+    program.compare(
+        WAITING
+        + """
+def helper(text: str) -> int:
+    try:
+        return int(text)
+    except:  #: helper swallows every exception ('except:'): write 'except Exception' or end with 'raise'
+        return 0
+
+class Counter(Immortal):
+    @rpc
+    def add(self, text: str) -> int:
+        try:
+            return helper(text)
+        except (ValueError, BaseException) as error:  #: every exception ('except (ValueError, BaseException):')
+            def inner() -> None:
+                raise KeyError
+            return 5
+
+    @rpc
+    async def late(self) -> int:
+        try:
+            await self.add("x")
+        except BaseException:  #: Counter.late swallows every exception ('except BaseException:')
+            pass
+        with suppress(KeyError, BaseException):  #: swallows every exception ('suppress(KeyError, BaseException)')
+            await self.add("x")
+        try:
+            await self.add("x")
+        finally:
+            return 5  #: swallows every exception (a 'return' in a 'finally')
+
+    @rpc
+    async def right(self) -> int:
+        try:
+            await self.add("x")
+        except Exception:
+            pass
+        try:
+            await self.add("x")
+        except BaseException:
+            self.add.fork("gone")
+            raise
+        try:
+            await self.add("x")
+        except BaseException as error:
+            if isinstance(error, ValueError):
+                raise ValueError("y") from None
+            raise
+        finally:
+            def inner() -> int:
+                return 5
+        try:
+            await self.add("x")
+        except:  # immortal: deterministic
+            pass
+        with suppress(ValueError):
+            await self.add("x")
+        return 5
+"""
+    )
