@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import inspect
 import os
@@ -54,8 +55,20 @@ SECRET_FILE_VARIABLE = "IMMORTAL_APP_SECRET_FILE"
 SWITCH_INTERVAL_S = 0.0005  # a hook that computes must not hold up the handlers for 5 ms at a time
 
 
-class _Terminated(BaseException):
-    """SIGTERM. Not an Exception: no handler of the user's catches it."""
+class _EndAtOnce:
+    """What SIGTERM does: the process ends, wherever it is, with ``status``.
+
+    Nothing is raised. An exception could come up anywhere: in a ``finally``, in a ``__del__``, in what Python does at its
+    own end; it would show as a traceback there, or be swallowed. Nor is there anything to save: the log has it all.
+    """
+
+    def __init__(self) -> None:
+        self.status = EXIT_TERMINATED
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(Exception):  # it may have come in the middle of a print
+            sys.stdout.flush()
+        os._exit(self.status)
 
 
 def load(target: str) -> type:
@@ -224,10 +237,6 @@ def _run_hook(instance: Any, full_name: str, name: str, impulses: Impulses, tran
         )
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise _Terminated
-
-
 def run_to_status(
     cls: type,
     address: str | None,
@@ -241,9 +250,17 @@ def run_to_status(
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     keep_freed_memory()
-    label = getattr(cls, "__qualname__", repr(cls))
+    end = _EndAtOnce()
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _stop)
+        signal.signal(signal.SIGTERM, end)
+    end.status = _run_to_status(cls, address, connect_timeout_s, options, secret_file)
+    return end.status  # which stays the status, whatever comes while Python ends
+
+
+def _run_to_status(
+    cls: type, address: str | None, connect_timeout_s: float, options: RunOptions | None, secret_file: str | None
+) -> int:
+    label = getattr(cls, "__qualname__", repr(cls))
     try:
         definition = definition_of(cls)
         options = options or run_options()
@@ -272,8 +289,6 @@ def run_to_status(
         return error.exit_status if isinstance(error, AppError) else EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except _Terminated:
-        return EXIT_TERMINATED
 
 
 def again_if_needed(status: int) -> int:

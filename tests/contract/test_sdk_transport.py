@@ -373,6 +373,43 @@ def test_signals_end_the_app_quietly(tmp_path: Path, number: int, status: int) -
     assert it.error is None
 
 
+AT_ITS_END = """
+import atexit, os, signal, sys
+from appsdk import Immortal
+import appsdk.runner
+
+def terminate(*_):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+class Falls:
+    __del__ = terminate
+
+class Service(Immortal):
+    pass
+
+print("said")
+place = os.environ["PLACE"]
+if place == "said":  # while it says what has ended it
+    appsdk.runner.say = terminate
+elif place == "swallowed":  # where Python lets no exception through
+    appsdk.runner.definition_of = lambda cls: Falls() and None
+else:  # in Python's own last steps
+    atexit.register(terminate)
+appsdk.runner.run(Service)
+"""
+
+
+@pytest.mark.parametrize(("place", "status"), [("said", 143), ("swallowed", 143), ("python's end", EXIT_FAILED)])
+def test_sigterm_ends_the_app_quietly_wherever_it_is(tmp_path: Path, place: str, status: int) -> None:
+    environment = {**os.environ, "PLACE": place}
+    environment.pop("IMMORTAL_APP_ADDRESS", None)
+    (tmp_path / "service.py").write_text(AT_ITS_END)
+    command = [sys.executable, "service.py"]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=WAIT_S)
+    assert "Traceback" not in ended.stderr, ended.stderr
+    assert (ended.returncode, ended.stdout) == (status, "said\n")
+
+
 @pytest.mark.parametrize(
     ("target", "words", "traceback"),
     [
