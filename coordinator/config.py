@@ -21,8 +21,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import tomli_w
-
 from coordinator.app_addresses import LOCALHOST, UNIX, UNIX_PATH_SIZE_BYTES_MAX, host_port, is_loopback
 from coordinator.fault_points import FaultPoint, reach
 from protocol.errors import ImmortalError
@@ -375,7 +373,7 @@ def check_settings(values: Mapping[str, object], name: str, path: Path, text: st
 def override(settings: InstanceSettings, **changes: object) -> InstanceSettings:
     """``settings`` with ``changes`` (fields and values), checked as if they stood in the file. Raises ConfigError."""
     changed = dataclasses.replace(settings, **changes)  # type: ignore[arg-type]  # checked in what follows
-    values = tomllib.loads(settings_text(changed, log=changed.log))
+    values = _values(changed, log=changed.log)
     check_settings(values, settings.name, settings.folder.parent / f"{settings.name}.toml")
     return changed
 
@@ -498,6 +496,27 @@ def _syntax_error(path: Path, text: str, message: str) -> str:
 
 def settings_text(settings: InstanceSettings, *, log: Path | None) -> str:
     """The settings file's text. Defaults are left out, ``log`` too when it is None."""
+    import tomlkit  # here: few commands write settings
+
+    return tomlkit.dumps(_values(settings, log=log))
+
+
+def text_with_app(text: str, app: str) -> str:
+    """The settings file's ``text`` with another ``app`` in it, and all else as somebody wrote it."""
+    import tomlkit
+
+    document = tomlkit.parse(text)
+    if "app" in document:
+        document["app"] = app
+        return tomlkit.dumps(document)
+    lines = text.splitlines(keepends=True)
+    behind = line_of(text, "app_port") or 0  # not at the end of the table: comments there are of the next one
+    if behind and not lines[behind - 1].endswith("\n"):
+        lines[behind - 1] += "\n"
+    return "".join([*lines[:behind], tomlkit.dumps({"app": app}), *lines[behind:]])
+
+
+def _values(settings: InstanceSettings, *, log: Path | None) -> dict[str, Any]:
     values: dict[str, Any] = {"peer": settings.peer, "app_port": settings.app_port}
     if settings.app_host != LOCALHOST:
         values["app_host"] = settings.app_host
@@ -546,7 +565,7 @@ def settings_text(settings: InstanceSettings, *, log: Path | None) -> str:
     tuned = {key: value for key, value in tuned.items() if value != getattr(default, key)}
     if tuned:
         values["tuning"] = tuned
-    return tomli_w.dumps(values)
+    return values
 
 
 def write_atomically(path: Path, data: bytes, *, mode: int = 0o644) -> None:

@@ -7,12 +7,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import os
 import random
 import shutil
 import socket
+import stat
 from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from coordinator.config import (
     read_settings,
     settings_text,
     split_tcp,
+    text_with_app,
     write_atomically,
 )
 from protocol.errors import ImmortalError
@@ -219,9 +220,9 @@ class Registry:
             settings = self.load(name)
             if settings.app == app:
                 return settings
-            settings = dataclasses.replace(settings, app=app)
-            log = None if settings.log == settings.folder / "log" else settings.log
-            write_atomically(self.path(name), settings_text(settings, log=log).encode())
+            path = self.path(name)
+            text = text_with_app(path.read_bytes().decode(), app)
+            write_atomically(path, text.encode(), mode=stat.S_IMODE(path.stat().st_mode))
         return self.load(name)
 
     # --- what these use ---------------------------------------------------------------------------------------------

@@ -216,6 +216,40 @@ def test_remember_app(registry: Registry) -> None:
     assert Registry(registry.home).load("counter").app == "wordcount:Counter"
 
 
+BY_HAND = """\
+# The counter of the shop.
+app_port = 7002  # as the firewall knows it
+{first}
+keep_checkpoints = 2     # the default, said all the same
+peer = "tcp://127.0.0.1:7001"
+
+# peers on other machines
+[peers]
+till = "tcp://10.0.0.5:7400"  # since May
+"""
+
+
+@pytest.mark.parametrize("first", ["# no app yet", "  app   =   'old:Counter' # the one of May"])
+def test_remember_app_keeps_what_was_written_by_hand(registry: Registry, first: str) -> None:
+    before = BY_HAND.format(first=first)
+    registry.home.mkdir(parents=True)
+    path = registry.path("counter")
+    path.write_text(before)
+    path.chmod(0o600)
+    assert registry.remember_app("counter", "wordcount:Counter").app == "wordcount:Counter"
+    now = 'app = "wordcount:Counter"\n# no app yet' if "no app" in first else first.replace("'old:", '"wordcount:')
+    assert path.read_text() == BY_HAND.format(first=now.replace("Counter'", 'Counter"'))
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_remember_app_in_a_file_without_a_last_line_end(registry: Registry) -> None:
+    registry.home.mkdir(parents=True)
+    path = registry.path("counter")
+    path.write_text('peer = "tcp://127.0.0.1:7001"\napp_port = 7002')
+    assert registry.remember_app("counter", "a:B").app == "a:B"
+    assert path.read_text() == 'peer = "tcp://127.0.0.1:7001"\napp_port = 7002\napp = "a:B"\n'
+
+
 def test_home_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "home").write_text("x")
     registry = Registry(tmp_path / "home")
