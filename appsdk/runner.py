@@ -45,6 +45,7 @@ from appsdk.outbox import Outbox
 from appsdk.proxy import Impulses, definition_of
 from appsdk.report import FailureReporter, user_traceback
 from appsdk.transport import CONNECT_TIMEOUT_S, Transport, Waker, connect, read_secret
+from appsdk.user_modules import HiddenModules, add_to_path
 from appsdk.watchdog import Watchdog
 from protocol.allocator import keep_freed_memory
 from protocol.errors import ImmortalError
@@ -101,10 +102,16 @@ def load(target: str) -> type:
 
 def load_or_say(target: str) -> type | None:
     """As :func:`load`, also from the current folder; None when the user has been told, on stderr, what is wrong."""
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    folder = os.getcwd()
+    hidden = HiddenModules(folder)
+    add_to_path(folder)
     try:
-        return load(target)
+        if (problem := hidden.problem(target.partition(":")[0].partition(".")[0])) is not None:
+            raise LoadError(f"{target!r}: {problem}")
+        cls = load(target)
+        for problem in hidden.problems():
+            say(target, f"warning: {problem}")
+        return cls
     except ImmortalError as error:
         say(target, str(error))
     except KeyboardInterrupt:
@@ -117,6 +124,8 @@ def load_or_say(target: str) -> type | None:
         ):
             trace = trace.tb_next
         traceback.print_exception(type(error), error, trace)
+        for problem in hidden.problems_of(error):
+            say(target, problem)
     return None
 
 

@@ -53,6 +53,7 @@ _OWN_DEATHS = (STATUS_HANDLER_FAILED, STATUS_UPGRADE_FAILED, STATUS_CALLED_WRONG
 STOP_GRACE_S = 5.0  # between SIGTERM and SIGKILL
 LEAVE_S = 1.0  # for one to end by itself after the other has ended well
 CLEAN_STOP_S = 30.0  # for a last checkpoint, which may be GiB
+PYTHON = (sys.executable, "-P")  # no file in the current folder takes the place of a module of Python's or ours
 RESTART_PAUSE_S_MIN = 0.1
 RESTART_PAUSE_S_MAX = 5.0
 RESTART_PAUSE_RESET_S = 10.0  # who lived this long did not die of how it was started
@@ -90,7 +91,7 @@ def coordinator_command(
     settings: InstanceSettings, *, log_format: str, log_level: str, promote: bool = False
 ) -> Command:
     home = str(settings.folder.parent)
-    argv = [sys.executable, "-m", "coordinator", "--home", home, "coordinator", settings.name]
+    argv = [*PYTHON, "-m", "coordinator", "--home", home, "coordinator", settings.name]
     argv += ["--app-auth", settings.app_auth.value]
     if settings.insecure:
         argv.append("--insecure")
@@ -108,7 +109,7 @@ def app_command(settings: InstanceSettings, app: str, *, strict: bool = False) -
     environment = {APP_ADDRESS_VARIABLE: settings.app_nearest_address, "PYTHONHASHSEED": hash_seed}
     if settings.app_auth is AppAuth.SECRET:
         environment[app_secret.SECRET_FILE_VARIABLE] = str(app_secret.path(settings.folder))
-    return Command([sys.executable, "-m", "appsdk", app, *(["--strict"] if strict else [])], environment)
+    return Command([*PYTHON, "-m", "appsdk", app, *(["--strict"] if strict else [])], environment)
 
 
 @dataclass(frozen=True)

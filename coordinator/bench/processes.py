@@ -40,14 +40,14 @@ class Service:
         settings = self.settings
         with open(settings.folder / "errors.txt", "a") as errors:
             self.coordinator = subprocess.Popen(
-                [sys.executable, "-m", "coordinator", "coordinator", settings.name],
+                [sys.executable, "-P", "-m", "coordinator", "coordinator", settings.name],
                 env=self.environment,
                 stderr=errors,
                 text=True,
                 preexec_fn=die_with_parent(os.getpid()),
             )
             self.app = subprocess.Popen(
-                [sys.executable, "-m", "appsdk", self._app],
+                [sys.executable, "-P", "-m", "appsdk", self._app],
                 env={
                     **self.environment,
                     "IMMORTAL_APP_ADDRESS": settings.app_nearest_address,

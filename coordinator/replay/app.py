@@ -32,7 +32,7 @@ class AppCommand:
         """
         if app == BY_HAND:
             return cls(BY_HAND)
-        argv = [sys.executable, "-m", "appsdk", app, "--address", "{address}", "--trace"]
+        argv = [sys.executable, "-P", "-m", "appsdk", app, "--address", "{address}", "--trace"]
         if strict:
             argv.append("--strict")
         if break_at is not None:

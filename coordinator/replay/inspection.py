@@ -36,7 +36,7 @@ def diff_states(
 
 def _inspect(*arguments: str) -> Any:
     environment = {**os.environ, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
-    command = [sys.executable, "-m", "appsdk.inspection", *arguments]
+    command = [sys.executable, "-P", "-m", "appsdk.inspection", *arguments]
     done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     if done.returncode:
         said = done.stderr.decode("utf-8", "replace").strip()

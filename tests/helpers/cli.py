@@ -6,14 +6,16 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 DEADLINE_S = 40.0
 HOME = "home"
+PYTHON = (sys.executable,)
 
 
-def command_line(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "coordinator", "--home", HOME, *arguments]
+def command_line(*arguments: str, python: Sequence[str] = PYTHON) -> list[str]:
+    return [*python, "-m", "coordinator", "--home", HOME, *arguments]
 
 
 def immortal(folder: Path, *arguments: str, status: int = 0, given: str | None = None) -> str:
@@ -29,9 +31,9 @@ def immortal(folder: Path, *arguments: str, status: int = 0, given: str | None =
 class Run:
     """One `immortal run` in ``folder``."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, python: Sequence[str] = PYTHON) -> None:
         self.process = subprocess.Popen(
-            command_line("run", *arguments),
+            command_line("run", *arguments, python=python),
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
