@@ -59,8 +59,8 @@ SWITCH_INTERVAL_S = 0.0005  # a hook that computes must not hold up the handlers
 class _EndAtOnce:
     """What SIGTERM does: the process ends, wherever it is, with ``status``.
 
-    Nothing is raised. An exception could come up anywhere: in a ``finally``, in a ``__del__``, in what Python does at its
-    own end; it would show as a traceback there, or be swallowed. Nor is there anything to save: the log has it all.
+    Nothing is raised. An exception could come up anywhere: in a ``finally``, in a ``__del__``, in what Python does at
+    its own end; it would show as a traceback there, or be swallowed. Nor is anything to be saved: the log has it all.
     """
 
     def __init__(self) -> None:

@@ -1,30 +1,32 @@
 """Asking a running coordinator: where it says how it is reached, and one question and answer through the messenger.
 
-A coordinator writes <folder>/coordinator.json when it is ready to answer, and removes it when it stops cleanly. After
-a crash the file stays: it counts only while the process that wrote it lives. <folder>/control_token, made anew at each
-start, is what a question must bring: only the instance's owner can read it.
+A coordinator writes <folder>/coordinator.json when it is ready to answer, and `immortal run` <folder>/supervisor.json
+when it can be told to stop and to restart (protocol.process_file). <folder>/control_token, made anew at each start, is
+what a question must bring: only the instance's owner can read it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from coordinator.config import write_atomically
+from protocol import process_file
 from protocol.errors import ImmortalError
+from protocol.process_file import COORDINATOR_FILE_NAME, SUPERVISOR_FILE_NAME, ProcessFile
 
 QUERY_TIMEOUT_S = 5.0
 ALIVE_CHECK_S = 0.25  # how often a waiting query looks whether the coordinator still lives
 READY_VARIABLE = "IMMORTAL_READY_FD"  # a descriptor from the supervisor: a line is written to it at "ready"
-_FILE_NAME = "coordinator.json"
 _TOKEN_FILE_NAME = "control_token"
 _TOKEN_SIZE_BYTES = 32
 
@@ -45,17 +47,22 @@ class RefusedError(ControlError):
         self.reason = reason
 
 
-class ControlFile(msgspec.Struct, frozen=True):
+class RunningError(ControlError):
+    """What is asked for needs an instance that does not run."""
+
+
+class ControlFile(ProcessFile, frozen=True, kw_only=True):
     """What a running coordinator says about itself."""
 
-    pid: int
     control: str  # the endpoint that answers
-    started_ns: int
-    process_start_ticks: int = 0  # the kernel's start time of that process: tells it from a later one with its ID
 
 
 def path(folder: Path) -> Path:
-    return folder / _FILE_NAME
+    return folder / COORDINATOR_FILE_NAME
+
+
+def supervisor_path(folder: Path) -> Path:
+    return folder / SUPERVISOR_FILE_NAME
 
 
 # --- the coordinator's side ------------------------------------------------------------------------------------------
@@ -63,9 +70,17 @@ def path(folder: Path) -> Path:
 
 def announce(folder: Path, control: str) -> None:
     """Write this process down as the coordinator that answers at ``control``. Raises ControlError."""
-    pid = os.getpid()
-    written = ControlFile(pid, control, time.time_ns(), _process_start_ticks(pid) or 0)
-    _write(path(folder), msgspec.json.encode(written))
+    _write(path(folder), msgspec.json.encode(ControlFile(control=control, **process_file.own_fields())))
+
+
+@contextlib.contextmanager
+def supervised(folder: Path) -> Iterator[None]:
+    """This process is the one that starts and stops the instance of ``folder``. Raises ControlError."""
+    _write(supervisor_path(folder), msgspec.json.encode(ProcessFile(**process_file.own_fields())))
+    try:
+        yield
+    finally:
+        _withdraw(supervisor_path(folder))
 
 
 def make_token(folder: Path) -> bytes:
@@ -100,10 +115,14 @@ def remove_token(folder: Path) -> None:
 
 
 def withdraw(folder: Path) -> None:
-    """Take the file away again, unless it is another process's by now."""
-    found = _read(folder)
+    """Take the coordinator's file away again, unless it is another process's by now."""
+    _withdraw(path(folder))
+
+
+def _withdraw(file: Path) -> None:
+    found = process_file.read(file, ProcessFile)
     if found is not None and found.pid == os.getpid():
-        path(folder).unlink(missing_ok=True)
+        file.unlink(missing_ok=True)
 
 
 def report_ready() -> None:
@@ -122,13 +141,20 @@ def report_ready() -> None:
 
 def running(folder: Path) -> ControlFile | None:
     """What the coordinator of this folder has announced, if its process lives."""
-    found = _read(folder)
-    if found is None:
-        return None
-    ticks = _process_start_ticks(found.pid)
-    if ticks is None or (found.process_start_ticks and ticks != found.process_start_ticks):
-        return None
-    return found
+    return process_file.read_living(path(folder), ControlFile)
+
+
+def supervisor(folder: Path) -> ProcessFile | None:
+    """The `immortal run` of this folder, if it lives."""
+    return process_file.read_living(supervisor_path(folder), ProcessFile)
+
+
+def refuse_running(folder: Path) -> None:
+    """Raises RunningError while the instance of ``folder`` runs, or is about to be started again."""
+    found = supervisor(folder) or running(folder)
+    if found is not None:
+        stop = f"'immortal stop {folder.name}' stops it"
+        raise RunningError(f"{folder.name!r} runs, as process {found.pid}: {stop}")
 
 
 def query(folder: Path, verb: str, timeout_s: float = QUERY_TIMEOUT_S) -> dict[str, Any]:
@@ -183,19 +209,3 @@ def _token(folder: Path) -> bytes:
         raise ControlError(
             f"the coordinator of {folder.name!r} answers only to its owner: {path} cannot be read ({error.strerror})"
         ) from None
-
-
-def _read(folder: Path) -> ControlFile | None:
-    try:
-        return msgspec.json.decode(path(folder).read_bytes(), type=ControlFile)
-    except (OSError, msgspec.MsgspecError):
-        return None
-
-
-def _process_start_ticks(pid: int) -> int | None:
-    """When the process started, in the kernel's ticks since boot; None if there is none, or only its remains."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])

@@ -1,7 +1,8 @@
 """The registry: a folder with one settings file per instance, and a folder beside each for its log and runtime files.
 
 <home>/counter.toml     the settings
-<home>/counter/         log/, and what a running coordinator says about itself (coordinator.json)
+<home>/counter/         log/, and what a running coordinator says about itself (coordinator.json,
+                        supervisor.json)
 """
 
 from __future__ import annotations
@@ -183,7 +184,7 @@ class Registry:
     def unregister(self, name: str, *, delete_log: bool = False) -> Path:
         """Remove the settings of ``name``, its keys, and its log where that is asked for; returns the log's folder.
 
-        Raises RegistryError while its coordinator runs.
+        Raises RunningError while it runs.
         """
         from coordinator import keys  # needs ZeroMQ, whose loading takes longer than most commands
 
@@ -195,15 +196,12 @@ class Registry:
                     raise  # where the log is stands in the file that cannot be read
                 settings = None
             folder = self.home / name
-            running = control.running(folder)
-            if running is not None:
-                raise RegistryError(
-                    f"the coordinator of {name!r} runs as process {running.pid}: stop it first (kill {running.pid})"
-                )
+            control.refuse_running(folder)
             if delete_log and settings is not None:
                 _delete_log(settings)
             self.path(name).unlink(missing_ok=True)
             control.path(folder).unlink(missing_ok=True)
+            control.supervisor_path(folder).unlink(missing_ok=True)
             app_secret.remove(folder)
             keys.remove(folder)
             control.remove_token(folder)

@@ -3,6 +3,7 @@
     both run --- one dies ---> the other is stopped --- both are gone ---> with restart: a pause, then both run again
        |                                                           '-----> without: the end, status 1
        '--- SIGTERM, SIGINT ---> the coordinator is asked to stop; it takes a checkpoint and says goodbye to the app
+       '--- SIGUSR1 ---> the same, then both run again, with the code as it is by then
 
 What a death means (`Verdict`):
 
@@ -21,6 +22,7 @@ The children die with the supervisor, even when that is killed with SIGKILL (PR_
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import select
@@ -30,6 +32,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -59,6 +62,7 @@ RESTART_PAUSE_S_MAX = 5.0
 RESTART_PAUSE_RESET_S = 10.0  # who lived this long did not die of how it was started
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+RESTART_SIGNAL = signal.SIGUSR1
 
 
 class Role(enum.Enum):
@@ -217,10 +221,10 @@ class _Child:
 
 class Supervisor:
     """Runs the two until they are to run no more. For the main thread of a process that ends with it: it takes
-    SIGTERM and SIGINT.
+    SIGTERM, SIGINT and RESTART_SIGNAL.
 
     ``commands`` is asked before each start. ``gave_up_upgrade`` is told that the app gave an upgrade up, and says
-    whether there is a version before it that can go on.
+    whether there is a version before it that can go on. ``announced`` is entered once signals are understood.
     """
 
     def __init__(
@@ -230,6 +234,7 @@ class Supervisor:
         *,
         restart: bool = False,
         gave_up_upgrade: Callable[[], bool] = lambda: False,
+        announced: AbstractContextManager[None] | None = None,
         stop_grace_s: float = STOP_GRACE_S,
         clean_stop_s: float = CLEAN_STOP_S,
     ) -> None:
@@ -237,6 +242,7 @@ class Supervisor:
         self._events = events
         self._restart = restart
         self._gave_up_upgrade = gave_up_upgrade
+        self._announced = announced or contextlib.nullcontext()
         self._stop_grace_s = stop_grace_s
         self._clean_stop_s = clean_stop_s
         self._children: dict[Role, _Child] = {}  # those that run
@@ -244,23 +250,25 @@ class Supervisor:
         self._ready_descriptor: int | None = None
         self._was_ready = False
         self._stop_requests = StopRequests()
+        self._restart_asked = False
         self._wake_read, self._wake_write = socket.socketpair()
 
     def run(self) -> int:
         """Returns the exit status."""
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
-        for number in _STOP_SIGNALS:
+        for number in (*_STOP_SIGNALS, RESTART_SIGNAL):
             signal.signal(number, self._take_signal)
         old_wake = signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
         try:
-            return self._run()
+            with self._announced:
+                return self._run()
         finally:
             for child in self._children.values():  # only where something raised
                 child.send(signal.SIGKILL)
                 child.collect()
             signal.set_wakeup_fd(old_wake)
-            for number in _STOP_SIGNALS:
+            for number in (*_STOP_SIGNALS, RESTART_SIGNAL):
                 signal.signal(number, signal.SIG_IGN)  # one more wish must not spoil the exit status
             self._close_ready()
             self._wake_read.close()
@@ -270,10 +278,16 @@ class Supervisor:
         pause = RestartPause()
         while True:
             started_s = time.monotonic()
+            self._restart_asked = False
             self._start()
-            self._wait_for(lambda: bool(self._exits or self._stop_requests.count))
+            self._wait_for(lambda: bool(self._exits or self._is_asked))
             if not self._exits:
-                return self._stop_cleanly()
+                status = self._stop_cleanly()
+                self._close_ready()
+                if self._stop_requests.count:
+                    return status
+                self._events.info("starting both again, as asked")
+                continue
             first = who_died_first(list(self._exits.values()))
             life_s = time.monotonic() - started_s
             second, told = self._stop_other(first)
@@ -287,13 +301,18 @@ class Supervisor:
             if verdict is Verdict.UPGRADE_FAILED and self._gave_up_upgrade() and not self._stop_requests.count:
                 self._events.info("starting the version before again")
                 continue
-            if self._stop_requests.count or not self._restart:
+            if self._stop_requests.count or not (self._restart or self._restart_asked):
                 return 0 if verdict is Verdict.STOPPED else 1
             pause_s = pause.after(life_s, recovered=self._was_ready)
             self._events.info("restarting", pause_s=pause_s)
-            if self._wait_for(lambda: self._stop_requests.count > 0, pause_s):
+            self._wait_for(lambda: self._is_asked, pause_s)
+            if self._stop_requests.count:
                 self._events.info("both stopped")
                 return 0
+
+    @property
+    def _is_asked(self) -> bool:
+        return self._restart_asked or self._stop_requests.count > 0
 
     def _start(self) -> None:
         self._exits.clear()
@@ -426,4 +445,8 @@ class Supervisor:
             self._ready_descriptor = None
 
     def _take_signal(self, number: int, frame: FrameType | None) -> None:
-        self._stop_requests.signalled()  # the wake-up descriptor ends the wait
+        if number == RESTART_SIGNAL:
+            self._restart_asked = True
+        else:
+            self._stop_requests.signalled()
+        # the wake-up descriptor ends the wait

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -37,6 +38,7 @@ from coordinator.config import (
 )
 from coordinator.registry import Registry, RegistryError
 from coordinator.upgrade_mark import UpgradeMark
+from protocol.errors import ImmortalError
 
 
 class _OrWord(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
@@ -208,7 +210,8 @@ def run(
 ) -> None:
     """Run an instance: its coordinator and its app, as two processes that live and die together.
 
-    Without MODULE:CLASS it is the one of the last run. SIGTERM or Ctrl-C stops both cleanly, with a checkpoint.
+    Without MODULE:CLASS it is the one of the last run. 'immortal stop NAME', SIGTERM or Ctrl-C stop both cleanly, with
+    a checkpoint; 'immortal restart NAME' starts both again.
     """
     from coordinator.logs import configure
     from coordinator.peer_security import check_start
@@ -216,12 +219,12 @@ def run(
 
     settings = registry.load(name)
     _refuse_two_ports(settings)
+    control.refuse_running(settings.folder)
     mark = upgrade_mark.read(settings.folder)
     upgrading = mark is not None and mark.pending
     app = app or (mark.app if mark is not None and upgrading else None) or settings.app
     if app is None:
         raise RegistryError(f"{name!r} has not been run yet: say what its app is ('immortal run {name} MODULE:CLASS')")
-    _refuse_running(settings)
     if mark is not None and upgrading:
         upgrade_mark.write(settings.folder, UpgradeMark(mark.to, app))  # registered once the upgrade is durable
     else:
@@ -229,14 +232,18 @@ def run(
     own = supervised(override(settings, insecure=True) if insecure else settings)
     own = own if metrics is None else override(own, metrics=metrics)
     check_start(own)  # a restart would find the same
+    now = app
 
     def commands() -> dict[Role, Command]:
-        """The version before an upgrade runs again where the upgrade has failed."""
-        mark = upgrade_mark.read(settings.folder)
-        failed = mark is not None and not mark.pending
+        """With the app as it is wanted by now: that of an upgrade, or the registered one, which was before it."""
+        nonlocal now, upgrading
+        with contextlib.suppress(ImmortalError):  # as it was: the coordinator reads the same, and says what is wrong
+            mark = upgrade_mark.read(settings.folder)
+            upgrading = mark is not None and mark.pending
+            now = (mark.app if mark is not None and upgrading else None) or registry.load(name).app or now
         return {
             Role.COORDINATOR: coordinator_command(own, log_format=log_format, log_level=log_level, promote=promote),
-            Role.APP: app_command(own, (settings.app or app) if failed else app, strict=strict),
+            Role.APP: app_command(own, now, strict=strict),
         }
 
     def gave_up_upgrade() -> bool:
@@ -244,7 +251,9 @@ def run(
         return upgrading
 
     events = configure(name, level=log_level, log_format=log_format)
-    sys.exit(Supervisor(commands, events, restart=restart, gave_up_upgrade=gave_up_upgrade).run())
+    announced = control.supervised(settings.folder)
+    supervisor = Supervisor(commands, events, restart=restart, gave_up_upgrade=gave_up_upgrade, announced=announced)
+    sys.exit(supervisor.run())
 
 
 @click.command()
@@ -285,12 +294,6 @@ def coordinator(
         settings = override(settings, metrics=metrics)
     configure(name, level=log_level, log_format=log_format)
     sys.exit(run_coordinator(settings, registry, promote=promote))
-
-
-def _refuse_running(settings: InstanceSettings) -> None:
-    found = control.running(settings.folder)
-    if found is not None:
-        raise RegistryError(f"the coordinator of {settings.name!r} runs already, as process {found.pid}: stop it first")
 
 
 def _refuse_two_ports(settings: InstanceSettings) -> None:

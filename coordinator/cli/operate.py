@@ -96,9 +96,18 @@ def _mark(settings: InstanceSettings, to: int, app: str | None) -> None:
     upgrade_mark.write(settings.folder, UpgradeMark(to, app))
     holder = app or settings.app or "its app"
     click.echo(f"{name}: version {current} becomes version {to} at the next start, with {holder}")
+    click.echo(_next_start(settings))
+
+
+def _next_start(settings: InstanceSettings) -> str:
+    """What an operator does for it."""
+    name = settings.name
+    if control.supervisor(settings.folder) is not None:
+        return f"it runs now; for that start: immortal restart {name}"
     running = control.running(settings.folder)
-    first = f"it runs now, as process {running.pid}: stop it, then" if running else "start it with"
-    click.echo(f"{first}: immortal run {name}")
+    if running is None:
+        return f"start it with: immortal run {name}"
+    return f"it runs now, without 'immortal run': 'immortal stop {name}', then start it and its app as before"
 
 
 def _state(settings: InstanceSettings) -> str:

@@ -136,9 +136,7 @@ def _remedy(name: str, verification: LogVerification) -> str:
 def _cut(settings: InstanceSettings, sequence_id: int, *, force: bool, yes: bool, as_json: bool) -> None:
     from coordinator.log import LogCutter
 
-    found = control.running(settings.folder)
-    if found is not None:
-        raise RegistryError(f"the coordinator of {settings.name!r} runs, as process {found.pid}: stop it first")
+    control.refuse_running(settings.folder)
     with LogCutter(settings.log, settings.name) as cutter:
         plan = cutter.plan(sequence_id, force=force)
         lines = list(_plan_lines(settings.name, plan))

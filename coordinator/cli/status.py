@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 NOT_STARTED = "not started yet"
 STOPPED = "stopped"
+STARTING = "starting"
 ASKED_AT_ONCE_MAX = 8
 SLOW_COMMIT_MS = 50  # a disk that syncs takes 0.1 to 10 ms
 
@@ -59,7 +60,8 @@ def instance_status(registry: Registry, name: str) -> dict[str, Any]:
     """The fields of a live instance's own answer, or as many of them as the log holds; "error" if there are none."""
     try:
         settings = registry.load(name)
-        return _live_status(settings) or _stopped_status(settings) | _upgrade(settings)
+        row = _live_status(settings) or _stopped_status(settings)
+        return row | _supervisor(settings, row) | _upgrade(settings)
     except ImmortalError as error:
         return {"name": name, "phase": "unknown", "error": str(error)}
 
@@ -69,9 +71,17 @@ def _live_status(settings: InstanceSettings) -> dict[str, Any] | None:
     if found is None:
         return None
     try:
-        return {"pid": found.pid, **control.query(settings.folder, "status"), **_upgrade(settings)}
+        return {"pid": found.pid, **control.query(settings.folder, "status")}
     except control.NotRunningError:
         return None  # it stopped just now
+
+
+def _supervisor(settings: InstanceSettings, row: dict[str, Any]) -> dict[str, Any]:
+    """The process of `immortal run`, if there is one; between two starts it is all that runs."""
+    found = control.supervisor(settings.folder)
+    if found is None:
+        return {}
+    return {"supervisor_pid": found.pid} | ({} if "pid" in row else {"phase": STARTING})
 
 
 def _upgrade(settings: InstanceSettings) -> dict[str, Any]:
@@ -152,7 +162,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
         cells = (
             str(row["name"]),
             _phase(row),
-            _number(row.get("pid")),
+            _pids(row),
             _number(row.get("sequence_id")),
             _number(row.get("backlog_records")),
             _checkpoint(row.get("checkpoint")),
@@ -161,6 +171,12 @@ def _table(rows: list[dict[str, Any]]) -> Table:
         )
         table.add_row(*(Text(cell) for cell in (*cells, *([_clients(row)] if with_clients else []))))
     return table
+
+
+def _pids(row: dict[str, Any]) -> str:
+    """The coordinator's, and that of the `immortal run` that would start it again."""
+    supervisor = f" under {row['supervisor_pid']}" if "supervisor_pid" in row else ""
+    return f"{_number(row.get('pid'))}{supervisor}"
 
 
 def _clients(row: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from coordinator.supervisor import (
+    RESTART_SIGNAL,
     Exit,
     RestartPause,
     Role,
@@ -221,6 +222,43 @@ def test_a_stop_that_fails(start: Start) -> None:
     supervised.started()
     supervised.process.terminate()
     assert supervised.end() == (1, ["started", "stopping", "the coordinator ended with status 1, not with status 0"])
+
+
+def test_a_restart(start: Start) -> None:
+    """Also of one that does not start again what dies."""
+    supervised = start(ENDS, ENDS, clean_stop_s=0.2)
+    first = supervised.started()
+    supervised.process.send_signal(RESTART_SIGNAL)
+    supervised.event("starting both again")
+    assert set(supervised.started().values()).isdisjoint(first.values())
+    supervised.process.terminate()
+    status, messages = supervised.end()
+    assert status == 0
+    assert messages.count("started") == 2
+    assert messages[-1] == "both stopped"
+
+
+def test_a_stop_in_the_middle_of_a_restart(start: Start) -> None:
+    supervised = start(STUBBORN, ENDS, stop_grace_s=0.1)
+    supervised.started()
+    supervised.process.send_signal(RESTART_SIGNAL)
+    supervised.event("stopping")
+    supervised.process.terminate()
+    _, messages = supervised.end()
+    assert messages.count("started") == 1
+    assert "starting both again, as asked" not in messages
+
+
+def test_a_restart_during_the_pause(start: Start) -> None:
+    supervised = start(LIVES, "import sys; sys.exit(3)", restart=True)
+    while (pause_s := supervised.event("restarting")["pause_s"]) < 3.2:
+        pass
+    began_s = time.monotonic()
+    supervised.process.send_signal(RESTART_SIGNAL)
+    supervised.event("started")
+    assert time.monotonic() - began_s < pause_s / 2
+    supervised.process.terminate()
+    supervised.end()
 
 
 def test_asked_twice_to_stop(start: Start) -> None:

@@ -56,6 +56,8 @@ def register(home: Path, name: str = "counter") -> Path:
         ("log", "show", "conter"),
         ("log", "verify", "conter"),
         ("unregister", "conter"),
+        ("stop", "conter"),
+        ("restart", "conter"),
     ],
 )
 def test_unknown_name(home: Path, command: tuple[str, ...]) -> None:
@@ -178,9 +180,8 @@ def test_what_runs_is_neither_run_again_nor_unregistered(home: Path) -> None:
     path = register(home)
     control.announce(home / "counter", "tcp://127.0.0.1:1")  # as if this process were it
     pid = os.getpid()
-    expected = f"the coordinator of 'counter' runs already, as process {pid}: stop it first"
+    expected = f"'counter' runs, as process {pid}: 'immortal stop counter' stops it"
     assert error_of(home, "run", "counter", "a:B") == expected
-    expected = f"the coordinator of 'counter' runs as process {pid}: stop it first (kill {pid})"
     assert error_of(home, "unregister", "counter") == expected
     assert path.exists()
 

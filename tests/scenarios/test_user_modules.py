@@ -80,8 +80,8 @@ def test_who_imports_one_is_told_what_it_gets(folder: Path, start: Start) -> Non
     assert run.line("it runs") == "it runs: (False, 'coordinator')"  # the user's own, as the app needs no other
     line = run.line("'import select'")
     assert line == (
-        f"app service:Service: warning: {folder}/helper.py: 'import select' gives Python's own module of that name, not "
-        f"{folder}/select.py: give that file another name"
+        f"app service:Service: warning: {folder}/helper.py: 'import select' gives Python's own module of that name, "
+        f"not {folder}/select.py: give that file another name"
     )
     assert "gives the module that Immortal is or uses of that name" in run.line("'import protocol'")
     assert run.count("warning") == 2

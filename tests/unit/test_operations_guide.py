@@ -61,6 +61,8 @@ def test_every_command_of_an_operator_is_in_the_guide() -> None:
     assert used == {
         "register",
         "status",
+        "stop",
+        "restart",
         "checkpoint",
         "dead-letters",
         "skip",

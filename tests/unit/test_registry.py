@@ -189,7 +189,7 @@ def test_what_else_lies_in_a_log_folder_is_not_deleted(registry: Registry, tmp_p
 def test_unregister_a_running_one(registry: Registry) -> None:
     registry.register("counter", "tcp://127.0.0.1:*")
     announce_this_process(registry, "counter")
-    with pytest.raises(RegistryError, match=f"runs as process {os.getpid()}: stop it first"):
+    with pytest.raises(control.RunningError, match=f"runs, as process {os.getpid()}: 'immortal stop counter'"):
         registry.unregister("counter")
     control.withdraw(registry.home / "counter")
     registry.unregister("counter")
