@@ -79,7 +79,7 @@ class AsyncClient:
         outcome = call.outcome
         if outcome is None:
             self._connection.withdraw(call)
-            text = timeout_text(self._connection, self._transport.endpoint, method.name, call, timeout_s or 0.0)
+            text = timeout_text(self._transport, method.name, call, timeout_s or 0.0)
             raise CallTimeout(text, call, lambda timeout_s: self._again(method, call, timeout_s))
         if isinstance(outcome, ClientError):
             raise outcome

@@ -46,6 +46,7 @@ class Connection:
     def __init__(self, instance: str, client_id: str | None, now_s: float) -> None:
         self.instance = instance
         self.wants_reopening = False  # the socket is of no use any more
+        self.was_welcomed = False  # ever
         self.endpoints_count = 1
         self.problem = "nobody answers"  # why it is not talking
         self.heartbeats = 0  # answers to pings, with something outstanding or not
@@ -90,6 +91,22 @@ class Connection:
     def withdraw(self, call: Call) -> bool:
         """Forget a call that was not sent yet; whether that was so."""
         return all(lane.withdraw(call) for lane in self._lanes.values())
+
+    def refuse(self, error: ClientError) -> None:
+        """End the calls that were not sent yet."""
+        for lane in list(self._lanes.values()):
+            lane.refuse_waiting(error)
+            if lane is not self._main and lane.is_idle:
+                self._lanes.pop(lane.client_id, None)
+
+    @property
+    def is_talking(self) -> bool:
+        return self._talking
+
+    @property
+    def has_waiting(self) -> bool:
+        """Calls that were not sent yet."""
+        return any(lane.first_waiting is not None for lane in self._lanes.values())
 
     def close(self, error: ClientError) -> None:
         for lane in list(self._lanes.values()):
@@ -136,6 +153,7 @@ class Connection:
         self._clock_offset_ns = frame.time_ns - int(now_s * 1e9)
         if self._main.was_forgotten(frame.number):
             self._forgotten(self._main)
+        self.was_welcomed = True
         if not self._talking:
             self._talking = True
             self.problem = "there is no reply yet"

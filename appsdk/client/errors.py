@@ -1,7 +1,7 @@
 """What can go wrong with a call from outside, by what is known of the request.
 
 ClientError
-  NotConnectable     the instance can't be called as things are: not registered, no key, no such endpoint
+  NotConnectable     the instance can't be called as things are: not registered, stopped, no key that it lets in
   CallTimeout        no reply within the time given; ``sent`` False: the request will not be done
   CallRefused        the call can't be made: no such method, or arguments that do not fit; nothing was done
   CallRaised         the handler raised an exception that it declares (where the class is not known here)

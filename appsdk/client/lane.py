@@ -279,6 +279,12 @@ class Lane:
         for call in outstanding.values():
             call.finish(error)
 
+    def refuse_waiting(self, error: ClientError) -> None:
+        """What was not sent ends with ``error``; later calls may fare better."""
+        waiting, self._waiting = self._waiting, deque()
+        for call in waiting:
+            call.finish(error)
+
     def fail(self, error: ClientError) -> None:
         """No call can be made any more."""
         self.error = error

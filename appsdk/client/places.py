@@ -11,9 +11,10 @@ import ipaddress
 import os
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from appsdk.client.errors import NotConnectable
 
@@ -34,11 +35,17 @@ class KeyPair:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """``endpoints`` of one instance, to be tried in turn; ``server_keys``: those that it may show, () in plain."""
+    """``endpoints`` of one instance, to be tried in turn; ``server_keys``: those that it may show, () in plain.
+
+    ``folder``: where its processes say that they run; None where that is another machine's, or not known.
+    ``refusal``: why it does not let this caller in, as far as its settings say so.
+    """
 
     endpoints: tuple[str, ...]
     server_keys: tuple[str, ...]
     pair: KeyPair | None
+    folder: Path | None = None
+    refusal: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +62,8 @@ class Finder:
     def find(self) -> Places:
         """Raises NotConnectable."""
         home = Path(self.home or os.environ.get(HOME_VARIABLE) or HOME_DEFAULT)
-        endpoints = tuple(self.endpoints) or (_registered(home, self.name),)
+        registered = {} if self.endpoints else _settings(home, self.name)
+        endpoints = tuple(self.endpoints) or (_endpoint(home, self.name, registered),)
         keys = tuple(self.server_keys) or _public_keys(home / self.name / "public_keys")
         pair = self._pair(home) if keys else None
         for endpoint in endpoints:
@@ -64,11 +72,27 @@ class Finder:
                     f"{endpoint} is not on this machine and no public key of {self.name!r} is known: write it into "
                     f"{home / self.name / 'public_keys'}, or give server_keys=[...] (insecure=True calls in plain)"
                 )
-        return Places(endpoints, keys, pair)
+        here = bool(registered) and _is_local(endpoints[0])
+        refusal = self._refusal(home, registered) if keys else ""
+        return Places(endpoints, keys, pair, (home / self.name).absolute() if here else None, refusal)
+
+    @property
+    def caller(self) -> str | None:
+        """Whose keys are shown; None: the instance's own."""
+        return self.identity or os.environ.get(IDENTITY_VARIABLE)
+
+    def _refusal(self, home: Path, registered: Mapping[str, Any]) -> str:
+        allowed, caller = registered.get("allow"), self.caller
+        if not isinstance(allowed, list) or caller in (None, self.name, *allowed):
+            return ""
+        return (
+            f"{self.name!r} takes no calls of {caller!r}: 'allow' in {home / self.name}.toml names "
+            f"{', '.join(map(str, allowed)) or 'nobody'}"
+        )
 
     def _pair(self, home: Path) -> KeyPair:
         """Those of the identity; without one the instance's own, which whoever runs it can read."""
-        identity = self.identity or os.environ.get(IDENTITY_VARIABLE)
+        identity = self.caller
         if identity is not None:
             pair = _pair_of(home / identity, identity)
             if pair is not None:
@@ -87,10 +111,10 @@ class Finder:
         )
 
 
-def _registered(home: Path, name: str) -> str:
+def _settings(home: Path, name: str) -> dict[str, Any]:
     path = home / f"{name}.toml"
     try:
-        values = tomllib.loads(path.read_text("utf-8"))
+        return tomllib.loads(path.read_text("utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         known = sorted(file.name.removesuffix(".toml") for file in home.glob("*.toml")) if home.is_dir() else []
         names = f"registered are {', '.join(known[:20])}" if known else "nothing is registered there"
@@ -100,8 +124,12 @@ def _registered(home: Path, name: str) -> str:
         ) from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise NotConnectable(f"{path} cannot be read: {error}") from None
-    peer = values.get("peer")
+
+
+def _endpoint(home: Path, name: str, registered: Mapping[str, Any]) -> str:
+    peer = registered.get("peer")
     if not isinstance(peer, str):
+        path = home / f"{name}.toml"
         raise NotConnectable(f'{path} gives no endpoint: peer = "tcp://HOST:PORT" is missing')
     return peer
 

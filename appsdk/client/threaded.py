@@ -84,7 +84,7 @@ class Client:
             if call.outcome is not None:
                 return
             self._connection.withdraw(call)
-            text = timeout_text(self._connection, self._transport.endpoint, method.name, call, timeout_s or 0.0)
+            text = timeout_text(self._transport, method.name, call, timeout_s or 0.0)
         raise CallTimeout(text, call, lambda timeout_s: self._wait(method, call, replied, timeout_s))
 
     def _run(self) -> None:

@@ -9,12 +9,17 @@ import zmq
 from appsdk.client.connection import Connection
 from appsdk.client.errors import NotConnectable
 from appsdk.client.limits import (
+    KEY_REFUSED_S,
+    KEY_RETRY_S,
     MESSAGE_SIZE_BYTES_MAX,
     QUEUED_MAX,
     RECONNECT_MS_MAX,
     RECONNECT_MS_MIN,
+    STOPPED_S,
 )
 from appsdk.client.places import Finder, Places
+from appsdk.client.presence import Presence, presence
+from appsdk.client.watch import Watch
 
 _NOBLOCK = int(zmq.NOBLOCK)
 GOODBYE_LINGER_MS = 100
@@ -28,10 +33,15 @@ class Transport:
         self._finder = finder
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._turn = 0
+        self._watch = Watch(self._context)
+        self._refused_s: float | None = None  # when the key was turned away first
+        self._stopped_s: float | None = None  # when the instance was found stopped first
+        self._look_due_s: float | None = None
         try:
             self._places: Places = finder.find()
             self._open()
         except BaseException:
+            self._watch.close()
             self._context.term()
             raise
 
@@ -58,12 +68,14 @@ class Transport:
             socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
             socket.setsockopt(zmq.CURVE_PUBLICKEY, places.pair.public.encode())
             socket.setsockopt(zmq.CURVE_SECRETKEY, places.pair.secret.encode())
+        self._watch.watch(socket, has_keys=places.pair is not None)
         try:
             socket.connect(self.endpoint)
         except zmq.ZMQError as error:
             socket.close()
             raise NotConnectable(f"{self.endpoint!r} can't be connected to: {error.strerror}") from None
         self._socket = socket
+        self._opened_s = time.monotonic()
         self.connection.endpoints_count = len(places.endpoints)
 
     def fileno(self) -> int:
@@ -76,6 +88,8 @@ class Transport:
         """Take what has come, send what is to be sent. True: :meth:`fileno` is another one now."""
         connection = self.connection
         reopened = False
+        if not connection.is_talking:
+            self._look(time.monotonic())
         while True:
             self._receive()
             now_s = time.monotonic()
@@ -89,6 +103,63 @@ class Transport:
             # Sending may have taken in the news that something has come, of which the descriptor tells only once.
             if not data and not self._has_unread():
                 return reopened
+
+    def _look(self, now_s: float) -> None:
+        """Whether there is something to wait for; calls that were not sent end where there is not."""
+        self._watch.look()
+        self._look_due_s = None
+        refusal = self._places.refusal or self._key_refusal(now_s)
+        if not refusal and not self.connection.was_welcomed and self.connection.has_waiting:
+            refusal = self._absence(now_s)
+        if refusal:
+            self.connection.refuse(NotConnectable(refusal))
+
+    def _key_refusal(self, now_s: float) -> str:
+        """A new key may not be known there yet: it is shown again, until it was turned away long enough."""
+        if not self._watch.refusals or len(self._places.endpoints) > 1:  # it may be at another of them
+            self._refused_s = None
+            return ""
+        if self._refused_s is None:
+            self._refused_s = now_s
+        if now_s - self._refused_s >= KEY_REFUSED_S:
+            return self.problem
+        self._look_due_s = self._opened_s + KEY_RETRY_S
+        if now_s >= self._look_due_s:
+            self.connection.wants_reopening = True
+        return ""
+
+    def _absence(self, now_s: float) -> str:
+        found = self._presence
+        if not found.stopped:
+            self._stopped_s = None
+            return ""
+        if self._stopped_s is None:
+            self._stopped_s = now_s
+        if now_s - self._stopped_s >= STOPPED_S:
+            return found.problem
+        self._look_due_s = self._stopped_s + STOPPED_S
+        return ""
+
+    @property
+    def _presence(self) -> Presence:
+        folder = self._places.folder
+        return Presence(False, "") if folder is None else presence(folder)
+
+    @property
+    def problem(self) -> str:
+        """Why there is no reply, as far as that can be known from here."""
+        if self.connection.is_talking:
+            return self.connection.problem
+        self._watch.look()
+        known, seen = self._places.refusal or self._presence.problem, self._watch.problem
+        if known or not seen:
+            return known or self.connection.problem
+        name = self.connection.instance
+        if not self._watch.refusals:
+            return f"{seen} ('immortal status {name}', where it runs, says how it is, and where)"
+        pair, caller = self._places.pair, self._finder.caller or name
+        key = pair.public if pair is not None else ""
+        return f"{seen} ({key}, of {caller!r}): 'allow', [peer_keys] and the registry folder of {name!r} say whose"
 
     def _receive(self) -> None:
         receive, connection = self._socket.recv, self.connection
@@ -122,11 +193,13 @@ class Transport:
 
     def next_deadline_s(self) -> float:
         """When :meth:`process` is to be called, whatever happens; monotonic."""
-        return self.connection.next_deadline_s()
+        due_s = self.connection.next_deadline_s()
+        return due_s if self._look_due_s is None else min(due_s, self._look_due_s)
 
     def close(self) -> None:
         """What is not answered may still be done."""
         for data in self.connection.goodbye():
             self._send(data)
+        self._watch.close()
         self._socket.close(linger=GOODBYE_LINGER_MS)
         self._context.term()

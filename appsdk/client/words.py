@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from appsdk.client.connection import Connection
 from appsdk.client.lane import Call
+from appsdk.client.transport import Transport
 
 
-def timeout_text(connection: Connection, endpoint: str, method: str, call: Call, timeout_s: float) -> str:
-    front = f"{method}: no reply of {connection.instance!r} at {endpoint} within {timeout_s:g} s: {connection.problem}"
+def timeout_text(transport: Transport, method: str, call: Call, timeout_s: float) -> str:
+    instance = transport.connection.instance
+    front = f"{method}: no reply of {instance!r} at {transport.endpoint} within {timeout_s:g} s: {transport.problem}"
     if not call.sent:
         return f"{front}; the request was never sent, and will not be"
     return (

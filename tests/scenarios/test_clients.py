@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -205,6 +206,66 @@ def test_a_request_that_was_never_sent_is_never_done(folder: Path) -> None:
             run.kill()
 
 
+STOPPED = "'ledger' does not run: 'immortal run ledger' starts it"
+
+
+def test_a_stopped_instance_says_so_long_before_the_timeout(folder: Path, ledger: Run) -> None:
+    with connect("ledger", timeout=None) as client:
+        assert client.add("up") == 1
+    immortal(folder, "stop", "ledger")
+    with connect("ledger", timeout=None) as client, pytest.raises(NotConnectable, match=STOPPED):
+        client.add("no")
+    with connect("ledger", timeout=None) as client, pytest.raises(NotConnectable, match=STOPPED):
+        with_key(client, "k").add("no")
+    assert immortal(folder, "call", "ledger", "add", "no", "--timeout", "600", status=1) == f"error: {STOPPED}\n"
+
+    async def main() -> None:
+        async with connect("ledger", timeout=None) as client:
+            with pytest.raises(NotConnectable, match=STOPPED):
+                await client.add("no")
+            run = Run(folder, "ledger")
+            try:
+                run.line("ready")
+                assert await client.all() == ["up"]  # it is not given up
+            finally:
+                run.kill()
+
+    asyncio.run(main())
+
+
+def test_a_killed_instance_is_waited_for_and_it_is_said(folder: Path, ledger: Run) -> None:
+    with connect("ledger") as client:
+        client.add("up")
+    ledger.kill()
+    reason = "no reply of 'ledger' at tcp://.* 'ledger' was killed, and nobody has started it again"
+    with connect("ledger", timeout=2.5) as client, pytest.raises(CallTimeout, match=reason):
+        client.add("no")
+
+
+def test_a_client_that_was_there_before_lives_through_a_stop(folder: Path, ledger: Run) -> None:
+    with connect("ledger", timeout=DEADLINE_S) as client:
+        assert client.add("before") == 1
+        immortal(folder, "stop", "ledger")
+        with pytest.raises(CallTimeout, match=STOPPED) as raised:
+            with_timeout(client, 6.0).add("meanwhile")
+        run = Run(folder, "ledger")
+        try:
+            assert client.add("after") == 2 + raised.value.sent  # before it was known that nobody was there
+        finally:
+            run.kill()
+
+
+def test_an_instance_elsewhere_is_only_known_by_its_endpoint(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        reason = f"at {endpoint} within 1 s: somebody listens there, and does not answer .*immortal status far"
+        with connect("far", endpoints=[endpoint], timeout=1) as client, pytest.raises(CallTimeout, match=reason):
+            client.total()
+    reason = f"at {endpoint} within 1 s: nobody listens there"
+    with connect("far", endpoints=[endpoint], timeout=1) as client, pytest.raises(CallTimeout, match=reason):
+        client.total()
+
+
 def test_what_can_not_be_done_says_so(ledger: Run) -> None:
     with connect("ledger") as client:
         with pytest.raises(CallRefused, match=r"no handler 'nothing' \(its handlers: add, all, later, process_id\)"):
@@ -342,8 +403,19 @@ def test_without_keys_nobody_comes_in(folder: Path, ledger: Run, monkeypatch: py
     settings = folder / HOME / "ledger.toml"
     settings.write_text(f'allow = ["somebody"]\n{settings.read_text()}')
     ledger.line("keys or callers changed", 2)  # the first was of the new client
-    with connect("ledger", timeout=0.5) as client, pytest.raises(CallTimeout, match="was never sent"):
+    with (
+        connect("ledger") as client,
+        pytest.raises(NotConnectable, match=r"takes no calls of 'web': 'allow' in \S+ledger.toml names somebody"),
+    ):
         client.all()
+    # Where the settings of the instance can't be read, it says so itself.
+    peer, public_keys = settings.read_text().split('peer = "')[1].split('"')[0], folder / HOME / "ledger" / "public_keys"
+    elsewhere = connect("ledger", endpoints=[peer], server_keys=public_keys.read_text().split(), timeout=DEADLINE_S)
+    with elsewhere as client, pytest.raises(NotConnectable, match=r"does not let the caller's key in \(.*, of 'web'\)"):
+        client.all()
+    settings.write_text(settings.read_text().replace('"somebody"', '"web"'))
+    with elsewhere as client:  # at once: it is shown again until the instance has looked
+        assert client.all() == ["the owner"]
 
 
 def test_the_instance_is_found_or_it_is_said_why(folder: Path) -> None:
