@@ -409,8 +409,9 @@ def test_without_keys_nobody_comes_in(folder: Path, ledger: Run, monkeypatch: py
     ):
         client.all()
     # Where the settings of the instance can't be read, it says so itself.
-    peer, public_keys = settings.read_text().split('peer = "')[1].split('"')[0], folder / HOME / "ledger" / "public_keys"
-    elsewhere = connect("ledger", endpoints=[peer], server_keys=public_keys.read_text().split(), timeout=DEADLINE_S)
+    peer = settings.read_text().split('peer = "')[1].split('"')[0]
+    server_keys = (folder / HOME / "ledger" / "public_keys").read_text().split()
+    elsewhere = connect("ledger", endpoints=[peer], server_keys=server_keys, timeout=DEADLINE_S)
     with elsewhere as client, pytest.raises(NotConnectable, match=r"does not let the caller's key in \(.*, of 'web'\)"):
         client.all()
     settings.write_text(settings.read_text().replace('"somebody"', '"web"'))
