@@ -103,11 +103,6 @@ class Connection:
     def is_talking(self) -> bool:
         return self._talking
 
-    @property
-    def has_waiting(self) -> bool:
-        """Calls that were not sent yet."""
-        return any(lane.first_waiting is not None for lane in self._lanes.values())
-
     def close(self, error: ClientError) -> None:
         for lane in list(self._lanes.values()):
             lane.fail(error)

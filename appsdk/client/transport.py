@@ -109,7 +109,7 @@ class Transport:
         self._watch.look()
         self._look_due_s = None
         refusal = self._places.refusal or self._key_refusal(now_s)
-        if not refusal and not self.connection.was_welcomed and self.connection.has_waiting:
+        if not refusal and self._watch.finds_nobody and not self.connection.was_welcomed:
             refusal = self._absence(now_s)
         if refusal:
             self.connection.refuse(NotConnectable(refusal))
@@ -159,7 +159,8 @@ class Transport:
             return f"{seen} ('immortal status {name}', where it runs, says how it is, and where)"
         pair, caller = self._places.pair, self._finder.caller or name
         key = pair.public if pair is not None else ""
-        return f"{seen} ({key}, of {caller!r}): 'allow', [peer_keys] and the registry folder of {name!r} say whose"
+        whose = f"'allow', [peer_keys] and the registry folder of {name!r} say whose keys it lets in"
+        return f"{seen} ({key}, of {caller!r}): {whose}"
 
     def _receive(self) -> None:
         receive, connection = self._socket.recv, self.connection

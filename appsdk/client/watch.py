@@ -44,6 +44,10 @@ class Watch:
         self._monitor.setsockopt(zmq.RCVHWM, 0)  # so that nobody waits for who does not look
         self._monitor.connect(address)
 
+    @property
+    def finds_nobody(self) -> bool:
+        return self.problem == _NOBODY_LISTENS
+
     def look(self) -> None:
         """Take in what has happened."""
         if self._monitor is None:
