@@ -260,7 +260,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, dict
             return answer
 
         monkeypatch.setattr(control, "query", query)
-        monkeypatch.setattr(control, "running", lambda folder: control.ControlFile(1, "", 0))
+        monkeypatch.setattr(control, "running", lambda folder: control.ControlFile(pid=1, control="", started_ns=0))
         return requests
 
     return put
@@ -434,7 +434,7 @@ def test_status_of_a_running_instance(letters: InstanceSettings, monkeypatch: py
         "suspect": {"sequence_id": 312, "message_index": -1, "runs_count": 1},
     }
     monkeypatch.setattr(control, "query", lambda folder, verb: status)
-    monkeypatch.setattr(control, "running", lambda folder: control.ControlFile(1, "", 0))
+    monkeypatch.setattr(control, "running", lambda folder: control.ControlFile(pid=1, control="", started_ns=0))
     said = immortal(letters, "status", "counter").output
     assert "handling Counter.no\\x1b[2J \\x9b\\u202e for 31 s, record 312, called by shop\n" in said
     assert "its app has ended without a word once, at record 312\n" in said
