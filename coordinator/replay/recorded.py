@@ -54,7 +54,9 @@ class RecordedLog:
         }
         summary = replace(summary, letters={})  # of what nobody waits for a replay makes nothing
         values = list(source.values(summary.first_sequence_id, summary.last_sequence_id))
-        return cls(_Contents(source.identity, summary, checkpoints, values))
+        # What a checkpoint has unacknowledged is to be sent again by a recovery: a replay has no use for it.
+        headers = [replace(header, unacknowledged={}) for header in summary.checkpoints]
+        return cls(_Contents(source.identity, replace(summary, checkpoints=headers), checkpoints, values))
 
     @classmethod
     def read(cls, path: Path) -> RecordedLog:

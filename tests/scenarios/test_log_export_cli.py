@@ -7,7 +7,7 @@ from pathlib import Path
 from appsdk.testing import assert_replays
 from coordinator.log import open_reader
 from coordinator.replay.recorded import RecordedLog
-from tests.helpers.bank_apps import Bank
+from tests.helpers.bank_apps import Bank, Teller
 from tests.helpers.cli import HOME, immortal
 from tests.helpers.recorded import Instances
 
@@ -42,3 +42,20 @@ def test_what_can_not_be_exported_is_said_in_one_line(tmp_path: Path) -> None:
     assert "there is there already" in immortal(tmp_path, "log", "export", "bank", "there", status=2)
     assert "no/bank.log can't be written" in immortal(tmp_path, "log", "export", "bank", "no/bank.log", status=1)
     assert "nobody" in immortal(tmp_path, "log", "export", "nobody", "file", status=1)
+
+
+def test_calls_that_nobody_has_acknowledged_yet_are_no_obstacle(tmp_path: Path) -> None:
+    immortal(tmp_path, "register", "teller", "--peer", "tcp://127.0.0.1:*")
+    teller = Instances(tmp_path / HOME).start("teller", Teller)  # and no bank: its calls wait
+    teller.impulse("feeds", "ann", 5)
+    teller.checkpoint()
+    teller.impulse("feeds", "bob", 6)
+    teller.checkpoint()
+    teller.close()
+    with open_reader(tmp_path / HOME / "teller" / "log") as live:
+        assert "bank" in live.summary().checkpoints[-1].unacknowledged
+    said = immortal(tmp_path, "log", "export", "teller", "teller.log")
+    assert said.startswith("teller: records 0 to 2, 3 checkpoints: ")
+    assert_replays(tmp_path / "teller.log", Teller)
+    kept = RecordedLog.read(tmp_path / "teller.log").summary().checkpoints
+    assert [mark.position for header in kept for mark in header.outputs.values()] == [1, 2]
