@@ -126,7 +126,8 @@ class Dispatcher:
     put impulses where :meth:`data_to_send` finds them. An error that is raised ends the connection: stop the app.
     ``secret``: the coordinator's, where it asks for one.
     ``effects`` runs the effects of its handlers once it is primary; without it they wait.
-    ``extensions``, ``make_outbox`` and ``make_delivery`` are others where a run is looked at more closely.
+    ``extensions``, ``make_outbox``, ``make_delivery`` and ``make_tasks`` are others where a run is looked at more
+    closely.
     ``keeps_large_copies``: a state of any size can be put back without another start.
     """
 
@@ -142,6 +143,7 @@ class Dispatcher:
         make_outbox: Callable[[Context, Callable[[], None]], Outbox] = Outbox,
         make_delivery: Callable[[Definition, Context], Delivery] = Delivery,
         keeps_large_copies: bool = False,
+        make_tasks: Callable[[Context], Tasks] = Tasks,
     ) -> None:
         for one in definition.chain:
             one.resolve(names_may_be_missing=False)
@@ -149,7 +151,7 @@ class Dispatcher:
         self.instance: Any = None
         self.context = Context(b"")
         self.outbox = self.context.outbox = make_outbox(self.context, wake)
-        self.tasks = self.context.tasks = Tasks(self.context)
+        self.tasks = self.context.tasks = make_tasks(self.context)
         self._main_definition = definition
         self._draw_seed = draw_seed
         self._effects = effects

@@ -155,6 +155,9 @@ class WaitingEffects:
         if self._runner is not None:
             self._run(effect, self._runner)
 
+    def get(self, number: int) -> Effect | None:
+        return self._waiting.get(number)
+
     def remove(self, effect: Effect) -> None:
         self._waiting.pop(effect.number, None)
         if (request := self._requests.get(effect.number)) is not None and self._runner is not None:

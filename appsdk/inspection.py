@@ -2,6 +2,8 @@
 
     show module:Class FILE                                 the state, as one JSON object
     diff module:Class FILE other:Class FILE [--limit N]    what differs, as a JSON list of {"path", "old", "new"}
+    unanswered module:Class FILE                           what its handlers wait for and the log does not have, after a
+                                                           what-if: a JSON list of {"handler", "arguments", "waits_for"}
 
 The exit status is 0, EXIT_FAILED for a checkpoint that can't be read, EXIT_NOT_RUNNABLE for a class that can't be found
 or is none. Nothing of the class runs but what reads its state: no handler, no hook, no ``prepare``.
@@ -96,6 +98,25 @@ def shown_tasks(definition: Definition, saved: SavedTasks) -> Fields:
     return shown
 
 
+def unanswered(main: Definition, blob: bytes) -> list[Fields]:
+    """What async handlers wait for that has no counterpart in the log (:mod:`appsdk.counterparts`).
+
+    Raises StateError.
+    """
+    envelope, _ = decode_envelope(blob)
+    definition = class_that_restores(main, envelope)
+    return [
+        Fields(
+            handler=_handler_name(definition, task.method_id),
+            arguments=_decoded(task.arguments),
+            waits_for=described(pending),
+        )
+        for task in (envelope.tasks.tasks if envelope.tasks else [])
+        for pending in task.pending
+        if pending.number < 0 and pending.what.startswith(("call ", "effect "))
+    ]
+
+
 def _shown_task(definition: Definition, task: SavedTask) -> Fields:
     shown = Fields(
         handler=_handler_name(definition, task.method_id),
@@ -141,7 +162,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     show = commands.add_parser("show", help="the state in a checkpoint, as JSON")
     compare = commands.add_parser("diff", help="what differs between two checkpoints, as JSON")
-    for command, sides in ((show, [""]), (compare, ["old_", "new_"])):
+    waiting = commands.add_parser("unanswered", help="what its handlers wait for and the log does not have, as JSON")
+    for command, sides in ((show, [""]), (compare, ["old_", "new_"]), (waiting, [""])):
         for side in sides:
             command.add_argument(f"{side}target", metavar="module:Class", help="the class below appsdk.Immortal")
             command.add_argument(f"{side}file", metavar="FILE", type=Path, help="the blob of a checkpoint")
@@ -156,14 +178,17 @@ def _positive(text: str) -> int:
 
 
 def _answer(options: argparse.Namespace) -> tuple[int, Any]:
-    sides = ("",) if options.command == "show" else ("old_", "new_")
+    sides = ("old_", "new_") if options.command == "diff" else ("",)
     read = []
     for side in sides:
         target, file = getattr(options, f"{side}target"), getattr(options, f"{side}file")
         if (cls := load_or_say(target)) is None:
             return EXIT_NOT_RUNNABLE, None
         try:
-            read.append(inspect_state(definition_of(cls), file.read_bytes()))
+            definition, blob = definition_of(cls), file.read_bytes()
+            if options.command == "unanswered":
+                return EXIT_DONE, to_json(unanswered(definition, blob))
+            read.append(inspect_state(definition, blob))
         except OSError as error:
             say(target, f"the checkpoint can't be read: {file}: {error.strerror}")
             return EXIT_FAILED, None

@@ -41,7 +41,6 @@ from appsdk.errors import (
     LoadError,
 )
 from appsdk.options import BREAK_VARIABLE, REWOUND_VARIABLE, STRICT_VARIABLE, TRACE_VARIABLE, RunOptions, run_options
-from appsdk.outbox import Outbox
 from appsdk.proxy import Impulses, definition_of
 from appsdk.report import FailureReporter, user_traceback
 from appsdk.transport import CONNECT_TIMEOUT_S, Transport, Waker, connect, read_secret
@@ -49,7 +48,6 @@ from appsdk.user_modules import HiddenModules, add_to_path
 from appsdk.watchdog import Watchdog
 from protocol.allocator import keep_freed_memory
 from protocol.errors import ImmortalError
-from protocol.extensions import ALL_EXTENSIONS
 
 ADDRESS_VARIABLE = "IMMORTAL_APP_ADDRESS"
 SECRET_FILE_VARIABLE = "IMMORTAL_APP_SECRET_FILE"
@@ -174,14 +172,13 @@ def _run_connected(
 ) -> str:
     waker = Waker()
     effects = _effect_runner(definition)
-    dispatcher = Dispatcher(
+    make_dispatcher = tracing.TracingDispatcher if trace else Dispatcher
+    dispatcher = make_dispatcher(
         definition,
         lambda: os.urandom(SEED_SIZE_BYTES),
         waker.wake,
-        extensions=tracing.EXTENSIONS if trace else ALL_EXTENSIONS,
         secret=secret,
         effects=effects,
-        make_outbox=tracing.TracingOutbox if trace else Outbox,
         make_delivery=Delivery if stop is None else stop.make_delivery,
         keeps_large_copies=rewound or trace,  # a replay that is looked at is not started again
     )
@@ -201,7 +198,7 @@ def _run_connected(
     try:
         return transport.run(lambda: _start_hooks(dispatcher, transport))
     except HandlerError as error:
-        if trace:
+        if isinstance(dispatcher, tracing.TracingDispatcher):
             tracing.report_failure(error, dispatcher, transport)
         raise
     except Disconnected as error:

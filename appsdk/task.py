@@ -231,7 +231,7 @@ class Task(Fibers):
             self._begin_again(operation, self._rebuild)
             return
         if not operation.is_immediate:
-            operation.number = self.tasks.draw_number()
+            operation.number = self.tasks.draw_number(operation)
             self._wait_for(operation)
         try:
             outcome = operation.perform()

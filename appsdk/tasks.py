@@ -27,7 +27,7 @@ from appsdk.errors import HandlerError, UsageError
 from appsdk.failures import answer_of, encode_failed, failure_of, forked, reference, refusal, verdict_on
 from appsdk.handlers import CLOCK_METHOD_ID, Handler
 from appsdk.journal import WAYS_OUT, JournalError, SavedTask, SavedTasks, declared_name, encode_raised
-from appsdk.operations import NOTHING, Call, Event, Target
+from appsdk.operations import NOTHING, Call, Event, Operation, Target
 from appsdk.outbox import Send, make_writer
 from appsdk.proxy import Peer, make_fork
 from appsdk.report import handler_failed
@@ -145,7 +145,8 @@ class Tasks:
     def count(self) -> int:
         return len(self._tasks)
 
-    def draw_number(self) -> int:
+    def draw_number(self, operation: Operation | None = None) -> int:
+        """The next one, for ``operation`` or (None) for a handler that starts."""
         number = self._next_number
         self._next_number = number + 1
         return number

@@ -1,18 +1,23 @@
 """A run that is looked at: it says which logged message made each call, and which one its handler failed at.
 
+It also tells the numbers that it draws for what its handlers wait for, and takes those of another run
+(:mod:`appsdk.counterparts`).
+
 Nothing of it is in the way of an ordinary run, which has neither this outbox nor these extensions.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from appsdk.context import Context
-from appsdk.dispatch import Dispatcher
+from appsdk.counterparts import TracedTasks
+from appsdk.definition import Definition
+from appsdk.dispatch import Dispatcher, Event
 from appsdk.errors import HandlerError
-from appsdk.outbox import Batch, Outbox, Send
+from appsdk.outbox import Batch, Chunk, Outbox, Send
 from appsdk.transport import Transport
 from protocol.extensions import (
     ALL_EXTENSIONS,
@@ -22,7 +27,9 @@ from protocol.extensions import (
     encode_handler_failed,
     encode_origins,
 )
-from protocol.messages import MessageType, RpcKind
+from protocol.messages import MessageType, RpcKind, decode_messages
+from protocol.numbers import DRAWS_MAX, decode_numbers, encode_numbers
+from protocol.readers import Record
 
 EXTENSIONS = ALL_EXTENSIONS | TRACE_EXTENSIONS
 LAST_WORDS_TIMEOUT_S = 60.0  # behind all output so far, which the coordinator may be comparing meanwhile
@@ -88,8 +95,57 @@ class TracingOutbox(Outbox):
         super()._append(message_type, batch)
 
 
-def report_failure(error: HandlerError, dispatcher: Dispatcher, transport: Transport) -> None:
-    """Tell the coordinator where the app stops, behind all that it had sent until then. Raises nothing."""
-    dispatcher.outbox.close_batches()
-    dispatcher.outbox.send(encode_handler_failed(HandlerFailure(error.sequence_id, error.message_index, str(error))))
+class TracingDispatcher(Dispatcher):
+    """One connection's life of an app that is looked at."""
+
+    tasks: TracedTasks
+
+    def __init__(
+        self,
+        definition: Definition,
+        draw_seed: Callable[[], bytes],
+        wake: Callable[[], None] = lambda: None,
+        **how: Any,
+    ) -> None:
+        tracing: dict[str, Any] = {"make_outbox": TracingOutbox, "make_tasks": TracedTasks}
+        super().__init__(definition, draw_seed, wake, extensions=EXTENSIONS, **tracing, **how)
+        self._ended_sequence_id = -1  # the last record that was handled whole
+        self._told_sequence_id = -1
+
+    def _control(self, record: Record) -> Iterator[Event]:
+        self._tell_progress()  # before a checkpoint, which may be the last that it says
+        for message_type, start, end in decode_messages(record.content):
+            if message_type == MessageType.NUMBERS:  # it comes alone
+                self.tasks.told(decode_numbers(record.content[start:end]).draws)
+                return
+        yield from super()._control(record)
+
+    def _logged(self, record: Record) -> Iterator[Event]:
+        yield from super()._logged(record)
+        self.tasks.record_ends()
+        self._ended_sequence_id = sequence_id = record.header.sequence_id
+        drawn, self.tasks.drawn = self.tasks.drawn, []
+        for start in range(0, len(drawn), DRAWS_MAX):
+            self.outbox.send(encode_numbers(sequence_id, drawn[start : start + DRAWS_MAX]))
+
+    def data_to_send(self) -> list[Chunk]:
+        self._tell_progress()
+        return super().data_to_send()
+
+    def _tell_progress(self) -> None:
+        """Whoever is told what this run draws is to know that no more comes of the records so far."""
+        if self.tasks.others is None and self._told_sequence_id < self._ended_sequence_id:
+            self._told_sequence_id = self._ended_sequence_id
+            self.outbox.send(encode_numbers(self._ended_sequence_id))
+
+    def report_failure(self, error: HandlerError) -> None:
+        """Say where the app stops, behind all that it has said until then."""
+        self._tell_progress()
+        self.outbox.close_batches()
+        self.outbox.send(encode_handler_failed(HandlerFailure(error.sequence_id, error.message_index, str(error))))
+
+
+def report_failure(error: HandlerError, dispatcher: TracingDispatcher, transport: Transport) -> None:
+    """Tell the coordinator, before the connection is closed. Raises nothing."""
+    dispatcher.report_failure(error)
     transport.say_last_words(LAST_WORDS_TIMEOUT_S)

@@ -43,7 +43,7 @@ ALL_EXTENSIONS = frozenset(
 REPORTS = frozenset({MessageType.VERDICT, MessageType.HANDLING, MessageType.LEAVING, MessageType.RETRY_REFUSED})
 """What an app may say once it was sent Verdicts: no Hello asks for them."""
 
-TRACE_EXTENSIONS = frozenset({MessageType.ORIGINS, MessageType.HANDLER_FAILED})
+TRACE_EXTENSIONS = frozenset({MessageType.ORIGINS, MessageType.HANDLER_FAILED, MessageType.NUMBERS})
 """Those that only a replay for inspection understands."""
 
 _TIME = struct.Struct("<q")

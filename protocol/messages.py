@@ -56,6 +56,7 @@ class MessageType(IntEnum):
     CAREFUL = 83
     LEAVING = 84
     RETRY_REFUSED = 85
+    NUMBERS = 86
 
 
 class RpcKind(IntEnum):

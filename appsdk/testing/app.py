@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from appsdk import tracing
 from appsdk.codec import encoder
 from appsdk.definition import Definition
 from appsdk.dispatch import BecamePrimary, Dispatcher, Goodbye, Refusal, SnapshotBegun
 from appsdk.errors import HandlerError, Refused, UpgradeError
-from appsdk.outbox import Chunk, Outbox
+from appsdk.outbox import Chunk
 from appsdk.testing.stand_ins import StandInRunner
+from appsdk.tracing import TracingDispatcher
 from protocol.checksum import crc64
 from protocol.errors import ImmortalError
-from protocol.extensions import ALL_EXTENSIONS, HandlerFailure, encode_handler_failed
 from protocol.messages import MessageType, encode_message
 
 
@@ -44,15 +43,9 @@ class LocalApp:
         self.error: ImmortalError | None = None
         self.is_primary = False
         self.has_left = False
-        self._trace = trace
         self._effects = effects
-        self.dispatcher = Dispatcher(
-            definition,
-            lambda: seed,
-            effects=effects,
-            extensions=tracing.EXTENSIONS if trace else ALL_EXTENSIONS,
-            make_outbox=tracing.TracingOutbox if trace else Outbox,
-        )
+        make_dispatcher = TracingDispatcher if trace else Dispatcher
+        self.dispatcher = make_dispatcher(definition, lambda: seed, effects=effects)
         # The clock is the record's; before there is one, the context's own: it is not to look at the real one.
         self.dispatcher.context.record_time_ns = now_ns
         self.output = bytearray()
@@ -87,10 +80,8 @@ class LocalApp:
             self._run()
         except HandlerError as error:
             self.error = error
-            if self._trace:
-                failure = HandlerFailure(error.sequence_id, error.message_index, str(error))
-                self.dispatcher.outbox.close_batches()
-                self.dispatcher.outbox.send(encode_handler_failed(failure))
+            if isinstance(self.dispatcher, TracingDispatcher):
+                self.dispatcher.report_failure(error)
                 self.take_output()
         except UpgradeError as error:
             self.error = error

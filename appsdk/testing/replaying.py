@@ -120,7 +120,7 @@ class LocalReplay:
                 self._sink.impulses(event.destination, event.first_position, event.count, event.payload)
             elif isinstance(event, BlobPiece):
                 self.blob += event.data
-            else:
+            elif isinstance(event, Ended):
                 self._ended = event
 
 

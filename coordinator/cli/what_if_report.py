@@ -14,7 +14,7 @@ from coordinator.replay import AppCommand, RecordSource, ReplayError, ReplayResu
 from coordinator.replay.compare import Key, Kind, Side
 from coordinator.replay.contents import message_at, record_of
 from coordinator.replay.findings import Finding
-from coordinator.replay.inspection import diff_states
+from coordinator.replay.inspection import diff_states, unanswered
 from coordinator.replay.what_if import WhatIf
 
 SAME, FAILED, DIFFERENT = 0, 1, 3  # exit statuses
@@ -44,9 +44,11 @@ class Report:
         self._limit = limit
         self.state_problem: str | None = None
         self.state: list[Values] = []
+        self.unanswered: list[Values] = []
         if set(outcome.results) == set(Side) and not any(result.failure for result in outcome.results.values()):
             try:
                 self.state = self._state_differences(blob_paths)
+                self.unanswered = self._unanswered(blob_paths[Side.NEW])
             except ReplayError as error:
                 self.state_problem = str(error)
 
@@ -72,10 +74,18 @@ class Report:
             return []
         if any(result.description is None for result in results.values()):  # no SDK app: only its bytes are known
             return [{"path": "", **{side.value: _blob_text(results[side]) for side in Side}}]
-        apps = {side: results[side].label if app.by_hand else app.name for side, app in self._apps.items()}
-        return diff_states(
-            apps[Side.OLD], blob_paths[Side.OLD], apps[Side.NEW], blob_paths[Side.NEW], limit=self._limit + 1
-        )
+        old_path, new_path = blob_paths[Side.OLD], blob_paths[Side.NEW]
+        return diff_states(self._class(Side.OLD), old_path, self._class(Side.NEW), new_path, limit=self._limit + 1)
+
+    def _unanswered(self, blob_path: Path) -> list[Values]:
+        """What the new code waits for, and the old code never did: that can only be where the states differ."""
+        if not self.state or self._outcome.results[Side.NEW].description is None:
+            return []
+        return unanswered(self._class(Side.NEW), blob_path)
+
+    def _class(self, side: Side) -> str:
+        app = self._apps[side]
+        return self._outcome.results[side].label if app.by_hand else app.name
 
     # --- calls in words ----------------------------------------------------------------------------------------------
 
@@ -139,6 +149,7 @@ class Report:
             "by_position": outcome.by_position,
             "exception": self._exception(Side.NEW),
             "old_exception": self._exception(Side.OLD),
+            "unanswered": self.unanswered,
             "state": self.state[: self._limit],
             "state_has_more": len(self.state) > self._limit,
             "state_problem": self.state_problem,
@@ -195,6 +206,9 @@ class Report:
             yield from self._table()
         for side in Side:
             yield from self._exception_lines(side)
+        if self.unanswered:
+            yield ""
+            yield from self._unanswered_lines()
         if self.state or self.state_problem:
             yield ""
             yield from self._state_lines()
@@ -238,6 +252,14 @@ class Report:
         trace = [line for line in rest if line.startswith("    ")]
         yield from trace[-TRACEBACK_LINES_MAX:] or [f"    {first}"]
         yield "nothing behind it was compared"
+
+    def _unanswered_lines(self) -> Iterator[str]:
+        for one in self.unanswered[: self._limit]:
+            arguments = ", ".join(json.dumps(each, ensure_ascii=False) for each in one["arguments"])
+            handler = f"{one['handler']}({_clipped(arguments)})"
+            yield f"{handler} waits for an answer that the log does not have: {one['waits_for']}"
+        if len(self.unanswered) > self._limit:
+            yield f"and {len(self.unanswered) - self._limit:,} more that wait so"
 
     def _state_lines(self) -> Iterator[str]:
         if self.state_problem:
@@ -283,5 +305,8 @@ def _value_text(difference: Values, side: Side) -> str:
     """A value of the state, shortened; "absent" where that side has none."""
     if side.value not in difference:
         return "absent"
-    text = json.dumps(difference[side.value], ensure_ascii=False)
+    return _clipped(json.dumps(difference[side.value], ensure_ascii=False))
+
+
+def _clipped(text: str) -> str:
     return text if len(text) <= VALUE_SIZE_MAX else f"{text[: VALUE_SIZE_MAX - 3]}..."

@@ -6,7 +6,7 @@ import select
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
@@ -22,7 +22,7 @@ from coordinator.replay.plan import ReplayPlan, Route, plan_route
 from coordinator.replay.positions import KeptImpulses, Outputs
 from coordinator.replay.process import LEAVE_S, AppProcess, exit_text
 from coordinator.replay.result import ReplayResult, Sink
-from coordinator.replay.session import BlobPiece, Ended, ReplaySession
+from coordinator.replay.session import BlobPiece, Ended, Event, NumbersDrawn, ReplaySession
 from coordinator.replay.source import RecordSource
 from protocol.checksum import crc64
 from protocol.record import decode_header
@@ -44,6 +44,7 @@ def run_replay(
     progress: Callable[[int, int | None], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
     announce: Callable[[str], None] = lambda address: None,
+    numbers: Callable[[int], Sequence[bytes] | None] | None = None,
 ) -> ReplayResult:
     """Replay ``plan`` of the log ``source`` with ``app``, and tell ``sink`` what it makes.
 
@@ -51,7 +52,8 @@ def run_replay(
     run in threads of their own (share the reader with :class:`SharedSource`). ``blob_path``: a file for the state at
     the end. ``progress(records, total)`` is called now and then, ``total`` None while there is no end. ``stop``: asked
     now and then; True ends the replay at the record reached.
-    ``announce(address)``: where an app that is started by hand is to connect.
+    ``announce(address)``: where an app that is started by hand is to connect. ``numbers(sequence_id)``: what the app
+    is told before that record of the numbers that another run has drawn; None: not known yet.
 
     A handler that raises is no error: the result's ``failure`` has it. Raises ReplayError (a plan that this log can't
     do), AppDiedError, UpgradeFailedError, RemoteProtocolError (the app breaks the protocol), LogError (damage, or
@@ -75,7 +77,7 @@ def run_replay(
         connection, said = _accept(listener, gate, epoll, process, app, stop)
         stack.callback(connection.close)
         blob_file = stack.enter_context(blob_path.open("wb")) if blob_path is not None else None
-        host = _Host(source, summary, route, app, process, connection, said, sink, blob_file)
+        host = _Host(source, summary, route, app, process, connection, said, sink, blob_file, numbers)
         host.run(progress or (lambda records, total: None), stop)
     result = host.result
     if process is not None:
@@ -156,6 +158,7 @@ class _Host:
         said: bytes,  # by the app, so far
         sink: Sink,
         blob_file: BinaryIO | None,
+        numbers: Callable[[int], Sequence[bytes] | None] | None,
     ) -> None:
         self._source = source
         self._route = route
@@ -165,6 +168,7 @@ class _Host:
         self._said = said
         self._sink = sink
         self._blob_file = blob_file
+        self._numbers = numbers
         self._blob_size_bytes = self._blob_check = 0
         self._session = ReplaySession(source.identity.instance_name, summary, route)
         self._blob = source.checkpoint_chunks(route.checkpoint.checkpoint_id)
@@ -233,7 +237,12 @@ class _Host:
             self._session.give_blob(chunk)
 
     def _give_record(self) -> bool:
-        """False if there is none yet."""
+        """False if there is none yet, or not all that is to be told before it."""
+        if self._numbers is not None:
+            numbers = self._numbers(self._session.fed_sequence_id + 1)
+            if numbers is None:
+                return False
+            self._session.give_numbers(numbers)
         value = self._next_value()
         if value is None:
             return False
@@ -280,7 +289,7 @@ class _Host:
         for event in self._session.receive(data):
             self._take(event)
 
-    def _take(self, event: Outputs | KeptImpulses | BlobPiece | Ended) -> None:
+    def _take(self, event: Event) -> None:
         if isinstance(event, Outputs):
             self._sink.outputs(event.destination, event.first_position, event.count, event.payload, event.origins)
         elif isinstance(event, KeptImpulses):
@@ -290,6 +299,8 @@ class _Host:
             self._blob_check = crc64(event.data, self._blob_check)
             if self._blob_file is not None:
                 self._blob_file.write(event.data)
+        elif isinstance(event, NumbersDrawn):
+            self._sink.numbers(event.sequence_id, event.data, complete=event.complete)
         else:
             self._ended = event
 

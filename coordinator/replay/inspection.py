@@ -34,6 +34,14 @@ def diff_states(
     return differences
 
 
+def unanswered(app: str, blob: Path) -> list[dict[str, Any]]:
+    """What the handlers of the class ``app`` wait for in the state ``blob`` at the end of a what-if, and the log does
+    not have: [{"handler", "arguments", "waits_for"}]. Raises ReplayError.
+    """
+    found: list[dict[str, Any]] = _inspect("unanswered", app, str(blob))
+    return found
+
+
 def _inspect(*arguments: str) -> Any:
     environment = {**os.environ, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
     command = [sys.executable, "-P", "-m", "appsdk.inspection", *arguments]

@@ -32,6 +32,9 @@ class Sink:
     def impulses(self, destination: str, first_position: int, count: int, payload: bytes) -> None:
         """Impulses that were sent there at these positions; no replay makes them. ``payload`` b"": not kept."""
 
+    def numbers(self, sequence_id: int | None, data: bytes, *, complete: bool) -> None:
+        """The app tells what it draws: see :class:`coordinator.replay.session.NumbersDrawn`."""
+
 
 @dataclass(slots=True)
 class ReplayResult:

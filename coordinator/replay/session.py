@@ -11,7 +11,7 @@ told that it is primary. A handler that raises leads to DONE from anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -34,6 +34,7 @@ from protocol.extensions import (
     encode_version,
 )
 from protocol.messages import MessageType, decode_attach_to, encode_checkpoint, encode_message
+from protocol.numbers import decode_numbers
 from protocol.readers import BlobStart, Message, MessageReader
 from protocol.record import CHECKPOINT_SEQUENCE_ID, CONTROL_SEQUENCE_ID, decode_header, encode_record
 from protocol.trailer import Trailer
@@ -58,13 +59,23 @@ class BlobPiece:
 
 
 @dataclass(frozen=True, slots=True)
+class NumbersDrawn:
+    """What the app says of the numbers that it draws. ``data``: that Numbers message's; ``complete``: it is the last
+    of the record, and of those before it. ``sequence_id`` None: an app that tells none, ever."""
+
+    sequence_id: int | None
+    data: bytes = b""
+    complete: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """All outputs and the whole state have come, or (with a ``failure``) a handler raised."""
 
     failure: HandlerFailure | None = None
 
 
-Event = Outputs | KeptImpulses | BlobPiece | Ended
+Event = Outputs | KeptImpulses | BlobPiece | NumbersDrawn | Ended
 
 
 class ReplaySession:
@@ -106,6 +117,11 @@ class ReplaySession:
         return self._app.hello.label if self._app.hello else ""
 
     @property
+    def _has_numbers(self) -> bool:
+        """The app tells what it draws, and draws what it is told."""
+        return self._app.hello is not None and MessageType.NUMBERS in self._app.hello.extensions
+
+    @property
     def app_flushes(self) -> bool:
         """Before its state it sends all that it has made."""
         return MessageType.STREAM_BATCH in self._app.extensions
@@ -140,6 +156,15 @@ class ReplaySession:
             version = None if self._upgrade_to == OWN_VERSION else self._upgrade_to
             self._send_control(MessageType.UPGRADE_SERVICE, version)
         self._go_on()
+
+    def give_numbers(self, numbers: Sequence[bytes]) -> None:
+        """What another run has drawn in the record that comes next: the data of its Numbers messages.
+
+        From the first one on the app draws only these, and others that no log has.
+        """
+        if self._has_numbers:
+            for data in numbers:
+                self._send_control(MessageType.NUMBERS, data=data)
 
     def give_record(self, value: bytes, trailer: Trailer) -> bool:
         """The next record, as the log holds it; False if the replay does not want it any more.
@@ -205,6 +230,7 @@ class ReplaySession:
 
     def receive(self, data: bytes) -> Iterator[Event]:
         """Bytes from the app. Raises RemoteProtocolError, UpgradeFailedError."""
+        was_heard = self._app.heard
         self._reader.receive_data(data)
         while self.phase is not Phase.DONE and (event := self._reader.next_event()) is not None:
             if isinstance(event, Message):
@@ -217,6 +243,8 @@ class ReplaySession:
                     yield BlobPiece(event.data)
                 if event.last:
                     yield from self._checkpoint_came()
+        if self._app.hello is not None and not was_heard and not self._has_numbers:
+            yield NumbersDrawn(None)
 
     def _message(self, message: Message) -> Iterator[Event]:
         message_type, data = message.message_type, message.data
@@ -231,6 +259,9 @@ class ReplaySession:
             self._app.attached.add(decode_attach_to(data))
         elif message_type == MessageType.ORIGINS:
             self._origins = decode_origins(data)
+        elif message_type == MessageType.NUMBERS:
+            numbers = decode_numbers(data)
+            yield NumbersDrawn(numbers.sequence_id, data, complete=not numbers.draws)
         elif message_type == MessageType.APP_DESCRIPTION:
             self.description = decode_app_description(data)
         elif message_type == MessageType.HANDLER_FAILED:

@@ -19,6 +19,7 @@ from coordinator.replay.compare import Comparison, Key, Outputs, Side
 from coordinator.replay.errors import ReplayError, UpgradeFailedError
 from coordinator.replay.findings import Findings
 from coordinator.replay.host import run_replay
+from coordinator.replay.numbers import NumbersAhead
 from coordinator.replay.plan import ReplayPlan, Route, plan_route
 from coordinator.replay.result import ReplayResult, Sink
 from coordinator.replay.source import RecordSource, SharedSource
@@ -102,6 +103,8 @@ def run_what_if(
     run = _Run(limit, progress)
     sinks = {Side.OLD: _Prover(run, Side.OLD, route.checkpoint.outputs), Side.NEW: _Looker(run, Side.NEW)}
     results: dict[Side, ReplayResult] = {}
+    # An app of the base protocol says nothing before it has something to say: nobody is to wait for that.
+    tells_numbers = bool(source.summary().extensions)
 
     def replay(side: Side) -> None:
         result = results[side] = run_replay(
@@ -113,6 +116,7 @@ def run_what_if(
             progress=lambda records, total: run.progress(side, records, total),
             stop=lambda: run.failed_at is not None and sinks[side].fed_sequence_id >= run.failed_at,
             announce=lambda address: announce(side, address),
+            numbers=run.numbers.before if side is Side.NEW and tells_numbers else None,
         )
         sinks[side].finish(result)
 
@@ -152,6 +156,7 @@ class _Run:
     def __init__(self, limit: int, progress: Progress | None) -> None:
         self.findings = Findings(limit)
         budget = MemoryBudget(MEMORY_SIZE_BYTES_MAX)
+        self.numbers = NumbersAhead()
         self.comparison = Comparison(self.findings.add, lambda: Spool(budget))
         self.by_position: bool | None = None  # None: nothing was made yet
         self.upgrade_error = ""
@@ -189,6 +194,8 @@ class _Run:
             pass
         except BaseException as error:
             self._stop(error)
+        if side is Side.OLD:
+            self.numbers.end()
         with self._changed:
             self._running.discard(side)
             self._changed.notify_all()
@@ -310,6 +317,12 @@ class _Prover(_Looker):
         after = crc64(checked, before)
         self._marks[destination] = OutputMark(batch.last_position, after)
         self._check(destination).made(batch, before, after)
+
+    def numbers(self, sequence_id: int | None, data: bytes, *, complete: bool) -> None:
+        if sequence_id is None:
+            self._run.numbers.end()
+        else:
+            self._run.numbers.drawn(sequence_id, data, complete=complete)
 
     def finish(self, result: ReplayResult) -> None:
         if result.failure is None and result.flushed and self._run.failed_at is None:

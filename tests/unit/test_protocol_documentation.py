@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from protocol import numbers
 from protocol.batch import encode_batch
 from protocol.client import (
     ClientCode,
@@ -120,6 +121,9 @@ BYTES = {
     "Leaving, no": encode_message(MessageType.LEAVING, b"no"),
     "HandlerFailed: message 3 of record 7, no": encode_handler_failed(HandlerFailure(7, 3, "no")),
     "InstanceName, counter": encode_message(MessageType.INSTANCE_NAME, b"counter"),
+    "Numbers of record 7: handler 12 by message 3, its timer 13": numbers.encode_numbers(
+        7, [numbers.Draw(12, 0, "", 3), numbers.Draw(13, 12, "timer", 5)]
+    ),
     "record 1 with its time and an RPCBatch of 2": encode_record(
         COMMITTER, 1, encode_record_time(TIME_NS) + encode_batch(CALL * 2, 2) + CALL * 2
     ),

@@ -10,7 +10,7 @@ from coordinator.core.errors import AppProtocolError
 from coordinator.core.interfaces import CheckpointHeader, ImpulseBatch, LogSummary, OutputMark, VersionStart
 from coordinator.replay import OWN_VERSION, Route, UpgradeFailedError
 from coordinator.replay.positions import KeptImpulses, Outputs
-from coordinator.replay.session import BlobPiece, Ended, Event, Phase, ReplaySession
+from coordinator.replay.session import BlobPiece, Ended, Event, NumbersDrawn, Phase, ReplaySession
 from protocol.errors import RemoteProtocolError
 from protocol.extensions import (
     ALL_EXTENSIONS,
@@ -35,6 +35,7 @@ from protocol.messages import (
     encode_message,
     encode_outgoing_rpc,
 )
+from protocol.numbers import Draw, pack_numbers
 from protocol.readers import BlobData, BlobStart, Record, RecordReader
 from protocol.record import encode_record
 from protocol.trailer import BatchSource, Trailer
@@ -104,6 +105,26 @@ def test_blob_records_then_the_state_is_asked_for_and_goodbye_said() -> None:
     assert session.phase is Phase.DONE
     assert (session.records, session.messages, session.fed_sequence_id) == (3, 3, 13)
     assert session.label == "counter:Counter"
+
+
+def test_numbers_go_from_one_app_to_another() -> None:
+    session = restored()
+    drawn = [pack_numbers(11, [Draw(4, 0, "", 0)]), pack_numbers(11)]
+    told = [encode_message(MessageType.NUMBERS, data) for data in drawn]
+    assert heard(session, *told) == [NumbersDrawn(11, drawn[0], complete=False), NumbersDrawn(11, drawn[1])]
+    session.give_numbers(drawn[:1])
+    session.give_record(value(11), TRAILER)
+    assert sent(session) == [b"blob", (MessageType.NUMBERS,), 11]
+    with pytest.raises(RemoteProtocolError, match="a Numbers message can't be read"):
+        heard(session, encode_message(MessageType.NUMBERS, b"\x92\xa1x\x90"))
+
+
+def test_an_app_that_knows_no_numbers_says_so_with_its_hello_and_gets_none() -> None:
+    session = ReplaySession("counter", SUMMARY, ROUTE)
+    hello = encode_hello(Hello(ALL_EXTENSIONS | TRACE_EXTENSIONS - {MessageType.NUMBERS}))
+    assert heard(session, hello) == [NumbersDrawn(None)]
+    session.give_numbers([pack_numbers(11)])
+    assert sent(session) == []
 
 
 def test_nothing_is_sent_before_the_hello_of_an_app_that_says_one() -> None:

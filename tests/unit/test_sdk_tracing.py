@@ -10,11 +10,11 @@ from appsdk import Immortal, initial, peer, rpc, tracing
 from appsdk.dispatch import Dispatcher
 from appsdk.errors import HandlerError
 from appsdk.handlers import INITIAL_METHOD_ID, method_id_of_name
-from appsdk.outbox import Outbox
 from appsdk.proxy import definition_of, method_names
-from appsdk.testing.wire import AppOutput, call, control, initial_record, logged
+from appsdk.testing.wire import AppOutput, answer, call, control, initial_record, logged
 from protocol.extensions import ALL_EXTENSIONS, TRACE_EXTENSIONS, decode_hello, decode_origins
-from protocol.messages import MessageType
+from protocol.messages import MessageType, RpcKind
+from protocol.numbers import decode_numbers
 
 TAKE_FIRST = control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
 
@@ -66,15 +66,11 @@ class Run:
     """A dispatcher and the messages it sends."""
 
     def __init__(self, cls: type = Relay, *, traced: bool = True) -> None:
-        self.dispatcher = Dispatcher(
-            definition_of(cls),
-            lambda: bytes(16),
-            extensions=tracing.EXTENSIONS if traced else ALL_EXTENSIONS,
-            make_outbox=tracing.TracingOutbox if traced else Outbox,
-        )
+        make_dispatcher = tracing.TracingDispatcher if traced else Dispatcher
+        self.dispatcher = make_dispatcher(definition_of(cls), lambda: bytes(16))
         self.output = AppOutput()
         self.feed(TAKE_FIRST)
-        self.feed(initial_record(self.output.initial_message))
+        self.feed(initial_record(self.output.initial_message, "relay"))
 
     def feed(self, data: bytes) -> None:
         self.dispatcher.receive_data(data)
@@ -178,3 +174,58 @@ def test_names_of_methods() -> None:
     assert ("counter", 1) in names
     assert not any(destination == "lost" for destination, _ in names)
     assert names["", INITIAL_METHOD_ID].endswith("Wide.begin")
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+class Waiter(Immortal):
+    counter = peer(Counter, "counter")
+    drawn: dict[str, float]
+
+    def __init__(self) -> None:
+        self.drawn = {}
+
+    @rpc(id=1)
+    async def wait(self, words: str) -> None:
+        for word in words:
+            await self.counter.count(word)
+        await self.note(words, self.random.random())
+
+    @rpc
+    def note(self, words: str, value: float) -> None:
+        self.drawn[words] = value
+
+
+class Hasty(Waiter, formerly=("Waiter",)):
+    @rpc(id=1)
+    async def wait(self, words: str) -> None:
+        if words == "ab":
+            await self.counter.count("b")
+        else:
+            await Waiter.wait.function(self, words)
+
+
+def test_a_run_tells_its_numbers_and_code_that_is_told_them_draws_the_same_for_the_same() -> None:
+    records = [
+        logged(1, [call(1, "ab"), call(1, "c")]),
+        logged(2, [answer(1, RpcKind.RETURNED_NOTHING, 2)]),
+        logged(3, [answer(1, RpcKind.RETURNED_NOTHING, 5), answer(1, RpcKind.RETURNED_NOTHING, 4)]),
+    ]
+    old, new = Run(Waiter), Run(Hasty)
+    pending = [{2, 4}, {4, 5}, set()]
+    pending_now = [{-1, 2, 4}, {2, 4, 5}, set()]  # 2 is kept for a call that does not come; 5 was not known at first
+    said_now = len(new.output.messages)
+    for record, numbers, numbers_now in zip(records, pending, pending_now, strict=True):
+        said = len(old.output.messages)
+        old.feed(record)
+        assert set(old.dispatcher.tasks.calls) == numbers
+        told = [each.data for each in old.output.messages[said:] if each.message_type == MessageType.NUMBERS]
+        assert decode_numbers(told[-1]).draws == []  # there are no more
+        for data in told:
+            new.feed(control(MessageType.NUMBERS, data))
+        new.feed(record)
+        assert set(new.dispatcher.tasks.calls) == numbers_now
+    assert new.dispatcher.instance.drawn["c"] == old.dispatcher.instance.drawn["c"]
+    assert new.dispatcher.tasks.count == old.dispatcher.tasks.count == 0
+    assert not any(each.message_type == MessageType.NUMBERS for each in new.output.messages[said_now:])
