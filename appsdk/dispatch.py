@@ -30,7 +30,7 @@ from appsdk.handlers import INITIAL_METHOD_ID
 from appsdk.immortal import Immortal, attach
 from appsdk.journal import SavedTasks
 from appsdk.outbox import Chunk, Outbox, encode_call, make_writer
-from appsdk.proxy import method_names
+from appsdk.proxy import all_method_names
 from appsdk.report import call_user_code
 from appsdk.state import Envelope, decode_envelope, encode_envelope
 from appsdk.tasks import Tasks
@@ -170,8 +170,8 @@ class Dispatcher:
         self._batch_begin = b"", 0, 0  # content, offset, and index of the first message, of what is handled now
         self._work = self._run()
         self.outbox.send(encode_hello(Hello(extensions, definition.label, secret)))
-        methods = {key: name for one in reversed(definition.chain) for key, name in method_names(one).items()}
-        self.outbox.send(encode_app_description(AppDescription(definition.version, methods)))
+        description = AppDescription(definition.version, all_method_names(definition))
+        self.outbox.send(encode_app_description(description))
 
     # --- what the transport calls -----------------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
     show module:Class FILE                                 the state, as one JSON object
     diff module:Class FILE other:Class FILE [--limit N]    what differs, as a JSON list of {"path", "old", "new"}
+    methods module:Class                                   what its methods and those of its peers are called, as a JSON
+                                                           list of [destination, method ID, name]
     unanswered module:Class FILE                           what its handlers wait for and the log does not have, after a
                                                            what-if: a JSON list of {"handler", "arguments", "waits_for"}
 
@@ -29,7 +31,7 @@ from appsdk.definition import Definition
 from appsdk.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_RUNNABLE, AppError, StateError
 from appsdk.immortal import Immortal
 from appsdk.journal import SavedTask, SavedTasks, described
-from appsdk.proxy import definition_of
+from appsdk.proxy import all_method_names, definition_of
 from appsdk.runner import load_or_say, say
 from appsdk.state import Envelope, decode_envelope, is_transient
 from appsdk.state_diff import differences
@@ -163,6 +165,8 @@ def _parser() -> argparse.ArgumentParser:
     show = commands.add_parser("show", help="the state in a checkpoint, as JSON")
     compare = commands.add_parser("diff", help="what differs between two checkpoints, as JSON")
     waiting = commands.add_parser("unanswered", help="what its handlers wait for and the log does not have, as JSON")
+    methods = commands.add_parser("methods", help="the names of its methods, as JSON")
+    methods.add_argument("target", metavar="module:Class", help="the class below appsdk.Immortal")
     for command, sides in ((show, [""]), (compare, ["old_", "new_"]), (waiting, [""])):
         for side in sides:
             command.add_argument(f"{side}target", metavar="module:Class", help="the class below appsdk.Immortal")
@@ -178,6 +182,8 @@ def _positive(text: str) -> int:
 
 
 def _answer(options: argparse.Namespace) -> tuple[int, Any]:
+    if options.command == "methods":
+        return _methods(options.target)
     sides = ("old_", "new_") if options.command == "diff" else ("",)
     read = []
     for side in sides:
@@ -199,6 +205,17 @@ def _answer(options: argparse.Namespace) -> tuple[int, Any]:
         return EXIT_DONE, read[0].to_json()
     found = islice(differences(read[0].state, read[1].state), options.limit)
     return EXIT_DONE, [difference.to_json() for difference in found]
+
+
+def _methods(target: str) -> tuple[int, Any]:
+    if (cls := load_or_say(target)) is None:
+        return EXIT_NOT_RUNNABLE, None
+    try:
+        names = all_method_names(definition_of(cls))
+    except AppError as error:
+        say(target, str(error))
+        return EXIT_NOT_RUNNABLE, None
+    return EXIT_DONE, [[*key, name] for key, name in names.items()]
 
 
 if __name__ == "__main__":

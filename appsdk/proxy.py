@@ -97,6 +97,11 @@ def method_names(definition: Definition) -> dict[tuple[str, int], str]:
     return {(destination, method_id): _clipped(name) for destination, method_id, name in found}
 
 
+def all_method_names(definition: Definition) -> dict[tuple[str, int], str]:
+    """Also those of the classes that it takes over from; where both name a method, the newer one's."""
+    return {key: name for one in reversed(definition.chain) for key, name in method_names(one).items()}
+
+
 def _handler_names(destination: str, definition: Definition) -> Iterator[tuple[str, int, str]]:
     for handler in definition.handlers.values():
         yield destination, handler.method_id, handler.function.__qualname__

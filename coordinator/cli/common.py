@@ -185,4 +185,10 @@ pass_registry = click.make_pass_decorator(Registry)
 
 
 def echo_json(value: object) -> None:
-    click.echo(json.dumps(value, ensure_ascii=False))
+    """On one line, with nothing in it that a terminal obeys."""
+    text = json.dumps(value, ensure_ascii=False)
+    click.echo(text if text.isprintable() else "".join(map(_json_character, text)))
+
+
+def _json_character(character: str) -> str:
+    return character if character.isprintable() else json.dumps(character)[1:-1]

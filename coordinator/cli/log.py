@@ -10,6 +10,7 @@ import click
 
 from coordinator.cli.common import (
     Commands,
+    app_name,
     echo_json,
     json_option,
     name_argument,
@@ -18,6 +19,7 @@ from coordinator.cli.common import (
     require_log,
 )
 from coordinator.config import InstanceSettings
+from coordinator.core.words import Methods
 from coordinator.registry import Registry, RegistryError
 
 
@@ -31,16 +33,33 @@ def log() -> None:
 @click.option("--from", "first", type=click.IntRange(min=0), help="The first record's sequence ID.")
 @click.option("--to", "last", type=click.IntRange(min=0), help="The last record's sequence ID.")
 @click.option("--limit", type=click.IntRange(min=1), help="At most so many records.")
+@click.option(
+    "--app",
+    metavar="MODULE:CLASS",
+    callback=app_name,
+    help="The class that names methods, and whose arguments are decoded.  [default: its own]",
+)
 @click.option("--audit", is_flag=True, help="Print what operators did, and no records.")
 @json_option
 @pass_registry
 def show(
-    registry: Registry, name: str, first: int | None, last: int | None, limit: int | None, audit: bool, as_json: bool
+    registry: Registry,
+    name: str,
+    first: int | None,
+    last: int | None,
+    limit: int | None,
+    app: str | None,
+    audit: bool,
+    as_json: bool,
 ) -> None:
-    """Print records and their messages; damaged ones are marked. With --json one object per line."""
+    """Print records and their messages; damaged ones are marked.
+
+    With --json one object per line. In arguments that are decoded, bytes are {"$bytes": HEX} and what JSON lacks of
+    floats is {"$float": "nan"}; "arguments" has the first bytes as Python writes them.
+    """
     settings = registry.load(name)
     if audit:
-        if (first, last, limit) != (None, None, None):
+        if (first, last, limit, app) != (None, None, None, None):
             raise click.UsageError("--audit goes with no other option but --json")
         _show_audit(settings, as_json)
         return
@@ -50,10 +69,11 @@ def show(
     from coordinator.cli.records import describe_record, record_lines
     from coordinator.log import open_reader
 
+    methods = _methods(settings.app, app)
     shown = 0
     with open_reader(settings.log, name) as reader:
         for logged in reader.records(first, last):
-            described = describe_record(logged, reader.identity.committer_id)
+            described = describe_record(logged, reader.identity.committer_id, methods)
             if as_json:
                 echo_json(described)
             else:
@@ -86,6 +106,25 @@ def _show_audit(settings: InstanceSettings, as_json: bool) -> None:
             click.echo(f"{time_text(entry.time_ns)}  {printable(entry.who)}  {printable(entry.what)}")
     if not entries:
         click.echo(f"nothing to show: no operator has changed anything in the log of {settings.name}", err=True)
+
+
+def _methods(registered: str | None, given: str | None) -> Methods | None:
+    """What the class names; None where none is known. Raises ReplayError for one that was given and can't be found."""
+    from coordinator.replay import ReplayError
+    from coordinator.replay.inspection import method_names
+
+    app = given or registered
+    if app is None:
+        return None
+    try:
+        return method_names(app)
+    except ReplayError as error:
+        if given is not None:
+            raise
+        reason = str(error).splitlines()[-1]
+        click.echo(printable(f"note: methods are shown by their numbers: {reason}"), err=True)
+        click.echo("note: give the class with --app MODULE:CLASS, where it can be imported", err=True)
+        return None
 
 
 @log.command()
@@ -193,7 +232,7 @@ def diff(registry: Registry, first: str, second: str, limit: int, as_json: bool)
             echo_json(diff_values(found, (ours, theirs)))
         else:
             for line in diff_lines(found, (ours, theirs), (first, second)):
-                click.echo(line)
+                click.echo(printable(line))
     sys.exit(0 if found.is_same else 3)
 
 

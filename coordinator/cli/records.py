@@ -6,11 +6,17 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
+import msgspec
+
+from appsdk.state_tree import to_json, tree
+from coordinator.cli.common import printable
+from coordinator.core.words import Methods, RpcWords, method_name
 from coordinator.log import LoggedValue, verify_value
 from protocol.batch import decode_batch, decode_replayable_batch
 from protocol.errors import ImmortalError
 from protocol.extensions import decode_record_time
 from protocol.messages import (
+    IncomingRpc,
     MessageType,
     RpcKind,
     RpcType,
@@ -25,15 +31,18 @@ from protocol.trailer import BatchKind
 ARGUMENTS_SHOWN_BYTES_MAX = 48
 
 
-def describe_record(logged: LoggedValue, committer_id: int) -> dict[str, Any]:
-    """Plain values; "problem" where the record is damaged, which then says all there is to say."""
+def describe_record(logged: LoggedValue, committer_id: int, methods: Methods | None = None) -> dict[str, Any]:
+    """Plain values; "problem" where the record is damaged, which then says all there is to say.
+
+    ``methods``: what the instance's class names; then the messages have names, and their arguments as values.
+    """
     described: dict[str, Any] = {"sequence_id": logged.sequence_id, "size_bytes": len(logged.value)}
     if logged.problem is not None:
         return {**described, "problem": logged.problem}
     try:
         header, trailer = verify_value(logged.value, logged.sequence_id, committer_id)
         content = logged.value[HEADER_SIZE_BYTES : header.size_bytes]
-        messages = list(_messages(content))
+        messages = list(_messages(content, methods or {}))
     except ImmortalError as error:
         return {**described, "problem": str(error)}
     return {
@@ -68,13 +77,13 @@ def time_text(time_ns: int) -> str:
     return f"{time:%Y-%m-%dT%H:%M:%S}.{time_ns % 1_000_000_000 // 1000:06d}Z"
 
 
-def _messages(content: bytes) -> Iterator[dict[str, Any]]:
+def _messages(content: bytes, methods: Methods) -> Iterator[dict[str, Any]]:
     """Each message; those of a batch one by one, marked with the batch's type."""
     for message_type, start, end in decode_messages(content):
         if message_type == MessageType.RECORD_TIME:
             yield {"type": "RECORD_TIME", "time_ns": decode_record_time(content, start, end)}
         elif message_type == MessageType.RPC:
-            yield _rpc(content, start, end)
+            yield _rpc(content, start, end, methods)
         elif message_type in (MessageType.RPC_BATCH, MessageType.COUNT_REPLAYABLE_RPC_BATCH):
             data = content[start:end]
             if message_type == MessageType.RPC_BATCH:
@@ -82,30 +91,40 @@ def _messages(content: bytes) -> Iterator[dict[str, Any]]:
             else:
                 offset = decode_replayable_batch(data)[2]
             for inner_type, inner_start, inner_end in decode_messages(data[offset:]):
-                inner = _message(data[offset:], inner_type, inner_start, inner_end)
+                inner = _message(data[offset:], inner_type, inner_start, inner_end, methods)
                 yield {**inner, "batch": MessageType(message_type).name}
         else:
-            yield _message(content, message_type, start, end)
+            yield _message(content, message_type, start, end, methods)
 
 
-def _message(content: bytes, message_type: int, start: int, end: int) -> dict[str, Any]:
+def _message(content: bytes, message_type: int, start: int, end: int, methods: Methods) -> dict[str, Any]:
     if message_type == MessageType.RPC:
-        return _rpc(content, start, end)
+        return _rpc(content, start, end, methods)
     name = MessageType(message_type).name if message_type in set(MessageType) else f"type {message_type}"
     described = {"type": name, "size_bytes": end - start, "data": _shown(content[start:end])}
-    if message_type == MessageType.INITIAL_MESSAGE:
-        try:  # it usually wraps an outgoing RPC, but may be any bytes
-            inner_type, inner_start, inner_end = decode_message(content, start)
-            if inner_type == MessageType.RPC and inner_end == end:
-                rpc = decode_outgoing_rpc(content, inner_start, inner_end)
-                return {**described, "wraps": _rpc(rpc.incoming, 0, len(rpc.incoming))}
-        except ImmortalError:
-            pass
+    if message_type == MessageType.INITIAL_MESSAGE and (wrapped := _wrapped(content[start:end], methods)) is not None:
+        return {**described, "wraps": wrapped}
     return described
 
 
-def _rpc(content: bytes, start: int, end: int) -> dict[str, Any]:
+def _wrapped(content: bytes, methods: Methods) -> dict[str, Any] | None:
+    """The RPC inside an initial message, of the SDK an incoming one, else an outgoing one; it may be any bytes."""
+    try:
+        message_type, start, end = decode_message(content, 0)
+        if message_type != MessageType.RPC or end != len(content):
+            return None
+        try:
+            incoming = decode_outgoing_rpc(content, start, end).incoming
+        except ImmortalError:
+            incoming = content[start:end]
+        return _rpc(incoming, 0, len(incoming), methods)
+    except (ImmortalError, ValueError):
+        return None
+
+
+def _rpc(content: bytes, start: int, end: int, methods: Methods) -> dict[str, Any]:
     rpc = decode_incoming_rpc(content, start, end)
+    name = method_name(rpc.method_id, rpc.kind, "", methods)
     return {
         "type": "RPC",
         "kind": RpcKind(rpc.kind).name.lower(),
@@ -113,7 +132,34 @@ def _rpc(content: bytes, start: int, end: int) -> dict[str, Any]:
         "rpc_type": RpcType(rpc.rpc_type).name.lower(),
         "size_bytes": len(rpc.arguments),
         "arguments": _shown(rpc.arguments),
+        **({} if name is None else _named(rpc, name)),
     }
+
+
+def _named(rpc: IncomingRpc, name: str) -> dict[str, Any]:
+    """What can be said of a message whose method has a name: its arguments are a MessagePack array."""
+    try:
+        values = msgspec.msgpack.decode(rpc.arguments)
+        if not isinstance(values, list):
+            return {"method": name}
+        decoded = {key: to_json(tree(value)) for key, value in _parts(rpc, values).items()}
+        return {"method": name, "in_words": RpcWords.of(rpc, is_msgpack=True).with_method(name), **decoded}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # no call of the SDK's
+        return {"method": name}
+
+
+def _parts(rpc: IncomingRpc, values: list[Any]) -> dict[str, Any]:
+    match rpc.kind, values:
+        case RpcKind.RETURNED_VALUE, [number, value]:
+            return {"call_number": number, "value": value}
+        case RpcKind.RETURNED_NOTHING, [number]:
+            return {"call_number": number}
+        case RpcKind.RAISED, [number, error, list(arguments), attributes]:
+            return {"call_number": number, "raised": error, "values": arguments, "attributes": attributes}
+    if rpc.kind == RpcKind.CALL and rpc.rpc_type == RpcType.ASYNC and len(values) >= 2:
+        caller, number, *values = values
+        return {"caller": caller, "call_number": number, "values": values}
+    return {"values": values}
 
 
 def _shown(data: bytes) -> str:
@@ -127,7 +173,11 @@ def _shown(data: bytes) -> str:
 
 
 def record_lines(described: dict[str, Any]) -> Iterator[str]:
-    """The record as lines of text: the record's own, then one for each message."""
+    """The record as lines of text, which a terminal can show: the record's own, then one for each message."""
+    yield from map(printable, _record_lines(described))
+
+
+def _record_lines(described: dict[str, Any]) -> Iterator[str]:
     front = f"record {described['sequence_id']}"
     if "problem" in described:
         yield f"{front}  DAMAGED: {described['problem']}"
@@ -160,6 +210,8 @@ def _message_text(message: dict[str, Any]) -> str:
     if message["type"] != "RPC":
         wraps = f" wraps {_message_text(message['wraps'])}" if "wraps" in message else f" {message['data']}"
         return f"{batch}{message['type']}  {message['size_bytes']} bytes{wraps}"
+    if "in_words" in message:
+        return f"{batch}RPC {message['rpc_type']}  {message['size_bytes']} bytes  {message['in_words']}"
     kind = "" if message["kind"] == "call" else f"{message['kind']} "
     return (
         f"{batch}RPC {kind}method {message['method_id']} {message['rpc_type']}"

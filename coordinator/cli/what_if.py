@@ -9,7 +9,15 @@ from typing import Any
 
 import click
 
-from coordinator.cli.common import FailedError, app_name, echo_json, json_option, name_argument, pass_registry
+from coordinator.cli.common import (
+    FailedError,
+    app_name,
+    echo_json,
+    json_option,
+    name_argument,
+    pass_registry,
+    printable,
+)
 from coordinator.cli.progress import progress_bar
 from coordinator.cli.what_if_report import Report
 from coordinator.core.output_check import Divergence, OutputDivergenceError
@@ -106,7 +114,7 @@ def what_if(
             echo_json(report.values())
         else:
             for line in report.lines():
-                click.echo(line)
+                click.echo(printable(line))
     sys.exit(report.exit_status)
 
 

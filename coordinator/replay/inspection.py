@@ -34,6 +34,12 @@ def diff_states(
     return differences
 
 
+def method_names(app: str) -> dict[tuple[str, int], str]:
+    """(destination, method ID) to a name, as the class ``app`` ("module:Class") has them. Raises ReplayError."""
+    found: list[tuple[str, int, str]] = _inspect("methods", app, what="the class")
+    return {(destination, method_id): name for destination, method_id, name in found}
+
+
 def unanswered(app: str, blob: Path) -> list[dict[str, Any]]:
     """What the handlers of the class ``app`` wait for in the state ``blob`` at the end of a what-if, and the log does
     not have: [{"handler", "arguments", "waits_for"}]. Raises ReplayError.
@@ -42,14 +48,14 @@ def unanswered(app: str, blob: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _inspect(*arguments: str) -> Any:
+def _inspect(*arguments: str, what: str = "the state") -> Any:
     environment = {**os.environ, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
     command = [sys.executable, "-P", "-m", "appsdk.inspection", *arguments]
     done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     if done.returncode:
         said = done.stderr.decode("utf-8", "replace").strip()
-        raise ReplayError(f"the state can't be looked into: {said or f'status {done.returncode}'}")
+        raise ReplayError(f"{what} can't be looked into: {said or f'status {done.returncode}'}")
     try:
         return json.loads(done.stdout)
     except ValueError as error:
-        raise ReplayError(f"the state can't be looked into: the answer is no JSON: {error}") from None
+        raise ReplayError(f"{what} can't be looked into: the answer is no JSON: {error}") from None

@@ -20,7 +20,7 @@ from coordinator.registry import Registry
 from protocol.batch import encode_batch
 from protocol.checksum import crc64
 from protocol.extensions import encode_record_time
-from protocol.messages import MessageType, encode_incoming_rpc, encode_message, encode_outgoing_rpc
+from protocol.messages import MessageType, RpcKind, encode_incoming_rpc, encode_message, encode_outgoing_rpc
 from protocol.record import decode_header, encode_record
 from protocol.trailer import BatchKind, BatchSource, OutputMarkEntry, Trailer, encode_trailer
 
@@ -281,6 +281,22 @@ def test_contents_that_make_no_sense_are_marked() -> None:
     value = logged_value(4, b"\x00", [])
     described = describe_record(LoggedValue(4, value, None), COMMITTER_ID)
     assert "gives its size as 0" in described["problem"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [b"", b"\x03", b"\xa3abc", b"\x91" * 5000 + b"\1", b"\x91\x81\x80\1", b"\x91\xd4\xff\0"]
+)
+@pytest.mark.parametrize("kind", RpcKind)
+def test_arguments_that_are_none_of_the_sdk_are_shown_as_bytes(arguments: bytes, kind: RpcKind) -> None:
+    content = encode_incoming_rpc(3, 0, arguments, kind)
+    value = logged_value(4, content, [BatchSource(BatchKind.STREAM, "\x1b[2J\nrecord 5", 1, 1, 0)])
+    described = describe_record(LoggedValue(4, value, None), COMMITTER_ID, {("", 3): "Counter.\x9bcount"})
+    (message,) = described["messages"]
+    assert (message["method"], "values" in message) == ("Counter.\x9bcount", False)
+    lines = list(record_lines(described))
+    assert "  from \\x1b[2J\\nrecord 5 1" in lines[0]
+    assert len(lines) == 2
+    assert all(line.isprintable() for line in lines)
 
 
 def test_log_verify(logged: Registry) -> None:
