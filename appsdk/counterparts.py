@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from appsdk.context import Context
 from appsdk.journal import Described, SavedTasks
@@ -26,6 +26,7 @@ from appsdk.tasks import Tasks
 from protocol.numbers import Draw
 
 What = tuple[str, int]
+T = TypeVar("T")
 
 
 class TracedTasks(Tasks):
@@ -112,6 +113,16 @@ class _Handler:
     behind: dict[What, deque[int]] = field(default_factory=dict)
 
 
+def _taken(waiting: dict[What, deque[T]], what: What) -> T | None:
+    """The first of them, which waits no longer."""
+    if (found := waiting.get(what)) is None:
+        return None
+    first = found.popleft()
+    if not found:
+        del waiting[what]
+    return first
+
+
 class Counterparts:
     """What the other run has drawn, for ``tasks``."""
 
@@ -130,8 +141,8 @@ class Counterparts:
                 self._handlers[draw.number] = _Handler()
             elif (handler := self._handler(draw.task)) is not None:
                 what = (draw.what, draw.detail)
-                if behind := handler.behind.get(what):
-                    self._renumber(behind.popleft(), draw.number)
+                if (own := _taken(handler.behind, what)) is not None:
+                    self._renumber(own, draw.number)
                 else:
                     counterpart = Counterpart(draw.number)
                     handler.ahead.setdefault(what, deque()).append(counterpart)
@@ -169,11 +180,11 @@ class Counterparts:
         if handler is None:
             return self._own()
         what = _what(operation)
-        if not (ahead := handler.ahead.get(what)):
+        counterpart = _taken(handler.ahead, what)
+        if counterpart is None:
             number = self._own()
             handler.behind.setdefault(what, deque()).append(number)
             return number
-        counterpart = ahead.popleft()
         self._unregister(counterpart)
         if counterpart.outcome is not None:
             self._tasks.later(operation, *counterpart.outcome)

@@ -206,7 +206,8 @@ class Hasty(Waiter, formerly=("Waiter",)):
             await Waiter.wait.function(self, words)
 
 
-def test_a_run_tells_its_numbers_and_code_that_is_told_them_draws_the_same_for_the_same() -> None:
+@pytest.mark.parametrize("restores", [False, True])
+def test_code_that_is_told_the_numbers_of_another_run_draws_the_same_for_the_same(restores: bool) -> None:
     records = [
         logged(1, [call(1, "ab"), call(1, "c")]),
         logged(2, [answer(1, RpcKind.RETURNED_NOTHING, 2)]),
@@ -226,6 +227,9 @@ def test_a_run_tells_its_numbers_and_code_that_is_told_them_draws_the_same_for_t
             new.feed(control(MessageType.NUMBERS, data))
         new.feed(record)
         assert set(new.dispatcher.tasks.calls) == numbers_now
+        if restores and (saved := new.dispatcher.tasks.save()) is not None:  # as an upgrade on the way does
+            new.dispatcher.tasks.restore(saved)
+            assert set(new.dispatcher.tasks.calls) == numbers_now
     assert new.dispatcher.instance.drawn["c"] == old.dispatcher.instance.drawn["c"]
     assert new.dispatcher.tasks.count == old.dispatcher.tasks.count == 0
     assert not any(each.message_type == MessageType.NUMBERS for each in new.output.messages[said_now:])
