@@ -36,18 +36,42 @@ class TracedTasks(Tasks):
         super().__init__(context)
         self.drawn: list[Draw] = []
         self.others: Counterparts | None = None
+        self._since_copy: list[_Drawn] = []
+        self._again: deque[_Drawn] = deque()
 
     def draw_number(self, operation: Operation | None = None) -> int:
+        if self._again:
+            drawn = self._again.popleft()
+        else:
+            drawn = self._draw(operation)
+            self._since_copy.append(drawn)
+        self._next_number = max(self._next_number, abs(drawn.number) + 1)
+        if operation is not None and drawn.outcome is not None:  # it is there already, for when this waits
+            self._queue.append(partial(self._resolve, operation, *drawn.outcome))
+        return drawn.number
+
+    def _draw(self, operation: Operation | None) -> _Drawn:
         if self.others is not None:
-            number = self.others.number_of(operation)
-            self._next_number = max(self._next_number, abs(number) + 1)
-            return number
+            return self.others.drawn_for(operation)
         number = super().draw_number()
         if operation is None:
             self.drawn.append(Draw(number, 0, "", self.context.message_index))
         else:
             self.drawn.append(Draw(number, operation.task.number, *_what(operation)))
-        return number
+        return _Drawn(number)
+
+    def copied(self) -> None:
+        """A rewind does not go behind here."""
+        self._since_copy.clear()
+
+    def rewinds(self) -> None:
+        """What was handled since the copy is handled once more, and draws what it drew."""
+        self._again = deque(self._since_copy)
+
+    def renumbered(self, own: int, number: int) -> None:
+        for drawn in self._since_copy:
+            if drawn.number == own:
+                drawn.number = number
 
     def told(self, draws: Sequence[Draw]) -> None:
         """What the other run has drawn in the record that comes next."""
@@ -56,12 +80,9 @@ class TracedTasks(Tasks):
         self.others.told(draws)
 
     def record_ends(self) -> None:
+        self._again.clear()
         if self.others is not None:
             self.others.record_ends()
-
-    def later(self, operation: Operation, raised: bool, value: bytes) -> None:
-        """What ``operation`` is about to wait for is there already: it goes on once it waits."""
-        self._queue.append(partial(self._resolve, operation, raised, value))
 
     def runs(self, number: int) -> bool:
         return number in self._tasks
@@ -81,6 +102,14 @@ class TracedTasks(Tasks):
             operation.outcome = (raised, value)
         else:
             super()._resolve(operation, raised, value)
+
+
+@dataclass(slots=True)
+class _Drawn:
+    """``outcome``: what has come for it before it was drawn, (whether it raised, value)."""
+
+    number: int
+    outcome: tuple[bool, bytes] | None = None
 
 
 def _what(operation: Operation) -> What:
@@ -171,28 +200,26 @@ class Counterparts:
 
     # --- this run ---------------------------------------------------------------------------------------------------
 
-    def number_of(self, operation: Operation | None) -> int:
-        """None: of the handler that starts."""
+    def drawn_for(self, operation: Operation | None) -> _Drawn:
+        """None: for the handler that starts."""
         if operation is None:
             number = self._starts.pop(self._tasks.context.message_index, None)
-            return self._own() if number is None else number
+            return self._own() if number is None else _Drawn(number)
         handler = self._handler(operation.task.number)
         if handler is None:
             return self._own()
         what = _what(operation)
         counterpart = _taken(handler.ahead, what)
         if counterpart is None:
-            number = self._own()
-            handler.behind.setdefault(what, deque()).append(number)
-            return number
+            own = self._own()
+            handler.behind.setdefault(what, deque()).append(own.number)
+            return own
         self._unregister(counterpart)
-        if counterpart.outcome is not None:
-            self._tasks.later(operation, *counterpart.outcome)
-        return counterpart.number
+        return _Drawn(counterpart.number, counterpart.outcome)
 
-    def _own(self) -> int:
+    def _own(self) -> _Drawn:
         self._last_own -= 1
-        return self._last_own
+        return _Drawn(self._last_own)
 
     def _handler(self, number: int) -> _Handler | None:
         """None for one that does not run here, or not there."""
@@ -218,3 +245,4 @@ class Counterparts:
             operation.unregister()
             operation.number = number
             operation.register()
+            self._tasks.renumbered(own, number)

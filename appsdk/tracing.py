@@ -9,7 +9,7 @@ Nothing of it is in the way of an ordinary run, which has neither this outbox no
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from appsdk.context import Context
@@ -17,6 +17,7 @@ from appsdk.counterparts import TracedTasks
 from appsdk.definition import Definition
 from appsdk.dispatch import Dispatcher, Event
 from appsdk.errors import HandlerError
+from appsdk.failing import UndoNeededError
 from appsdk.outbox import Batch, Chunk, Outbox, Send
 from appsdk.transport import Transport
 from protocol.extensions import (
@@ -127,6 +128,14 @@ class TracingDispatcher(Dispatcher):
         drawn, self.tasks.drawn = self.tasks.drawn, []
         for start in range(0, len(drawn), DRAWS_MAX):
             self.outbox.send(encode_numbers(sequence_id, drawn[start : start + DRAWS_MAX]))
+
+    def _take_copy(self, pieces: Sequence[bytes]) -> None:
+        super()._take_copy(pieces)
+        self.tasks.copied()
+
+    def _rewind(self, needed: UndoNeededError, record: Record) -> None:
+        self.tasks.rewinds()
+        super()._rewind(needed, record)
 
     def data_to_send(self) -> list[Chunk]:
         self._tell_progress()

@@ -14,7 +14,7 @@ from appsdk.proxy import definition_of, method_names
 from appsdk.testing.wire import AppOutput, answer, call, control, initial_record, logged
 from protocol.extensions import ALL_EXTENSIONS, TRACE_EXTENSIONS, decode_hello, decode_origins
 from protocol.messages import MessageType, RpcKind
-from protocol.numbers import decode_numbers
+from protocol.numbers import Draw, decode_numbers
 
 TAKE_FIRST = control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
 
@@ -196,6 +196,11 @@ class Waiter(Immortal):
     def note(self, words: str, value: float) -> None:
         self.drawn[words] = value
 
+    @rpc(id=2)
+    def fail(self) -> None:
+        self.drawn.clear()
+        raise ValueError
+
 
 class Hasty(Waiter, formerly=("Waiter",)):
     @rpc(id=1)
@@ -233,3 +238,29 @@ def test_code_that_is_told_the_numbers_of_another_run_draws_the_same_for_the_sam
     assert new.dispatcher.instance.drawn["c"] == old.dispatcher.instance.drawn["c"]
     assert new.dispatcher.tasks.count == old.dispatcher.tasks.count == 0
     assert not any(each.message_type == MessageType.NUMBERS for each in new.output.messages[said_now:])
+
+
+def test_a_rewind_draws_and_tells_no_number_twice() -> None:
+    run, other = Run(Waiter), Run(Waiter)
+    for each in (run, other):
+        each.feed(control(MessageType.VERDICTS, b"\x90"))  # so that messages fail alone
+    said = len(run.output.messages)
+    records = [
+        logged(1, [call(1, "ab"), call(1, "c")]),
+        logged(2, [answer(1, RpcKind.RETURNED_NOTHING, 2), call(2), call(1, "d")]),
+        logged(3, [answer(1, RpcKind.RETURNED_NOTHING, number) for number in (5, 4, 7)]),
+    ]
+    draws: list[Draw] = []
+    for record, numbers in zip(records, [{2, 4}, {4, 5, 7}, set()], strict=True):
+        run.feed(record)
+        assert set(run.dispatcher.tasks.calls) == numbers
+        for told in run.output.messages[said:]:
+            if told.message_type == MessageType.NUMBERS:
+                draws += decode_numbers(told.data).draws
+                other.feed(control(MessageType.NUMBERS, told.data))
+        said = len(run.output.messages)
+        other.feed(record)
+        assert set(other.dispatcher.tasks.calls) == numbers
+    assert [(draw.number, draw.task) for draw in draws] == [(1, 0), (2, 1), (3, 0), (4, 3), (5, 1), (6, 0), (7, 6)]
+    assert run.dispatcher.instance.drawn == other.dispatcher.instance.drawn
+    assert sorted(run.dispatcher.instance.drawn) == ["ab", "c", "d"]
