@@ -39,6 +39,7 @@ from appsdk.errors import (
     HandlerError,
     HookError,
     LoadError,
+    RecoveryNeeded,
 )
 from appsdk.options import BREAK_VARIABLE, REWOUND_VARIABLE, STRICT_VARIABLE, TRACE_VARIABLE, RunOptions, run_options
 from appsdk.proxy import Impulses, definition_of
@@ -197,9 +198,12 @@ def _run_connected(
     reason = f"the connection with the coordinator at {address} has ended"
     try:
         return transport.run(lambda: _start_hooks(dispatcher, transport))
-    except HandlerError as error:
-        if isinstance(dispatcher, tracing.TracingDispatcher):
+    except (HandlerError, RecoveryNeeded) as error:
+        if isinstance(dispatcher, tracing.TracingDispatcher) and isinstance(error, HandlerError):
             tracing.report_failure(error, dispatcher, transport)
+        else:
+            dispatcher.say_leaving(str(error).partition("\n")[0])
+            transport.say_last_words()
         raise
     except Disconnected as error:
         reason = str(error)

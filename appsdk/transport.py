@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from appsdk.dispatch import BecamePrimary, Dispatcher, Flush, Goodbye, MessageFailed, Refusal, SnapshotBegun
-from appsdk.errors import AppError, ConnectError, Disconnected, HandlerError, RecoveryNeeded, Refused, UpgradeError
+from appsdk.errors import AppError, ConnectError, Disconnected, Refused, UpgradeError
 from appsdk.outbox import Chunk
 from appsdk.snapshot import CHUNK_SIZE_BYTES_MAX, Snapshot
 from protocol.errors import RemoteProtocolError
@@ -203,10 +203,6 @@ class Transport:
         try:
             return self._run(on_primary)
         except UpgradeError:
-            self.say_last_words()
-            raise
-        except (HandlerError, RecoveryNeeded) as error:
-            self._dispatcher.say_leaving(str(error).partition("\n")[0])
             self.say_last_words()
             raise
         finally:
