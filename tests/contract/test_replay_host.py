@@ -280,7 +280,7 @@ def test_an_app_whose_looker_on_fails_is_gone(made: Made, reader: LogReader, tmp
     script = f"import os, runpy, sys; open({str(pid_file)!r}, 'w').write(str(os.getpid())); sys.argv.pop(0);"
     script += "runpy.run_module('appsdk', run_name='__main__', alter_sys=True)"
     app = made.app()
-    command = AppCommand(app.name, [sys.executable, "-c", script, *app.argv[2:]], app.environment)
+    command = AppCommand(app.name, [sys.executable, "-c", script, *app.argv[3:]], app.environment)
     with pytest.raises(ZeroDivisionError):
         run_replay(reader, ReplayPlan(checkpoint_id=1), command, Failing())
     with pytest.raises(ProcessLookupError):
@@ -312,7 +312,7 @@ runpy.run_module("appsdk", run_name="__main__", alter_sys=True)
 def test_only_the_app_that_was_started_is_served(made: Made, reader: LogReader) -> None:
     """Strangers come before it: one says nothing, others no Hello, no secret, another secret."""
     app = made.app()
-    command = AppCommand(app.name, [sys.executable, "-c", STRANGERS, *app.argv[2:]], app.environment)
+    command = AppCommand(app.name, [sys.executable, "-c", STRANGERS, *app.argv[3:]], app.environment)
     result, sink = replay(reader, command, checkpoint_id=1)
     assert (result.messages, result.exit_status) == (10, 0), result.stderr_tail
     assert positions(sink) == [*range(1, 19), *range(20, 23)]
