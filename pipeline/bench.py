@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import select
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
+from typing import IO
 
 import click
 from pyspark.errors import PySparkException
@@ -154,6 +156,7 @@ class Load:
     seconds: float = 0
     commits: int = 0
     commits_per_checkpoint: int = 0  # then older records are trimmed away and their pages used again; 0: all are kept
+    until_released: bool = False  # it goes on beyond the limits until then
 
 
 @dataclass(frozen=True)
@@ -169,7 +172,7 @@ class LiveWriter:
 
     def __init__(self, folder: Path, load: Load) -> None:
         command = [sys.executable, "-m", "pipeline.bench", "write", str(folder), *map(str, astuple(load))]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.process.stdout.readline()  # the log is there
 
@@ -177,13 +180,21 @@ class LiveWriter:
     def is_running(self) -> bool:
         return self.process.poll() is None
 
+    def release(self) -> None:
+        """Let it end where its limits are."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+            self.process.stdin = None
+
     def wait(self) -> Written:
+        self.release()
         commits, size_bytes = self.process.communicate()[0].split()
         return Written(int(commits), int(size_bytes))
 
     def end(self) -> None:
         self.process.kill()
         self.process.wait()
+        self.release()
         assert self.process.stdout is not None
         self.process.stdout.close()
 
@@ -226,7 +237,10 @@ def measure_tail(spark: SparkSession, folder: Path, records_per_s: int, seconds:
 
 
 def scan_while_written(spark: SparkSession, folder: Path, load: Load) -> tuple[Written, int]:
-    """What the writer did while Spark read its log again and again, and how many times that was."""
+    """What the writer did while Spark read its log again and again, and how many times that was.
+
+    A writer that waits for it is released behind the second time.
+    """
     scans = 0
     with writer(folder, load) as live:
         while live.is_running:
@@ -236,6 +250,8 @@ def scan_while_written(spark: SparkSession, folder: Path, load: Load) -> tuple[W
                 if "was trimmed up to record" not in str(error):
                     raise
             scans += 1
+            if scans == 2:
+                live.release()
         return live.wait(), scans
 
 
@@ -269,7 +285,7 @@ def measure_growth(spark: SparkSession, folder: Path, commits: int) -> Growth:
     load = Load(records_per_commit=8, commits=commits, commits_per_checkpoint=max(1, commits // 6))
     alone = write_alone(folder / "alone", load)
     scan(spark, folder / "alone")  # the first one starts Spark's workers
-    beside, scans = scan_while_written(spark, folder / "scanned", load)
+    beside, scans = scan_while_written(spark, folder / "scanned", replace(load, until_released=True))
     held = write_beside_one_transaction(folder / "held", load)
     return Growth(alone.size_bytes, beside.size_bytes, held.size_bytes, scans)
 
@@ -340,6 +356,11 @@ def main(context: click.Context, messages: int, large_mib: int, seconds: float, 
         spark.stop()
 
 
+def is_open(pipe: IO[str]) -> bool:
+    """Nothing is ever sent: it can be read once it has ended."""
+    return not select.select([pipe], [], [], 0)[0]
+
+
 @main.command(hidden=True)
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.argument("records_per_commit", type=int)
@@ -347,6 +368,7 @@ def main(context: click.Context, messages: int, large_mib: int, seconds: float, 
 @click.argument("seconds", type=float)
 @click.argument("commits_max", type=int)
 @click.argument("commits_per_checkpoint", type=int)
+@click.argument("until_released", type=bool)
 def write(
     folder: Path,
     records_per_commit: int,
@@ -354,6 +376,7 @@ def write(
     seconds: float,
     commits_max: int,
     commits_per_checkpoint: int,
+    until_released: bool,
 ) -> None:
     """Do what Load says, and print what Written holds."""
     store = create_log(folder, folder.name, committer_id=_COMMITTER_ID)
@@ -361,9 +384,10 @@ def write(
     sequence_id = commits = 0
     start = time.perf_counter()
     click.echo("writing")
-    while not commits_max or commits < commits_max:
+    while True:
         now = time.perf_counter() - start
-        if seconds and now >= seconds:
+        is_over = (seconds and now >= seconds) or (commits_max and commits >= commits_max)
+        if is_over and not (until_released and is_open(sys.stdin)):
             break
         if commits_per_s and commits > now * commits_per_s:
             time.sleep(commits / commits_per_s - now)

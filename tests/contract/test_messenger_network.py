@@ -202,9 +202,13 @@ else:
             first.send(b"more than is taken at once")
         time.sleep(0.001)  # between them are pings
 time.sleep(0.1)
-first.close(0)
+first.close(60_000)  # once all is sent
 time.sleep(0.2)  # several heartbeats
 receive_for(0.3)
+if sys.argv[1] != "taken over":
+    deadline_s = time.monotonic() + 50
+    while messenger.counters().malformed < 20_000 and time.monotonic() < deadline_s:
+        messenger.process()
 print("alive", messenger.counters().malformed)
 """
 

@@ -33,6 +33,8 @@ from tests.helpers.sdk import (
     recover,
 )
 
+CHILDREN: list[int] = []  # that the running test has forked
+
 
 class Store(Immortal, checkpoint="fork"):
     sink = peer(lambda: Store, "sink")
@@ -110,12 +112,28 @@ def read_to_the_end(it: ScriptedCoordinator) -> None:
         it.read_until(lambda output: False)
 
 
+@pytest.fixture(autouse=True)
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Notes the children that a test forks. This process may have others: Spark of earlier tests is one."""
+    CHILDREN.clear()
+    fork = os.fork
+
+    def noted() -> int:
+        child = fork()
+        if child:
+            CHILDREN.append(child)
+        return child
+
+    monkeypatch.setattr(os, "fork", noted)
+
+
 def no_child_is_left() -> bool:
-    try:
-        os.waitpid(-1, os.WNOHANG)
-    except ChildProcessError:
-        return True
-    return False
+    assert CHILDREN
+    for child in CHILDREN:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(child, os.WNOHANG)
+            return False
+    return True
 
 
 def test_a_snapshot_between_the_outputs() -> None:

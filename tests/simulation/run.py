@@ -81,14 +81,17 @@ def run_many(all_shares: Iterable[range], jobs: int) -> tuple[Totals, list[tuple
             take(run_share(share))
         return totals, failures
     gc.freeze()
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
-        waiting = []
-        for share in all_shares:
-            waiting.append(pool.submit(run_share, share))
-            if len(waiting) >= 2 * jobs:  # so that the time is looked at
-                take(waiting.pop(0).result())
-        for future in waiting:
-            take(future.result())
+    try:
+        with ProcessPoolExecutor(jobs, multiprocessing.get_context("fork")) as pool:
+            waiting = []
+            for share in all_shares:
+                waiting.append(pool.submit(run_share, share))
+                if len(waiting) >= 2 * jobs:  # so that the time is looked at
+                    take(waiting.pop(0).result())
+            for future in waiting:
+                take(future.result())
+    finally:
+        gc.unfreeze()
     return totals, failures
 
 

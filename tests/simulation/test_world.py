@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -58,6 +59,7 @@ def test_a_run_of_many_says_what_it_went_through(capsys: pytest.CaptureFixture[s
     assert shown.startswith("20 seeds in ")
     assert "  crashes: " in shown
     assert "  never reached: " in shown  # of so few
+    assert gc.get_freeze_count() == 0, "what runs later in this process has its garbage collected"
 
 
 def test_what_was_never_reached_fails_a_nightly_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -275,13 +275,13 @@ def test_what_a_coordinator_announces(tmp_path: Path) -> None:
     "text",
     [
         '{"pid": 4194399, "control": "tcp://127.0.0.1:1", "started_ns": 1}',  # beyond the highest pid
-        f'{{"pid": {os.getpid()}, "control": "tcp://127.0.0.1:1", "started_ns": 1, "process_start_ticks": 1}}',
+        '{"pid": OURS, "control": "tcp://127.0.0.1:1", "started_ns": 1, "process_start_ticks": 1}',
         "nonsense",
         "",
     ],
 )
 def test_a_stale_file_means_not_running(tmp_path: Path, text: str) -> None:
-    (tmp_path / "coordinator.json").write_text(text)
+    (tmp_path / "coordinator.json").write_text(text.replace("OURS", f"{os.getpid()}"))
     assert control.running(tmp_path) is None
     with pytest.raises(control.NotRunningError):
         control.query(tmp_path, "status", 0.1)
