@@ -1,21 +1,99 @@
-"""Fixtures that several folders of tests share."""
+"""What all folders of tests share: how they are run, which are quick, and fixtures."""
 
 from __future__ import annotations
 
 import signal
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
+
+from tests.helpers import kinds
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+    from xdist.scheduler import Scheduling
+    from xdist.workermanage import WorkerController
+
+    from tests.helpers.side_by_side import Room
 
 
-def pytest_configure() -> None:
+CLUSTER_TIMEOUT_S = 600  # Spark on a slow and busy machine
+ROOM_FOLDER = pytest.StashKey[str]()
+ROOM: pytest.StashKey[Room] = pytest.StashKey()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help=f"leave out what is marked: {', '.join(kinds.NOT_QUICK)}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Processes that tests start can be interrupted, also where the run is a shell's background job."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as such a shell leaves it, and as children would have it
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    settings.register_profile("shared machine", deadline=None)  # how long one example takes, is up to the others
+    settings.load_profile("shared machine")
+    if hasattr(config, "workerinput"):
+        from tests.helpers.side_by_side import Room
+
+        config.stash[ROOM] = Room(Path(config.workerinput["room"]))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        for kind in kinds.kinds_of(item.nodeid):
+            item.add_marker(kind)
+        if item.get_closest_marker("cluster"):
+            item.add_marker(pytest.mark.timeout(CLUSTER_TIMEOUT_S))
+    if config.getoption("quick"):
+        config.hook.pytest_deselected(items=[item for item in items if not is_quick(item)])
+        items[:] = filter(is_quick, items)
+    if ROOM in config.stash:
+        items.sort(key=lambda item: kinds.place_of(item.nodeid))
+
+
+def is_quick(item: pytest.Item) -> bool:
+    return not any(map(item.get_closest_marker, kinds.NOT_QUICK))
+
+
+# --- side by side, with pytest-xdist ----------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> Scheduling:
+    from tests.helpers.side_by_side import Groups
+
+    config.option.loadscopereorder = False  # the order is that of the collection
+    return Groups(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: WorkerController) -> None:
+    stash = node.config.stash
+    if ROOM_FOLDER not in stash:
+        folder = tempfile.TemporaryDirectory(prefix="immortal-tests-")
+        node.config.add_cleanup(folder.cleanup)
+        stash[ROOM_FOLDER] = folder.name
+    node.workerinput["room"] = stash[ROOM_FOLDER]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """What measures runs while nothing else does. The time of a test begins when it may run."""
+    room = item.config.stash.get(ROOM, None)
+    if room is None:
+        return (yield)
+    room.enter(alone=item.get_closest_marker("alone") is not None)
+    try:
+        return (yield)
+    finally:
+        room.leave()
+
+
+# --- fixtures ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)

@@ -281,6 +281,7 @@ def test_a_peer_that_is_killed_again_and_again(house: House, secured: bool) -> N
         road.arrives()
 
 
+@pytest.mark.alone
 @KINDS
 def test_a_peer_is_reached_again_soon_after_its_return(
     house: House, secured: bool, capsys: pytest.CaptureFixture[str]

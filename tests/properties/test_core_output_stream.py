@@ -285,7 +285,6 @@ TestOutputStream = OutputStreamMachine.TestCase
 
 
 @given(lengths=sizes.filter(lambda found: len(found) > 1), first=st.integers(1, 10**9), data=st.data())
-@settings(deadline=None)
 def test_cut_and_behind_are_slices(lengths: list[int], first: int, data: st.DataObject) -> None:
     made = [encode_incoming_rpc(index, 1, b"x" * length) for index, length in enumerate(lengths)]
     batch = OutputBatch(first, len(made), b"".join(made))
@@ -301,7 +300,6 @@ def test_cut_and_behind_are_slices(lengths: list[int], first: int, data: st.Data
 
 
 @given(lengths=sizes | st.integers(1, 9).map(lambda count: [7] * count), size_bytes_max=st.integers(1, 200))
-@settings(deadline=None)
 def test_what_fits_is_as_much_as_can_be(lengths: list[int], size_bytes_max: int) -> None:
     made = [encode_incoming_rpc(index, 1, b"x" * length) for index, length in enumerate(lengths)]
     batch = OutputBatch(5, len(made), b"".join(made))

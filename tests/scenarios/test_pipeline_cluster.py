@@ -17,8 +17,6 @@ from tests.helpers.fleet import damage, duplicate, lose, plan_fleet, streams_for
 from tests.helpers.spark_cluster import REPOSITORY, standalone_cluster
 from tests.helpers.talk_fleet import app_options, record_talk, write_changed_code
 
-pytestmark = pytest.mark.timeout(300)  # it takes a minute, more where others work as well
-
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -37,7 +35,7 @@ def run(master: str, *arguments: object, status: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "coordinator", "pipeline", *map(str, arguments), "--json"]
     command += ["--master", master, "--conf", "spark.executor.memory=512m"]
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("SPARK", "PYSPARK"))}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=REPOSITORY, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=REPOSITORY, timeout=500)
     assert done.returncode == status, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found

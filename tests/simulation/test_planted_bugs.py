@@ -11,6 +11,7 @@ from tests.simulation.run import failure_of
 SEEDS_MAX = 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_a_planted_bug_is_found(mutation: Mutation) -> None:
     with planted(mutation):

@@ -1,0 +1,42 @@
+"""Which tests are of which kind, where their folder or module says it all."""
+
+from __future__ import annotations
+
+KINDS = {  # by the beginning of a test's id
+    "tests/crash/": "kills",
+    "tests/faults/": "kills",
+    "tests/scenarios/": "kills",
+    "tests/scenarios/test_pipeline_": "cluster",
+    "tests/contract/c_client/": "kills",
+    "tests/contract/test_app_auth.py": "kills",
+    "tests/contract/test_app_ports.py": "kills",
+    "tests/contract/test_app_unix_socket.py": "kills",
+    "tests/contract/test_coordinator_process.py": "kills",
+    "tests/contract/test_cut_links.py": "network",
+    "tests/contract/test_discovery.py": "kills",
+    "tests/contract/test_large_checkpoints.py": "kills",
+    "tests/contract/test_network_faults.py": "network",
+    "tests/contract/test_peer_security.py": "kills",
+}
+NOT_QUICK = ("slow", "kills", "cluster", "network")
+# Side by side, what takes long is begun first; the many small ones of the other folders fill what time is left.
+_FIRST = ("tests/scenarios/test_pipeline_", "tests/crash/", "tests/faults/", "tests/scenarios/", "tests/contract/")
+_SHARES_NOTHING = ("tests/crash/test_soak.py", "tests/faults/test_matrix.py", "tests/simulation/")
+
+
+def kinds_of(test_id: str) -> set[str]:
+    return {kind for beginning, kind in KINDS.items() if test_id.startswith(beginning)}
+
+
+def place_of(test_id: str) -> int:
+    """The lower, the sooner it is begun."""
+    return next((place for place, folder in enumerate(_FIRST) if test_id.startswith(folder)), len(_FIRST))
+
+
+def group_of(test_id: str) -> str:
+    """Tests of one group run in one process, one after the other."""
+    if "cluster" in kinds_of(test_id):
+        return "cluster"  # one of Spark at a time: each takes seconds to start, and much memory
+    if test_id.startswith(_SHARES_NOTHING):
+        return test_id
+    return test_id.partition("::")[0]  # what the fixtures of a module made is made once

@@ -1,0 +1,37 @@
+"""Tests side by side, in processes of pytest-xdist."""
+
+from __future__ import annotations
+
+import fcntl
+from pathlib import Path
+
+from xdist.scheduler import LoadScopeScheduling
+
+from tests.helpers.kinds import group_of
+
+
+class Groups(LoadScopeScheduling):
+    """Hands out group after group, in the order of the tests."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid)
+
+
+class Room:
+    """Any number of tests are in it, or one that wants to be alone: across all processes with the same ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self._door = (folder / "door").open("w")
+        self._inside = (folder / "inside").open("w")
+
+    def enter(self, *, alone: bool) -> None:
+        fcntl.flock(self._door, fcntl.LOCK_EX)  # who waits to be alone waits here in the door, so that nobody passes
+        fcntl.flock(self._inside, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(self._door, fcntl.LOCK_UN)
+
+    def leave(self) -> None:
+        fcntl.flock(self._inside, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        self._door.close()
+        self._inside.close()
