@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
 
 from pyspark.sql import DataFrame, SparkSession
 
-from pipeline.session import session
+import pipeline.session
 
 
 @contextmanager
 def running_session() -> Iterator[SparkSession]:
-    spark = session("local[2]", "immortal tests", **{"spark.sql.shuffle.partitions": "4", "spark.driver.memory": "1g"})
+    options = {"spark.sql.shuffle.partitions": "4", "spark.driver.memory": "1g"}
+    # Behind all others, its workers would not start within the 10 s that Spark gives them while other tests run.
+    with patch.object(pipeline.session, "_NICENESS", 0):
+        spark = pipeline.session.session("local[2]", "immortal tests", **options)
     try:
         yield spark
     finally:
