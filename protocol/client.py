@@ -259,6 +259,24 @@ def decode_caller(data: bytes, start: int, end: int) -> Caller | None:
 REFUSED_CALL = "~refused"
 """The name under which a client gets what keeps its call from being made; no exception has it. Arguments: [reason]."""
 
+
+def split_caller(arguments: bytes) -> tuple[str, bytes]:
+    """Of the arguments of a logged call that waits for an answer: who waits, and those of the method alone.
+
+    Raises RemoteProtocolError.
+    """
+    end = len(arguments)
+    try:
+        count, offset = _array(arguments, 0, end)
+        caller, offset = _string(arguments, offset, end)
+        _, offset = _integer(arguments, offset, end)
+    except RemoteProtocolError:
+        count = 0
+    if count < 2:
+        raise RemoteProtocolError("a call that waits does not begin with who waits and a number")
+    return caller, _array_front(count - 2) + arguments[offset:end]
+
+
 # --- answers: RPC messages to the destination CLIENTS, whose arguments begin with the caller and the number -----------
 
 

@@ -140,7 +140,10 @@ def decode_verdict(data: bytes) -> Verdict:
 
 
 def encode_verdicts(verdicts: Iterable[Verdict]) -> list[bytes]:
-    """Whole Verdicts messages, for an app, at least one: each of VERDICTS_SIZE_BYTES_MAX, or one verdict, at most."""
+    """Whole Verdicts messages, for an app: each of VERDICTS_SIZE_BYTES_MAX, or of one verdict, at most.
+
+    At least one: that there are none is said too.
+    """
     messages: list[bytes] = []
     gathered: list[msgspec.Raw] = []
     size_bytes = 0
@@ -168,7 +171,10 @@ def encode_handling(handling: Handling) -> bytes:
 
 def decode_handling(data: bytes) -> Handling:
     """Raises RemoteProtocolError."""
-    return _decoded("Handling", _HANDLING, data)
+    handling: Handling = _decoded("Handling", _HANDLING, data)
+    if handling.message_index < RECORD:
+        raise RemoteProtocolError(f"a Handling of message {handling.message_index}, at least {RECORD} was expected")
+    return handling
 
 
 def encode_careful(careful: Careful) -> bytes:

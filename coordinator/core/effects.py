@@ -110,6 +110,13 @@ class PeerResetDone(Struct):
     found: bool
 
 
+class OperatorAnswered(Struct):
+    """Answers LettersDropped, LettersRetried and MessageSkipped, once what was done is durable; plain values."""
+
+    token: object
+    answer: Mapping[str, object]
+
+
 class ReplyToPeer(Struct):
     token: object
     frame: PeerFrame
@@ -166,6 +173,7 @@ Effect = (
     | SendToPeer
     | ResetPeer
     | PeerResetDone
+    | OperatorAnswered
     | ReplyToPeer
     | ReplyToClient
     | WakeAt

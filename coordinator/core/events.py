@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
 from coordinator.core.errors import LogError
-from coordinator.core.interfaces import LogSpace, LogSummary, OutputBatch
+from coordinator.core.interfaces import Letter, LogSpace, LogSummary, OutputBatch
 from protocol.client import ClientFrame
 from protocol.peer import PeerFrame
+from protocol.verdicts import MessageKey
 
 
 class AppConnected(Struct):
@@ -64,6 +65,39 @@ class PeerReset(Struct):
     """An operator asks to forget which log ``peer`` had; answered by PeerResetDone with ``token``."""
 
     peer: str
+    token: object
+
+
+class LettersDropped(Struct):
+    """An operator, ``who``, removes these dead letters (None: all); answered by OperatorAnswered with ``token``."""
+
+    keys: Sequence[MessageKey] | None
+    who: str
+    token: object
+
+
+class LettersRetried(Struct):
+    """An operator, ``who``, gives dead letters, as they are in the log (None: it has none), to the app once more.
+
+    Answered by OperatorAnswered with ``token``.
+    """
+
+    letters: Mapping[MessageKey, Letter | None]
+    who: str
+    token: object
+
+
+class MessageSkipped(Struct):
+    """An operator, ``who``, wants this message passed over; answered by OperatorAnswered with ``token``.
+
+    ``message``: as it is in the log, from its size on; None: there is no such message.
+    """
+
+    sequence_id: int
+    message_index: int
+    reason: str
+    who: str
+    message: bytes | None
     token: object
 
 
@@ -146,6 +180,9 @@ Event = (
     | PeerReplied
     | PeerMoved
     | PeerReset
+    | LettersDropped
+    | LettersRetried
+    | MessageSkipped
     | Committed
     | ChunkWritten
     | LogLoaded

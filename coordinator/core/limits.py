@@ -115,3 +115,16 @@ class Limits:
 
     checkpoint_age_ns: int | None = None
     """The last checkpoint's age: beyond it, and if there is anything new in the log, the app is asked for the next."""
+
+    letters_max: int = 10_000
+    """Dead letters kept for an operator; beyond it the oldest go."""
+
+    letters_bytes: int = 64 * MIB
+    """... and in bytes."""
+
+    kills_max: int | None = 3
+    """A message that was at work so often in a row when the app's process ended is not given to it again; None: it
+    always is."""
+
+    long_handler_s: float = 10.0
+    """A handler that takes longer is told to the operator."""

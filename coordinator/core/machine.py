@@ -16,8 +16,10 @@ from typing import Any
 from coordinator.core import events as ev
 from coordinator.core.app_messages import Calls, read_calls
 from coordinator.core.back_pressure import BackPressure
+from coordinator.core.careful import Watch
 from coordinator.core.checkpointing import Checkpointing
 from coordinator.core.clients import Clients
+from coordinator.core.dead_letters import Operator
 from coordinator.core.effects import (
     CloseApp,
     Commit,
@@ -33,16 +35,15 @@ from coordinator.core.effects import (
     Stop,
     Trim,
     UpgradeEnded,
-    WakeAt,
 )
 from coordinator.core.errors import AppProtocolError, DivergenceError
+from coordinator.core.failing import Failing
 from coordinator.core.group_commit import Group, GroupCommit
+from coordinator.core.impulses import Impulses
 from coordinator.core.interfaces import (
-    IMPULSES,
     ONESELF,
     CheckpointHeader,
     LogSummary,
-    SourcePosition,
     StoredClients,
     Transaction,
     VersionStart,
@@ -54,12 +55,19 @@ from coordinator.core.peers import Peers
 from coordinator.core.recovery import Recovery
 from coordinator.core.session import AWAITING_CHECKPOINT, GETS_RECORDS, UPGRADES, AppSession, Phase, Step
 from coordinator.core.status import describe, describe_flow, describe_peers
+from coordinator.core.verdicts import Verdicts
 from coordinator.core.versions import Versions
+from coordinator.core.wakes import Wakes
 from coordinator.core.words import divergence_in_words
-from protocol.batch import encode_batch
 from protocol.client import CLIENTS
 from protocol.errors import ImmortalError, RemoteProtocolError
-from protocol.extensions import decode_app_description, decode_hello, encode_impulses_accepted, encode_version
+from protocol.extensions import (
+    REPORTS,
+    decode_app_description,
+    decode_hello,
+    encode_impulses_accepted,
+    encode_version,
+)
 from protocol.messages import (
     MessageType,
     decode_attach_to,
@@ -71,6 +79,7 @@ from protocol.record import CHECKPOINT_SEQUENCE_ID, decode_header, encode_record
 from protocol.trailer import BatchKind, BatchSource, decode_trailer
 
 _CALLS = frozenset({MessageType.RPC, MessageType.RPC_BATCH, MessageType.STREAM_BATCH, MessageType.IMPULSE_BATCH})
+_INTRODUCED = frozenset({MessageType.RECORD_TIME, MessageType.VERDICTS})  # who has asked for these, always says Hello
 LOGGED_EXTENSIONS = frozenset({MessageType.RECORD_TIME, MessageType.INSTANCE_NAME})
 """Extensions that change what the log holds: an app must ask for the same ones all its life."""
 
@@ -131,8 +140,7 @@ class Machine:
             clients or StoredClients(),
             lambda: self._peers.ready,
         )
-        impulses = summary.sources.get(IMPULSES)
-        self._impulse_count = impulses.position if impulses else 0
+        self._impulses = Impulses(summary, self._log, self._peers)
         self._load_ticket = 0  # the commit to wait for before the log is loaded for a new session
         self._extensions = summary.extensions
         self._recovery = Recovery(name)
@@ -145,13 +153,22 @@ class Machine:
         self._healing: Transaction | None = None
         self._waiting_told = False
         self._resets: deque[tuple[int, object]] = deque()  # (commit to wait for, token) of what an operator asked
-        self._checkpoint_wake_ns: int | None = None
-        self._retry_wake_ns: int | None = None  # for streams that have stopped
-        self._spill_wake_ns: int | None = None  # for streams whose receivers are waited for
+        self._wakes = Wakes(self.limits, self._effects)
         self._back_pressure = BackPressure(self.limits)
         self._log_room = LogRoom(name, self.limits)
-        self._held: list[Calls] = []  # impulses that the log has no room for
-        self._held_bytes = 0
+        verdicts = Verdicts(summary, self.limits, self._log)
+        self._failing = Failing(
+            name,
+            self.limits,
+            self._log,
+            self._session,
+            self._peers,
+            self._checkpoints,
+            self._effects,
+            verdicts,
+            Watch(summary.suspect, self.limits.kills_max),
+        )
+        self._operator = Operator(self._failing, verdicts, self._impulses, self._log_room, self._effects)
         self._stopping = False
         self._final_checkpoint_asked = False
         self._final_checkpoint_id = 0
@@ -166,6 +183,9 @@ class Machine:
             ev.PeerReplied: self._peer_replied,
             ev.PeerMoved: self._peer_moved,
             ev.PeerReset: self._peer_reset,
+            ev.LettersDropped: self._letters_dropped,
+            ev.LettersRetried: self._letters_retried,
+            ev.MessageSkipped: self._message_skipped,
             ev.Committed: self._committed,
             ev.ChunkWritten: self._chunk_written,
             ev.LogLoaded: self._log_loaded,
@@ -246,7 +266,7 @@ class Machine:
     def _settle(self) -> None:
         self._ask_for_checkpoint()
         self._push_back()
-        self._plan_retry()
+        self._wakes.look_after(self._peers, self._now_ns)
         self._finish_stop()
 
     def _commit(self) -> None:
@@ -279,6 +299,9 @@ class Machine:
             self._effects.append(self._recovery.choose(event.summary))
             return
         self._peers.restore(None, event.summary, self._epoch, self._epoch_began_ns)
+        self._failing.begin(event.summary, -1)
+        if self._session.heard:  # else as soon as its Hello is here
+            self._failing.introduce()
         self._session.advance(Step.LOG_IS_NEW)
         self._send_control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
 
@@ -306,6 +329,7 @@ class Machine:
         self._healing = None
         self._waiting_told = self._unproved = False
         self._peers.restore(header, summary, self._epoch, self._epoch_began_ns)
+        self._failing.begin(summary, header.sequence_id)
         record = encode_record(self._committer_id, CHECKPOINT_SEQUENCE_ID, encode_checkpoint(header.size_bytes))
         self._send(record)
         self._report(
@@ -366,11 +390,19 @@ class Machine:
             else:
                 session.advance(Step.BLOB_SENT)
         if session.phase is Phase.REPLAYING:
+            if self._waits_for_hello:
+                return
+            self._failing.introduce()
             self._end_replay_if_due()
         if session.phase in GETS_RECORDS and not session.reading and session.fed_sequence_id < self._last_to_feed():
             session.reading = True
             self._effects.append(ReadRecords(session.fed_sequence_id + 1, self.limits.read_size_bytes))
         self._tell_acceptance()
+
+    @property
+    def _waits_for_hello(self) -> bool:
+        """The app has a Hello to send, and that says what it is to be told before its first record."""
+        return not self._session.heard and bool(_INTRODUCED & (self._extensions or frozenset()))
 
     def _last_to_feed(self) -> int:
         """The last record that the app may be given now."""
@@ -481,6 +513,8 @@ class Machine:
                 session.hello = decode_hello(message.data)
             self._check_extensions()
             if message_type == MessageType.HELLO:
+                if session.phase is Phase.FIRST_START:
+                    self._failing.introduce()
                 return
         if message_type in _CALLS:
             for calls in read_calls(session, self.name, message):
@@ -501,6 +535,7 @@ class Machine:
             self._snapshot_ended(message)
         elif message_type == MessageType.APP_DESCRIPTION:
             session.description = decode_app_description(message.data)
+            self._failing.methods = session.description.methods
             self._clients.describe_methods(session.description)
         elif message_type == MessageType.UPGRADE_FAILED:
             self._upgrade_failed(message.data.decode("utf-8", "replace"))
@@ -508,6 +543,8 @@ class Machine:
             if session.phase is not Phase.FIRST_START or session.initial_message is not None:
                 raise AppProtocolError("an InitialMessage may come once, at the first start, before the checkpoint")
             session.initial_message = message.data
+        elif message_type in REPORTS:
+            self._failing.received(message, self._now_ns, stopping=self._stopping)
         elif message_type == MessageType.HELLO:
             raise AppProtocolError("a Hello must be the app's first message")
         else:
@@ -529,29 +566,9 @@ class Machine:
         if not calls.impulses:
             self._peers.append(calls.destination, calls.count, calls.payload)
         elif self._log_room.full:
-            self._held.append(calls)
-            self._held_bytes += len(calls.payload)
+            self._impulses.hold(calls)
         else:
-            self._take_impulses(calls)
-
-    def _take_impulses(self, calls: Calls) -> None:
-        if calls.destination == ONESELF:
-            group = self._log_impulses(calls.count, calls.payload)
-        else:
-            stream = self._peers.output(calls.destination)
-            group = self._log.append_outside_record(len(calls.payload), from_app=True)
-            group.transaction.impulses.append(stream.append_impulses(calls.count, calls.payload, group.ticket))
-        group.impulses_accepted += calls.count
-
-    def _log_impulses(self, count: int, payload: bytes) -> Group:
-        front = encode_batch(payload, count)
-        source = BatchSource(BatchKind.IMPULSES, ONESELF, self._impulse_count + 1, count, self._now_ns)
-        group = self._log.append(
-            (front, payload) if front else (payload,), len(front) + len(payload), source, from_app=True
-        )
-        self._impulse_count += count
-        group.transaction.sources[IMPULSES] = SourcePosition(self._committer_id, self._epoch, self._impulse_count)
-        return group
+            self._impulses.take(calls, self._epoch, self._now_ns)
 
     def _refuse_app(self, error: RemoteProtocolError) -> None:
         """The app broke the protocol: its connection ends; the next one recovers."""
@@ -583,6 +600,8 @@ class Machine:
                 f"the upgrade to version {self._versions.upgrade_to} was interrupted: the old version is whole, "
                 f"and the upgrade is tried again at the next start",
             )
+        # While it was not read, something that it had sent may be lost.
+        self._failing.app_lost(stopping=self._stopping, all_heard=not self._back_pressure.paused)
         session.advance(Step.APP_LOST)
         session.connect()
         self._log.forget_app()
@@ -592,7 +611,7 @@ class Machine:
         self._recovery.forget()
         self._load_ticket = 0
         self._back_pressure.paused = False
-        self._forget_held()
+        self._impulses.forget()
         if self._stopping:
             self._stop(None)
 
@@ -611,13 +630,13 @@ class Machine:
 
     def _blob_started(self, blob: BlobStart) -> None:
         session = self._session
+        if not session.heard:
+            session.heard = True
+            self._check_extensions()
         if session.phase not in AWAITING_CHECKPOINT or self._checkpoints.on_its_way:
             raise AppProtocolError(
                 f"the app sent a Checkpoint in the phase {session.phase.value!r}, none was asked for"
             )
-        if not session.heard:
-            session.heard = True
-            self._check_extensions()
         if session.phase is Phase.FIRST_START and session.initial_message is None:
             raise AppProtocolError("the app's first checkpoint came without an InitialMessage (type 9) before it")
         if session.phase is Phase.UPGRADING:
@@ -683,6 +702,8 @@ class Machine:
             group.transaction.absorb(self._healing)
             self._healing = None
         group.transaction.checkpoint = header
+        if self._final_checkpoint_asked:
+            self._failing.end_well(group.transaction)
         if session.phase is Phase.CONFIRMING_UPGRADE:
             app = session.hello.label if session.hello else ""
             group.transaction.version = VersionStart(header.version, header.sequence_id, app)
@@ -800,8 +821,8 @@ class Machine:
     def _checkpoint_committed(self, header: CheckpointHeader) -> None:
         wake_at_ns = self._checkpoints.became_durable(header)
         if wake_at_ns is not None:
-            self._checkpoint_wake_ns = wake_at_ns
-            self._plan_wake()
+            self._wakes.checkpoint_at(wake_at_ns)
+        self._failing.checkpoint_durable(header.sequence_id)
         self._report(
             "info",
             "checkpoint taken",
@@ -821,37 +842,7 @@ class Machine:
 
     def _tick(self, event: ev.Tick) -> None:
         """Time has passed. Whether a checkpoint is due is looked at in each turn."""
-        checkpoint_due = self._checkpoint_wake_ns is not None and self._now_ns >= self._checkpoint_wake_ns
-        retry_due = self._is_due(self._retry_wake_ns, self.limits.stream_retry_ns)
-        if self._is_due(self._spill_wake_ns, self.limits.recent_ns):
-            self._spill_wake_ns = None  # what is to be done, each turn does
-        if checkpoint_due:
-            self._checkpoint_wake_ns = None
-        if retry_due:
-            self._retry_wake_ns = None
-            self._peers.retry_failed()
-        self._plan_wake()
-
-    def _is_due(self, at_ns: int | None, wait_ns: int) -> bool:
-        if at_ns is None:
-            return False
-        left_ns = at_ns - self._now_ns
-        return left_ns <= 0 or left_ns > wait_ns  # more than it ever was: the clock was set back
-
-    def _plan_retry(self) -> None:
-        if self._retry_wake_ns is None and not self.stopped and self._peers.any_failed:
-            self._retry_wake_ns = self._now_ns + self.limits.stream_retry_ns
-            self._plan_wake()
-        if self._spill_wake_ns is None and not self.stopped and self._peers.waits_for_receiver:
-            self._spill_wake_ns = self._now_ns + self.limits.recent_ns
-            self._plan_wake()
-
-    def _plan_wake(self) -> None:
-        """One WakeAt takes the place of the one before: the next of all that is waited for."""
-        wishes_ns = (self._checkpoint_wake_ns, self._retry_wake_ns, self._spill_wake_ns)
-        due_ns = [at_ns for at_ns in wishes_ns if at_ns is not None]
-        if due_ns:
-            self._effects.append(WakeAt(min(due_ns)))
+        self._wakes.tick(self._now_ns, self._peers.retry_failed)
 
     # --- the log ---------------------------------------------------------------------------------------------------
 
@@ -876,6 +867,7 @@ class Machine:
             self._peers.answers_durable(transaction.acknowledged[CLIENTS])
         while self._resets and self._resets[0][0] <= event.ticket:
             self._effects.append(PeerResetDone(self._resets.popleft()[1], True))
+        self._operator.committed(event.ticket)
         if transaction.epoch is not None:
             self._report("debug", "new epoch", {"epoch": transaction.epoch})
         if self._peers.trim_ticket and event.ticket >= self._peers.trim_ticket:
@@ -901,18 +893,12 @@ class Machine:
                 self._report("error", f"no more input is taken from peers, and no impulses: {room.full}")
             else:
                 self._report("info", "the log has room again: input is taken from peers, and impulses")
-                held = self._held
-                self._forget_held()
-                for calls in held:
-                    self._take_impulses(calls)
+                self._impulses.let_in(self._epoch, self._now_ns)
         last = self._checkpoints.last
         if session.phase is Phase.NORMAL and room.wants_checkpoint(
             session.fed_sequence_id, self._log.durable_sequence_id, last
         ):
             self._checkpoints.wanted = True
-
-    def _forget_held(self) -> None:
-        self._held, self._held_bytes = [], 0
 
     # --- peers -----------------------------------------------------------------------------------------------------
 
@@ -939,6 +925,19 @@ class Machine:
         self._resets.append((group.ticket, event.token))
         self._report("warning", "what was known of a peer's log is forgotten", {"peer": event.peer})
 
+    # --- the operator ------------------------------------------------------------------------------------------------
+
+    def _letters_dropped(self, event: ev.LettersDropped) -> None:
+        self._operator.drop(event, self._now_ns)
+
+    def _letters_retried(self, event: ev.LettersRetried) -> None:
+        self._operator.retry(event, self._epoch, self._now_ns)
+
+    def _message_skipped(self, event: ev.MessageSkipped) -> None:
+        if self._operator.skip(event, self._now_ns):
+            self._session.refused = True
+            self._effects.append(CloseApp())
+
     # --- back-pressure and the end -----------------------------------------------------------------------------------
 
     def _push_back(self) -> None:
@@ -949,7 +948,7 @@ class Machine:
             or self._checkpoints.chunks_pending_bytes > limits.chunks_pending_bytes
             # ... the last checkpoint comes behind what the app has sent
             or (bool(pressure.held_up_for) and not self._stopping)
-            or (self._held_bytes > limits.log_pending_bytes and self._app_has_nothing_to_do)
+            or (self._impulses.held_bytes > limits.log_pending_bytes and self._app_has_nothing_to_do)
         )
         if full != pressure.paused and self._session.phase is not Phase.WAITING:
             pressure.paused = full
@@ -967,6 +966,7 @@ class Machine:
             return
         self._stopping = True
         self._peers.accepting = self._clients.accepting = False
+        self._failing.stop_asked(self._now_ns)
         if self._session.phase not in (Phase.NORMAL, Phase.CHECKPOINTING, Phase.BECOMING_PRIMARY):
             self._say(MessageType.GOODBYE, "the coordinator was asked to stop")
             self._stop(None)
@@ -991,6 +991,10 @@ class Machine:
         """What `immortal peers show` shows of each other instance; plain values."""
         return describe_peers(self._peers, self._back_pressure.held_up_for)
 
+    def handling_in_words(self, now_ns: int) -> str:
+        """The handler that the app does not come back from, in words; "" where there is none."""
+        return self._failing.watch.in_words(now_ns)
+
     @property
     def waits_for_room(self) -> bool:
         """The log has too little: to be measured again although nothing happens."""
@@ -1009,7 +1013,8 @@ class Machine:
             now_ns,
         ) | {
             **describe_flow(self._back_pressure, self._log_room, self.name, self.limits),
-            "impulses": self._impulse_count,
+            **self._failing.describe(now_ns),
+            "impulses": self._impulses.count,
             "clients": self._clients.describe(),
             "version": self._versions.current,
             "upgrade_to": self._versions.upgrade_to,

@@ -29,7 +29,7 @@ COMMITTER_ID = 0x01020304
 PEER_COMMITTER_ID = 77
 NOW_NS = 1_700_000_000_000_000_000
 INITIAL = bytes.fromhex("0e0000400105 0403".replace(" ", ""))  # the RPC of wire.md's first start
-HELLO = encode_hello(Hello(ALL_EXTENSIONS, "test"))
+HELLO = encode_hello(Hello(ALL_EXTENSIONS - {MessageType.VERDICTS, MessageType.CAREFUL}, "test"))
 
 EffectType = TypeVar("EffectType")
 
@@ -138,9 +138,10 @@ class Driven:
             effects += self.disk()
         return effects
 
-    def connect(self) -> list[ef.Effect]:
+    def connect(self, said: bytes = b"") -> list[ef.Effect]:
+        """``said``: by the app at once. One that has a Hello to say is given no record before it."""
         self.app_bytes.clear()
-        return self.handle(ev.AppConnected())
+        return self.handle(ev.AppConnected(), *([ev.AppData(said)] if said else []))
 
     def data(self, data: bytes) -> list[ef.Effect]:
         return self.handle(ev.AppData(data))

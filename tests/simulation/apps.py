@@ -41,6 +41,7 @@ from protocol.messages import (
     encode_outgoing_rpc,
 )
 from protocol.readers import BlobData, BlobStart, RecordReader
+from protocol.verdicts import Handling, decode_careful, decode_verdicts, encode_handling
 from tests.simulation.checkers import Checker
 from tests.simulation.marks import Marks
 from tests.simulation.trace import Violation
@@ -176,6 +177,8 @@ class CheckingApp:
         self._ticks_sent = 0
         self._impulses: list[tuple[str, int] | None] = []  # (peer, number) by count; None for a tick
         self._accepted = 0
+        self._introduced = plain  # told its verdicts: before its first record
+        self._careful_until = -1  # up to this record it says what it is about to handle
         if not plain:
             self.out += encode_hello(Hello(ALL_EXTENSIONS, name))
             self.out += encode_app_description(AppDescription(version))
@@ -246,6 +249,10 @@ class CheckingApp:
                 self._control(message_type, content[start:end])
             return
         state = self._known
+        if not self._introduced:
+            raise Violation(f"the app of {self.name} got record {sequence_id} before its verdicts")
+        if sequence_id <= self._careful_until:
+            self.out += encode_handling(Handling(sequence_id))
         if sequence_id != state.sequence_id + 1:
             raise Violation(f"the app of {self.name} got record {sequence_id} behind {state.sequence_id}")
         state.sequence_id = sequence_id
@@ -261,6 +268,9 @@ class CheckingApp:
             else:
                 self._logged(message_type, content[start:end])
         self._checker.reached_state(sequence_id, crc32(_encode(state)))
+        if sequence_id == self._careful_until:
+            self._marks["careful run lived through"] += 1
+            self.out += encode_handling(Handling(-1))
 
     def _logged(self, message_type: int, data: bytes) -> None:
         state = self._known
@@ -303,6 +313,12 @@ class CheckingApp:
             self._upgrade()
         elif message_type == MessageType.IMPULSES_ACCEPTED:
             self._accept(decode_impulses_accepted(data))
+        elif message_type == MessageType.VERDICTS:
+            self._introduced = True
+            if decode_verdicts(data):
+                raise Violation(f"the app of {self.name} was told of verdicts that nobody gave")
+        elif message_type == MessageType.CAREFUL:
+            self._careful_until = decode_careful(data).last_sequence_id
         elif message_type not in (MessageType.GOODBYE, MessageType.REFUSAL):
             raise Violation(f"the app of {self.name} got a control message of type {message_type}")
 

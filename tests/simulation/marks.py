@@ -47,6 +47,7 @@ EXPECTED = frozenset(
         "restored from a copy",
         "stopped cleanly",
         "promoted",
+        "careful run lived through",
         "snapshot taken",
         "app paused",
         "open stream moved",

@@ -66,9 +66,11 @@ MUTATIONS = (
     Mutation(
         "impulses are accepted before they are durable",
         Machine,
-        "_take_impulses",
-        "group.impulses_accepted += calls.count",
-        "self._session.note_accepted(calls.count, self._session.fed_sequence_id)",
+        "_take",
+        "self._impulses.take(calls, self._epoch, self._now_ns)",
+        "self._impulses.take(calls, self._epoch, self._now_ns)\n"
+        "            self._log.open.impulses_accepted -= calls.count\n"
+        "            self._session.note_accepted(calls.count, self._session.fed_sequence_id)",
     ),
     Mutation(
         "a record goes to the app before it is durable",

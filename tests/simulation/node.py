@@ -74,6 +74,7 @@ class Node:
             ef.SendToPeer: self._send_to_peer,
             ef.ResetPeer: self._reset_peer,
             ef.PeerResetDone: self._nothing,
+            ef.OperatorAnswered: self._nothing,
             ef.ReplyToPeer: self._reply_to_peer,
             ef.ReplyToClient: self._reply_to_client,
             ef.WakeAt: self._wake_at,

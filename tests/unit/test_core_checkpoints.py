@@ -44,9 +44,9 @@ def test_a_snapshot_is_the_state_of_its_begin() -> None:
     assert (header.sequence_id, header.size_bytes, header.outputs["b"].position) == (0, 7, 1)
     assert [batch.payload for batch in header.unacknowledged["b"]] == [rpc(1)]
     second = driven.crash()
-    second.connect()
+    second.connect(HELLO)
     assert second.heard[:2] == [b"one two", (1, "RECORD_TIME", "RPC")]
-    second.data(HELLO + attach("b") + call("b", 2) + checkpoint(b"x"))
+    second.data(attach("b") + call("b", 2) + checkpoint(b"x"))
     second.reply(FrameType.WELCOME, 0)
     assert [frame.payload for frame in second.frames(FrameType.BATCH)] == [rpc(1) + rpc(2)]
 

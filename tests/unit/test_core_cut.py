@@ -39,8 +39,8 @@ def sent(driven: Driven) -> list[tuple[int, bytes]]:
 
 def test_without_the_cut_a_replay_that_makes_less_is_a_divergence() -> None:
     second = lived().crash()
-    second.connect()
-    second.data(HELLO + attach("b") + call("b", 1) + call("b", 2) + checkpoint(b"x"))
+    second.connect(HELLO)
+    second.data(attach("b") + call("b", 1) + call("b", 2) + checkpoint(b"x"))
     assert "does not do again what it did before" in str(second.stop.error)
 
 

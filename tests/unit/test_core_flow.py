@@ -118,8 +118,8 @@ def test_a_replay_that_makes_less_than_was_spilled_diverges() -> None:
     driven = Driven.started(limits=SMALL)
     driven.data(attach("b") + calls("b", 1, 12))
     second = driven.crash()
-    second.connect()
-    second.data(HELLO + attach("b") + calls("b", 1, 6) + checkpoint(b"two"))
+    second.connect(HELLO)
+    second.data(attach("b") + calls("b", 1, 6) + checkpoint(b"two"))
     assert isinstance(second.stop.error, DivergenceError)
     assert "messages for 'b', the replay made only 6" in str(second.stop.error)
 

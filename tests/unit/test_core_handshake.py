@@ -172,7 +172,7 @@ def test_a_recovery_gives_checkpoint_records_and_type_11() -> None:
     given = bytes(driven.app_bytes)
     second = driven.crash()
     second.auto = False
-    assert kinds(second.connect()) == ["Commit"]
+    assert kinds(second.connect(HELLO)) == ["Commit"]
     second.disk()
     assert second.heard == [
         b"state one",
@@ -182,7 +182,6 @@ def test_a_recovery_gives_checkpoint_records_and_type_11() -> None:
         PRIMARY,
     ]
     assert given in bytes(second.app_bytes), "the replay is not what the app had got"
-    second.data(HELLO)
     assert second.phase is Phase.BECOMING_PRIMARY
     second.data(checkpoint(b"state two"))
     assert second.phase is Phase.NORMAL
@@ -196,7 +195,7 @@ def test_records_that_come_during_a_replay_follow_type_11() -> None:
     driven.batch("t", 1, rpc(1))
     second = driven.crash()
     second.auto = False
-    second.connect()
+    second.connect(HELLO)
     second.disk()
     second.batch("t", 2, rpc(2))
     second.disk()
@@ -209,7 +208,7 @@ def test_input_of_peers_is_taken_and_acknowledged_while_no_app_is_there() -> Non
     driven.forget()
     driven.batch("t", 1, rpc(1))
     assert driven.replies == [("t", FrameType.TRIM_TO, 1)]
-    driven.connect()
+    driven.connect(HELLO)
     assert driven.heard == [
         b"state one",
         (0, "RECORD_TIME", "INSTANCE_NAME", "INITIAL_MESSAGE"),
@@ -230,7 +229,7 @@ def with_two_checkpoints() -> Driven:
 
 def test_the_newest_checkpoint_is_used() -> None:
     second = with_two_checkpoints().crash()
-    second.connect()
+    second.connect(HELLO)
     assert second.heard == [b"newer", (2, "RECORD_TIME", "RPC"), PRIMARY]
 
 
@@ -238,7 +237,7 @@ def test_a_damaged_newest_checkpoint_falls_back_and_is_reported() -> None:
     second = with_two_checkpoints().crash()
     second.store.damage_chunk(2, 0)
     second.bad_checkpoints = {2}
-    second.connect()
+    second.connect(HELLO)
     assert [report for report in second.reports if report[0] == "error"] == [
         ("error", "checkpoint 2 is damaged (bit rot); falling back to the one before")
     ]
@@ -249,7 +248,7 @@ def test_a_damaged_newest_checkpoint_falls_back_and_is_reported() -> None:
         (2, "RECORD_TIME", "RPC"),
         PRIMARY,
     ]
-    second.data(HELLO + checkpoint(b"third"))
+    second.data(checkpoint(b"third"))
     assert [header.checkpoint_id for header in second.store.summary().checkpoints][-1] == 3
 
 
@@ -356,7 +355,7 @@ def in_phase(phase: Phase) -> Driven:
             driven.handle(ev.CheckpointChunkRead(b"newer"))
     elif phase is Phase.BECOMING_PRIMARY:
         driven = driven.crash()
-        driven.connect()
+        driven.connect(HELLO)
     assert driven.phase is phase
     return driven
 
@@ -375,16 +374,16 @@ def test_an_app_lost_in_any_phase_is_waited_for_and_recovered_under_a_new_epoch(
     driven.disk_all()
     driven.__class__ = Driven
     driven.auto = True
-    driven.connect()
+    driven.connect(HELLO)
     status = driven.machine.status(NOW_NS)
     assert status["epoch"] == before + 1
     assert driven.store.summary().epoch == before + 1, "the epoch is used before it is durable"
     if phase is Phase.FIRST_START:
         assert driven.heard == [PRIMARY]
-        driven.data(HELLO + first_start())
+        driven.data(first_start())
     else:
         assert driven.heard == [b"newer", (2, "RECORD_TIME", "RPC"), PRIMARY]
-        driven.data(HELLO + checkpoint(b"recovered"))
+        driven.data(checkpoint(b"recovered"))
     assert driven.phase is Phase.NORMAL
     assert not driven.of(ef.Stop)
 
@@ -397,10 +396,10 @@ def test_nothing_of_a_lost_app_reaches_the_next_one() -> None:
     assert ("warning", "the app's connection ended in the middle of a message; that message is dropped") in (
         driven.reports
     )
-    driven.connect()
+    driven.connect(HELLO)
     driven.disk_all()
     assert driven.heard == [b"state one", (0, "RECORD_TIME", "INSTANCE_NAME", "INITIAL_MESSAGE"), PRIMARY]
-    driven.data(HELLO + checkpoint(b"x"))
+    driven.data(checkpoint(b"x"))
     assert driven.phase is Phase.NORMAL
 
 
@@ -422,7 +421,7 @@ def test_the_log_is_loaded_behind_all_that_the_last_app_has_sent() -> None:
     driven.data(call("", 1, rpc_type=2))  # on its way
     driven.data(call("", 2, rpc_type=2))  # gathers
     driven.close()
-    driven.connect()
+    driven.connect(HELLO)
     driven.disk()
     assert not driven.of(ef.LoadLog)
     driven.disk()
@@ -516,7 +515,7 @@ def test_a_stop_takes_a_last_checkpoint_and_says_goodbye() -> None:
     assert driven.stop.error is None
     second = driven.crash()
     second.auto = True
-    second.connect()
+    second.connect(HELLO)
     assert second.heard == [b"last", PRIMARY]
 
 
@@ -541,7 +540,7 @@ def test_no_record_follows_the_request_for_the_last_checkpoint() -> None:
     assert driven.store.summary().checkpoints[-1].sequence_id == 0
     second = driven.crash()
     second.auto = True
-    second.connect()
+    second.connect(HELLO)
     assert second.heard == [b"last", (1, "RECORD_TIME", "RPC"), PRIMARY]
 
 
@@ -558,7 +557,6 @@ def test_a_stop_during_a_checkpoint_takes_another_one() -> None:
 
 def test_a_stop_while_becoming_primary_waits_for_both_checkpoints() -> None:
     driven = in_phase(Phase.BECOMING_PRIMARY)
-    driven.data(HELLO)
     driven.handle(ev.StopRequested())
     assert not driven.machine.stopped
     driven.data(checkpoint(b"primary"))

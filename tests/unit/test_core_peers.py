@@ -176,7 +176,7 @@ def test_positions_survive_a_crash() -> None:
     second.greeted("h")
     second.batch("t", 1, rpc(1), rpc(2), rpc(3))
     assert second.replies == [("h", FrameType.WELCOME, 2), ("t", FrameType.TRIM_TO, 3)]
-    second.connect()
+    second.connect(HELLO)
     assert arguments(bytes(second.app_bytes)) == [rpc(1), rpc(2), rpc(3)]
 
 
@@ -430,8 +430,8 @@ def test_an_impulse_behind_the_last_call_is_no_divergence() -> None:
     driven.data(call("b", 2, rpc_type=2))
     driven.batch("t", 1, rpc(9))  # a record with the mark, whose handler calls nobody
     second = driven.crash()
-    second.connect()
-    second.data(HELLO + attach("b") + call("b", 1) + checkpoint(b"same"))
+    second.connect(HELLO)
+    second.data(attach("b") + call("b", 1) + checkpoint(b"same"))
     assert second.phase is Phase.NORMAL, second.reports
 
 

@@ -123,8 +123,8 @@ def test_the_numbers_of_the_new_log_survive_a_crash() -> None:
     driven.reply(FrameType.TRIM_TO, 1, **OTHER)
     driven.batch("u", 2, rpc(2), epoch=3)
     second = driven.crash()
-    second.connect()
-    second.data(HELLO + all_calls() + checkpoint(b"x"))
+    second.connect(HELLO)
+    second.data(all_calls() + checkpoint(b"x"))
     assert hellos(second) == [1]
     second.reply(FrameType.WELCOME, 2, **OTHER)
     second.data(call("b", 6))
@@ -154,8 +154,8 @@ def test_impulses_keep_their_place_behind_a_reset() -> None:
     driven.data(call("b", 6, rpc_type=2))
     driven.data(call("b", 7))
     second = driven.crash()
-    second.connect()
-    second.data(HELLO + all_calls() + call("b", 7) + checkpoint(b"x"))
+    second.connect(HELLO)
+    second.data(all_calls() + call("b", 7) + checkpoint(b"x"))
     second.reply(FrameType.WELCOME, 2, **OTHER)
     assert sent(second) == [(3, rpc(6, rpc_type=2) + rpc(7))]
     assert second.phase is Phase.NORMAL
@@ -191,8 +191,8 @@ def test_answers_from_before_a_reset_do_not_count() -> None:
 def test_an_older_copy_goes_on_behind_what_it_has(position: int) -> None:
     driven = three_of_five()
     driven.close()
-    driven.connect()
-    driven.data(HELLO + all_calls() + checkpoint(b"x"))
+    driven.connect(HELLO)
+    driven.data(all_calls() + checkpoint(b"x"))
     driven.reply(FrameType.WELCOME, position)
     (error,) = errors(driven)
     assert f"'b' has {position} messages of this instance, it once had 3: its log was replaced by an older" in error

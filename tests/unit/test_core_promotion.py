@@ -16,7 +16,7 @@ def promoted(driven: Driven) -> Driven:
     """Its next life, connected."""
     second = driven.crash()
     second.machine = Machine("a", second.store.summary(), promote=True)
-    second.connect()
+    second.connect(HELLO)
     return second
 
 
@@ -34,7 +34,7 @@ def test_it_works_without_a_checkpoint_of_its_own() -> None:
     assert ("info", "recovered") in second.reports
     assert not second.of(ef.WriteCheckpointChunk)
     second.forget()
-    second.data(HELLO + call("", 5, rpc_type=2))
+    second.data(call("", 5, rpc_type=2))
     assert second.heard[0] == (2, "RECORD_TIME", "RPC")
 
 
@@ -50,7 +50,7 @@ def with_outputs() -> Driven:
 
 def test_it_waits_for_the_calls_that_the_log_knows_of() -> None:
     second = promoted(with_outputs())
-    second.data(HELLO + attach("b") + call("b", 1))
+    second.data(attach("b") + call("b", 1))
     assert second.phase is Phase.REPLAYING
     second.data(call("b", 3))
     assert second.phase is Phase.NORMAL
@@ -69,7 +69,6 @@ def test_an_impulse_with_no_call_before_it_is_not_waited_for() -> None:
     driven.data(call("b", 2, rpc_type=2))
     driven.batch("t", 1, rpc(1))  # holds the mark
     second = promoted(driven)
-    second.data(HELLO)
     assert second.phase is Phase.NORMAL
     second.reply(FrameType.WELCOME, 0)
     assert b"".join(frame.payload for frame in second.frames(FrameType.BATCH)) == rpc(1) + rpc(2, rpc_type=2)
@@ -81,7 +80,7 @@ def test_its_next_checkpoint_proves_the_replay() -> None:
     driven.reply(FrameType.TRIM_TO, 4)
     driven.batch("u", 2, rpc(2))
     second = promoted(driven)
-    second.data(HELLO + attach("b") + call("b", 1) + call("b", 3) + call("b", 9))
+    second.data(attach("b") + call("b", 1) + call("b", 3) + call("b", 9))
     assert second.phase is Phase.NORMAL
     second.handle(ev.CheckpointRequested())
     second.data(checkpoint(b"proved"))
@@ -98,7 +97,6 @@ def test_a_replay_that_made_less_than_a_receiver_has_is_found_by_the_next_checkp
     driven.reply(FrameType.WELCOME, 0, destination="c")  # a commit without a record, so without a mark
     assert driven.store.summary().acknowledged["b"] == 1
     second = promoted(driven)
-    second.data(HELLO)
     assert second.phase is Phase.NORMAL, "no mark says that anything is missing"
     second.handle(ev.CheckpointRequested())
     second.data(checkpoint(b"x"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from coordinator.core import effects as ef
-from coordinator.core import events as ev
 from coordinator.core.errors import DivergenceError
 from coordinator.core.interfaces import CheckpointHeader, VersionStart
 from coordinator.core.session import Phase
@@ -21,7 +20,8 @@ TAKE = (-1, "TAKE_CHECKPOINT")
 
 
 def hello(version: int, label: str = "new:Counter") -> bytes:
-    return encode_hello(Hello(ALL_EXTENSIONS, label)) + encode_app_description(AppDescription(version))
+    extensions = ALL_EXTENSIONS - {MessageType.VERDICTS, MessageType.CAREFUL}
+    return encode_hello(Hello(extensions, label)) + encode_app_description(AppDescription(version))
 
 
 def old() -> Driven:
@@ -41,9 +41,8 @@ def failed(reason: str) -> bytes:
 class _HeldLog(Driven):
     """The app speaks before the log is loaded, as a real one does."""
 
-    def connect(self) -> list[ef.Effect]:
-        self.app_bytes.clear()
-        return self.handle(ev.AppConnected(), ev.AppData(self.first_words))
+    def connect(self, said: bytes = b"") -> list[ef.Effect]:
+        return super().connect(said or self.first_words)
 
     first_words = b""
 
@@ -108,14 +107,14 @@ def test_a_crash_before_the_last_checkpoint_is_durable_leaves_the_old_version_wh
     third = second.crash()
     third.auto = True
     assert third.machine.status(0)["version"] == 1
-    third.connect()
+    third.connect(hello(2))
     assert third.heard == [
         b"state one",
         (0, "RECORD_TIME", "INSTANCE_NAME", "INITIAL_MESSAGE"),
         (1, "RECORD_TIME", "RPC"),
         PRIMARY,
     ]
-    third.data(hello(2) + checkpoint(b"still old"))
+    third.data(checkpoint(b"still old"))
     assert third.store.summary().checkpoints[-1].version == 1
 
 
@@ -124,7 +123,7 @@ def test_a_crash_behind_it_leaves_the_new_version() -> None:
     second.data(checkpoint(b"upgraded"))
     second.data(checkpoint(b"confirmed"))
     third = second.crash(upgrade_to=2)  # the mark may still be there
-    third.connect()
+    third.connect(hello(2))
     assert third.heard == [b"confirmed", PRIMARY]
     assert third.machine.status(0)["version"] == 2
 

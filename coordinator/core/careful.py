@@ -1,0 +1,142 @@
+"""What the app is at, and what may have ended its process: the next run is careful, and finds the message.
+
+    a death                 suspect                     the next run says what it is about to handle
+    out of the blue         some record so far          each record, up to the last that it was given
+    at a record             that record                 each of its messages
+    at a message            that message                ... so often in a row as the limit says: it gets a verdict
+
+A run that lives through it clears the suspicion.
+"""
+
+from __future__ import annotations
+
+from coordinator.core.interfaces import NO_SUSPECT, UNKNOWN, Suspect
+from protocol.client import CLIENTS
+from protocol.verdicts import RECORD, Careful, Handling, Verdict, VerdictKind
+
+KILLED_TYPE = "ProcessEnded"
+"""In place of an exception's type, of a message that ended the app's process."""
+
+
+class Watch:
+    """``suspect``: as the log has it. ``kills_max``: runs that a message may end; None: any number."""
+
+    def __init__(self, suspect: Suspect, kills_max: int | None) -> None:
+        self.suspect = suspect
+        self._kills_max = kills_max
+        self._noted: Handling | None = None
+        self._noted_ns = 0
+        self._told: tuple[int, int] | None = None  # of which message the operator heard that it takes long
+        self._careful = False  # the app was asked to be, and is not through
+
+    def begin(self, settled_sequence_id: int) -> Careful | None:
+        """A run begins behind this record; how it is to be careful."""
+        self._noted = self._told = None
+        suspect = self.suspect
+        is_unknown = suspect.sequence_id == UNKNOWN
+        last_sequence_id = suspect.last_sequence_id if is_unknown else suspect.sequence_id
+        if last_sequence_id <= settled_sequence_id:  # the checkpoint has lived through it
+            self.suspect = NO_SUSPECT
+        self._careful = self.suspect.runs_count > 0
+        return Careful(last_sequence_id, suspect.sequence_id) if self._careful else None
+
+    def noted(self, handling: Handling, now_ns: int) -> None:
+        """The app says what it is at."""
+        if handling.sequence_id < 0:
+            self._noted = None
+            self._careful = False
+            self.suspect = NO_SUSPECT
+        else:
+            self._noted, self._noted_ns = handling, now_ns
+
+    def is_at(self, sequence_id: int, message_index: int) -> bool:
+        """Whether the app is at that very message, by what it said last."""
+        noted = self._noted
+        return noted is not None and (noted.sequence_id, noted.message_index) == (sequence_id, message_index)
+
+    def at_in_words(self) -> str:
+        """What the app said last that it is at; "" where it did not."""
+        noted = self._noted
+        return "" if noted is None else message_in_words(noted.sequence_id, noted.message_index, noted.caller)
+
+    def forget(self) -> None:
+        """The app is gone, and is not to blame."""
+        self._noted = self._told = None
+        self._careful = False
+
+    def died(self, fed_sequence_id: int, *, all_heard: bool) -> Verdict | None:
+        """The app ended without a word, given the records up to this one; the verdict if that was once too often.
+
+        ``all_heard``: what it said last has been read.
+        """
+        noted, before, was_careful = self._noted, self.suspect, self._careful
+        self.forget()
+        if noted is None or not all_heard:
+            if not was_careful:  # else it did not come to where it is suspected, or who knows
+                self.suspect = Suspect(UNKNOWN, RECORD, 1, fed_sequence_id)
+            return None
+        runs_count = before.runs_count + 1 if _may_be(before, noted) else 1
+        self.suspect = Suspect(noted.sequence_id, noted.message_index, runs_count)
+        if self._kills_max is None or runs_count < self._kills_max or noted.message_index == RECORD:
+            return None
+        self.suspect = NO_SUSPECT
+        times = "once" if runs_count == 1 else f"{runs_count} times"
+        return Verdict(
+            noted.sequence_id,
+            noted.message_index,
+            VerdictKind.KILLED,
+            KILLED_TYPE,
+            f"it ended the app's process {times}",
+            method=noted.method,
+            caller=noted.caller,
+            message=noted.message,
+        )
+
+    # --- handlers that take long -------------------------------------------------------------------------------------
+
+    def long_handler(self, now_ns: int) -> dict[str, object] | None:
+        """The handler that takes long, if there is one; plain values."""
+        noted = self._noted
+        if noted is None or noted.for_s <= 0:
+            return None
+        return {
+            "method": noted.method,
+            "for_s": round(noted.for_s + max(0, now_ns - self._noted_ns) / 1e9, 3),
+            "record": noted.sequence_id,
+            "message": noted.message_index,
+            "caller": noted.caller,
+        }
+
+    def in_words(self, now_ns: int) -> str:
+        """The same, such as ``handling Orders.place for 12 s (record 312, message 0, called by shop)``; or ""."""
+        noted, long = self._noted, self.long_handler(now_ns)
+        if noted is None or long is None:
+            return ""
+        where = message_in_words(noted.sequence_id, noted.message_index, noted.caller)
+        return f"handling {noted.method or 'a message'} for {long['for_s']:.0f} s ({where})"
+
+    def news(self, long_handler_s: float, now_ns: int) -> str:
+        """What the operator is to hear now of a handler that takes so long, once; or ""."""
+        noted = self._noted
+        if noted is None or noted.for_s < long_handler_s:
+            return ""
+        message = noted.sequence_id, noted.message_index
+        told, self._told = self._told == message, message
+        return "" if told else self.in_words(now_ns)
+
+
+def _may_be(suspect: Suspect, noted: Handling) -> bool:
+    """Whether this death is one more of the same."""
+    if suspect.sequence_id == UNKNOWN:
+        return True
+    indexes = suspect.message_index, noted.message_index
+    return suspect.sequence_id == noted.sequence_id and (RECORD in indexes or indexes[0] == indexes[1])
+
+
+def message_in_words(sequence_id: int, message_index: int, caller: str | None) -> str:
+    message = "" if message_index == RECORD else f", message {message_index}"
+    if caller is None:
+        return f"record {sequence_id}{message}"
+    if caller.startswith(CLIENTS):
+        return f"record {sequence_id}{message}, called by the client {caller.removeprefix(CLIENTS)}"
+    return f"record {sequence_id}{message}, called by {caller or 'itself'}"

@@ -1,0 +1,197 @@
+"""The operator's hand: dead letters are dropped or tried once more, and a message that stops the app is skipped.
+
+What is done stands in the log's list of what operators did, and is answered once it is durable.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from coordinator.core import events as ev
+from coordinator.core.effects import Effect, OperatorAnswered, Report
+from coordinator.core.failing import Failing
+from coordinator.core.group_commit import Group
+from coordinator.core.impulses import Impulses
+from coordinator.core.interfaces import ONESELF, AuditEntry, Letter, Transaction
+from coordinator.core.log_room import LogRoom
+from coordinator.core.session import Phase
+from coordinator.core.verdicts import Verdicts
+from coordinator.core.words import counted_method_in_words
+from protocol.client import split_caller
+from protocol.errors import ImmortalError, RemoteProtocolError
+from protocol.messages import (
+    IncomingRpc,
+    MessageType,
+    RpcKind,
+    RpcType,
+    decode_incoming_rpc,
+    decode_message,
+    encode_incoming_rpc,
+)
+from protocol.verdicts import LETTER_SIZE_BYTES_MAX, MessageKey, Verdict, VerdictKind
+
+NAMED_MAX = 20  # letters that one entry of the audit names
+
+
+class _RefusedError(ImmortalError):
+    """What the operator asks for can't be done; says why."""
+
+
+@dataclass(slots=True)
+class Operator:
+    """``effects``: where effects go; the machine's."""
+
+    failing: Failing
+    verdicts: Verdicts
+    impulses: Impulses
+    room: LogRoom
+    effects: list[Effect]
+    _answers: deque[tuple[int, OperatorAnswered]] = field(default_factory=deque)  # (commit to wait for, what to say)
+
+    def committed(self, ticket: int) -> None:
+        """Everything up to this commit is durable."""
+        while self._answers and self._answers[0][0] <= ticket:
+            self.effects.append(self._answers.popleft()[1])
+
+    def _answer(self, ticket: int, token: object, answer: Mapping[str, object]) -> None:
+        """Once that commit is durable; 0: now."""
+        if ticket:
+            self._answers.append((ticket, OperatorAnswered(token, answer)))
+        else:
+            self.effects.append(OperatorAnswered(token, answer))
+
+    # --- dead letters ------------------------------------------------------------------------------------------------
+
+    def drop(self, event: ev.LettersDropped, now_ns: int) -> None:
+        kept = self.verdicts.letters
+        keys = [key for key in (kept if event.keys is None else dict.fromkeys(event.keys)) if key in kept]
+        if not keys:
+            self._answer(0, event.token, {"dropped": 0})
+            return
+        group = self.failing.log.append_outside_record(0)
+        for key in keys:
+            self.verdicts.remove_letter(key, group.transaction)
+        self._note(group.transaction, event.who, f"dropped {_letters_in_words(keys)}", now_ns)
+        self._answer(group.ticket, event.token, {"dropped": len(keys)})
+
+    def retry(self, event: ev.LettersRetried, epoch: int, now_ns: int) -> None:
+        """Each becomes an impulse to oneself, in the transaction that removes the letter."""
+        retried: dict[int, tuple[Group, list[MessageKey]]] = {}  # by ticket
+        refused: dict[str, str] = {}
+        for key, letter in event.letters.items():
+            try:
+                call = self._call_again(key, letter)
+            except ImmortalError as error:
+                refused[_key_in_words(key)] = str(error)
+                continue
+            group = self.impulses.log_own(1, call, epoch, now_ns)
+            self.verdicts.remove_letter(key, group.transaction)
+            retried.setdefault(group.ticket, (group, []))[1].append(key)
+        for group, keys in retried.values():
+            self._note(group.transaction, event.who, f"retried {_letters_in_words(keys)}", now_ns)
+        answer = {"retried": len(event.letters) - len(refused), "refused": refused}
+        self._answer(max(retried, default=0), event.token, answer)
+
+    def _call_again(self, key: MessageKey, letter: Letter | None) -> bytes:
+        """The call as an impulse. Raises _RefusedError, RemoteProtocolError."""
+        if letter is None or key not in self.verdicts.letters:
+            raise _RefusedError("there is no such letter")
+        if self.room.full:
+            raise _RefusedError(self.room.full)
+        message = letter.verdict.message
+        if not message:
+            raise _RefusedError("its message was too large to be kept")
+        rpc = _rpc(message)
+        if rpc.kind != RpcKind.CALL:
+            raise _RefusedError("it is an answer, not a call")
+        if rpc.method_id < 0:
+            raise _RefusedError(f"it calls method {rpc.method_id}: negative ones are the SDK's own")
+        arguments = split_caller(rpc.arguments)[1] if rpc.rpc_type == RpcType.ASYNC else rpc.arguments
+        return encode_incoming_rpc(rpc.method_id, RpcType.IMPULSE, arguments)
+
+    # --- a message that stops the app --------------------------------------------------------------------------------
+
+    def skip(self, event: ev.MessageSkipped, now_ns: int) -> bool:
+        """Whether an app is connected that must go, and recover with the verdict."""
+        message = f"message {event.message_index} of record {event.sequence_id}"
+        try:
+            self._require_skippable(event, message)
+            group = self.failing.give(self._skipped(event))
+            if group is None:
+                raise _RefusedError(f"{message} has a verdict already: the app passes it over")
+        except _RefusedError as error:
+            self._answer(0, event.token, {"refused": str(error)})
+            return False
+        what = f"skipped {message}: {event.reason}"
+        self._note(group.transaction, event.who, what, now_ns)
+        self._answer(group.ticket, event.token, {"skipped": True})
+        self.failing.absolve(event.sequence_id)
+        self.effects.append(Report("warning", f"{event.who} {what}"))
+        return self.failing.session.phase is not Phase.WAITING
+
+    def _require_skippable(self, event: ev.MessageSkipped, message: str) -> None:
+        """Raises _RefusedError for what an app may have handled well: what it did then has been seen."""
+        failing, name = self.failing, self.failing.name
+        sequence_id, last = event.sequence_id, failing.log.durable_sequence_id
+        checkpoint = failing.checkpoints.last
+        if not 0 <= sequence_id <= last:
+            raise _RefusedError(f"there is no record {sequence_id}: the log of {name!r} ends with record {last}")
+        if checkpoint is not None and sequence_id <= checkpoint.sequence_id:
+            raise _RefusedError(
+                f"record {sequence_id} was handled: the last checkpoint was taken behind record "
+                f"{checkpoint.sequence_id}, only messages of later records can be skipped"
+            )
+        if event.message is None:
+            raise _RefusedError(f"record {sequence_id} has no message {event.message_index}")
+        session = failing.session
+        is_connected = session.phase is not Phase.WAITING
+        has_it = is_connected and sequence_id <= session.fed_sequence_id
+        if has_it and not failing.watch.is_at(sequence_id, event.message_index):
+            at = failing.watch.at_in_words()
+            raise _RefusedError(
+                f"an app of {name!r} is connected, and may have handled {message} well"
+                f"{f' (it is at {at})' if at else ''}: stop the app first, if it does not end by itself"
+            )
+
+    def _skipped(self, event: ev.MessageSkipped) -> Verdict:
+        message = event.message or b""
+        method, caller = "", None
+        try:
+            rpc = _rpc(message)
+            method = counted_method_in_words(rpc.method_id, rpc.kind, ONESELF, self.failing.methods)
+            if rpc.kind == RpcKind.CALL and rpc.rpc_type == RpcType.ASYNC:
+                caller = split_caller(rpc.arguments)[0]
+        except RemoteProtocolError:
+            pass  # it can't be read, perhaps for that it is skipped
+        return Verdict(
+            event.sequence_id,
+            event.message_index,
+            VerdictKind.SKIPPED,
+            text=event.reason,
+            method=method,
+            caller=caller,
+            message=message if caller is None and len(message) <= LETTER_SIZE_BYTES_MAX else b"",
+        )
+
+    def _note(self, transaction: Transaction, who: str, what: str, now_ns: int) -> None:
+        transaction.audit.append(AuditEntry(now_ns, who, what))
+
+
+def _rpc(message: bytes) -> IncomingRpc:
+    """Raises RemoteProtocolError."""
+    message_type, start, end = decode_message(message)
+    if message_type != MessageType.RPC or end != len(message):
+        raise RemoteProtocolError(f"it is a message of type {message_type}, not one RPC")
+    return decode_incoming_rpc(message, start, end)
+
+
+def _key_in_words(key: MessageKey) -> str:
+    return f"{key[0]}:{key[1]}"
+
+
+def _letters_in_words(keys: Collection[MessageKey]) -> str:
+    named = ", ".join(map(_key_in_words, list(keys)[:NAMED_MAX]))
+    more = f" and {len(keys) - NAMED_MAX} more" if len(keys) > NAMED_MAX else ""
+    return f"{len(keys)} dead letter{'s' if len(keys) > 1 else ''}: {named}{more}"

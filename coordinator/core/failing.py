@@ -1,0 +1,229 @@
+"""Messages that fail alone: what the app, the coordinator and the operator say of them, and who is told.
+
+The parts: `verdicts.py` has what is said, `careful.py` finds what ends the app's process, `dead_letters.py` is the
+operator's hand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from coordinator.core.careful import Watch, message_in_words
+from coordinator.core.checkpointing import Checkpointing
+from coordinator.core.effects import Effect, Report, SendToApp
+from coordinator.core.errors import AppProtocolError
+from coordinator.core.group_commit import Group, GroupCommit
+from coordinator.core.interfaces import NO_SUSPECT, UNKNOWN, LogSummary, Suspect, Transaction
+from coordinator.core.limits import Limits
+from coordinator.core.peers import Peers
+from coordinator.core.session import GETS_RECORDS, SENDS_CALLS, AppSession
+from coordinator.core.verdicts import Verdicts
+from coordinator.core.words import Methods
+from protocol.messages import MessageType
+from protocol.readers import Message
+from protocol.verdicts import (
+    LETTER_SIZE_BYTES_MAX,
+    TEXT_CHARACTERS_MAX,
+    TRACE_CHARACTERS_MAX,
+    Handling,
+    Verdict,
+    VerdictKind,
+    decode_handling,
+    decode_verdict,
+    encode_careful,
+    encode_verdicts,
+)
+
+
+@dataclass(slots=True)
+class Failing:
+    """``effects``: where effects go; the machine's."""
+
+    name: str
+    limits: Limits
+    log: GroupCommit
+    session: AppSession
+    peers: Peers
+    checkpoints: Checkpointing
+    effects: list[Effect]
+    verdicts: Verdicts
+    watch: Watch
+    methods: Methods = field(default_factory=dict)  # of the app that was here last
+    _suspect: Suspect = NO_SUSPECT  # as the log has it, or will
+    _summary: LogSummary | None = None  # of the log that the session replays
+    _settled_sequence_id: int = -1  # the session began behind this record, or has a checkpoint of it
+    _told: bool = False  # this session's app has its verdicts
+    _leaving: bool = False
+
+    def __post_init__(self) -> None:
+        self._suspect = self.watch.suspect
+
+    # --- a session ---------------------------------------------------------------------------------------------------
+
+    def begin(self, summary: LogSummary, settled_sequence_id: int) -> None:
+        """A session begins, at a checkpoint that holds this record."""
+        self._summary = summary
+        self._settled_sequence_id = settled_sequence_id
+        self._told = self._leaving = False
+
+    def introduce(self) -> None:
+        """Before the first record, and behind the blob: what the app is to know of the records to come."""
+        if self._told or self._summary is None:
+            return
+        summary, self._summary = self._summary, None
+        extensions = self.session.extensions
+        if MessageType.VERDICTS in extensions:
+            self._told = True
+            for message in encode_verdicts(self.verdicts.behind(self._settled_sequence_id, summary)):
+                self._send(MessageType.VERDICTS, message)
+        if MessageType.CAREFUL in extensions:
+            careful = self.watch.begin(self._settled_sequence_id)
+            self._keep_suspect()
+            if careful is not None:
+                self._send(MessageType.CAREFUL, encode_careful(careful))
+
+    def _send(self, message_type: MessageType, message: bytes) -> None:
+        self.effects.append(SendToApp(self.session.control_record(message_type, message)))
+
+    def checkpoint_durable(self, sequence_id: int) -> None:
+        self._settled_sequence_id = sequence_id
+        self.verdicts.forget_until(sequence_id)
+
+    def end_well(self, transaction: Transaction) -> None:
+        """The app is said goodbye to, behind its last checkpoint: it has lived through everything."""
+        self.watch.suspect = NO_SUSPECT
+        if self._suspect != NO_SUSPECT:
+            self._suspect = transaction.suspect = NO_SUSPECT
+
+    def app_lost(self, *, stopping: bool, all_heard: bool) -> None:
+        """The connection has ended; the session is still that of the app that is gone."""
+        session = self.session
+        may_have_crashed = (
+            session.phase in GETS_RECORDS
+            and session.fed_sequence_id > self._settled_sequence_id
+            and MessageType.CAREFUL in session.extensions
+            and not (stopping or session.refused or self._leaving)
+        )
+        self._summary = None
+        self._told = False
+        if not may_have_crashed:
+            self.watch.forget()
+            return
+        verdict = self.watch.died(session.fed_sequence_id, all_heard=all_heard)
+        if verdict is not None:
+            self._give_killed(verdict)
+        self._keep_suspect()
+
+    def _give_killed(self, verdict: Verdict) -> None:
+        if self.give(verdict) is None:
+            return  # the app is at a message that it was told to pass over
+        where = message_in_words(verdict.sequence_id, verdict.message_index, verdict.caller)
+        then = "its caller is told" if verdict.caller is not None else f"see 'immortal dead-letters {self.name}'"
+        text = f"{verdict.method or 'a message'} ({where}) is not called any more: {verdict.text}; {then}"
+        self._report("error", text)
+
+    def absolve(self, sequence_id: int) -> None:
+        """An operator has found what it was."""
+        if self.watch.suspect.sequence_id == sequence_id:
+            self.watch.suspect = NO_SUSPECT
+            self._keep_suspect()
+
+    def _keep_suspect(self) -> None:
+        if self.watch.suspect != self._suspect:
+            self._suspect = self.watch.suspect
+            self.log.append_outside_record(0).transaction.suspect = self._suspect
+
+    # --- what the app says -------------------------------------------------------------------------------------------
+
+    def received(self, message: Message, now_ns: int, *, stopping: bool) -> None:
+        """A Verdict, a Handling or a Leaving. Raises RemoteProtocolError."""
+        message_type = message.message_type
+        if message_type == MessageType.LEAVING and MessageType.VERDICTS in self.session.extensions:
+            self._leaving = True
+            self._report("info", f"the app leaves: {message.data.decode('utf-8', 'replace')}")
+            return
+        if not self._told:
+            raise AppProtocolError(
+                f"the app sent a message of type {message_type}, which is for apps alone that ask for Verdicts (81) in "
+                f"their Hello, and were sent them"
+            )
+        if message_type == MessageType.VERDICT:
+            self._verdict(decode_verdict(message.data))
+        else:
+            self._handling(decode_handling(message.data), now_ns)
+            self._tell_long(now_ns, stopping=stopping)
+
+    def _handling(self, handling: Handling, now_ns: int) -> None:
+        self._require_fed("a Handling", handling.sequence_id)
+        self.watch.noted(handling, now_ns)
+        self._keep_suspect()
+
+    def _require_fed(self, what: str, sequence_id: int) -> None:
+        fed_sequence_id = self.session.fed_sequence_id
+        if sequence_id > fed_sequence_id:
+            raise AppProtocolError(
+                f"the app sent {what} of record {sequence_id}, it was given the records up to {fed_sequence_id}"
+            )
+
+    def _verdict(self, verdict: Verdict) -> None:
+        session = self.session
+        if session.phase not in SENDS_CALLS:
+            raise AppProtocolError(f"the app sent a Verdict in the phase {session.phase.value!r}, it has no record")
+        self._require_fed("a Verdict on a message", verdict.sequence_id)
+        if len(verdict.text) > TEXT_CHARACTERS_MAX:
+            raise AppProtocolError(
+                f"the app sent a Verdict with a text of {len(verdict.text)} characters, "
+                f"at most {TEXT_CHARACTERS_MAX} are allowed"
+            )
+        self.give(_clipped(verdict), from_app=True)
+
+    def give(self, verdict: Verdict, *, from_app: bool = False) -> Group | None:
+        """Nothing leaves from here on before it is durable. None if there is one on that message already."""
+        group = self.verdicts.give(verdict, from_app=from_app)
+        if group is not None:
+            self.peers.held_ticket = group.ticket
+        return group
+
+    def _tell_long(self, now_ns: int, *, stopping: bool) -> None:
+        least_s = 0.001 if stopping else self.limits.long_handler_s
+        if news := self.watch.news(least_s, now_ns):
+            self._report("warning", f"the stop waits for the app: it is {news}" if stopping else news)
+
+    def stop_asked(self, now_ns: int) -> None:
+        if words := self.watch.in_words(now_ns):
+            self._report("warning", f"the stop waits for the app: it is {words}")
+
+    def _report(self, level: str, text: str) -> None:
+        self.effects.append(Report(level, text))
+
+    # --- status ------------------------------------------------------------------------------------------------------
+
+    def describe(self, now_ns: int) -> dict[str, object]:
+        """Plain values."""
+        verdicts, suspect = self.verdicts, self.watch.suspect
+        return {
+            "verdicts": {kind.name.lower(): verdicts.counts[kind] for kind in VerdictKind},
+            "letters": {
+                "count": len(verdicts.letters),
+                "bytes": verdicts.letters_bytes,
+                "lost": verdicts.letters_lost,
+            },
+            "suspect": {
+                "record": None if suspect.sequence_id == UNKNOWN else suspect.sequence_id,
+                "message": None if suspect.message_index < 0 else suspect.message_index,
+                "runs": suspect.runs_count,
+            }
+            if suspect.runs_count
+            else None,
+            "handling": self.watch.long_handler(now_ns),
+        }
+
+
+def _clipped(verdict: Verdict) -> Verdict:
+    """What an operator may see of it has a limit; what a caller gets is as it was said."""
+    message = verdict.message if len(verdict.message) <= LETTER_SIZE_BYTES_MAX else b""
+    if message is verdict.message and len(verdict.trace) <= TRACE_CHARACTERS_MAX:
+        return verdict
+    return msgspec.structs.replace(verdict, message=message, trace=verdict.trace[-TRACE_CHARACTERS_MAX:])

@@ -1,0 +1,62 @@
+"""Impulses: the app's input from outside the deterministic world, on its way to the log.
+
+To oneself they are logged input like any; to others they take their place in the stream, and are kept in a table.
+"""
+
+from __future__ import annotations
+
+from coordinator.core.app_messages import Calls
+from coordinator.core.group_commit import Group, GroupCommit
+from coordinator.core.interfaces import IMPULSES, ONESELF, LogSummary, SourcePosition
+from coordinator.core.peers import Peers
+from protocol.batch import encode_batch
+from protocol.trailer import BatchKind, BatchSource
+
+
+class Impulses:
+    """Those of one instance. ``count``: that it has sent to itself, in all its life."""
+
+    def __init__(self, summary: LogSummary, log: GroupCommit, peers: Peers) -> None:
+        known = summary.sources.get(IMPULSES)
+        self.count = known.position if known else 0
+        self.held_bytes = 0
+        self._held: list[Calls] = []  # that the log has no room for
+        self._committer_id = summary.committer_id
+        self._log = log
+        self._peers = peers
+
+    def hold(self, calls: Calls) -> None:
+        """Keep them until there is room in the log."""
+        self._held.append(calls)
+        self.held_bytes += len(calls.payload)
+
+    def let_in(self, epoch: int, now_ns: int) -> None:
+        """There is room: take what was held."""
+        held = self._held
+        self.forget()
+        for calls in held:
+            self.take(calls, epoch, now_ns)
+
+    def forget(self) -> None:
+        """The app is gone: nobody was told that what is held here was accepted."""
+        self._held, self.held_bytes = [], 0
+
+    def take(self, calls: Calls, epoch: int, now_ns: int) -> None:
+        """The app's next ones."""
+        if calls.destination == ONESELF:
+            group = self.log_own(calls.count, calls.payload, epoch, now_ns)
+        else:
+            stream = self._peers.output(calls.destination)
+            group = self._log.append_outside_record(len(calls.payload), from_app=True)
+            group.transaction.impulses.append(stream.append_impulses(calls.count, calls.payload, group.ticket))
+        group.impulses_accepted += calls.count
+
+    def log_own(self, count: int, payload: bytes, epoch: int, now_ns: int) -> Group:
+        """Into the log, for the own app; the group that makes them durable."""
+        front = encode_batch(payload, count)
+        source = BatchSource(BatchKind.IMPULSES, ONESELF, self.count + 1, count, now_ns)
+        chunks = (front, payload) if front else (payload,)
+        group = self._log.append(chunks, len(front) + len(payload), source, from_app=True)
+        self.count += count
+        group.transaction.sources[IMPULSES] = SourcePosition(self._committer_id, epoch, self.count)
+        return group

@@ -1,0 +1,59 @@
+"""When the machine is to look at things although nothing happens: times on the wall clock, which may be set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from coordinator.core.effects import Effect, WakeAt
+from coordinator.core.limits import Limits
+from coordinator.core.peers import Peers
+
+
+@dataclass(slots=True)
+class Wakes:
+    """Times in ns since the Unix epoch; None where nothing is waited for."""
+
+    limits: Limits
+    effects: list[Effect]  # where effects go; the machine's
+    _checkpoint_ns: int | None = None  # one is due by age
+    _retry_ns: int | None = None  # for streams that have stopped
+    _spill_ns: int | None = None  # for streams whose receivers are waited for
+
+    def checkpoint_at(self, time_ns: int) -> None:
+        self._checkpoint_ns = time_ns
+        self._plan()
+
+    def look_after(self, peers: Peers, now_ns: int) -> None:
+        """Wake for streams that have stopped, and for those that wait for their receivers."""
+        if self._retry_ns is None and peers.any_failed:
+            self._retry_ns = now_ns + self.limits.stream_retry_ns
+            self._plan()
+        if self._spill_ns is None and peers.waits_for_receiver:
+            self._spill_ns = now_ns + self.limits.recent_ns
+            self._plan()
+
+    def tick(self, now_ns: int, retry: Callable[[], None]) -> None:
+        """Time has passed. What is to be done about checkpoints and spilling, each turn looks at."""
+        if self._checkpoint_ns is not None and now_ns >= self._checkpoint_ns:
+            self._checkpoint_ns = None
+        if _is_due(self._spill_ns, self.limits.recent_ns, now_ns):
+            self._spill_ns = None
+        if _is_due(self._retry_ns, self.limits.stream_retry_ns, now_ns):
+            self._retry_ns = None
+            retry()
+        self._plan()
+
+    def _plan(self) -> None:
+        """One WakeAt takes the place of the one before: the next of all that is waited for."""
+        wishes_ns = (self._checkpoint_ns, self._retry_ns, self._spill_ns)
+        due_ns = [at_ns for at_ns in wishes_ns if at_ns is not None]
+        if due_ns:
+            self.effects.append(WakeAt(min(due_ns)))
+
+
+def _is_due(at_ns: int | None, wait_ns: int, now_ns: int) -> bool:
+    if at_ns is None:
+        return False
+    left_ns = at_ns - now_ns
+    return left_ns <= 0 or left_ns > wait_ns  # more than it ever was: the clock was set back

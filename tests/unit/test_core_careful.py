@@ -1,0 +1,287 @@
+"""What ends the app's process is found by careful runs; what takes long is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.core import effects as ef
+from coordinator.core import events as ev
+from coordinator.core.careful import KILLED_TYPE, Watch
+from coordinator.core.interfaces import NO_SUSPECT, UNKNOWN, Suspect
+from coordinator.core.limits import Limits
+from coordinator.core.session import Phase
+from protocol.extensions import ALL_EXTENSIONS, Hello, encode_hello
+from protocol.messages import MessageType, encode_message
+from protocol.verdicts import RECORD, Careful, Handling, Verdict, VerdictKind, encode_handling
+from tests.helpers.core import NOW_NS, Driven, call, checkpoint, first_start, rpc
+from tests.unit.test_core_verdicts import HELLO, KEY, careful, told, with_record
+
+LEAVING = encode_message(MessageType.LEAVING, b"its secret has changed")
+BLAMED = Handling(1, 0, 0.0, "Orders.place", "shop")
+
+
+def suspect_of(driven: Driven) -> Suspect:
+    return driven.store.summary().suspect
+
+
+def dies(driven: Driven, *noted: Handling) -> None:
+    """The next app, which says ``noted`` and dies."""
+    driven.connect(HELLO)
+    driven.data(b"".join(map(encode_handling, noted)))
+    driven.close()
+
+
+# --- sessions --------------------------------------------------------------------------------------------------------
+
+
+def test_the_next_run_is_careful() -> None:
+    driven = with_record()
+    driven.close()
+    assert suspect_of(driven) == Suspect(UNKNOWN, RECORD, 1, 1)
+    driven.connect(HELLO)
+    assert careful(driven) == Careful(1, -1)
+    assert driven.heard[:3] == [b"state one", (-1, "VERDICTS"), (-1, "CAREFUL")]
+    driven.data(encode_handling(Handling(0)) + encode_handling(Handling(1)))
+    assert suspect_of(driven).runs_count == 1
+    driven.data(encode_handling(Handling(-1)))
+    assert suspect_of(driven) == NO_SUSPECT
+
+
+def test_three_deaths_at_a_message_are_a_verdict() -> None:
+    driven = with_record()
+    driven.close()
+    dies(driven, Handling(0), Handling(1))
+    assert suspect_of(driven) == Suspect(1, RECORD, 2)
+    driven.connect(HELLO)
+    assert careful(driven) == Careful(1, 1)
+    driven.data(encode_handling(BLAMED))
+    driven.auto = False
+    driven.close()
+    driven.disk_all()
+    (line,) = [text for level, text in driven.reports if level == "error"]
+    text = "it ended the app's process 3 times"
+    blamed = "Orders.place (record 1, message 0, called by shop)"
+    assert line == f"{blamed} is not called any more: {text}; its caller is told"
+    verdict = Verdict(1, 0, VerdictKind.KILLED, KILLED_TYPE, text, method="Orders.place", caller="shop")
+    assert driven.store.summary().verdicts == [verdict]
+    assert suspect_of(driven) == NO_SUSPECT
+    driven.auto = True
+    driven.connect(HELLO)
+    assert (told(driven), careful(driven)) == ([verdict], None)
+
+
+def test_the_verdict_is_durable_before_the_next_session_loads_the_log() -> None:
+    driven = with_record(limits=Limits(kills_max=1))
+    driven.data(encode_handling(BLAMED))
+    driven.auto = False
+    driven.close()
+    driven.connect(HELLO)
+    driven.disk()
+    assert driven.store.summary().verdicts
+    assert not driven.of(ef.LoadLog)
+    driven.auto = True
+    driven.disk_all()
+    assert told(driven) == driven.store.summary().verdicts
+
+
+def test_a_message_that_nobody_waits_for_is_a_letter() -> None:
+    driven = with_record(limits=Limits(kills_max=1))
+    driven.data(encode_handling(Handling(1, 0, 12.0, "Orders.place", None, rpc(1))))
+    driven.close()
+    assert driven.store.letter(KEY).verdict.message == rpc(1)
+    (line,) = [text for level, text in driven.reports if level == "error"]
+    assert line.endswith("it ended the app's process once; see 'immortal dead-letters a'")
+
+
+def test_the_count_goes_on_when_the_coordinator_was_started_again() -> None:
+    driven = with_record()
+    driven.close()
+    second = driven.crash()
+    dies(second, Handling(1))
+    third = second.crash()
+    third.connect(HELLO)
+    assert careful(third) == Careful(1, 1)
+    third.data(encode_handling(BLAMED))
+    third.close()
+    assert [verdict.kind for verdict in third.store.summary().verdicts] == [VerdictKind.KILLED]
+
+
+def test_deaths_are_counted_without_a_verdict_where_there_is_to_be_none() -> None:
+    driven = with_record(limits=Limits(kills_max=None))
+    driven.data(encode_handling(BLAMED))
+    driven.close()
+    for _ in range(5):
+        dies(driven, BLAMED)
+    assert suspect_of(driven) == Suspect(1, 0, 6)
+    assert not driven.store.summary().verdicts
+    status = driven.machine.status(NOW_NS)["suspect"]
+    assert status == {"record": 1, "message": 0, "runs": 6}
+
+
+def lives(driven: Driven) -> None:
+    """Nothing that ends the connection now makes the next run careful."""
+    driven.close()
+    assert suspect_of(driven) == NO_SUSPECT
+    driven.connect(HELLO)
+    assert careful(driven) is None
+
+
+def test_who_leaves_did_not_crash() -> None:
+    driven = with_record()
+    driven.data(LEAVING)
+    assert ("info", "the app leaves: its secret has changed") in driven.reports
+    lives(driven)
+
+
+def test_who_broke_the_protocol_did_not_crash() -> None:
+    driven = with_record()
+    driven.data(b"\x00")
+    lives(driven)
+
+
+def test_who_was_given_nothing_since_its_checkpoint_did_not_crash_of_it() -> None:
+    driven = with_record()
+    driven.handle(ev.CheckpointRequested())
+    driven.data(checkpoint(b"state two"))
+    lives(driven)
+
+
+def test_who_knows_no_careful_runs_is_not_asked_for_them() -> None:
+    driven = Driven()
+    driven.connect(encode_hello(Hello(ALL_EXTENSIONS - {MessageType.CAREFUL})))
+    driven.data(first_start())
+    lives(driven)
+
+
+def test_a_clean_stop_clears_the_suspicion() -> None:
+    driven = with_record()
+    driven.close()
+    driven.connect(HELLO)
+    driven.data(checkpoint(b"state two"))
+    assert driven.phase is Phase.NORMAL
+    assert suspect_of(driven).runs_count == 1, "it has not said that it is through"
+    driven.handle(ev.StopRequested())
+    driven.data(checkpoint(b"state three"))
+    driven.app_took_all()
+    assert driven.stop.error is None
+    assert suspect_of(driven) == NO_SUSPECT
+
+
+def test_who_dies_while_its_coordinator_stops_is_no_suspect() -> None:
+    driven = with_record()
+    driven.handle(ev.StopRequested())
+    driven.close()
+    assert suspect_of(driven) == NO_SUSPECT
+
+
+def test_a_checkpoint_behind_the_suspect_has_lived_through_it() -> None:
+    driven = with_record()
+    driven.close()
+    driven.connect(HELLO)
+    driven.data(checkpoint(b"state two"))
+    second = driven.crash()
+    second.connect(HELLO)
+    assert careful(second) is None
+    assert suspect_of(second) == NO_SUSPECT
+
+
+def test_what_was_not_read_blames_nobody() -> None:
+    """While the app is not read, what it said last may be lost: it may be at another message by then."""
+    driven = with_record(limits=Limits(kills_max=1, log_pending_bytes=10))
+    driven.auto = False
+    driven.data(encode_handling(BLAMED))
+    driven.data(call("", b"x" * 100, rpc_type=2))
+    assert driven.of(ef.PauseApp)
+    driven.close()
+    driven.disk_all()
+    assert not driven.store.summary().verdicts
+    assert suspect_of(driven).sequence_id == UNKNOWN
+
+
+# --- the rules -------------------------------------------------------------------------------------------------------
+
+UNKNOWN_ONCE = Suspect(UNKNOWN, RECORD, 1, 9)
+
+
+@pytest.mark.parametrize(
+    ("before", "noted", "after"),
+    [
+        (NO_SUSPECT, None, UNKNOWN_ONCE),
+        (NO_SUSPECT, Handling(4), Suspect(4, RECORD, 1)),
+        (NO_SUSPECT, Handling(4, 2, 7.0), Suspect(4, 2, 1)),
+        (UNKNOWN_ONCE, Handling(4), Suspect(4, RECORD, 2)),
+        (UNKNOWN_ONCE, Handling(4, 0), Suspect(4, 0, 2)),
+        (UNKNOWN_ONCE, None, UNKNOWN_ONCE),
+        (Suspect(4, RECORD, 2), Handling(4, 2), None),
+        (Suspect(4, RECORD, 7), Handling(4), Suspect(4, RECORD, 8)),  # one more run, at its messages
+        (Suspect(4, RECORD, 2), Handling(5), Suspect(5, RECORD, 1)),
+        (Suspect(4, 2, 2), Handling(4, 2), None),
+        (Suspect(4, 2, 2), Handling(4, 3), Suspect(4, 3, 1)),
+        (Suspect(4, 2, 2), Handling(5, 2), Suspect(5, 2, 1)),
+        (Suspect(4, 2, 2), None, Suspect(4, 2, 2)),  # it did not come there
+    ],
+)
+def test_a_death(before: Suspect, noted: Handling | None, after: Suspect | None) -> None:
+    watch = Watch(before, 3)
+    watch.begin(-1)
+    if noted is not None:
+        watch.noted(noted, 0)
+    verdict = watch.died(9, all_heard=True)
+    assert watch.suspect == (after or NO_SUSPECT)
+    assert (verdict is not None) is (after is None)
+
+
+def test_who_lives_past_it_is_no_suspect() -> None:
+    watch = Watch(Suspect(4, 2, 2), 3)
+    assert watch.begin(-1) == Careful(4, 4)
+    watch.noted(Handling(4, 2), 0)
+    watch.noted(Handling(-1), 0)
+    assert watch.suspect == NO_SUSPECT
+    assert watch.died(9, all_heard=True) is None
+    assert watch.suspect == UNKNOWN_ONCE
+
+
+# --- handlers that take long -----------------------------------------------------------------------------------------
+
+
+def test_a_long_handler_shows_in_the_status() -> None:
+    driven = with_record()
+    assert driven.machine.status(NOW_NS)["handling"] is None
+    driven.data(encode_handling(Handling(1, 0, 5.0, "Orders.place", "shop")))
+    assert driven.machine.status(NOW_NS + 1_500_000_000)["handling"] == {
+        "method": "Orders.place",
+        "for_s": 6.5,
+        "record": 1,
+        "message": 0,
+        "caller": "shop",
+    }
+    assert driven.machine.handling_in_words(NOW_NS) == (
+        "handling Orders.place for 5 s (record 1, message 0, called by shop)"
+    )
+    driven.data(encode_handling(Handling(-1)))
+    assert driven.machine.status(NOW_NS)["handling"] is None
+    assert driven.machine.handling_in_words(NOW_NS) == ""
+
+
+def test_it_is_told_once_when_it_takes_too_long() -> None:
+    driven = with_record()
+    for for_s in (5.0, 11.6, 20.0):
+        driven.data(encode_handling(Handling(1, 0, for_s, "Orders.place", "~c7")))
+    driven.data(encode_handling(Handling(1, 1, 12.0, "Orders.place")))
+    assert [text for level, text in driven.reports if level == "warning"] == [
+        "handling Orders.place for 12 s (record 1, message 0, called by the client c7)",
+        "handling Orders.place for 12 s (record 1, message 1)",
+    ]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_stop_says_what_it_waits_for(before: bool) -> None:
+    driven = with_record()
+    said = encode_handling(Handling(1, 0, 6.0, "Orders.place", ""))
+    if before:
+        driven.data(said)
+    driven.handle(ev.StopRequested())
+    if not before:
+        driven.data(said + said)
+    line = "the stop waits for the app: it is handling Orders.place for 6 s (record 1, message 0, called by itself)"
+    assert driven.reports == [("warning", line)]
