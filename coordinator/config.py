@@ -34,6 +34,8 @@ LOG_TRIGGER_MB_MAX = 1 << 30
 SPILL_LIMIT_MB_DEFAULT = 4096
 SIZE_MB_MAX = 1 << 30
 CHECKPOINT_AGE_S_MAX = 366 * 86_400
+KILLS_BEFORE_VERDICT_DEFAULT = 3  # once may be chance, twice bad luck
+KILLS_BEFORE_VERDICT_MAX = 1000
 NAME_PLACE = "{name}"  # in peer_template
 IPC_PATH_SIZE_MAX = 107  # bytes; the kernel's limit for the path of a Unix socket
 
@@ -99,6 +101,7 @@ class InstanceSettings:
     disk_free_mb: int = 0  # MiB: with less left on the log's disk it takes no input from peers either
     metrics: str | None = None  # "HOST:PORT" where Prometheus finds them; None: nowhere
     checkpoint_age_s: int | None = None  # None: a checkpoint's age alone asks for no other
+    kills_before_verdict: int | None = KILLS_BEFORE_VERDICT_DEFAULT  # runs that one message may end; None: any number
     app: str | None = None  # "module:Class", as last run
     peers: Mapping[str, str] = field(default_factory=dict)  # name: endpoint, of peers that are no part of the registry
     allow: tuple[str, ...] | None = None  # the peers that may call; None: every instance of the registry
@@ -203,6 +206,14 @@ def _keep_checkpoints(value: object) -> int | None:
     return value
 
 
+def _kills_before_verdict(value: object) -> int | None:
+    if value == "never":
+        return None
+    if type(value) is not int or not 1 <= value <= KILLS_BEFORE_VERDICT_MAX:
+        raise _WrongValueError(f'a whole number from 1 to {KILLS_BEFORE_VERDICT_MAX}, or "never"')
+    return value
+
+
 def _host(value: object) -> str:
     if (
         not isinstance(value, str)
@@ -302,6 +313,7 @@ _CHECKS: Mapping[str, Callable[[object], Any]] = {
     "keep_log_days": _integer(1, KEEP_LOG_DAYS_MAX),
     "log_trigger_mb": _integer(1, LOG_TRIGGER_MB_MAX),
     "checkpoint_age_s": _integer(1, CHECKPOINT_AGE_S_MAX),
+    "kills_before_verdict": _kills_before_verdict,
     "spill_limit_mb": _integer(0, SIZE_MB_MAX),
     "log_limit_mb": _integer(1, SIZE_MB_MAX),
     "disk_free_mb": _integer(0, SIZE_MB_MAX),
@@ -538,6 +550,9 @@ def _values(settings: InstanceSettings, *, log: Path | None) -> dict[str, Any]:
         values["keep_log_days"] = settings.keep_log_days
     if settings.log_trigger_mb != LOG_TRIGGER_MB_DEFAULT:
         values["log_trigger_mb"] = settings.log_trigger_mb
+    if settings.kills_before_verdict != KILLS_BEFORE_VERDICT_DEFAULT:
+        kills = settings.kills_before_verdict
+        values["kills_before_verdict"] = "never" if kills is None else kills
     if settings.spill_limit_mb != SPILL_LIMIT_MB_DEFAULT:
         values["spill_limit_mb"] = settings.spill_limit_mb
     if settings.log_limit_mb is not None:

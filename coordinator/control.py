@@ -196,6 +196,8 @@ def query(folder: Path, verb: str, timeout_s: float = QUERY_TIMEOUT_S) -> dict[s
         raise ControlError(f"the coordinator of {folder.name!r} gave an answer that makes no sense: {error}") from None
     if isinstance(answer.get("refused"), str):
         raise RefusedError(folder.name, answer["refused"])
+    if "denied" in answer:
+        raise ControlError(f"the coordinator of {folder.name!r} gives no answer: {answer['denied']}")
     return answer
 
 

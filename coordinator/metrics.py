@@ -77,6 +77,21 @@ def metrics_of(name: str, status: Mapping[str, Any]) -> list[Metric]:
     gauge("checkpoint_age_seconds", "Age of the last checkpoint", checkpoint.get("age_s"))
     gauge("checkpoint_size_bytes", "Size of the last checkpoint", checkpoint.get("size_bytes"))
 
+    letters = status.get("letters") or {}
+    gauge("dead_letters", "Dead letters that are kept", letters.get("count"))
+    gauge("dead_letters_bytes", "Size of the dead letters that are kept", letters.get("bytes"))
+    suspect, handling = status.get("suspect") or {}, status.get("handling") or {}
+    gauge("suspect_runs", "Runs in a row that one message may have ended", suspect.get("runs", 0))
+    gauge("handling_seconds", "What the handler that takes long has taken so far", handling.get("for_s", 0))
+    verdicts = CounterMetricFamily(
+        "immortal_verdicts", "Messages that failed alone, since the start", labels=["instance_name", "kind"]
+    )
+    for kind, count in (status.get("verdicts") or {}).items():
+        verdicts.add_metric([name, kind], count)
+    lost = CounterMetricFamily(
+        "immortal_dead_letters_lost", "Dead letters that there was no room for", labels=["instance_name"]
+    )
+    lost.add_metric([name], letters.get("lost", 0))
     received = CounterMetricFamily(
         "immortal_received_messages", "Messages of a peer in the log", labels=["instance_name", "peer"]
     )
@@ -119,7 +134,7 @@ def metrics_of(name: str, status: Mapping[str, Any]) -> list[Metric]:
         for key, family in families.items():
             if one.get(key) is not None:
                 family.add_metric([name, peer], float(one[key]))
-    return [*metrics, received, granted, held_up, *families.values()]
+    return [*metrics, verdicts, lost, received, granted, held_up, *families.values()]
 
 
 def _flag(value: object) -> float:

@@ -20,6 +20,7 @@ from pathlib import Path
 from coordinator import app_secret, control, upgrade_mark
 from coordinator.app_addresses import LOCALHOST, hosts_of, socket_path
 from coordinator.config import (
+    KILLS_BEFORE_VERDICT_DEFAULT,
     ConfigError,
     InstanceSettings,
     check_app,
@@ -122,6 +123,7 @@ class Registry:
         keep_log_days: int | None = None,
         log_trigger_mb: int | None = None,
         checkpoint_age_s: int | None = None,
+        kills_before_verdict: int | None = KILLS_BEFORE_VERDICT_DEFAULT,
         spill_limit_mb: int | None = None,
         log_limit_mb: int | None = None,
         disk_free_mb: int | None = None,
@@ -169,6 +171,7 @@ class Registry:
                 values["log_trigger_mb"] = log_trigger_mb
             if checkpoint_age_s is not None:
                 values["checkpoint_age_s"] = checkpoint_age_s
+            values["kills_before_verdict"] = "never" if kills_before_verdict is None else kills_before_verdict
             sizes = {"spill_limit_mb": spill_limit_mb, "log_limit_mb": log_limit_mb, "disk_free_mb": disk_free_mb}
             values |= {key: size for key, size in sizes.items() if size is not None}
             if log is not None:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from coordinator import control, descriptors, upgrade_mark
+from coordinator import control, descriptors, operator_verbs, upgrade_mark
 from coordinator.app_endpoint import AppEndpoint
 from coordinator.config import InstanceSettings
 from coordinator.core import effects as ef
@@ -35,6 +35,7 @@ from coordinator.log import create_log, log_exists, open_log
 from coordinator.log_writer import LogWriter
 from coordinator.logs import Events
 from coordinator.messenger import ClientRoute, Messenger, Received
+from coordinator.operator_verbs import VerbError
 from coordinator.peer_security import PeerSecurity, insecurity
 from coordinator.registry import Registry
 from coordinator.stop_requests import StopRequests
@@ -124,6 +125,7 @@ class Coordinator:
             ef.SendToPeer: self._send_to_peer,
             ef.ResetPeer: self._reset_peer,
             ef.PeerResetDone: self._peer_reset_done,
+            ef.OperatorAnswered: self._operator_answered,
             ef.ReplyToClient: self._reply_to_client,
             ef.WakeAt: self._wake_at,
             ef.UpgradeEnded: self._upgrade_ended,
@@ -196,7 +198,9 @@ class Coordinator:
             self._wake_due_ns = None
             self._events.append(ev.Tick())
         if self._stop_deadline_ns is not None and time.monotonic_ns() > self._stop_deadline_ns:
-            self._log.warning("the app gave no checkpoint in time; stopping without one: the log has everything")
+            at = self._machine.handling_in_words(time.time_ns())
+            late = f"the app gave no checkpoint in time{f' (it is {at})' if at else ''}"
+            self._log.warning(f"{late}; stopping without one: the log has everything")
             self._machine.stopped = True
             return
         self._handle_events()
@@ -423,12 +427,17 @@ class Coordinator:
         if isinstance(token, Received):
             token.reply(json.dumps({"found": effect.found}).encode())
 
+    def _operator_answered(self, effect: ef.OperatorAnswered) -> None:
+        token = effect.token
+        if isinstance(token, Received):
+            token.reply(json.dumps(effect.answer).encode())
+
     # --- the operator ----------------------------------------------------------------------------------------------
 
     def _control_received(self, received: Received) -> None:
         if not control.may_ask(self._control_token, received.parts):
             refusal = f"a question must bring what stands in {control.token_path(self._settings.folder)}"
-            received.reply(json.dumps({"refused": refusal}).encode())
+            received.reply(json.dumps({"denied": refusal}).encode())
             return
         reach(FaultPoint.CONTROL)
         verb = bytes(received.parts[0]).decode(errors="replace") if received.parts else ""
@@ -444,8 +453,17 @@ class Coordinator:
         elif verb == "reset-peer":
             self._events.append(ev.PeerReset(argument, received))
             return  # answered once it is durable
+        elif verb in operator_verbs.VERBS:
+            try:
+                self._events.append(
+                    operator_verbs.event_of(verb, argument, received, self._store, self._machine.letters)
+                )
+                return  # answered once it is durable
+            except (VerbError, LogError) as error:
+                answer = {"error": str(error)}
         else:
-            answer = {"error": f"unknown verb {verb!r}; known: status, checkpoint, peers, reset-peer"}
+            known = ", ".join(("status", "checkpoint", "peers", "reset-peer", *operator_verbs.VERBS))
+            answer = {"error": f"unknown verb {verb!r}; known: {known}"}
         received.reply(json.dumps(answer).encode())
 
     def _status(self) -> dict[str, object]:
@@ -563,6 +581,7 @@ def limits_of(settings: InstanceSettings) -> Limits:
         disk_free_bytes_min=settings.disk_free_mb * MIB,
         checkpoint_trigger_bytes=settings.log_trigger_mb * MIB,
         checkpoint_age_ns=None if settings.checkpoint_age_s is None else settings.checkpoint_age_s * 10**9,
+        kills_max=settings.kills_before_verdict,
     )
 
 

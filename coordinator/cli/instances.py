@@ -27,6 +27,8 @@ from coordinator.config import (
     KEEP_CHECKPOINTS_DEFAULT,
     KEEP_CHECKPOINTS_MAX,
     KEEP_LOG_DAYS_MAX,
+    KILLS_BEFORE_VERDICT_DEFAULT,
+    KILLS_BEFORE_VERDICT_MAX,
     LOG_TRIGGER_MB_DEFAULT,
     LOG_TRIGGER_MB_MAX,
     SIZE_MB_MAX,
@@ -106,6 +108,13 @@ class _OrWord(click.ParamType):  # type: ignore[type-arg]  # generic in newer ve
     help="... or when the last one is so old and there is anything new.  [default: age does not count]",
 )
 @click.option(
+    "--kills-before-verdict",
+    type=_OrWord("never", 1, KILLS_BEFORE_VERDICT_MAX),
+    default=str(KILLS_BEFORE_VERDICT_DEFAULT),
+    show_default=True,
+    help="A message that ends so many runs of the app in a row is not given to it again; never: it always is.",
+)
+@click.option(
     "--spill-limit-mb",
     type=click.IntRange(0, SIZE_MB_MAX),
     help="Calls that wait for peers may take so much of the disk; beyond it the app is slowed."
@@ -136,6 +145,7 @@ def register(
     keep_log_days: int | None,
     log_trigger_mb: int,
     checkpoint_age_s: int | None,
+    kills_before_verdict: int | None,
     spill_limit_mb: int | None,
     log_limit_mb: int | None,
     disk_free_mb: int | None,
@@ -158,6 +168,7 @@ def register(
         keep_log_days=keep_log_days,
         log_trigger_mb=log_trigger_mb,
         checkpoint_age_s=checkpoint_age_s,
+        kills_before_verdict=kills_before_verdict,
         spill_limit_mb=spill_limit_mb,
         log_limit_mb=log_limit_mb,
         disk_free_mb=disk_free_mb,

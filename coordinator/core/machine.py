@@ -77,6 +77,7 @@ from protocol.messages import (
 from protocol.readers import BlobData, BlobStart, Message
 from protocol.record import CHECKPOINT_SEQUENCE_ID, decode_header, encode_record
 from protocol.trailer import BatchKind, BatchSource, decode_trailer
+from protocol.verdicts import MessageKey
 
 _CALLS = frozenset({MessageType.RPC, MessageType.RPC_BATCH, MessageType.STREAM_BATCH, MessageType.IMPULSE_BATCH})
 _INTRODUCED = frozenset({MessageType.RECORD_TIME, MessageType.VERDICTS})  # who has asked for these, always says Hello
@@ -990,6 +991,11 @@ class Machine:
     def peers_status(self) -> dict[str, dict[str, object]]:
         """What `immortal peers show` shows of each other instance; plain values."""
         return describe_peers(self._peers, self._back_pressure.held_up_for)
+
+    @property
+    def letters(self) -> list[MessageKey]:
+        """The dead letters that are kept, oldest first."""
+        return list(self._failing.verdicts.letters)
 
     def handling_in_words(self, now_ns: int) -> str:
         """The handler that the app does not come back from, in words; "" where there is none."""

@@ -473,7 +473,7 @@ def test_only_the_owner_may_ask(house: House, parties: Parties) -> None:
     for parts in ([b"status"], [b"status", b""], [b"status", b"0" * 64], []):
         stranger.send_message(found.control, parts, answers.append)
     until(lambda: len(answers) == 4)
-    assert all(b'"refused"' in b"".join(parts) and b"epoch" not in b"".join(parts) for parts in answers)
+    assert all(b'"denied"' in b"".join(parts) and b"epoch" not in b"".join(parts) for parts in answers)
     control.token_path(folder).write_text("something else")
     with pytest.raises(control.ControlError, match="gives no answer: a question must bring what stands in"):
         process.status()

@@ -83,8 +83,8 @@ def test_all_fields(tmp_path: Path) -> None:
             "counter.toml, line 5, field 'zzz': unknown field: known are"
             " peer, peer_template, allow, insecure, app_host, app_port, app_send_port, app_send_mode, app_socket,"
             " app_auth, app_insecure,"
-            " log, keep_checkpoints, keep_log_days, log_trigger_mb, checkpoint_age_s, spill_limit_mb, log_limit_mb,"
-            " disk_free_mb, metrics, app, tuning, peers, peer_keys",
+            " log, keep_checkpoints, keep_log_days, log_trigger_mb, checkpoint_age_s, kills_before_verdict,"
+            " spill_limit_mb, log_limit_mb, disk_free_mb, metrics, app, tuning, peers, peer_keys",
         ),
         (
             GOOD.replace("7002", '"7002"'),
@@ -132,6 +132,11 @@ def test_all_fields(tmp_path: Path) -> None:
         (
             GOOD + "keep_log_days = 0\n",
             "counter.toml, line 3, field 'keep_log_days': got 0, expected a whole number from 1 to 36500",
+        ),
+        (
+            GOOD + 'kills_before_verdict = "once"\n',
+            "counter.toml, line 3, field 'kills_before_verdict': got \"once\","
+            ' expected a whole number from 1 to 1000, or "never"',
         ),
         (
             GOOD + "keep_checkpoints = 0\n",
@@ -255,6 +260,7 @@ settings_values = st.builds(
     spill_limit_mb=st.integers(0, 1 << 30),
     log_limit_mb=st.none() | st.integers(1, 1 << 30),
     disk_free_mb=st.integers(0, 1 << 30),
+    kills_before_verdict=st.none() | st.integers(1, 1000),
     app=st.none() | st.just("wordcount:Counter"),
     tuning=st.builds(Tuning, st.integers(1, 9999), st.integers(0, 9999), st.integers(1, 9999)),
 )

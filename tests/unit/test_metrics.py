@@ -36,6 +36,10 @@ STATUS: dict[str, Any] = {
             "connected": False,
         }
     },
+    "verdicts": {"undone": 7, "killed": 0},
+    "letters": {"count": 2, "bytes": 300, "lost": 1},
+    "suspect": {"record": 12, "message": None, "runs": 2},
+    "handling": {"method": "Orders.place", "for_s": 12.5, "record": 12, "message": 0, "caller": None},
     "app_paused": True,
     "held_up_for": ["feeder"],
     "log": {"used_bytes": 5000, "limit_bytes": None, "free_bytes": 10_000, "full": None},
@@ -43,12 +47,12 @@ STATUS: dict[str, Any] = {
 
 
 def scraped(port: int) -> dict[tuple[str, str], float]:
-    """Value by metric and peer."""
+    """Value by metric and peer, or kind."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
         text = answer.read().decode()
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     assert {sample.labels["instance_name"] for sample in samples} == {"counter"}
-    return {(sample.name, sample.labels.get("peer", "")): sample.value for sample in samples}
+    return {(one.name, one.labels.get("peer", one.labels.get("kind", ""))): one.value for one in samples}
 
 
 def test_what_is_served() -> None:
@@ -65,6 +69,13 @@ def test_what_is_served() -> None:
         ("immortal_commit_seconds", ""): 0.0005,
         ("immortal_checkpoint_age_seconds", ""): 60,
         ("immortal_checkpoint_size_bytes", ""): 1234,
+        ("immortal_dead_letters", ""): 2,
+        ("immortal_dead_letters_bytes", ""): 300,
+        ("immortal_dead_letters_lost_total", ""): 1,
+        ("immortal_suspect_runs", ""): 2,
+        ("immortal_handling_seconds", ""): 12.5,
+        ("immortal_verdicts_total", "undone"): 7,
+        ("immortal_verdicts_total", "killed"): 0,
         ("immortal_received_messages_total", "reader"): 500,
         ("immortal_sent_messages_total", "feeder"): 20,
         ("immortal_acknowledged_messages_total", "feeder"): 18,
