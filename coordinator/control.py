@@ -26,7 +26,7 @@ from protocol.process_file import COORDINATOR_FILE_NAME, SUPERVISOR_FILE_NAME, P
 
 QUERY_TIMEOUT_S = 5.0
 ALIVE_CHECK_S = 0.25  # how often a waiting query looks whether the coordinator still lives
-READY_VARIABLE = "IMMORTAL_READY_FD"  # a descriptor from the supervisor: a line is written to it at "ready"
+READY_VARIABLE = "IMMORTAL_READY_FD"  # a descriptor from the supervisor: a line is written to it at each "ready"
 _TOKEN_FILE_NAME = "control_token"
 _TOKEN_SIZE_BYTES = 32
 
@@ -126,14 +126,13 @@ def _withdraw(file: Path) -> None:
 
 
 def report_ready() -> None:
-    """Tell the supervisor, if there is one, that the app is recovered and takes input. Later calls do nothing."""
-    descriptor = os.environ.pop(READY_VARIABLE, "")
+    """Tell the supervisor, if there is one, that the app, or the next one, is recovered and takes input."""
+    descriptor = os.environ.get(READY_VARIABLE, "")
     if descriptor.isdigit():
         try:
             os.write(int(descriptor), b"ready\n")
-            os.close(int(descriptor))
         except OSError:
-            pass  # the supervisor is gone, or was never there
+            del os.environ[READY_VARIABLE]  # the supervisor is gone, or was never there
 
 
 # --- the asking side -------------------------------------------------------------------------------------------------

@@ -84,6 +84,7 @@ class Coordinator:
             log.error(problem)
         self._events: list[ev.Event] = []
         self._error: ImmortalError | None = None
+        self._was_ready = False  # an app was recovered, or begun, in this process
         self._stop_requests = StopRequests()
         self._stop_deadline_ns: int | None = None
         self._wake_due_ns: int | None = None  # monotonic: the wall clock may be set
@@ -521,7 +522,9 @@ class Coordinator:
 
     def _report(self, effect: ef.Report) -> None:
         getattr(self._log, effect.level)(effect.message, **effect.fields)
-        if effect.message == "recovered" or (effect.message == "checkpoint taken" and effect.level == "info"):
+        began = effect.message == "checkpoint taken" and effect.level == "info" and not self._was_ready
+        if effect.message == "recovered" or began:
+            self._was_ready = True
             control.report_ready()
 
     # --- the end ---------------------------------------------------------------------------------------------------

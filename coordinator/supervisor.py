@@ -2,6 +2,7 @@
 
     both run --- one dies ---> the other is stopped --- both are gone ---> with restart: a pause, then both run again
        |                                                           '-----> without: the end, status 1
+       '--- the app alone dies, with restart ---> the app is started again, its coordinator goes on meanwhile
        '--- SIGTERM, SIGINT ---> the coordinator is asked to stop; it takes a checkpoint and says goodbye to the app
        '--- SIGUSR1 ---> the same, then both run again, with the code as it is by then
 
@@ -9,6 +10,7 @@ What a death means (`Verdict`):
 
 - status 70 of the app: a handler failed. A replay would run it again, so nothing is started again.
 - status 71 of the app: an upgrade failed. Both are started again, with the version before.
+- status 75 of the app: it left to be recovered. It is started again at once, with restart or without.
 - status 2 of either: it was called wrongly; the next start would be, too.
 - status 3 of the coordinator: its log can't be replayed as it is, and could not be the next time.
 - status 0 of the coordinator: somebody else asked it to stop. It is a clean end once the app has ended with 0 as well;
@@ -47,6 +49,7 @@ from coordinator.stop_requests import StopRequests
 APP_ADDRESS_VARIABLE = "IMMORTAL_APP_ADDRESS"
 STATUS_HANDLER_FAILED = 70
 STATUS_UPGRADE_FAILED = 71
+STATUS_RECOVER_ME = 75
 STATUS_TERMINATED = 128 + signal.SIGTERM  # of an app
 STATUS_CALLED_WRONGLY = 2
 STATUS_NO_RECOVERY = 3
@@ -248,7 +251,7 @@ class Supervisor:
         self._children: dict[Role, _Child] = {}  # those that run
         self._exits: dict[Role, Exit] = {}  # of those that were started last
         self._ready_descriptor: int | None = None
-        self._was_ready = False
+        self._was_ready = self._app_was_ready = False  # since both were started, since the app was
         self._stop_requests = StopRequests()
         self._restart_asked = False
         self._wake_read, self._wake_write = socket.socketpair()
@@ -280,7 +283,7 @@ class Supervisor:
             started_s = time.monotonic()
             self._restart_asked = False
             self._start()
-            self._wait_for(lambda: bool(self._exits or self._is_asked))
+            self._outlive_apps()
             if not self._exits:
                 status = self._stop_cleanly()
                 self._close_ready()
@@ -314,6 +317,46 @@ class Supervisor:
     def _is_asked(self) -> bool:
         return self._restart_asked or self._stop_requests.count > 0
 
+    def _outlive_apps(self) -> None:
+        """Until there is a wish to stop, or a death that ends both: an app that dies alone is started again."""
+        pause = RestartPause()
+        while True:
+            started_s = time.monotonic()
+            self._wait_for(lambda: bool(self._exits or self._is_asked))
+            dead = self._app_to_start_again()
+            if dead is None:
+                return
+            if dead.returncode == STATUS_RECOVER_ME:
+                self._events.info("the app left to be recovered, and is started again", pid=dead.pid)
+                pause_s = 0.0
+            else:
+                self._events.error(f"the app died: {dead}; its coordinator goes on", pid=dead.pid)
+                pause_s = pause.after(time.monotonic() - started_s, recovered=False)
+                if self._app_was_ready:  # it got somewhere: it comes back at once, however often
+                    pause, pause_s = RestartPause(), 0.0
+                self._events.info("restarting", pause_s=pause_s)
+            interrupted = self._wait_for(
+                lambda: self._is_asked or Role.COORDINATOR in self._exits, pause_s
+            )
+            if Role.COORDINATOR in self._exits:
+                return
+            del self._exits[Role.APP]
+            if interrupted:
+                return
+            self._start_app(self._commands())
+            self._tell_started()
+
+    def _app_to_start_again(self) -> Exit | None:
+        """How the app died, if it did alone and by itself; None where that is no reason to start it again."""
+        dead = self._exits.get(Role.APP)
+        if dead is None or dead.returncode in _OWN_DEATHS:
+            return None
+        if dead.returncode != STATUS_RECOVER_ME and not self._restart:
+            return None
+        if dead.returncode in (0, 1):  # its coordinator may have said goodbye, or be gone: its own end says
+            self._wait_for(lambda: Role.COORDINATOR in self._exits, LEAVE_S)
+        return None if Role.COORDINATOR in self._exits or self._is_asked else dead
+
     def _start(self) -> None:
         self._exits.clear()
         self._was_ready = False
@@ -321,12 +364,18 @@ class Supervisor:
         commands = self._commands()
         try:
             self._children[Role.COORDINATOR] = _Child(Role.COORDINATOR, commands[Role.COORDINATOR], write)
-            self._children[Role.APP] = _Child(Role.APP, commands[Role.APP], None)
+            self._start_app(commands)
         finally:
             os.close(write)
             self._ready_descriptor = read
-        pids = {f"{role.value}_pid": child.process.pid for role, child in self._children.items()}
-        self._events.info("started", **pids)
+        self._tell_started()
+
+    def _tell_started(self) -> None:
+        self._events.info("started", **{f"{role.value}_pid": self._children[role].process.pid for role in Role})
+
+    def _start_app(self, commands: Mapping[Role, Command]) -> None:
+        self._app_was_ready = False
+        self._children[Role.APP] = _Child(Role.APP, commands[Role.APP], None)
 
     def _stop_other(self, first: Exit) -> tuple[Exit, bool]:
         """Wait for the other one's end; True if it had to be told to."""
@@ -365,7 +414,7 @@ class Supervisor:
             waited = f"{self._clean_stop_s:g} s"
             for role, child in self._children.items():
                 self._events.warning(f"the {role.value} has not ended within {waited}", pid=child.process.pid)
-        exits = [self._terminate(role) for role in Role]
+        exits = [self._terminate(role) for role in Role if role in self._children or role in self._exits]
         failed = [one for one in exits if one.returncode != 0 and not self._was_starting(one)]
         for one in failed:
             self._events.error(f"the {one.role.value} ended with {one}, not with status 0", pid=one.pid)
@@ -375,7 +424,8 @@ class Supervisor:
 
     def _was_starting(self, one: Exit) -> bool:
         """Whether our SIGTERM met it before it could hear of it: then it had not begun anything."""
-        return not self._was_ready and one.returncode in (-signal.SIGTERM, STATUS_TERMINATED)
+        was_ready = self._app_was_ready if one.role is Role.APP else self._was_ready
+        return not was_ready and one.returncode in (-signal.SIGTERM, STATUS_TERMINATED)
 
     def _tell(self, verdict: Verdict, first: Exit) -> None:
         """The one line about who died, and how."""
@@ -431,9 +481,10 @@ class Supervisor:
             self._wake_read.recv(1024)
         if self._ready_descriptor is not None and self._ready_descriptor in readable:
             if os.read(self._ready_descriptor, 64):
-                self._was_ready = True
+                self._was_ready = self._app_was_ready = True
                 self._events.info("ready")
-            self._close_ready()
+            else:
+                self._close_ready()
         for role, child in list(self._children.items()):
             if child.descriptor in readable:
                 del self._children[role]

@@ -200,7 +200,7 @@ def unregister(registry: Registry, name: str, delete_log: bool) -> None:
 @click.command()
 @name_argument
 @click.argument("app", metavar="[MODULE:CLASS]", required=False, callback=app_name)
-@click.option("--restart", is_flag=True, help="When one of the two dies, start both again; they recover.")
+@click.option("--restart", is_flag=True, help="When the coordinator dies, start both again; when the app dies, that.")
 @click.option("--strict", is_flag=True, help="Refuse an app whose handlers do what no replay can repeat.")
 @insecure_option
 @promote_option

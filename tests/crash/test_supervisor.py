@@ -162,16 +162,88 @@ def test_who_does_not_stop_is_killed(start: Start) -> None:
 def test_restart(start: Start) -> None:
     supervised = start(ENDS, ENDS, restart=True)
     seen: set[int] = set()
-    for victim in (Role.APP, Role.COORDINATOR, Role.APP):
+    for _ in range(3):
         pids = supervised.started()
         assert not seen & set(pids.values())
         seen |= set(pids.values())
-        os.kill(pids[victim], signal.SIGKILL)
-        supervised.event(f"the {victim.value} died: SIGKILL")
+        os.kill(pids[Role.COORDINATOR], signal.SIGKILL)
+        supervised.event("the coordinator died: SIGKILL; the app was stopped")
         supervised.event("restarting")
     supervised.started()
     pauses = [event["pause_s"] for event in supervised.events if event["message"] == "restarting"]
     assert pauses == [0.1, 0.2, 0.4]
+
+
+def app_started(supervised: Supervised) -> int:
+    """The pid of an app that was started alone."""
+    before = supervised.events[0]["coordinator_pid"]
+    event = supervised.event("started")
+    assert event["coordinator_pid"] == before, "the coordinator was started again, too"
+    assert supervised.process.stdout is not None
+    assert supervised.process.stdout.readline() == "up\n"
+    return int(event["app_pid"])
+
+
+def test_an_app_that_dies_alone_is_started_again_alone(start: Start) -> None:
+    supervised = start(ENDS, ENDS, restart=True, clean_stop_s=0.2)  # this app waits for no goodbye
+    app = supervised.started()[Role.APP]
+    for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGKILL):
+        os.kill(app, number)
+        supervised.event(f"the app died: {number.name}; its coordinator goes on")
+        supervised.event("restarting")
+        app = app_started(supervised)
+    pauses = [event["pause_s"] for event in supervised.events if event["message"] == "restarting"]
+    assert pauses == [0.1, 0.2, 0.4], "it never got anywhere"
+    supervised.process.terminate()
+    status, messages = supervised.end()
+    assert (status, messages[-1]) == (0, "both stopped")
+
+
+# A coordinator that tells that it is ready for each line that it is given.
+TELLS = """
+import os, signal, sys
+from coordinator.control import report_ready
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+os.write(1, b"up\\n")
+for line in open(sys.argv[1]):
+    report_ready()
+signal.pause()
+"""
+
+
+def test_one_that_had_recovered_comes_back_at_once(start: Start, tmp_path: Path) -> None:
+    pipe = str(tmp_path / "recovered")
+    os.mkfifo(pipe)
+    supervised = start([TELLS, pipe], ENDS, restart=True)
+    app = supervised.started()[Role.APP]
+    with open(pipe, "w", buffering=1) as recovered:
+        for _ in range(3):
+            recovered.write("now\n")
+            supervised.event("ready")
+            os.kill(app, signal.SIGKILL)
+            assert supervised.event("restarting")["pause_s"] == 0
+            app = app_started(supervised)
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_who_leaves_to_be_recovered_is_started_again(start: Start, tmp_path: Path, restart: bool) -> None:
+    left = tmp_path / "left"
+    app = f"import pathlib, sys; left = pathlib.Path({str(left)!r});" + (
+        "sys.exit(75 if not left.exists() and not left.write_text('') else 70)"
+    )
+    status, messages = start(LIVES, app, restart=restart).end()
+    assert status == 70
+    assert messages[:3] == ["started", "the app left to be recovered, and is started again", "started"]
+
+
+def test_a_coordinator_that_dies_while_the_app_is_waited_for(start: Start) -> None:
+    supervised = start(ENDS, UP + "up(); sys.exit(3)", restart=True)
+    first = supervised.event("started")
+    while supervised.event("restarting")["pause_s"] < 0.4:
+        pass
+    os.kill(first["coordinator_pid"], signal.SIGKILL)
+    supervised.event("the coordinator died: SIGKILL")
+    assert supervised.event("started")["coordinator_pid"] != first["coordinator_pid"]
 
 
 def test_a_failed_handler_is_not_restarted(start: Start) -> None:
@@ -306,7 +378,7 @@ def test_stop_during_the_pause(start: Start) -> None:
     supervised.process.terminate()
     status, messages = supervised.end()
     assert status == 0
-    assert messages[-2:] == ["restarting", "both stopped"]
+    assert messages[-3:] == ["restarting", "stopping", "both stopped"]
 
 
 def test_ready_is_told(start: Start) -> None:
