@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from protocol.errors import LocalProtocolError, RemoteProtocolError
 from protocol.limits import MESSAGE_SIZE_BYTES_MAX
-from protocol.messages import MessageType, decode_message
+from protocol.messages import MessageType, RpcKind, RpcType, decode_message
 from protocol.varint import Readable, decode_zigzag_int, encode_zigzag
 
 if TYPE_CHECKING:
@@ -92,18 +92,96 @@ def _walk(payload: bytes, count: int, total: int) -> int:
     """As :func:`offset_after`, for messages of any size; says what is wrong."""
     offset = 0
     for index in range(count):
-        if offset == len(payload):
-            raise RemoteProtocolError(f"a batch of {total} messages ends after {index}, at byte {offset}")
-        message_type, start, end = decode_message(payload, offset)
-        if message_type != MessageType.RPC:
-            raise RemoteProtocolError(f"message {index} of a batch has type {message_type}, an RPC (0) was expected")
-        if end - start + 1 < RPC_SIZE_BYTES_MIN:
-            raise RemoteProtocolError(
-                f"message {index} of a batch is an RPC of {end - start + 1} bytes, at least {RPC_SIZE_BYTES_MIN} were "
-                f"expected"
-            )
-        offset = end
+        _, offset = _rpc_at(payload, offset, index, total)
     return offset
+
+
+def _rpc_at(payload: bytes, offset: int, index: int, total: int) -> tuple[int, int]:
+    """Where the data of message ``index`` begins and ends. Raises RemoteProtocolError."""
+    if offset == len(payload):
+        raise RemoteProtocolError(f"a batch of {total} messages ends after {index}, at byte {offset}")
+    message_type, start, end = decode_message(payload, offset)
+    if message_type != MessageType.RPC:
+        raise RemoteProtocolError(f"message {index} of a batch has type {message_type}, an RPC (0) was expected")
+    if end - start + 1 < RPC_SIZE_BYTES_MIN:
+        raise RemoteProtocolError(
+            f"message {index} of a batch is an RPC of {end - start + 1} bytes, at least {RPC_SIZE_BYTES_MIN} were "
+            f"expected"
+        )
+    return start, end
+
+
+def check_calls(payload: bytes, count: int, *, own: bool = False) -> None:
+    """As :func:`check_batch`; and each message is one that an app can be given: a kind and an RPC type that there is,
+    and no call of the SDK's own methods (those with negative IDs), but in an app's ``own`` calls to itself.
+
+    Raises RemoteProtocolError.
+    """
+    if count > 2 and _is_one_front(payload, count, own):
+        return
+    fronts = _own_fronts if own else _fronts
+    octets: cython.p_const_uchar = payload  # compiled, its slices are not cut where it ends: look before
+    size_bytes: cython.Py_ssize_t = len(payload)
+    offset: cython.Py_ssize_t = 0
+    length: cython.Py_ssize_t = fronts.length
+    other: cython.Py_ssize_t = fronts.other
+    for index in range(count):
+        stride = fronts.get(octets[offset : offset + length]) if offset + length <= size_bytes else None
+        if stride is None:
+            length, other = other, length
+            stride = fronts.get(octets[offset : offset + length]) if offset + length <= size_bytes else None
+        if stride is None or offset + stride > size_bytes:
+            length, stride = _call_at(payload, offset, index, count, own)
+            fronts.keep(payload[offset : offset + length], stride)
+        offset += stride
+    fronts.length, fronts.other = length, other
+    if count < 0 or offset != size_bytes:
+        check_batch(payload, count)
+
+
+class _Fronts(dict[bytes, int]):
+    """How many bytes a message takes, by its front, from the size to the RPC type: few come again and again.
+
+    They are looked up by as many bytes as one of the last two kinds had: ``length``, ``other``.
+    """
+
+    def __init__(self) -> None:
+        self.length = self.other = 0
+
+    def keep(self, front: bytes, stride: int) -> None:
+        if len(self) >= _FRONTS_KEPT_MAX:
+            self.clear()
+        self[front] = stride
+
+
+_fronts = _Fronts()
+_own_fronts = _Fronts()
+
+
+def _is_one_front(payload: bytes, count: int, own: bool) -> bool:
+    """Whether all messages begin with the same bytes, up to the RPC type, at one stride; that front is checked."""
+    length, stride = _call_at(payload, 0, 0, count, own)
+    if stride * count != len(payload):
+        return False
+    return all(payload[at::stride] == payload[at : at + 1] * count for at in range(length))
+
+
+def _call_at(payload: bytes, offset: int, index: int, total: int, own: bool) -> tuple[int, int]:
+    """How many bytes the front of message ``index`` takes, and all of it. Raises RemoteProtocolError."""
+    start, end = _rpc_at(payload, offset, index, total)
+    kind = payload[start]
+    if kind > RpcKind.RAISED:
+        raise RemoteProtocolError(f"message {index} of a batch is an RPC of kind {kind}, 0 to 3 were expected")
+    method_id, at = decode_zigzag_int(payload, start + 1)
+    if at >= end:
+        raise RemoteProtocolError(f"message {index} of a batch ends inside its method ID, or before its RPC type")
+    if payload[at] > RpcType.IMPULSE:
+        raise RemoteProtocolError(f"message {index} of a batch has the RPC type {payload[at]}, 0 to 2 were expected")
+    if kind == RpcKind.CALL and method_id < 0 and not own:
+        raise RemoteProtocolError(
+            f"message {index} of a batch calls method {method_id}: only an app itself may call negative ones"
+        )
+    return at + 1 - offset, end - offset
 
 
 def encode_batch(payload: Readable, count: int) -> bytes:

@@ -13,7 +13,7 @@ from msgspec import Struct
 from coordinator.core.errors import AppProtocolError
 from coordinator.core.interfaces import ONESELF
 from coordinator.core.session import SENDS_CALLS, SENDS_IMPULSES, AppSession
-from protocol.batch import check_batch, decode_batch
+from protocol.batch import check_calls, decode_batch
 from protocol.client import CLIENTS
 from protocol.errors import LimitExceededError
 from protocol.extensions import decode_app_batch
@@ -48,7 +48,6 @@ def read_calls(session: AppSession, own_name: str, message: Message) -> Iterator
         if message_type not in session.extensions:
             raise AppProtocolError(f"the app sent extension {message_type}, which its Hello did not ask for")
         batch = decode_app_batch(message.data)
-        check_batch(batch.payload, batch.count)
         calls = Calls(batch.destination, batch.count, batch.payload, message_type == MessageType.IMPULSE_BATCH)
         yield _checked(session, own_name, calls)
         return
@@ -96,6 +95,7 @@ def _checked(session: AppSession, own_name: str, calls: Calls) -> Calls:
         raise AppProtocolError(
             f"the app called {calls.destination!r} without AttachTo: send AttachTo once before the first call to it"
         )
+    check_calls(calls.payload, calls.count, own=calls.destination == ONESELF)
     if calls.impulses and calls.destination == CLIENTS:
         raise AppProtocolError(f"the app sent an impulse to {CLIENTS!r}, which takes answers to clients alone")
     if calls.impulses and session.phase not in SENDS_IMPULSES:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from coordinator.core.interfaces import SourcePosition
 from coordinator.core.peer_problems import sender_swapped
-from protocol.batch import check_batch, offset_after
+from protocol.batch import check_calls, offset_after
 from protocol.peer import FrameType, PeerFrame, RefusedCode
 
 
@@ -100,13 +100,13 @@ class InputStream:
     def new_part(self, frame: PeerFrame) -> tuple[int, int, bytes] | None:
         """What of a Batch is new: (first position, count, payload); None if nothing, or if there is a gap.
 
-        Taking it is up to :meth:`take`. Raises RemoteProtocolError for a payload that is not ``count`` calls: logged,
-        it would stop every app that is given it, and a wrong count would pass over what is still to come.
+        Taking it is up to :meth:`take`. Raises RemoteProtocolError for a payload that is not ``count`` calls that an
+        app can be given: logged, it would stop every one that is, and a wrong count would pass over what is to come.
         """
         known = self.received - frame.position + 1  # messages of it that are here already
         if known < 0 or known >= frame.count:
             return None
-        check_batch(frame.payload, frame.count)
+        check_calls(frame.payload, frame.count)
         if known == 0:
             return frame.position, frame.count, frame.payload
         offset = offset_after(frame.payload, known, frame.count)

@@ -251,6 +251,27 @@ def test_a_batch_that_is_not_whole_calls_never_gets_into_the_log(payload: bytes,
     assert arguments(bytes(driven.app_bytes)) == [rpc(1)]
 
 
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (rpc(1, rpc_type=3), "message 1 of a batch has the RPC type 3, 0 to 2 were expected"),
+        (rpc(1, method_id=-1), "message 1 of a batch calls method -1: only an app itself may call negative ones"),
+        (
+            encode_message(MessageType.RPC, b"\x04\x06\x01"),
+            "message 1 of a batch is an RPC of kind 4, 0 to 3 were expected",
+        ),
+    ],
+)
+def test_what_no_app_can_be_given_is_never_logged(message: bytes, reason: str) -> None:
+    driven = Driven.started()
+    driven.batch("t", 1, rpc(1), message)
+    assert refusals(driven) == [(RefusedCode.MALFORMED, reason)]
+    assert driven.store.summary().last_sequence_id == 0
+    driven.forget()
+    driven.batch("u", 1, rpc(1), rpc(2, rpc_type=2))
+    assert driven.replies == [("u", FrameType.TRIM_TO, 2)]
+
+
 def test_an_answer_that_comes_as_a_message_is_refused() -> None:
     driven = Driven.started()
     driven.handle(ev.PeerFrameReceived("t", driven.peer_frame(FrameType.WELCOME, 0)))

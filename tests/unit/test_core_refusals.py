@@ -13,7 +13,7 @@ from protocol.limits import MESSAGE_SIZE_BYTES_MAX
 from protocol.messages import MessageType, encode_message
 from protocol.peer import FrameType
 from protocol.varint import encode_zigzag
-from tests.helpers.core import HELLO, INITIAL, Driven, attach, call, checkpoint, first_start, rpc
+from tests.helpers.core import HELLO, INITIAL, Driven, arguments, attach, call, checkpoint, first_start, rpc
 
 INITIAL_MESSAGE = encode_message(MessageType.INITIAL_MESSAGE, INITIAL)
 
@@ -54,6 +54,26 @@ def impulse_batch(destination: str, count: int, *messages: bytes) -> bytes:
 
 
 REFUSED: dict[str, tuple[Callable[[], Driven], bytes, str]] = {
+    "a kind that there is not": (
+        primary,
+        stream_batch("", 2, rpc(1), encode_message(MessageType.RPC, b"\x07\x06\x01")),
+        "message 1 of a batch is an RPC of kind 7, 0 to 3 were expected",
+    ),
+    "an RPC type that there is not": (
+        primary,
+        impulse_batch("", 1, rpc(1, rpc_type=3)),
+        "message 0 of a batch has the RPC type 3, 0 to 2 were expected",
+    ),
+    "a call of another's own methods": (
+        primary,
+        attach("b") + stream_batch("b", 1, rpc(1, method_id=-1)),
+        "calls method -1: only an app itself may call negative ones",
+    ),
+    "a base call of another's own methods": (
+        base,
+        attach("b") + call("b", 1, method_id=-1),
+        "calls method -1: only an app itself may call negative ones",
+    ),
     "a type for coordinators": (primary, encode_message(MessageType.TRIM_TO, b"\0"), "type 14, which is not for apps"),
     "a type of others": (primary, encode_message(3), "type 3, which is not for apps to send"),  # type: ignore[arg-type]
     "an unknown extension": (primary, b"\x02\xc8", "type 200, which is not for apps to send"),
@@ -167,6 +187,13 @@ def test_an_extension_that_nobody_has_is_no_error() -> None:
     driven.data(encode_hello(Hello(frozenset({65, 99}))) + first_start())
     assert driven.phase is Phase.NORMAL
     assert driven.store.summary().extensions == frozenset({65})
+
+
+def test_an_app_may_call_its_own_methods_whatever_their_numbers() -> None:
+    driven = primary()
+    driven.data(stream_batch("", 1, rpc(1, method_id=-1)) + impulse_batch("a", 1, rpc(2, rpc_type=2, method_id=-4)))
+    assert not [text for level, text in driven.reports if level == "error"]
+    assert len(arguments(bytes(driven.app_bytes))) == 2
 
 
 def test_attaching_twice_or_to_oneself_is_harmless() -> None:
