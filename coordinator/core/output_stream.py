@@ -110,10 +110,10 @@ class OutputStream:
 
     # --- messages in ---------------------------------------------------------------------------------------------
 
-    def append(self, count: int, payload: bytes) -> None:
-        """The app's next ``count`` messages (checked before). On replay, kept impulses take their places between them.
+    def append(self, count: int, payload: bytes, ticket: int = 0) -> None:
+        """The app's next ``count`` messages (checked before); not sent before the commit ``ticket`` is durable.
 
-        Raises DivergenceError.
+        On replay, kept impulses take their places between them. Raises DivergenceError.
         """
         self.called = True
         while self._kept_impulses:
@@ -124,10 +124,10 @@ class OutputStream:
                 break
             if room:
                 offset = offset_after(payload, room, count)
-                self._add(room, payload[:offset], 0)
+                self._add(room, payload[:offset], ticket)
                 payload, count = payload[offset:], count - room
             self._add_kept_impulse()
-        self._add(count, payload, 0)
+        self._add(count, payload, ticket)
         self._add_impulses_that_follow()
 
     def append_impulses(self, count: int, payload: bytes, ticket: int) -> ImpulseBatch:
@@ -352,13 +352,16 @@ class OutputStream:
             self._sent_through = batch.last_position
         return batch
 
-    def take_all(self) -> list[OutputBatch]:
-        """All that waits, for a receiver that is at hand and needs no window; it is on its way until acknowledged."""
-        taken = [waiting.batch for waiting in self._unsent]
-        self._unsent.clear()
+    def take_all(self, durable_ticket: int) -> list[OutputBatch]:
+        """All that may go, for a receiver that is at hand and needs no window; it is on its way until acknowledged."""
+        unsent = self._unsent
+        taken: list[OutputBatch] = []
+        while unsent and unsent[0].ticket <= durable_ticket:
+            taken.append(unsent.popleft().batch)
+        size_bytes = sum([len(batch.payload) for batch in taken])
         self._in_flight.extend(taken)
-        self._in_flight_bytes += self._unsent_bytes
-        self._unsent_bytes = 0
+        self._in_flight_bytes += size_bytes
+        self._unsent_bytes -= size_bytes
         return taken
 
     def acknowledge(self, position: int) -> int:

@@ -76,7 +76,7 @@ class Peers:
     catching_up: bool = False  # a replay is making messages again: receivers may have more than there are yet
     epoch_began_ns: int = 0  # ns since the Unix epoch
     held: bool = False  # nothing is sent: what was put in place of a cut's losses is not durable yet
-    held_ticket: int = 0  # of the commit without which nothing is sent, of any stream: a verdict's
+    held_ticket: int = 0  # of the last verdict's commit: what the app sends behind it waits for that
     wants_replies: bool = True  # something is held up until a receiver answers
     _checks: dict[str, OutputCheck] = field(default_factory=dict)  # of the replay, by destination
     _parked: dict[str, deque[_ParkedHello]] = field(default_factory=dict)  # by sender
@@ -226,7 +226,7 @@ class Peers:
         )
 
     def append(self, destination: str, count: int, payload: bytes) -> None:
-        self.output(destination).append(count, payload)
+        self.output(destination).append(count, payload, self.held_ticket)
         self._moved.add(destination)
 
     # --- what memory has no room for ---------------------------------------------------------------------------------
@@ -350,7 +350,7 @@ class Peers:
 
     def send(self, now_ns: int) -> None:
         """Put on their way all batches that may go now; none before the first checkpoint is durable: they follow it."""
-        if not self._may_send:
+        if not self.ready or self.held:
             return
         durable_ticket = self.log.durable_ticket
         self.wants_replies = False
@@ -381,14 +381,10 @@ class Peers:
             if destination != ONESELF and stream.wants_reply:
                 self.wants_replies = True
 
-    @property
-    def _may_send(self) -> bool:
-        return self.ready and not self.held and self.held_ticket <= self.log.durable_ticket
-
     def take_answers(self) -> list[OutputBatch]:
         """The app's new answers to clients; under the same conditions as :meth:`send`."""
         stream = self.outputs.get(CLIENTS)
-        return stream.take_all() if stream is not None and self._may_send else []
+        return stream.take_all(self.log.durable_ticket) if stream is not None and self.ready and not self.held else []
 
     def answers_durable(self, position: int) -> None:
         """The replies up to this position of the stream to CLIENTS are in the log."""

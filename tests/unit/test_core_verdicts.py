@@ -224,6 +224,24 @@ def test_calls_behind_a_verdict_wait_for_it() -> None:
     assert driven.store.summary().verdicts == [FAILED]
 
 
+def test_verdicts_one_behind_the_other_hold_up_no_call_for_ever() -> None:
+    """There is always one that is not durable; the calls before it are not held up for that."""
+    driven = with_record(limits=Limits(peer_gather_bytes=0))
+    driven.open_stream()
+    driven.reply(FrameType.TRIM_TO, 1)
+    driven.forget()
+    driven.auto = False
+    steps = [encode_verdict(msgspec.structs.replace(FAILED, task=1, step=step)) for step in range(1, 5)]
+    driven.data(steps[0] + call("b", 2))
+    for number, verdict in enumerate(steps[1:], 3):
+        job = driven.jobs.popleft()
+        assert isinstance(job, ef.Commit)
+        driven.store.commit(job.transaction)
+        driven.handle(ev.AppData(verdict + call("b", number)), ev.Committed(job.ticket))
+    sent = b"".join(frame.payload for frame in driven.frames(FrameType.BATCH))
+    assert sent == rpc(2) + rpc(3) + rpc(4), "all but the last verdict are durable"
+
+
 def test_the_verdict_of_a_replay_holds_back_as_well() -> None:
     driven = with_record()
     driven.open_stream()
