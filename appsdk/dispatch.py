@@ -128,7 +128,8 @@ class Dispatcher:
     ``effects`` runs the effects of its handlers once it is primary; without it they wait.
     ``extensions``, ``make_outbox``, ``make_delivery`` and ``make_tasks`` are others where a run is looked at more
     closely.
-    ``keeps_large_copies``: a state of any size can be put back without another start.
+    ``keeps_large_copies``: a state of any size can be put back without another start. ``fails_alone`` False: a message
+    that fails stops the app, as for a test that is to fail with it.
     """
 
     def __init__(
@@ -143,6 +144,7 @@ class Dispatcher:
         make_outbox: Callable[[Context, Callable[[], None]], Outbox] = Outbox,
         make_delivery: Callable[[Definition, Context], Delivery] = Delivery,
         keeps_large_copies: bool = False,
+        fails_alone: bool = True,
         make_tasks: Callable[[Context], Tasks] = Tasks,
     ) -> None:
         for one in definition.chain:
@@ -164,7 +166,7 @@ class Dispatcher:
         self._blob: list[bytes] = []
         self._next_sequence_id = 0
         self._delivery = make_delivery(definition, self.context)
-        self._failures = Failures(self.context)
+        self._failures = Failures(self.context, fails_alone=fails_alone)
         self._copies = Copies(enabled=any(one.can_undo for one in definition.chain), keeps_large=keeps_large_copies)
         self._careful: Careful | None = None
         self._batch_begin = b"", 0, 0  # content, offset, and index of the first message, of what is handled now

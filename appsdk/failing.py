@@ -56,7 +56,8 @@ class _Row:
 class Failures:
     """``known``: the verdicts that the coordinator has, or gets before anything that follows from them."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, *, fails_alone: bool = True) -> None:
+        self._fails_alone = fails_alone
         self.known: dict[MessageKey, Verdict] = {}
         self.can_fail = False  # the coordinator keeps verdicts
         self._context = context
@@ -69,7 +70,7 @@ class Failures:
 
     def know(self, verdicts: Sequence[Verdict]) -> None:
         """The coordinator has told them."""
-        self.can_fail = True
+        self.can_fail = self._fails_alone
         for verdict in verdicts:
             self._add(verdict)
 

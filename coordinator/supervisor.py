@@ -335,9 +335,7 @@ class Supervisor:
                 if self._app_was_ready:  # it got somewhere: it comes back at once, however often
                     pause, pause_s = RestartPause(), 0.0
                 self._events.info("restarting", pause_s=pause_s)
-            interrupted = self._wait_for(
-                lambda: self._is_asked or Role.COORDINATOR in self._exits, pause_s
-            )
+            interrupted = self._wait_for(lambda: self._is_asked or Role.COORDINATOR in self._exits, pause_s)
             if Role.COORDINATOR in self._exits:
                 return
             del self._exits[Role.APP]

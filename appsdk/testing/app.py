@@ -26,6 +26,7 @@ def earlier(one_ns: int | None, other_ns: int | None) -> int | None:
 
 class LocalApp:
     """One life of an app. ``trace``: it says which message made each call, for a replay that is looked at.
+    ``fails_alone`` False: a message that fails stops it.
 
     ``now_ns``: what ``self.now()`` is in ``__init__``, ns since the Unix epoch. What it is to say is in ``output``.
     ``error`` is why it has stopped, if it has: nothing is given to it any more.
@@ -39,13 +40,16 @@ class LocalApp:
         effects: StandInRunner | None = None,
         *,
         trace: bool = False,
+        fails_alone: bool = True,
     ) -> None:
         self.error: ImmortalError | None = None
         self.is_primary = False
         self.has_left = False
         self._effects = effects
         make_dispatcher = TracingDispatcher if trace else Dispatcher
-        self.dispatcher = make_dispatcher(definition, lambda: seed, effects=effects)
+        self.dispatcher = make_dispatcher(
+            definition, lambda: seed, effects=effects, keeps_large_copies=True, fails_alone=fails_alone
+        )
         # The clock is the record's; before there is one, the context's own: it is not to look at the real one.
         self.dispatcher.context.record_time_ns = now_ns
         self.output = bytearray()

@@ -32,16 +32,25 @@ class Environment:
     order of all that could happen at one moment is drawn; None: each instance in turn. The same three give the same
     run. ``crashes``: see :func:`appsdk.testing.crash_everywhere`, which makes one.
 
+    ``fail_alone``: a call that fails does so alone, as in service: who waits gets CalleeFailed or CallRefused, and the
+    rest is in ``instance.dead_letters``. Without it an exception that no handler declares fails the test.
+
     As a context manager it ends with :meth:`close`, unless the test has failed.
     """
 
     def __init__(
-        self, *, start: datetime = START, seed: int = 0, order: int | None = None, crashes: CrashPlan | None = None
+        self,
+        *,
+        start: datetime = START,
+        seed: int = 0,
+        order: int | None = None,
+        crashes: CrashPlan | None = None,
+        fail_alone: bool = False,
     ) -> None:
         if start.tzinfo is None:
             raise UsageError(f"Environment(start={start!r}): a datetime with a time zone was expected")
         start_ns = (start - datetime_of(0)) // timedelta(microseconds=1) * 1000
-        self._world = World(start_ns, seed, order, crashes or CrashPlan())
+        self._world = World(start_ns, seed, order, crashes or CrashPlan(), fail_alone=fail_alone)
 
     def __enter__(self) -> Self:
         return self

@@ -17,6 +17,7 @@ def crash_everywhere(
     start: datetime = START,
     seed: int = 0,
     order: int | None = None,
+    fail_alone: bool = False,
 ) -> Iterator[Environment]:
     """Environments for one test: first one without a crash, then one for each point at which an instance could crash.
 
@@ -28,9 +29,10 @@ def crash_everywhere(
 
     The crash comes by itself, at one of the points between any two steps of any instance, and what has crashed comes
     back at once. ``victims``: "instance" is app and coordinator, "app" the app alone. ``runs_max``: at most so many
-    runs, spread evenly over the points. Whatever fails says where the crash was.
+    runs, spread evenly over the points. ``fail_alone``: see :class:`Environment`. Whatever fails says where the crash
+    was.
     """
-    first = Environment(start=start, seed=seed, order=order)
+    first = Environment(start=start, seed=seed, order=order, fail_alone=fail_alone)
     yield first
     if not first.is_closed:
         raise UsageError("crash_everywhere: each environment is to be used in a with statement: with env: ...")
@@ -38,4 +40,5 @@ def crash_everywhere(
     if runs_max is not None and len(plans) >= runs_max:
         plans = [plans[index * len(plans) // (runs_max - 1)] for index in range(runs_max - 1)]
     for point, victim in plans:
-        yield Environment(start=start, seed=seed, order=order, crashes=CrashPlan(point, victim))
+        plan = CrashPlan(point, victim)
+        yield Environment(start=start, seed=seed, order=order, crashes=plan, fail_alone=fail_alone)

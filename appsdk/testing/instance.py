@@ -22,6 +22,7 @@ from appsdk.testing.node import Node
 from appsdk.testing.world import World
 from coordinator.core import events as ev
 from coordinator.replay.recorded import RecordedLog
+from protocol.verdicts import Verdict
 
 if TYPE_CHECKING:
     from appsdk.definition import Definition
@@ -112,6 +113,12 @@ class Instance(Generic[T]):
         if app is None or app.instance is None:
             raise UsageError(f"{self!r} is down: recover() starts it again")
         return app
+
+    @property
+    def dead_letters(self) -> list[Verdict]:
+        """Calls that failed, or could not be made, and that nobody waits for: oldest first. With ``fail_alone``."""
+        letters = map(self._node.store.letter, self._node.store.summary().letters)
+        return [letter.verdict for letter in letters if letter is not None]
 
     # --- life and death ----------------------------------------------------------------------------------------------
 

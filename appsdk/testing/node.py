@@ -34,6 +34,7 @@ class Node:
         self.definition = definition
         self.effects: StandIns = {}
         self.store = MemoryLogStore(committer_id)
+        self.store.clock_ns = lambda: world.now_ns
         self.machine: Machine | None = None
         self.app: LocalApp | OutsideApp | None = None
         self.life = 0  # of the coordinator
@@ -68,7 +69,7 @@ class Node:
         else:
             seed = hashlib.blake2b(f"{self.world.seed} {self.name}".encode(), digest_size=SEED_SIZE_BYTES).digest()
             effects = StandInRunner(self.effects, lambda: self.world.now_ns)
-            self.app = LocalApp(self.definition, seed, self.world.now_ns, effects)
+            self.app = LocalApp(self.definition, seed, self.world.now_ns, effects, fails_alone=self.world.fail_alone)
         self.failure = None
         self._paused = self._closing = False
         self.do(lambda: self._handle(ev.AppConnected()))

@@ -40,8 +40,11 @@ class World:
     ``outside`` is the test itself.
     """
 
-    def __init__(self, start_ns: int, seed: int, order: int | None, crashes: CrashPlan) -> None:
+    def __init__(
+        self, start_ns: int, seed: int, order: int | None, crashes: CrashPlan, *, fail_alone: bool = False
+    ) -> None:
         self.now_ns = start_ns
+        self.fail_alone = fail_alone
         self.seed = seed
         self.crashes = crashes
         self.network = Network(self)

@@ -52,7 +52,12 @@ class RecordedInstance:
         store: Any = create_log(self.folder, name) if new else open_log(self.folder, name)
         self.driven = Driven(store, name=name, upgrade_to=upgrade_to, limits=instances.limits)
         self.driven.now_ns = instances.next_time_ns()
-        self.dispatcher = Dispatcher(definition_of(cls), lambda: bytes(SEED_SIZE_BYTES), effects=instances.effects)
+        self.dispatcher = Dispatcher(
+            definition_of(cls),
+            lambda: bytes(SEED_SIZE_BYTES),
+            effects=instances.effects,
+            fails_alone=instances.fails_alone,
+        )
         self.driven.handle(ev.AppConnected())
 
     @property
@@ -107,7 +112,15 @@ class RecordedInstance:
 class Instances:
     """The instances of one test, which reach each other."""
 
-    def __init__(self, folder: Path, effects: EffectRunner | None = None, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        effects: EffectRunner | None = None,
+        limits: Limits | None = None,
+        *,
+        fails_alone: bool = False,
+    ) -> None:
+        self.fails_alone = fails_alone  # without it, a message that fails fails the test
         self.folder = folder
         self.effects = effects
         self.limits = limits
