@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import importlib
 import os
 import struct
@@ -14,12 +15,20 @@ from typing import Any
 import lmdb
 import msgspec
 
-from coordinator.core.errors import DamagedLogError, LogError, LogFormatError, LogIdentityError, LogLockedError
+from coordinator.core.errors import (
+    DamagedLogError,
+    LogError,
+    LogFormatError,
+    LogIdentityError,
+    LogLockedError,
+    LogSyncError,
+)
 from coordinator.log import format as log_format
 from coordinator.log.lock import is_locked
-from coordinator.log.pages import PageError, check_pages
+from coordinator.log.pages import PageError, Unnamed, check_pages, name_transaction
 
 DATA_FILE_NAME = "data.mdb"
+READERS_FILE_NAME = "lock.mdb"
 READERS_MAX = 512  # what the first opener sets counts for all: every opener passes the same
 DATABASES_MAX = 32  # more than this version has, so that a later version's can be opened beside them
 
@@ -74,9 +83,12 @@ def log_exists(folder: str | os.PathLike[str]) -> bool:
     return (Path(folder) / DATA_FILE_NAME).exists()
 
 
-def open_environment(folder: Path, *, readonly: bool, map_size_bytes: int) -> lmdb.Environment:
+def open_environment(
+    folder: Path, *, readonly: bool, map_size_bytes: int, mended: list[str] | None = None
+) -> lmdb.Environment:
     """Open the LMDB environment in ``folder``; a file that is there is checked before it is mapped.
 
+    ``mended`` gets, in words, what a writer has put right in it.
     Raises LogFormatError (no LMDB file, or a truncated one), DamagedLogError (LMDB's own pages), LogLockedError (open
     already in this process), LogError.
     """
@@ -84,7 +96,11 @@ def open_environment(folder: Path, *, readonly: bool, map_size_bytes: int) -> lm
     if path.exists() and path.stat().st_size:
         check_data_file(path)
         if not readonly or not is_locked(folder):
-            _check_pages(path, readonly=readonly)
+            unnamed = _check_pages(path, readonly=readonly)
+            if unnamed is not None and not readonly:
+                _name_last_transaction(path, unnamed)
+                if mended is not None:
+                    mended.append(f"{said_of(unnamed)}: it counts, and its meta page says so now")
     elif readonly:
         raise LogFormatError(f"there is no log in {folder}")
     # Engine 0 (LMDB 0.9): py-lmdb 3 has two engines with different file formats; before that there is no choice.
@@ -107,18 +123,43 @@ def open_environment(folder: Path, *, readonly: bool, map_size_bytes: int) -> lm
         raise LogError(f"the log in {folder} cannot be opened: {error}") from error
 
 
-def _check_pages(path: Path, *, readonly: bool) -> None:
-    """Raises DamagedLogError, LogError."""
+def _check_pages(path: Path, *, readonly: bool) -> Unnamed | None:
+    """As check_pages. Raises DamagedLogError, LogError."""
     try:
-        check_pages(path)
+        return check_pages(path)
     except PageError as error:
         if readonly and is_locked(path.parent):
-            return  # a coordinator began to write meanwhile
+            return None  # a coordinator began to write meanwhile
         raise DamagedLogError(
             f"{path} is damaged, in LMDB's own pages: {error}; restore the log from a copy", -1
         ) from error
     except OSError as error:
         raise LogError(f"{path} cannot be read: {error}") from error
+
+
+def said_of(unnamed: Unnamed) -> str:
+    number = unnamed.transaction_id
+    return f"LMDB's transaction {number} is whole, and its meta page says {number - 2}, as after a sync that failed"
+
+
+def _name_last_transaction(path: Path, unnamed: Unnamed) -> None:
+    """Raises LogError, LogSyncError."""
+    try:
+        descriptor = os.open(path.with_name(READERS_FILE_NAME), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            # Who opens the log first tells the others which transaction is the last: a process that has it open still
+            # believes in the one before, and so would LMDB in this one. LMDB has a lock on this byte until it closes.
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+            name_transaction(path, unnamed)
+        finally:
+            os.close(descriptor)
+    except BlockingIOError:
+        raise LogError(
+            f"{path} must be put right before it is written ({said_of(unnamed)}), and a process has it open for"
+            " reading: end that one, then start again"
+        ) from None
+    except OSError as error:
+        raise LogSyncError(f"{path} cannot be put right ({said_of(unnamed)}): {error}; mend the disk") from error
 
 
 def _has_engines() -> bool:

@@ -81,12 +81,15 @@ def open_log(
         raise LogFormatError(f"there is no log in {path}")
     lock = FolderLock(path)
     environment = None
+    mended: list[str] = []
     try:
-        environment = open_environment(path, readonly=False, map_size_bytes=map_size_bytes)
+        environment = open_environment(path, readonly=False, map_size_bytes=map_size_bytes, mended=mended)
         tables = open_tables(environment, path, create=False)
         with environment.begin(buffers=True) as transaction:
             identity = read_identity(transaction, tables, path, instance_name)
-        return LmdbLogStore(path, environment, tables, lock, identity, map_size_bytes_max)
+        store = LmdbLogStore(path, environment, tables, lock, identity, map_size_bytes_max)
+        store.rebuilt[:0] = mended
+        return store
     except lmdb.Error as error:
         _undo(environment, lock)
         raise LogError(f"the log in {path} cannot be opened: {error}") from error

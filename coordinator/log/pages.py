@@ -14,7 +14,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 PAGE_HEADER_SIZE_BYTES = 16
@@ -24,6 +24,7 @@ _DB = struct.Struct("=IHHQQQQQ")  # padding, flags, depth, branch, leaf and over
 _META = struct.Struct(
     "=IIQQ48s48sQQ"
 )  # magic, version, address, map size, free list, main table, last page, transaction
+_META_END = struct.Struct("=QQ")  # last page, transaction
 _BRANCH, _LEAF, _META_PAGE, _KINDS = 0x01, 0x02, 0x08, 0x6F
 _BIG_DATA, _SUB_DATA = 0x01, 0x02
 _NO_PAGE = (1 << 64) - 1
@@ -63,6 +64,20 @@ class Meta:
 
 
 @dataclass(frozen=True, slots=True)
+class Unnamed:
+    """A transaction whose pages are all there, synced, and whose meta page says the ID of two transactions before.
+
+    So LMDB leaves it when the sync of that meta page fails, and so does one flipped bit in the page of a transaction
+    that was durable. Which of them it was can't be told, so the transaction counts.
+    """
+
+    transaction_id: int
+    last_page: int
+    meta_page: int  # its number
+    page_size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Node:
     key: bytes
     child: int  # of a branch
@@ -71,11 +86,27 @@ class _Node:
     data_offset: int
 
 
-def check_pages(path: Path) -> None:
-    """Raises PageError, and OSError where the file cannot be read. Only for a log that no process writes."""
+def check_pages(path: Path) -> Unnamed | None:
+    """The last transaction, where its meta page names another; None where all is as it must be.
+
+    Raises PageError, and OSError where the file cannot be read. Only for a log that no process writes.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        _Walk(descriptor).check()
+        return _Walk(descriptor).check()
+    finally:
+        os.close(descriptor)
+
+
+def name_transaction(path: Path, unnamed: Unnamed) -> None:
+    """Say in its meta page which transaction that is, and make it last. Raises OSError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        named = _META_END.pack(unnamed.last_page, unnamed.transaction_id)
+        offset_bytes = unnamed.meta_page * unnamed.page_size_bytes + PAGE_HEADER_SIZE_BYTES + _META.size - len(named)
+        if os.pwrite(descriptor, named, offset_bytes) != len(named):
+            raise OSError(0, f"the meta page of transaction {unnamed.transaction_id} was not written whole")
+        os.fdatasync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -95,6 +126,7 @@ class _Walk:
         metas = [self._meta(number) for number in range(2)]
         self._older, self._meta_page = sorted(metas, key=lambda meta: meta.transaction_id)
         self._check_metas(metas)
+        self._last_page = self._meta_page.last_page
         self._seen: set[int] = set()
 
     def _meta(self, number: int) -> Meta:
@@ -110,8 +142,6 @@ class _Walk:
             return  # nothing was ever committed
         if metas[self._meta_page.transaction_id & 1] is not self._meta_page or abs(first - second) != 1:
             raise PageError(f"the meta pages are of transactions {first} and {second}, which cannot be")
-        if self._older.last_page > self._meta_page.last_page:
-            raise PageError(f"transaction {self._meta_page.transaction_id} has fewer pages than the one before it")
 
     # --- pages --------------------------------------------------------------------------------------------------------
 
@@ -123,7 +153,7 @@ class _Walk:
 
     def _page(self, number: int, kind: int) -> tuple[bytes, int]:
         """A page of a table, and how many nodes it has."""
-        if not 2 <= number <= self._meta_page.last_page:
+        if not 2 <= number <= self._last_page:
             raise PageError(f"there is no page {number}")
         if number in self._seen:
             raise PageError(f"page {number} is used twice")
@@ -156,39 +186,60 @@ class _Walk:
 
     # --- tables -------------------------------------------------------------------------------------------------------
 
-    def check(self) -> None:
+    def check(self) -> Unnamed | None:
+        self._check_newest(self._meta_page)
+        unnamed = self._check_older()
+        if unnamed is None and self._older.last_page > self._meta_page.last_page:
+            raise PageError(f"transaction {self._meta_page.transaction_id} has fewer pages than the one before it")
+        return unnamed
+
+    def _check_newest(self, meta: Meta) -> None:
+        self._seen.clear()
         names = []
-        for number, page, node in self._leaves(self._meta_page.main, "main"):
+        for number, page, node in self._leaves(meta.main, "main"):
             names.append(node.key)
             if node.flags != _SUB_DATA or node.size_bytes != _DB.size or len(names) > _MAIN_TABLES_MAX:
                 raise PageError(f"page {number} holds what is no table: {node.key!r}")
             table = Table.decode(page[node.data_offset : node.data_offset + _DB.size])
             self._check_table(node.key, table)
         used = frozenset(self._seen)
-        newest = self._meta_page.transaction_id
+        newest = meta.transaction_id
         freed_by = 0
-        for transaction_id, pages in self._free_lists(self._meta_page):
+        for transaction_id, pages in self._free_lists(meta):
             freed_by = transaction_id
             taken = used.intersection(pages)
             if taken:
                 raise PageError(f"page {min(taken)} is used, and listed as free: it is of an earlier transaction")
         if newest > 1 and freed_by != newest:  # the first one frees nothing, all others their table of tables
             raise PageError(f"the meta page of transaction {newest} belongs to transaction {freed_by}")
-        self._check_older()
 
-    def _check_older(self) -> None:
+    def _check_older(self) -> Unnamed | None:
         """The other meta page says how the log was a transaction ago, or would be if it were not said to be older.
 
         Its own pages may have been overwritten since by a transaction that a crash ended: then it is what it says.
         """
         self._seen.clear()
         older = self._older.transaction_id
+        self._last_page = max(
+            self._last_page, self._older.last_page, self._file_size_bytes // self._page_size_bytes - 1
+        )
+        freed_by, last_free = 0, 0
         try:
-            freed_by = max((number for number, _ in self._free_lists(self._older)), default=0)
+            for freed_by, pages in self._free_lists(self._older):
+                last_free = max(last_free, max(pages, default=0))
         except PageError:
-            return
-        if freed_by > older:
-            raise PageError(f"the meta page of transaction {older} belongs to transaction {freed_by}")
+            return None
+        if freed_by <= older:
+            return None
+        wrong = f"the meta page of transaction {older} belongs to transaction {freed_by}"
+        if freed_by != older + 2:  # the one transaction that is written to this meta page next
+            raise PageError(wrong)
+        self._last_page = max(self._last_page, last_free)
+        try:
+            self._check_newest(replace(self._older, transaction_id=freed_by))
+        except PageError as error:
+            raise PageError(f"{wrong}, of which {error}") from None
+        return Unnamed(freed_by, self._last_page, freed_by & 1, self._page_size_bytes)
 
     def _check_table(self, name: bytes, table: Table) -> None:
         shown = name.decode(errors="replace")
@@ -262,7 +313,7 @@ class _Walk:
         for number, page, node in self._leaves(meta.free, _FREE):
             if node.flags & _BIG_DATA:
                 (at,) = struct.unpack_from("=Q", page, node.data_offset)
-                if not 2 <= at <= self._meta_page.last_page:
+                if not 2 <= at <= self._last_page:
                     raise PageError(f"there is no page {at}")
                 data = self._bytes(at, PAGE_HEADER_SIZE_BYTES + node.size_bytes)[PAGE_HEADER_SIZE_BYTES:]
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,12 +19,14 @@ from coordinator.log.environment import (
     Tables,
     check_data_file,
     log_exists,
+    said_of,
     structure_problems,
 )
 from coordinator.log.findings import Finding, Severity
 from coordinator.log.folder import open_reader
 from coordinator.log.format import StoredHeader
 from coordinator.log.lock import is_locked
+from coordinator.log.pages import PageError, check_pages
 from coordinator.log.reader import LogReader, TrimmedError
 from coordinator.log.rebuild import plan_rebuilding
 from coordinator.log.stream_positions import StreamPositions
@@ -102,6 +105,10 @@ class LogVerification:
                 yield Finding(
                     Severity.FATAL, "file", f"LMDB's page structure is damaged: {problem}; restore a copy of the log"
                 )
+            with contextlib.suppress(PageError, OSError):  # open_reader names these
+                unnamed = check_pages(path)
+                if unnamed is not None:
+                    yield Finding(Severity.NOTE, "file", f"{said_of(unnamed)}: the next start takes it in")
             if problems:
                 return  # LMDB follows page numbers without checking them: what comes next could kill this process
         try:

@@ -54,6 +54,11 @@ def flipped(data: bytes, offset_bytes: int, bit: int) -> bytearray:
     return changed
 
 
+def transaction_ids(data: bytes | bytearray) -> list[int]:
+    places = (page * PAGE_SIZE_BYTES + TRANSACTION_ID_OFFSET_BYTES for page in (0, 1))
+    return [struct.unpack_from("=Q", data, place)[0] for place in places]
+
+
 @pytest.mark.parametrize("kind", ["meta", "branch", "leaf", "overflow"])
 def test_a_flipped_bit_never_changes_what_is_executed(
     tmp_path: Path, sample: tuple[bytes, Contents], kind: str
@@ -83,7 +88,15 @@ def test_a_meta_page_that_names_another_transaction(
     tmp_path: Path, sample: tuple[bytes, Contents], page: int, bit: int
 ) -> None:
     """It would bring back the log as it was one transaction ago, with every value intact."""
-    put(tmp_path, flipped(sample[0], page * PAGE_SIZE_BYTES + TRANSACTION_ID_OFFSET_BYTES, bit))
+    place = page * PAGE_SIZE_BYTES + TRANSACTION_ID_OFFSET_BYTES
+    (was,) = struct.unpack_from("=Q", sample[0], place)
+    put(tmp_path, flipped(sample[0], place, bit))
+    if bit == 1 and was & 2 and was == max(transaction_ids(sample[0])):  # which LMDB does, where a sync fails
+        unnamed = check_pages(tmp_path / DATA_FILE_NAME)
+        assert unnamed is not None
+        assert unnamed.transaction_id == was
+        assert outcome(tmp_path, sample[1]) == (SAME, "")
+        return
     with pytest.raises(PageError, match=r"transaction"):
         check_pages(tmp_path / DATA_FILE_NAME)
 
@@ -91,9 +104,7 @@ def test_a_meta_page_that_names_another_transaction(
 def test_a_root_that_is_an_earlier_one(tmp_path: Path, sample: tuple[bytes, Contents]) -> None:
     """The newest meta page points to the table of tables of the transaction before: a page that is free by now."""
     data = bytearray(sample[0])
-    transactions = [
-        struct.unpack_from("=Q", data, page * PAGE_SIZE_BYTES + TRANSACTION_ID_OFFSET_BYTES) for page in (0, 1)
-    ]
+    transactions = transaction_ids(data)
     newest = transactions.index(max(transactions))
     roots = [struct.unpack_from("=Q", data, page * PAGE_SIZE_BYTES + ROOT_OFFSET_BYTES)[0] for page in (0, 1)]
     assert roots[0] != roots[1]

@@ -48,8 +48,16 @@ class Disk:
             self.environment["DISK_SHIM_JOURNAL"] = str(self.journal)
 
     def fail(self, call: str, errno: int) -> None:
-        """``call``: write, sync, read or any. From now on, until :meth:`work`."""
+        """``call``: write, sync, read or any, or one kind of sync (disk_shim.c). From now on, until :meth:`work`."""
         self._say(f"{call} error {errno}")
+
+    def fail_late(self, call: str, errno: int) -> None:
+        """As :meth:`fail`, and what was to be written is there to be read."""
+        self._say(f"{call} late {errno}")
+
+    def kill_at(self, call: str, count: int) -> None:
+        """The process is gone right before its ``count``-th such call."""
+        self._say(f"{call} kill {count}")
 
     def cannot_read_from(self, offset_bytes: int) -> None:
         """Reads of bytes from there on fail with EIO."""

@@ -1,10 +1,11 @@
 /* A disk that fails as it is told to, in front of libc: for files whose path contains $DISK_SHIM_MATCH.
 
    $DISK_SHIM_CONTROL names a file, read at each call; while it is not there, all goes well. Each line is
-       CALL ACTION NUMBER     CALL: write, sync, read or any;  ACTION: error ERRNO, delay MILLISECONDS, kill COUNT,
-                                                                        from OFFSET
-   "kill N": the process is gone right before the Nth such call since it was loaded. "from N": EIO for what touches
-   bytes from N on.
+       CALL ACTION NUMBER     CALL: write, sync, read or any, or one kind of sync: data-sync, meta-sync (of data.mdb's
+                              pages, and of its meta page), journal-sync, folder-sync;
+                              ACTION: error ERRNO, late ERRNO, delay MILLISECONDS, kill COUNT, from OFFSET
+   "late N": the call is made, and then it fails: the bytes are there to be read. "kill N": the process is gone right
+   before the Nth such call since it was loaded. "from N": EIO for what touches bytes from N on.
 
    $DISK_SHIM_JOURNAL names a file that gets what it takes to undo each write, and a note of each sync: what a loss of
    power may take is all that was written since. See tests/faults/disk.py for its format. */
@@ -50,8 +51,19 @@ static int is_ours(int descriptor, char *path, size_t room) {
     return strstr(path, match) != NULL;
 }
 
-/* 0, or -1 with errno set: the call fails. */
-static int meet(const char *call, int index, off_t end) {
+/* Which kind of sync it is. */
+static const char *sync_of(int descriptor, const char *path, int own) {
+    struct stat status;
+    const char *name = strrchr(path, '/');
+    if (!fstat(descriptor, &status) && S_ISDIR(status.st_mode))
+        return "folder-sync";
+    if (name && !strcmp(name, "/data.mdb"))
+        return own ? "meta-sync" : "data-sync";
+    return name && !strncmp(name, "/journal", 8) ? "journal-sync" : "other-sync";
+}
+
+/* 0; -1 with errno set: the call fails; or the errno with which it fails once it is made. */
+static int meet(const char *call, const char *kind, int index, off_t end) {
     const char *control = getenv("DISK_SHIM_CONTROL");
     char text[512], name[16], action[16];
     long number;
@@ -67,7 +79,7 @@ static int meet(const char *call, int index, off_t end) {
         if (sscanf(line, "%15s %15s %ld", name, action, &number) != 3)
             continue;
         int any = !strcmp(name, "any");
-        if (!any && strcmp(name, call))
+        if (!any && strcmp(name, call) && strcmp(name, kind))
             continue;
         if (!strcmp(action, "delay")) {
             struct timespec pause = {number / 1000, number % 1000 * 1000000};
@@ -75,6 +87,8 @@ static int meet(const char *call, int index, off_t end) {
         } else if (!strcmp(action, "kill")) {
             if (calls[any ? 3 : index] >= number)
                 kill(getpid(), SIGKILL);
+        } else if (!strcmp(action, "late")) {
+            return (int)number;
         } else if (strcmp(action, "from") || end > number) {
             errno = strcmp(action, "from") ? (int)number : EIO;
             return -1;
@@ -126,18 +140,20 @@ static int syncs_itself(int descriptor) { return (fcntl(descriptor, F_GETFL) & O
     char path[4096];                                                                                                   \
     if (!is_ours(descriptor, path, sizeof path))                                                                       \
         return call;                                                                                                   \
-    if (meet("write", 0, (offset) + (size)))                                                                                              \
+    int late = meet("write", "", 0, (offset) + (size));                                                                \
+    if (late < 0)                                                                                                      \
         return -1;                                                                                                     \
     int own = syncs_itself(descriptor);                                                                                \
-    if (own && meet("sync", 1, 0))                                                                                        \
+    if (own && !late && (late = meet("sync", sync_of(descriptor, path, own), 1, 0)) < 0)                               \
         return -1;                                                                                                     \
     pthread_mutex_lock(&lock);                                                                                         \
     uint64_t number = note_write(descriptor, path, offset, size);                                                      \
     ssize_t result = call;                                                                                             \
-    if (own && number && result >= 0)                                                                                  \
+    if (own && number && result >= 0 && !late)                                                                         \
         note_event(DONE, path, number);                                                                                \
     pthread_mutex_unlock(&lock);                                                                                       \
-    return result
+    errno = late ? late : errno;                                                                                       \
+    return late ? -1 : result
 
 ssize_t pwrite(int descriptor, const void *data, size_t size, off_t offset) {
     WRITING(path, offset, size, REAL(pwrite)(descriptor, data, size, offset));
@@ -166,15 +182,17 @@ ssize_t writev(int descriptor, const struct iovec *parts, int count) {
     char path[4096];                                                                                                   \
     if (!is_ours(descriptor, path, sizeof path))                                                                       \
         return call;                                                                                                   \
-    if (meet("sync", 1, 0))                                                                                               \
+    int late = meet("sync", sync_of(descriptor, path, 0), 1, 0);                                                       \
+    if (late < 0)                                                                                                      \
         return -1;                                                                                                     \
     pthread_mutex_lock(&lock);                                                                                         \
     uint64_t upto = last_number;                                                                                       \
     pthread_mutex_unlock(&lock);                                                                                       \
     int result = call;                                                                                                 \
-    if (!result)                                                                                                       \
+    if (!result && !late)                                                                                              \
         note_event(SYNC_DONE, path, upto);                                                                             \
-    return result
+    errno = late ? late : errno;                                                                                       \
+    return late ? -1 : result
 
 int fdatasync(int descriptor) { SYNCING(REAL(fdatasync)(descriptor)); }
 
@@ -182,7 +200,7 @@ int fsync(int descriptor) { SYNCING(REAL(fsync)(descriptor)); }
 
 #define READING(offset, call)                                                                                                  \
     char path[4096];                                                                                                   \
-    if (is_ours(descriptor, path, sizeof path) && meet("read", 2, (offset) + size))                                                     \
+    if (is_ours(descriptor, path, sizeof path) && meet("read", "", 2, (offset) + size))                                                     \
         return -1;                                                                                                     \
     return call
 

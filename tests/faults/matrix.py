@@ -147,7 +147,11 @@ CELLS: dict[tuple[Fault, Thing], Cell] = {
         STOPPED, "status 1; a sync is never tried again", "what is on disk is unknown until it is opened again", START
     ),
     (Fault.FAILED_SYNC, Thing.META): Cell(
-        STOPPED, "status 1; a sync is never tried again", "what is on disk is unknown until it is opened again", START
+        STOPPED,
+        "status 1; a sync is never tried again. Where it was that of LMDB's meta page, the next start takes that"
+        " transaction for what the log ends with, and says so",
+        "what is on disk is unknown until it is opened again",
+        START,
     ),
     (Fault.FAILED_SYNC, Thing.CHUNK): Cell(
         STOPPED, "status 1; the checkpoints before stay", "what is on disk is unknown until it is opened again", START
