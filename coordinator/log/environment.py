@@ -19,17 +19,21 @@ from coordinator.core.errors import (
     DamagedLogError,
     LogError,
     LogFormatError,
+    LogFullError,
     LogIdentityError,
     LogLockedError,
     LogSyncError,
 )
 from coordinator.log import format as log_format
 from coordinator.log.lock import is_locked
-from coordinator.log.pages import PageError, Unnamed, check_pages, name_transaction
+from coordinator.log.pages import PageError, Unnamed, check_pages, decode_meta, name_transaction
 
 DATA_FILE_NAME = "data.mdb"
 READERS_FILE_NAME = "lock.mdb"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_ALMOST_FULL_BYTES = 1 << 20
 READERS_MAX = 512  # what the first opener sets counts for all: every opener passes the same
+READERS_SIZE_BYTES = 128 + 64 * READERS_MAX  # of their table, as LMDB makes it
 DATABASES_MAX = 32  # more than this version has, so that a later version's can be opened beside them
 
 # LMDB 0.9's meta pages: a page header of 16 bytes, then MDB_meta (64-bit): magic, version, address, map size, two
@@ -39,7 +43,9 @@ _META_START = struct.Struct("=IIQQI")
 _META_END = struct.Struct("=QQ")
 _META_END_OFFSET_BYTES = 24 + 2 * 48
 _MAGIC = 0xBEEFC0DE
+_META_SIZE_BYTES = _META_OFFSET_BYTES + _META_END_OFFSET_BYTES + _META_END.size
 _DATA_VERSION = 1
+FILES_BESIDE = ("journal", "high-water-mark")  # that only a complete log has
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +86,32 @@ class LogIdentity:
 
 def log_exists(folder: str | os.PathLike[str]) -> bool:
     """Whether ``folder`` holds an LMDB file; whether that is a log of ours shows when it is opened."""
-    return (Path(folder) / DATA_FILE_NAME).exists()
+    path = Path(folder) / DATA_FILE_NAME
+    return path.exists() and not _is_unfinished(path)
+
+
+def _is_unfinished(path: Path) -> bool:
+    """Whether it is what versions up to 4 left of a log where they ended while they made it.
+
+    They made it in place, in two transactions: page 0 is then as LMDB begins it, and page 1 is not there, or has at
+    most the first transaction. No log that was ever complete has such a page 0, and a first start has no other files.
+    """
+    if any(path.with_name(name).exists() for name in FILES_BESIDE):
+        return False
+    with path.open("rb") as file:
+        first = file.read(_META_SIZE_BYTES)
+        if len(first) < _META_SIZE_BYTES:
+            return False
+        magic, version, _, _, page_size_bytes = _META_START.unpack_from(first, _META_OFFSET_BYTES)
+        file.seek(page_size_bytes)
+        second = file.read(_META_SIZE_BYTES).ljust(_META_SIZE_BYTES, b"\0")
+    meta = decode_meta(first[_META_OFFSET_BYTES:])
+    return (
+        (magic, version, meta.transaction_id) == (_MAGIC, _DATA_VERSION, 0)
+        and meta.main.is_empty
+        and meta.free.is_empty
+        and decode_meta(second[_META_OFFSET_BYTES:]).transaction_id <= 1
+    )
 
 
 def open_environment(
@@ -93,7 +124,7 @@ def open_environment(
     already in this process), LogError.
     """
     path = folder / DATA_FILE_NAME
-    if path.exists() and path.stat().st_size:
+    if path.exists():
         check_data_file(path)
         if not readonly or not is_locked(folder):
             unnamed = _check_pages(path, readonly=readonly)
@@ -103,24 +134,51 @@ def open_environment(
                     mended.append(f"{said_of(unnamed)}: it counts, and its meta page says so now")
     elif readonly:
         raise LogFormatError(f"there is no log in {folder}")
-    # Engine 0 (LMDB 0.9): py-lmdb 3 has two engines with different file formats; before that there is no choice.
-    options: dict[str, Any] = {"lib_version": 0} if _has_engines() else {}
     try:
-        return lmdb.open(
-            str(folder),
-            map_size=map_size_bytes,
-            readonly=readonly,
-            create=not readonly,
-            max_readers=READERS_MAX,
-            max_dbs=DATABASES_MAX,
-            **options,
+        _allocate_readers_table(folder)
+        return _open_lmdb(
+            folder, map_size=map_size_bytes, readonly=readonly, create=not readonly, max_readers=READERS_MAX
         )
+    except OSError as error:
+        raise failure_of(folder, error) from error
     except lmdb.Error as error:
+        if isinstance(error, lmdb.DiskError):
+            raise failure_of(folder, error) from error
         if "already open" in str(error):
             raise LogLockedError(f"the log in {folder} is open already in this process; use that one") from error
         if isinstance(error, lmdb.InvalidError | lmdb.VersionMismatchError | lmdb.CorruptedError):
             raise LogFormatError(f"{path} is not a log of this format: {error}") from error
         raise LogError(f"the log in {folder} cannot be opened: {error}") from error
+
+
+def _allocate_readers_table(folder: Path) -> None:
+    """LMDB makes it as a hole, and maps it: on a full disk the first touch would kill the process. Raises OSError."""
+    path = folder / READERS_FILE_NAME
+    # To close a file drops the locks that this process has on it, and LMDB's would be: it is opened when there is need.
+    if path.exists() and path.stat().st_blocks * 512 >= READERS_SIZE_BYTES:
+        return
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            return  # a reader that may not write there gets along, or LMDB says what is wrong
+        raise
+    try:
+        os.posix_fallocate(descriptor, 0, READERS_SIZE_BYTES)
+    finally:
+        os.close(descriptor)
+
+
+def new_environment(folder: Path) -> lmdb.Environment:
+    """For the first transactions of a log that nobody else knows of. Raises lmdb.Error."""
+    return _open_lmdb(folder, map_size=1 << 20, lock=False)
+
+
+def _open_lmdb(folder: Path, **options: Any) -> lmdb.Environment:
+    # Engine 0 (LMDB 0.9): py-lmdb 3 has two engines with different file formats; before that there is no choice.
+    if _has_engines():
+        options["lib_version"] = 0
+    return lmdb.open(str(folder), max_dbs=DATABASES_MAX, **options)
 
 
 def _check_pages(path: Path, *, readonly: bool) -> Unnamed | None:
@@ -174,22 +232,22 @@ def open_tables(environment: lmdb.Environment, folder: Path, *, create: bool) ->
     """Open every named database.
 
     Without ``create`` it raises LogFormatError when one is missing or the log is of another format version, and
-    DamagedLogError.
+    DamagedLogError; with it lmdb.Error.
     """
     names = Tables.__dataclass_fields__
-    try:
-        if not create:
-            meta = environment.open_db(b"meta", create=False)
-            with environment.begin(buffers=True) as transaction:
-                version = _check_format(transaction, meta, folder)  # first: another version may have other databases
-            # Logs of version 3 were begun that have it not. To make a table is a transaction, which would have to take
-            # in what a journal has.
-            if version < log_format.JOURNAL_VERSION and not environment.flags()["readonly"]:
-                environment.open_db(b"spilled")
-            may_miss = _SINCE_VERDICTS if version < log_format.VERDICTS_VERSION else ()
-            return Tables(*(_open_table(environment, name, may_miss) for name in names))
+    if create:
         with environment.begin(write=True) as transaction:
             return Tables(*(environment.open_db(name.encode(), txn=transaction) for name in names))
+    try:
+        meta = environment.open_db(b"meta", create=False)
+        with environment.begin(buffers=True) as transaction:
+            version = _check_format(transaction, meta, folder)  # first: another version may have other databases
+        # Logs of version 3 were begun that have it not. To make a table is a transaction, which would have to take
+        # in what a journal has.
+        if version < log_format.JOURNAL_VERSION and not environment.flags()["readonly"]:
+            environment.open_db(b"spilled")
+        may_miss = _SINCE_VERDICTS if version < log_format.VERDICTS_VERSION else ()
+        return Tables(*(_open_table(environment, name, may_miss) for name in names))
     except (lmdb.NotFoundError, lmdb.ReadonlyError) as error:
         raise LogFormatError(f"there is no complete log in {folder}: {error}") from None
     except lmdb.Error as error:
@@ -274,6 +332,25 @@ def check_data_file(path: Path) -> None:
         )
 
 
+def failure_of(folder: Path, error: lmdb.Error | OSError) -> LogError:
+    """What a write that failed with ``error`` means to a log in ``folder``."""
+    code = error.errno if isinstance(error, OSError) else getattr(error, "code", 0)
+    # LMDB reports a write that the disk took only in part as EIO: on a full disk that is no fault of the disk.
+    if code in _FULL or isinstance(error, lmdb.DiskError) or (code == errno.EIO and _disk_is_full(folder)):
+        return LogFullError(
+            f"the disk of the log folder {folder} is full: the transaction was not written;"
+            f" make room, then start again ({error})"
+        )
+    return LogSyncError(
+        f"a write to the log in {folder} failed: what is on disk is unknown until it is opened again ({error})"
+    )
+
+
+def _disk_is_full(folder: Path) -> bool:
+    state = os.statvfs(folder)
+    return state.f_bavail * state.f_frsize < _ALMOST_FULL_BYTES
+
+
 def sync_folder(path: Path) -> None:
     """Make durable which files ``path`` holds, and under which names. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -298,7 +375,10 @@ def _needed_size_bytes(path: Path) -> int:
         with path.open("rb") as file:
             start = file.read(_META_OFFSET_BYTES + _META_END_OFFSET_BYTES + _META_END.size)
             if len(start) < _META_OFFSET_BYTES + _META_START.size:
-                raise LogFormatError(f"{path} is not an LMDB file: it has {len(start)} bytes")
+                raise LogFormatError(
+                    f"{path} is not an LMDB file: it has {len(start)} bytes; restore it from a copy, or, where this"
+                    " instance never did anything, remove it and start again"
+                )
             page_size_bytes = _META_START.unpack_from(start, _META_OFFSET_BYTES)[4]
             if not 256 <= page_size_bytes <= 65536 or page_size_bytes & (page_size_bytes - 1):
                 raise LogFormatError(f"{path} is not an LMDB file of this kind of machine")

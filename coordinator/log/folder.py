@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import time
 from pathlib import Path
 
@@ -13,9 +14,12 @@ from coordinator.core.errors import LogError, LogFormatError, require
 from coordinator.fault_points import FaultPoint, reach
 from coordinator.log import format as log_format
 from coordinator.log.environment import (
+    DATA_FILE_NAME,
     LogIdentity,
-    Tables,
+    check_data_file,
+    failure_of,
     log_exists,
+    new_environment,
     open_environment,
     open_tables,
     read_identity,
@@ -27,6 +31,7 @@ from coordinator.log.store import LmdbLogStore
 
 MAP_SIZE_BYTES = 64 << 30  # sparse: costs address space, no disk
 MAP_SIZE_BYTES_MAX = 1 << 40
+_PARTIAL_FOLDER_NAME = ".new"
 
 Folder = str | os.PathLike[str]
 
@@ -41,7 +46,8 @@ def create_log(
 ) -> LmdbLogStore:
     """Make a new log and open it for writing; without ``committer_id`` a random one is drawn.
 
-    A folder where making a log was cut off is taken over. Raises LogFormatError where there is a log already.
+    The file has its name only once the log in it is complete: what a start leaves that was cut off does not count.
+    Raises LogFormatError where there is a log already, LogFullError.
     """
     if committer_id is None:
         committer_id = secrets.randbelow(log_format.COMMITTER_ID_MAX) + 1
@@ -51,17 +57,16 @@ def create_log(
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     lock = FolderLock(path)
-    environment = None
     try:
-        environment = open_environment(path, readonly=False, map_size_bytes=map_size_bytes)
-        identity = LogIdentity(log_format.FORMAT_VERSION, instance_name, committer_id, time.time_ns())
-        tables = _initialize(environment, path, identity)
+        if log_exists(path):
+            check_data_file(path / DATA_FILE_NAME)
+            raise LogFormatError(f"there is a log in {path} already: open it, or choose another folder")
+        _make(path, LogIdentity(log_format.FORMAT_VERSION, instance_name, committer_id, time.time_ns()))
         reach(FaultPoint.LOG_CREATED)
-        sync_names(path)
-        return LmdbLogStore(path, environment, tables, lock, identity, map_size_bytes_max)
     except BaseException:
-        _undo(environment, lock)
+        lock.release()
         raise
+    return _open(path, lock, instance_name, map_size_bytes, map_size_bytes_max)
 
 
 def open_log(
@@ -79,10 +84,17 @@ def open_log(
     path = Path(folder)
     if not log_exists(path):
         raise LogFormatError(f"there is no log in {path}")
-    lock = FolderLock(path)
+    return _open(path, FolderLock(path), instance_name, map_size_bytes, map_size_bytes_max)
+
+
+def _open(
+    path: Path, lock: FolderLock, instance_name: str, map_size_bytes: int, map_size_bytes_max: int
+) -> LmdbLogStore:
+    """As open_log. The lock is the store's, or released."""
     environment = None
     mended: list[str] = []
     try:
+        sync_names(path)
         environment = open_environment(path, readonly=False, map_size_bytes=map_size_bytes, mended=mended)
         tables = open_tables(environment, path, create=False)
         with environment.begin(buffers=True) as transaction:
@@ -90,11 +102,14 @@ def open_log(
         store = LmdbLogStore(path, environment, tables, lock, identity, map_size_bytes_max)
         store.rebuilt[:0] = mended
         return store
-    except lmdb.Error as error:
-        _undo(environment, lock)
-        raise LogError(f"the log in {path} cannot be opened: {error}") from error
-    except BaseException:
-        _undo(environment, lock)
+    except BaseException as error:
+        if environment is not None:
+            environment.close()
+        lock.release()
+        if isinstance(error, OSError):
+            raise failure_of(path, error) from error
+        if isinstance(error, lmdb.Error):
+            raise LogError(f"the log in {path} cannot be opened: {error}") from error
         raise
 
 
@@ -118,8 +133,10 @@ def open_reader(folder: Folder, instance_name: str | None = None) -> LogReader:
         raise
 
 
-def _initialize(environment: lmdb.Environment, folder: Path, identity: LogIdentity) -> Tables:
-    tables = open_tables(environment, folder, create=True)
+def _make(folder: Path, identity: LogIdentity) -> None:
+    """A new log's file, which gets its name once it is complete. Raises LogFullError, LogSyncError."""
+    partial = folder / _PARTIAL_FOLDER_NAME
+    shutil.rmtree(partial, ignore_errors=True)  # what was cut off
     values: dict[bytes, object] = {
         log_format.META_FORMAT: identity.format_version,
         log_format.META_INSTANCE: identity.instance_name,
@@ -127,14 +144,17 @@ def _initialize(environment: lmdb.Environment, folder: Path, identity: LogIdenti
         log_format.META_CREATED: identity.created_ns,
     }
     try:
-        with environment.begin(write=True) as transaction:
-            if transaction.get(log_format.META_FORMAT, db=tables.meta) is not None:
-                raise LogFormatError(f"there is a log in {folder} already: open it, or choose another folder")
-            for key, payload in values.items():
-                transaction.put(key, log_format.seal(b"meta", key, payload), db=tables.meta)
-    except lmdb.Error as error:
-        raise LogError(f"no log can be made in {folder}: {error}") from error
-    return tables
+        partial.mkdir()
+        with new_environment(partial) as environment:
+            tables = open_tables(environment, partial, create=True)
+            with environment.begin(write=True) as transaction:
+                for key, payload in values.items():
+                    transaction.put(key, log_format.seal(b"meta", key, payload), db=tables.meta)
+        (partial / DATA_FILE_NAME).replace(folder / DATA_FILE_NAME)
+    except (lmdb.Error, OSError) as error:
+        raise failure_of(folder, error) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def sync_names(path: Path) -> None:
@@ -148,9 +168,3 @@ def sync_names(path: Path) -> None:
             sync_folder(folder)
         except PermissionError:
             return  # who may not look into it has made nothing in it
-
-
-def _undo(environment: lmdb.Environment | None, lock: FolderLock) -> None:
-    if environment is not None:
-        environment.close()
-    lock.release()

@@ -52,6 +52,10 @@ class Table:
         _, _, depth, _, _, _, entries, root = _DB.unpack(data)
         return cls(depth, entries, root)
 
+    @property
+    def is_empty(self) -> bool:
+        return self.root == _NO_PAGE and not self.entries
+
 
 @dataclass(frozen=True, slots=True)
 class Meta:
@@ -223,18 +227,17 @@ class _Walk:
         self._last_page = max(
             self._last_page, self._older.last_page, self._file_size_bytes // self._page_size_bytes - 1
         )
-        freed_by, last_free = 0, 0
         try:
-            for freed_by, pages in self._free_lists(self._older):
-                last_free = max(last_free, max(pages, default=0))
+            free = [(number, max(pages, default=0)) for number, pages in self._free_lists(self._older)]
         except PageError:
             return None
+        freed_by = free[-1][0] if free else 0
         if freed_by <= older:
             return None
         wrong = f"the meta page of transaction {older} belongs to transaction {freed_by}"
         if freed_by != older + 2:  # the one transaction that is written to this meta page next
             raise PageError(wrong)
-        self._last_page = max(self._last_page, last_free)
+        self._last_page = max(self._last_page, *(page for _, page in free))
         try:
             self._check_newest(replace(self._older, transaction_id=freed_by))
         except PageError as error:

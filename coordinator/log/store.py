@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import struct
 import threading
@@ -19,7 +18,6 @@ from coordinator.core.errors import (
     DamagedLogError,
     LogError,
     LogFullError,
-    LogSyncError,
     fail,
     require,
 )
@@ -42,6 +40,7 @@ from coordinator.log.environment import (
     LogIdentity,
     Tables,
     extend_data_file,
+    failure_of,
     last_transaction_id,
     make_missing_tables,
 )
@@ -59,8 +58,6 @@ from protocol.verdicts import MessageKey
 Result = TypeVar("Result")
 WriteTransaction: TypeAlias = "lmdb.Transaction[memoryview]"
 _RECORD_HEADER = struct.Struct("<iiQq")
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_ALMOST_FULL_BYTES = 1 << 20
 
 
 class LmdbLogStore:
@@ -99,7 +96,7 @@ class LmdbLogStore:
         try:
             environment.sync(True)  # a copy, say: entries of the journal follow a transaction, which must outlive them
         except lmdb.Error as error:
-            raise self._failure_of(error) from error
+            raise failure_of(self._folder, error) from error
         transaction_id = last_transaction_id(environment)
         with environment.begin(buffers=True) as transaction:
             self._needs_journal = reading.has_journal(transaction, tables)  # as the tables say
@@ -405,7 +402,7 @@ class LmdbLogStore:
             try:
                 appended = self._journal.append(rows)
             except OSError as error:
-                self._failure = self._failure_of(error)
+                self._failure = failure_of(self._folder, error)
                 raise self._failure from error
             if appended:
                 self._journaled[1].update(rows)
@@ -443,7 +440,7 @@ class LmdbLogStore:
                 except lmdb.MapFullError:
                     self._grow()  # the transaction was aborted: nothing of it is lost, it is done again
                 except lmdb.Error as error:
-                    self._failure = self._failure_of(error)
+                    self._failure = failure_of(self._folder, error)
                     raise self._failure from error
 
     def _write_if_needed(self, operation: Callable[[WriteTransaction], Result]) -> Result | None:
@@ -474,23 +471,6 @@ class LmdbLogStore:
             raise self._failure
         with self._map_lock:
             self._environment.set_mapsize(min(size_bytes * 2, self._map_size_bytes_max))
-
-    def _failure_of(self, error: lmdb.Error | OSError) -> LogError:
-        code = error.errno if isinstance(error, OSError) else getattr(error, "code", 0)
-        # LMDB reports a write that the disk took only in part as EIO: on a full disk that is no fault of the disk.
-        if code in _FULL or isinstance(error, lmdb.DiskError) or (code == errno.EIO and self._disk_is_full()):
-            return LogFullError(
-                f"the disk of the log folder {self._folder} is full: the transaction was not written;"
-                f" make room, then start again ({error})"
-            )
-        return LogSyncError(
-            f"a write to the log in {self._folder} failed: what is on disk is unknown until it is opened again"
-            f" ({error})"
-        )
-
-    def _disk_is_full(self) -> bool:
-        state = os.statvfs(self._folder)
-        return state.f_bavail * state.f_frsize < _ALMOST_FULL_BYTES
 
 
 class _NothingToDoError(Exception):

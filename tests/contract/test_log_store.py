@@ -830,7 +830,7 @@ def test_creating_twice_and_after_a_cut(tmp_path: Path) -> None:
     import lmdb
 
     lmdb.open(str(tmp_path), max_dbs=3, **({"lib_version": 0} if lmdb.__version__ >= "3" else {})).close()
-    with pytest.raises(LogFormatError, match="no complete log"):
+    with pytest.raises(LogFormatError, match="there is no log in"):
         open_small(tmp_path)
     new_log(tmp_path).close()  # a start that was cut off is begun again
     with pytest.raises(LogFormatError, match="there is a log in"):

@@ -123,5 +123,5 @@ def test_it_is_not_put_right_under_a_reader(tmp_path: Path) -> None:
 def test_no_other_number_is_believed(tmp_path: Path, by: int) -> None:
     transaction_id = unnamed_log(tmp_path)
     set_transaction_id(tmp_path, transaction_id & 1, transaction_id ^ by)
-    with pytest.raises(Exception, match="the meta pages are of transactions|restore the log from a copy"):
+    with pytest.raises(Exception, match=r"the meta pages are of transactions|restore the log from a copy"):
         open_log(tmp_path, NAME, map_size_bytes=1 << 24)

@@ -1,0 +1,156 @@
+"""A first start that ends anywhere: the next one begins, and takes nothing for unfinished that is a log."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from coordinator.core.errors import DamagedLogError, LogFormatError
+from coordinator.log import Severity, create_log, log_exists, open_log, verify_log
+from coordinator.log.environment import Tables, new_environment
+from tests.faults.disk import Disk, shimmed
+from tests.faults.sample_log import COMMITTER_ID, NAME, PAGE_SIZE_BYTES, put_record
+
+REPOSITORY = Path(__file__).parents[2]
+DISK_PAGES = 600
+
+START = """
+import sys
+from pathlib import Path
+from coordinator.core.errors import LogError
+from coordinator.log import create_log, log_exists, open_log
+from tests.faults.sample_log import COMMITTER_ID, NAME, put_record
+folder = Path(sys.argv[1])
+try:
+    if log_exists(folder):
+        store = open_log(folder, NAME, map_size_bytes=1 << 24)
+    else:
+        store = create_log(folder, NAME, committer_id=COMMITTER_ID, map_size_bytes=1 << 24)
+    first = store.summary().last_sequence_id + 1
+    for number in range(first, first + 2):
+        put_record(store, number)
+        print(number, flush=True)
+except (LogError, OSError) as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+store.close()
+"""
+
+
+def start(folder: Path, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", START, str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=environment, check=False)
+
+
+def goes_on(folder: Path, told: str) -> None:
+    """The next start has what the one before has told of."""
+    again = start(folder)
+    assert again.returncode == 0, again
+    assert int(again.stdout.split()[0]) >= len(told.split())
+    assert not [one for one in verify_log(folder, NAME).findings() if one.severity is not Severity.NOTE]
+
+
+def test_a_first_start_killed_at_each_write_and_sync(tmp_path: Path) -> None:
+    count = 0
+    while True:
+        count += 1
+        folder = tmp_path / f"home-{count}" / "log"
+        folder.parent.mkdir()
+        disk = Disk(folder.parent, folder)
+        disk.kill_at("any", count)
+        ended = start(folder, shimmed(disk))
+        if ended.returncode == 0:
+            break
+        assert ended.returncode == -signal.SIGKILL, ended
+        goes_on(folder, ended.stdout)
+    assert count > 20
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_PAGES * PAGE_SIZE_BYTES}", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this machine lets nobody mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("pages", [*range(8), *range(8, 60, 4)])
+def test_a_first_start_on_a_disk_with_little_room(small_disk: Path, pages: int) -> None:
+    ballast = small_disk / "ballast"
+    free = os.statvfs(small_disk).f_bavail - pages
+    ballast.write_bytes(bytes(free * PAGE_SIZE_BYTES))
+    told = start(small_disk / "log")
+    if told.returncode:
+        assert told.returncode == 1, told
+        assert "LogFullError: the disk of the log folder" in told.stderr
+        assert "make room, then start again" in told.stderr
+    ballast.unlink()
+    goes_on(small_disk / "log", told.stdout)
+
+
+def unfinished_log(folder: Path, transactions: int) -> bytes:
+    """What a version up to 4 left that was killed before its second transaction."""
+    with new_environment(folder) as environment:
+        if transactions:
+            with environment.begin(write=True) as transaction:
+                for name in Tables.__dataclass_fields__:
+                    environment.open_db(name.encode(), txn=transaction)
+    return (folder / "data.mdb").read_bytes()
+
+
+@pytest.mark.parametrize("transactions", [0, 1])
+def test_what_an_earlier_version_left_is_made_anew(tmp_path: Path, transactions: int) -> None:
+    unfinished_log(tmp_path, transactions)
+    assert not log_exists(tmp_path)
+    goes_on(tmp_path, "")
+
+
+def test_one_page_of_what_an_earlier_version_left_is_made_anew(tmp_path: Path) -> None:
+    (tmp_path / "data.mdb").write_bytes(unfinished_log(tmp_path, 0)[:PAGE_SIZE_BYTES])
+    goes_on(tmp_path, "")
+
+
+def test_nothing_else_is_taken_for_unfinished(tmp_path: Path) -> None:
+    store = create_log(tmp_path, NAME, committer_id=COMMITTER_ID, map_size_bytes=1 << 24)
+    put_record(store, 0)
+    store.close()
+    whole = (tmp_path / "data.mdb").read_bytes()
+    first, second, rest = (
+        whole[:PAGE_SIZE_BYTES],
+        whole[PAGE_SIZE_BYTES:][:PAGE_SIZE_BYTES],
+        whole[2 * PAGE_SIZE_BYTES :],
+    )
+    new = unfinished_log(new_folder(tmp_path), 0)[:PAGE_SIZE_BYTES]
+    for data in (b"", bytes(PAGE_SIZE_BYTES), first, first + second, new + second, new + second + rest, first[:100]):
+        (tmp_path / "data.mdb").write_bytes(data)
+        for beside in ("high-water-mark", "journal"):
+            (tmp_path / beside).unlink(missing_ok=True)
+        is_a_log(tmp_path)
+    (tmp_path / "data.mdb").write_bytes(new)
+    (tmp_path / "journal").touch()
+    is_a_log(tmp_path)
+
+
+def is_a_log(folder: Path) -> None:
+    """And a damaged one, which nobody touches."""
+    data = (folder / "data.mdb").read_bytes()
+    assert log_exists(folder), data[:160]
+    for opener in (open_log, create_log):
+        with pytest.raises((LogFormatError, DamagedLogError)):
+            opener(folder, NAME, map_size_bytes=1 << 24)
+    assert (folder / "data.mdb").read_bytes() == data
+
+
+def new_folder(folder: Path) -> Path:
+    (folder / "new").mkdir()
+    return folder / "new"
