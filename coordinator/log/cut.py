@@ -31,6 +31,7 @@ from coordinator.log.environment import (
 from coordinator.log.findings import Finding
 from coordinator.log.folder import MAP_SIZE_BYTES
 from coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
+from coordinator.log.high_water import HighWaterMark
 from coordinator.log.journal import Journal, JournalReader, put_rows
 from coordinator.log.lock import FolderLock
 from coordinator.log.trim import Budget, delete_range
@@ -76,7 +77,10 @@ class LogCutter:
             tables = open_tables(environment, self._folder, create=False)
             with environment.begin(buffers=True) as transaction:
                 identity = read_identity(transaction, tables, self._folder, self._instance_name)
-            journaled = JournalReader(self._folder, identity).rows(last_transaction_id(environment))
+                nonce = reading.journal_nonce(transaction, tables)
+            journaled = JournalReader(self._folder, identity).rows(
+                last_transaction_id(environment), nonce=lambda: nonce
+            )
             with environment.begin(write=True, buffers=True) as write:
                 put_rows(write, tables, journaled)
                 write.delete(log_format.META_JOURNAL, db=tables.meta)
@@ -84,6 +88,7 @@ class LogCutter:
             with environment.begin(buffers=True) as transaction:
                 checkpoint_ids = _cut_checkpoint_ids(transaction, tables, plan.sequence_id)
             kept = self._keep(environment, tables, plan, checkpoint_ids)
+            HighWaterMark(self._folder, identity).remove()
             with environment.begin(write=True, buffers=True) as write:
                 remove_from(write, tables, plan.sequence_id, checkpoint_ids)
             return kept

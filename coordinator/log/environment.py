@@ -27,6 +27,7 @@ from coordinator.core.errors import (
 from coordinator.log import format as log_format
 from coordinator.log.lock import is_locked
 from coordinator.log.pages import PageError, Unnamed, check_pages, decode_meta, name_transaction
+from protocol.checksum import crc64
 
 DATA_FILE_NAME = "data.mdb"
 READERS_FILE_NAME = "lock.mdb"
@@ -45,6 +46,7 @@ _META_END_OFFSET_BYTES = 24 + 2 * 48
 _MAGIC = 0xBEEFC0DE
 _META_SIZE_BYTES = _META_OFFSET_BYTES + _META_END_OFFSET_BYTES + _META_END.size
 _DATA_VERSION = 1
+_IDENTITY = struct.Struct("<QQ")  # committer ID, when the log was made
 FILES_BESIDE = ("journal", "high-water-mark")  # that only a complete log has
 
 
@@ -82,6 +84,11 @@ class LogIdentity:
     instance_name: str
     committer_id: int
     created_ns: int
+
+    @property
+    def check(self) -> int:
+        """With what the CRCs of files beside the tables begin: nothing of another log counts."""
+        return crc64(_IDENTITY.pack(self.committer_id, self.created_ns))
 
 
 def log_exists(folder: str | os.PathLike[str]) -> bool:

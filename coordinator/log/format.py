@@ -51,7 +51,7 @@ META_CUTS = b"cuts"
 META_STREAM_STARTS = b"stream_starts"
 META_CLIENTS_FORGOTTEN = b"clients_forgotten_ns"
 META_SUSPECT = b"suspect"
-META_JOURNAL = b"journal"  # 1: there is one, and without it the log is not whole
+META_JOURNAL = b"journal"  # the nonce of the one without which the log is not whole
 
 _encode = msgspec.msgpack.Encoder().encode
 INT = msgspec.msgpack.Decoder(int)

@@ -11,7 +11,9 @@ import contextlib
 import errno
 import mmap
 import os
+import secrets
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from struct import Struct
 from typing import TypeAlias
@@ -31,10 +33,34 @@ ENTRY_SIZE_BYTES_MAX = 32 << 10  # larger ones gain nothing
 
 Rows: TypeAlias = dict[tuple[str, bytes], bytes]  # by table and key
 
-_MAGIC = b"IMJ1"
-_HEADER = Struct("<4sIQQQ")  # magic, size of the rows, LMDB transaction, number of the entry from 0, CRC
-_CHECKED = Struct("<4sIQQ")
-_IDENTITY = Struct("<QQ")  # committer ID, when the log was made
+NO_NONCE = 1  # what the tables of version 4 say
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Which entry it is: entries of one journal come in this order."""
+
+    transaction_id: int  # the one of LMDB that it follows
+    number: int  # of those that follow it, from 0
+    nonce: int = NO_NONCE  # of the life that wrote it
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How an entry begins: what its CRC covers, the CRC, and then the rows."""
+
+    magic: bytes
+    checked: Struct  # magic, size of the rows, then the fields of _Place
+
+    @property
+    def header_size_bytes(self) -> int:
+        return self.checked.size + _CRC_SIZE_BYTES
+
+
+_CRC_SIZE_BYTES = 8
+_FORM = _Form(b"IMJ2", Struct("<4sIQQQ"))
+_FORM_4 = _Form(b"IMJ1", Struct("<4sIQQ"))  # of version 4
+_FORMS = {form.magic: form for form in (_FORM, _FORM_4)}
 _encode = msgspec.msgpack.Encoder().encode
 _ROWS = msgspec.msgpack.Decoder(list[tuple[str, bytes, bytes]])
 
@@ -43,8 +69,9 @@ class Journal:
     """The writer's end. What is in the tables says that there is one from :meth:`make` until before :meth:`remove`."""
 
     def __init__(self, folder: Path, identity: LogIdentity) -> None:
+        self.nonce = secrets.randbits(63) | 2  # of this life
         self._path = folder / FILE_NAME
-        self._seed = _seed(identity)
+        self._seed = identity.check
         self._descriptor: int | None = None
         self._buffer = mmap.mmap(-1, ENTRY_SIZE_BYTES_MAX)  # aligned, as writes past the page cache must be
         self._transaction_id: int | None = None
@@ -61,10 +88,10 @@ class Journal:
         if self._transaction_id is None or self._descriptor is None:
             return False
         packed = _encode([(table, key, value) for (table, key), value in rows.items()])
-        size_bytes = -(-(_HEADER.size + len(packed)) // BLOCK_SIZE_BYTES) * BLOCK_SIZE_BYTES
+        size_bytes = _blocks_size_bytes(_FORM, packed)
         if size_bytes > ENTRY_SIZE_BYTES_MAX or self._offset_bytes + size_bytes > FILE_SIZE_BYTES:
             return False
-        entry = encode_entry(self._seed, self._transaction_id, self._number, packed)
+        entry = encode_entry(self._seed, self._transaction_id, self._number, self.nonce, packed)
         self._buffer[: len(entry)] = entry
         with memoryview(self._buffer)[:size_bytes] as blocks:
             written = os.pwrite(self._descriptor, blocks, self._offset_bytes)
@@ -127,34 +154,32 @@ class JournalReader:
         self.mended: list[str] = []  # what was found damaged and put right, in words
         self.left_out: list[str] = []  # what was found cut off, in words
         self._path = folder / FILE_NAME
-        self._seed = _seed(identity)
-        self._transaction_id = -1
+        self._seed = identity.check
+        self._next = _Place(-1, 0)
         self._offset_bytes = 0
-        self._number = 0
         self._rows: Rows = {}
-        self._tried = (-1, -1)  # to look for a flipped bit in a large entry takes a second
+        self._tried = self._next  # to look for a flipped bit in a large entry takes a second
 
     def rows(
         self,
         transaction_id: int,
         *,
-        is_needed: Callable[[], bool] = lambda: False,
+        nonce: Callable[[], int | None] = lambda: None,
         may_mend: Callable[[], bool] = lambda: True,
     ) -> Rows:
         """The rows behind the LMDB transaction ``transaction_id``. Not to be changed.
 
-        ``is_needed``: whether that transaction says that there is a journal. ``may_mend``: whether an entry that is not
-        right can't be one that is being written just now; then a flipped bit is put right.
-        Raises DamagedLogError where an entry is damaged, or the file is missing.
+        ``nonce``: which one that transaction says that the journal has, None where it says that there is none.
+        ``may_mend``: whether an entry that is not right can't be one that is being written just now; then a flipped bit
+        is put right. Raises DamagedLogError where an entry is damaged, or the file is missing.
         """
-        first_look = transaction_id != self._transaction_id
+        first_look = transaction_id != self._next.transaction_id
         if first_look:
-            self._transaction_id, self._rows = transaction_id, {}
-            self._offset_bytes = self._number = 0
+            self._next, self._offset_bytes, self._rows = _Place(transaction_id, 0, nonce() or 0), 0, {}
         try:
             descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            if not is_needed():
+            if nonce() is None:
                 return self._rows
             raise DamagedLogError(
                 f"{self._path} is missing: the log was not stopped, and its last commits are nowhere else; restore both"
@@ -181,96 +206,139 @@ class JournalReader:
             os.close(descriptor)
         return self._rows
 
+    def make_durable(self) -> None:
+        """All entries whose rows were given. Raises OSError.
+
+        One of a write that failed can be read and may be on no disk; to sync it once more would do nothing, since the
+        kernel believes that it wrote it.
+        """
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            data = os.pread(descriptor, self._offset_bytes, 0)
+            if os.pwrite(descriptor, data, 0) != self._offset_bytes:
+                raise OSError(0, f"{self._path} was not written whole")
+            os.fdatasync(descriptor)
+        finally:
+            os.close(descriptor)
+
     def _read_on(self, descriptor: int, may_mend: Callable[[], bool]) -> None:
         rows: Rows = {}
         while True:
             data = os.pread(descriptor, ENTRY_SIZE_BYTES_MAX, self._offset_bytes)
-            packed = decode_entry(data, self._seed, self._transaction_id, self._number)
+            packed = decode_entry(data, self._seed, self._next)
             if packed is None:
                 packed = self._mended(data, may_mend)
             if packed is None:
                 break
             rows |= {(table, key): value for table, key, value in _ROWS.decode(packed)}
-            self._offset_bytes += -(-(_HEADER.size + len(packed)) // BLOCK_SIZE_BYTES) * BLOCK_SIZE_BYTES
-            self._number += 1
+            self._offset_bytes += _blocks_size_bytes(_form_of(self._next), packed)
+            self._next = replace(self._next, number=self._next.number + 1)
         if rows:
             self._rows = {**self._rows, **rows}
 
     def _check_end(self, descriptor: int) -> None:
         """Entries are written one after the other: behind the last one there is none that counts.
 
-        And none names a transaction that is not there: it was durable before the entry was written.
+        And none names a transaction that is not there, since that was durable before the entry was written; nor another
+        life of this log, since each begins a file of its own.
         """
         rest = os.pread(descriptor, FILE_SIZE_BYTES, self._offset_bytes)
-        for start in range(0, len(rest) - _HEADER.size + 1, BLOCK_SIZE_BYTES):
-            magic, _, transaction_id, number, _ = _HEADER.unpack_from(rest, start)
-            if magic != _MAGIC or (transaction_id, number) <= (self._transaction_id, self._number):
-                continue
+        for start in range(0, len(rest) - _FORM.header_size_bytes + 1, BLOCK_SIZE_BYTES):
             entry = rest[start : start + ENTRY_SIZE_BYTES_MAX]
-            if decode_entry(entry, self._seed, transaction_id, number) is None:
+            place = _place_of(entry)
+            if place is None or decode_entry(entry, self._seed, place) is None:
                 continue
-            if transaction_id > self._transaction_id:
+            if place.transaction_id > self._next.transaction_id:
                 raise DamagedLogError(
-                    f"{self._path} has commits that follow transaction {transaction_id}, and the tables end with"
-                    f" {self._transaction_id}: they lost some, or are an older copy; restore both files from one copy"
-                    " (a copy of a stopped log has no journal: then remove this one)",
+                    f"{self._path} has commits that follow transaction {place.transaction_id}, and the tables end with"
+                    f" {self._next.transaction_id}: they lost some, or are an older copy; restore both files from one"
+                    " copy (a copy of a stopped log has no journal: then remove this one)",
                     -1,
                 )
+            if place.nonce != self._next.nonce and self._next.nonce:
+                raise DamagedLogError(
+                    f"{self._path} is of another life of this log than the tables: one of them is from another copy;"
+                    " restore both files from one copy",
+                    -1,
+                )
+            if (place.transaction_id, place.number) <= (self._next.transaction_id, self._next.number):
+                continue
             again = os.pread(descriptor, ENTRY_SIZE_BYTES_MAX, self._offset_bytes)
-            if decode_entry(again, self._seed, self._transaction_id, self._number) is not None:
+            if decode_entry(again, self._seed, self._next) is not None:
                 return  # a live writer has gone on
             raise DamagedLogError(
-                f"entry {self._number} of {self._path} is damaged, with commits behind it: restore the log from a copy",
+                f"entry {self._next.number} of {self._path} is damaged, with commits behind it: restore the log from a"
+                " copy",
                 -1,
             )
 
     def _mended(self, data: bytes, may_mend: Callable[[], bool]) -> bytes | None:
         """The rows of an entry that differs by one bit from one that would come here."""
-        if len(data) < _HEADER.size:
+        form = _form_of(self._next)
+        if len(data) < form.header_size_bytes:
             return None
-        magic, size_bytes, transaction_id, number, _ = _HEADER.unpack_from(data)
-        differences = (
-            (int.from_bytes(magic) ^ int.from_bytes(_MAGIC)).bit_count()
-            + (transaction_id ^ self._transaction_id).bit_count()
-            + (number ^ self._number).bit_count()
-        )
-        place = (self._transaction_id, self._number)
-        if differences > 1 or place == self._tried or not may_mend():
+        magic, size_bytes, *place = form.checked.unpack_from(data)
+        expected = form.checked.pack(form.magic, size_bytes, *_fields(form, self._next))
+        differences = (int.from_bytes(data[: len(expected)]) ^ int.from_bytes(expected)).bit_count()
+        is_meant = (magic, *place[:2]) == (form.magic, self._next.transaction_id, self._next.number)
+        if not (differences <= 1 or is_meant) or self._next == self._tried or not may_mend():
             return None
-        self._tried = place
+        self._tried = self._next
+        number = self._next.number
+        packed = self._with_one_bit_flipped(data, form.header_size_bytes + size_bytes) if differences <= 1 else None
+        if packed is not None:
+            self.mended.append(f"entry {number} of {self._path} was damaged: one flipped bit was put right")
+        elif is_meant:
+            self.left_out.append(f"entry {number} of {self._path} is not whole: a commit that was cut off is left out")
+        return packed
+
+    def _with_one_bit_flipped(self, data: bytes, size_bytes: int) -> bytes | None:
         entry = bytearray(data)
-        end = _HEADER.size + size_bytes if _HEADER.size + size_bytes <= len(data) else _HEADER.size
-        for bit in range(8 * end):
+        for bit in range(8 * (size_bytes if size_bytes <= len(data) else _form_of(self._next).header_size_bytes)):
             entry[bit // 8] ^= 1 << bit % 8
-            packed = decode_entry(bytes(entry), self._seed, self._transaction_id, self._number)
+            packed = decode_entry(bytes(entry), self._seed, self._next)
             if packed is not None:
-                self.mended.append(f"entry {number} of {self._path} was damaged: one flipped bit was put right")
                 return packed
             entry[bit // 8] ^= 1 << bit % 8
-        if not differences:
-            self.left_out.append(f"entry {number} of {self._path} is not whole: a commit that was cut off is left out")
         return None
 
 
-def _seed(identity: LogIdentity) -> int:
-    """With what each CRC begins: no entry of another log counts, and nobody can put one into a payload."""
-    return crc64(_IDENTITY.pack(identity.committer_id, identity.created_ns))
+def _form_of(place: _Place) -> _Form:
+    return _FORM_4 if place.nonce == NO_NONCE else _FORM
 
 
-def encode_entry(seed: int, transaction_id: int, number: int, packed: bytes) -> bytes:
-    checked = _CHECKED.pack(_MAGIC, len(packed), transaction_id, number)
-    return b"".join((checked, crc64(packed, crc64(checked, seed)).to_bytes(8, "little"), packed))
+def _fields(form: _Form, place: _Place) -> tuple[int, ...]:
+    numbers = (place.transaction_id, place.number)
+    return numbers if form is _FORM_4 else (*numbers, place.nonce)
 
 
-def decode_entry(data: bytes, seed: int, transaction_id: int, number: int) -> bytes | None:
+def _place_of(data: bytes) -> _Place | None:
+    """Where the entry with which ``data`` begins says that it belongs."""
+    form = _FORMS.get(data[:4])
+    if form is None or len(data) < form.header_size_bytes:
+        return None
+    return _Place(*form.checked.unpack_from(data)[2:])
+
+
+def _blocks_size_bytes(form: _Form, packed: bytes) -> int:
+    return -(-(form.header_size_bytes + len(packed)) // BLOCK_SIZE_BYTES) * BLOCK_SIZE_BYTES
+
+
+def encode_entry(seed: int, transaction_id: int, number: int, nonce: int, packed: bytes) -> bytes:
+    checked = _FORM.checked.pack(_FORM.magic, len(packed), transaction_id, number, nonce)
+    return b"".join((checked, crc64(packed, crc64(checked, seed)).to_bytes(_CRC_SIZE_BYTES, "little"), packed))
+
+
+def decode_entry(data: bytes, seed: int, place: _Place) -> bytes | None:
     """The rows of the entry with which ``data`` begins; None unless it is that one, whole."""
-    if len(data) < _HEADER.size:
+    form = _form_of(place)
+    if data[:4] != form.magic or _place_of(data) != place:
         return None
-    magic, size_bytes, of_transaction, own_number, check = _HEADER.unpack_from(data)
-    if (magic, of_transaction, own_number) != (_MAGIC, transaction_id, number):
-        return None
-    packed = data[_HEADER.size : _HEADER.size + size_bytes]
-    if len(packed) != size_bytes or check != crc64(packed, crc64(data[: _CHECKED.size], seed)):
+    checked = data[: form.checked.size]
+    size_bytes = form.checked.unpack(checked)[1]
+    packed = data[form.header_size_bytes : form.header_size_bytes + size_bytes]
+    check = int.from_bytes(data[form.checked.size : form.header_size_bytes], "little")
+    if len(packed) != size_bytes or check != crc64(packed, crc64(checked, seed)):
         return None
     return packed
 

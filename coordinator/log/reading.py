@@ -84,9 +84,9 @@ def meta_value(
     return None if value is None else log_format.unseal(b"meta", key, bytes(value), decoder)
 
 
-def has_journal(transaction: ReadTransaction, tables: Tables) -> bool:
-    """Whether the log is whole only with its journal. Raises DamagedLogError."""
-    return meta_value(transaction, tables, log_format.META_JOURNAL, log_format.INT) is not None
+def journal_nonce(transaction: ReadTransaction, tables: Tables) -> int | None:
+    """Of the journal without which the log is not whole; None where it is. Raises DamagedLogError."""
+    return meta_value(transaction, tables, log_format.META_JOURNAL, log_format.INT)
 
 
 def named_rows(

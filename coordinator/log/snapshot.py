@@ -41,7 +41,7 @@ class Snapshots:
             try:
                 with self._environment.begin(buffers=buffers) as transaction:  # type: ignore[call-overload]
                     transaction_id = transaction.id()
-                    rows = self._journaled(transaction_id, partial(reading.has_journal, transaction, self._tables))
+                    rows = self._journaled(transaction_id, partial(reading.journal_nonce, transaction, self._tables))
                     if transaction_id in (last_transaction_id(self._environment), abandoned_id):
                         if isinstance(rows, DamagedLogError):
                             raise rows
@@ -59,11 +59,9 @@ class Snapshots:
         self.transact(lambda transaction, tables: None)
         return self._journal.mended, self._journal.left_out
 
-    def _journaled(self, transaction_id: int, is_needed: Callable[[], bool]) -> Rows | DamagedLogError:
+    def _journaled(self, transaction_id: int, nonce: Callable[[], int | None]) -> Rows | DamagedLogError:
         try:
             with self._journal_lock:
-                return self._journal.rows(
-                    transaction_id, is_needed=is_needed, may_mend=lambda: not is_locked(self._folder)
-                )
+                return self._journal.rows(transaction_id, nonce=nonce, may_mend=lambda: not is_locked(self._folder))
         except DamagedLogError as error:
             return error

@@ -45,6 +45,7 @@ from coordinator.log.environment import (
     make_missing_tables,
 )
 from coordinator.log.format import SEQUENCE_KEY, StoredHeader
+from coordinator.log.high_water import HighWaterMark
 from coordinator.log.journal import Journal, JournalReader, Rows, put_rows
 from coordinator.log.lock import FolderLock
 from coordinator.log.overlay import laid_over
@@ -99,9 +100,15 @@ class LmdbLogStore:
             raise failure_of(self._folder, error) from error
         transaction_id = last_transaction_id(environment)
         with environment.begin(buffers=True) as transaction:
-            self._needs_journal = reading.has_journal(transaction, tables)  # as the tables say
+            nonce = reading.journal_nonce(transaction, tables)
+        self._needs_journal = nonce is not None  # as the tables say
         # What is durable, and in no table yet, behind that transaction: the next write to LMDB takes it in.
-        rows = journal.rows(transaction_id, is_needed=lambda: self._needs_journal)
+        rows = journal.rows(transaction_id, nonce=lambda: nonce)
+        try:
+            if rows:
+                journal.make_durable()
+        except OSError as error:
+            raise failure_of(folder, error) from error
         self._journaled: tuple[int, Rows] = transaction_id, {**rows}
         self._journal = Journal(folder, identity)
         self._has_journal: bool | None = None  # None: the first small commit makes it
@@ -113,14 +120,27 @@ class LmdbLogStore:
         _, self._last_sequence_id = self._read(
             lambda transaction: reading.first_and_last_sequence_id(transaction, tables)
         )
+        self._high_water_mark = HighWaterMark(folder, identity)
+        mended = self._check_high_water_mark()
         while self._write_if_needed(lambda transaction: remove_half_written(transaction, tables)):
             pass
         with self._naming_remedy():
             self.rebuilt = (
                 self._write_if_needed(lambda transaction: rebuild(transaction, tables, identity.committer_id)) or []
             )
-        self.rebuilt += journal.mended + journal.left_out
+        self.rebuilt += mended + journal.mended + journal.left_out
         extend_data_file(folder / DATA_FILE_NAME)
+
+    def _check_high_water_mark(self) -> list[str]:
+        """Whether all that was committed is there; what is wrong with the mark itself. Raises DamagedLogError."""
+        try:
+            mark = self._high_water_mark.read()
+        except (OSError, ValueError) as error:
+            return [str(error)]
+        lacking = self._read(lambda transaction: self._high_water_mark.lacking(transaction, self._tables, mark))
+        if lacking is not None:
+            raise DamagedLogError(lacking, -1)
+        return []
 
     def summary(self) -> LogSummary:
         """The log's state. A damaged checkpoint header is left out and described in :attr:`problems`.
@@ -164,6 +184,7 @@ class LmdbLogStore:
             self._write(lambda write: self._put(write, transaction))
         if records:
             self._last_sequence_id = records[-1][0]
+            self._high_water_mark.put(*records[-1])
             self._have_touched(sum(len(value) for _, value in records))
         if transaction.checkpoint is not None:
             self._checkpoint_writer.header_committed()
@@ -302,6 +323,7 @@ class LmdbLogStore:
             else:
                 with contextlib.suppress(OSError):  # what is in it does not count
                     self._journal.remove()
+            self._high_water_mark.close()
             self._environment.close()
             self._folder_lock.release()
 
@@ -388,8 +410,8 @@ class LmdbLogStore:
         """There is a file before the tables say so, and until they say so no more."""
         self.settle()  # the file may hold entries that count
         made = self._journal.make()
-        if made and not self._needs_journal:
-            self._write(lambda write: self._put_meta(write, log_format.META_JOURNAL, 1))
+        if made:
+            self._write(lambda write: self._put_meta(write, log_format.META_JOURNAL, self._journal.nonce))
             self._needs_journal = True
         self._has_journal = made
 

@@ -25,6 +25,7 @@ from coordinator.log.environment import (
 from coordinator.log.findings import Finding, Severity
 from coordinator.log.folder import open_reader
 from coordinator.log.format import StoredHeader
+from coordinator.log.high_water import HighWaterMark
 from coordinator.log.lock import is_locked
 from coordinator.log.pages import PageError, check_pages
 from coordinator.log.reader import LogReader, TrimmedError
@@ -128,6 +129,7 @@ class LogVerification:
             except DamagedLogError as error:
                 yield Finding(Severity.FATAL, "journal", f"{error}; the log cannot be opened")
                 return
+            yield from self._verify_high_water_mark(reader)
             yield from self._verify_checkpoints(reader)
             yield from self._verify_records(reader)
             yield from self._verify_tables(reader)
@@ -139,6 +141,17 @@ class LogVerification:
             yield Finding(Severity.DAMAGE, "journal", f"{problem}; the next start makes that last")
         for problem in left_out:
             yield Finding(Severity.NOTE, "journal", problem)
+
+    def _verify_high_water_mark(self, reader: LogReader) -> Iterator[Finding]:
+        high_water_mark = HighWaterMark(self.folder, reader.identity)
+        try:
+            mark = high_water_mark.read()  # before the log: a live writer may go on
+        except (OSError, ValueError) as error:
+            yield Finding(Severity.NOTE, "high-water mark", str(error))
+            return
+        lacking = reader.transact(partial(high_water_mark.lacking, mark=mark))
+        if lacking is not None:
+            yield Finding(Severity.FATAL, "high-water mark", f"{lacking}; the log cannot be opened")
 
     def _verify_checkpoints(self, reader: LogReader) -> Iterator[Finding]:
         try:

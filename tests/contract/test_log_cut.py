@@ -399,7 +399,7 @@ def test_nothing_is_cut_where_it_can_not_be_kept(log: Path, monkeypatch: pytest.
     monkeypatch.setattr(cut_module, "_put_rows", fail)
     with pytest.raises(LogError, match=r"cannot be kept in .*cut-12-19-1, so nothing was cut"):
         cut(log, 12)
-    assert sorted(entry.name for entry in log.iterdir()) == ["data.mdb", "lock", "lock.mdb"]
+    assert sorted(entry.name for entry in log.iterdir()) == ["data.mdb", "high-water-mark", "lock", "lock.mdb"]
     assert last_sequence_id(log) == 19
     open_log(log, "alice").close()
 

@@ -514,6 +514,7 @@ def test_a_file_that_is_short_by_free_pages_only(tmp_path: Path) -> None:
             put(store, "records", struct.pack(">Q", number), None)
     size_bytes = (tmp_path / "data.mdb").stat().st_size
     store.close()
+    (tmp_path / "high-water-mark").unlink()  # records were removed by hand
     if structure_problems(tmp_path / "data.mdb") is None:
         pytest.skip("this py-lmdb has no walk over the pages")
     cuts = 0

@@ -6,10 +6,13 @@ import errno
 import fcntl
 import os
 import shutil
+import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lmdb
+import msgspec
 import pytest
 
 from coordinator.core.errors import DamagedLogError, LogSyncError
@@ -18,9 +21,12 @@ from coordinator.log import LmdbLogStore, create_log, open_log, open_reader
 from coordinator.log.cut import LogCutter
 from coordinator.log.environment import open_environment
 from coordinator.log.findings import Severity
-from coordinator.log.format import FORMAT_VERSION, META_FORMAT, seal
+from coordinator.log.format import META_FORMAT, META_JOURNAL, seal
+from coordinator.log.high_water import FILE_NAME as MARK_FILE_NAME
 from coordinator.log.journal import BLOCK_SIZE_BYTES, FILE_NAME, FILE_SIZE_BYTES, Journal, JournalReader, Rows
+from coordinator.log.store import _rows as journal_rows
 from coordinator.log.verify import verify_log
+from protocol.checksum import crc64
 from protocol.record import encode_record
 from protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
 from tests.faults.sample_log import put_checkpoint
@@ -59,6 +65,13 @@ def as_after_a_crash(folder: Path, copy: Path) -> Path:
     return copy
 
 
+def as_it_is(folder: Path, copy: Path) -> Path:
+    """With its high-water mark."""
+    as_after_a_crash(folder, copy)
+    shutil.copy(folder / MARK_FILE_NAME, copy)
+    return copy
+
+
 def flip(folder: Path, *offsets_bytes: int) -> None:
     data = bytearray((folder / FILE_NAME).read_bytes())
     for offset_bytes in offsets_bytes:
@@ -70,7 +83,12 @@ def test_what_only_the_journal_has_is_read_and_goes_on_after_a_crash(tmp_path: P
     store = new_log(tmp_path / "log", 7)
     copy = as_after_a_crash(tmp_path / "log", tmp_path / "copy")
     store.close()
-    assert sorted(path.name for path in (tmp_path / "log").iterdir()) == ["data.mdb", "lock", "lock.mdb"]
+    assert sorted(path.name for path in (tmp_path / "log").iterdir()) == [
+        "data.mdb",
+        MARK_FILE_NAME,
+        "lock",
+        "lock.mdb",
+    ]
     with open_reader(copy) as reader:  # which changes nothing
         assert (reader.last_sequence_id(), len(list(reader.values(0)))) == (6, 7)
         assert [value.sequence_id for value in reader.records()] == list(range(7))
@@ -195,6 +213,107 @@ def test_a_truncated_journal_stops_everybody(tmp_path: Path, size_bytes: int) ->
         reader.summary()
 
 
+def two_bits_in_the_magic(entry: bytearray) -> None:
+    entry[0] ^= 3
+
+
+def two_bits_in_the_transaction_id(entry: bytearray) -> None:
+    entry[8] ^= 3
+
+
+def first_sector_zeroed(entry: bytearray) -> None:
+    entry[:512] = bytes(512)
+
+
+def all_zeroed(entry: bytearray) -> None:
+    entry[:] = bytes(len(entry))
+
+
+DAMAGES = [two_bits_in_the_magic, two_bits_in_the_transaction_id, first_sector_zeroed, all_zeroed]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("entries", [1, 2])
+def test_the_last_commits_never_vanish_without_a_word(
+    tmp_path: Path, damage: Callable[[bytearray], None], entries: int
+) -> None:
+    """All from one of the last entries on."""
+    store = new_log(tmp_path / "log", 5)
+    copy = as_it_is(tmp_path / "log", tmp_path / "copy")
+    store.close()
+    sound = (copy / FILE_NAME).read_bytes()
+    data = bytearray(sound)
+    for number in range(5 - entries, 5):
+        place = slice(number * BLOCK_SIZE_BYTES, (number + 1) * BLOCK_SIZE_BYTES)
+        entry = data[place]
+        damage(entry)
+        data[place] = entry
+    (copy / FILE_NAME).write_bytes(data)
+    missing = "record 4 is missing" if entries == 1 else "records 3 to 4 are missing"
+    with pytest.raises(DamagedLogError, match=rf"{missing}: the log in .* ends with record {4 - entries}.*'rm .*'"):
+        reopened(copy)
+    assert (copy / FILE_NAME).read_bytes() == bytes(data)
+    (found,) = [finding for finding in verify_log(copy).findings() if finding.severity is Severity.FATAL]
+    assert missing in found.message
+    (copy / FILE_NAME).write_bytes(sound)
+    store = reopened(copy)
+    assert store.summary().last_sequence_id == 4
+    store.close()
+
+
+def test_a_journal_that_is_older_by_one_entry_is_found(tmp_path: Path) -> None:
+    store = new_log(tmp_path / "log", 5)
+    older = (tmp_path / "log" / FILE_NAME).read_bytes()
+    store.commit(commit(5))
+    copy = as_it_is(tmp_path / "log", tmp_path / "copy")
+    store.close()
+    (copy / FILE_NAME).write_bytes(older)
+    with pytest.raises(DamagedLogError, match="record 5 is missing"):
+        reopened(copy)
+    (copy / MARK_FILE_NAME).unlink()  # as the message says
+    store = reopened(copy)
+    assert store.summary().last_sequence_id == 4
+    store.commit(commit(5, 40))
+    store.close()
+    reopened(copy).close()
+
+
+def test_tables_that_are_older_than_the_mark_are_found(tmp_path: Path) -> None:
+    new_log(tmp_path / "log", 2).close()
+    older = (tmp_path / "log" / "data.mdb").read_bytes()
+    store = reopened(tmp_path / "log")
+    store.commit(commit(2, 60_000))  # which no journal takes
+    store.close()
+    newer = (tmp_path / "log" / "data.mdb").read_bytes()
+    (tmp_path / "log" / "data.mdb").write_bytes(older)
+    with pytest.raises(DamagedLogError, match="record 2 is missing"):
+        reopened(tmp_path / "log")
+    (tmp_path / "log" / "data.mdb").write_bytes(newer)
+    reopened(tmp_path / "log").close()
+
+
+def test_another_record_than_the_one_that_was_committed_is_found(tmp_path: Path) -> None:
+    first, _ = both_lives(tmp_path)
+    shutil.copy(tmp_path / "second" / MARK_FILE_NAME, first)
+    with pytest.raises(DamagedLogError, match="record 2 is not the one that was committed"):
+        reopened(first)
+
+
+def test_a_damaged_mark_says_nothing_of_the_log(tmp_path: Path) -> None:
+    new_log(tmp_path / "log", 2).close()
+    path = tmp_path / "log" / MARK_FILE_NAME
+    sound = path.read_bytes()
+    for data in (b"", sound[:-1], bytes(len(sound)), bytes([sound[0] ^ 1]) + sound[1:]):
+        path.write_bytes(data)
+        store = reopened(tmp_path / "log")
+        assert any("high-water-mark is damaged" in line for line in store.rebuilt) == bool(data), data
+        store.close()
+    store = reopened(tmp_path / "log")
+    store.commit(commit(2))
+    store.close()
+    assert path.read_bytes() != data
+
+
 def test_the_journal_of_another_log_does_not_count(tmp_path: Path) -> None:
     for name in ("one", "other"):
         store = new_log(tmp_path / name, 2)
@@ -297,6 +416,71 @@ def test_tables_are_durable_before_an_entry_follows_them(tmp_path: Path, monkeyp
     assert done[:2] == ["sync True", "append"]
 
 
+def test_what_is_read_back_is_durable_before_anything_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write that failed may have left an entry in memory alone, and a second sync would say that all is well."""
+    store = new_log(tmp_path / "log", 3)
+    copy = as_after_a_crash(tmp_path / "log", tmp_path / "copy")
+    store.close()
+    done: list[tuple[str, str]] = []
+    write, sync = os.pwrite, os.fdatasync
+
+    def watched_write(descriptor: int, data: bytes, offset: int) -> int:
+        done.append(("write", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name))
+        return write(descriptor, data, offset)
+
+    def watched_sync(descriptor: int) -> None:
+        done.append(("sync", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name))
+        sync(descriptor)
+
+    before = (copy / FILE_NAME).read_bytes()
+    monkeypatch.setattr(os, "pwrite", watched_write)
+    monkeypatch.setattr(os, "fdatasync", watched_sync)
+    store = reopened(copy)
+    assert [one for one in done if one[1] == FILE_NAME] == [("write", FILE_NAME), ("sync", FILE_NAME)]
+    assert (copy / FILE_NAME).read_bytes() == before
+    store.close()
+
+
+def test_what_was_read_back_and_cannot_be_made_durable_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = new_log(tmp_path / "log", 3)
+    copy = as_after_a_crash(tmp_path / "log", tmp_path / "copy")
+    store.close()
+    monkeypatch.setattr(os, "fdatasync", lambda descriptor: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+    with pytest.raises(LogSyncError, match="what is on disk is unknown"):
+        reopened(copy)
+    monkeypatch.undo()
+    store = reopened(copy)
+    assert store.summary().last_sequence_id == 2
+    store.close()
+
+
+def both_lives(tmp_path: Path) -> tuple[Path, Path]:
+    """A log and a copy of it, each of which went on: as many transactions, and other records."""
+    store = new_log(tmp_path / "first")
+    store.close()
+    shutil.copytree(tmp_path / "first", tmp_path / "second")
+    copies = []
+    for name, size_bytes in (("first", 20), ("second", 40)):
+        store = reopened(tmp_path / name)
+        store.commit(Transaction(epoch=1))
+        for sequence_id in range(3):
+            store.commit(commit(sequence_id, size_bytes))
+        copies.append(as_after_a_crash(tmp_path / name, tmp_path / f"{name}-copy"))
+        store.close()
+    return copies[0], copies[1]
+
+
+def test_entries_of_another_life_of_the_same_log_never_count(tmp_path: Path) -> None:
+    first, second = both_lives(tmp_path)
+    shutil.copy(second / FILE_NAME, first / FILE_NAME)
+    with pytest.raises(DamagedLogError, match=r"of another life of this log.*restore both files from one copy"):
+        reopened(first)
+    with open_reader(first) as reader, pytest.raises(DamagedLogError, match="of another life"):
+        reader.summary()
+
+
 def test_a_failed_write_is_never_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = new_log(tmp_path / "log", 1)
 
@@ -331,6 +515,7 @@ def test_a_file_system_that_takes_no_direct_write_gets_others(tmp_path: Path, mo
     store.commit(commit(0))
     store.commit(commit(1))
     monkeypatch.undo()
+    written = [one for one in written if one[1] == BLOCK_SIZE_BYTES]
     assert written[-2:] == [(0, BLOCK_SIZE_BYTES, True), (BLOCK_SIZE_BYTES, BLOCK_SIZE_BYTES, True)]
     copy = as_after_a_crash(tmp_path / "log", tmp_path / "copy")
     store.close()
@@ -422,16 +607,51 @@ def test_a_cut_takes_the_journal_in(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_log_of_format_3_is_read_and_becomes_the_present_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [3, 4])
+def test_a_log_of_an_earlier_format_is_read_and_becomes_format_5(tmp_path: Path, version: int) -> None:
     store = new_log(tmp_path / "log", 2)
     store.settle()
     with store._environment.begin(write=True) as transaction:
-        transaction.put(META_FORMAT, seal(b"meta", META_FORMAT, 3), db=store._tables.meta)
+        transaction.put(META_FORMAT, seal(b"meta", META_FORMAT, version), db=store._tables.meta)
     store.close()
+    (tmp_path / "log" / MARK_FILE_NAME).unlink()
     with open_reader(tmp_path / "log") as reader:
-        assert (reader.identity.format_version, reader.last_sequence_id()) == (3, 1)
+        assert (reader.identity.format_version, reader.last_sequence_id()) == (version, 1)
     store = reopened(tmp_path / "log")
     store.commit(commit(2))
     store.close()
     with open_reader(tmp_path / "log") as reader:
-        assert (reader.identity.format_version, reader.last_sequence_id()) == (FORMAT_VERSION, 2)
+        assert (reader.identity.format_version, reader.last_sequence_id()) == (5, 2)
+
+
+def test_the_journal_of_a_log_of_format_4_counts(tmp_path: Path) -> None:
+    """Made here as that version made it: a header without a nonce."""
+    store = new_log(tmp_path / "log")
+    with store._environment.begin(write=True) as transaction:
+        for key, value in ((META_FORMAT, 4), (META_JOURNAL, 1)):
+            transaction.put(key, seal(b"meta", key, value), db=store._tables.meta)
+    transaction_id = store._environment.info()["last_txnid"]
+    identity = store.identity
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    shutil.copy(tmp_path / "log" / "data.mdb", copy)
+    store.close()
+    journal = bytearray(FILE_SIZE_BYTES)
+    for number in range(3):
+        rows = [(table, key, value) for (table, key), value in journal_rows(commit(number)).items()]
+        packed = msgspec.msgpack.encode(rows)
+        checked = struct.pack("<4sIQQ", b"IMJ1", len(packed), transaction_id, number)
+        seed = crc64(struct.pack("<QQ", identity.committer_id, identity.created_ns))
+        entry = checked + crc64(packed, crc64(checked, seed)).to_bytes(8, "little") + packed
+        journal[number * BLOCK_SIZE_BYTES : number * BLOCK_SIZE_BYTES + len(entry)] = entry
+    (copy / FILE_NAME).write_bytes(journal)
+    flip(copy, 100)
+    with open_reader(copy) as reader:
+        assert (reader.identity.format_version, reader.last_sequence_id()) == (4, 2)
+    store = reopened(copy)
+    assert "one flipped bit was put right" in store.rebuilt[0]
+    store.commit(commit(3))
+    again = as_after_a_crash(copy, tmp_path / "again")
+    store.close()
+    with open_reader(again) as reader:
+        assert (reader.identity.format_version, reader.last_sequence_id()) == (5, 3)

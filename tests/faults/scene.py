@@ -15,6 +15,7 @@ from coordinator import control
 from coordinator.core.errors import LogLockedError
 from coordinator.fault_points import VARIABLE, FaultPoint
 from coordinator.log import open_log
+from coordinator.log.high_water import FILE_NAME as MARK_FILE_NAME
 from coordinator.log.journal import FILE_NAME
 from protocol.errors import ImmortalError
 from protocol.messages import MessageType
@@ -52,6 +53,10 @@ class Scene:
     @property
     def journal(self) -> Path:
         return self.log.with_name(FILE_NAME)
+
+    @property
+    def high_water_mark(self) -> Path:
+        return self.log.with_name(MARK_FILE_NAME)
 
     def start(self) -> None:
         self.process, self.app = self.house.both(NAME, extended=True)

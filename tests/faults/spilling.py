@@ -181,6 +181,8 @@ def power_is_lost_while_it_spills(scene: SpillScene, cell: Cell) -> None:
     rng = random.Random(1)
     whole, journal = scene.log.read_bytes(), scene.journal.read_bytes()
     scene.journal.write_bytes(bytes(FILE_SIZE_BYTES))  # nothing in it counts at most of these moments
+    mark = scene.high_water_mark.read_bytes()
+    scene.high_water_mark.unlink()  # of the last of them
     interesting = [moment for moment in moments if moment.pending]
     for moment in rng.sample(interesting, min(MOMENTS, len(interesting))):
         then = undone(bytearray(whole), writes[moment.writes_done :])
@@ -189,6 +191,7 @@ def power_is_lost_while_it_spills(scene: SpillScene, cell: Cell) -> None:
         assert _spilled(scene.log.parent)[: len(durable)] == durable
     scene.log.write_bytes(without_power(bytearray(whole), moments[-1].pending, rng))
     scene.journal.write_bytes(journal)
+    scene.high_water_mark.write_bytes(mark)
     scene.recovers()
     scene.arrives()
 

@@ -94,7 +94,7 @@ def test_what_was_acknowledged_survives_a_loss_of_power_at_any_moment(tmp_path: 
     disk = write_under_watch(tmp_path, seed)
     rng = random.Random(seed)
     log = tmp_path / "watched" / "log"
-    files = {str(log / name): (log / name).read_bytes() for name in ("data.mdb", "journal")}
+    files = {str(log / name): (log / name).read_bytes() for name in ("data.mdb", "journal", "high-water-mark")}
     last_note = (tmp_path / "watched" / "acknowledged").read_bytes()
     writes, moments = read_journal(disk.journal)
     assert len(moments) > 300

@@ -1,0 +1,113 @@
+"""The high-water mark of a log: which record was the last one committed, in a file where no damage to the log takes it.
+
+It is written without a sync, after the commit: so it can only be older than the log. docs/decisions/0014 says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from struct import Struct
+
+from coordinator.core.errors import DamagedLogError
+from coordinator.log.environment import LogIdentity, Tables, sync_folder
+from coordinator.log.format import SEQUENCE_KEY
+from coordinator.log.reading import ReadTransaction, first_and_last_sequence_id
+from coordinator.log.values import check_value
+from protocol.checksum import crc64
+from protocol.varint import Readable
+
+FILE_NAME = "high-water-mark"
+_MAGIC = b"IMH1"
+_CHECKED = Struct("<4sIQQ")  # magic, zero, sequence ID, check of the record
+_CRC_SIZE_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    sequence_id: int
+    check: int  # the last 8 bytes of the record's value: the CRC of its trailer, which covers the record
+
+
+class HighWaterMark:
+    """The mark of the log in ``folder``; the file is opened by the first :meth:`put`."""
+
+    def __init__(self, folder: Path, identity: LogIdentity) -> None:
+        self.path = folder / FILE_NAME
+        self._seed = identity.check
+        self._descriptor: int | None = None
+
+    def read(self) -> Mark | None:
+        """None where there is none. Raises ValueError for a damaged one, OSError."""
+        try:
+            data = self.path.read_bytes()
+        except FileNotFoundError:
+            return None
+        if not data:
+            return None  # of a process that ended when it had made the file
+        if len(data) == _CHECKED.size + _CRC_SIZE_BYTES:
+            magic, _, sequence_id, check = _CHECKED.unpack_from(data)
+            if magic == _MAGIC and data == self._encode(sequence_id, check):
+                return Mark(sequence_id, check)
+        raise ValueError(f"{self.path} is damaged, and left out")
+
+    def lacking(self, transaction: ReadTransaction, tables: Tables, mark: Mark | None) -> str | None:
+        """What the log does not have of what was committed when ``mark`` was read, in words."""
+        if mark is None:
+            return None
+        _, last = first_and_last_sequence_id(transaction, tables)
+        if mark.sequence_id > last:
+            what = f"record {mark.sequence_id} is missing"
+            if mark.sequence_id > last + 1:
+                what = f"records {last + 1} to {mark.sequence_id} are missing"
+            return f"{what}: the log in {self.path.parent} ends with record {last}, {self._way_out(mark)}"
+        value = transaction.get(SEQUENCE_KEY.pack(mark.sequence_id), db=tables.records)
+        if value is None or check_of(value) == mark.check or not _is_sound(value, mark.sequence_id):
+            return None  # trimmed away; the same; or damaged, which whoever needs it says
+        return (
+            f"record {mark.sequence_id} is not the one that was committed: the log in {self.path.parent} is another"
+            f" copy, {self._way_out(mark)}"
+        )
+
+    def _way_out(self, mark: Mark) -> str:
+        return (
+            f"and record {mark.sequence_id} with check {mark.check:016x} was committed; restore data.mdb and journal"
+            f" from a copy that has it (where there is none, 'rm {self.path}' lets the log go on without: others may"
+            " have been told of what is lost then)"
+        )
+
+    def put(self, sequence_id: int, value: Readable) -> None:
+        """A record is durable. Where this can't be written, the mark stays older than it could be."""
+        with contextlib.suppress(OSError):
+            if self._descriptor is None:
+                self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            os.pwrite(self._descriptor, self._encode(sequence_id, check_of(value)), 0)
+
+    def remove(self) -> None:
+        """What it says is no longer so, by hand. Raises OSError."""
+        self.close()
+        self.path.unlink(missing_ok=True)
+        sync_folder(self.path.parent)
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _encode(self, sequence_id: int, check: int) -> bytes:
+        checked = _CHECKED.pack(_MAGIC, 0, sequence_id, check)
+        return checked + crc64(checked, self._seed).to_bytes(_CRC_SIZE_BYTES, "little")
+
+
+def _is_sound(value: Readable, sequence_id: int) -> bool:
+    try:
+        check_value(bytes(value), sequence_id, int.from_bytes(value[:4], "little"))
+    except DamagedLogError:
+        return False
+    return True
+
+
+def check_of(value: Readable) -> int:
+    return int.from_bytes(value[-_CRC_SIZE_BYTES:], "little")
