@@ -280,7 +280,7 @@ class Registry:
 
 def _delete_log(settings: InstanceSettings) -> None:
     """Remove the log's files. The folder itself goes only if it holds nothing else: it may have been given by hand."""
-    for file in ("data.mdb", "journal", "journal.new", "lock.mdb", "lock"):
+    for file in ("data.mdb", "journal", "journal.new", "high-water-mark", "lock.mdb", "lock"):
         (settings.log / file).unlink(missing_ok=True)
     if settings.log == settings.folder / "log":
         shutil.rmtree(settings.log, ignore_errors=True)

@@ -12,12 +12,13 @@ import click
 from coordinator import control
 from coordinator.cli.common import echo_json, json_option, name_argument, pass_registry
 from coordinator.config import InstanceSettings
+from coordinator.core.errors import LogLockedError
 from coordinator.core.interfaces import IMPULSES, ONESELF, is_outside
 from coordinator.registry import Registry, RegistryError
 from protocol.client import CLIENTS
 
 if TYPE_CHECKING:
-    from coordinator.log import CutPlan, LogVerification, LostMessages
+    from coordinator.log import CutPlan, LogCutter, LogVerification, LostMessages
 
 FINDINGS_SHOWN_MAX = 20
 
@@ -65,7 +66,7 @@ def _check(settings: InstanceSettings, as_json: bool) -> int:
     findings = list(verification.findings())
     can_recover = not verification.fatal
     verdict = _verdict(settings.name, verification)
-    remedy = None if can_recover else _remedy(settings.name, verification)
+    remedy = None if can_recover else _remedy(settings, verification)
     if as_json:
         echo_json(
             {
@@ -120,13 +121,28 @@ def _verdict(name: str, verification: LogVerification) -> str:
     return f"{name} can recover: it would start from {start} and replay {replayed}"
 
 
-def _remedy(name: str, verification: LogVerification) -> str:
+def _remedy(settings: InstanceSettings, verification: LogVerification) -> str:
+    from coordinator.log import CutRefusedError, LogCutter
+
     stop = _stop(verification)
     if stop is None or verification.identity is None:
         return "what helps: restore the log from a copy"
-    return (
-        f"what helps: restore the log from a copy; if there is none, 'immortal recover {name} --truncate-at {stop}'"
-        f" gives up record {stop} and all behind it: it says what that loses, and asks before it cuts"
+    command = f"'immortal recover {settings.name} --truncate-at {stop}'"
+    try:
+        with LogCutter(settings.log, settings.name) as cutter:
+            plan = cutter.plan(stop)
+    except CutRefusedError as error:
+        return f"what helps: restore the log from a copy; {command} would not: {error}"
+    except LogLockedError:
+        plan_lines = ["its coordinator runs: stop it to see what that would do"]
+    else:
+        plan_lines = list(_plan_lines(settings.name, plan))
+    return "\n".join(
+        (
+            f"what helps: restore the log from a copy; if there is none, {command} gives up record {stop} and all"
+            " behind it, and asks before it cuts:",
+            *(f"  {line}" for line in plan_lines),
+        )
     )
 
 
@@ -138,7 +154,7 @@ def _cut(settings: InstanceSettings, sequence_id: int, *, force: bool, yes: bool
 
     control.refuse_running(settings.folder)
     with LogCutter(settings.log, settings.name) as cutter:
-        plan = cutter.plan(sequence_id, force=force)
+        plan = _judged(cutter, settings.name, sequence_id, force=force)
         lines = list(_plan_lines(settings.name, plan))
         if not yes:
             for line in lines:
@@ -153,6 +169,22 @@ def _cut(settings: InstanceSettings, sequence_id: int, *, force: bool, yes: bool
         for line in lines:
             click.echo(line)
     click.echo(f"cut; what was cut off is kept in {kept}, a log that can be read as any other")
+
+
+def _judged(cutter: LogCutter, name: str, sequence_id: int, *, force: bool) -> CutPlan:
+    """Raises CutRefusedError; where --force would help, it says what that would do."""
+    from coordinator.log import CutRefusedError
+
+    try:
+        return cutter.plan(sequence_id, force=force)
+    except CutRefusedError as error:
+        if force:
+            raise
+        try:
+            lines = _plan_lines(name, cutter.plan(sequence_id, force=True))
+        except CutRefusedError:
+            raise error from None
+        raise CutRefusedError(f"{error}; with --force {'; '.join(line.strip() for line in lines)}") from None
 
 
 def _plan_lines(name: str, plan: CutPlan) -> Iterator[str]:

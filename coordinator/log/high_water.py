@@ -51,7 +51,7 @@ class HighWaterMark:
             magic, _, sequence_id, check = _CHECKED.unpack_from(data)
             if magic == _MAGIC and data == self._encode(sequence_id, check):
                 return Mark(sequence_id, check)
-        raise ValueError(f"{self.path} is damaged, and left out")
+        raise ValueError(f"{self.path} is damaged, or of another log: it is left out")
 
     def lacking(self, transaction: ReadTransaction, tables: Tables, mark: Mark | None) -> str | None:
         """What the log does not have of what was committed when ``mark`` was read, in words."""

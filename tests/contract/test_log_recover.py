@@ -171,11 +171,16 @@ def test_a_damaged_record_that_recovery_needs(home: Path) -> None:
     damage_record(home, 8)
     result = recover(home)
     assert result.exit_code == 1
-    first, *_, last = result.output.splitlines()
+    first, *_ = result.output.splitlines()
     assert first == (
         "counter can NOT recover: it would start from checkpoint 2 (after record 5) and stop at record 8 of 9"
     )
-    assert "'immortal recover counter --truncate-at 8' gives up record 8 and all behind it" in last
+    helps = result.output.index("'immortal recover counter --truncate-at 8' gives up record 8 and all behind it")
+    would = result.output[helps:].splitlines()[1:]  # what the cut says itself, before it asks
+    assert would
+    asked = recover(home, "--truncate-at", "8", answer="n\n").output.splitlines()
+    assert [line.strip() for line in would] == [line.strip() for line in asked[: len(would)]]
+    assert asked[len(would)].startswith("Cut it off?")
     found = json.loads(recover(home, "--json").output)
     assert (found["can_recover"], found["first_damaged"], found["records"]) == (False, 8, 4)
     assert "--truncate-at 8" in found["remedy"]
@@ -244,6 +249,8 @@ def test_a_sound_record_is_cut_only_with_its_reason(home: Path) -> None:
     result = recover(home, "--truncate-at", "4", "--yes")
     assert result.exit_code == 1
     assert result.output.startswith("error: checkpoint 2 (after record 5) is whole, so recovery does not need record 4")
+    assert "with --force this cuts records 4 to 9 off the log of counter" in result.output
+    assert "counter then recovers from checkpoint 1 " in result.output
     assert recover(home, "--truncate-at", "4", "--force", "--yes").exit_code == 0
     assert last_sequence_id(home) == 3
 
