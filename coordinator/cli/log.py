@@ -1,9 +1,10 @@
-"""log show, log verify, log export, log diff: all only read, also beside a running coordinator."""
+"""log show, log verify, log export, log backup, log diff: all only read it, also beside a running coordinator."""
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -202,6 +203,32 @@ def export(registry: Registry, name: str, file: Path) -> None:
         click.echo(
             f"behind record {last} it has calls to compare, and no state: 'immortal checkpoint {name}' before gives one"
         )
+
+
+@log.command()
+@name_argument
+@click.argument("folder", metavar="FOLDER", type=click.Path(path_type=Path, file_okay=False))
+@json_option
+@pass_registry
+def backup(registry: Registry, name: str, folder: Path, as_json: bool) -> None:
+    """Copy the log of NAME, as of now, into FOLDER; its coordinator may run meanwhile.
+
+    FOLDER is new or empty, or has an earlier backup of the same log: then only what came since is copied. Log and
+    backup are verified. A backup is a log: 'immortal log verify' and others read it, and an instance starts from it.
+    """
+    settings = registry.load(name)
+    _require_log(settings)
+    from coordinator.log.backup import back_up
+
+    made = back_up(settings.log, name, folder)
+    if as_json:
+        echo_json({"name": name, "folder": str(folder), **asdict(made)})
+        return
+    kept = f"records {made.first_sequence_id} to {made.last_sequence_id}"
+    if made.last_sequence_id < made.first_sequence_id:
+        kept = "no record"
+    checkpoints = "1 checkpoint" if made.checkpoints == 1 else f"{made.checkpoints} checkpoints"
+    click.echo(f"{name}: {kept} ({made.records_copied} of them new), {checkpoints} in {folder}: verified")
 
 
 @log.command()

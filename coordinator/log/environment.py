@@ -178,7 +178,7 @@ def _allocate_readers_table(folder: Path) -> None:
 
 def new_environment(folder: Path) -> lmdb.Environment:
     """For the first transactions of a log that nobody else knows of. Raises lmdb.Error."""
-    return _open_lmdb(folder, map_size=1 << 20, lock=False)
+    return _open_lmdb(folder, map_size=1 << 26, lock=False)
 
 
 def _open_lmdb(folder: Path, **options: Any) -> lmdb.Environment:

@@ -35,6 +35,24 @@ def test_a_log_in_one_file(tmp_path: Path) -> None:
         assert list(recorded.checkpoint_chunks(1)) == list(live.checkpoint_chunks(1))
 
 
+def test_a_backup_of_a_running_instance(tmp_path: Path) -> None:
+    immortal(tmp_path, "register", "bank", "--peer", "tcp://127.0.0.1:*")
+    assert "'bank' has not been started yet" in immortal(tmp_path, "log", "backup", "bank", "safe", status=1)
+    bank = Instances(tmp_path / HOME).start("bank", Bank)
+    for _ in range(3):
+        bank.impulse("credit", "ann", 5)
+    said = immortal(tmp_path, "log", "backup", "bank", "safe")
+    assert said == "bank: records 0 to 3 (4 of them new), 1 checkpoint in safe: verified\n"
+    bank.impulse("credit", "ann", 5)
+    said = immortal(tmp_path, "log", "backup", "bank", "safe")
+    assert said == "bank: records 0 to 4 (1 of them new), 1 checkpoint in safe: verified\n"
+    bank.close()
+    with open_reader(tmp_path / HOME / "bank" / "log") as log, open_reader(tmp_path / "safe", "bank") as backup:
+        assert list(backup.values(0)) == list(log.values(0))[: backup.last_sequence_id() + 1]
+    (tmp_path / "there").write_text("")
+    assert "is a file" in immortal(tmp_path, "log", "backup", "bank", "there", status=2)
+
+
 def test_what_can_not_be_exported_is_said_in_one_line(tmp_path: Path) -> None:
     immortal(tmp_path, "register", "bank", "--peer", "tcp://127.0.0.1:*")
     Instances(tmp_path / HOME).start("bank", Bank).close()

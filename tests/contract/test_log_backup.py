@@ -1,0 +1,148 @@
+"""Backups of a log that is being written: as of one moment, verified, and only what came since."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from coordinator.core.errors import LogFullError
+from coordinator.core.interfaces import Transaction
+from coordinator.log import LmdbLogStore, backup, create_log, open_log, open_reader
+from coordinator.log.backup import BackupError, back_up
+from coordinator.log.cut import LogCutter
+from tests.faults.sample_log import COMMITTER_ID, NAME, put_checkpoint, put_record, read_contents, write_log
+
+REPOSITORY = Path(__file__).parents[2]
+
+WRITER = """
+import sys
+from pathlib import Path
+from coordinator.log import open_log
+from tests.faults.sample_log import NAME, put_checkpoint, put_record
+store = open_log(Path(sys.argv[1]), NAME, map_size_bytes=1 << 26)
+number = store.summary().last_sequence_id + 1
+checkpoint_id = store.summary().checkpoints[-1].checkpoint_id
+print("writes", flush=True)
+while True:
+    put_record(store, number, 60_000 if number % 50 == 7 else 300)
+    number += 1
+    if number % 100 == 0:
+        checkpoint_id += 1
+        put_checkpoint(store, checkpoint_id, number - 1)
+        while store.trim(keep_checkpoints=2):
+            pass
+"""
+
+
+def opened(folder: Path) -> LmdbLogStore:
+    return open_log(folder, NAME, map_size_bytes=1 << 26)
+
+
+def test_a_backup_says_what_the_log_says(tmp_path: Path) -> None:
+    write_log(tmp_path / "log")
+    made = back_up(tmp_path / "log", NAME, tmp_path / "backup")
+    assert (made.first_sequence_id, made.last_sequence_id, made.records_copied, made.checkpoints) == (0, 119, 120, 2)
+    assert read_contents(tmp_path / "backup") == read_contents(tmp_path / "log")
+
+
+def test_the_next_one_copies_what_came_since(tmp_path: Path) -> None:
+    write_log(tmp_path / "log")
+    back_up(tmp_path / "log", NAME, tmp_path / "backup")
+    assert back_up(tmp_path / "log", NAME, tmp_path / "backup").records_copied == 0
+    store = opened(tmp_path / "log")
+    for number in range(120, 130):
+        put_record(store, number)
+    put_checkpoint(store, 3, 125)
+    while store.trim(keep_checkpoints=1):
+        pass
+    store.commit(Transaction(epoch=7, peers={"bob": 6}))
+    store.close()
+    made = back_up(tmp_path / "log", NAME, tmp_path / "backup")
+    assert (made.first_sequence_id, made.records_copied, made.checkpoints) == (126, 10 - 6, 1)
+    assert read_contents(tmp_path / "backup") == read_contents(tmp_path / "log")
+
+
+def test_backups_under_load_are_sound_and_go_on(tmp_path: Path) -> None:
+    write_log(tmp_path / "log")
+    command = [sys.executable, "-c", WRITER, str(tmp_path / "log")]
+    writer = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    try:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "writes\n"
+        lasts = []
+        for _ in range(6):
+            with open_reader(tmp_path / "log") as reader:
+                before = reader.last_sequence_id()
+            lasts.append(back_up(tmp_path / "log", NAME, tmp_path / "backup").last_sequence_id)
+            assert lasts[-1] >= before
+            shutil.copytree(tmp_path / "backup", tmp_path / f"started-{len(lasts)}")
+            store = opened(tmp_path / f"started-{len(lasts)}")  # and its high-water mark is its own
+            assert store.summary().last_sequence_id == lasts[-1]
+            put_record(store, lasts[-1] + 1)
+            store.close()
+        assert lasts == sorted(set(lasts))
+    finally:
+        writer.kill()
+        writer.communicate()
+
+
+def test_a_backup_that_is_cut_off_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_log(tmp_path / "log", 20)
+
+    def full(*arguments: object) -> int:
+        raise lmdb.DiskError("No space left on device")
+
+    def fails() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(backup, "_bring_up_checkpoints", full)
+            with pytest.raises(LogFullError, match=r"the disk of the log folder .*/backup is full"):
+                back_up(tmp_path / "log", NAME, tmp_path / "backup")
+
+    fails()
+    assert back_up(tmp_path / "log", NAME, tmp_path / "backup").records_copied == 20
+    kept = read_contents(tmp_path / "backup")
+    store = opened(tmp_path / "log")
+    put_record(store, 20)
+    store.close()
+    fails()
+    assert read_contents(tmp_path / "backup") == kept
+    assert back_up(tmp_path / "log", NAME, tmp_path / "backup").records_copied == 1
+
+
+def test_what_is_no_place_for_a_backup(tmp_path: Path) -> None:
+    write_log(tmp_path / "log", 20)
+    other = create_log(tmp_path / "other", NAME, committer_id=COMMITTER_ID, map_size_bytes=1 << 24)
+    other.close()
+    with pytest.raises(BackupError, match="has a backup of another log"):
+        back_up(tmp_path / "log", NAME, tmp_path / "other")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "letter").write_text("dear")
+    with pytest.raises(BackupError, match="holds something, and no backup"):
+        back_up(tmp_path / "log", NAME, tmp_path / "full")
+
+
+def test_a_log_that_was_cut_since_is_not_mixed_with_its_backup(tmp_path: Path) -> None:
+    write_log(tmp_path / "log", 20)
+    back_up(tmp_path / "log", NAME, tmp_path / "backup")
+    kept = read_contents(tmp_path / "backup")
+    with LogCutter(tmp_path / "log", NAME) as cutter:
+        cutter.cut(cutter.plan(15, force=True))
+    with pytest.raises(BackupError, match="has records that the log has not"):
+        back_up(tmp_path / "log", NAME, tmp_path / "backup")
+    assert read_contents(tmp_path / "backup") == kept
+
+
+def test_a_damaged_log_does_not_reach_its_backup(tmp_path: Path) -> None:
+    write_log(tmp_path / "log", 20)
+    back_up(tmp_path / "log", NAME, tmp_path / "backup")
+    kept = read_contents(tmp_path / "backup")
+    data = (tmp_path / "log" / "data.mdb").read_bytes()  # with pages that were replaced
+    (tmp_path / "log" / "data.mdb").write_bytes(data.replace(b"<record 7>", b"<record 8>"))
+    with pytest.raises(BackupError, match="the log of 'alice' is damaged: record 7"):
+        back_up(tmp_path / "log", NAME, tmp_path / "backup")
+    assert read_contents(tmp_path / "backup") == kept
