@@ -16,6 +16,7 @@ from coordinator.log import Severity, create_log, log_exists, open_log, verify_l
 from coordinator.log.environment import Tables, new_environment
 from tests.faults.disk import Disk, shimmed
 from tests.faults.sample_log import COMMITTER_ID, NAME, PAGE_SIZE_BYTES, put_record
+from tests.faults.scene import Scene
 
 REPOSITORY = Path(__file__).parents[2]
 DISK_PAGES = 600
@@ -96,6 +97,30 @@ def test_a_first_start_on_a_disk_with_little_room(small_disk: Path, pages: int) 
         assert "make room, then start again" in told.stderr
     ballast.unlink()
     goes_on(small_disk / "log", told.stdout)
+
+
+@pytest.mark.parametrize("pages", [2, 7, 12])
+def test_a_coordinator_on_a_full_disk_says_so_and_starts_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_disk: Path, pages: int
+) -> None:
+    scene = Scene(tmp_path, monkeypatch)
+    try:
+        scene.register(log=small_disk / "log")
+        ballast = small_disk / "ballast"
+        ballast.write_bytes(bytes((os.statvfs(small_disk).f_bavail - pages) * PAGE_SIZE_BYTES))
+        scene.stops_at_the_start("is full", 1)
+        ballast.unlink()
+        scene.start()
+        scene.tell(3)
+        scene.kill()
+        ballast.write_bytes(bytes(os.statvfs(small_disk).f_bavail * PAGE_SIZE_BYTES))
+        scene.process = scene.house.start(NAME)
+        scene.house.app(NAME, extended=True).until_closed()
+        scene.stops("is full", 1)
+        ballast.unlink()
+        scene.recovers()
+    finally:
+        scene.house.close()
 
 
 def unfinished_log(folder: Path, transactions: int) -> bytes:
