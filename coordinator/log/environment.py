@@ -94,7 +94,10 @@ class LogIdentity:
 def log_exists(folder: str | os.PathLike[str]) -> bool:
     """Whether ``folder`` holds an LMDB file; whether that is a log of ours shows when it is opened."""
     path = Path(folder) / DATA_FILE_NAME
-    return path.exists() and not _is_unfinished(path)
+    try:
+        return path.exists() and not _is_unfinished(path)
+    except OSError:  # who opens it says why it cannot be read
+        return True
 
 
 def _is_unfinished(path: Path) -> bool:

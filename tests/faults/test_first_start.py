@@ -166,6 +166,11 @@ def test_nothing_else_is_taken_for_unfinished(tmp_path: Path) -> None:
     is_a_log(tmp_path)
 
 
+def test_what_cannot_be_read_is_not_taken_for_unfinished(tmp_path: Path) -> None:
+    (tmp_path / "data.mdb").mkdir()
+    assert log_exists(tmp_path)
+
+
 def is_a_log(folder: Path) -> None:
     """And a damaged one, which nobody touches."""
     data = (folder / "data.mdb").read_bytes()
