@@ -217,7 +217,7 @@ def backup(registry: Registry, name: str, folder: Path, as_json: bool) -> None:
     backup are verified. A backup is a log: 'immortal log verify' and others read it, and an instance starts from it.
     """
     settings = registry.load(name)
-    _require_log(settings)
+    require_log(settings)
     from coordinator.log.backup import back_up
 
     made = back_up(settings.log, name, folder)

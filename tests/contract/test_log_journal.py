@@ -6,13 +6,11 @@ import errno
 import fcntl
 import os
 import shutil
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lmdb
-import msgspec
 import pytest
 
 from coordinator.core.errors import DamagedLogError, LogSyncError
@@ -26,10 +24,10 @@ from coordinator.log.high_water import FILE_NAME as MARK_FILE_NAME
 from coordinator.log.journal import BLOCK_SIZE_BYTES, FILE_NAME, FILE_SIZE_BYTES, Journal, JournalReader, Rows
 from coordinator.log.store import _rows as journal_rows
 from coordinator.log.verify import verify_log
-from protocol.checksum import crc64
 from protocol.record import encode_record
 from protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
 from tests.faults.sample_log import put_checkpoint
+from tests.helpers.format_4 import journal_of_format_4
 
 COMMITTER_ID = 77
 MAP_SIZE_BYTES = 1 << 26
@@ -625,7 +623,6 @@ def test_a_log_of_an_earlier_format_is_read_and_becomes_format_5(tmp_path: Path,
 
 
 def test_the_journal_of_a_log_of_format_4_counts(tmp_path: Path) -> None:
-    """Made here as that version made it: a header without a nonce."""
     store = new_log(tmp_path / "log")
     with store._environment.begin(write=True) as transaction:
         for key, value in ((META_FORMAT, 4), (META_JOURNAL, 1)):
@@ -636,15 +633,8 @@ def test_the_journal_of_a_log_of_format_4_counts(tmp_path: Path) -> None:
     copy.mkdir()
     shutil.copy(tmp_path / "log" / "data.mdb", copy)
     store.close()
-    journal = bytearray(FILE_SIZE_BYTES)
-    for number in range(3):
-        rows = [(table, key, value) for (table, key), value in journal_rows(commit(number)).items()]
-        packed = msgspec.msgpack.encode(rows)
-        checked = struct.pack("<4sIQQ", b"IMJ1", len(packed), transaction_id, number)
-        seed = crc64(struct.pack("<QQ", identity.committer_id, identity.created_ns))
-        entry = checked + crc64(packed, crc64(checked, seed)).to_bytes(8, "little") + packed
-        journal[number * BLOCK_SIZE_BYTES : number * BLOCK_SIZE_BYTES + len(entry)] = entry
-    (copy / FILE_NAME).write_bytes(journal)
+    entries = [journal_rows(commit(number)) for number in range(3)]
+    (copy / FILE_NAME).write_bytes(journal_of_format_4(identity, transaction_id, entries))
     flip(copy, 100)
     with open_reader(copy) as reader:
         assert (reader.identity.format_version, reader.last_sequence_id()) == (4, 2)

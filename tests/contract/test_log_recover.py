@@ -278,5 +278,5 @@ def test_a_running_coordinator(home: Path) -> None:
     control.announce(settings.folder, "tcp://127.0.0.1:1")
     result = recover(home, "--truncate-at", "8", "--yes")
     assert result.exit_code == 1
-    assert "error: the coordinator of 'counter' runs, as process" in result.output
+    assert "error: 'counter' runs, as process" in result.output
     assert last_sequence_id(home) == 9

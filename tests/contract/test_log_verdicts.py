@@ -30,13 +30,15 @@ from coordinator.log import (
 )
 from coordinator.log import format as log_format
 from coordinator.log.environment import LogIdentity
-from coordinator.log.journal import Journal
+from coordinator.log.high_water import FILE_NAME as MARK_FILE_NAME
+from coordinator.log.journal import FILE_NAME
 from coordinator.log.verdicts import verdict_rows
 from coordinator.replay.recorded import RecordedLog
 from protocol.checksum import crc64
 from protocol.record import encode_record
 from protocol.trailer import Trailer, encode_trailer
 from protocol.verdicts import Cause, Verdict, VerdictKind
+from tests.helpers.format_4 import journal_of_format_4
 
 COMMITTER_ID = 77
 MAP_SIZE_BYTES = 1 << 20
@@ -320,11 +322,9 @@ def as_format_4(log: Path) -> LogIdentity:
             transaction.put(key, log_format.seal(b"meta", key, payload), db=meta)
     transaction_id = environment.info()["last_txnid"]
     environment.close()
-    journal = Journal(log, identity)
-    assert journal.make()
-    journal.restart(transaction_id)
-    assert journal.append({("records", log_format.SEQUENCE_KEY.pack(14)): value(14)})
-    journal.close()
+    rows = {("records", log_format.SEQUENCE_KEY.pack(14)): value(14)}
+    (log / FILE_NAME).write_bytes(journal_of_format_4(identity, transaction_id, [rows]))
+    (log / MARK_FILE_NAME).unlink(missing_ok=True)
     return identity
 
 
