@@ -22,6 +22,7 @@ from protocol.verdicts import Handling, encode_handling
 LOOK_INTERVAL_S = 0.5
 TOLD_AFTER_S = (1.0, 10.0)  # then the coordinator hears of it, and from then on each TOLD_EACH_S
 TOLD_EACH_S = 30.0
+_COME_BACK = Handling(-1, for_s=1.0)
 
 
 class Watchdog:
@@ -46,6 +47,7 @@ class Watchdog:
         self._handling: Handling | None = None
         self._since_s = 0.0
         self._tell_at_s = 0.0
+        self._told: Handling | None = None  # what the coordinator believes that takes long
         self._ended = threading.Event()
 
     def start(self) -> None:
@@ -67,6 +69,8 @@ class Watchdog:
     def look(self) -> None:
         """Once: tell, or end the process, where it is time for that."""
         handling, now_s = self._now_handling(), self._clock_s()
+        if self._told is not None and handling != self._told and self._say(encode_handling(_COME_BACK)):
+            self._told = None
         if handling is None or handling != self._handling:
             self._handling, self._since_s, self._tell_at_s = handling, now_s, now_s + TOLD_AFTER_S[0]
             return
@@ -74,6 +78,7 @@ class Watchdog:
         if now_s >= self._tell_at_s and self._say(encode_handling(msgspec.structs.replace(handling, for_s=for_s))):
             following_s = next((after_s for after_s in TOLD_AFTER_S if after_s > for_s), for_s + TOLD_EACH_S)
             self._tell_at_s = self._since_s + following_s
+            self._told = handling
         if self._limit_s is not None and for_s >= self._limit_s:
             self._warn(
                 f"the handler of message {handling.message_index} of record {handling.sequence_id} has not come back "

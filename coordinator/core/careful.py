@@ -10,6 +10,8 @@ A run that lives through it clears the suspicion.
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from coordinator.core.interfaces import NO_SUSPECT, UNKNOWN, Suspect
 from protocol.client import CLIENTS
 from protocol.verdicts import RECORD, Careful, Handling, Verdict, VerdictKind
@@ -42,11 +44,16 @@ class Watch:
 
     def noted(self, handling: Handling, now_ns: int) -> None:
         """The app says what it is at."""
-        if handling.sequence_id < 0:
+        before = self._noted
+        if handling.sequence_id < 0 and handling.for_s > 0:  # one that took long has come back
+            self._noted = replace(before, for_s=0.0) if self._careful and before is not None else None
+        elif handling.sequence_id < 0:
             self._noted = None
             self._careful = False
             self.suspect = NO_SUSPECT
         else:
+            if before is not None and _is_same(before, handling) and not handling.message:
+                handling = replace(handling, message=before.message)  # it was said when it began
             self._noted, self._noted_ns = handling, now_ns
 
     def is_at(self, sequence_id: int, message_index: int) -> bool:
@@ -123,6 +130,10 @@ class Watch:
         message = noted.sequence_id, noted.message_index
         told, self._told = self._told == message, message
         return "" if told else self.in_words(now_ns)
+
+
+def _is_same(one: Handling, other: Handling) -> bool:
+    return (one.sequence_id, one.message_index) == (other.sequence_id, other.message_index)
 
 
 def _may_be(suspect: Suspect, noted: Handling) -> bool:

@@ -47,6 +47,29 @@ def test_the_next_run_is_careful() -> None:
     assert suspect_of(driven) == NO_SUSPECT
 
 
+def test_a_long_handler_of_a_careful_run_keeps_what_was_said_of_it() -> None:
+    watch = Watch(Suspect(1, 0, 2), 3)
+    watch.begin(0)
+    watch.noted(Handling(1, 0, 0.0, "Orders.place", "shop", b"the call"), NOW_NS)
+    watch.noted(Handling(1, 0, 12.0, "Orders.place", "shop"), NOW_NS)
+    assert "12 s" in watch.in_words(NOW_NS)
+    verdict = watch.died(1, all_heard=True)
+    assert verdict is not None
+    assert verdict.message == b"the call"
+
+
+def test_a_long_handler_that_has_come_back_shows_no_more_and_clears_no_suspicion() -> None:
+    watch = Watch(Suspect(1, 0, 2), 3)
+    watch.begin(0)
+    watch.noted(Handling(1, 0, 0.0, "Orders.place", "shop", b"the call"), NOW_NS)
+    watch.noted(Handling(1, 0, 12.0, "Orders.place", "shop"), NOW_NS)
+    watch.noted(Handling(-1, for_s=1.0), NOW_NS)
+    assert watch.in_words(NOW_NS) == ""
+    assert watch.suspect == Suspect(1, 0, 2)
+    watch.noted(Handling(-1), NOW_NS)
+    assert watch.suspect == NO_SUSPECT
+
+
 def test_three_deaths_at_a_message_are_a_verdict() -> None:
     driven = with_record()
     driven.close()

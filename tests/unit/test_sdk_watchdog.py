@@ -61,6 +61,18 @@ def test_one_that_does_not_come_back_is_told_of_now_and_then() -> None:
     assert watched.ended == []
 
 
+def test_that_it_has_come_back_is_told_too() -> None:
+    watched = Watched()
+    watched.handling = Handling(1, 0)
+    watched.pass_time(2)
+    watched.handling = None
+    watched.can_say = False
+    watched.pass_time(1)
+    watched.can_say = True
+    watched.pass_time(2)
+    assert [(one.sequence_id, one.for_s > 0) for one in watched.said] == [(1, True), (-1, True)]
+
+
 def test_what_can_not_be_said_now_is_said_as_soon_as_it_can() -> None:
     watched = Watched()
     watched.handling = Handling(1, 0)
