@@ -80,6 +80,7 @@ class ArgumentCodec:
                     f"{self.name}: parameter {parameter.name!r}: {problem}; use a type that msgspec knows "
                     f"(numbers, str, bytes, datetime, list, dict, dataclass, msgspec.Struct, ...)"
                 )
+        self.returns_nothing = hints.get("return") is type(None)
         self.decode = self._make_decode(())
         self._function = function
         self._decode_call: Decode | None = None

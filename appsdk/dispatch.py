@@ -357,13 +357,13 @@ class Dispatcher:
         start = offset
         self._batch_begin = content, start, first_index
         is_watched = self._careful is not None and self._careful.suspect_sequence_id == self.context.sequence_id
+        skips = self.context.sequence_id in self._failures.skipped
         while offset < end:
             slice_end = min(offset + SLICE_SIZE_BYTES, end)
             if is_watched:
                 yield from self._say_message(content, offset)
                 slice_end = offset + 1
-            skipped = self._failures.next_skipped(self.context.sequence_id, self.context.message_index)
-            if skipped is not None:
+            if skips and (skipped := self._failures.next_skipped(*self._place)) is not None:
                 at = offset_behind(content, start, skipped - first_index)
                 if at == offset:
                     offset = self._pass_over(content, offset, skipped)
@@ -385,6 +385,10 @@ class Dispatcher:
                 f"record {self.context.sequence_id}: a batch of {self.context.message_index - first_index} messages "
                 f"gives its count as {count}"
             )
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        return self.context.sequence_id, self.context.message_index
 
     # --- messages that fail -----------------------------------------------------------------------------------------
 

@@ -61,7 +61,7 @@ class Failures:
         self.known: dict[MessageKey, Verdict] = {}
         self.can_fail = False  # the coordinator keeps verdicts
         self._context = context
-        self._skipped: dict[int, list[int]] = {}  # indices by record, ascending
+        self.skipped: dict[int, list[int]] = {}  # indices of messages that are passed over, by record, ascending
         self._rows: dict[int, _Row] = {}  # by method ID
         self._tripped: set[int] = set()
         self._repeating: MessageKey | None = None  # a rewind is on its way up to there
@@ -77,14 +77,14 @@ class Failures:
     def _add(self, verdict: Verdict) -> None:
         self.known[verdict.key] = verdict
         if verdict.skips and not verdict.task:
-            indices = self._skipped.setdefault(verdict.sequence_id, [])
+            indices = self.skipped.setdefault(verdict.sequence_id, [])
             at = bisect_left(indices, verdict.message_index)
             if indices[at : at + 1] != [verdict.message_index]:
                 indices.insert(at, verdict.message_index)
 
     def next_skipped(self, sequence_id: int, message_index: int) -> int | None:
         """The next message of that record, from that index on, that is passed over."""
-        indices = self._skipped.get(sequence_id)
+        indices = self.skipped.get(sequence_id)
         if indices is None:
             return None
         at = bisect_left(indices, message_index)
@@ -128,7 +128,7 @@ class Failures:
         if any(key[0] <= sequence_id for key in self.known):
             for key in [key for key in self.known if key[0] <= sequence_id]:
                 del self.known[key]
-            self._skipped = {key: indices for key, indices in self._skipped.items() if key > sequence_id}
+            self.skipped = {key: indices for key, indices in self.skipped.items() if key > sequence_id}
 
     # --- a rewind -----------------------------------------------------------------------------------------------------
 

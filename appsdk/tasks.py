@@ -225,30 +225,39 @@ class Tasks:
         self, handler: Handler[Any, Any], arguments: tuple[Any, ...], *, waits: bool = True
     ) -> tuple[bool, bytes]:
         """Run a ``def`` handler for somebody who ``waits``: (whether it raised, what for them). Raises HandlerError."""
-        encode: Callable[[], bytes]
         try:
             value = handler.function(self.instance, *arguments)
         except (Exception, SystemExit) as error:
             if (declared := declared_name(handler.raises, error)) is None:
                 raise self._failed(handler, arguments, error) from error
-            raised, encode = True, partial(encode_raised, declared, error)
-        else:
-            raised, encode = False, partial(self._result, handler, value)
-        return raised, self._encoded(handler, arguments, encode) if waits else NOTHING
+            if not waits:
+                return True, NOTHING
+            return True, self._encoded(handler, arguments, partial(encode_raised, declared, error))
+        if not waits:
+            return False, NOTHING
+        try:
+            return False, self._result(handler, value)
+        except Exception as error:
+            raise self._unsendable(handler, arguments, error) from error
 
     def _result(self, handler: Handler[Any, Any], value: Any) -> bytes:
         """What goes to who waits: checked here, so that what does not fit is this handler's failure, not theirs."""
         data = encoder.encode(value)
-        self.codec(handler).decode_result(data)
+        codec = self.codec(handler)
+        if value is not None or not codec.returns_nothing:
+            codec.decode_result(data)
         return data
 
     def _encoded(self, handler: Handler[Any, Any], arguments: tuple[Any, ...], encode: Callable[[], bytes]) -> bytes:
         try:
             return encode()
         except Exception as error:
-            name = handler.function.__qualname__
-            problem = TypeError(f"what {name} returned or raised can't be sent to whoever waits for it: {error}")
-            raise self._failed(handler, arguments, problem) from error
+            raise self._unsendable(handler, arguments, error) from error
+
+    def _unsendable(self, handler: Handler[Any, Any], arguments: tuple[Any, ...], error: Exception) -> HandlerError:
+        name = handler.function.__qualname__
+        problem = TypeError(f"what {name} returned or raised can't be sent to whoever waits for it: {error}")
+        return self._failed(handler, arguments, problem)
 
     def _failed(self, handler: Handler[Any, Any], arguments: tuple[Any, ...], error: BaseException) -> HandlerError:
         context = self.context

@@ -1,5 +1,6 @@
 """Tests of immortals: several in one process, on a clock of the test's own. See docs/guide/testing.md."""
 
+from appsdk.testing.app import ProcessDies
 from appsdk.testing.environment import Environment
 from appsdk.testing.exploring import crash_everywhere
 from appsdk.testing.golden import assert_replays
@@ -12,6 +13,7 @@ __all__ = [
     "Instance",
     "NoAnswerError",
     "Pending",
+    "ProcessDies",
     "ReplayDiffers",
     "assert_replays",
     "crash_everywhere",

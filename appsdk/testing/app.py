@@ -24,6 +24,10 @@ def earlier(one_ns: int | None, other_ns: int | None) -> int | None:
     return min(one_ns, other_ns)
 
 
+class ProcessDies(BaseException):
+    """Raised in a handler of a test: the app's process ends there, as by a segfault. Its coordinator lives on."""
+
+
 class LocalApp:
     """One life of an app. ``trace``: it says which message made each call, for a replay that is looked at.
     ``fails_alone`` False: a message that fails stops it.
@@ -45,6 +49,7 @@ class LocalApp:
         self.error: ImmortalError | None = None
         self.is_primary = False
         self.has_left = False
+        self.has_died = False
         self._effects = effects
         make_dispatcher = TracingDispatcher if trace else Dispatcher
         self.dispatcher = make_dispatcher(
@@ -82,6 +87,8 @@ class LocalApp:
         try:
             self.dispatcher.receive_data(bytes(data))
             self._run()
+        except ProcessDies:
+            self.has_died = True
         except HandlerError as error:
             self.error = error
             if isinstance(self.dispatcher, TracingDispatcher):

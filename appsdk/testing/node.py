@@ -157,6 +157,9 @@ class Node:
         app.receive(data)
         self.world.crashes.point(self)
         self._handle(ev.AppSent(len(data)), *self._said())
+        if app.has_died and self.app is app:
+            self.lose_app()
+            return
         if app.error is not None and self.app is app:
             self.failure = app.error
             self._drop_app()

@@ -55,6 +55,7 @@ class OutsideApp:
     def __init__(self) -> None:
         self.error: ImmortalError | None = None
         self.has_left = False
+        self.has_died = False
         self.is_primary = False
         self.next_due_ns: int | None = None
         self.answers: dict[int, Answer] = {}
