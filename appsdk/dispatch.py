@@ -363,7 +363,8 @@ class Dispatcher:
             if is_watched:
                 yield from self._say_message(content, offset)
                 slice_end = offset + 1
-            if skips and (skipped := self._failures.next_skipped(*self._place)) is not None:
+            skipped = self._failures.next_skipped(*self._place) if skips else None
+            if skipped is not None and skipped < first_index + count:
                 at = offset_behind(content, start, skipped - first_index)
                 if at == offset:
                     offset = self._pass_over(content, offset, skipped)

@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from types import FrameType
 from typing import Any, NoReturn
@@ -49,6 +49,7 @@ from appsdk.user_modules import HiddenModules, add_to_path
 from appsdk.watchdog import Watchdog
 from protocol.allocator import keep_freed_memory
 from protocol.errors import ImmortalError
+from protocol.verdicts import Verdict
 
 ADDRESS_VARIABLE = "IMMORTAL_APP_ADDRESS"
 SECRET_FILE_VARIABLE = "IMMORTAL_APP_SECRET_FILE"
@@ -187,7 +188,9 @@ def _run_connected(
         if cls.__module__ != "builtins" and (file_name := inspect.getsourcefile(cls)):
             dispatcher.context.sites.load(file_name)
     reporter = FailureReporter(lambda text: say(definition.name, text))
-    transport = Transport(connection, dispatcher, waker, address, reporter.failed)
+    # A run that is looked at tells whoever looks, in its own way.
+    failed: Callable[[Verdict], None] = (lambda verdict: None) if trace else reporter.failed
+    transport = Transport(connection, dispatcher, waker, address, failed)
     watchdog = Watchdog(
         lambda: dispatcher.now_handling,
         transport.say_beside,

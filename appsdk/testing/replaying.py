@@ -20,7 +20,7 @@ from coordinator.replay.inspection import DIFFERENCES_MAX
 from coordinator.replay.plan import ReplayPlan, plan_route
 from coordinator.replay.positions import KeptImpulses, Outputs
 from coordinator.replay.result import ReplayResult, Sink
-from coordinator.replay.session import BlobPiece, Ended, Event, ReplaySession
+from coordinator.replay.session import BlobPiece, Ended, Event, ReplaySession, VerdictGiven
 from coordinator.replay.source import RecordSource
 from coordinator.replay.verify import CheckingSink, Section, StateFinding, stretches
 from coordinator.replay.verify_report import Report
@@ -28,6 +28,7 @@ from protocol.checksum import crc64
 from protocol.errors import ImmortalError
 from protocol.record import decode_header
 from protocol.trailer import decode_trailer
+from protocol.verdicts import Verdict
 
 BLAMED_MESSAGES_MAX = 3  # of a record, that are shown
 
@@ -55,6 +56,7 @@ class LocalReplay:
         self._watch = watch
         self._app = LocalApp(definition, bytes(SEED_SIZE_BYTES), 0, trace=True)
         self._session = ReplaySession(source.identity.instance_name, summary, self.route)
+        self._verdicts: list[Verdict] = []
         self._ended: Ended | None = None
 
     def run(self) -> ReplayResult:
@@ -81,7 +83,7 @@ class LocalReplay:
             else:
                 wanted = session.wants_blob or session.wants_records
                 require(wanted, f"a replay stands still in the phase {session.phase.value!r}")
-        return ReplayResult(
+        result = ReplayResult(
             header,
             header.sequence_id + 1,
             session.fed_sequence_id,
@@ -96,6 +98,10 @@ class LocalReplay:
             failure=self._ended.failure,
             notes=self.route.notes,
         )
+        for verdict in self._verdicts:
+            result.add(verdict)
+        result.find_news(self._source)
+        return result
 
     def _give(self, value: bytes) -> None:
         header = decode_header(value)
@@ -120,6 +126,8 @@ class LocalReplay:
                 self._sink.impulses(event.destination, event.first_position, event.count, event.payload)
             elif isinstance(event, BlobPiece):
                 self.blob += event.data
+            elif isinstance(event, VerdictGiven):
+                self._verdicts.append(event.verdict)
             elif isinstance(event, Ended):
                 self._ended = event
 
@@ -182,9 +190,12 @@ def problems_of(
         except ImmortalError as error:
             yield f"{name}: a replay from checkpoint {start.checkpoint_id} on fails: {error}"
             continue
-        failure = section.result.failure
-        is_known = failure is not None and (failure.sequence_id, failure.message_index) == known_failure
-        if section.outputs or section.state is not None or (failure is not None and not is_known):
+        result = section.result
+        if known_failure is not None:  # what lies behind it was never handled
+            result.news = [news for news in result.news if news.key[:2] < known_failure]
+        if result.failure is not None and (result.failure.sequence_id, result.failure.message_index) == known_failure:
+            result.failure = None
+        if not section.is_same:
             yield from Report(name, section, source).lines()
             if section.state is not None and (blamed := _first_unsteady(source, section, definition)):
                 yield f"    the first message behind which two replays have two states: {blamed}"

@@ -26,6 +26,7 @@ from coordinator.replay.inspection import show_state
 from coordinator.replay.summary import CountingSink, summary_json, summary_lines
 from coordinator.replay.verify import stretches, verify_section
 from coordinator.replay.verify_report import Report
+from protocol.verdicts import Verdict
 
 DIVERGED = 3
 
@@ -88,7 +89,7 @@ def replay(
     It begins at the newest checkpoint from which the end can be reached. --to 12:3 ends behind message 3 of record 12,
     both counted from 0 ('immortal log show' lists them). Nothing is sent to anybody, and no hook of the app runs.
 
-    The exit status is 1 if a handler raises, or if it can't be done.
+    The exit status is 1 if a call fails that did not fail then, or if it can't be done.
     """
     if breaks and last is None:
         raise click.UsageError("--break needs --to SEQ[:MESSAGE]: the message to stop at")
@@ -98,6 +99,10 @@ def replay(
     sequence_id, message = last or (None, None)
     plan = ReplayPlan(checkpoint_id, sequence_id, message, before_last=breaks, follow=follow)
     counted = CountingSink()
+
+    def tells(verdict: Verdict) -> bool:
+        return not breaks or verdict.task > 0 or verdict.key[:2] != (sequence_id, message or 0)
+
     with ExitStack() as stack:
         reader = stack.enter_context(open_reader(settings.log, name))
         summary = reader.summary()
@@ -108,7 +113,15 @@ def replay(
         stop = stack.enter_context(_signals(follow=follow, in_debugger=breaks))
         advance = None if breaks else stack.enter_context(progress_bar("replaying"))
         result = run_replay(
-            reader, route, command, counted, blob_path=blob, progress=advance, stop=stop, announce=_announce(name)
+            reader,
+            route,
+            command,
+            counted,
+            blob_path=blob,
+            progress=advance,
+            stop=stop,
+            announce=_announce(name),
+            tells=tells,  # the message to stop at is called, whatever became of it
         )
         if result.failure is None and state_file is not None:
             shutil.copyfile(blob, state_file)
@@ -120,7 +133,7 @@ def replay(
             click.echo(line, err=shows_state)
         if state is not None:
             click.echo(json.dumps(state, indent=2, ensure_ascii=False))
-    sys.exit(0 if result.failure is None else 1)
+    sys.exit(0 if result.failure is None and not result.news else 1)
 
 
 @click.command()

@@ -77,8 +77,9 @@ def what_if(
 ) -> None:
     """What would be different if other code had handled the log of NAME?
 
-    The recorded inputs go through both, side by side; nothing is sent, and the log is only read. The exit status is 0
-    if nothing would be different, 3 if something would (an exception is), 1 if it could not be tried.
+    The recorded inputs go through both, side by side; nothing is sent, and the log is only read. What failed is called
+    again. The exit status is 0 if nothing would be different, 3 if something would (a call that fails, or does not any
+    more, is), 1 if it could not be tried.
     """
     settings = registry.load(name)
     if not log_exists(settings.log):

@@ -13,6 +13,7 @@ from coordinator.core.words import Methods, RpcWords, call_in_words, counted_met
 from coordinator.replay import AppCommand, RecordSource, ReplayError, ReplayResult
 from coordinator.replay.compare import Key, Kind, Side
 from coordinator.replay.contents import message_at, record_of
+from coordinator.replay.fates import Fate, Fates, failure_in_words, place_in_words, verdict_values
 from coordinator.replay.findings import Finding
 from coordinator.replay.inspection import diff_states, unanswered
 from coordinator.replay.what_if import WhatIf
@@ -23,6 +24,8 @@ TRACEBACK_LINES_MAX = 8
 VALUE_SIZE_MAX = 60  # characters of a value in the state
 
 Values = dict[str, Any]
+
+_FATE_WORDS = {Fate.WORKS: "would not fail", Fate.FAILS: "would fail", Fate.DIFFERS: "would fail in another way"}
 
 
 class Report:
@@ -56,7 +59,8 @@ class Report:
     def exit_status(self) -> int:
         if self._exception(Side.OLD) is not None:
             return FAILED
-        if self._outcome.findings.total or self.state or self._exception(Side.NEW) is not None:
+        outcome = self._outcome
+        if outcome.findings.total or outcome.fates or self.state or self._exception(Side.NEW) is not None:
             return DIFFERENT
         return SAME if self.state_problem is None else FAILED
 
@@ -147,6 +151,7 @@ class Report:
             "by_method": self._by_method(),
             "first": [self._finding_values(finding) for finding in findings.first],
             "by_position": outcome.by_position,
+            "fates": [self._fates_values(fates) for fates in outcome.fates],
             "exception": self._exception(Side.NEW),
             "old_exception": self._exception(Side.OLD),
             "unanswered": self.unanswered,
@@ -182,6 +187,21 @@ class Report:
             "new": self._call(finding.destination, finding.new),
         }
 
+    def _fates_values(self, fates: Fates) -> Values:
+        first = fates.first
+        return {
+            "method": fates.method,
+            "fate": fates.fate.value,
+            "count": fates.count,
+            "first": {
+                "record": first.sequence_id,
+                "message": first.message_index,
+                "input": self._input(first.key[:2]),
+                "old": verdict_values(fates.then),
+                "new": verdict_values(fates.now),
+            },
+        }
+
     # --- for people --------------------------------------------------------------------------------------------------
 
     def lines(self) -> Iterator[str]:
@@ -204,6 +224,9 @@ class Report:
                 yield f"and {findings.total - len(findings.first):,} more"
             yield ""
             yield from self._table()
+        for fates in outcome.fates:
+            yield ""
+            yield from self._fates_lines(fates)
         for side in Side:
             yield from self._exception_lines(side)
         if self.unanswered:
@@ -236,6 +259,22 @@ class Report:
         for row in rows:
             names = [text.ljust(width) for text, width in zip(row[:2], widths[:2], strict=True)]
             yield "  ".join(names + [text.rjust(width) for text, width in zip(row[2:], widths[2:], strict=True)])
+
+    def _fates_lines(self, fates: Fates) -> Iterator[str]:
+        first, method = fates.first, fates.method or "a message"
+        calls = "a call" if fates.count == 1 else f"{fates.count:,} calls"
+        made = self._input(first.key[:2])
+        where = f"{'' if fates.count == 1 else 'the first is '}{place_in_words(first)}{f': {made}' if made else ''}"
+        failed = "" if fates.then is None else failure_in_words(fates.then)
+        fails = "" if fates.now is None else failure_in_words(fates.now)
+        if fates.fate is Fate.WORKS:
+            yield f"{calls} of {method} would not fail: {where}; was {failed}"
+        elif fates.fate is Fate.FAILS:
+            yield f"{calls} of {method} would fail that did not: {where}; would be {fails}"
+        else:
+            yield f"{calls} of {method} would fail in another way: {where}; was {failed}; would be {fails}"
+        if fates.now is not None:
+            yield from fates.now.trace.splitlines()[-TRACEBACK_LINES_MAX:]
 
     def _exception_lines(self, side: Side) -> Iterator[str]:
         exception = self._exception(side)
@@ -273,18 +312,32 @@ class Report:
             yield "  and more"
 
     def _verdict(self) -> str:
-        outcome, findings = self._outcome, self._outcome.findings
+        outcome = self._outcome
         if self.exit_status == SAME:
             return f"no difference: {outcome.equal_count:,} calls are the same, and so is the state"
         if self._exception(Side.OLD) is not None:
             new = outcome.results.get(Side.NEW)
             end = f"; the new code goes on to record {new.last_sequence_id}" if new and not new.failure else ""
             return f"can't be told: the old code itself fails{end}"
+        return f"{self._calls_verdict()}{self._fates_verdict()}"
+
+    def _fates_verdict(self) -> str:
+        counts = dict.fromkeys(Fate, 0)
+        for fates in self._outcome.fates:
+            counts[fates.fate] += fates.count
+        said = [f"{count:,} {_FATE_WORDS[fate]}" for fate, count in counts.items() if count]
+        return f"; of the calls that came in {', '.join(said)}" if said else ""
+
+    def _calls_verdict(self) -> str:
+        outcome, findings = self._outcome, self._outcome.findings
         if self._exception(Side.NEW) is not None:
             if self._outcome.upgrade_error:
                 return "different: the new code can't take over the state"
             before = f"{findings.total:,} different" if findings.total else "none different"
             return f"different: the new code fails; of the calls before that {before}, {outcome.equal_count:,} the same"
+        if not findings.total and not self.state and outcome.fates:
+            state = "the states can't be compared" if self.state_problem else "so is the state"
+            return f"different: what fails; all {outcome.equal_count:,} calls made are the same, {state}"
         if not findings.total and not self.state:
             return f"can't be told: {outcome.equal_count:,} calls are the same, the states can't be compared"
         state = " and the state" if self.state else ", not the state"

@@ -22,7 +22,7 @@ from coordinator.replay.plan import ReplayPlan, Route, plan_route
 from coordinator.replay.positions import KeptImpulses, Outputs
 from coordinator.replay.process import LEAVE_S, AppProcess, exit_text
 from coordinator.replay.result import ReplayResult, Sink
-from coordinator.replay.session import BlobPiece, Ended, Event, NumbersDrawn, ReplaySession
+from coordinator.replay.session import BlobPiece, Ended, Event, NumbersDrawn, ReplaySession, Tells, VerdictGiven
 from coordinator.replay.source import RecordSource
 from protocol.checksum import crc64
 from protocol.record import decode_header
@@ -45,6 +45,7 @@ def run_replay(
     stop: Callable[[], bool] = lambda: False,
     announce: Callable[[str], None] = lambda address: None,
     numbers: Callable[[int], Sequence[bytes] | None] | None = None,
+    tells: Tells = lambda verdict: True,
 ) -> ReplayResult:
     """Replay ``plan`` of the log ``source`` with ``app``, and tell ``sink`` what it makes.
 
@@ -53,11 +54,12 @@ def run_replay(
     the end. ``progress(records, total)`` is called now and then, ``total`` None while there is no end. ``stop``: asked
     now and then; True ends the replay at the record reached.
     ``announce(address)``: where an app that is started by hand is to connect. ``numbers(sequence_id)``: what the app
-    is told before that record of the numbers that another run has drawn; None: not known yet.
+    is told before that record of the numbers that another run has drawn; None: not known yet. ``tells(verdict)``:
+    whether the app is told this verdict of the log, and passes the message over; else it handles it once more.
 
-    A handler that raises is no error: the result's ``failure`` has it. Raises ReplayError (a plan that this log can't
-    do), AppDiedError, UpgradeFailedError, RemoteProtocolError (the app breaks the protocol), LogError (damage, or
-    records that were trimmed meanwhile), and what the sink raises. The app's process is gone in any case.
+    A handler that raises is no error: the result's ``news`` or its ``failure`` has it. Raises ReplayError (a plan that
+    this log can't do), AppDiedError, UpgradeFailedError, RemoteProtocolError (the app breaks the protocol), LogError
+    (damage, or records that were trimmed meanwhile), and what the sink raises. The app's process is gone in any case.
     """
     summary = source.summary()
     route = plan_route(plan, source, summary) if isinstance(plan, ReplayPlan) else plan
@@ -77,9 +79,10 @@ def run_replay(
         connection, said = _accept(listener, gate, epoll, process, app, stop)
         stack.callback(connection.close)
         blob_file = stack.enter_context(blob_path.open("wb")) if blob_path is not None else None
-        host = _Host(source, summary, route, app, process, connection, said, sink, blob_file, numbers)
+        host = _Host(source, summary, route, app, process, connection, said, sink, blob_file, numbers, tells)
         host.run(progress or (lambda records, total: None), stop)
     result = host.result
+    result.find_news(source)
     if process is not None:
         result.exit_status = process.exit_status
         result.stderr_head, result.stderr_tail = process.head, process.tail
@@ -159,6 +162,7 @@ class _Host:
         sink: Sink,
         blob_file: BinaryIO | None,
         numbers: Callable[[int], Sequence[bytes] | None] | None,
+        tells: Tells,
     ) -> None:
         self._source = source
         self._route = route
@@ -170,7 +174,8 @@ class _Host:
         self._blob_file = blob_file
         self._numbers = numbers
         self._blob_size_bytes = self._blob_check = 0
-        self._session = ReplaySession(source.identity.instance_name, summary, route)
+        self._session = ReplaySession(source.identity.instance_name, summary, route, tells)
+        self._known_sequence_id = summary.last_sequence_id  # of this record the verdicts are known
         self._blob = source.checkpoint_chunks(route.checkpoint.checkpoint_id)
         self._values: Iterator[bytes] | None = None
         self._unsent_size_bytes = 0
@@ -248,6 +253,10 @@ class _Host:
             return False
         header = decode_header(value)
         trailer = decode_trailer(value[header.size_bytes :], header.check)
+        if header.sequence_id > self._known_sequence_id:
+            summary = self._source.summary()
+            self._known_sequence_id = summary.last_sequence_id
+            self._session.give_verdicts(summary.verdicts)
         self._sink.record(header.sequence_id, value, trailer)
         self._session.give_record(value, trailer)
         return True
@@ -301,6 +310,9 @@ class _Host:
                 self._blob_file.write(event.data)
         elif isinstance(event, NumbersDrawn):
             self._sink.numbers(event.sequence_id, event.data, complete=event.complete)
+        elif isinstance(event, VerdictGiven):
+            self.result.add(event.verdict)
+            self._sink.verdict(event.verdict)
         else:
             self._ended = event
 

@@ -6,9 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from coordinator.core.interfaces import CheckpointHeader
+from coordinator.replay.source import RecordSource
 from protocol.extensions import AppDescription, HandlerFailure, Origin
 from protocol.trailer import Trailer
+from protocol.verdicts import Verdict
+
+TRACES_CHARACTERS_MAX = 4 << 20  # of all verdicts together
 
 
 class Sink:
@@ -35,13 +41,18 @@ class Sink:
     def numbers(self, sequence_id: int | None, data: bytes, *, complete: bool) -> None:
         """The app tells what it draws: see :class:`coordinator.replay.session.NumbersDrawn`."""
 
+    def verdict(self, verdict: Verdict) -> None:
+        """A message has failed alone. Also what was made before it may still come."""
+
 
 @dataclass(slots=True)
 class ReplayResult:
     """``records`` and ``messages`` are those that the app was given.
 
     ``blob_size_bytes``, ``blob_check`` (CRC-64/XZ): the state at the end, also in the file ``blob_path`` if one was
-    asked for; None if a handler failed. ``failure``: the handler that did; then nothing behind it was replayed.
+    asked for; None with a ``failure``: a message that could not be handled; then nothing behind it was replayed.
+    ``verdicts``: on messages that have failed alone, without the messages themselves, and with the first traces only.
+    ``news``: those of them that the log does not have.
     ``flushed``: the app holds nothing back, all that it made has come; one of the base protocol may hold messages back.
     ``exit_status``: of the app's process, negative for a signal; None if it was started by hand.
     """
@@ -63,6 +74,20 @@ class ReplayResult:
     stderr_head: str = ""
     stderr_tail: str = ""
     notes: Sequence[str] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+    news: list[Verdict] = field(default_factory=list)
+    _traces_size: int = 0
+
+    def add(self, verdict: Verdict) -> None:
+        """The app has given it."""
+        self._traces_size += len(verdict.trace)
+        trace = verdict.trace if self._traces_size <= TRACES_CHARACTERS_MAX else ""
+        self.verdicts.append(msgspec.structs.replace(verdict, message=b"", trace=trace))
+
+    def find_news(self, source: RecordSource) -> None:
+        """The replay has ended: the log of a running instance may have got the same verdicts meanwhile."""
+        known = {verdict.key for verdict in source.summary().verdicts} if self.verdicts else ()
+        self.news = [verdict for verdict in self.verdicts if verdict.key not in known]
 
     @property
     def warnings(self) -> list[str]:

@@ -6,12 +6,12 @@
                                                                    until the app's checkpoint comes
 
 ENDING asks for a checkpoint (2): the app answers with all outputs that it still holds, then with its state. It is never
-told that it is primary. A handler that raises leads to DONE from anywhere.
+told that it is primary. A message that can't fail alone leads to DONE from anywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -38,8 +38,14 @@ from protocol.numbers import decode_numbers
 from protocol.readers import BlobStart, Message, MessageReader
 from protocol.record import CHECKPOINT_SEQUENCE_ID, CONTROL_SEQUENCE_ID, decode_header, encode_record
 from protocol.trailer import Trailer
+from protocol.verdicts import MessageKey, Verdict, decode_verdict, encode_verdicts
+
+Tells = Callable[[Verdict], bool]
+"""Which verdicts of the log the app is told. What it is not told of it calls again."""
 
 _CALLS = frozenset({MessageType.RPC, MessageType.RPC_BATCH, MessageType.STREAM_BATCH, MessageType.IMPULSE_BATCH})
+_NO_NEWS = frozenset({MessageType.HELLO, MessageType.TAKE_CHECKPOINT})  # a checkpoint comes at the end
+_NEWS_OF_MESSAGES = frozenset({MessageType.HANDLING, MessageType.LEAVING, MessageType.RETRY_REFUSED})
 
 
 class Phase(Enum):
@@ -69,19 +75,26 @@ class NumbersDrawn:
 
 
 @dataclass(frozen=True, slots=True)
+class VerdictGiven:
+    """A message fails alone, and the app was told nothing of that."""
+
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
-    """All outputs and the whole state have come, or (with a ``failure``) a handler raised."""
+    """All outputs and the whole state have come, or (with a ``failure``) a message could not be handled."""
 
     failure: HandlerFailure | None = None
 
 
-Event = Outputs | KeptImpulses | BlobPiece | NumbersDrawn | Ended
+Event = Outputs | KeptImpulses | BlobPiece | NumbersDrawn | VerdictGiven | Ended
 
 
 class ReplaySession:
     """One replay of ``route`` with one app. ``name``: the instance. ``summary``: its log."""
 
-    def __init__(self, name: str, summary: LogSummary, route: Route) -> None:
+    def __init__(self, name: str, summary: LogSummary, route: Route, tells: Tells = lambda verdict: True) -> None:
         self.name = name
         self.phase = Phase.GREETING
         self.description: AppDescription | None = None
@@ -90,6 +103,8 @@ class ReplaySession:
         self.messages = 0
         self._summary = summary
         self._route = route
+        self._tells = tells
+        self._told: set[MessageKey] = set()
         self._last_sequence_id = route.last_sequence_id
         self._versions = list(route.versions)
         self._upgrade_to = route.upgrade_to
@@ -122,6 +137,11 @@ class ReplaySession:
         return self._app.hello is not None and MessageType.NUMBERS in self._app.hello.extensions
 
     @property
+    def _has_verdicts(self) -> bool:
+        """A message may fail alone there."""
+        return MessageType.VERDICTS in self._app.extensions
+
+    @property
     def app_flushes(self) -> bool:
         """Before its state it sends all that it has made."""
         return MessageType.STREAM_BATCH in self._app.extensions
@@ -152,10 +172,29 @@ class ReplaySession:
     def blob_is_complete(self) -> None:
         require(self.phase is Phase.RESTORING, f"the end of the blob in phase {self.phase.value!r}")
         self.phase = Phase.REPLAYING
+        if self._has_verdicts:
+            self._send_verdicts(self._untold(self._summary.verdicts))
         if self._upgrade_to is not None:
             version = None if self._upgrade_to == OWN_VERSION else self._upgrade_to
             self._send_control(MessageType.UPGRADE_SERVICE, version)
         self._go_on()
+
+    def give_verdicts(self, verdicts: Iterable[Verdict]) -> None:
+        """Those of the log as it is now, before the record that comes next: what is new among them is told."""
+        if self._has_verdicts and (untold := self._untold(verdicts)):
+            self._send_verdicts(untold)
+
+    def _untold(self, verdicts: Iterable[Verdict]) -> list[Verdict]:
+        return [
+            verdict
+            for verdict in verdicts
+            if verdict.sequence_id > self.fed_sequence_id and verdict.key not in self._told and self._tells(verdict)
+        ]
+
+    def _send_verdicts(self, verdicts: Sequence[Verdict]) -> None:
+        self._told.update(verdict.key for verdict in verdicts)
+        for content in encode_verdicts(verdicts):
+            self._output.append(encode_record(self._summary.committer_id, CONTROL_SEQUENCE_ID, content))
 
     def give_numbers(self, numbers: Sequence[bytes]) -> None:
         """What another run has drawn in the record that comes next: the data of its Numbers messages.
@@ -262,6 +301,8 @@ class ReplaySession:
         elif message_type == MessageType.NUMBERS:
             numbers = decode_numbers(data)
             yield NumbersDrawn(numbers.sequence_id, data, complete=not numbers.draws)
+        elif message_type == MessageType.VERDICT and self._has_verdicts:
+            yield VerdictGiven(decode_verdict(data))
         elif message_type == MessageType.APP_DESCRIPTION:
             self.description = decode_app_description(data)
         elif message_type == MessageType.HANDLER_FAILED:
@@ -270,7 +311,7 @@ class ReplaySession:
             raise UpgradeFailedError(f"the upgrade failed: {data.decode('utf-8', 'replace')}")
         elif message_type in (MessageType.SNAPSHOT_BEGIN, MessageType.SNAPSHOT_CHUNK, MessageType.SNAPSHOT_END):
             yield from self._snapshot_message(message)
-        elif message_type not in (MessageType.HELLO, MessageType.TAKE_CHECKPOINT):  # a checkpoint comes at the end
+        elif message_type not in (_NO_NEWS | _NEWS_OF_MESSAGES if self._has_verdicts else _NO_NEWS):
             raise AppProtocolError(f"the app sent a message of type {message_type}, which has no place in a replay")
 
     def _check_extensions(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from coordinator.core.words import Methods, counted_method_in_words
+from coordinator.replay.fates import news_lines, news_values
 from coordinator.replay.plan import place_of
 from coordinator.replay.result import ReplayResult, Sink
 from protocol.extensions import Origin
@@ -46,7 +47,7 @@ class CountingSink(Sink):
 
 
 def summary_json(name: str, result: ReplayResult, counted: CountingSink) -> dict[str, Any]:
-    """Plain values; "failure" is null unless a handler raised."""
+    """Plain values; "failure" is null unless a message could not be handled."""
     methods = result.description.methods if result.description else {}
     failure = result.failure
     return {
@@ -61,6 +62,7 @@ def summary_json(name: str, result: ReplayResult, counted: CountingSink) -> dict
             {"destination": destination or name, "method": method, "count": count}
             for destination, method, count in counted.by_method(methods)
         ],
+        "failed_now": news_values(result.news),
         "failure": failure_json(result),
         "state_size_bytes": result.blob_size_bytes,
         "state_check": None if failure or result.blob_check is None else f"{result.blob_check:016x}",
@@ -90,6 +92,9 @@ def summary_lines(name: str, result: ReplayResult, counted: CountingSink) -> Ite
     methods = result.description.methods if result.description else {}
     for destination, method, count in counted.by_method(methods):
         yield f"  to {destination or 'itself'}: {method} {count:,}"
+    for headline, *trace in news_lines(result.news):
+        yield headline
+        yield from trace
     if result.failure is not None:
         failure = result.failure
         yield f"the handler of record {failure.sequence_id}, message {failure.message_index} raised:"

@@ -74,7 +74,8 @@ class Section:
 
     @property
     def is_same(self) -> bool:
-        return not self.outputs and self.state is None and self.result.failure is None
+        result = self.result
+        return not self.outputs and self.state is None and result.failure is None and not result.news
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from typing import Any
 from coordinator.core.output_check import Divergence
 from coordinator.core.words import Methods, RpcWords, call_in_words, divergence_in_words, method_name
 from coordinator.replay.contents import message_at, record_of
+from coordinator.replay.fates import news_lines, news_values
 from coordinator.replay.inspection import DIFFERENCES_MAX
 from coordinator.replay.plan import place_of
 from coordinator.replay.receivers import Difference
@@ -47,6 +48,9 @@ class Report:
             yield f"  outputs: the same ({', '.join(self._counts()) or 'none'})"
         for finding in section.outputs:
             yield from (f"  {line}" for line in self._output_lines(finding))
+        for headline, *trace in news_lines(result.news):
+            yield f"  DIVERGED: {headline}"
+            yield from (f"  {line}" for line in trace)
         if result.failure is not None:
             failure = result.failure
             yield f"  DIVERGED: the handler of record {failure.sequence_id}, message {failure.message_index} raised:"
@@ -161,6 +165,7 @@ class Report:
             "state_is_same": section.state_is_same,
             "state": [] if state is None else list(state.differences[:DIFFERENCES_MAX]),
             "state_problem": None if state is None else state.problem,
+            "failed_now": news_values(result.news),
             "failure": failure_json(result),
             "warnings": result.warnings,
             "notes": list(result.notes),

@@ -1,7 +1,8 @@
 """What if other code had handled a log? The old and the new code replay it side by side, and are compared as they go.
 
 Both get the same records at the same time, each in a thread with a process of its own. The inputs are those of the log,
-also the calls that the instance had sent itself: what would have come back as another input is not played.
+also the calls that the instance had sent itself: what would have come back as another input is not played. The old
+code is told which messages failed, and passes them over; the new code is not, and calls them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from coordinator.core.output_check import OutputCheck
 from coordinator.replay.app import AppCommand
 from coordinator.replay.compare import Comparison, Key, Outputs, Side
 from coordinator.replay.errors import ReplayError, UpgradeFailedError
+from coordinator.replay.fates import Fates, changed_fates, failure_in_words
 from coordinator.replay.findings import Findings
 from coordinator.replay.host import run_replay
 from coordinator.replay.numbers import NumbersAhead
@@ -24,9 +26,11 @@ from coordinator.replay.plan import ReplayPlan, Route, plan_route
 from coordinator.replay.result import ReplayResult, Sink
 from coordinator.replay.source import RecordSource, SharedSource
 from coordinator.replay.spool import MemoryBudget, Spool
+from protocol.batch import offset_after
 from protocol.checksum import crc64
-from protocol.extensions import Origin
+from protocol.extensions import HandlerFailure, Origin
 from protocol.trailer import Trailer
+from protocol.verdicts import Verdict
 
 AHEAD_SIZE_BYTES_MAX = 16 << 20  # of outputs that one side has made and the other has not: beyond it ...
 AHEAD_PAUSE_S = 0.05  # ... it pauses so long at each batch, no longer: an app may be waiting to say its last words
@@ -38,7 +42,7 @@ Progress = Callable[[int, int | None], None]
 
 @dataclass(slots=True)
 class WhatIf:
-    """What came out. ``equal_count``: the messages that both sides made alike.
+    """What came out. ``equal_count``: the messages that both sides made alike. ``fates``: what fails differently.
 
     A side's ``failure`` ends the comparison there. ``upgrade_error``: the new code could not take over the state; then
     there are no results. ``by_position``: the apps do not tell which input made which output.
@@ -47,6 +51,7 @@ class WhatIf:
     route: Route
     results: dict[Side, ReplayResult]
     findings: Findings
+    fates: list[Fates]
     equal_count: int
     by_position: bool
     upgrade_error: str
@@ -101,7 +106,8 @@ def run_what_if(
     if upgrade_to is not None:
         routes[Side.NEW] = replace(route, versions=(), upgrade_to=upgrade_to)
     run = _Run(limit, progress)
-    sinks = {Side.OLD: _Prover(run, Side.OLD, route.checkpoint.outputs), Side.NEW: _Looker(run, Side.NEW)}
+    prover = _Prover(run, Side.OLD, route.checkpoint.outputs, shared)
+    sinks: dict[Side, _Looker] = {Side.OLD: prover, Side.NEW: _Looker(run, Side.NEW)}
     results: dict[Side, ReplayResult] = {}
     # An app of the base protocol says nothing before it has something to say: nobody is to wait for that.
     tells_numbers = bool(source.summary().extensions)
@@ -114,9 +120,10 @@ def run_what_if(
             sinks[side],
             blob_path=(blob_paths or {}).get(side),
             progress=lambda records, total: run.progress(side, records, total),
-            stop=lambda: run.failed_at is not None and sinks[side].fed_sequence_id >= run.failed_at,
+            stop=lambda: sinks[side].has_seen_enough,
             announce=lambda address: announce(side, address),
             numbers=run.numbers.before if side is Side.NEW and tells_numbers else None,
+            tells=lambda verdict: side is Side.OLD,
         )
         sinks[side].finish(result)
 
@@ -128,11 +135,21 @@ def run_what_if(
         route,
         {} if run.upgrade_error else results,
         run.findings,
+        _fates(shared, route, results.get(Side.NEW)),
         run.comparison.equal_count,
         run.by_position is True,
         run.upgrade_error,
         notes,
     )
+
+
+def _fates(source: RecordSource, route: Route, new: ReplayResult | None) -> list[Fates]:
+    if new is None:
+        return []
+    end = new.last_sequence_id + 1, 0
+    if new.failure is not None:
+        end = new.failure.sequence_id, new.failure.message_index
+    return changed_fates(source.summary().verdicts, new.verdicts, route.checkpoint.sequence_id, end)
 
 
 def _version_note(app: AppCommand, result: ReplayResult, ran: int) -> list[str]:
@@ -261,6 +278,12 @@ class _Looker(Sink):
         self._counts: Counter[str] = Counter()
         self.fed_sequence_id = -1
 
+    @property
+    def has_seen_enough(self) -> bool:
+        """Nobody needs the rest of this side's replay."""
+        failed_at = self._run.failed_at
+        return failed_at is not None and self.fed_sequence_id >= failed_at
+
     def record(self, sequence_id: int, value: bytes, trailer: Trailer) -> None:
         self.fed_sequence_id = sequence_id
 
@@ -285,19 +308,31 @@ class _Looker(Sink):
 class _Prover(_Looker):
     """The old side's: what it makes must be what it had made, as the log's marks say; else a comparison means nothing.
 
-    Its methods raise OutputDivergenceError.
+    A message that fails here alone ends it. Its methods raise OutputDivergenceError.
     """
 
-    def __init__(self, run: _Run, side: Side, outputs: Mapping[str, OutputMark]) -> None:
+    def __init__(self, run: _Run, side: Side, outputs: Mapping[str, OutputMark], source: RecordSource) -> None:
         super().__init__(run, side)
+        self._source = source
+        self._failed: Verdict | None = None
         self._marks = dict(outputs)
         self._checks = {name: OutputCheck(name, mark) for name, mark in outputs.items()}
 
     def _check(self, destination: str) -> OutputCheck:
         return self._checks.setdefault(destination, OutputCheck(destination))
 
+    @property
+    def has_seen_enough(self) -> bool:
+        return self._failed is not None or super().has_seen_enough
+
+    def verdict(self, verdict: Verdict) -> None:
+        if self._failed is None and all(verdict.key != known.key for known in self._source.summary().verdicts):
+            self._failed = verdict
+
     def record(self, sequence_id: int, value: bytes, trailer: Trailer) -> None:
         super().record(sequence_id, value, trailer)
+        if self._failed is not None:
+            return
         for mark in trailer.outputs:
             check = self._check(mark.destination)
             check.expect(sequence_id, OutputMark(mark.position, mark.checksum))
@@ -306,11 +341,19 @@ class _Prover(_Looker):
     def outputs(
         self, destination: str, first_position: int, count: int, payload: bytes, origins: Sequence[Origin] | None
     ) -> None:
-        self._made(OutputBatch(first_position, count, payload), destination, payload)
+        if self._failed is None:
+            self._made(OutputBatch(first_position, count, payload), destination, payload)
+        elif origins is None:
+            return  # it may have been made behind what failed
+        else:
+            origins = [each for each in origins if (each.sequence_id, each.message_index) < self._failed.key[:2]]
+            before = sum(origin.count for origin in origins)
+            count, payload = before, payload[: offset_after(payload, before, count)]
         super().outputs(destination, first_position, count, payload, origins)
 
     def impulses(self, destination: str, first_position: int, count: int, payload: bytes) -> None:
-        self._made(OutputBatch(first_position, count, payload), destination, b"")
+        if self._failed is None:
+            self._made(OutputBatch(first_position, count, payload), destination, b"")
 
     def _made(self, batch: OutputBatch, destination: str, checked: bytes) -> None:
         before = self._marks.get(destination, OutputMark(0, 0)).checksum
@@ -325,6 +368,10 @@ class _Prover(_Looker):
             self._run.numbers.drawn(sequence_id, data, complete=complete)
 
     def finish(self, result: ReplayResult) -> None:
+        failed = self._failed
+        if failed is not None:
+            text = f"{failed.method or 'a message'}: {failure_in_words(failed)}\n{failed.trace}"
+            result.failure = HandlerFailure(failed.sequence_id, failed.message_index, text)
         if result.failure is None and result.flushed and self._run.failed_at is None:
             for check in self._checks.values():
                 check.finish()

@@ -158,7 +158,8 @@ _VERDICTS = {0: "the same", 3: "DIFFERENT"}
 def what_if_lines(result: FleetResult) -> Iterator[str]:
     rows = []
     for each in result.instances:
-        values = each.values or {"records": 0, "differences": {}, "state": [], "exception": None}
+        values = each.values or {"records": 0, "differences": {}, "state": [], "exception": None, "fates": []}
+        failing = sum(one["count"] for one in values["fates"] if one["fate"] != "works now")
         differences = ", ".join(f"{number:,} {kind}" for kind, number in values["differences"].items() if number)
         row = (
             each.instance,
@@ -167,11 +168,11 @@ def what_if_lines(result: FleetResult) -> Iterator[str]:
             f"{values['records']:,}",
             differences or "-",
             f"{len(values['state']):,}" if values["state"] else "-",
-            "yes" if values["exception"] else "-",
+            "the end" if values["exception"] else f"{failing:,}" if failing else "-",
             f"{each.duration_s:.1f}",
         )
         rows.append(row)
-    yield from table(("instance", "app", "", "records", "calls", "state", "exception", "s"), rows, names=3)
+    yield from table(("instance", "app", "", "records", "calls", "state", "failing", "s"), rows, names=3)
     for each in result.instances:
         if each.error:
             yield f"{each.instance}: {each.error}"

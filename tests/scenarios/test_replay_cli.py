@@ -145,8 +145,30 @@ def test_other_code_in_place_of_the_apps_own(home: Home) -> None:
     assert state["state"] == {"lines": 50}
 
 
-def test_a_handler_that_raises_is_reported_with_its_place_and_traceback(home: Home) -> None:
+def test_a_call_that_fails_now_is_reported_with_its_place_and_traceback(home: Home) -> None:
     app = home.variant("self.lines += 1", "self.lines += 1 if text != 'is' else 1 // 0")
+    result = home.run("replay", "reader", "--app", f"{app}:Reader", status=1)
+    lines = result.stdout.splitlines()
+    assert (
+        "Reader.line at record 3, message 1 did not fail when it was handled, and fails now: "
+        "ZeroDivisionError: integer division or modulo by zero" in lines
+    )
+    assert f"{app}.py" in result.stdout
+    assert "  to counter: Counter.count 2" in lines  # of the other two in that record
+    described = home.json("replay", "reader", "--app", f"{app}:Reader", "--state", status=1)
+    assert described["failure"] is None
+    (failed,) = described["failed_now"]
+    assert (failed["record"], failed["message"], failed["method"]) == (3, 1, "Reader.line")
+    assert "1 // 0" in failed["trace"]
+    assert described["state"]["state"] == {"lines": 4}
+
+
+def test_a_handler_that_stops_its_app_is_reported_with_its_place_and_traceback(home: Home) -> None:
+    app = home.variant(
+        "@impulse\n    def line(self, text: str) -> None:\n        self.lines += 1",
+        '@impulse(on_error="stop")\n    def line(self, text: str) -> None:\n'
+        "        self.lines += 1 if text != 'is' else 1 // 0",
+    )
     result = home.run("replay", "reader", "--app", f"{app}:Reader", status=1)
     assert "up to record 3, message 1, which failed" in result.stdout
     assert "ZeroDivisionError" in result.stdout

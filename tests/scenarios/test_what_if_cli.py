@@ -279,8 +279,35 @@ def test_impulses_between_the_calls_are_no_outputs_of_either_side(tmp_path: Path
 # --- exceptions ------------------------------------------------------------------------------------------------------
 
 
-def test_code_that_raises_is_a_finding(log: Log) -> None:
+def test_calls_that_fail_now_are_findings_and_the_rest_is_compared(log: Log) -> None:
     failing = log.variant(
+        ("        for word in", "        assert not line.startswith('jumps'), 'jumpy'\n        for word in")
+    )
+    values = log.values("--app", f"{failing}:Counter", "--limit", 1000, status=3)
+    assert values["exception"] is None
+    assert values["differences"] == {"added": 0, "missing": 60, "changed": 0}
+    (fates,) = values["fates"]
+    assert (fates["method"], fates["fate"], fates["count"]) == ("Counter.count", "fails now", 30)
+    assert (fates["first"]["input"], fates["first"]["old"]) == ("Counter.count('jumps over')", None)
+    assert (fates["first"]["new"]["kind"], fates["first"]["new"]["text"]) == ("undone", "jumpy")
+    assert {"path": "words['over']", "old": 30} in values["state"]
+    text, _ = log.what_if("--app", f"{failing}:Counter", "--limit", 1, status=3)
+    lines = text.splitlines()
+    place = f"record {fates['first']['record']}, message {fates['first']['message']}"
+    assert (
+        f"30 calls of Counter.count would fail that did not: the first is {place}: Counter.count('jumps over'); "
+        "would be AssertionError: jumpy" in lines
+    )
+    assert "    AssertionError: jumpy" in lines
+    equal = sum(map(len, model(LINES))) - 60
+    assert lines[-1] == (
+        f"different: 60 calls and the state; {equal} calls are the same; of the calls that came in 30 would fail"
+    )
+
+
+def test_code_that_stops_is_a_finding(log: Log) -> None:
+    failing = log.variant(
+        ("class Counter(Immortal)", 'class Counter(Immortal, on_error="stop")'),
         ("line.split()", "line.split('lazy')[0].split()"),
         ("        for word in", "        assert self.words.get('over', 0) < 7, 'too much'\n        for word in"),
     )
@@ -543,6 +570,7 @@ def test_the_demo_with_a_counter_that_folds_case(demo: Path) -> None:
 
 def test_the_demo_with_a_counter_that_raises_on_line_1000(demo: Path) -> None:
     values = json.loads(what_if(demo, "counter", "--app", "raising:Counter", "--json", status=3)[0])
-    exception = values["exception"]
-    assert exception["input"] == "Counter.count('Line 1000 of the input!')"
-    assert "ValueError: invalid literal for int()" in exception["text"]
+    (fates,) = values["fates"]
+    assert (fates["method"], fates["fate"], fates["count"]) == ("Counter.count", "fails now", 1)
+    assert fates["first"]["input"] == "Counter.count('Line 1000 of the input!')"
+    assert "ValueError: invalid literal for int()" in fates["first"]["new"]["trace"]

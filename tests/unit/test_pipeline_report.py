@@ -222,6 +222,7 @@ def what_if_values(name: str, changed: int) -> dict[str, object]:
         "by_method": [{"destination": "", "method": "m", "added": 0, "missing": 0, "changed": changed}],
         "state": [],
         "exception": None,
+        "fates": [],
     }
 
 

@@ -10,7 +10,7 @@ from coordinator.core.errors import AppProtocolError
 from coordinator.core.interfaces import CheckpointHeader, ImpulseBatch, LogSummary, OutputMark, VersionStart
 from coordinator.replay import OWN_VERSION, Route, UpgradeFailedError
 from coordinator.replay.positions import KeptImpulses, Outputs
-from coordinator.replay.session import BlobPiece, Ended, Event, NumbersDrawn, Phase, ReplaySession
+from coordinator.replay.session import BlobPiece, Ended, Event, NumbersDrawn, Phase, ReplaySession, Tells, VerdictGiven
 from protocol.errors import RemoteProtocolError
 from protocol.extensions import (
     ALL_EXTENSIONS,
@@ -39,12 +39,14 @@ from protocol.numbers import Draw, pack_numbers
 from protocol.readers import BlobData, BlobStart, Record, RecordReader
 from protocol.record import encode_record
 from protocol.trailer import BatchSource, Trailer
+from protocol.verdicts import Handling, Verdict, VerdictKind, decode_verdicts, encode_handling, encode_verdict
 
 COMMITTER_ID = 7
 HEADER = CheckpointHeader(2, 10, 4, 0, 0, {"b": OutputMark(5, 0)})
 SUMMARY = LogSummary(COMMITTER_ID, 1, 0, 13, [HEADER], {}, {}, {}, [], ALL_EXTENSIONS)
 ROUTE = Route(HEADER, 13)
 HELLO = encode_hello(Hello(ALL_EXTENSIONS | TRACE_EXTENSIONS, "counter:Counter"))
+TOLD = (MessageType.VERDICTS,)
 BLOB = encode_checkpoint(5) + b"state"
 TRAILER = Trailer(0, [BatchSource(0, "a", 1, 1, 0)])
 
@@ -81,9 +83,9 @@ def heard(session: ReplaySession, *data: bytes) -> list[Event]:
     return list(session.receive(b"".join(data)))
 
 
-def restored(summary: LogSummary = SUMMARY, route: Route = ROUTE) -> ReplaySession:
+def restored(summary: LogSummary = SUMMARY, route: Route = ROUTE, tells: Tells = lambda verdict: True) -> ReplaySession:
     """A session whose app has said Hello and has its blob."""
-    session = ReplaySession("counter", summary, route)
+    session = ReplaySession("counter", summary, route, tells)
     assert sent(session) == []
     assert heard(session, HELLO) == []
     assert session.wants_blob
@@ -94,7 +96,7 @@ def restored(summary: LogSummary = SUMMARY, route: Route = ROUTE) -> ReplaySessi
 
 def test_blob_records_then_the_state_is_asked_for_and_goodbye_said() -> None:
     session = restored()
-    assert sent(session) == [b"blob"]
+    assert sent(session) == [b"blob", TOLD]
     for sequence_id in (11, 12, 13):
         assert session.wants_records
         session.give_record(value(sequence_id), TRAILER)
@@ -114,7 +116,7 @@ def test_numbers_go_from_one_app_to_another() -> None:
     assert heard(session, *told) == [NumbersDrawn(11, drawn[0], complete=False), NumbersDrawn(11, drawn[1])]
     session.give_numbers(drawn[:1])
     session.give_record(value(11), TRAILER)
-    assert sent(session) == [b"blob", (MessageType.NUMBERS,), 11]
+    assert sent(session) == [b"blob", TOLD, (MessageType.NUMBERS,), 11]
     with pytest.raises(RemoteProtocolError, match="a Numbers message can't be read"):
         heard(session, encode_message(MessageType.NUMBERS, b"\x92\xa1x\x90"))
 
@@ -125,6 +127,73 @@ def test_an_app_that_knows_no_numbers_says_so_with_its_hello_and_gets_none() -> 
     assert heard(session, hello) == [NumbersDrawn(None)]
     session.give_numbers([pack_numbers(11)])
     assert sent(session) == []
+
+
+def failed(sequence_id: int, message_index: int = 0) -> Verdict:
+    return Verdict(sequence_id, message_index, VerdictKind.UNDONE, "ValueError", "no", method="Counter.count")
+
+
+def told(session: ReplaySession) -> list[Verdict]:
+    """The verdicts that the app gets, in order; before the first record."""
+    reader = RecordReader()
+    for data in session.data_to_send():
+        reader.receive_data(bytes(data))
+    found: list[Verdict] = []
+    while (event := reader.next_event()) is not None:
+        if isinstance(event, Record) and event.header.sequence_id < 0:
+            for message_type, start, end in decode_messages(event.content):
+                assert message_type in (MessageType.VERDICTS, MessageType.CHECKPOINT)
+                if message_type == MessageType.VERDICTS:
+                    found += decode_verdicts(event.content[start:end])
+    return found
+
+
+def test_the_verdicts_behind_the_checkpoint_are_told_before_the_first_record() -> None:
+    verdicts = [failed(10), failed(11), failed(12, 3), failed(13)]
+    session = restored(replace(SUMMARY, verdicts=verdicts))
+    session.give_record(value(11), TRAILER)
+    assert sent(session) == [b"blob", TOLD, 11]
+    assert told(restored(replace(SUMMARY, verdicts=verdicts))) == verdicts[1:]
+
+
+def test_who_looks_may_keep_some_to_itself() -> None:
+    summary = replace(SUMMARY, verdicts=[failed(11), failed(12)])
+    assert told(restored(summary, tells=lambda verdict: verdict.sequence_id > 11)) == [failed(12)]
+    assert told(restored(summary, tells=lambda verdict: False)) == []
+
+
+def test_what_a_running_instance_adds_is_told_before_its_record() -> None:
+    session = restored(replace(SUMMARY, verdicts=[failed(11)]), Route(HEADER, None))
+    session.give_record(value(11), TRAILER)
+    sent(session)
+    session.give_verdicts([failed(10), failed(11), failed(12)])
+    session.give_verdicts([failed(10), failed(11), failed(12)])
+    assert told(session) == [failed(12)]
+
+
+def test_a_message_that_fails_alone_is_told_and_the_replay_goes_on() -> None:
+    session = restored()
+    session.give_record(value(11), TRAILER)
+    verdict = failed(11)
+    assert heard(session, encode_verdict(verdict)) == [VerdictGiven(verdict)]
+    others = (
+        encode_handling(Handling(11)),
+        *(encode_message(message_type) for message_type in (MessageType.LEAVING, MessageType.RETRY_REFUSED)),
+    )
+    assert heard(session, *others) == []
+    assert session.wants_records
+
+
+def test_an_app_that_knows_no_verdicts_is_told_none_and_gives_none() -> None:
+    hello = encode_hello(Hello((ALL_EXTENSIONS | TRACE_EXTENSIONS) - {MessageType.VERDICTS}))
+    session = ReplaySession("counter", replace(SUMMARY, verdicts=[failed(11)]), ROUTE)
+    assert heard(session, hello) == []
+    session.give_blob(b"blob")
+    session.blob_is_complete()
+    session.give_verdicts([failed(12)])
+    assert sent(session) == [b"blob"]
+    with pytest.raises(AppProtocolError, match="a message of type 80, which has no place in a replay"):
+        heard(session, encode_verdict(failed(11)))
 
 
 def test_nothing_is_sent_before_the_hello_of_an_app_that_says_one() -> None:
@@ -190,7 +259,7 @@ def test_the_last_record_may_end_in_its_middle() -> None:
     session = restored(route=replace(ROUTE, last_sequence_id=11, last_message=0))
     content = encode_record_time(11) + rpc(1) + rpc(2)
     session.give_record(encode_record(COMMITTER_ID, 11, content) + b"trailer", TRAILER)
-    (_, _, record, _) = session.data_to_send()
+    (_, _, _, record, _) = session.data_to_send()
     assert bytes(record) == encode_record(COMMITTER_ID, 11, encode_record_time(11) + rpc(1))
     assert session.messages == 1
 
@@ -198,7 +267,7 @@ def test_the_last_record_may_end_in_its_middle() -> None:
 def test_an_upgrade_of_the_past_is_repeated_between_the_records() -> None:
     session = restored(route=replace(ROUTE, versions=[VersionStart(2, 11)]))
     session.give_record(value(11), TRAILER)
-    assert sent(session) == [b"blob", 11, (MessageType.VERSION, MessageType.UPGRADE_TAKE_CHECKPOINT)]
+    assert sent(session) == [b"blob", TOLD, 11, (MessageType.VERSION, MessageType.UPGRADE_TAKE_CHECKPOINT)]
     assert not session.wants_records
     assert heard(session, BLOB) == []  # that state is not the one at the end
     assert session.wants_records
@@ -213,7 +282,7 @@ def test_an_upgrade_at_the_end_gives_the_state() -> None:
     route = replace(ROUTE, last_sequence_id=10, versions=[VersionStart(2, 10), VersionStart(3, 10)])
     session = restored(route=route)
     upgrade = (MessageType.VERSION, MessageType.UPGRADE_TAKE_CHECKPOINT)
-    assert sent(session) == [b"blob", upgrade]
+    assert sent(session) == [b"blob", TOLD, upgrade]
     assert heard(session, BLOB) == []
     assert sent(session) == [upgrade]
     assert heard(session, BLOB) == [BlobPiece(b"state"), Ended()]
@@ -235,7 +304,7 @@ def test_following_ends_when_asked_to() -> None:
     assert session.wants_records
     session.end_here()
     session.end_here()
-    assert sent(session) == [b"blob", 11, (MessageType.TAKE_CHECKPOINT,)]
+    assert sent(session) == [b"blob", TOLD, 11, (MessageType.TAKE_CHECKPOINT,)]
     assert not session.give_record(value(12), TRAILER)
 
 
@@ -248,7 +317,7 @@ def test_following_ends_when_asked_to() -> None:
 )
 def test_a_what_if_upgrades_right_behind_the_blob(upgrade_to: int, control: tuple[int, ...]) -> None:
     session = restored(route=replace(ROUTE, upgrade_to=upgrade_to))
-    assert sent(session) == [b"blob", control]
+    assert sent(session) == [b"blob", TOLD, control]
     assert session.wants_records
 
 
