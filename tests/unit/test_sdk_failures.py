@@ -12,7 +12,9 @@ from appsdk.dispatch import MessageFailed
 from appsdk.errors import DefinitionError, HandlerError, RecoveryNeeded
 from appsdk.failures import FAILED_IN_A_ROW_MAX
 from appsdk.handlers import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID
-from appsdk.testing.wire import answer, call, checkpoint_record, control, initial_record, logged
+from appsdk.testing.wire import START_TIME_NS, answer, call, checkpoint_record, control, initial_record, logged
+from protocol.batch import encode_batch
+from protocol.extensions import encode_record_time
 from protocol.messages import MessageType, RpcKind, RpcType, encode_incoming_rpc
 from protocol.record import CONTROL_SEQUENCE_ID, encode_record
 from protocol.verdicts import Careful, Cause, VerdictKind, decode_handling, encode_careful
@@ -168,6 +170,23 @@ def test_a_replay_passes_it_over_and_makes_the_same_calls() -> None:
     assert again.dispatcher.instance.items == life.dispatcher.instance.items == ["a", "b", "c"]
     assert by_destination(again) == by_destination(life)
     assert again.verdicts == []
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2, 4, 5])
+def test_a_record_of_several_batches(failing: int) -> None:
+    calls = [call(1, "bad" if index == failing else str(index)) for index in range(6)]
+    content = encode_record_time(START_TIME_NS + 1)
+    for first, count in ((0, 2), (2, 1), (3, 3)):
+        payload = b"".join(calls[first : first + count])
+        content += payload if count == 1 else encode_batch(payload, count) + payload
+    record = encode_record(COMMITTER_ID, 1, content)
+    life = first_start_with_verdicts(Shelf, "shelf")
+    life.give(record)
+    assert [verdict.message_index for verdict in life.verdicts] == [failing]
+    initial = initial_record(life.output.initial_message, "shelf")
+    again = recover(Shelf, life.output.blobs[0], initial, record, verdicts=life.verdicts)
+    left = [str(index) for index in range(6) if index != failing]
+    assert again.dispatcher.instance.items == life.dispatcher.instance.items == left
 
 
 def test_who_waits_is_told_how_it_failed() -> None:
