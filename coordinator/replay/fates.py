@@ -88,7 +88,7 @@ def news_lines(verdicts: Iterable[Verdict]) -> Iterator[list[str]]:
     for group in changed_fates((), verdicts, -1, (0, 0)):
         verdict = group.first
         what = f"{group.method or 'a message'} at {place_in_words(verdict)}"
-        more = f", as do {group.count - 1:,} more" if group.count > 1 else ""
+        more = f" (the first of {group.count:,})" if group.count > 1 else ""
         yield [
             f"{what} did not fail when it was handled, and fails now{more}: {failure_in_words(verdict)}",
             *verdict.trace.splitlines(),

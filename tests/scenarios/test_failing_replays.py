@@ -70,6 +70,10 @@ class Till(Immortal):
     def send(self, count: int) -> None:
         self.shop.sell.fork(count)
 
+    @impulse
+    def log_at(self, count: int) -> None:
+        self.log.append(str(1 // count))
+
     @rpc
     def note(self, text: str) -> None:
         self.log.append(text)
@@ -212,6 +216,37 @@ def test_a_call_that_fails_now_alone_is_found(home: Home, tmp_path: Path) -> Non
     module, _, _ = failing.partition(":")
     with pytest.raises(ReplayDiffers, match=f"Shop.sell at {place} did not fail when it was handled"):
         assert_replays(tmp_path / "shop.log", load_module(home.folder, module).Shop)
+
+
+def test_what_fails_in_a_running_instance_is_no_news_to_who_follows_it(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    with open_reader(tmp_path / "till" / "log", "till") as reader:
+        last = reader.summary().last_sequence_id
+    command = ["replay", "till", "--to", str(last + 8), "--follow", "--json"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "coordinator", "--home", str(tmp_path), *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    )
+    try:
+        module = sys.modules[home.name]
+        instances = Instances(tmp_path, fails_alone=True)
+        instances.start("shop", module.Shop)
+        till = instances.start("till", module.Till)
+        for count in (0, 1, 0, 2):
+            till.impulse("log_at", count)
+        for _ in range(4):
+            till.impulse("note", "enough")
+        instances.close()
+        out, error = process.communicate(timeout=DEADLINE_S)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, error
+    described = json.loads(out)
+    assert (described["last_record"], described["failed_now"]) == (last + 8, [])
 
 
 # --- other code ------------------------------------------------------------------------------------------------------

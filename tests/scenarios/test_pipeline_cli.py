@@ -362,8 +362,8 @@ def test_what_if_on_a_whole_fleet(home: Path, tmp_path: Path) -> None:
     verdicts = {each["instance"]: each["status"] for each in changed["instances"]}
     assert verdicts == {"asker": 0, "helper": 3, "tally-large": 3, "tally-negative": 3, "tally-small": 0}
     assert (changed["same"], changed["different"], changed["failed"]) == (2, 3, 0)
-    assert [name for name, found in by_name.items() if found["exception"]] == ["tally-negative"]
-    assert "AssertionError: a negative number" in by_name["tally-negative"]["exception"]["text"]
+    assert [name for name, found in by_name.items() if found["fates"]] == ["tally-negative"]
+    assert by_name["tally-negative"]["fates"][0]["first"]["new"]["text"] == "a negative number"
     assert [name for name, found in by_name.items() if found["state"]] == ["tally-large"]
     assert [name for name, found in by_name.items() if found["by_method"]] == ["helper"]
     assert changed["differences"]["changed"] == 4  # 0 * 2 is 0 * 3

@@ -72,5 +72,5 @@ def test_a_what_if_on_a_cluster_finds_what_does_other_things(cluster: str, work:
     changed = run(cluster, "what-if", home, *app_options(module), "--code", tmp_path / "new", status=3)
     verdicts = {each["instance"]: each["status"] for each in changed["instances"]}
     assert verdicts == {"asker": 0, "helper": 3, "tally-large": 3, "tally-negative": 3, "tally-small": 0}
-    assert [each["instance"] for each in changed["instances"] if each["values"]["exception"]] == ["tally-negative"]
+    assert [each["instance"] for each in changed["instances"] if each["values"]["fates"]] == ["tally-negative"]
     assert executors(work) == sorted([*before, "work-0", "work-1"]), "both workers took part"
