@@ -28,10 +28,14 @@ class Copy:
 
 
 class Copies:
-    """``keeps_large``: copies of large states too, from the beginning. ``current``: None where there is none."""
+    """``keeps_large``: copies of large states too, from the beginning. ``current``: None where there is none.
+
+    ``keeps_all``: they are kept for good, also where no call has failed for long.
+    """
 
     def __init__(self, *, enabled: bool, keeps_large: bool) -> None:
         self.current: Copy | None = None
+        self.keeps_all = False
         self._enabled = enabled
         self._large_left_bytes = LATELY_SIZE_BYTES if keeps_large else 0
 
@@ -70,4 +74,4 @@ class Copies:
         return self._may_keep(len(copy.blob))
 
     def _may_keep(self, size_bytes: int) -> bool:
-        return size_bytes <= SMALL_SIZE_BYTES_MAX or self._large_left_bytes > 0
+        return self.keeps_all or size_bytes <= SMALL_SIZE_BYTES_MAX or self._large_left_bytes > 0

@@ -110,6 +110,7 @@ class TracingDispatcher(Dispatcher):
     ) -> None:
         tracing: dict[str, Any] = {"make_outbox": TracingOutbox, "make_tasks": TracedTasks}
         super().__init__(definition, draw_seed, wake, extensions=EXTENSIONS, **tracing, **how)
+        self._copies.keeps_all = True  # nobody starts it again
         self._ended_sequence_id = -1  # the last record that was handled whole
         self._told_sequence_id = -1
 

@@ -43,8 +43,8 @@ def record_talk(folder: Path) -> Path:
 def write_changed_code(folder: Path) -> str:
     """A module of the same classes: helper answers otherwise, a tally counts at most 100, and no negative number.
 
-    On the logs of :func:`record_talk` helper and tally-large do other things, tally-negative raises, the others do
-    what they did.
+    On the logs of :func:`record_talk` helper and tally-large do other things, a call of tally-negative fails, the
+    others do what they did.
     """
     source = Path(talk_app.__file__).read_text()
     for old, new in _CHANGES.items():

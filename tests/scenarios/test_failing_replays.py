@@ -238,7 +238,7 @@ def test_what_fails_in_a_running_instance_is_no_news_to_who_follows_it(tmp_path:
         for count in (0, 1, 0, 2):
             till.impulse("log_at", count)
         for _ in range(4):
-            till.impulse("note", "enough")
+            till.impulse("log_at", 1)
         instances.close()
         out, error = process.communicate(timeout=DEADLINE_S)
     finally:
@@ -289,6 +289,16 @@ def test_what_fails_in_another_way_and_what_fails_too(home: Home) -> None:
     text = home.run("what-if", "shop", "--app", other, status=3)
     assert "a call of Shop.sell would fail that did not: record " in text
     assert "7 calls of Shop.sell would fail in another way: the first is record " in text
+
+
+def test_a_step_that_fails_now_is_undone_and_what_waits_goes_on(home: Home) -> None:
+    failing = home.variant(("self.log.append(text)", "self.log.append(text); assert text != 'paid 50'"), cls="Till")
+    values = home.json("what-if", "till", "--app", failing, status=3)
+    (fates,) = values["fates"]
+    assert (fates["method"], fates["fate"], fates["count"]) == ("Till.note", "fails now", 2)
+    assert (values["differences"], values["unanswered"]) == ({"added": 0, "missing": 0, "changed": 0}, [])
+    changed = [each["new"] for each in values["state"]]
+    assert changed == ["not sold: AssertionError"] * 2
 
 
 def test_nothing_but_what_fails_is_different(tmp_path: Path) -> None:

@@ -364,7 +364,7 @@ def test_what_if_on_a_whole_fleet(home: Path, tmp_path: Path) -> None:
     assert (changed["same"], changed["different"], changed["failed"]) == (2, 3, 0)
     assert [name for name, found in by_name.items() if found["fates"]] == ["tally-negative"]
     assert by_name["tally-negative"]["fates"][0]["first"]["new"]["text"] == "a negative number"
-    assert [name for name, found in by_name.items() if found["state"]] == ["tally-large"]
+    assert [name for name, found in by_name.items() if found["state"]] == ["tally-large", "tally-negative"]
     assert [name for name, found in by_name.items() if found["by_method"]] == ["helper"]
     assert changed["differences"]["changed"] == 4  # 0 * 2 is 0 * 3
     assert {(row["destination"], row["method"]): row["changed"] for row in changed["by_method"]} == {

@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 
-from appsdk import Immortal, initial, peer, rpc, tracing
+from appsdk import Immortal, copies, initial, peer, rpc, tracing
 from appsdk.dispatch import Dispatcher
 from appsdk.errors import HandlerError
 from appsdk.handlers import INITIAL_METHOD_ID, method_id_of_name
 from appsdk.proxy import definition_of, method_names
-from appsdk.testing.wire import AppOutput, answer, call, control, initial_record, logged
+from appsdk.testing.wire import COMMITTER_ID, AppOutput, answer, call, control, initial_record, logged
 from protocol.extensions import ALL_EXTENSIONS, TRACE_EXTENSIONS, decode_hello, decode_origins
 from protocol.messages import MessageType, RpcKind
 from protocol.numbers import Draw, decode_numbers
+from protocol.record import CONTROL_SEQUENCE_ID, encode_record
+from protocol.verdicts import encode_verdicts
 
 TAKE_FIRST = control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
 
@@ -264,3 +266,28 @@ def test_a_rewind_draws_and_tells_no_number_twice() -> None:
     assert [(draw.number, draw.task) for draw in draws] == [(1, 0), (2, 1), (3, 0), (4, 3), (5, 1), (6, 0), (7, 6)]
     assert run.dispatcher.instance.drawn == other.dispatcher.instance.drawn
     assert sorted(run.dispatcher.instance.drawn) == ["ab", "c", "d"]
+
+
+class Heavy(Immortal):
+    ballast: bytes
+    numbers: list[int]
+
+    def __init__(self) -> None:
+        self.ballast, self.numbers = bytes(2 << 20), []
+
+    @rpc(id=1)
+    def add(self, number: int, padding: bytes = b"") -> None:
+        self.numbers.append(number)
+        assert number >= 0
+
+
+def test_a_large_state_is_put_back_however_long_no_call_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would start that run again."""
+    monkeypatch.setattr(copies, "LATELY_SIZE_BYTES", 1000)
+    monkeypatch.setattr(copies, "TAIL_SIZE_BYTES_MAX", 1000)
+    run = Run(Heavy)
+    run.feed(encode_record(COMMITTER_ID, CONTROL_SEQUENCE_ID, b"".join(encode_verdicts(()))))
+    for sequence_id in range(1, 12):
+        run.feed(logged(sequence_id, [call(1, sequence_id, bytes(100 << 10))]))
+    run.feed(logged(12, [call(1, 12), call(1, -1), call(1, 13)]))
+    assert run.dispatcher.instance.numbers == list(range(1, 14))
