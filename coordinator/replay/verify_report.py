@@ -44,13 +44,13 @@ class Report:
             f"{self._name}: {self._stretch()}: {result.records:,} records, {result.messages:,} messages replayed in "
             f"{result.duration_s:.2f} s"
         )
+        for headline, *trace in news_lines(result.news):  # what else differs may follow from it
+            yield f"  DIVERGED: {headline}"
+            yield from (f"  {line}" for line in trace)
         if not section.outputs:
             yield f"  outputs: the same ({', '.join(self._counts()) or 'none'})"
         for finding in section.outputs:
             yield from (f"  {line}" for line in self._output_lines(finding))
-        for headline, *trace in news_lines(result.news):
-            yield f"  DIVERGED: {headline}"
-            yield from (f"  {line}" for line in trace)
         if result.failure is not None:
             failure = result.failure
             yield f"  DIVERGED: the handler of record {failure.sequence_id}, message {failure.message_index} raised:"

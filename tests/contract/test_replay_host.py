@@ -67,7 +67,7 @@ class Counter(Immortal):
         pass
 
 
-class Reader(Immortal):
+class Reader(Immortal, on_error=os.environ.get("ON_ERROR", "undo")):
     counter = peer(Counter, "counter")
     lines: int
     seen_ns: int
@@ -241,8 +241,21 @@ def test_calls_to_oneself_are_outputs_too(made: Made) -> None:
     assert positions(sink, "") == list(range(1, len(sink.made[""]) + 1))
 
 
-def test_a_handler_that_raises_is_a_result(made: Made, reader: LogReader) -> None:
-    result, sink = replay(reader, made.app(RAISE_AT="that is 2"), checkpoint_id=1)
+def test_a_call_that_fails_now_is_a_result_and_the_replay_goes_on(made: Made, reader: LogReader) -> None:
+    whole, _ = replay(reader, made.app(), checkpoint_id=1)
+    result, _ = replay(reader, made.app(RAISE_AT="that is 2"), checkpoint_id=1)
+    assert result.failure is None
+    (verdict,) = result.news
+    assert (verdict.sequence_id, verdict.message_index, verdict.method) == (4, 2, "Reader.line")
+    assert (verdict.type_name, verdict.text, verdict.message) == ("ValueError", "no that is 2", b"")
+    assert "in line" in verdict.trace
+    assert (result.exit_status, result.last_sequence_id) == (0, whole.last_sequence_id)
+    assert result.warnings == []  # of the code: a call that fails is told in its own way
+    assert whole.news == []
+
+
+def test_a_handler_that_stops_its_app_is_a_result(made: Made, reader: LogReader) -> None:
+    result, sink = replay(reader, made.app(RAISE_AT="that is 2", ON_ERROR="stop"), checkpoint_id=1)
     assert result.failure is not None
     assert (result.failure.sequence_id, result.failure.message_index) == (4, 2)
     assert "ValueError: no that is 2" in result.failure.text

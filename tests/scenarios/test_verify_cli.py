@@ -302,6 +302,12 @@ def test_changed_code_is_found_too(home: Home) -> None:
         home.folder, SOURCE.replace("self.sizes[key] = len(key)", "self.sizes[key] = 1 // (key != 'b')")
     )
     lines = home.verify("--app", f"{raising}:Sound", status=3).stdout.splitlines()
+    assert lines[1] == (
+        "  DIVERGED: Sound.put at record 3, message 0 did not fail when it was handled, and fails now: "
+        "ZeroDivisionError: integer division or modulo by zero"
+    )
+    stopping = (home.folder / f"{raising}.py").read_text().replace("(Immortal)", '(Immortal, on_error="stop")')
+    lines = home.verify("--app", f"{write_module(home.folder, stopping)}:Sound", status=3).stdout.splitlines()
     assert "  DIVERGED: the handler of record 3, message 0 raised:" in lines
     assert any("ZeroDivisionError" in line for line in lines)
 
