@@ -1,10 +1,12 @@
 """Order from the shop over HTTP while its processes are killed one after another; then compare.
 
     python examples/http/load.py [--seconds S] [--kills N] [--web-kills N] [--connections N] [--seed S]
+                                 [--failing PERCENT] [--killing PERCENT]
 
 The app and its coordinator run under `immortal run --restart`; the kills are shared out between them by turns. The web
 server is killed as well, and started again here. Each order has an Idempotency-Key and is sent until it is answered. In
-the end each must be in the shop once, with the receipt that the answer named, and no other may be there.
+the end each must be in the shop once, with the receipt that the answer named, and no other may be there: neither those
+whose handler raised, nor those whose handler ended its process, each of which must have been told so.
 """
 
 from __future__ import annotations
@@ -22,11 +24,14 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
+
+from shop import STOCK
 
 from appsdk.client import connect
 from coordinator.registry import HOME_VARIABLE, Registry
@@ -38,6 +43,8 @@ GIVE_UP_S = 60.0  # for one order, from its first request
 STOP_S = 40.0
 START_S = 30.0
 POLL_S = 0.02
+BOOK = "book"
+FAILS_WITH = {"vase": "RuntimeError", "firework": "ProcessEnded"}  # what who orders one is told
 
 
 class LoadError(Exception):
@@ -49,6 +56,7 @@ class Figures:
     """``answered``: the receipt of each order."""
 
     answered: dict[str, int] = field(default_factory=dict)
+    failed: Counter[str] = field(default_factory=Counter)  # orders that were told so, by item
     repeated: int = 0  # requests that were sent again
     slowest_s: float = 0.0
     kills: list[str] = field(default_factory=list)
@@ -84,8 +92,13 @@ class Shop:
             elif event.get("message") == "ready":
                 self.ready = self.starts
 
-    def kill(self, role: str) -> None:
-        os.kill(self.pids[role], signal.SIGKILL)
+    def kill(self, role: str) -> bool:
+        """False: an order has just done it."""
+        try:
+            os.kill(self.pids[role], signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+        return True
 
     def stop(self) -> int:
         self.process.terminate()
@@ -133,16 +146,19 @@ class Web:
         self._log.close()
 
 
-async def order(session: aiohttp.ClientSession, url: str, number: str, figures: Figures) -> None:
+async def order(session: aiohttp.ClientSession, url: str, number: str, item: str, figures: Figures) -> None:
     """Place one order, with requests until one is answered. Raises LoadError."""
     began_s = time.monotonic()
     headers = {"Idempotency-Key": f"order-{number}"}
     while True:
         try:
-            async with session.post(url, json={"order": number, "item": "book"}, headers=headers) as response:
+            async with session.post(url, json={"order": number, "item": item}, headers=headers) as response:
                 answer = await response.json()
-                if response.status == 201:
-                    figures.answered[number] = answer["receipt"]
+                if response.status == 201 or answer.get("type") == FAILS_WITH.get(item, ""):
+                    if response.status == 201:
+                        figures.answered[number] = answer["receipt"]
+                    else:
+                        figures.failed[item] += 1
                     figures.slowest_s = max(figures.slowest_s, time.monotonic() - began_s)
                     return
                 if response.status != 503:
@@ -174,7 +190,8 @@ async def kill_all(shop: Shop, web: Web, figures: Figures, roles: list[str], sec
             web.kill()
         else:
             starts = shop.starts
-            shop.kill(role)
+            while not shop.kill(role):
+                await asyncio.sleep(POLL_S)
             await until(lambda starts=starts: shop.ready > starts, f"a recovery after the kill of the {role}")
         figures.kills.append(role)
 
@@ -187,20 +204,23 @@ async def load(shop: Shop, web: Web, options: argparse.Namespace, roles: list[st
     connector = aiohttp.TCPConnector(limit=options.connections)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         url = f"{web.url}/orders"
-        await order(session, url, "first", figures)
+        await order(session, url, "first", BOOK, figures)
         numbers = iter(range(1 << 62))
+        source = random.Random(options.seed)
+        shares = [100 - options.failing - options.killing, options.failing, options.killing]
         began_s = time.monotonic()
         killing = asyncio.create_task(kill_all(shop, web, figures, roles, options.seconds))
 
         async def orders() -> None:
             while time.monotonic() - began_s < options.seconds or not killing.done():
-                await order(session, url, str(next(numbers)), figures)
+                (item,) = source.choices([BOOK, *FAILS_WITH], shares)
+                await order(session, url, str(next(numbers)), item, figures)
 
         await asyncio.gather(killing, *(orders() for _ in range(options.connections)))
         return figures, time.monotonic() - began_s
 
 
-def differences(figures: Figures, orders: dict[str, list[int]]) -> list[str]:
+def differences(figures: Figures, orders: dict[str, list[int]], stock: dict[str, int]) -> list[str]:
     """Between what was answered and what the shop has."""
     found = []
     for number, receipt in figures.answered.items():
@@ -211,6 +231,9 @@ def differences(figures: Figures, orders: dict[str, list[int]]) -> list[str]:
     receipts = sorted(receipt for one in orders.values() for receipt in one)
     if receipts != list(range(1, len(receipts) + 1)):
         found.append("the receipts are not numbered one by one")
+    left = dict.fromkeys([BOOK, *FAILS_WITH], STOCK) | {BOOK: STOCK - len(figures.answered)}
+    if stock != left:
+        found.append(f"the stock is {stock}, it should be {left}")
     return found
 
 
@@ -231,6 +254,7 @@ def run(options: argparse.Namespace, folder: Path) -> int:
         figures, took_s = asyncio.run(load(shop, web, options, roles))
         with connect(NAME, home=home) as instance:
             orders: dict[str, list[int]] = instance.all_orders()
+            stock: dict[str, int] = instance.all_stock()
         if (status := shop.stop()) != 0:
             raise LoadError(f"the shop ended with status {status}")
     count = len(figures.answered)
@@ -238,8 +262,11 @@ def run(options: argparse.Namespace, folder: Path) -> int:
         f"{count:,} orders in {took_s:.1f} s: {count / took_s:,.0f} requests/s over {options.connections} connections"
     )
     print(f"kill -9 of {', '.join(figures.kills) or 'nobody'}")
+    if options.failing or options.killing:
+        raised, killed = (figures.failed[item] for item in FAILS_WITH)
+        print(f"besides, {raised:,} orders whose handler raised and {killed:,} that ended their process were told so")
     print(f"{figures.repeated:,} requests were sent again; the slowest order took {figures.slowest_s:.2f} s")
-    found = differences(figures, orders)
+    found = differences(figures, orders, stock)
     for difference in found[:10]:
         print(f"DIFFERENT: {difference}")
     print(f"{len(found)} differences" if found else "each order was taken once, none was lost")
@@ -252,10 +279,16 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=4, help="of the app and its coordinator, by turns (default 4)")
     parser.add_argument("--web-kills", type=int, default=1, help="of the web server (default 1)")
     parser.add_argument("--connections", type=int, default=64, help="orders at a time (default 64)")
+    parser.add_argument("--failing", type=float, default=0.0, help="percent of orders whose handler raises (default 0)")
+    parser.add_argument(
+        "--killing", type=float, default=0.0, help="percent of orders whose handler ends its process (default 0)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the order of the kills (default 0)")
     options = parser.parse_args()
     if options.seconds <= 0 or options.connections < 1 or min(options.kills, options.web_kills) < 0:
         parser.error("--seconds and --connections are positive, --kills and --web-kills are not negative")
+    if min(options.failing, options.killing) < 0 or options.failing + options.killing >= 100:
+        parser.error("--failing and --killing are percents, less than 100 together")
     folder = Path(tempfile.mkdtemp(prefix="immortal-http-"))
     try:
         status = run(options, folder)

@@ -6,7 +6,12 @@ immortal run shop shop:Shop --restart
 
 from __future__ import annotations
 
+import os
+import signal
+
 from appsdk import Immortal, rpc
+
+STOCK = 1_000_000_000  # of each item, at first
 
 
 class SoldOut(Exception):  # noqa: N818 (what happened, not what is wrong)
@@ -19,7 +24,7 @@ class Shop(Immortal):
     receipts: int
 
     def __init__(self) -> None:
-        self.stock = {"book": 1_000_000_000}
+        self.stock = {"book": STOCK, "vase": STOCK, "firework": STOCK}
         self.orders = {}
         self.receipts = 0
 
@@ -32,6 +37,10 @@ class Shop(Immortal):
         self.stock[item] = there - count
         self.receipts += 1
         self.orders.setdefault(order, []).append(self.receipts)
+        if item == "vase":  # two that are wrong, after all has been changed: what is left of it? Nothing
+            raise RuntimeError("it broke when it was packed")
+        if item == "firework":
+            os.kill(os.getpid(), signal.SIGKILL)
         return self.receipts
 
     @rpc
@@ -43,6 +52,10 @@ class Shop(Immortal):
     @rpc
     def order(self, order: str) -> list[int]:
         return self.orders.get(order, [])
+
+    @rpc
+    def all_stock(self) -> dict[str, int]:
+        return self.stock
 
     @rpc
     def all_orders(self) -> dict[str, list[int]]:

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from appsdk.client import CallRefused, CallTimeout, ClientError, connect, with_key
+from appsdk.client import CalleeFailed, CallRefused, CallTimeout, ClientError, connect, with_key
 
 TIMEOUT_S = 20.0  # of a call: a crash of the shop in the middle is well within
 KEY_HEADER = "idempotency-key"
@@ -45,6 +45,9 @@ def answering(handler: Handler) -> Handler:
             return JSONResponse({"error": f"this is no order: {error}"}, 400)
         except CallTimeout as error:  # with the same key it may be sent again; without, it may have been done
             return JSONResponse({"error": error.reason}, 503, {"Retry-After": "1"})
+        except CalleeFailed as error:  # it will not be done, and sent again with the same key it gets the same answer
+            body = {"error": error.message, "type": error.type_name, "reference": error.reference}
+            return JSONResponse(body, 500)
         except ClientError as error:
             return JSONResponse({"error": str(error)}, 500)
 
