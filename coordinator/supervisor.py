@@ -63,6 +63,9 @@ PYTHON = (sys.executable, "-P")  # no file in the current folder takes the place
 RESTART_PAUSE_S_MIN = 0.1
 RESTART_PAUSE_S_MAX = 5.0
 RESTART_PAUSE_RESET_S = 10.0  # who lived this long did not die of how it was started
+# A message that ends its process is passed over after the third death, by default (coordinator/core/careful.py): those
+# who wait for the service behind it need not wait for pauses, too.
+APP_DEATHS_AT_ONCE = 3
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 RESTART_SIGNAL = signal.SIGUSR1
@@ -174,15 +177,22 @@ def who_died_first(exits: Sequence[Exit]) -> Exit:
 
 
 class RestartPause:
-    """None after a long life; else 0.1 s, doubling up to 5 s while the two die young and before they have recovered."""
+    """None after a long life; else 0.1 s, doubling up to 5 s while the two die young and before they have recovered.
 
-    def __init__(self) -> None:
+    ``at_once``: the first deaths in a row that no pause follows.
+    """
+
+    def __init__(self, at_once: int = 0) -> None:
         self._next_s = RESTART_PAUSE_S_MIN
+        self._at_once = at_once
 
     def after(self, life_s: float, *, recovered: bool) -> float:
         """The pause after a life of ``life_s``; who had recovered did not die of how it was started."""
         if life_s >= RESTART_PAUSE_RESET_S:
             self._next_s = RESTART_PAUSE_S_MIN
+            return 0.0
+        if self._at_once:
+            self._at_once -= 1
             return 0.0
         if recovered:
             self._next_s = RESTART_PAUSE_S_MIN
@@ -319,7 +329,7 @@ class Supervisor:
 
     def _outlive_apps(self) -> None:
         """Until there is a wish to stop, or a death that ends both: an app that dies alone is started again."""
-        pause = RestartPause()
+        pause = RestartPause(APP_DEATHS_AT_ONCE)
         while True:
             started_s = time.monotonic()
             self._wait_for(lambda: bool(self._exits or self._is_asked))
@@ -331,9 +341,9 @@ class Supervisor:
                 pause_s = 0.0
             else:
                 self._events.error(f"the app died: {dead}; its coordinator goes on", pid=dead.pid)
-                pause_s = pause.after(time.monotonic() - started_s, recovered=False)
                 if self._app_was_ready:  # it got somewhere: it comes back at once, however often
-                    pause, pause_s = RestartPause(), 0.0
+                    pause = RestartPause(APP_DEATHS_AT_ONCE)
+                pause_s = pause.after(time.monotonic() - started_s, recovered=False)
                 self._events.info("restarting", pause_s=pause_s)
             interrupted = self._wait_for(lambda: self._is_asked or Role.COORDINATOR in self._exits, pause_s)
             if Role.COORDINATOR in self._exits:

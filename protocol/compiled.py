@@ -10,7 +10,6 @@ import hashlib
 import os
 import sys
 from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
 from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader, ModuleSpec
 from importlib.util import spec_from_file_location
 from pathlib import Path
@@ -52,7 +51,7 @@ def compiled_paths(root: Path = _ROOT) -> dict[str, Path]:
     return {module: root / _FOLDER / f"{module}{end}" for module in MODULES}
 
 
-class _Finder(MetaPathFinder):
+class _Finder:
     def __init__(self, paths: dict[str, Path]) -> None:
         self._paths = {module: str(path) for module, path in paths.items()}
 

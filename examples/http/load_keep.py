@@ -1,0 +1,306 @@
+"""Order from the shop over HTTP while its processes are killed one after another; then compare.
+
+    python examples/http/load.py [--seconds S] [--kills N] [--web-kills N] [--connections N] [--seed S]
+                                 [--failing PERCENT] [--killing PERCENT]
+
+The app and its coordinator run under `immortal run --restart`; the kills are shared out between them by turns. The web
+server is killed as well, and started again here. Each order has an Idempotency-Key and is sent until it is answered. In
+the end each must be in the shop once, with the receipt that the answer named, and no other may be there: neither those
+whose handler raised, nor those whose handler ended its process, each of which must have been told so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+
+from shop import STOCK
+
+from appsdk.client import connect
+from coordinator.registry import HOME_VARIABLE, Registry
+
+HERE = Path(__file__).parent
+NAME = "shop"
+ANSWER_TIMEOUT_S = 30.0  # of one HTTP request: above that of a call in web.py
+GIVE_UP_S = 60.0  # for one order, from its first request
+STOP_S = 40.0
+START_S = 30.0
+POLL_S = 0.02
+BOOK = "book"
+FAILS_WITH = {"vase": "RuntimeError", "firework": "ProcessEnded"}  # what who orders one is told
+
+
+class LoadError(Exception):
+    """The load cannot go on; the text says why."""
+
+
+@dataclass
+class Figures:
+    """``answered``: the receipt of each order."""
+
+    answered: dict[str, int] = field(default_factory=dict)
+    failed: Counter[str] = field(default_factory=Counter)  # orders that were told so, by item
+    repeated: int = 0  # requests that were sent again
+    slowest_s: float = 0.0
+    kills: list[str] = field(default_factory=list)
+
+
+class Shop:
+    """The supervised pair; which processes it has is in its log lines."""
+
+    def __init__(self, environment: dict[str, str], log: Path) -> None:
+        command = [sys.executable, "-m", "coordinator", "run", NAME, "shop:Shop", "--restart", "--log-format", "json"]
+        self.process = subprocess.Popen(
+            command, cwd=HERE, env=environment, stderr=subprocess.PIPE, text=True, process_group=0
+        )
+        self.pids: dict[str, int] = {}
+        self.starts = 0
+        self.ready = 0  # starts that have come as far as that
+        self._log = log.open("w")
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self._log.write(line)
+            self._log.flush()
+            try:
+                event = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if event.get("message") == "started" and "app_pid" in event:
+                self.pids = {"app": event["app_pid"], "coordinator": event["coordinator_pid"]}
+                self.starts += 1
+            elif event.get("message") == "ready":
+                self.ready = self.starts
+
+    def kill(self, role: str) -> bool:
+        """False: an order has just done it."""
+        try:
+            os.kill(self.pids[role], signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def stop(self) -> int:
+        self.process.terminate()
+        return self.process.wait(STOP_S)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()  # its two processes die with it
+        self.process.wait()
+        self._reader.join()
+        self._log.close()
+
+
+class Web:
+    """The web server on a socket that stays open here, so that requests wait while it is started again."""
+
+    def __init__(self, environment: dict[str, str], log: Path) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        self._environment = environment
+        self._log = log.open("w")
+        self.start()
+
+    def start(self) -> None:
+        descriptor = self.listener.fileno()
+        command = [sys.executable, "-m", "uvicorn", "web:app", "--fd", str(descriptor), "--log-level", "warning"]
+        self.process = subprocess.Popen(
+            [*command, "--no-access-log"],
+            cwd=HERE,
+            env=self._environment,
+            stderr=self._log,
+            pass_fds=[descriptor],
+            process_group=0,
+        )
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.start()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.listener.close()
+        self._log.close()
+
+
+async def order(session: aiohttp.ClientSession, url: str, number: str, item: str, figures: Figures) -> None:
+    """Place one order, with requests until one is answered. Raises LoadError."""
+    began_s = time.monotonic()
+    headers = {"Idempotency-Key": f"order-{number}"}
+    while True:
+        try:
+            async with session.post(url, json={"order": number, "item": item}, headers=headers) as response:
+                answer = await response.json()
+                if response.status == 201 or answer.get("type") == FAILS_WITH.get(item, ""):
+                    if response.status == 201:
+                        figures.answered[number] = answer["receipt"]
+                    else:
+                        figures.failed[item] += 1
+                    figures.slowest_s = max(figures.slowest_s, time.monotonic() - began_s)
+                    return
+                if response.status != 503:
+                    raise LoadError(f"order {number}: HTTP status {response.status}: {answer}")
+        except (aiohttp.ClientError, TimeoutError, ConnectionError):
+            pass  # killed in the middle: whether it was done is not known here, and need not be
+        if time.monotonic() - began_s > GIVE_UP_S:
+            raise LoadError(f"order {number} had no answer within {GIVE_UP_S:g} s")
+        figures.repeated += 1
+        await asyncio.sleep(POLL_S)
+
+
+async def until(condition: object, what: str) -> None:
+    """Raises LoadError."""
+    deadline_s = time.monotonic() + START_S
+    assert callable(condition)
+    while not condition():
+        if time.monotonic() > deadline_s:
+            raise LoadError(f"{what} did not come about within {START_S:g} s")
+        await asyncio.sleep(POLL_S)
+
+
+async def kill_all(shop: Shop, web: Web, figures: Figures, roles: list[str], seconds: float) -> None:
+    """One kill after the other, evenly over the time; the next one when the one before is recovered from."""
+    for role in roles:
+        await asyncio.sleep(seconds / (len(roles) + 1))
+        await until(lambda: shop.ready == shop.starts, "a recovery")
+        if role == "web server":
+            web.kill()
+        else:
+            starts = shop.starts
+            while not shop.kill(role):
+                await asyncio.sleep(POLL_S)
+            await until(lambda starts=starts: shop.ready > starts, f"a recovery after the kill of the {role}")
+        figures.kills.append(role)
+
+
+async def load(shop: Shop, web: Web, options: argparse.Namespace, roles: list[str]) -> tuple[Figures, float]:
+    """Order until the time is over and all kills are done; what came of it, and how many seconds it took."""
+    figures = Figures()
+    await until(lambda: shop.ready, "the first start of the shop")
+    timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
+    connector = aiohttp.TCPConnector(limit=options.connections)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        url = f"{web.url}/orders"
+        await order(session, url, "first", BOOK, figures)
+        numbers = iter(range(1 << 62))
+        source = random.Random(options.seed)
+        shares = [100 - options.failing - options.killing, options.failing, options.killing]
+        began_s = time.monotonic()
+        killing = asyncio.create_task(kill_all(shop, web, figures, roles, options.seconds))
+
+        async def orders() -> None:
+            while time.monotonic() - began_s < options.seconds or not killing.done():
+                (item,) = source.choices([BOOK, *FAILS_WITH], shares)
+                await order(session, url, str(next(numbers)), item, figures)
+
+        await asyncio.gather(killing, *(orders() for _ in range(options.connections)))
+        return figures, time.monotonic() - began_s
+
+
+def differences(figures: Figures, orders: dict[str, list[int]], stock: dict[str, int]) -> list[str]:
+    """Between what was answered and what the shop has."""
+    found = []
+    for number, receipt in figures.answered.items():
+        receipts = orders.get(number, [])
+        if receipts != [receipt]:
+            found.append(f"order {number} was answered with receipt {receipt}, the shop has {receipts}")
+    found += [f"order {number} is in the shop and was never answered" for number in orders.keys() - figures.answered]
+    receipts = sorted(receipt for one in orders.values() for receipt in one)
+    if receipts != list(range(1, len(receipts) + 1)):
+        found.append("the receipts are not numbered one by one")
+    left = dict.fromkeys([BOOK, *FAILS_WITH], STOCK) | {BOOK: STOCK - len(figures.answered)}
+    if stock != left:
+        found.append(f"the stock is {stock}, it should be {left}")
+    return found
+
+
+def run(options: argparse.Namespace, folder: Path) -> int:
+    """Raises LoadError."""
+    source = random.Random(options.seed)
+    roles = [("app", "coordinator")[(index + options.seed) % 2] for index in range(options.kills)]
+    roles += ["web server"] * options.web_kills
+    source.shuffle(roles)
+    home = folder / "registry"
+    Registry(home).register(NAME, "tcp://127.0.0.1:*")
+    environment = {**os.environ, HOME_VARIABLE: str(home)}
+    with ExitStack() as stack:
+        shop = Shop(environment, folder / "shop.log")
+        stack.callback(shop.end)
+        web = Web(environment, folder / "web.log")
+        stack.callback(web.end)
+        figures, took_s = asyncio.run(load(shop, web, options, roles))
+        with connect(NAME, home=home) as instance:
+            orders: dict[str, list[int]] = instance.all_orders()
+            stock: dict[str, int] = instance.all_stock()
+        if (status := shop.stop()) != 0:
+            raise LoadError(f"the shop ended with status {status}")
+    count = len(figures.answered)
+    print(
+        f"{count:,} orders in {took_s:.1f} s: {count / took_s:,.0f} requests/s over {options.connections} connections"
+    )
+    print(f"kill -9 of {', '.join(figures.kills) or 'nobody'}")
+    if options.failing or options.killing:
+        raised, killed = (figures.failed[item] for item in FAILS_WITH)
+        print(f"besides, {raised:,} orders whose handler raised and {killed:,} that ended their process were told so")
+    print(f"{figures.repeated:,} requests were sent again; the slowest order took {figures.slowest_s:.2f} s")
+    found = differences(figures, orders, stock)
+    for difference in found[:10]:
+        print(f"DIFFERENT: {difference}")
+    print(f"{len(found)} differences" if found else "each order was taken once, none was lost")
+    return 3 if found else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=20.0, help="for how long at least (default 20)")
+    parser.add_argument("--kills", type=int, default=4, help="of the app and its coordinator, by turns (default 4)")
+    parser.add_argument("--web-kills", type=int, default=1, help="of the web server (default 1)")
+    parser.add_argument("--connections", type=int, default=64, help="orders at a time (default 64)")
+    parser.add_argument("--failing", type=float, default=0.0, help="percent of orders whose handler raises (default 0)")
+    parser.add_argument(
+        "--killing", type=float, default=0.0, help="percent of orders whose handler ends its process (default 0)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the order of the kills (default 0)")
+    options = parser.parse_args()
+    if options.seconds <= 0 or options.connections < 1 or min(options.kills, options.web_kills) < 0:
+        parser.error("--seconds and --connections are positive, --kills and --web-kills are not negative")
+    if min(options.failing, options.killing) < 0 or options.failing + options.killing >= 100:
+        parser.error("--failing and --killing are percents, less than 100 together")
+    folder = Path(tempfile.mkdtemp(prefix="immortal-http-"))
+    try:
+        status = run(options, folder)
+    except LoadError as error:
+        print(f"FAILED: {error}")
+        status = 1
+    if status:
+        print(f"logs and registry are kept in {folder}")
+    else:
+        print(folder)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
