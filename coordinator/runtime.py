@@ -122,6 +122,7 @@ class Coordinator:
             ef.ReadCheckpointChunk: self._read_checkpoint_chunk,
             ef.ReadRecords: self._read_records,
             ef.ReadSpilled: self._read_spilled,
+            ef.ReadLetters: self._read_letters,
             ef.OpenPeer: self._open_peer,
             ef.SendToPeer: self._send_to_peer,
             ef.ResetPeer: self._reset_peer,
@@ -294,6 +295,15 @@ class Coordinator:
                 self._store.read_spilled(effect.destination, first_position, *limits),
             )
         )
+
+    def _read_letters(self, effect: ef.ReadLetters) -> None:
+        letters = []
+        for key in effect.keys:
+            try:
+                letters.append(self._store.letter(key))
+            except DamagedLogError as error:
+                self._log.error(f"{error}: it is not retried")
+        self._events.append(ev.LettersRead([letter for letter in letters if letter is not None]))
 
     def _measure_log(self, now_ns: int) -> None:
         """Now and then while the log changes, and while it has too little room: a trim makes some."""

@@ -238,6 +238,9 @@ class Node:
                 following.append(ev.CheckpointChunkRead(self.store.read_checkpoint_chunk(checkpoint_id, index)))
             case ef.ReadRecords(first_sequence_id, size_bytes_max):
                 following.append(ev.RecordsRead(self.store.read(first_sequence_id, size_bytes_max)))
+            case ef.ReadLetters(keys):
+                letters = [self.store.letter(key) for key in keys]
+                following.append(ev.LettersRead([letter for letter in letters if letter is not None]))
             case ef.PauseApp():
                 self._paused = True
             case ef.ResumeApp():

@@ -10,7 +10,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from coordinator.core import events as ev
-from coordinator.core.effects import Effect, OperatorAnswered, Report
+from coordinator.core.effects import Effect, OperatorAnswered, ReadLetters, Report
+from coordinator.core.errors import AppProtocolError
 from coordinator.core.failing import Failing
 from coordinator.core.group_commit import Group
 from coordinator.core.impulses import Impulses
@@ -30,9 +31,10 @@ from protocol.messages import (
     decode_message,
     encode_incoming_rpc,
 )
-from protocol.verdicts import LETTER_SIZE_BYTES_MAX, MessageKey, Verdict, VerdictKind
+from protocol.verdicts import LETTER_SIZE_BYTES_MAX, Cause, MessageKey, Verdict, VerdictKind
 
 NAMED_MAX = 20  # letters that one entry of the audit names
+_VERSION_CAUSES = (Cause.METHOD, Cause.ARGUMENTS)  # of a refusal that another version may not repeat
 
 
 class _RefusedError(ImmortalError):
@@ -48,6 +50,8 @@ class Operator:
     impulses: Impulses
     room: LogRoom
     effects: list[Effect]
+    _upgraded: bool = False  # the session's app has upgraded the log, durably
+    _retries_refused: bool = False  # ... and wants the letters that were refused before
     _answers: deque[tuple[int, OperatorAnswered]] = field(default_factory=deque)  # (commit to wait for, what to say)
 
     def committed(self, ticket: int) -> None:
@@ -77,10 +81,20 @@ class Operator:
         self._answer(group.ticket, event.token, {"dropped": len(keys)})
 
     def retry(self, event: ev.LettersRetried, epoch: int, now_ns: int) -> None:
-        """Each becomes an impulse to oneself, in the transaction that removes the letter."""
+        ticket, refused = self._call_all_again(event.letters, event.who, epoch, now_ns)
+        answer = {"retried": len(event.letters) - len(refused), "refused": refused}
+        self._answer(ticket, event.token, answer)
+
+    def _call_all_again(
+        self, letters: Mapping[MessageKey, Letter | None], who: str, epoch: int, now_ns: int
+    ) -> tuple[int, dict[str, str]]:
+        """Each becomes an impulse to oneself, in the transaction that removes the letter.
+
+        The last commit of it, and why some can't.
+        """
         retried: dict[int, tuple[Group, list[MessageKey]]] = {}  # by ticket
         refused: dict[str, str] = {}
-        for key, letter in event.letters.items():
+        for key, letter in letters.items():
             try:
                 call = self._call_again(key, letter)
             except ImmortalError as error:
@@ -90,9 +104,8 @@ class Operator:
             self.verdicts.remove_letter(key, group.transaction)
             retried.setdefault(group.ticket, (group, []))[1].append(key)
         for group, keys in retried.values():
-            self._note(group.transaction, event.who, f"retried {_letters_in_words(keys)}", now_ns)
-        answer = {"retried": len(event.letters) - len(refused), "refused": refused}
-        self._answer(max(retried, default=0), event.token, answer)
+            self._note(group.transaction, who, f"retried {_letters_in_words(keys)}", now_ns)
+        return max(retried, default=0), refused
 
     def _call_again(self, key: MessageKey, letter: Letter | None) -> bytes:
         """The call as an impulse. Raises _RefusedError, RemoteProtocolError."""
@@ -110,6 +123,37 @@ class Operator:
             raise _RefusedError(f"it calls method {rpc.method_id}: negative ones are the SDK's own")
         arguments = split_caller(rpc.arguments)[1] if rpc.rpc_type == RpcType.ASYNC else rpc.arguments
         return encode_incoming_rpc(rpc.method_id, RpcType.IMPULSE, arguments)
+
+    # --- an upgrade that retries what was refused before it ----------------------------------------------------------
+
+    def app_lost(self) -> None:
+        self._upgraded = self._retries_refused = False
+
+    def upgraded(self) -> None:
+        """By the session's app; that is durable."""
+        self._upgraded = True
+        self._read_refused()
+
+    def retry_refused(self) -> None:
+        """The app asks for it. Raises AppProtocolError."""
+        if not self._upgraded and self.failing.session.phase is not Phase.COMPLETING_UPGRADE:
+            raise AppProtocolError("the app sent a RetryRefused, which belongs behind the checkpoint of an upgrade")
+        self._retries_refused = True
+        self._read_refused()
+
+    def _read_refused(self) -> None:
+        if self._upgraded and self._retries_refused and self.verdicts.letters:
+            self._retries_refused = False
+            self.effects.append(ReadLetters(list(self.verdicts.letters)))
+
+    def letters_read(self, event: ev.LettersRead, version: int, epoch: int, now_ns: int) -> None:
+        letters = {one.verdict.key: one for one in event.letters if one.verdict.cause in _VERSION_CAUSES}
+        who = f"the upgrade to version {version}"
+        _, refused = self._call_all_again(letters, who, epoch, now_ns)
+        if count := len(letters) - len(refused):
+            self.effects.append(Report("info", f"{who} retries dead letters that were refused", {"count": count}))
+        for key, reason in refused.items():
+            self.effects.append(Report("warning", f"{who} can't retry the dead letter {key}: {reason}"))
 
     # --- a message that stops the app --------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ Duties of a driver:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
@@ -22,6 +22,7 @@ from coordinator.core.interfaces import CheckpointHeader, Transaction
 from protocol.client import ClientFrame
 from protocol.errors import ImmortalError
 from protocol.peer import PeerFrame
+from protocol.verdicts import MessageKey
 
 
 class SendToApp(Struct):
@@ -83,6 +84,12 @@ class ReadSpilled(Struct):
     first_position: int
     last_position: int
     size_bytes_max: int
+
+
+class ReadLetters(Struct):
+    """Of dead letters, those that can be read."""
+
+    keys: Sequence[MessageKey]
 
 
 class OpenPeer(Struct):
@@ -169,6 +176,7 @@ Effect = (
     | ReadCheckpointChunk
     | ReadRecords
     | ReadSpilled
+    | ReadLetters
     | OpenPeer
     | SendToPeer
     | ResetPeer

@@ -146,6 +146,12 @@ class SpilledRead(Struct):
     batches: Sequence[OutputBatch]
 
 
+class LettersRead(Struct):
+    """Answers ReadLetters."""
+
+    letters: Sequence[Letter]
+
+
 class LogMeasured(Struct):
     """How much room the log takes, and has. To be said now and then, at least while there is too little."""
 
@@ -190,6 +196,7 @@ Event = (
     | CheckpointChunkRead
     | RecordsRead
     | SpilledRead
+    | LettersRead
     | LogMeasured
     | LogFailed
     | CheckpointRequested

@@ -194,6 +194,7 @@ class Machine:
             ev.CheckpointChunkRead: self._checkpoint_chunk_read,
             ev.RecordsRead: self._records_read,
             ev.SpilledRead: self._spilled_read,
+            ev.LettersRead: self._letters_read,
             ev.LogMeasured: self._log_measured,
             ev.LogFailed: self._log_failed,
             ev.CheckpointRequested: self._checkpoint_requested,
@@ -544,6 +545,8 @@ class Machine:
             if session.phase is not Phase.FIRST_START or session.initial_message is not None:
                 raise AppProtocolError("an InitialMessage may come once, at the first start, before the checkpoint")
             session.initial_message = message.data
+        elif message_type == MessageType.RETRY_REFUSED:
+            self._operator.retry_refused()
         elif message_type in REPORTS:
             self._failing.received(message, self._now_ns, stopping=self._stopping)
         elif message_type == MessageType.HELLO:
@@ -603,6 +606,7 @@ class Machine:
             )
         # While it was not read, something that it had sent may be lost.
         self._failing.app_lost(stopping=self._stopping, all_heard=not self._back_pressure.paused)
+        self._operator.app_lost()
         session.advance(Step.APP_LOST)
         session.connect()
         self._log.forget_app()
@@ -801,6 +805,7 @@ class Machine:
             {"from_version": before, "to_version": start.version, "after_record": start.sequence_id},
         )
         self._effects.append(UpgradeEnded(start.version))
+        self._operator.upgraded()
 
     # --- more of checkpoints -----------------------------------------------------------------------------------------
 
@@ -933,6 +938,9 @@ class Machine:
 
     def _letters_retried(self, event: ev.LettersRetried) -> None:
         self._operator.retry(event, self._epoch, self._now_ns)
+
+    def _letters_read(self, event: ev.LettersRead) -> None:
+        self._operator.letters_read(event, self._versions.current, self._epoch, self._now_ns)
 
     def _message_skipped(self, event: ev.MessageSkipped) -> None:
         if self._operator.skip(event, self._now_ns):

@@ -32,6 +32,8 @@ def test_each_order_is_taken_once() -> None:
 def test_orders_that_fail_are_told_so_and_harm_no_others() -> None:
     lines = loaded("--kills", "2", "--web-kills", "1", "--failing", "3", "--killing", "0.5")
     (told,) = [line for line in lines if line.startswith("besides, ")]
-    match = re.fullmatch(r"besides, (\d+) orders whose handler raised and (\d+) that ended their process were told so", told)
+    match = re.fullmatch(
+        r"besides, (\d+) orders whose handler raised and (\d+) that ended their process were told so", told
+    )
     assert match is not None, told
     assert min(map(int, match.groups())) > 0

@@ -116,6 +116,9 @@ class Driven:
             case ef.ReadSpilled(destination, first, last, size_bytes_max):
                 batches = self.store.read_spilled(destination, first, last, size_bytes_max)
                 following.append(ev.SpilledRead(destination, first, batches))
+            case ef.ReadLetters(keys):
+                letters = [self.store.letter(key) for key in keys]
+                following.append(ev.LettersRead([letter for letter in letters if letter is not None]))
             case ef.Trim():
                 while self.store.trim(keep_checkpoints=None):
                     pass

@@ -70,6 +70,7 @@ class Node:
             ef.ReadCheckpointChunk: self._read_chunk,
             ef.ReadRecords: self._read_records,
             ef.ReadSpilled: self._read_spilled,
+            ef.ReadLetters: self._read_letters,
             ef.OpenPeer: self._nothing,
             ef.SendToPeer: self._send_to_peer,
             ef.ResetPeer: self._reset_peer,
@@ -432,6 +433,11 @@ class Node:
         self._answer(
             lambda: ev.SpilledRead(effect.destination, first, read(effect.destination, first, last, size_bytes_max))
         )
+
+    def _read_letters(self, effect: ef.ReadLetters) -> None:
+        self.world.marks["refused letters looked for"] += 1
+        letters = [self.disk.store.letter(key) for key in effect.keys]
+        self._inbox.append(ev.LettersRead([letter for letter in letters if letter is not None]))
 
     # --- peers -------------------------------------------------------------------------------------------------------
 

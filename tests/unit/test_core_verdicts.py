@@ -30,6 +30,7 @@ from protocol.verdicts import (
     TEXT_CHARACTERS_MAX,
     TRACE_CHARACTERS_MAX,
     Careful,
+    Cause,
     Handling,
     Verdict,
     VerdictKind,
@@ -405,6 +406,62 @@ def test_letters_that_are_no_calls_stay(message: bytes, reason: str) -> None:
     assert answer["retried"] == 0
     assert reason in answer["refused"]["1:0"]
     assert list(driven.store.summary().letters) == [KEY]
+
+
+# --- an upgrade that retries what was refused ------------------------------------------------------------------------
+
+RETRY_REFUSED = encode_message(MessageType.RETRY_REFUSED)
+VERSION_2 = encode_hello(Hello(ALL_EXTENSIONS, "test")) + encode_app_description(AppDescription(2))
+
+
+def upgraded(first: Driven) -> Driven:
+    """Its next life, brought to version 2 by an app that has been told to take the confirming checkpoint."""
+    second = first.crash(upgrade_to=2)
+    second.connect(VERSION_2)
+    second.data(checkpoint(b"upgraded"))
+    assert second.phase is Phase.CONFIRMING_UPGRADE
+    second.forget()
+    return second
+
+
+def with_refusals() -> Driven:
+    """One letter of each cause, on the messages 0, 1, ... of record 1."""
+    driven = with_record()
+    for cause in Cause:
+        letter = msgspec.structs.replace(LETTER, message_index=int(cause), cause=cause, message=rpc(int(cause)))
+        driven.data(encode_verdict(letter))
+    return driven
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_an_upgrade_retries_what_was_refused_for_its_code(together: bool) -> None:
+    driven = upgraded(with_refusals())
+    for said in [checkpoint(b"two") + RETRY_REFUSED] if together else [checkpoint(b"two"), RETRY_REFUSED]:
+        driven.data(said)
+    assert list(driven.store.summary().letters) == [
+        (1, int(cause), 0, 0) for cause in Cause if cause not in (Cause.METHOD, Cause.ARGUMENTS)
+    ]
+    entry = AuditEntry(NOW_NS, "the upgrade to version 2", "retried 2 dead letters: 1:1, 1:2")
+    assert driven.store.audit() == [entry]
+    expected = [encode_incoming_rpc(3, 2, index.to_bytes(4, "little")) for index in (1, 2)]
+    assert arguments(bytes(driven.app_bytes)) == expected
+    assert ("info", "the upgrade to version 2 retries dead letters that were refused") in driven.reports
+
+
+def test_a_retry_that_was_not_durable_is_none() -> None:
+    driven = upgraded(with_refusals())
+    driven.auto = False
+    driven.data(checkpoint(b"two") + RETRY_REFUSED)
+    while driven.phase is not Phase.NORMAL:
+        driven.disk()
+    assert len(driven.crash().store.summary().letters) == len(Cause), "letters are gone, and nothing is called"
+
+
+def test_without_an_upgrade_nothing_is_retried() -> None:
+    driven = with_refusals()
+    driven.data(RETRY_REFUSED)
+    assert len(driven.store.summary().letters) == len(Cause)
+    assert any("which belongs behind the checkpoint of an upgrade" in text for _, text in driven.reports)
 
 
 # --- a message that is skipped ---------------------------------------------------------------------------------------
