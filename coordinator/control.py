@@ -43,7 +43,7 @@ class RefusedError(ControlError):
     """A coordinator does not do what it is asked for; ``reason`` says why."""
 
     def __init__(self, name: str, reason: str) -> None:
-        super().__init__(f"the coordinator of {name!r} gives no answer: {reason}")
+        super().__init__(f"the coordinator of {name!r} does not do that: {reason}")
         self.reason = reason
 
 

@@ -21,7 +21,7 @@ from coordinator.bench.processes import BenchError, register
 NAME = "ledger"
 STATES_SIZE_BYTES = (1 << 20, 1 << 30)
 WORKING_CALLS = 200
-FAILING_CALLS_MAX = 60  # with calls that work in between: below the number in a row that a method may fail
+FAILING_CALLS_MAX = 60
 FAILING_SECONDS_MAX = 60.0
 START_TIMEOUT_S = 300.0  # a state of 1 GiB is made, encoded and written first
 CALL_TIMEOUT_S = 300.0
@@ -61,15 +61,15 @@ def _measure(home: Path, size_bytes: int) -> FailingResult:
     try:
         service.wait_for_phase("normal", timeout_s=START_TIMEOUT_S)
         with connect(NAME, home=home, timeout=CALL_TIMEOUT_S) as ledger:
-            worked = [_timed(ledger.work) for _ in range(WORKING_CALLS)]
-            first_ms = _timed(ledger.fail)
+            worked = [_timed(lambda: ledger.book(True)) for _ in range(WORKING_CALLS)]
+            first_ms = _timed(lambda: ledger.book(False))
             failed: list[float] = []
             begun = time.perf_counter()
             while len(failed) < FAILING_CALLS_MAX and (not failed or time.perf_counter() - begun < FAILING_SECONDS_MAX):
-                _timed(ledger.work)
-                failed.append(_timed(ledger.fail))
+                _timed(lambda: ledger.book(True))  # one that only fails is refused after a while
+                failed.append(_timed(lambda: ledger.book(False)))
             expected = WORKING_CALLS + len(failed) + 1
-            if (count := ledger.work()) != expected:
+            if (count := ledger.book(True)) != expected:
                 raise BenchError(f"the state counts {count} calls, {expected} have worked")
     finally:
         service.kill()

@@ -24,6 +24,7 @@ from coordinator.cli.bench_isolation import as_dict, print_isolation
 
 FLEET_SIZE_MAX = 1000  # of some 60 MiB each
 OUTSTANDING_MAX = 100_000
+STATE_MIB_MAX = 16_384
 
 
 def _sizes(context: click.Context, parameter: click.Parameter, value: str) -> list[int]:
@@ -46,6 +47,17 @@ def _outstanding(context: click.Context, parameter: click.Parameter, value: str)
     return counts
 
 
+def _states(context: click.Context, parameter: click.Parameter, value: str) -> list[int]:
+    """In bytes."""
+    try:
+        sizes_mib = [int(part) for part in value.split(",")]
+    except ValueError:
+        sizes_mib = []
+    if not sizes_mib or not all(1 <= size_mib <= STATE_MIB_MAX for size_mib in sizes_mib):
+        raise click.BadParameter(f"{value!r}; expected sizes in MiB, 1 to {STATE_MIB_MAX}, as in 1,1024")
+    return [size_mib << 20 for size_mib in sizes_mib]
+
+
 @click.command()
 @click.option("--sizes", default="16,64,1024,65536", show_default=True, callback=_sizes, help="Arguments, in bytes.")
 @click.option("--volume", "volume_mb", default=500, show_default=True, help="MB of traffic for each size.")
@@ -61,6 +73,13 @@ def _outstanding(context: click.Context, parameter: click.Parameter, value: str)
 )
 @click.option("--isolation", is_flag=True, help="Measure instead what a dead and a stalled peer cost eight others.")
 @click.option("--failing", is_flag=True, help="Measure instead what a call that fails costs.")
+@click.option(
+    "--state",
+    default="1,1024",
+    show_default=True,
+    callback=_states,
+    help="With --failing: sizes of the service's state, in MiB.",
+)
 @click.option("--calls", is_flag=True, help="Measure instead calls that wait for their answers, beside gRPC's.")
 @click.option(
     "--outstanding",
@@ -101,6 +120,7 @@ def bench(
     fleet_size: int | None,
     isolation: bool,
     failing: bool,
+    state: list[int],
     calls: bool,
     outstanding: list[int],
     size_bytes: int,
@@ -126,7 +146,7 @@ def bench(
         return
     if failing:
         with console.status("starting") as status:
-            failed = measure_failing(folder=folder, progress=status.update)
+            failed = measure_failing(state, folder=folder, progress=status.update)
         click.echo(json.dumps([asdict(row) for row in failed])) if as_json else print_failing(failed)
         return
     if isolation:

@@ -50,12 +50,15 @@ def test_the_message_that_an_app_is_at_is_skipped(house: House) -> None:
     app.impulse(1)
     app.until(lambda: app.state["forwarded"] == [1])
     skip = {"sequence_id": 1, "message_index": 0, "reason": "it loops", "who": "ann"}
-    assert "may have handled message 0 of record 1 well" in ask(process, "skip", **skip)["refused"]
-    assert "there is no record 5" in ask(process, "skip", **skip | {"sequence_id": 5})["refused"]
+    with pytest.raises(control.RefusedError, match="may have handled message 0 of record 1 well"):
+        ask(process, "skip", **skip)
+    with pytest.raises(control.RefusedError, match="there is no record 5"):
+        ask(process, "skip", **skip | {"sequence_id": 5})
     app.send(encode_handling(Handling(1, 0, 12.0, "Orders.place")))
     assert process.line("handling Orders.place for 12 s (record 1, message 0)")
     assert process.status()["handling"]["method"] == "Orders.place"
-    assert "record 1 has no message 1" in ask(process, "skip", **skip | {"message_index": 1})["refused"]
+    with pytest.raises(control.RefusedError, match="record 1 has no message 1"):
+        ask(process, "skip", **skip | {"message_index": 1})
     assert ask(process, "skip", **skip) == {"skipped": True}
     app.until_closed()
     assert process.line("ann skipped message 0 of record 1: it loops")

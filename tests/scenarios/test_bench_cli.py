@@ -1,4 +1,4 @@
-"""`immortal bench --calls`: it runs, checks what it measures, and says it in a table and as JSON."""
+"""`immortal bench --calls` and `--failing`: they run, check what they measure, and say it in a table and as JSON."""
 
 from __future__ import annotations
 
@@ -69,3 +69,22 @@ def test_called_wrongly(arguments: list[str], words: str) -> None:
     result = CliRunner().invoke(main, [*BRIEFLY, *arguments])
     assert result.exit_code == 2
     assert words in result.output
+
+
+def test_what_failing_calls_cost(tmp_path: Path) -> None:
+    arguments = ["bench", "--failing", "--state", "1", "--folder", str(tmp_path)]
+    result = CliRunner().invoke(main, [*arguments, "--json"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(result.stdout)
+    assert row["state_size_bytes"] == 1 << 20
+    assert row["failures"] > 1
+    assert 0 < row["fails_p50_ms"] <= row["fails_p99_ms"]
+    assert min(row["works_p50_ms"], row["first_failure_ms"]) > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("sizes", ["0", "x", "1,99999"])
+def test_states_of_no_size(sizes: str) -> None:
+    result = CliRunner().invoke(main, ["bench", "--failing", "--state", sizes])
+    assert result.exit_code == 2
+    assert "expected sizes in MiB" in result.output
