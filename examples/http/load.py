@@ -116,7 +116,7 @@ class Web:
 
     def __init__(self, environment: dict[str, str], log: Path) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        # Who is given a descriptor takes it for a Unix socket, and does not ask for this: each answer would be 40 ms late.
+        # Who is given a descriptor takes it for a Unix socket and does not ask for this: answers would be 40 ms late.
         self.listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         self._environment = environment
