@@ -364,7 +364,7 @@ class Dispatcher:
                 yield from self._say_message(content, offset)
                 slice_end = offset + 1
             skipped = self._failures.next_skipped(*self._place) if skips else None
-            if skipped is not None and skipped < first_index + count:
+            if skipped is not None and skipped < first_index + count:  # else it is in another batch of the record
                 at = offset_behind(content, start, skipped - first_index)
                 if at == offset:
                     offset = self._pass_over(content, offset, skipped)

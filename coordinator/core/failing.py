@@ -18,7 +18,7 @@ from coordinator.core.group_commit import Group, GroupCommit
 from coordinator.core.interfaces import NO_SUSPECT, UNKNOWN, LogSummary, Suspect, Transaction
 from coordinator.core.limits import Limits
 from coordinator.core.peers import Peers
-from coordinator.core.session import GETS_RECORDS, SENDS_CALLS, AppSession
+from coordinator.core.session import SENDS_CALLS, AppSession
 from coordinator.core.verdicts import Verdicts
 from coordinator.core.words import Methods
 from protocol.messages import MessageType
@@ -101,7 +101,7 @@ class Failing:
         """The connection has ended; the session is still that of the app that is gone."""
         session = self.session
         may_have_crashed = (
-            session.phase in GETS_RECORDS
+            session.phase in SENDS_CALLS
             and session.fed_sequence_id > self._settled_sequence_id
             and MessageType.CAREFUL in session.extensions
             and not (stopping or session.refused or self._leaving)

@@ -10,7 +10,7 @@ from coordinator.core.careful import KILLED_TYPE, Watch
 from coordinator.core.interfaces import NO_SUSPECT, UNKNOWN, Suspect
 from coordinator.core.limits import Limits
 from coordinator.core.session import Phase
-from protocol.extensions import ALL_EXTENSIONS, Hello, encode_hello
+from protocol.extensions import ALL_EXTENSIONS, AppDescription, Hello, encode_app_description, encode_hello
 from protocol.messages import MessageType, encode_message
 from protocol.verdicts import RECORD, Careful, Handling, Verdict, VerdictKind, encode_handling
 from tests.helpers.core import NOW_NS, Driven, call, checkpoint, first_start, rpc
@@ -91,6 +91,21 @@ def test_three_deaths_at_a_message_are_a_verdict() -> None:
     driven.auto = True
     driven.connect(HELLO)
     assert (told(driven), careful(driven)) == ([verdict], None)
+
+
+def test_what_ends_an_app_that_is_to_upgrade_behind_it_is_found_as_well() -> None:
+    # Found by the simulation: the app was asked to upgrade while it had not come to that record, and died for ever.
+    driven = with_record().crash(upgrade_to=2)
+    said = HELLO + encode_app_description(AppDescription(2))
+    for runs_count, noted in enumerate([(), (Handling(0), Handling(1)), (BLAMED,)], start=1):
+        driven.connect()
+        driven.data(said)
+        assert driven.phase is Phase.UPGRADING
+        driven.data(b"".join(map(encode_handling, noted)))
+        assert driven.machine._failing.watch.suspect.runs_count == runs_count - 1
+        driven.close()
+    (verdict,) = driven.store.summary().verdicts
+    assert (verdict.key, verdict.kind) == ((1, 0, 0, 0), VerdictKind.KILLED)
 
 
 def test_the_verdict_is_durable_before_the_next_session_loads_the_log() -> None:
