@@ -5,6 +5,9 @@ from one instance to the next (a cycle, also back to where they came from), and 
 Beside that it sends impulses to its peers. Calls from one instance to another are numbered by the caller, and each
 carries a check over all before it: one that is lost, doubled, out of order or another one shows where it is executed.
 
+Some messages fail, each in its way: are refused, raise, raise and keep what they did, raise by chance, end the process.
+What such a call's verdict says is drawn, and goes back to its caller: only by its verdict is a replay the same.
+
 Each version words its calls to itself in its own way: a record that the wrong version handles makes other outputs. A
 plain app is one of the base protocol: no Hello, no extensions, and it may hold calls back behind a checkpoint.
 """
@@ -30,6 +33,7 @@ from protocol.extensions import (
     encode_hello,
 )
 from protocol.messages import (
+    IncomingRpc,
     MessageType,
     RpcType,
     decode_incoming_rpc,
@@ -41,19 +45,42 @@ from protocol.messages import (
     encode_outgoing_rpc,
 )
 from protocol.readers import BlobData, BlobStart, RecordReader
-from protocol.verdicts import Handling, decode_careful, decode_verdicts, encode_handling
+from protocol.verdicts import (
+    Handling,
+    MessageKey,
+    Verdict,
+    VerdictKind,
+    decode_careful,
+    decode_verdicts,
+    encode_handling,
+    encode_verdict,
+)
 from tests.simulation.checkers import Checker
+from tests.simulation.failing import Death, Doom
 from tests.simulation.marks import Marks
 from tests.simulation.trace import Violation
 
-METHOD_TICK, METHOD_CALL, METHOD_OUTSIDE, METHOD_INITIAL = 1, 2, 3, -1
+METHOD_TICK, METHOD_CALL, METHOD_OUTSIDE, METHOD_DOOMED, METHOD_INITIAL = 1, 2, 3, 4, -1
 STORM_SIZE = 6
 IMPULSES_OUTSTANDING_MAX = 8
 
 _encode = msgspec.msgpack.encode
 _decode_call = msgspec.msgpack.Decoder(tuple[str, int, int, int, int, int]).decode
 _decode_tag = msgspec.msgpack.Decoder(int).decode
+_decode_doomed = msgspec.msgpack.Decoder(tuple[str, int, int]).decode
 _decode_impulse = msgspec.msgpack.Decoder(tuple[str, int]).decode
+
+
+DOOMS = (VerdictKind.REFUSED, VerdictKind.UNDONE, VerdictKind.KEPT, VerdictKind.UNDONE, VerdictKind.KILLED)
+FLAKY = 3  # of them: it fails by chance
+
+
+def doom_of(rpc: IncomingRpc) -> Doom | None:
+    """What the call is to come to. Somebody waits for every other one, as its verdict says."""
+    if rpc.method_id != METHOD_DOOMED:
+        return None
+    sender, number, which = _decode_doomed(rpc.arguments)
+    return Doom(DOOMS[which], sender if number % 2 else None, which == FLAKY)
 
 
 class Outside:
@@ -120,6 +147,13 @@ class App(Protocol):
     def outside(self) -> dict[str, list[int]]:
         """Impulses executed, by sender."""
 
+    @property
+    def spoiled(self) -> bool:
+        """Something of a call that has failed is left."""
+
+    def count_that_answer(self, caller: str) -> int:
+        """Handlers that are at work for ``caller``, who waits."""
+
 
 class State(msgspec.Struct):
     sequence_id: int = -1
@@ -133,6 +167,9 @@ class State(msgspec.Struct):
     got: dict[str, int] = {}
     got_check: dict[str, int] = {}
     outside: dict[str, list[int]] = {}
+    doomed: int = 0  # calls that fail: made
+    kept: int = 0  # ..., and those of them that came and have changed the state before they failed
+    lucky: int = 0  # ..., or have not failed
     held: list[tuple[str, int, bytes]] = []  # calls of a plain app that are still to be sent
 
 
@@ -154,6 +191,7 @@ class CheckingApp:
         plain: bool = False,
         calls_only: bool = False,
         hops: int = 3,
+        salt: int = -1,
     ) -> None:
         self.name, self.peers, self.work = name, peers, work
         self.primary = False
@@ -168,6 +206,10 @@ class CheckingApp:
         self._plain = plain
         self._calls_only = calls_only
         self._hops = hops
+        self._salt = salt  # -1: nothing fails
+        self._verdicts: dict[MessageKey, Verdict] = {}
+        self._index = 0  # of the message in its record
+        self._suspect = -1  # of this record it says each message that it is about to handle
         self._reader = RecordReader()
         self._blob: list[bytes] | None = None
         self._state: State | None = None
@@ -218,6 +260,13 @@ class CheckingApp:
         return self._known.outside
 
     @property
+    def spoiled(self) -> bool:
+        return False
+
+    def count_that_answer(self, caller: str) -> int:
+        return 0
+
+    @property
     def _known(self) -> State:
         if self._state is None:
             raise Violation(f"the app of {self.name} was asked to handle something before it had a state")
@@ -256,6 +305,7 @@ class CheckingApp:
         if sequence_id != state.sequence_id + 1:
             raise Violation(f"the app of {self.name} got record {sequence_id} behind {state.sequence_id}")
         state.sequence_id = sequence_id
+        self._index = 0
         for message_type, start, end in decode_messages(content):
             if message_type == MessageType.RPC:
                 self._call(content, start, end)
@@ -282,6 +332,7 @@ class CheckingApp:
         elif message_type == MessageType.INITIAL_MESSAGE:
             if data != b"begin" or state.begun:
                 raise Violation(f"{self.name} was begun twice, or with {data!r}")
+            self._index += 1
             state.begun = True
         elif message_type == MessageType.INSTANCE_NAME:
             if data.decode() != self.name:
@@ -315,16 +366,21 @@ class CheckingApp:
             self._accept(decode_impulses_accepted(data))
         elif message_type == MessageType.VERDICTS:
             self._introduced = True
-            if decode_verdicts(data):
-                raise Violation(f"the app of {self.name} was told of verdicts that nobody gave")
+            self._verdicts |= {verdict.key: verdict for verdict in decode_verdicts(data)}
         elif message_type == MessageType.CAREFUL:
-            self._careful_until = decode_careful(data).last_sequence_id
+            careful = decode_careful(data)
+            self._careful_until, self._suspect = careful.last_sequence_id, careful.suspect_sequence_id
         elif message_type not in (MessageType.GOODBYE, MessageType.REFUSAL):
             raise Violation(f"the app of {self.name} got a control message of type {message_type}")
 
     def _call(self, content: bytes, start: int, end: int) -> None:
         rpc = decode_incoming_rpc(content, start, end)
         state = self._known
+        index, self._index = self._index, self._index + 1
+        if state.sequence_id == self._suspect:
+            doom = doom_of(rpc)
+            caller, message = doom.caller if doom else None, encode_message(MessageType.RPC, content[start:end])
+            self.out += encode_handling(Handling(state.sequence_id, index, 0.0, "", caller, message))
         if rpc.method_id == METHOD_CALL:
             sender, number, hops, _, _, check = _decode_call(rpc.arguments)
             before = state.got.get(sender, 0)
@@ -353,6 +409,10 @@ class CheckingApp:
                 self._make(self._next_hop(number), self._hops)
             if number % 3 == 0:
                 self._make("", number % 2)
+            if self._salt >= 0 and number % 3 == 1:
+                self._make_doomed(self._next_hop(number // 3))
+        elif rpc.method_id == METHOD_DOOMED:
+            self._doomed(rpc, index)
         elif rpc.method_id == METHOD_OUTSIDE:
             sender, number = _decode_impulse(rpc.arguments)
             numbers = state.outside.setdefault(sender, [])
@@ -362,19 +422,62 @@ class CheckingApp:
         else:
             raise Violation(f"{self.name} got a call of method {rpc.method_id}")
 
+    # --- calls that fail ---------------------------------------------------------------------------------------------
+
+    def _doomed(self, rpc: IncomingRpc, index: int) -> None:
+        """By chance in what it says, and at times in whether it does: the verdict alone makes replays the same."""
+        state = self._known
+        key = (state.sequence_id, index, 0, 0)
+        verdict = self._verdicts.get(key)
+        sender, _, which = _decode_doomed(rpc.arguments)
+        if verdict is None:
+            if which == FLAKY and not self._checker.failures.fails_now(key, self._rng):
+                state.lucky += 1
+                self._make(self._next_hop(index), 1)
+                return
+            verdict = self._verdicts[key] = self._fail(rpc, key)
+        elif self._rng.random() < 0.2:  # the first one counts
+            self.out += encode_verdict(msgspec.structs.replace(verdict, kind=VerdictKind.UNDONE, text="another"))
+        if verdict.kind is VerdictKind.KEPT:
+            state.kept += 1
+            self._make(self._next_hop(index), 1)
+        self._make("" if sender == self.name else sender, 0, crc32(verdict.text.encode()))  # the answer
+
+    def _fail(self, rpc: IncomingRpc, key: MessageKey) -> Verdict:
+        doom, failures = doom_of(rpc), self._checker.failures
+        assert doom is not None
+        failures.called(key)
+        if doom.kind is VerdictKind.KILLED:
+            raise Death
+        failures.failed(key)
+        self._marks[f"verdict: {doom.kind.name}"] += 1
+        text = f"{self._rng.random()}"
+        message = encode_incoming_rpc(rpc.method_id, rpc.rpc_type, rpc.arguments)
+        verdict = Verdict(key[0], key[1], doom.kind, "", text, caller=doom.caller, message=message)
+        self.out += encode_verdict(verdict)
+        return verdict
+
+    def _make_doomed(self, destination: str) -> None:
+        state = self._known
+        state.doomed += 1
+        self._made.append((destination, METHOD_DOOMED, self._doomed_arguments(state.doomed)))
+
+    def _doomed_arguments(self, number: int) -> bytes:
+        return _encode((self.name, number, (number + self._salt) % len(DOOMS)))
+
     def _next_hop(self, number: int) -> str:
         return self.peers[number % len(self.peers)] if self.peers else ""
 
     # --- output ------------------------------------------------------------------------------------------------------
 
-    def _make(self, destination: str, hops: int) -> None:
+    def _make(self, destination: str, hops: int, tag: int | None = None) -> None:
         state = self._known
         number = state.made.get(destination, 0) + 1
         state.made[destination] = number
         sender = self.name if destination else ""
         version = state.version if not destination else 0
         check = state.made_check.get(destination, 0)
-        arguments = _encode((sender, number, hops, version, state.tag, check))
+        arguments = _encode((sender, number, hops, version, state.tag if tag is None else tag, check))
         state.made_check[destination] = crc32(arguments, check)
         self._made.append((destination, METHOD_CALL, arguments))
 
@@ -474,6 +577,10 @@ class CheckingApp:
             number = self._outside.next_number()
             self._impulse(peer, METHOD_OUTSIDE, _encode((self.name, number)))
             self._impulses.append((peer, number))
+        if self._salt >= 0 and self._ticks_sent < self.work and rng.random() < 0.15:
+            destination = rng.choice(["", *self.peers])
+            self._impulse(destination, METHOD_DOOMED, self._doomed_arguments(self._outside.next_number()))
+            self._impulses.append(None)
         return bool(self._snapshot or self._made) or self._ticks_sent < self.work
 
     def _impulse(self, destination: str, method_id: int, arguments: bytes) -> None:

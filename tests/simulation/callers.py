@@ -10,6 +10,7 @@ from appsdk.handlers import method_id_of_name
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from protocol.client import (
+    REFUSED_CALL,
     ClientFrame,
     ClientFrameType,
     ReplyKind,
@@ -19,13 +20,14 @@ from protocol.client import (
     encode_numbers,
     encode_request,
 )
+from protocol.verdicts import FAILED_CALL
 from tests.simulation.clock import MS, US
 from tests.simulation.trace import Violation
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
-METHOD_IDS = (method_id_of_name("serve"), method_id_of_name("serve_later"))
+METHODS_THAT_FAIL = ("serve_badly", "serve_deadly", "unknown")
 AT_ONCE_MAX = 3
 
 
@@ -82,7 +84,10 @@ class Caller:
 
     def _request(self, number: int) -> bytes:
         arguments = msgspec.msgpack.encode((self._number, number))
-        return encode_request(METHOD_IDS[number % 2], arguments)
+        return encode_request(method_id_of_name(self._method(number)), arguments)
+
+    def _method(self, number: int) -> str:
+        return method_of_request(number, fails=self._world.plan.fails)
 
     def _arrive(self, frame: ClientFrame) -> None:
         node = self._world.network.nodes[self.target]
@@ -100,6 +105,10 @@ class Caller:
             return
         for reply in decode_replies(frame.payload, frame.count):
             number = reply.number
+            method = self._method(number)
+            if reply.kind == ReplyKind.RAISED and method in METHODS_THAT_FAIL:
+                self._check_failed(number, method, reply.value)
+                continue
             if reply.kind != ReplyKind.VALUE:
                 if number not in self._replies:
                     raise Violation(f"{self.client_id} is told that the reply to {number} is gone, and never had it")
@@ -107,6 +116,20 @@ class Caller:
             value = msgspec.msgpack.decode(reply.value)
             if value != served_value(self._number, number) or self._replies.setdefault(number, value) != value:
                 raise Violation(f"{self.client_id} gets {value!r} in reply to {number}")
+
+    def _check_failed(self, number: int, method: str, value: bytes) -> None:
+        name, arguments, _ = msgspec.msgpack.decode(b"\x93" + value)
+        expected = REFUSED_CALL if method == "unknown" else FAILED_CALL
+        if name != expected or self._replies.setdefault(number, value) != value:
+            raise Violation(f"{self.client_id} gets {name} {arguments} in reply to {number}, {expected} was expected")
+        self._world.marks["caller told of a failure"] += 1
+
+
+def method_of_request(number: int, *, fails: bool) -> str:
+    """Which method a caller's request is of. ``fails``: some of them do."""
+    if fails and number % 3 == 0:
+        return METHODS_THAT_FAIL[number // 3 % 3]
+    return ("serve", "serve_later")[number % 2]
 
 
 def served_value(client: int, number: int) -> int:

@@ -11,14 +11,16 @@ from coordinator.core.interfaces import LogSummary, SourcePosition, Transaction
 from protocol.peer import FrameType
 from protocol.record import decode_header
 from protocol.trailer import BatchKind, decode_trailer
+from tests.simulation.failing import DoomOf, Failures
 from tests.simulation.trace import Violation
 
 
 class Checker:
     """``acknowledged``: by sender, what its peers were told is durable here. ``executed_through``: by the app, ever."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, doom_of: DoomOf = lambda rpc: None) -> None:
         self.name = name
+        self.failures = Failures(name, doom_of)
         self.ledger: dict[int, bytes] = {}  # by sequence ID: values as they became durable
         self.acknowledged: dict[str, int] = {}
         self.positions: dict[tuple[int, str], int] = {}  # by kind and source: the last one in the ledger
@@ -37,7 +39,7 @@ class Checker:
         """For a second copy of the log."""
         other = Checker(self.name)
         for name, value in vars(self).items():
-            setattr(other, name, value.copy() if isinstance(value, dict) else value)
+            setattr(other, name, value.copy() if isinstance(value, dict | Failures) else value)
         return other
 
     def require(self, condition: bool, problem: str) -> None:
@@ -65,6 +67,9 @@ class Checker:
                 f"an impulse to {batch.destination} at {batch.first_position} was sent before it was durable",
             )
             self.impulse_positions[batch.destination] = batch.last_position
+        for verdict in transaction.verdicts:
+            self.require(verdict.sequence_id in self.ledger, f"a verdict on record {verdict.sequence_id}, of none")
+            self.failures.became_durable(verdict, self.ledger[verdict.sequence_id])
         if transaction.checkpoint is not None:
             self.checkpointed = True
 
@@ -140,6 +145,12 @@ class Checker:
             self.sent[frame.receiver] = max(last, self.sent.get(frame.receiver, 0))
 
     # --- the app -----------------------------------------------------------------------------------------------------
+
+    def app_begins(self) -> None:
+        """What an app before it has come to by a failure that nobody has heard of may be otherwise this time."""
+        first = self.failures.forget_unheard()
+        if first is not None:
+            self.states = {sequence_id: check for sequence_id, check in self.states.items() if sequence_id < first}
 
     def reached_state(self, sequence_id: int, check: int) -> None:
         """The app has handled this record, live or again: the state is that of the first time."""

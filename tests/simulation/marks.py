@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from coordinator.core.session import Phase
+from coordinator.core.session import GETS_RECORDS, Phase
+from protocol.verdicts import VerdictKind
 from tests.simulation.plan import CRASHES, FAULT_KINDS
 
 _PHASES = [phase for phase in Phase if phase is not Phase.STOPPED]
@@ -21,6 +22,7 @@ REPORTS = {
     "upgraded": "upgrade durable",
     "goes on": "upgrade failed",
     "stream stopped": "stream stopped",
+    "is not called any more": "verdict: KILLED",
     "which has sent only": "older copy found out",
     "ended in the middle of a message": "app lost inside a message",
 }
@@ -61,6 +63,11 @@ EXPECTED = frozenset(
         "time told to the app's clock",
         "record later than the machine's clock",
         "async handler waited through a crash",
+        *(f"verdict: {kind.name}" for kind in (VerdictKind.REFUSED, VerdictKind.UNDONE, VerdictKind.KEPT)),
+        *(f"app died while {phase.value}" for phase in (*GETS_RECORDS, Phase.UPGRADING)),
+        "dead letter",
+        "caller told of a failure",
+        "recovered for want of a copy",
         "caller answered",
         "spilled messages read",
         "second copy beside the first",

@@ -11,13 +11,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from appsdk.dispatch import Dispatcher
+from coordinator.core.careful import Watch
 from coordinator.core.checkpointing import Checkpointing
 from coordinator.core.clients import Clients
+from coordinator.core.failing import Failing
 from coordinator.core.group_commit import GroupCommit
 from coordinator.core.input_stream import InputStream
 from coordinator.core.machine import Machine
 from coordinator.core.output_stream import OutputStream
 from coordinator.core.peers import Peers
+from coordinator.core.verdicts import Verdicts
 from coordinator.core.versions import Versions
 from coordinator.log.memory import MemoryLogStore
 
@@ -253,6 +257,97 @@ MUTATIONS = (
         "replied",
         "position > stream.sent_through",
         "position > stream.position",
+    ),
+    Mutation(
+        "a verdict is not logged",
+        Verdicts,
+        "give",
+        "group.transaction.verdicts.append(verdict)",
+        "pass",
+    ),
+    Mutation(
+        "what follows a verdict leaves before it is durable",
+        Failing,
+        "give",
+        "self.peers.held_ticket = group.ticket",
+        "pass",
+    ),
+    Mutation(
+        "a second verdict on a message takes the place of the first",
+        Verdicts,
+        "give",
+        "if known is not None and (known.skips or verdict.kind not in _OVERRULING):",
+        "if False:",
+    ),
+    Mutation(
+        "a replay is not told the verdicts",
+        Failing,
+        "introduce",
+        "self.verdicts.behind(self._settled_sequence_id, summary)",
+        "()",
+    ),
+    Mutation(
+        "a replay is not told the verdict on the first record behind its checkpoint",
+        Verdicts,
+        "forget_until",
+        "if key[0] > sequence_id}",
+        "if key[0] > sequence_id + 1}",
+    ),
+    Mutation(
+        "a replay from an older checkpoint is told the verdicts behind the newest",
+        Verdicts,
+        "behind",
+        "        self._load(summary.verdicts)  # it may begin before the last checkpoint\n",
+        "",
+    ),
+    Mutation(
+        "a dead letter is not kept",
+        MemoryLogStore,
+        "commit",
+        "durable.letters[verdict.key] = Letter(verdict, self.clock_ns())",
+        "pass",
+    ),
+    Mutation(
+        "what a failed call has called is sent",
+        Dispatcher,
+        "_rewind",
+        "self.outbox.back_to_copy()",
+        "self.outbox.close_batches(); self.outbox.mark(); self.outbox.back_to_copy()",
+    ),
+    Mutation(
+        "what was sent before is sent again by a rewind",
+        Dispatcher,
+        "_rewind",
+        "self.outbox.back_to_copy()",
+        "self.outbox.begin_copy(); self.outbox.back_to_copy()",
+    ),
+    Mutation(
+        "a rewind begins with the wrong handlers waiting",
+        Dispatcher,
+        "_rewind",
+        "self.tasks.restore(envelope.tasks or SavedTasks())",
+        "pass",
+    ),
+    Mutation(
+        "who waits for a call that has failed is not told",
+        Dispatcher,
+        "_pass_over",
+        "self._failures.answer(verdict, content[offset : offset + size_bytes])",
+        "pass",
+    ),
+    Mutation(
+        "what ends the app's process again and again gets no verdict",
+        Watch,
+        "died",
+        "runs_count < self._kills_max",
+        "runs_count > 0",
+    ),
+    Mutation(
+        "the first message is blamed for the death of its app",
+        Watch,
+        "died",
+        "            noted.message_index,\n            VerdictKind.KILLED,",
+        "            0,\n            VerdictKind.KILLED,",
     ),
 )
 

@@ -23,6 +23,7 @@ from tests.simulation.callers import Caller
 from tests.simulation.checkers import Checker
 from tests.simulation.clock import MS, US
 from tests.simulation.disk import Disk
+from tests.simulation.failing import Death
 from tests.simulation.marks import REPORTS
 from tests.simulation.trace import Violation, describe, describe_events
 
@@ -140,6 +141,7 @@ class Node:
             return
         self._connecting = False
         versions = self.machine._versions
+        self.checker.app_begins()
         self.app = self.world.make_app(self, versions.upgrade_to or versions.current)
         self.app.fails_upgrade = self.upgrade_fails
         self.app_life += 1
@@ -171,8 +173,11 @@ class Node:
         if self.machine is None:
             return
         if self.app is not None and not app_first:
-            for data in self._to_app:  # it works on until it sees that its coordinator is gone
-                self.app.receive(data)
+            try:
+                for data in self._to_app:  # it works on until it sees that its coordinator is gone
+                    self.app.receive(data)
+            except Death:
+                pass
         self._end()
         self._start_later()
 
@@ -283,7 +288,11 @@ class Node:
                     cut = 1 + int(self._rng.random() * (len(data) - 1))
                     pending.appendleft(data[cut:])
                     data = data[:cut]
-            self.app.receive(data)
+            try:
+                self.app.receive(data)
+            except Death:
+                self._app_dies()
+                return
             self.post(ev.AppSent(len(data)))
             self._app_has_run()
         if pending:
@@ -291,6 +300,16 @@ class Node:
             self._clock.after(self._rng.random() * 60 * US * self._app_slow, self._app_reads, app_life)
         elif self._app_closing:
             self._app_is_gone()
+
+    def _app_dies(self) -> None:
+        """Something that it handles has ended its process. All that it had put out is on its way."""
+        assert self.app is not None
+        self.world.marks[f"app died while {self.phase.value}"] += 1
+        self.note("the app dies")
+        data = bytes(self._to_core + self.app.out)
+        if data and not self._paused:
+            self.post(ev.AppData(data))
+        self._app_is_gone()
 
     def _app_has_run(self) -> None:
         app = self.app

@@ -78,6 +78,8 @@ class Plan:
     callers: int = 0  # from outside; requests of each: as many as ``work``, twice
     keep_checkpoints: int = 2
     ends_with_power_failure: bool = False
+    fails: bool = False  # some messages do
+    salt: int = 0  # which ones
 
     @property
     def has_copy(self) -> bool:
@@ -94,7 +96,7 @@ def draw(seed: int) -> Plan:
     app = rng.choices(APPS, (1, 8, 3))[0]
     count = rng.choices((1, 2, 3), (1, 6, 3))[0] if app != "sdk" else rng.choice((2, 2, 3))
     rough = rng.random() < 0.6  # the network
-    return Plan(
+    plan = Plan(
         seed=seed,
         names=("a", "b", "c")[:count],
         app=app,
@@ -108,6 +110,9 @@ def draw(seed: int) -> Plan:
         keep_checkpoints=rng.choice((1, 2, 2, 3)),
         ends_with_power_failure=rng.random() < 0.25,
     )
+    # Two copies of a log may come to different verdicts, and none can see it; the base protocol knows none.
+    fails = rng.random() < 0.6 and app != "plain" and not plan.has_copy
+    return replace(plan, fails=fails, salt=rng.randrange(1000))
 
 
 def _draw_faults(rng: random.Random, app: str) -> tuple[Fault, ...]:

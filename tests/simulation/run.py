@@ -112,6 +112,8 @@ def command_for(plan: Plan) -> str:
     for option in ("loss", "duplicate", "late"):
         if getattr(plan, f"{option}_rate") != getattr(drawn, f"{option}_rate"):
             parts.append(f"--no-{option}")
+    if plan.fails != drawn.fails:
+        parts.append("--no-failing")
     if plan.ends_with_power_failure != drawn.ends_with_power_failure:
         parts.append("--no-power-failure")
     return " ".join(parts)
@@ -183,6 +185,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--no-loss", action="store_true", help="no frame is lost")
     one.add_argument("--no-duplicate", action="store_true", help="none is doubled")
     one.add_argument("--no-late", action="store_true", help="none is late")
+    one.add_argument("--no-failing", action="store_true", help="no message fails")
     one.add_argument("--no-power-failure", action="store_true", help="none at the end")
     return made
 
@@ -209,6 +212,8 @@ def plan_of(options: argparse.Namespace, error: argparse.ArgumentParser) -> Plan
     for option in ("loss", "duplicate", "late"):
         if getattr(options, f"no_{option}"):
             plan = replace(plan, **{f"{option}_rate": 0.0})  # type: ignore[arg-type]
+    if options.no_failing:
+        plan = replace(plan, fails=False)
     if options.no_power_failure:
         plan = replace(plan, ends_with_power_failure=False)
     return plan

@@ -17,29 +17,37 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from zlib import crc32
 
 from appsdk import Immortal, Impulses, every, impulse, peer, rpc
+from appsdk.copies import Copies
 from appsdk.definition import Definition
-from appsdk.dispatch import BecamePrimary, Dispatcher, Event, SnapshotBegun
+from appsdk.dispatch import BecamePrimary, Dispatcher, Event, MessageFailed, SnapshotBegun
+from appsdk.errors import RecoveryNeeded
 from appsdk.proxy import definition_of
 from appsdk.upgrades import upgrades
 from protocol.messages import MessageType, encode_message
 from protocol.readers import Record
 from tests.simulation.apps import IMPULSES_OUTSTANDING_MAX, Outside
-from tests.simulation.callers import served_value
+from tests.simulation.callers import METHODS_THAT_FAIL, method_of_request, served_value
+from tests.simulation.failing import Death
 from tests.simulation.marks import Marks
+from tests.simulation.sdk_failing import KINDS_OF_DEALS, Failing, Now, Stranger
 from tests.simulation.trace import Violation
 
 if TYPE_CHECKING:
     from tests.simulation.node import Node
 
 VERSIONS = 3
+KINDS = 6  # of deals that go well
 
 
 class RefusedDeal(Exception):  # noqa: N818
     pass
 
 
-class Worker(Immortal):
-    """What all versions of all instances do. ``me`` and ``others`` are the class's, of one instance each."""
+class Worker(Failing):
+    """What all versions of all instances do. ``me``, ``others`` and ``salt`` are the class's, of one instance each.
+
+    ``salt``: which kinds of deals there are, and with -1 that none of them fails.
+    """
 
     version: int
     begun: list[int]
@@ -49,8 +57,7 @@ class Worker(Immortal):
     outside: dict[str, list[int]]
     served: dict[int, int]
     beats: int
-    me: ClassVar[str] = ""
-    others: ClassVar[tuple[str, ...]] = ()
+    salt: ClassVar[int] = -1
 
     def __init__(self) -> None:
         self.version = 1
@@ -61,15 +68,17 @@ class Worker(Immortal):
         self.outside = {}
         self.served = {}
         self.beats = 0
+        self.kept = self.lucky = self.spoiled = 0
 
     # --- a deal ------------------------------------------------------------------------------------------------------
 
     @impulse
     async def deal(self, number: int) -> None:
-        first, second = await self.begin(number)
-        kind = number % 6
+        first, second, kind = await self.begin(number)
         result = 0
-        if kind == 0:
+        if kind >= KINDS:
+            result = await self.deal_that_fails(kind - KINDS, first, number)
+        elif kind == 0:
             result = await self.ask(first, number)
         elif kind == 1:
             result, more = await self.gather(self.ask(first, number), self.ask(second, number))
@@ -106,11 +115,12 @@ class Worker(Immortal):
         return number + self.random.randrange(100)
 
     @rpc
-    def begin(self, number: int) -> tuple[str, str]:
+    def begin(self, number: int) -> tuple[str, str, int]:
         _expect(number not in self.begun, f"deal {number} of {self.me} is begun twice")
         self.begun.append(number)
         others = self.others
-        return others[number % len(others)], others[(number + 1) % len(others)]
+        kind = number % KINDS if self.salt < 0 else (5 * number + self.salt) % (KINDS + KINDS_OF_DEALS)
+        return others[number % len(others)], others[(number + 1) % len(others)], kind
 
     @rpc
     def end(self, number: int, result: int) -> None:
@@ -172,6 +182,8 @@ class Worker(Immortal):
     @rpc
     def serve(self, client: int, number: int) -> int:
         expected = self.served.get(client, 0) + 1
+        while method_of_request(expected, fails=self.salt >= 0) in METHODS_THAT_FAIL:
+            expected += 1
         _expect(number == expected, f"{self.me} executes request {number} of caller {client}, {expected} is next")
         self.served[client] = number
         return served_value(client, number)
@@ -193,9 +205,10 @@ def _expect(condition: bool, problem: str) -> None:
 
 
 @cache
-def worker_class(name: str, names: tuple[str, ...], version: int) -> type[Immortal]:
+def worker_class(name: str, names: tuple[str, ...], version: int, salt: int) -> type[Immortal]:
     """The class of one instance in a fleet of ``names``."""
-    members: dict[str, Any] = {"me": name, "others": tuple(other for other in names if other != name)}
+    members: dict[str, Any] = {"me": name, "others": tuple(other for other in names if other != name), "salt": salt}
+    members |= {f"strange_{other}": peer(lambda: Stranger, other) for other in names if other != name}
     members |= {f"to_{other}": peer(lambda: Worker, other) for other in names if other != name}
     members["__module__"] = __name__
     class_name = f"Worker_{name}_{version}"
@@ -204,14 +217,14 @@ def worker_class(name: str, names: tuple[str, ...], version: int) -> type[Immort
 
     def upgrade(cls: Any, old: Any) -> Any:
         new = cls()
-        for key in ("begun", "ended", "made", "got", "outside", "served", "beats"):
+        for key in ("begun", "ended", "made", "got", "outside", "served", "beats", "kept", "lucky", "spoiled"):
             setattr(new, key, getattr(old, key))
         new.version = old.version + 1
         return new
 
     members["upgrade"] = classmethod(upgrade)
     made = type(Worker)(class_name, (Worker,), members)
-    return upgrades(worker_class(name, names, version - 1))(made)
+    return upgrades(worker_class(name, names, version - 1, salt))(made)
 
 
 class CheckedDispatcher(Dispatcher):
@@ -220,10 +233,24 @@ class CheckedDispatcher(Dispatcher):
     def __init__(self, definition: Definition, node: Node, rng: random.Random) -> None:
         self._node = node
         super().__init__(definition, lambda: rng.randbytes(16))
+        self._copies = BusyCopies(enabled=rng.random() < 0.8, records_max=rng.randrange(1, 30))
 
     def _logged(self, record: Record) -> Iterator[Event]:
         yield from super()._logged(record)
         self._node.checker.reached_state(record.header.sequence_id, crc32(b"".join(self._encode())))
+
+
+class BusyCopies(Copies):
+    """A new copy of the state, or none where none is kept, after a few records."""
+
+    def __init__(self, *, enabled: bool, records_max: int) -> None:
+        super().__init__(enabled=enabled, keeps_large=False)
+        self._records_max = records_max
+
+    def add(self, record: Record, *, rewound: bool) -> bool:
+        wanted = super().add(record, rewound=rewound)
+        copy = self.current
+        return wanted or (copy is not None and len(copy.tail) > self._records_max)
 
 
 class SdkApp:
@@ -239,10 +266,13 @@ class SdkApp:
         self._rng = rng
         self._outside = outside
         self._marks = marks
-        cls = worker_class(node.name, node.world.plan.names, version)
+        plan = node.world.plan
+        cls = worker_class(node.name, plan.names, version, plan.salt if plan.fails else -1)
+        self.rng, self.failures = random.Random(rng.random()), node.checker.failures
         self._dispatcher = CheckedDispatcher(definition_of(cls), node, rng)
         self._dispatcher.context.record_time_ns = node.wall_ns  # a first start asks the clock
         self._queue = self._dispatcher.outbox.impulses
+        self.context = self._dispatcher.context
         self._impulses: Impulses | None = None
         self._deals_sent = 0
         self._sent: deque[tuple[int, str, int]] = deque()  # (count of all impulses by then, peer, number)
@@ -278,12 +308,23 @@ class SdkApp:
         outside: dict[str, list[int]] = self._state.outside
         return outside
 
+    @property
+    def spoiled(self) -> bool:
+        return self._state.spoiled != 0  # type: ignore[no-any-return]
+
+    def count_that_answer(self, caller: str) -> int:
+        callers = [task.caller for task in self._dispatcher.tasks._tasks.values()]
+        return callers.count(caller) + (callers.count("") if caller == self._node.name else 0)
+
     # --- as the SDK's transport does ---------------------------------------------------------------------------------
 
     def receive(self, data: bytes) -> None:
+        Now.life = self
         dispatcher = self._dispatcher
         dispatcher.receive_data(data)
-        while (event := dispatcher.next_event()) is not None:
+        while (event := self._next_event()) is not None:
+            if isinstance(event, MessageFailed):
+                self._marks[f"verdict: {event.verdict.kind.name}"] += 1
             if isinstance(event, BecamePrimary):
                 self._become_primary()
             elif isinstance(event, SnapshotBegun):
@@ -301,6 +342,16 @@ class SdkApp:
             if other:
                 self._outside.accept(self._node.name, other, number)
         self._take_output()
+
+    def _next_event(self) -> Event | None:
+        dispatcher = self._dispatcher
+        try:
+            return dispatcher.next_event()
+        except RecoveryNeeded as error:
+            self._marks["recovered for want of a copy"] += 1
+            dispatcher.say_leaving(str(error))
+            self._take_output()
+            raise Death from error
 
     def _take_output(self) -> None:
         for chunk in self._dispatcher.data_to_send():
@@ -350,5 +401,19 @@ class SdkApp:
                     number = self._outside.next_number()
                     getattr(impulses, f"to_{other}").note(self._node.name, number)
                     self._sent.append((self._queue._sent_count, other, number))
+                if self._node.world.plan.fails and rng.random() < 0.5:
+                    self._doomed_impulse(impulses)
         self._take_output()
         return bool(self._snapshot) or self._deals_sent < self._work
+
+    def _doomed_impulse(self, impulses: Any) -> None:
+        rng = self._rng
+        other = rng.choice(self._peers)
+        number = self._outside.next_number()
+        to = rng.choice((impulses, getattr(impulses, f"to_{other}")))
+        name = rng.choice(("undone", "flaky", "remains", "undone_later", "doomed_deal", "lethal", "strange"))
+        if name == "strange":
+            getattr(impulses, f"strange_{other}").unknown(number)
+        else:
+            getattr(to, name)(number)
+        self._sent.append((self._queue._sent_count, "", 0))

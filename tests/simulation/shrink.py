@@ -38,6 +38,8 @@ def _smaller(plan: Plan) -> Iterator[Plan]:
     for rate in ("loss_rate", "duplicate_rate", "late_rate"):
         if getattr(plan, rate):
             yield replace(plan, **{rate: 0.0})  # type: ignore[arg-type]
+    if plan.fails:
+        yield replace(plan, fails=False)
     if plan.ends_with_power_failure:
         yield replace(plan, ends_with_power_failure=False)
     if len(plan.names) > (2 if plan.app == "sdk" else 1):

@@ -7,19 +7,22 @@ from dataclasses import asdict, dataclass, field
 
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
+from coordinator.core.machine import Machine
 from coordinator.core.output_stream import StreamState
 from coordinator.log.memory import MemoryLogStore
 from protocol.peer import PeerFrame, RefusedCode
-from tests.simulation.apps import App, CheckingApp, Outside
+from tests.simulation.apps import App, CheckingApp, Outside, doom_of
 from tests.simulation.callers import Caller
 from tests.simulation.checkers import Checker
 from tests.simulation.clock import MS, START_NS, US, Clock
 from tests.simulation.disk import Disk
+from tests.simulation.failing import calls_that_wait, count_of_answers
 from tests.simulation.marks import Marks
 from tests.simulation.network import Network
 from tests.simulation.node import VERSION_MAX, Node
 from tests.simulation.plan import CRASHES, DAMAGE, Fault, Plan
 from tests.simulation.sdk_apps import SdkApp
+from tests.simulation.sdk_failing import doom_of as sdk_doom_of
 from tests.simulation.trace import Trace, Violation
 
 CALM_EVENTS_MAX = 10_000  # from the last fault on, and once all ways are open: until everything has converged
@@ -28,7 +31,7 @@ LOOK_EVERY_EVENTS = 16
 NO_MORE_FAULTS = 1 << 62
 
 ERRORS_WITH_DAMAGE = ("falling back to the one before",)
-ERRORS_TOLD = ("could not take its checkpoint", "it can't (simulated)")
+ERRORS_TOLD = ("could not take its checkpoint", "it can't (simulated)", "is not called any more")
 ERRORS_WITH_A_COPY = ("stream stopped", "stream refused")
 
 
@@ -87,7 +90,7 @@ class World:
 
     def _make_node(self, name: str, store: MemoryLogStore, checker: Checker | None = None) -> Node:
         number = len(self.nodes)
-        checker = checker or Checker(name)
+        checker = checker or Checker(name, sdk_doom_of if self.plan.app == "sdk" else doom_of)
         disk = Disk(store, self.plan.stream(f"disk {number}"), self.plan.keep_checkpoints, checker.became_durable)
         return Node(self, number, name, disk, checker)
 
@@ -110,6 +113,7 @@ class World:
             plain=plain,
             hops=plan.hops,
             calls_only=plan.has_copy,  # two copies of a log may differ in their impulses, and none can see it
+            salt=plan.salt if plan.fails else -1,
         )
 
     # --- running -----------------------------------------------------------------------------------------------------
@@ -185,6 +189,8 @@ class World:
     def _crash(self, node: Node, kind: str, effect: ef.Effect | None) -> None:
         if node.app is None and kind == "crash app":
             return
+        if kind == "crash app" and node.machine is not None and self._is_last_straw(node.machine):
+            return
         if self._copied_at is not None and node.name == self.nodes[-1].name:
             return  # a split brain that is started again wins again: what then holds is for no machine to say
         self.crashes += 1
@@ -195,6 +201,10 @@ class World:
             node.crash_app()
         else:
             node.crash(app_first=kind == "crash both")
+
+    def _is_last_straw(self, machine: Machine) -> bool:
+        """One more death now would be a verdict, maybe on a message that is innocent: it could not be told apart."""
+        return machine._failing.watch.suspect.runs_count + 1 >= (machine.limits.kills_max or 0)
 
     def _block(self, node: Node, fault: Fault) -> None:
         others = [name for name in self.plan.names if name != node.name]
@@ -303,8 +313,34 @@ class World:
                 missing = self.outside.accepted.get((other, name), set()) - set(app.outside.get(other, ()))
                 if missing:
                     raise Violation(f"{name} lacks impulses of {other} that were accepted: {sorted(missing)}")
+            if self.plan.fails:
+                self._check_failures(name, app)
             if app.got.get("", 0) == 0 and self.plan.work >= 3 and self.plan.app != "sdk":
                 raise Violation(f"{name} has executed none of its calls to itself")
+
+    def _check_failures(self, name: str, app: App) -> None:
+        node = self.network.nodes[name]
+        records = node.checker.ledger
+        node.checker.failures.check_end(records, node.disk.store.summary().letters)
+        self.marks["dead letter"] += len(node.disk.store.summary().letters) > 0
+        if app.spoiled:
+            raise Violation(f"{name} has kept something of a call that has failed")
+        answers = count_of_answers(records)
+        twice = sorted(number for number, count in answers.items() if count > 1)
+        if twice:
+            raise Violation(f"{name} got more than one answer to its calls {twice}")
+        asked = Counter(
+            number
+            for other in self.nodes
+            for caller, number in calls_that_wait(other.checker.ledger)
+            if caller == name or (caller == "" and other.name == name)
+        )
+        waiting = sum(other.app.count_that_answer(name) for other in self.nodes if other.app is not None)
+        if asked.total() - answers.total() != waiting:
+            raise Violation(
+                f"{name} waits for {asked.total() - answers.total()} answers {sorted(asked - answers)}, "
+                f"{waiting} handlers are still at it"
+            )
 
     def totals(self) -> Totals:
         return Totals(
