@@ -316,6 +316,7 @@ class Dispatcher:
         if careful is not None and sequence_id >= careful.last_sequence_id:
             self._careful = None
             self.outbox.report(encode_handling(Handling(-1)))
+            yield Flush()  # else the death of a later record would be laid to this one
         if self._awaiting_initial:
             self._awaiting_initial = False
             yield from self._become_primary()

@@ -113,7 +113,7 @@ class Careful(msgspec.Struct, array_like=True, frozen=True):
 
     It sends Handling before each record up to ``last_sequence_id``, and before each message of the record
     ``suspect_sequence_id`` (-1: of none), and waits until that is on its way. Behind the last of them it sends that it
-    handles nothing any more.
+    handles nothing any more, and waits for that as well.
     """
 
     last_sequence_id: int

@@ -17,7 +17,7 @@ from protocol.batch import encode_batch
 from protocol.extensions import encode_record_time
 from protocol.messages import MessageType, RpcKind, RpcType, encode_incoming_rpc
 from protocol.record import CONTROL_SEQUENCE_ID, encode_record
-from protocol.verdicts import Careful, Cause, VerdictKind, decode_handling, encode_careful
+from protocol.verdicts import Careful, Cause, Handling, VerdictKind, decode_handling, encode_careful, encode_handling
 from tests.helpers.sdk import (
     COMMITTER_ID,
     TAKE,
@@ -547,6 +547,24 @@ def test_what_is_said_is_on_its_way_before_the_handler_begins() -> None:
     while (event := life.dispatcher.next_event()) is not None:
         order.append(type(event).__name__)
     assert order[:3] == ["Flush", "Flush", "handled"]
+
+
+def test_that_the_careful_records_are_over_is_on_its_way_before_another_begins() -> None:
+    # Found by the simulation: the app died in the next record, and the last message of the one before was blamed.
+    order: list[str] = []
+
+    class Watched(Immortal):
+        @rpc(id=1)
+        def handle(self) -> None:
+            order.append("handled")
+
+    life = first_start_with_verdicts(Watched)
+    life.give(careful(1, 1))
+    life.dispatcher.receive_data(logged(1, [call(1)]) + logged(2, [call(1)]))
+    while (event := life.dispatcher.next_event()) is not None:
+        said = b"".join(map(bytes, life.dispatcher.data_to_send()))
+        order.append(f"{type(event).__name__} {'over' if encode_handling(Handling(-1)) in said else 'next'}")
+    assert order[:5] == ["Flush next", "Flush next", "handled", "Flush over", "handled"]
 
 
 @upgrades(Shelf, retry_refused=True)
