@@ -16,6 +16,7 @@ from coordinator import control, upgrade_mark
 from coordinator.cli.common import echo_json, instance_name, json_option, pass_registry, printable
 from coordinator.config import InstanceSettings
 from coordinator.registry import Registry
+from protocol.client import CLIENTS
 from protocol.errors import ImmortalError
 
 if TYPE_CHECKING:
@@ -243,7 +244,9 @@ def _failed(row: dict[str, Any]) -> Iterator[str]:
     letters, verdicts = row.get("letters") or {}, row.get("verdicts") or {}
     if handling:
         caller = handling.get("caller")
-        by = "" if caller is None else f", called by {printable(caller) or 'itself'}"
+        who = "itself" if not caller else printable(str(caller))
+        who = f"the client {who[1:]}" if who.startswith(CLIENTS) else who
+        by = "" if caller is None else f", called by {who}"
         what = printable(handling.get("method") or "a message")
         yield f"handling {what} for {handling.get('for_s', 0):.0f} s, record {handling.get('record')}{by}"
     if suspect and suspect.get("runs_count"):
