@@ -196,6 +196,7 @@ def _run_connected(
         transport.say_beside,
         None if stop is not None else definition.handler_time_limit,
         lambda text: say(definition.name, text),
+        transport.is_left if stop is None else lambda: False,
     )
     watchdog.start()
     reason = f"the connection with the coordinator at {address} has ended"

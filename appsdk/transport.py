@@ -278,6 +278,12 @@ class Transport:
                     self._pending.append(memoryview(chunk))
                     self._pending_size_bytes += len(chunk)
 
+    def is_left(self) -> bool:
+        """The coordinator has ended the connection. From any thread."""
+        poller = select.poll()
+        poller.register(self._connection, select.POLLRDHUP)
+        return bool(poller.poll(0))
+
     def say_beside(self, message: bytes) -> bool:
         """From any thread, while a handler runs: send ``message`` at once; False where that is not possible now."""
         if not self._send_lock.acquire(blocking=False):

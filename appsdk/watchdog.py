@@ -1,5 +1,5 @@
-"""A thread that sees when a handler does not come back: it tells the coordinator, and where there is a limit it ends
-the process, as a crash would.
+"""A thread that sees when a handler does not come back: it tells the coordinator, and where there is a limit, or the
+coordinator has left, it ends the process, as a crash would.
 
 Handlers pay nothing for it: once in a while it looks which message is being handled.
 """
@@ -22,12 +22,13 @@ from protocol.verdicts import Handling, encode_handling
 LOOK_INTERVAL_S = 0.5
 TOLD_AFTER_S = (1.0, 10.0)  # then the coordinator hears of it, and from then on each TOLD_EACH_S
 TOLD_EACH_S = 30.0
+LEFT_AFTER_S = 1.0  # a handler that goes on for so long is not waited for when nobody takes what it says
 _COME_BACK = Handling(-1, for_s=1.0)
 
 
 class Watchdog:
     """``now_handling``: what is being handled; None: nothing. ``say``: sends a message beside the handler; False where
-    that is not possible now. ``end``: of the process."""
+    that is not possible now. ``is_left``: the coordinator has ended the connection. ``end``: of the process."""
 
     def __init__(
         self,
@@ -35,6 +36,7 @@ class Watchdog:
         say: Callable[[bytes], bool],
         limit: timedelta | None,
         warn: Callable[[str], None],
+        is_left: Callable[[], bool] = lambda: False,
         end: Callable[[int], object] = os._exit,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -42,6 +44,7 @@ class Watchdog:
         self._say = say
         self._limit_s = None if limit is None else limit.total_seconds()
         self._warn = warn
+        self._is_left = is_left
         self._end = end
         self._clock_s = clock_s
         self._handling: Handling | None = None
@@ -79,10 +82,15 @@ class Watchdog:
             following_s = next((after_s for after_s in TOLD_AFTER_S if after_s > for_s), for_s + TOLD_EACH_S)
             self._tell_at_s = self._since_s + following_s
             self._told = handling
+        why = ""
         if self._limit_s is not None and for_s >= self._limit_s:
+            why = f"its limit is {self._limit_s:g} s"
+        elif for_s >= LEFT_AFTER_S and self._is_left():  # who would see that is in the handler
+            why = "and the coordinator has ended the connection"
+        if why:
             self._warn(
                 f"the handler of message {handling.message_index} of record {handling.sequence_id} has not come back "
-                f"for {for_s:.1f} s, its limit is {self._limit_s:g} s: the process ends"
+                f"for {for_s:.1f} s, {why}: the process ends"
             )
             faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
             self._end(EXIT_FAILED)

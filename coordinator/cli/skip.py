@@ -73,7 +73,9 @@ def _skip_stopped(settings: InstanceSettings, sequence_id: int, index: int, reas
     store = open_log(settings.log, settings.name)
     try:
         verdict = _verdict(store, settings.name, sequence_id, index, reason)
-        entry = AuditEntry(time.time_ns(), operator_name(), f"skip {sequence_id}:{index}: {reason}")
+        entry = AuditEntry(
+            time.time_ns(), operator_name(), f"skipped message {index} of record {sequence_id}: {reason}"
+        )
         store.commit(Transaction(verdicts=[verdict], audit=[entry]))
     finally:
         store.close()

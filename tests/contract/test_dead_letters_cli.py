@@ -351,9 +351,12 @@ def test_skip_of_a_stopped_instance(settings: InstanceSettings) -> None:
     lines = immortal(settings, "log", "show", "counter", "--audit").output.splitlines()
     assert len(lines) == 3
     assert "(uid " in lines[0]
-    assert lines[0].endswith(r"  skip 1:0: it hangs no\x1b[2J \x9b\u202e")
+    assert lines[0].endswith(r"  skipped message 0 of record 1: it hangs no\x1b[2J \x9b\u202e")
     entries = immortal(settings, "log", "show", "counter", "--audit", "--json").output.splitlines()
-    assert [json.loads(entry)["what"] for entry in entries][1:] == ["skip 2:1: as well", "skip 2:3: too"]
+    assert [json.loads(entry)["what"] for entry in entries][1:] == [
+        "skipped message 1 of record 2: as well",
+        "skipped message 3 of record 2: too",
+    ]
 
 
 @pytest.mark.parametrize(

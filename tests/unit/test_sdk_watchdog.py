@@ -20,11 +20,18 @@ class Watched:
         self.handling: Handling | None = None
         self.now_s = 0.0
         self.can_say = True
+        self.is_left = False
         self.said: list[Handling] = []
         self.ended: list[int] = []
         self.warnings: list[str] = []
         self.watchdog = Watchdog(
-            lambda: self.handling, self._say, limit, self.warnings.append, self.ended.append, lambda: self.now_s
+            lambda: self.handling,
+            self._say,
+            limit,
+            self.warnings.append,
+            lambda: self.is_left,
+            self.ended.append,
+            lambda: self.now_s,
         )
 
     def _say(self, message: bytes) -> bool:
@@ -101,3 +108,16 @@ def test_beyond_its_limit_the_process_ends(capfd: pytest.CaptureFixture[str]) ->
     assert "message 2 of record 7 has not come back" in watched.warnings[0]
     assert "its limit is 5 s" in watched.warnings[0]
     assert "test_beyond_its_limit" in capfd.readouterr().err  # where it was
+
+
+def test_one_whose_coordinator_has_left_is_not_waited_for() -> None:
+    watched = Watched()
+    watched.is_left = True
+    watched.pass_time(5)
+    assert watched.ended == [], "between two handlers the app sees it itself"
+    watched.handling = Handling(2, 0)
+    watched.pass_time(0.5)
+    assert watched.ended == []
+    watched.pass_time(1)
+    assert watched.ended == [EXIT_FAILED]
+    assert "and the coordinator has ended the connection: the process ends" in watched.warnings[0]
