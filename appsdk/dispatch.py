@@ -25,7 +25,7 @@ from appsdk.definition import Definition
 from appsdk.delivery import Delivery
 from appsdk.effect_request import EffectRunner
 from appsdk.errors import HandlerError, RecoveryNeeded, StateError, UpgradeError
-from appsdk.failing import Failures, UndoNeededError, offset_behind, size_of_message
+from appsdk.failing import Failures, UndoNeededError, offset_behind, size_of_message, wakes_handlers
 from appsdk.handlers import INITIAL_METHOD_ID
 from appsdk.immortal import Immortal, attach
 from appsdk.journal import SavedTasks
@@ -427,7 +427,14 @@ class Dispatcher:
         size_bytes = size_of_message(content, offset)
         self.context.message_index = index
         verdict = self._failures.known[self.context.sequence_id, index, 0, 0]
-        self._failures.answer(verdict, content[offset : offset + size_bytes])
+        message = content[offset : offset + size_bytes]
+        if verdict.kind in (VerdictKind.KILLED, VerdictKind.SKIPPED) and wakes_handlers(
+            message
+        ):  # who waited for it must not wait for ever
+            with self.tasks.failing_waits(verdict):
+                self._delivery.deliver(self.instance, content, offset, offset + size_bytes, offset + 1)
+            self.context.handling_thread_id = 0
+        self._failures.answer(verdict, message)
         self.context.message_index = index + 1
         return offset + size_bytes
 

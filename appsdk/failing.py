@@ -16,7 +16,9 @@ from appsdk.failures import (
     verdict_on,
     who_waits,
 )
+from appsdk.handlers import CLOCK_METHOD_ID, EFFECT_METHOD_ID
 from protocol.batch import decode_batch, decode_replayable_batch
+from protocol.errors import ProtocolError
 from protocol.messages import MessageType, RpcKind, decode_incoming_rpc, decode_message, decode_messages
 from protocol.readers import Record
 from protocol.verdicts import Handling, MessageKey, Verdict, encode_verdict
@@ -35,6 +37,16 @@ def size_of_message(content: bytes, offset: int) -> int:
     """With its size field."""
     _, _, end = decode_message(content, offset)
     return end - offset
+
+
+def wakes_handlers(message: bytes) -> bool:
+    """It is no call, but what an ``async def`` handler waits for: an answer, a time, the result of an effect."""
+    try:
+        _, start, end = decode_message(message, 0)
+        rpc = decode_incoming_rpc(message, start, end)
+    except ProtocolError:
+        return False
+    return rpc.kind != RpcKind.CALL or rpc.method_id in (CLOCK_METHOD_ID, EFFECT_METHOD_ID)
 
 
 def offset_behind(content: bytes, offset: int, count: int) -> int:

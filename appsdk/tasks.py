@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -118,6 +119,7 @@ class Tasks:
         self._queue: deque[Callable[[], None]] = deque()
         self._tasks: dict[int, Task] = {}
         self._next_number = 1
+        self._failed_wait: bytes | None = None  # what comes in place of all that is waited for
         self._told_ns: int | None = None  # the time in an impulse that is on its way
         self._scheduled: list[Handler[Any, Any]] = []
         self._senders: dict[tuple[str, int, RpcKind], Send] = {}
@@ -434,8 +436,20 @@ class Tasks:
         while queue:
             queue.popleft()()
 
+    @contextmanager
+    def failing_waits(self, verdict: Verdict) -> Iterator[None]:
+        """Whoever is woken meanwhile finds that what it waited for has failed, as ``verdict`` says."""
+        where = reference(self.context.instance_name, verdict.sequence_id, verdict.message_index)
+        self._failed_wait = encode_failed(verdict.type_name or verdict.kind.name.capitalize(), verdict.text, where)
+        try:
+            yield
+        finally:
+            self._failed_wait = None
+
     def _resolve(self, operation: Any, raised: bool, value: bytes) -> None:
         if not operation.is_over:
+            if self._failed_wait is not None:
+                raised, value = True, self._failed_wait
             task = operation.task
             task.resolve(operation, raised, value, self.context.record_time_ns or 0)
             if task.is_done:

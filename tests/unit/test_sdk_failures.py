@@ -17,7 +17,16 @@ from protocol.batch import encode_batch
 from protocol.extensions import encode_record_time
 from protocol.messages import MessageType, RpcKind, RpcType, encode_incoming_rpc
 from protocol.record import CONTROL_SEQUENCE_ID, encode_record
-from protocol.verdicts import Careful, Cause, Handling, VerdictKind, decode_handling, encode_careful, encode_handling
+from protocol.verdicts import (
+    Careful,
+    Cause,
+    Handling,
+    Verdict,
+    VerdictKind,
+    decode_handling,
+    encode_careful,
+    encode_handling,
+)
 from tests.helpers.sdk import (
     COMMITTER_ID,
     TAKE,
@@ -446,6 +455,51 @@ def test_a_handler_that_waits_outlives_a_rewind() -> None:
     life.give(logged(3, [answer(1, RpcKind.RETURNED_VALUE, 2, 5)]))
     assert life.dispatcher.instance.log == ["a", "b"]
     assert sent(life) == [("shelf", 1, ["flow", 2, "x", 1]), ("peer", 4, [1, "5"])]
+
+
+@pytest.mark.parametrize("kind", [VerdictKind.KILLED, VerdictKind.SKIPPED])
+def test_who_waits_for_an_answer_that_is_passed_over_finds_that_it_failed(kind: VerdictKind) -> None:
+    first = first_start_with_verdicts(Async, "flow")
+    first.give(logged(1, [ask(4, "x")]))
+    records = [logged(1, [ask(4, "x")]), logged(2, [answer(1, RpcKind.RETURNED_VALUE, 2, 5), call(1, "a")])]
+    verdict = Verdict(2, 0, kind, "ProcessEnded" if kind is VerdictKind.KILLED else "", "it ended the process")
+    initial = initial_record(first.output.initial_message, "flow")
+    life = recover(Async, first.output.blobs[0], initial, *records, verdicts=[verdict])
+    assert life.dispatcher.tasks.count == 0
+    name = "ProcessEnded" if kind is VerdictKind.KILLED else "Skipped"
+    (_, _, (number, text)) = sent(life)[-1]
+    assert (number, text) == (1, f"CalleeFailed: Shelf.put failed (flow record 2:0): {name}: it ended the process")
+    assert life.dispatcher.instance.log == ["a"]
+
+
+class Sleeper(Immortal):
+    log: list[str]
+
+    def __init__(self) -> None:
+        self.log = []
+
+    @rpc(id=1)
+    def note(self, text: str) -> None:
+        self.log.append(text)
+
+    @rpc(id=2)
+    async def nap(self) -> str:
+        try:
+            await self.sleep(timedelta(seconds=5))
+        except CalleeFailed as error:
+            return error.type_name
+        return "slept"
+
+
+def test_a_timer_that_kills_is_not_told_again_and_again() -> None:
+    first = first_start_with_verdicts(Sleeper, "sleeper")
+    time_ns = START_TIME_NS + 20_000_000_000
+    records = [logged(1, [ask(2)]), logged(2, [call(CLOCK_METHOD_ID, time_ns, rpc_type=RpcType.IMPULSE)])]
+    verdict = Verdict(2, 0, VerdictKind.KILLED, "ProcessEnded", "it ended the process")
+    initial = initial_record(first.output.initial_message, "sleeper")
+    life = recover(Sleeper, first.output.blobs[0], initial, *records, verdicts=[verdict])
+    assert sent(life) == [("peer", 2, [1, "ProcessEnded"])]
+    assert life.dispatcher.next_due_ns is None
 
 
 # --- copies, and doing without one ------------------------------------------------------------------------------------
