@@ -428,9 +428,8 @@ class Dispatcher:
         self.context.message_index = index
         verdict = self._failures.known[self.context.sequence_id, index, 0, 0]
         message = content[offset : offset + size_bytes]
-        if verdict.kind in (VerdictKind.KILLED, VerdictKind.SKIPPED) and wakes_handlers(
-            message
-        ):  # who waited for it must not wait for ever
+        is_ended = verdict.kind in (VerdictKind.KILLED, VerdictKind.SKIPPED)
+        if is_ended and wakes_handlers(message):  # who waited for it must not wait for ever
             with self.tasks.failing_waits(verdict):
                 self._delivery.deliver(self.instance, content, offset, offset + size_bytes, offset + 1)
             self.context.handling_thread_id = 0
