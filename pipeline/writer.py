@@ -23,7 +23,7 @@ from pyspark.sql.types import StructType
 from coordinator.core.interfaces import IMPULSES, ClientPosition, SourcePosition, Transaction
 from coordinator.log import LmdbLogStore, create_log, log_exists, open_log, verify_value
 from coordinator.log import format as log_format
-from coordinator.log.environment import open_environment, open_tables, sync_folder
+from coordinator.log.environment import DATA_FILE_NAME, open_environment, open_tables, sync_folder
 from pipeline.errors import SourceError
 from pipeline.paths import paths_of
 from pipeline.records import decode_row, encode_record_of, encode_row, row_key
@@ -182,7 +182,7 @@ def _open_part(folder: Path, *, readonly: bool = False) -> lmdb.Environment:
 
 
 def _rows_of(stack: ExitStack, part: Path) -> Rows:
-    if not log_exists(part):
+    if not (part / DATA_FILE_NAME).exists():
         raise SourceError(f"{part} is not here: tasks and driver need one file system where the log is written")
     environment = stack.enter_context(_open_part(part, readonly=True))
     transaction = stack.enter_context(environment.begin())
