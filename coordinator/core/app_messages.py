@@ -92,13 +92,15 @@ def _checked(session: AppSession, own_name: str, calls: Calls) -> Calls:
     if calls.destination == own_name:
         calls.destination = ONESELF
     elif calls.destination != ONESELF and calls.destination not in session.attached:
-        raise AppProtocolError(
-            f"the app called {calls.destination!r} without AttachTo: send AttachTo once before the first call to it"
-        )
+        if session.hello is not None:
+            raise AppProtocolError(
+                f"the app called {calls.destination!r} without AttachTo: send AttachTo once before the first call to it"
+            )
+        session.attached.add(calls.destination)  # a client of the base protocol that answers whoever called it
     check_calls(calls.payload, calls.count, own=calls.destination == ONESELF)
     if calls.impulses and calls.destination == CLIENTS:
         raise AppProtocolError(f"the app sent an impulse to {CLIENTS!r}, which takes answers to clients alone")
-    if calls.impulses and session.phase not in SENDS_IMPULSES:
+    if calls.impulses and session.phase not in SENDS_IMPULSES and not session.upgraded:
         raise AppProtocolError(
             f"the app sent an impulse in the phase {session.phase.value!r}: impulses may come once it is primary"
         )

@@ -20,18 +20,18 @@ class Impulses:
         known = summary.sources.get(IMPULSES)
         self.count = known.position if known else 0
         self.held_bytes = 0
-        self._held: list[Calls] = []  # that the log has no room for
+        self._held: list[Calls] = []  # that must not be taken yet
         self._committer_id = summary.committer_id
         self._log = log
         self._peers = peers
 
     def hold(self, calls: Calls) -> None:
-        """Keep them until there is room in the log."""
+        """Keep them until there is room in the log, or the app's upgrade is confirmed."""
         self._held.append(calls)
         self.held_bytes += len(calls.payload)
 
     def let_in(self, epoch: int, now_ns: int) -> None:
-        """There is room: take what was held."""
+        """Take what was held."""
         held = self._held
         self.forget()
         for calls in held:

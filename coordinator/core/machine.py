@@ -53,7 +53,15 @@ from coordinator.core.log_room import LogRoom
 from coordinator.core.output_check import OutputDivergenceError
 from coordinator.core.peers import Peers
 from coordinator.core.recovery import Recovery
-from coordinator.core.session import AWAITING_CHECKPOINT, GETS_RECORDS, UPGRADES, AppSession, Phase, Step
+from coordinator.core.session import (
+    AWAITING_CHECKPOINT,
+    GETS_RECORDS,
+    SENDS_IMPULSES,
+    UPGRADES,
+    AppSession,
+    Phase,
+    Step,
+)
 from coordinator.core.status import describe, describe_flow, describe_peers
 from coordinator.core.verdicts import Verdicts
 from coordinator.core.versions import Versions
@@ -259,6 +267,8 @@ class Machine:
 
     def _advance(self) -> None:
         self._feed()
+        if self._impulses.held_bytes and not self._impulses_wait:
+            self._impulses.let_in(self._epoch, self._now_ns)
         self._peers.send(self._now_ns)
         for answers in self._peers.take_answers():
             self._clients.answered(answers)
@@ -569,10 +579,15 @@ class Machine:
     def _take(self, calls: Calls) -> None:
         if not calls.impulses:
             self._peers.append(calls.destination, calls.count, calls.payload)
-        elif self._log_room.full:
+        elif self._impulses_wait or self._impulses.held_bytes:
             self._impulses.hold(calls)
         else:
             self._impulses.take(calls, self._epoch, self._now_ns)
+
+    @property
+    def _impulses_wait(self) -> bool:
+        """For room in the log; or until the upgrade that the app takes for done is."""
+        return bool(self._log_room.full) or self._session.phase not in SENDS_IMPULSES
 
     def _refuse_app(self, error: RemoteProtocolError) -> None:
         """The app broke the protocol: its connection ends; the next one recovers."""
@@ -761,6 +776,7 @@ class Machine:
     def _upgraded(self) -> None:
         """The app has sent the checkpoint that an upgrade begins with."""
         session = self._session
+        session.upgraded = True
         if self._passing is not None:
             self._passing = None
             session.advance(Step.UPGRADE_REPLAYED)
@@ -899,7 +915,6 @@ class Machine:
                 self._report("error", f"no more input is taken from peers, and no impulses: {room.full}")
             else:
                 self._report("info", "the log has room again: input is taken from peers, and impulses")
-                self._impulses.let_in(self._epoch, self._now_ns)
         last = self._checkpoints.last
         if session.phase is Phase.NORMAL and room.wants_checkpoint(
             session.fed_sequence_id, self._log.durable_sequence_id, last

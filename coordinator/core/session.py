@@ -95,7 +95,7 @@ SENDS_CALLS = GETS_RECORDS | UPGRADES
 """The phases in which the app may call: whenever it has got records or may have impulses."""
 
 SENDS_IMPULSES = frozenset({Phase.NORMAL, Phase.CHECKPOINTING, Phase.COMPLETING_UPGRADE})
-"""The phases in which the app is primary."""
+"""The phases in which the app is primary. Impulses of one that has upgraded, and so takes itself for it, wait for them."""
 
 
 class AppSession:
@@ -116,6 +116,7 @@ class AppSession:
         self.heard = False  # the app has said something
         self.refused = False  # it broke the protocol; nothing more is read
         self.attached: set[str] = set()
+        self.upgraded = False  # it has answered an UpgradeTakeCheckpoint: it may take itself for primary
         self.fed_sequence_id = -1  # the last record given to the app
         self.replay_target = -1  # the last record it gets before it is primary
         self.checkpoint_sequence_id = -1  # the last record it got before it was asked for a checkpoint
