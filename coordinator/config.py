@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.app_addresses import LOCALHOST, UNIX, UNIX_PATH_SIZE_BYTES_MAX, host_port, is_loopback
+from coordinator.core.limits import ReplayCheck
 from coordinator.fault_points import FaultPoint, reach
 from protocol.errors import ImmortalError
 
@@ -102,6 +103,7 @@ class InstanceSettings:
     metrics: str | None = None  # "HOST:PORT" where Prometheus finds them; None: nowhere
     checkpoint_age_s: int | None = None  # None: a checkpoint's age alone asks for no other
     kills_before_verdict: int | None = KILLS_BEFORE_VERDICT_DEFAULT  # runs that one message may end; None: any number
+    replay_check: ReplayCheck | None = None  # None: strict for an app that says a Hello, counts for one that does not
     app: str | None = None  # "module:Class", as last run
     peers: Mapping[str, str] = field(default_factory=dict)  # name: endpoint, of peers that are no part of the registry
     allow: tuple[str, ...] | None = None  # the peers that may call; None: every instance of the registry
@@ -255,6 +257,13 @@ def _app_auth(value: object) -> AppAuth:
         raise _WrongValueError(" or ".join(f'"{auth}"' for auth in AppAuth)) from None
 
 
+def _replay_check(value: object) -> ReplayCheck:
+    try:
+        return ReplayCheck(value)  # type: ignore[arg-type]  # anything may stand in a file
+    except ValueError:
+        raise _WrongValueError('"strict", "counts" or "off"') from None
+
+
 def _boolean(value: object) -> bool:
     if not isinstance(value, bool):
         raise _WrongValueError("true or false")
@@ -314,6 +323,7 @@ _CHECKS: Mapping[str, Callable[[object], Any]] = {
     "log_trigger_mb": _integer(1, LOG_TRIGGER_MB_MAX),
     "checkpoint_age_s": _integer(1, CHECKPOINT_AGE_S_MAX),
     "kills_before_verdict": _kills_before_verdict,
+    "replay_check": _replay_check,
     "spill_limit_mb": _integer(0, SIZE_MB_MAX),
     "log_limit_mb": _integer(1, SIZE_MB_MAX),
     "disk_free_mb": _integer(0, SIZE_MB_MAX),
@@ -553,6 +563,8 @@ def _values(settings: InstanceSettings, *, log: Path | None) -> dict[str, Any]:
     if settings.kills_before_verdict != KILLS_BEFORE_VERDICT_DEFAULT:
         kills = settings.kills_before_verdict
         values["kills_before_verdict"] = "never" if kills is None else kills
+    if settings.replay_check is not None:
+        values["replay_check"] = settings.replay_check.value
     if settings.spill_limit_mb != SPILL_LIMIT_MB_DEFAULT:
         values["spill_limit_mb"] = settings.spill_limit_mb
     if settings.log_limit_mb is not None:

@@ -107,6 +107,8 @@ def coordinator_command(
         argv.append("--insecure")
     if settings.app_socket is not None:
         argv += ["--app-socket", settings.app_socket]
+    if settings.replay_check is not None:
+        argv += ["--replay-check", settings.replay_check.value]
     if settings.metrics is not None:
         argv += ["--metrics", settings.metrics]
     options = ["--log-format", log_format, "--log-level", log_level, *(["--promote"] if promote else [])]

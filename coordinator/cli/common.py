@@ -21,6 +21,7 @@ from coordinator.config import (
     check_instance_name,
     near_miss,
 )
+from coordinator.core.limits import ReplayCheck
 from coordinator.logs import LOG_FORMATS, LOG_LEVELS
 from coordinator.registry import Registry, RegistryError
 from protocol.errors import ImmortalError
@@ -92,6 +93,15 @@ def app_auth_option(default: str) -> Callable[[Function], Function]:
         type=click.Choice([auth.value for auth in AppAuth]),
         help="Whether its app must show the secret that the coordinator makes at each start; none: for clients that "
         f"know only the base protocol.  [default: {default}]",
+    )
+
+
+def replay_check_option(default: str) -> Callable[[Function], Function]:
+    return click.option(
+        "--replay-check",
+        type=click.Choice([check.value for check in ReplayCheck]),
+        help="What of a recovery's replay must be as it was: all calls; how many and their order, while other contents "
+        f"are a warning; nothing.  [default: {default}]",
     )
 
 

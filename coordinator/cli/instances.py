@@ -21,6 +21,7 @@ from coordinator.cli.common import (
     name_argument,
     pass_registry,
     promote_option,
+    replay_check_option,
 )
 from coordinator.config import (
     CHECKPOINT_AGE_S_MAX,
@@ -38,6 +39,7 @@ from coordinator.config import (
     InstanceSettings,
     override,
 )
+from coordinator.core.limits import ReplayCheck
 from coordinator.registry import Registry, RegistryError
 from coordinator.upgrade_mark import UpgradeMark
 from protocol.errors import ImmortalError
@@ -114,6 +116,7 @@ class _OrWord(click.ParamType):  # type: ignore[type-arg]  # generic in newer ve
     show_default=True,
     help="A message that ends so many runs of the app in a row is not given to it again; never: it always is.",
 )
+@replay_check_option("strict, counts for an app that says no Hello")
 @click.option(
     "--spill-limit-mb",
     type=click.IntRange(0, SIZE_MB_MAX),
@@ -146,6 +149,7 @@ def register(
     log_trigger_mb: int,
     checkpoint_age_s: int | None,
     kills_before_verdict: int | None,
+    replay_check: str | None,
     spill_limit_mb: int | None,
     log_limit_mb: int | None,
     disk_free_mb: int | None,
@@ -169,6 +173,7 @@ def register(
         log_trigger_mb=log_trigger_mb,
         checkpoint_age_s=checkpoint_age_s,
         kills_before_verdict=kills_before_verdict,
+        replay_check=replay_check,
         spill_limit_mb=spill_limit_mb,
         log_limit_mb=log_limit_mb,
         disk_free_mb=disk_free_mb,
@@ -204,6 +209,7 @@ def unregister(registry: Registry, name: str, delete_log: bool) -> None:
 @click.option("--strict", is_flag=True, help="Refuse an app whose handlers do what no replay can repeat.")
 @insecure_option
 @promote_option
+@replay_check_option("that of the settings")
 @metrics_option
 @log_options
 @pass_registry
@@ -215,6 +221,7 @@ def run(
     strict: bool,
     insecure: bool,
     promote: bool,
+    replay_check: str | None,
     metrics: str | None,
     log_format: str,
     log_level: str,
@@ -242,6 +249,7 @@ def run(
         settings = registry.remember_app(name, app)
     own = supervised(override(settings, insecure=True) if insecure else settings)
     own = own if metrics is None else override(own, metrics=metrics)
+    own = own if replay_check is None else override(own, replay_check=ReplayCheck(replay_check))
     check_start(own)  # a restart would find the same
     now = app
 
@@ -273,6 +281,7 @@ def run(
 @app_auth_option("that of the settings")
 @insecure_option
 @promote_option
+@replay_check_option("that of the settings")
 @metrics_option
 @log_options
 @pass_registry
@@ -283,6 +292,7 @@ def coordinator(
     app_auth: str | None,
     insecure: bool,
     promote: bool,
+    replay_check: str | None,
     metrics: str | None,
     log_format: str,
     log_level: str,
@@ -303,6 +313,8 @@ def coordinator(
         settings = override(settings, insecure=True)
     if metrics is not None:
         settings = override(settings, metrics=metrics)
+    if replay_check is not None:
+        settings = override(settings, replay_check=ReplayCheck(replay_check))
     configure(name, level=log_level, log_format=log_format)
     sys.exit(run_coordinator(settings, registry, promote=promote))
 

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 MIB = 1 << 20
+
+
+class ReplayCheck(enum.StrEnum):
+    """What of a recovery's replay must be as the log says."""
+
+    STRICT = "strict"  # how many calls to whom, in which order, and their contents
+    COUNTS = "counts"  # all but the contents
+    OFF = "off"  # nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,3 +137,7 @@ class Limits:
 
     long_handler_s: float = 10.0
     """A handler that takes longer is told to the operator."""
+
+    replay_check: ReplayCheck | None = None
+    """None: strict for an app that says a Hello, counts for one of the base protocol: those may call themselves with
+    the time."""

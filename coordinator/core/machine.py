@@ -50,9 +50,9 @@ from coordinator.core.interfaces import (
 )
 from coordinator.core.limits import Limits
 from coordinator.core.log_room import LogRoom
-from coordinator.core.output_check import OutputDivergenceError
 from coordinator.core.peers import Peers
 from coordinator.core.recovery import Recovery
+from coordinator.core.replay_check import ReplayPolicy
 from coordinator.core.session import (
     AWAITING_CHECKPOINT,
     GETS_RECORDS,
@@ -66,7 +66,6 @@ from coordinator.core.status import describe, describe_flow, describe_peers
 from coordinator.core.verdicts import Verdicts
 from coordinator.core.versions import Versions
 from coordinator.core.wakes import Wakes
-from coordinator.core.words import divergence_in_words
 from protocol.client import CLIENTS
 from protocol.errors import ImmortalError, RemoteProtocolError
 from protocol.extensions import (
@@ -128,6 +127,7 @@ class Machine:
         )
         self._log.with_record_time = MessageType.RECORD_TIME in (summary.extensions or ())
         self._session = AppSession(summary.committer_id)
+        self._policy = ReplayPolicy(name, self.limits, self._session, self._effects)
         self._peers = Peers(
             name,
             summary.committer_id,
@@ -137,6 +137,7 @@ class Machine:
             self._effects,
             ready=summary.extensions is not None,
             committer_ids=dict(summary.peers),
+            policy=self._policy,
             starts=dict(summary.stream_starts),
         )
         self._peers.load_inputs(summary)
@@ -158,6 +159,7 @@ class Machine:
         self._passing: VersionStart | None = None  # the version of the log's past that the app is being upgraded to
         self._promote = promote
         self._unproved = False  # the app is primary, and has not shown that its replay is whole
+        self._behind = False  # its replay has made less than the log knows of: what it holds back is still to come
         self._cut = False  # the log that is replayed was cut by hand
         self._healing: Transaction | None = None
         self._waiting_told = False
@@ -230,7 +232,7 @@ class Machine:
                 if isinstance(event, ev.AppData) and isinstance(error, RemoteProtocolError):
                     self._refuse_app(error)
                 else:
-                    self._stop(self._explained(error))
+                    self._stop(self._policy.explained(error))
         return self._take_effects()
 
     def advance(self) -> list[Effect]:
@@ -247,7 +249,7 @@ class Machine:
             try:
                 part()
             except ImmortalError as error:
-                self._stop(self._explained(error))
+                self._stop(self._policy.explained(error))
         return self._take_effects()
 
     def _take_effects(self) -> list[Effect]:
@@ -255,17 +257,8 @@ class Machine:
         self._effects.clear()
         return effects
 
-    def _explained(self, error: ImmortalError) -> ImmortalError:
-        if not isinstance(error, OutputDivergenceError):
-            return error
-        words = divergence_in_words(error.divergence, self.name, self._session.description.methods)
-        return DivergenceError(
-            f"{words}: a handler does what a replay can't repeat, or its code was changed without an upgrade. "
-            f"'immortal verify {self.name}' finds where (with --peer-log PEER also what was sent then); "
-            f"nothing is lost: mend it so that it does what it did, and start again"
-        )
-
     def _advance(self) -> None:
+        self._behind = self._behind and self._peers.replay_is_behind()
         self._feed()
         if self._impulses.held_bytes and not self._impulses_wait:
             self._impulses.let_in(self._epoch, self._now_ns)
@@ -339,7 +332,7 @@ class Machine:
         self._versions.begin_at(header)
         self._cut = summary.cut_sequence_id is not None
         self._healing = None
-        self._waiting_told = self._unproved = False
+        self._waiting_told = self._unproved = self._behind = False
         self._peers.restore(header, summary, self._epoch, self._epoch_began_ns)
         self._failing.begin(summary, header.sequence_id)
         record = encode_record(self._committer_id, CHECKPOINT_SEQUENCE_ID, encode_checkpoint(header.size_bytes))
@@ -375,13 +368,14 @@ class Machine:
             header = decode_header(value)
             if header.sequence_id != session.fed_sequence_id + 1:
                 return  # of a session that has ended, or from behind the replay's end
+            if header.sequence_id > self._last_to_feed():
+                return
+            record = memoryview(value)[: header.size_bytes]
             if replaying:
-                if header.sequence_id > self._last_to_feed():
-                    return
                 trailer = decode_trailer(memoryview(value)[header.size_bytes :], header.check)
-                self._peers.expect(header.sequence_id, trailer.outputs)
+                self._peers.expect(header.sequence_id, record, trailer)
             session.fed_sequence_id = header.sequence_id
-            self._send(memoryview(value)[: header.size_bytes])
+            self._send(record)
 
     def _feed(self) -> None:
         """Give the app what it may have and has room for."""
@@ -421,7 +415,14 @@ class Machine:
         session = self._session
         if session.phase is Phase.REPLAYING:
             return self._versions.replay_bound(session.replay_target)
+        if self._behind or (session.phase is Phase.BECOMING_PRIMARY and not self._app_flushes):
+            return session.replay_target  # of a later one's calls nobody could tell those that are still missing
         return self._log.durable_sequence_id
+
+    @property
+    def _app_flushes(self) -> bool:
+        """Before a checkpoint the app sends all that it has made; one of the base protocol may do so behind it."""
+        return MessageType.STREAM_BATCH in self._session.extensions
 
     def _end_replay_if_due(self) -> None:
         """At the start of another version, and at the end of the replay, the app is told what it is to become."""
@@ -641,7 +642,7 @@ class Machine:
         session = self._session
         if session.phase is not Phase.NORMAL or self._final_checkpoint_asked or not self._checkpoints.settled:
             return
-        if self._stopping or self._checkpoints.is_due(self._log.logged_bytes, self._now_ns):
+        if self._stopping or self._behind or self._checkpoints.is_due(self._log.logged_bytes, self._now_ns):
             self._checkpoints.asked(self._log.logged_bytes)
             self._final_checkpoint_asked = self._stopping
             session.advance(Step.CHECKPOINT_ASKED)
@@ -664,7 +665,7 @@ class Machine:
                 self._require_upgraded()
                 self._finish_replay()
             return  # only the checkpoint that confirms an upgrade is kept
-        if session.phase is Phase.BECOMING_PRIMARY:
+        if session.phase is Phase.BECOMING_PRIMARY or self._behind:
             self._finish_replay()
         self._begin_checkpoint()
 
@@ -672,9 +673,11 @@ class Machine:
         if self._cut:
             self._healing = self._peers.heal_cut()
             self._clients.lose_open()
-        else:
-            # An app that sends batches of its own making flushes first; a base app may hold messages back.
-            self._peers.finish_replay(all_sent=MessageType.STREAM_BATCH in self._session.extensions)
+            return
+        # What was held back at one checkpoint comes behind it, so before the next.
+        all_sent = self._app_flushes or self._behind
+        self._peers.finish_replay(all_sent=all_sent)
+        self._behind = not all_sent and self._peers.replay_is_behind()
 
     def _begin_checkpoint(self) -> None:
         session = self._session
@@ -877,6 +880,7 @@ class Machine:
         if (
             group.record is not None
             and group.sequence_id == session.fed_sequence_id + 1
+            and group.sequence_id <= self._last_to_feed()
             and session.phase in (Phase.NORMAL, Phase.CHECKPOINTING, Phase.BECOMING_PRIMARY)
             and session.unsent_bytes < self.limits.app_window_bytes
             and not self._final_checkpoint_asked

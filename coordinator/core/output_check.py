@@ -3,19 +3,22 @@
 A record's trailer says how far the stream had got when the record was sealed: its position, and the running checksum of
 what had been made up to there. A replay may make messages before their mark is read or after it, so each waits for the
 other. Only the last mark within reach is compared: if it fits, so do all before it.
+
+Where a mark does not fit, ``differs`` decides: it raises, or the messages count from there on, and their contents no
+more (a running checksum can't tell again). Of calls to oneself the log has the contents as well.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from coordinator.core.errors import DivergenceError
 from coordinator.core.interfaces import OutputBatch, OutputMark
 from protocol.batch import offset_after
 from protocol.checksum import crc64
-from protocol.messages import decode_messages
+from protocol.messages import decode_incoming_rpc, decode_message, decode_messages
 
 KEPT_SIZE_BYTES_MAX = 8 << 20  # of messages that no mark has confirmed: beyond it a report shows fewer, none is missed
 SHOWN_MESSAGES_MAX = 20
@@ -28,6 +31,8 @@ class Divergence:
     The record ``sequence_id`` (None: a checkpoint's header) holds the mark at ``position`` of the stream to
     ``destination``; at ``after_position`` all was as before. ``made``: the messages that the replay made between the
     two, by position, the first SHOWN_MESSAGES_MAX at most; ``made_position``: how many it has made in all.
+    ``logged``: what the log has at these positions, as far as it has it. ``other_calls``: that is known, and not only
+    the arguments are others.
     """
 
     destination: str
@@ -36,14 +41,29 @@ class Divergence:
     position: int
     made_position: int
     made: tuple[tuple[int, bytes], ...]
+    logged: tuple[tuple[int, bytes], ...] = ()
+    other_calls: bool = False
 
 
 class OutputDivergenceError(DivergenceError):
     """A replay makes other outputs than were made before; ``divergence`` says where."""
 
-    def __init__(self, message: str, divergence: Divergence) -> None:
-        super().__init__(message)
+    def __init__(self, divergence: Divergence) -> None:
+        after, sequence_id = divergence.after_position, divergence.sequence_id
+        where = "the checkpoint's" if sequence_id is None else f"record {sequence_id}'s"
+        super().__init__(
+            f"{where} mark of the stream to {divergence.destination or 'oneself'!r} does not fit what the replay made "
+            f"between the messages {after} and {divergence.position}"
+        )
         self.divergence = divergence
+
+
+Differs = Callable[[Divergence], None]
+"""Told of what does not fit. Raises OutputDivergenceError, or returns where the replay may go on."""
+
+
+def stop(divergence: Divergence) -> None:
+    raise OutputDivergenceError(divergence)
 
 
 @dataclass(slots=True)
@@ -56,8 +76,12 @@ class _Made:
 class OutputCheck:
     """The check of one stream, from ``mark`` (where the replay begins) on."""
 
-    def __init__(self, destination: str, mark: OutputMark | None = None) -> None:
+    def __init__(self, destination: str, mark: OutputMark | None = None, differs: Differs = stop) -> None:
         self.destination = destination
+        self._differs = differs
+        self._told = False  # of a mark that does not fit: from there on none does
+        self._logged: deque[OutputBatch] = deque()
+        self._logged_size_bytes = 0
         self._confirmed = mark or OutputMark(0, 0)
         self._expected: deque[tuple[int | None, OutputMark]] = deque()
         self._made: deque[_Made] = deque()
@@ -73,6 +97,13 @@ class OutputCheck:
         """The log says that the stream had ``mark``. To be compared by :meth:`compare`, in the order of the log."""
         if mark.position > self._confirmed.position:  # those below are of what the checkpoint holds already
             self._expected.append((sequence_id, mark))
+
+    def logged(self, batch: OutputBatch) -> None:
+        """The log has these messages: to be told before the mark behind them. The oldest go where memory is short."""
+        self._logged.append(batch)
+        self._logged_size_bytes += len(batch.payload)
+        while self._logged_size_bytes > KEPT_SIZE_BYTES_MAX and len(self._logged) > 1:
+            self._logged_size_bytes -= len(self._logged.popleft().payload)
 
     def made(self, batch: OutputBatch, checksum_before: int, checksum_after: int) -> None:
         """The replay has made ``batch``; the checksums of the stream before and behind it. An impulse changes none.
@@ -94,16 +125,23 @@ class OutputCheck:
         if not within_reach:
             return
         last = within_reach[-1][1]
-        if self._checksum_at(last.position) not in (None, last.checksum):
-            raise self._divergence(*self._first_wrong(within_reach))
+        if self._told:
+            divergence = self._divergence(*within_reach[-1])
+            if divergence.other_calls:
+                self._differs(divergence)
+        elif self._checksum_at(last.position) not in (None, last.checksum):
+            self._told = True
+            self._differs(self._divergence(*self._first_wrong(within_reach), through=last.position))
         self._confirmed = last
         while self._made and self._made[0].batch.last_position <= last.position:
             self._made_size_bytes -= len(self._made.popleft().batch.payload)
+        while self._logged and self._logged[0].last_position <= last.position:
+            self._logged_size_bytes -= len(self._logged.popleft().payload)
 
     def finish(self) -> None:
         """The replay is complete and holds nothing back. Raises OutputDivergenceError if it has made too little."""
         if self._expected:
-            raise self._divergence(*self._expected[0])
+            raise OutputDivergenceError(self._divergence(*self._expected[0]))
 
     def _checksum_at(self, position: int) -> int | None:
         """None where the messages are not kept any more; a later mark covers them."""
@@ -125,23 +163,47 @@ class OutputCheck:
             self._confirmed = mark
         return expected[-1]
 
-    def _divergence(self, sequence_id: int | None, mark: OutputMark) -> OutputDivergenceError:
-        after = self._confirmed.position
-        made: list[tuple[int, bytes]] = []
-        for entry in self._made:
-            batch = entry.batch
-            if batch.last_position <= after or batch.first_position > mark.position:
-                continue
-            start = 0
-            for index, (_, _, end) in enumerate(decode_messages(batch.payload)):
-                position = batch.first_position + index
-                if after < position <= mark.position and len(made) < SHOWN_MESSAGES_MAX:
-                    made.append((position, batch.payload[start:end]))
-                start = end
-        divergence = Divergence(self.destination, sequence_id, after, mark.position, self._made_position, tuple(made))
-        where = "the checkpoint's" if sequence_id is None else f"record {sequence_id}'s"
-        return OutputDivergenceError(
-            f"{where} mark of the stream to {self.destination or 'oneself'!r} does not fit what the replay made "
-            f"between the messages {after} and {mark.position}",
-            divergence,
+    def _divergence(self, sequence_id: int | None, mark: OutputMark, through: int | None = None) -> Divergence:
+        """``through``: so far the calls are compared with those of the log; without it up to the mark."""
+        after, last = self._confirmed.position, max(mark.position, through or 0)
+        made = _messages([entry.batch for entry in self._made], after, last)
+        logged = _messages(self._logged, after, last)
+        same = {position for position, message in made.items() if logged.get(position) == message}
+        both = made.keys() & logged.keys() - same
+        return Divergence(
+            self.destination,
+            sequence_id,
+            after,
+            mark.position,
+            self._made_position,
+            _shown(made, mark.position, same),
+            _shown(logged, mark.position, same),
+            other_calls=any(_front(made[position]) != _front(logged[position]) for position in both),
         )
+
+
+def _messages(batches: Iterable[OutputBatch], after: int, last: int) -> dict[int, bytes]:
+    """Those behind ``after`` up to ``last``, by position. Of impulses that are acknowledged there are none."""
+    found: dict[int, bytes] = {}
+    for batch in batches:
+        if batch.last_position <= after or batch.first_position > last:
+            continue
+        start = 0
+        for index, (_, _, end) in enumerate(decode_messages(batch.payload)):
+            position = batch.first_position + index
+            if after < position <= last:
+                found[position] = batch.payload[start:end]
+            start = end
+    return found
+
+
+def _shown(messages: dict[int, bytes], last: int, same: set[int]) -> tuple[tuple[int, bytes], ...]:
+    differing = [(position, message) for position, message in messages.items() if position <= last]
+    return tuple([entry for entry in differing if entry[0] not in same][:SHOWN_MESSAGES_MAX])
+
+
+def _front(message: bytes) -> tuple[int, int, int]:
+    """What is called, and how: all of a call but its arguments."""
+    _, start, end = decode_message(message)
+    rpc = decode_incoming_rpc(message, start, end)
+    return rpc.kind, rpc.method_id, rpc.rpc_type

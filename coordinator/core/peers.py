@@ -33,11 +33,12 @@ from coordinator.core.interfaces import (
 from coordinator.core.limits import Limits
 from coordinator.core.output_check import OutputCheck
 from coordinator.core.output_stream import OutputStream, StreamState
+from coordinator.core.replay_check import ReplayPolicy, own_calls
 from protocol.batch import encode_batch
 from protocol.client import CLIENTS
 from protocol.errors import RemoteProtocolError
 from protocol.peer import FrameType, PeerFrame, RefusedCode
-from protocol.trailer import BatchKind, BatchSource, OutputMarkEntry
+from protocol.trailer import BatchKind, BatchSource, Trailer
 
 
 @dataclass(slots=True)
@@ -67,6 +68,7 @@ class Peers:
     effects: list[Effect]  # where effects go; the machine's
     ready: bool  # the instance has completed its first start
     committer_ids: dict[str, int]  # of receivers, once seen
+    policy: ReplayPolicy  # for what a replay makes
     starts: dict[str, StreamStart] = field(default_factory=dict)  # of the output streams that were reset
     outputs: dict[str, OutputStream] = field(default_factory=dict)
     inputs: dict[str, InputStream] = field(default_factory=dict)
@@ -118,8 +120,8 @@ class Peers:
         self._checks.clear()
         self.held = False
         outputs: Mapping[str, OutputMark] = header.outputs if header else {}
-        if header is not None:
-            self._checks = {name: OutputCheck(name, mark) for name, mark in outputs.items()}
+        if header is not None and self.policy.compares:
+            self._checks = {name: OutputCheck(name, mark, self.policy.differs) for name, mark in outputs.items()}
         names = set(outputs) | {batch.destination for batch in summary.impulses}
         for destination in sorted(names):
             self._add_output(
@@ -140,13 +142,17 @@ class Peers:
 
     def _check(self, destination: str) -> OutputCheck | None:
         """The check of a stream that a replay may fill."""
-        if not self.catching_up:
+        if not (self.catching_up and self.policy.compares):
             return None
-        return self._checks.setdefault(destination, OutputCheck(destination))
+        return self._checks.setdefault(destination, OutputCheck(destination, differs=self.policy.differs))
 
-    def expect(self, sequence_id: int, marks: Iterable[OutputMarkEntry]) -> None:
-        """A record to be replayed holds these marks. Raises DivergenceError where they do not fit the replay."""
-        for mark in marks:
+    def expect(self, sequence_id: int, record: memoryview, trailer: Trailer) -> None:
+        """A ``record`` to be replayed holds these marks. Raises DivergenceError where they do not fit the replay."""
+        own = self._check(ONESELF) if self.policy.counts else None
+        if own is not None:
+            for calls in own_calls(record, trailer.batches):
+                own.logged(calls)
+        for mark in trailer.outputs:
             check = self._check(mark.destination)
             if check is not None:
                 check.expect(sequence_id, OutputMark(mark.position, mark.checksum))

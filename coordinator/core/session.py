@@ -95,7 +95,7 @@ SENDS_CALLS = GETS_RECORDS | UPGRADES
 """The phases in which the app may call: whenever it has got records or may have impulses."""
 
 SENDS_IMPULSES = frozenset({Phase.NORMAL, Phase.CHECKPOINTING, Phase.COMPLETING_UPGRADE})
-"""The phases in which the app is primary. Impulses of one that has upgraded, and so takes itself for it, wait for them."""
+"""The phases in which the app is primary. One that has upgraded takes itself for it: its impulses wait for these."""
 
 
 class AppSession:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -108,11 +108,15 @@ def divergence_in_words(divergence: Divergence, name: str, methods: Methods, sho
         text += f"the replay makes only {divergence.made_position}"
     else:
         text += f"{span} are others now" if first != last else f"{span} is another one now"
-    if divergence.made:
-        made = [
-            f"{position}: {call_in_words(message, divergence.destination, methods)}"
-            for position, message in divergence.made[:shown]
-        ]
-        more = len(divergence.made) - len(made)
-        text += f" (now: {'; '.join(made)}{f'; and {more} more' if more > 0 else ''})"
-    return text
+    parts = [
+        f"{when}: {_calls_in_words(calls, divergence.destination, methods, shown)}"
+        for when, calls in (("then", divergence.logged), ("now", divergence.made))
+        if calls
+    ]
+    return f"{text} ({'; '.join(parts)})" if parts else text
+
+
+def _calls_in_words(calls: Sequence[tuple[int, bytes]], destination: str, methods: Methods, shown: int) -> str:
+    words = [f"{position}: {call_in_words(message, destination, methods)}" for position, message in calls[:shown]]
+    more = len(calls) - len(words)
+    return f"{'; '.join(words)}{f'; and {more} more' if more > 0 else ''}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from coordinator.core.limits import Limits
+from coordinator.core.limits import Limits, ReplayCheck
 
 CRASHES = ("crash app", "crash coordinator", "crash both")
 DISK_FAULTS = ("disk full", "sync fails", "slow disk")
@@ -29,6 +29,7 @@ _WEIGHTS = {
 APPS = ("plain", "checking", "sdk")
 
 SMALL = Limits(
+    replay_check=ReplayCheck.STRICT,  # plain apps, too, are deterministic here: their calls are compared as a whole
     group_size_bytes=400,
     log_pending_bytes=2000,
     output_memory_bytes=180,

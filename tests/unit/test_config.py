@@ -24,6 +24,7 @@ from coordinator.config import (
     split_tcp,
     write_atomically,
 )
+from coordinator.core.limits import ReplayCheck
 
 PORT_FIELDS = ("app_port", "app_send_port", "app_send_mode", "app_socket", "app_auth")
 GOOD = 'peer = "tcp://127.0.0.1:7001"\napp_port = 7002\n'
@@ -84,7 +85,7 @@ def test_all_fields(tmp_path: Path) -> None:
             " peer, peer_template, allow, insecure, app_host, app_port, app_send_port, app_send_mode, app_socket,"
             " app_auth, app_insecure,"
             " log, keep_checkpoints, keep_log_days, log_trigger_mb, checkpoint_age_s, kills_before_verdict,"
-            " spill_limit_mb, log_limit_mb, disk_free_mb, metrics, app, tuning, peers, peer_keys",
+            " replay_check, spill_limit_mb, log_limit_mb, disk_free_mb, metrics, app, tuning, peers, peer_keys",
         ),
         (
             GOOD.replace("7002", '"7002"'),
@@ -132,6 +133,10 @@ def test_all_fields(tmp_path: Path) -> None:
         (
             GOOD + "keep_log_days = 0\n",
             "counter.toml, line 3, field 'keep_log_days': got 0, expected a whole number from 1 to 36500",
+        ),
+        (
+            GOOD + 'replay_check = "lax"\n',
+            'counter.toml, line 3, field \'replay_check\': got "lax", expected "strict", "counts" or "off"',
         ),
         (
             GOOD + 'kills_before_verdict = "once"\n',
@@ -261,6 +266,7 @@ settings_values = st.builds(
     log_limit_mb=st.none() | st.integers(1, 1 << 30),
     disk_free_mb=st.integers(0, 1 << 30),
     kills_before_verdict=st.none() | st.integers(1, 1000),
+    replay_check=st.none() | st.sampled_from(ReplayCheck),
     app=st.none() | st.just("wordcount:Counter"),
     tuning=st.builds(Tuning, st.integers(1, 9999), st.integers(0, 9999), st.integers(1, 9999)),
 )

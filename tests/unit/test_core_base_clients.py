@@ -6,12 +6,13 @@ import pytest
 
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
+from coordinator.core.errors import DivergenceError
 from coordinator.core.interfaces import LogSpace
-from coordinator.core.limits import Limits
+from coordinator.core.limits import Limits, ReplayCheck
 from coordinator.core.session import Phase
+from protocol.extensions import ALL_EXTENSIONS, Hello, encode_hello
 from protocol.messages import MessageType
 from protocol.peer import FrameType
-from protocol.extensions import ALL_EXTENSIONS, Hello, encode_hello
 from tests.helpers.core import Driven, arguments, checkpoint
 
 # Outgoing RPCs of method 3 with one byte of arguments: a fork and an impulse, to b and to oneself.
@@ -143,3 +144,138 @@ def test_before_the_first_checkpoint_of_an_upgrade_they_stay_an_error() -> None:
     second.data(IMPULSE_OWN)
     assert second.of(ef.CloseApp)
     assert "an impulse in the phase 'upgrading'" in second.reports[-1][1]
+
+
+# --- a replay with other contents -------------------------------------------------------------------------------------
+
+OWN = bytes.fromhex("0c 00 00 00 06 01 05")  # a fork call of method 3 to oneself: at ten past five
+OWN_LATER = bytes.fromhex("0c 00 00 00 06 01 06")
+OWN_IN = bytes.fromhex("0a 00 00 06 01 05")
+OWN_OTHER_METHOD = bytes.fromhex("0c 00 00 00 08 01 05")
+CALL_B_LATER = bytes.fromhex("0e 00 02 62 00 06 01 06")
+CALL_LATER_IN = bytes.fromhex("0a 00 00 06 01 06")
+ATTACH_B = bytes.fromhex("04 01 62")
+SDK_HELLO = encode_hello(Hello(ALL_EXTENSIONS - {MessageType.VERDICTS, MessageType.CAREFUL}))
+
+
+def replayed(
+    lived: bytes, hello: bytes = b"", check: ReplayCheck | None = None, *, welcomed: int | None = None
+) -> Driven:
+    """The next life of an app that has sent ``lived``; its replay is to come. ``welcomed``: b had so many."""
+    driven = Driven.started(hello=bool(hello), limits=Limits(replay_check=check))
+    driven.data(lived)
+    if welcomed is not None:
+        driven.reply(FrameType.WELCOME, 0)
+        driven.reply(FrameType.TRIM_TO, welcomed)
+    driven.batch("t", 1, bytes.fromhex("0a 00 00 06 01 01"))  # a record that holds the mark
+    second = driven.crash()
+    second.connect(hello)
+    return second
+
+
+def warnings(driven: Driven) -> list[str]:
+    return [message for level, message in driven.reports if level == "warning"]
+
+
+def test_a_call_to_oneself_that_carries_the_time_is_a_warning_and_the_log_s_version_holds() -> None:
+    second = replayed(OWN)
+    assert arguments(bytes(second.app_bytes))[:1] == [OWN_IN]
+    second.app_bytes.clear()
+    second.data(OWN_LATER + checkpoint(b"two"))
+    assert second.phase is Phase.NORMAL
+    assert arguments(bytes(second.app_bytes)) == [], "not a second time"
+    (warning,) = warnings(second)
+    assert "the calls to itself had reached number 1; number 1 is another one now" in warning
+    assert "(then: 1: method 3(05); now: 1: method 3(06)); what the log has stays as it was" in warning
+
+
+def test_it_is_told_once_for_each_destination_and_recovery() -> None:
+    driven = Driven.started(hello=False)
+    for number in range(3):
+        driven.data(OWN + CALL_B)
+        driven.batch("t", 1 + number, bytes.fromhex("0a 00 00 06 01 01"))
+    second = driven.crash()
+    for _ in range(2):
+        second.connect()
+        second.data((OWN_LATER + CALL_B_LATER) * 3 + checkpoint(b"two"))
+        assert second.phase is Phase.NORMAL, second.reports
+        second.close()
+        second.bad_checkpoints.add(second.store.summary().checkpoints[-1].checkpoint_id)
+    told = [message for message in warnings(second) if "does not do again" in message]
+    assert [("itself" in message, "'b'" in message) for message in told] == [(True, False), (False, True)] * 2
+
+
+def test_what_a_receiver_has_stays_and_the_rest_is_sent_as_it_is_now() -> None:
+    second = replayed(CALL_B * 2, welcomed=1)
+    second.data(CALL_B_LATER * 2 + checkpoint(b"two"))
+    second.reply(FrameType.WELCOME, 1)
+    (sent,) = second.frames(FrameType.BATCH)
+    assert (sent.position, sent.payload) == (2, CALL_LATER_IN)
+    (warning,) = warnings(second)
+    assert "the calls to 'b' had reached number 2; numbers 1 to 2 are others now (now: 1: method 3(06);" in warning
+    assert warning.endswith("what 'b' has already stays as it was sent, the rest is sent as it is now")
+
+
+@pytest.mark.parametrize(
+    ("hello", "check", "stops", "warned"),
+    [
+        (b"", None, False, 1),
+        (SDK_HELLO, None, True, 0),
+        (b"", ReplayCheck.STRICT, True, 0),
+        (SDK_HELLO, ReplayCheck.COUNTS, False, 1),
+        (b"", ReplayCheck.OFF, False, 0),
+        (SDK_HELLO, ReplayCheck.OFF, False, 0),
+    ],
+)
+def test_the_setting(hello: bytes, check: ReplayCheck | None, stops: bool, warned: int) -> None:
+    second = replayed(OWN, hello, check)
+    second.data(OWN_LATER + checkpoint(b"two"))
+    assert bool(second.of(ef.Stop)) is stops
+    assert len(warnings(second)) == warned
+    if stops:
+        assert isinstance(second.stop.error, DivergenceError)
+
+
+@pytest.mark.parametrize("check", [None, ReplayCheck.STRICT])
+def test_fewer_calls_stop_it_at_the_next_checkpoint_and_no_new_record_takes_their_place(
+    check: ReplayCheck | None,
+) -> None:
+    second = replayed(CALL_B * 2, check=check)
+    second.data(CALL_B + checkpoint(b"two"))
+    second.batch("t", 2, bytes.fromhex("0a 00 00 06 01 02"))
+    assert second.heard[-1] == (-1, "TAKE_CHECKPOINT"), "and no record behind it"
+    second.data(checkpoint(b"three"))
+    assert isinstance(second.stop.error, DivergenceError)
+    assert "had reached number 2; the replay makes only 1" in str(second.stop.error)
+
+
+def test_calls_that_were_held_back_may_come_behind_the_checkpoint() -> None:
+    second = replayed(CALL_B * 2)
+    second.auto = False
+    second.data(CALL_B + checkpoint(b"two") + CALL_B_LATER)
+    second.auto = True
+    second.disk_all()
+    assert second.phase is Phase.NORMAL
+    assert "TAKE_CHECKPOINT" not in str(second.heard)
+    second.batch("t", 2, bytes.fromhex("0a 00 00 06 01 02"))
+    assert second.heard[-1] == (2, "RPC")
+    assert len(warnings(second)) == 1
+
+
+def test_another_order_of_calls_to_oneself_stops_it() -> None:
+    second = replayed(OWN + OWN_OTHER_METHOD)
+    second.data(OWN_OTHER_METHOD + OWN_LATER)
+    assert isinstance(second.stop.error, DivergenceError)
+    assert "then: 1: method 3(05); 2: method 4(05); now: 1: method 4(05); 2: method 3(06)" in str(second.stop.error)
+
+
+def test_another_order_behind_other_contents_stops_it_too() -> None:
+    driven = Driven.started(hello=False)
+    driven.data(OWN)
+    driven.data(OWN + OWN_OTHER_METHOD)
+    second = driven.crash()
+    second.connect()
+    second.data(OWN_LATER)
+    assert len(warnings(second)) == 1
+    second.data(OWN_OTHER_METHOD + OWN)
+    assert isinstance(second.stop.error, DivergenceError)

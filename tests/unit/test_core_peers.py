@@ -519,7 +519,7 @@ def test_a_base_app_may_hold_back_calls_that_come_before_an_impulse() -> None:
     driven.connect()
     driven.data(attach("b") + call("b", 1) + checkpoint(b"with the second call"))
     driven.reply(FrameType.WELCOME, 1)
-    assert (driven.phase, driven.frames(FrameType.BATCH)) == (Phase.NORMAL, [])
+    assert (driven.phase, driven.frames(FrameType.BATCH)) == (Phase.CHECKPOINTING, []), "they come before its end"
     driven.data(call("b", 2))
     (frame,) = driven.frames(FrameType.BATCH)
     assert (frame.position, frame.payload) == (2, rpc(2) + rpc(91, rpc_type=2))

@@ -1,12 +1,14 @@
 /* A small app that knows nothing but docs/WIRE.md: two of them count to a number together, each adding one to what
  * the other said. It speaks the base protocol alone and aborts at whatever that does not have.
  *
- * client --peer NAME --count N --port P [--host H] [--send-port S [--listen]] [--begin]
+ * client --peer NAME --count N --port P [--host H] [--send-port S [--listen]] [--begin] [--no-attach] [--clock]
  *
  * Without --send-port one connection serves both directions; with it the client connects to that port, too, or with
  * --listen waits there for its coordinator. --begin: at the very first start, this one says the first number.
- * Lines on stdout: "new", "restored N", "primary", "checkpoint N", "at N" (each tenth number), "done N notes M". It
- * ends with status 0 when its coordinator leaves.
+ * --no-attach: it calls its peer without AttachTo. --clock: with each number that it says it calls itself with the time.
+ * Upgraded, it sends itself an impulse at once. Lines on stdout: "new", "restored N", "primary", "upgraded",
+ * "checkpoint N", "at N" (each tenth number), "done N notes M", "tick N" (each tenth), "woken N". It ends with status 0
+ * when its coordinator leaves.
  */
 #define _POSIX_C_SOURCE 200809L
 
@@ -18,11 +20,13 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <time.h>
 #include <unistd.h>
 
-enum { RPC = 0, ATTACH_TO = 1, TAKE_CHECKPOINT = 2, RPC_BATCH = 5, CHECKPOINT = 8, INITIAL = 9, BECOME_PRIMARY = 11 };
-enum { CALL = 0, FORK = 1 };                 /* an RPC's kind, and its type */
-enum { COUNT = 1, NOTE = 2, START = 32 };    /* this app's methods */
+enum { RPC = 0, ATTACH_TO = 1, TAKE_CHECKPOINT = 2, RPC_BATCH = 5, CHECKPOINT = 8, INITIAL = 9, UPGRADE = 10 };
+enum { BECOME_PRIMARY = 11 };
+enum { CALL = 0, FORK = 1, IMPULSE = 2 };    /* an RPC's kind, and its types */
+enum { COUNT = 1, NOTE = 2, TICK = 3, WAKE = 4, START = 32 }; /* this app's methods */
 enum { CONTROL = -1, CHECKPOINT_RECORD = -2 }; /* sequence IDs that are none */
 
 #define HEADER_SIZE 24
@@ -35,14 +39,18 @@ struct state {
     int64_t sequence_id; /* of the last record that was handled */
     int64_t counter;     /* the last number that was said, by either */
     int64_t notes;       /* calls that came behind a number, in a batch with it */
+    int64_t ticks;       /* calls of its own with the time */
+    int64_t last_tick;   /* that time, in ns */
+    int64_t wakes;       /* its own impulses */
 };
-#define BLOB_SIZE 32
+#define BLOB_SIZE 56
 
-static struct state state = {0, -1, 0, 0};
+static struct state state = {0, -1, 0, 0, 0, 0, 0};
 static const char *peer_name = "";
 static int64_t target;
 static bool begins;
 static bool attached;
+static bool has_clock;
 static bool has_state;
 static int from_coordinator, to_coordinator;
 
@@ -191,17 +199,35 @@ static void send_message(uint8_t type, const uint8_t *data, size_t size)
     send_bytes(bytes, write_message(bytes, type, data, size));
 }
 
-static size_t write_call(uint8_t *bytes, int method, int64_t argument)
+static size_t write_rpc(uint8_t *bytes, const char *name, int method, uint8_t type, int64_t argument)
 {
     uint8_t data[NAME_SIZE_MAX + 32];
-    size_t name_size = strlen(peer_name), size = write_zigzag(data, (int64_t)name_size);
-    memcpy(data + size, peer_name, name_size);
+    size_t name_size = strlen(name), size = write_zigzag(data, (int64_t)name_size);
+    memcpy(data + size, name, name_size);
     size += name_size;
     data[size++] = CALL;
     size += write_zigzag(data + size, method);
-    data[size++] = FORK;
+    data[size++] = type;
     write_fixed(data + size, 8, (uint64_t)argument);
     return write_message(bytes, RPC, data, size + 8);
+}
+
+static size_t write_call(uint8_t *bytes, int method, int64_t argument)
+{
+    return write_rpc(bytes, peer_name, method, FORK, argument);
+}
+
+static void call_oneself(int method, uint8_t type, int64_t argument)
+{
+    uint8_t bytes[64];
+    send_bytes(bytes, write_rpc(bytes, "", method, type, argument));
+}
+
+static int64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
 /* Say a number to the peer: each fifth in a batch, with a note behind it. */
@@ -219,6 +245,8 @@ static void say(int64_t number)
         size += write_call(bytes + size, NOTE, number);
         send_message(RPC_BATCH, bytes, size);
     }
+    if (has_clock)
+        call_oneself(TICK, FORK, now_ns());
     state.counter = number;
 }
 
@@ -242,6 +270,9 @@ static void send_checkpoint(void)
     write_fixed(blob + 8, 8, (uint64_t)state.sequence_id);
     write_fixed(blob + 16, 8, (uint64_t)state.counter);
     write_fixed(blob + 24, 8, (uint64_t)state.notes);
+    write_fixed(blob + 32, 8, (uint64_t)state.ticks);
+    write_fixed(blob + 40, 8, (uint64_t)state.last_tick);
+    write_fixed(blob + 48, 8, (uint64_t)state.wakes);
     send_message(CHECKPOINT, size, 8);
     send_bytes(blob, BLOB_SIZE);
 }
@@ -261,8 +292,8 @@ static void be_called(const uint8_t *data, const uint8_t *end)
     if (data == end || *data++ != CALL)
         fail("an RPC that is no call");
     int64_t method = read_zigzag(&data, end, 5);
-    if (data == end || *data++ != FORK)
-        fail("an RPC that is no fork call");
+    if (data == end || *data++ != (method == WAKE ? IMPULSE : FORK))
+        fail("an RPC of another type than it was sent with");
     if (method == START && end - data == 1) {
         if (*data)
             say(1);
@@ -271,6 +302,19 @@ static void be_called(const uint8_t *data, const uint8_t *end)
     if (end - data != 8)
         fail("method %lld came with %lld bytes", (long long)method, (long long)(end - data));
     int64_t number = (int64_t)read_fixed(data, 8);
+    if (method == WAKE) {
+        state.wakes++;
+        tell("woken %lld", (long long)state.wakes);
+        return;
+    }
+    if (method == TICK) {
+        if (number <= state.last_tick)
+            fail("the time went back, or came twice");
+        state.last_tick = number;
+        if (++state.ticks % 10 == 0)
+            tell("tick %lld", (long long)state.ticks);
+        return;
+    }
     if (method == NOTE) {
         state.notes++;
         if (number % 5 || number > state.counter)
@@ -346,6 +390,13 @@ static void handle_control(uint8_t type)
         send_checkpoint();
         tell("primary");
         break;
+    case UPGRADE:
+        if (!has_state)
+            fail("an upgrade before there is a state");
+        send_checkpoint();
+        call_oneself(WAKE, IMPULSE, 0); /* it takes itself for primary */
+        tell("upgraded");
+        break;
     case TAKE_CHECKPOINT:
         if (!has_state)
             fail("a checkpoint is asked for before there is a state");
@@ -370,6 +421,9 @@ static void restore(const uint8_t *data, const uint8_t *end, int64_t committer_i
     state.sequence_id = (int64_t)read_fixed(blob + 8, 8);
     state.counter = (int64_t)read_fixed(blob + 16, 8);
     state.notes = (int64_t)read_fixed(blob + 24, 8);
+    state.ticks = (int64_t)read_fixed(blob + 32, 8);
+    state.last_tick = (int64_t)read_fixed(blob + 40, 8);
+    state.wakes = (int64_t)read_fixed(blob + 48, 8);
     if (state.committer_id && state.committer_id != committer_id)
         fail("the committer ID was %lld and is %lld", (long long)state.committer_id, (long long)committer_id);
     has_state = true;
@@ -462,6 +516,10 @@ int main(int count, char **arguments)
             begins = true;
         else if (!strcmp(option, "--listen"))
             listens = true;
+        else if (!strcmp(option, "--no-attach"))
+            attached = true;
+        else if (!strcmp(option, "--clock"))
+            has_clock = true;
         else if (index++, !strcmp(option, "--peer"))
             peer_name = value;
         else if (!strcmp(option, "--count"))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import control
+from coordinator import control, upgrade_mark
 from coordinator.app_addresses import hosts_of
 from coordinator.config import InstanceSettings
 from protocol.batch import encode_batch
@@ -178,6 +178,63 @@ def test_two_clients_count_together_across_kills(house: House, clients: Clients,
     alice.line("primary")
 
 
+def test_two_clients_that_do_not_attach_and_call_themselves_with_the_time(house: House, clients: Clients) -> None:
+    house.register("alice", "bob")
+    alice_settings, bob_settings = house.settings("alice"), house.settings("bob")
+    alice_coordinator, bob_coordinator = house.start("alice"), house.start("bob")
+    bob = clients.start(bob_settings, "alice", "--no-attach", "--clock")
+    bob.line("new")
+    alice = clients.start(alice_settings, "bob", "--begin", "--no-attach", "--clock")
+    alice.line("at 100")
+    alice.line("tick 30")
+
+    alice.kill()
+    alice_coordinator.line("the app is gone")
+    alice = clients.start(alice_settings, "bob", "--no-attach", "--clock")
+    alice.line("restored 0")
+    alice.line("primary")
+    alice.line(f"done {COUNT}")
+    bob.line(f"done {COUNT}")
+    alice.line(f"tick {COUNT // 2}")
+    told = [line for line in alice_coordinator.lines if "does not do again what it did before" in line]
+    assert ["the calls to itself" in line for line in told] == [True], told
+    check_in_order(alice, alice_coordinator)
+    check_in_order(bob, bob_coordinator)
+
+
+def test_with_the_strict_check_the_time_ends_the_recovery(house: House, clients: Clients) -> None:
+    house.register("alice", "bob", replay_check="strict")
+    alice_settings, bob_settings = house.settings("alice"), house.settings("bob")
+    alice_coordinator, _ = house.start("alice"), house.start("bob")
+    clients.start(bob_settings, "alice").line("new")
+    alice = clients.start(alice_settings, "bob", "--begin", "--clock")
+    alice.line("at 100")
+    alice.kill()
+    alice_coordinator.line("the app is gone")
+    clients.start(alice_settings, "bob", "--clock")
+    status, lines = alice_coordinator.ended()
+    assert status == 3, lines
+
+
+def test_a_client_that_is_upgraded_sends_impulses_at_once(house: House, clients: Clients) -> None:
+    house.register("alice", "bob")
+    settings = house.settings("alice")
+    coordinator = house.start("alice")
+    alice = clients.start(settings, "bob")
+    alice.line("new")
+    coordinator.terminate()
+    assert coordinator.ended()[0] == 0
+    settings = house.settings("alice")
+    upgrade_mark.write(settings.folder, upgrade_mark.UpgradeMark(2))
+    coordinator = house.start("alice")
+    alice = clients.start(settings, "bob")
+    alice.line("upgraded")
+    alice.line("checkpoint 0")
+    alice.line("woken 1")
+    coordinator.line("upgraded")
+    check_in_order(alice, coordinator)
+
+
 # --- that the client does find what it is here to find ---------------------------------------------------------------
 
 COMMITTER_ID = 77
@@ -194,7 +251,9 @@ def controlled(content: bytes) -> bytes:
     return encode_record(COMMITTER_ID, CONTROL_SEQUENCE_ID, content)
 
 
-FOREIGN = sorted(set(range(16)) - BASE_TYPES) + [int(one) for one in MessageType if one > 15]
+FOREIGN = sorted(set(range(16)) - BASE_TYPES - {MessageType.UPGRADE_TAKE_CHECKPOINT}) + [
+    int(one) for one in MessageType if one > 15
+]
 
 
 def fed(clients: Clients, data: bytes) -> tuple[int, str]:
