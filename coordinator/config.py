@@ -25,6 +25,7 @@ from coordinator.app_addresses import LOCALHOST, UNIX, UNIX_PATH_SIZE_BYTES_MAX,
 from coordinator.core.limits import ReplayCheck
 from coordinator.fault_points import FaultPoint, reach
 from protocol.errors import ImmortalError
+from protocol.limits import ARGUMENTS_SIZE_MIB_DEFAULT, ARGUMENTS_SIZE_MIB_MAX
 
 INSTANCE_NAME_SIZE_MAX = 64  # characters; the name is a file name, and part of each message between coordinators
 KEEP_CHECKPOINTS_DEFAULT = 2  # the newest, and one to fall back on
@@ -103,6 +104,7 @@ class InstanceSettings:
     metrics: str | None = None  # "HOST:PORT" where Prometheus finds them; None: nowhere
     checkpoint_age_s: int | None = None  # None: a checkpoint's age alone asks for no other
     kills_before_verdict: int | None = KILLS_BEFORE_VERDICT_DEFAULT  # runs that one message may end; None: any number
+    rpc_limit_mb: int = ARGUMENTS_SIZE_MIB_DEFAULT  # MiB: arguments of one call of the app
     replay_check: ReplayCheck | None = None  # None: strict for an app that says a Hello, counts for one that does not
     app: str | None = None  # "module:Class", as last run
     peers: Mapping[str, str] = field(default_factory=dict)  # name: endpoint, of peers that are no part of the registry
@@ -324,6 +326,7 @@ _CHECKS: Mapping[str, Callable[[object], Any]] = {
     "checkpoint_age_s": _integer(1, CHECKPOINT_AGE_S_MAX),
     "kills_before_verdict": _kills_before_verdict,
     "replay_check": _replay_check,
+    "rpc_limit_mb": _integer(1, ARGUMENTS_SIZE_MIB_MAX),
     "spill_limit_mb": _integer(0, SIZE_MB_MAX),
     "log_limit_mb": _integer(1, SIZE_MB_MAX),
     "disk_free_mb": _integer(0, SIZE_MB_MAX),
@@ -563,6 +566,8 @@ def _values(settings: InstanceSettings, *, log: Path | None) -> dict[str, Any]:
     if settings.kills_before_verdict != KILLS_BEFORE_VERDICT_DEFAULT:
         kills = settings.kills_before_verdict
         values["kills_before_verdict"] = "never" if kills is None else kills
+    if settings.rpc_limit_mb != ARGUMENTS_SIZE_MIB_DEFAULT:
+        values["rpc_limit_mb"] = settings.rpc_limit_mb
     if settings.replay_check is not None:
         values["replay_check"] = settings.replay_check.value
     if settings.spill_limit_mb != SPILL_LIMIT_MB_DEFAULT:

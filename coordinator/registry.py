@@ -125,6 +125,7 @@ class Registry:
         checkpoint_age_s: int | None = None,
         kills_before_verdict: int | None = KILLS_BEFORE_VERDICT_DEFAULT,
         replay_check: str | None = None,
+        rpc_limit_mb: int | None = None,
         spill_limit_mb: int | None = None,
         log_limit_mb: int | None = None,
         disk_free_mb: int | None = None,
@@ -175,6 +176,8 @@ class Registry:
             values["kills_before_verdict"] = "never" if kills_before_verdict is None else kills_before_verdict
             if replay_check is not None:
                 values["replay_check"] = replay_check
+            if rpc_limit_mb is not None:
+                values["rpc_limit_mb"] = rpc_limit_mb
             sizes = {"spill_limit_mb": spill_limit_mb, "log_limit_mb": log_limit_mb, "disk_free_mb": disk_free_mb}
             values |= {key: size for key, size in sizes.items() if size is not None}
             if log is not None:

@@ -596,6 +596,7 @@ def limits_of(settings: InstanceSettings) -> Limits:
         checkpoint_age_ns=None if settings.checkpoint_age_s is None else settings.checkpoint_age_s * 10**9,
         kills_max=settings.kills_before_verdict,
         replay_check=settings.replay_check,
+        arguments_bytes_max=settings.rpc_limit_mb * MIB,
     )
 
 

@@ -18,7 +18,7 @@ import pyarrow as pa
 from pipeline.lockstep import ITEMS_MIN, Bytes, Flags, Longs, binaries, fixed, message_starts, ordinals, zigzag
 from protocol.checksum import crc64
 from protocol.extensions import RECORD_TIME_SIZE_BYTES
-from protocol.limits import MESSAGE_SIZE_BYTES_MAX, NAME_SIZE_BYTES_MAX, RECORD_SIZE_BYTES_MAX
+from protocol.limits import NAME_SIZE_BYTES_MAX, RECORD_SIZE_BYTES_MAX, RPC_SIZE_BYTES_MAX
 from protocol.messages import MessageType, RpcKind, RpcType
 from protocol.record import HEADER_SIZE_BYTES
 from protocol.trailer import CRC_SIZE_BYTES, TRAILER_SIZE_BYTES_MIN, TRAILER_VERSION, BatchKind
@@ -261,7 +261,7 @@ def decode_messages(values: Values, headers: Headers, batches: Batches) -> Messa
     method_id, rpc_type_at, ok = zigzag(data, type_at + 2, message_end)
     rpc_type = data.take(rpc_type_at, mode="clip").astype(np.int64)
     ok &= (data.take(type_at, mode="clip") == MessageType.RPC) & (kind <= int(RpcKind.RAISED))
-    ok &= (rpc_type_at < message_end) & (rpc_type <= int(RpcType.IMPULSE)) & (size <= MESSAGE_SIZE_BYTES_MAX)
+    ok &= (rpc_type_at < message_end) & (rpc_type <= int(RpcType.IMPULSE)) & (size <= RPC_SIZE_BYTES_MAX)
     record = batches.record[batch]
     usual[record[~ok]] = False
 

@@ -11,7 +11,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING
 
 from protocol.errors import LocalProtocolError, RemoteProtocolError
-from protocol.limits import MESSAGE_SIZE_BYTES_MAX
+from protocol.limits import RPC_SIZE_BYTES_MAX
 from protocol.messages import MessageType, RpcKind, RpcType, decode_message
 from protocol.varint import Readable, decode_zigzag_int, encode_zigzag
 
@@ -31,7 +31,7 @@ class _Strides(dict[bytes, int]):
             size_bytes, start = decode_zigzag_int(front)
         except RemoteProtocolError:
             raise KeyError(front) from None
-        if not RPC_SIZE_BYTES_MIN <= size_bytes <= MESSAGE_SIZE_BYTES_MAX or front[start : start + 1] != _RPC:
+        if not RPC_SIZE_BYTES_MIN <= size_bytes <= RPC_SIZE_BYTES_MAX or front[start : start + 1] != _RPC:
             raise KeyError(front)
         if len(self) >= _FRONTS_KEPT_MAX:
             self.clear()
@@ -198,9 +198,9 @@ def encode_batch(payload: Readable, count: int) -> bytes:
 
 def _front(message_type: MessageType, counts: bytes, payload_size_bytes: int) -> bytes:
     size_bytes = 1 + len(counts) + payload_size_bytes
-    if size_bytes > MESSAGE_SIZE_BYTES_MAX:
+    if size_bytes > RPC_SIZE_BYTES_MAX:
         raise LocalProtocolError(
-            f"a batch of {size_bytes} bytes, at most {MESSAGE_SIZE_BYTES_MAX} are allowed in one message"
+            f"a batch of {size_bytes} bytes, at most {RPC_SIZE_BYTES_MAX} are allowed in one message"
         )
     return encode_zigzag(size_bytes) + bytes((message_type,)) + counts
 

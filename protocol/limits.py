@@ -4,5 +4,10 @@ from __future__ import annotations
 
 MESSAGE_SIZE_BYTES_MAX = 64 << 20  # a message is held in memory whole, in app and coordinators
 RECORD_SIZE_BYTES_MAX = 1 << 30  # the size field is signed 32 bits; half of that leaves room for mistakes to show
+RPC_SIZE_BYTES_MAX = RECORD_SIZE_BYTES_MAX - (64 << 10)  # and a batch: a record, or a frame, holds it and little else
+RPC_FRONT_SIZE_BYTES_MAX = 512  # of an RPC: all but its arguments
+ARGUMENTS_SIZE_MIB_DEFAULT = 64  # of one RPC of an app: a setting
+ARGUMENTS_SIZE_MIB_MAX = (RPC_SIZE_BYTES_MAX - RPC_FRONT_SIZE_BYTES_MAX) >> 20
+WHOLE_BATCH_SIZE_BYTES_MAX = 1 << 20  # of an RPCBatch from an app: a larger one is taken apart as it arrives
 NAME_SIZE_BYTES_MAX = 255  # a file name, a key in the log
 EXTENSIONS_MAX = 64  # in one Hello

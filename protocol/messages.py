@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from protocol.errors import LimitExceededError, LocalProtocolError, RemoteProtocolError
-from protocol.limits import MESSAGE_SIZE_BYTES_MAX, NAME_SIZE_BYTES_MAX
+from protocol.limits import MESSAGE_SIZE_BYTES_MAX, NAME_SIZE_BYTES_MAX, RPC_SIZE_BYTES_MAX
 from protocol.varint import (
     INT_MAX,
     INT_MIN,
@@ -96,12 +96,11 @@ class OutgoingRpc:
 
 
 def encode_message(message_type: int, data: bytes = b"") -> bytes:
-    """One message. Raises LocalProtocolError above MESSAGE_SIZE_BYTES_MAX."""
+    """One message. Raises LocalProtocolError above MESSAGE_SIZE_BYTES_MAX, and RPC_SIZE_BYTES_MAX for an RPC."""
     size_bytes = len(data) + 1
-    if size_bytes > MESSAGE_SIZE_BYTES_MAX:
-        raise LocalProtocolError(
-            f"a message of {size_bytes} bytes, at most {MESSAGE_SIZE_BYTES_MAX} are allowed: send it in parts"
-        )
+    most = MESSAGE_SIZE_BYTES_MAX if message_type != MessageType.RPC else RPC_SIZE_BYTES_MAX
+    if size_bytes > most:
+        raise LocalProtocolError(f"a message of {size_bytes} bytes, at most {most} are allowed: send it in parts")
     return encode_zigzag(size_bytes) + bytes((message_type,)) + data
 
 
@@ -110,8 +109,8 @@ def decode_size(data: Readable, offset: int) -> tuple[int, int]:
     size_bytes, start = decode_zigzag_int(data, offset)
     if size_bytes < 1:
         raise RemoteProtocolError(f"a message at byte {offset} gives its size as {size_bytes}, at least 1 was expected")
-    if size_bytes > MESSAGE_SIZE_BYTES_MAX:
-        raise LimitExceededError(f"a message at byte {offset}", size_bytes, MESSAGE_SIZE_BYTES_MAX)
+    if size_bytes > RPC_SIZE_BYTES_MAX:
+        raise LimitExceededError(f"a message at byte {offset}", size_bytes, RPC_SIZE_BYTES_MAX)
     return size_bytes, start
 
 

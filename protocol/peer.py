@@ -19,11 +19,11 @@ from msgspec import Struct
 
 from protocol.checksum import crc64
 from protocol.errors import DamagedRecordError, LimitExceededError, RemoteProtocolError
-from protocol.limits import MESSAGE_SIZE_BYTES_MAX
+from protocol.limits import RPC_SIZE_BYTES_MAX
 from protocol.messages import decode_name, encode_name
 
 PEER_VERSION = 1
-PAYLOAD_SIZE_BYTES_MAX = MESSAGE_SIZE_BYTES_MAX - 16  # it becomes one message: size, type and count in front
+PAYLOAD_SIZE_BYTES_MAX = RPC_SIZE_BYTES_MAX - 16  # it becomes one message: size, type and count in front
 REASON_SIZE_BYTES_MAX = 255
 
 _FIXED = struct.Struct("<BBHiqqiqQ")

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from msgspec import Struct
 
 from protocol.errors import LimitExceededError, RemoteProtocolError
-from protocol.limits import MESSAGE_SIZE_BYTES_MAX
-from protocol.messages import MessageType, decode_checkpoint, decode_message, decode_size
+from protocol.limits import MESSAGE_SIZE_BYTES_MAX, RPC_FRONT_SIZE_BYTES_MAX, WHOLE_BATCH_SIZE_BYTES_MAX
+from protocol.messages import MessageType, decode_checkpoint, decode_message
 from protocol.record import (
     CHECKPOINT_SEQUENCE_ID,
     HEADER_SIZE_BYTES,
@@ -20,7 +20,7 @@ from protocol.record import (
     decode_header,
     verify_record,
 )
-from protocol.varint import INT_SIZE_BYTES_MAX
+from protocol.varint import INT_SIZE_BYTES_MAX, decode_zigzag_int, encode_zigzag
 
 
 class Message(Struct):
@@ -28,6 +28,15 @@ class Message(Struct):
 
     message_type: int
     data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TooLargeRpc:
+    """An RPC above the limit; its bytes are passed over. ``front``: of its data."""
+
+    size_bytes: int
+    limit_bytes: int
+    front: bytes
 
 
 class Record(Struct):
@@ -121,30 +130,55 @@ class MessageReader(_Reader):
 
     >>> reader = MessageReader(); reader.receive_data(bytes.fromhex("0202")); reader.next_event()
     Message(message_type=2, data=b'')
+
+    With ``rpc_size_bytes_max`` (of the size field) that is the limit of an RPC, a larger one is passed over, and an
+    RPCBatch may have any size: above WHOLE_BATCH_SIZE_BYTES_MAX it comes as several, in the pieces it arrives in.
     """
 
-    def __init__(self, message_size_bytes_max: int = MESSAGE_SIZE_BYTES_MAX) -> None:
+    def __init__(
+        self, message_size_bytes_max: int = MESSAGE_SIZE_BYTES_MAX, rpc_size_bytes_max: int | None = None
+    ) -> None:
         super().__init__()
         self._message_size_bytes_max = message_size_bytes_max
+        self._rpc_size_bytes_max = rpc_size_bytes_max
+        self._batch_left_bytes: int | None = None
+        self._batch_count = self._batch_seen = 0
+        self._skip_left_bytes = 0
 
-    def next_event(self) -> Message | BlobStart | BlobData | None:
+    def next_event(self) -> Message | TooLargeRpc | BlobStart | BlobData | None:
         """The next event, or None when more data is needed. Raises RemoteProtocolError, LimitExceededError."""
         if self._blob_left_bytes is not None:
             return self._next_blob_data()
         pieces = self._pieces
+        while self._skip_left_bytes and pieces.size_bytes:
+            self._skip_left_bytes -= len(pieces.take_some(self._skip_left_bytes))
+        if self._batch_left_bytes == 0 and not self._skip_left_bytes:
+            self._end_batch()
         available = pieces.size_bytes
         if not available:
             return None
-        data, offset = pieces.view(INT_SIZE_BYTES_MAX)
-        if available < INT_SIZE_BYTES_MAX and all(byte >= 0x80 for byte in data[offset:]):
-            return None  # the size itself is not whole
-        size_bytes, start = decode_size(data, offset)
-        if size_bytes > self._message_size_bytes_max:
+        size_of_size, size_bytes = self._front()
+        if not size_bytes:
+            return None
+        if self._rpc_size_bytes_max is not None:
+            if self._batch_left_bytes is not None:
+                return self._next_of_batch(size_of_size, size_bytes)
+            if size_bytes > WHOLE_BATCH_SIZE_BYTES_MAX:
+                if available <= size_of_size:
+                    return None
+                data, offset = pieces.view(size_of_size + 1)
+                message_type = data[offset + size_of_size]
+                if message_type == MessageType.RPC_BATCH:
+                    return self._begin_batch(size_of_size, size_bytes)
+                if message_type == MessageType.RPC and size_bytes > self._rpc_size_bytes_max:
+                    return self._pass_over(size_of_size, size_bytes)
+                if message_type != MessageType.RPC and size_bytes > self._message_size_bytes_max:
+                    raise LimitExceededError("a message", size_bytes, self._message_size_bytes_max)
+        elif size_bytes > self._message_size_bytes_max:
             raise LimitExceededError("a message", size_bytes, self._message_size_bytes_max)
-        whole = start - offset + size_bytes
+        whole = size_of_size + size_bytes
         if available < whole:
             return None
-        size_of_size = start - offset
         data, offset = pieces.view(whole)
         start = offset + size_of_size
         message = Message(data[start], data[start + 1 : start + size_bytes])
@@ -153,6 +187,74 @@ class MessageReader(_Reader):
             self._blob_left_bytes = decode_checkpoint(message.data)
             return BlobStart(self._blob_left_bytes)
         return message
+
+    def _front(self) -> tuple[int, int]:
+        """How many bytes the next message's size takes, and the size; 0 while it is not whole."""
+        data, offset = self._pieces.view(INT_SIZE_BYTES_MAX)
+        if self._pieces.size_bytes < INT_SIZE_BYTES_MAX and all(byte >= 0x80 for byte in data[offset:]):
+            return 0, 0
+        size_bytes, start = decode_zigzag_int(data, offset)
+        if size_bytes < 1:
+            raise RemoteProtocolError(f"a message gives its size as {size_bytes}, at least 1 was expected")
+        return start - offset, size_bytes
+
+    def _pass_over(self, size_of_size: int, size_bytes: int) -> TooLargeRpc | None:
+        front_bytes = size_of_size + 1 + RPC_FRONT_SIZE_BYTES_MAX
+        if self._pieces.size_bytes < front_bytes:
+            return None
+        data, offset = self._pieces.view(front_bytes)
+        front = data[offset + size_of_size + 1 : offset + front_bytes]
+        self._skip_left_bytes = size_of_size + size_bytes
+        return TooLargeRpc(size_bytes, self._rpc_size_bytes_max or 0, front)
+
+    # --- a batch that is taken apart as it arrives -------------------------------------------------------------------
+
+    def _begin_batch(self, size_of_size: int, size_bytes: int) -> Message | TooLargeRpc | BlobStart | BlobData | None:
+        front_bytes = size_of_size + 1 + INT_SIZE_BYTES_MAX
+        if self._pieces.size_bytes < front_bytes:
+            return None
+        data, offset = self._pieces.view(front_bytes)
+        count, start = decode_zigzag_int(data, offset + size_of_size + 1)
+        if count < 0:
+            raise RemoteProtocolError(f"an RPCBatch gives its count as {count}")
+        self._pieces.skip(start - offset)
+        self._batch_left_bytes = size_of_size + size_bytes - (start - offset)
+        self._batch_count, self._batch_seen = count, 0
+        return self.next_event()
+
+    def _next_of_batch(self, size_of_size: int, size_bytes: int) -> Message | TooLargeRpc | None:
+        """Those of its messages that are there, as a batch of their own. The first has this size."""
+        left, whole, pieces = self._batch_left_bytes or 0, size_of_size + size_bytes, self._pieces
+        if whole > left:
+            raise RemoteProtocolError(f"a message of {size_bytes} bytes runs past the end of its RPCBatch")
+        most = self._rpc_size_bytes_max or 0
+        if size_bytes > most:
+            passed = self._pass_over(size_of_size, size_bytes)
+            if passed is not None:
+                self._batch_left_bytes = left - whole
+                self._batch_seen += 1
+            return passed
+        if pieces.size_bytes < whole:
+            return None
+        data, offset = pieces.view(whole)
+        end, bound, count = offset + whole, min(len(data), offset + left), 1
+        while end + INT_SIZE_BYTES_MAX <= bound:
+            size_bytes, start = decode_zigzag_int(data, end)
+            if not 0 < size_bytes <= most or start + size_bytes > bound:
+                break  # not whole, too large, or wrong: the next time it is the first
+            end, count = start + size_bytes, count + 1
+        taken = data[offset:end]
+        pieces.skip(end - offset)
+        self._batch_left_bytes = left - len(taken)
+        self._batch_seen += count
+        return Message(MessageType.RPC_BATCH, encode_zigzag(count) + taken)
+
+    def _end_batch(self) -> None:
+        self._batch_left_bytes = None
+        if self._batch_seen != self._batch_count:
+            raise RemoteProtocolError(
+                f"an RPCBatch gives its count as {self._batch_count} and holds {self._batch_seen} messages"
+            )
 
 
 class RecordReader(_Reader):

@@ -13,7 +13,7 @@ import msgspec
 
 from appsdk.codec import encoder
 from protocol.batch import encode_batch
-from protocol.errors import RemoteProtocolError
+from protocol.errors import LimitExceededError, RemoteProtocolError
 from protocol.extensions import decode_app_batch, encode_impulses_accepted, encode_record_time
 from protocol.messages import (
     MessageType,
@@ -25,7 +25,7 @@ from protocol.messages import (
     encode_incoming_rpc,
     encode_message,
 )
-from protocol.readers import BlobData, BlobStart, MessageReader
+from protocol.readers import BlobData, BlobStart, Message, MessageReader
 from protocol.record import CHECKPOINT_SEQUENCE_ID, CONTROL_SEQUENCE_ID, encode_record
 
 COMMITTER_ID = 7
@@ -102,6 +102,8 @@ class AppOutput:
                 self._pieces.append(event.data)
                 if event.last:
                     self.blobs.append(b"".join(self._pieces))
+            elif not isinstance(event, Message):
+                raise LimitExceededError("an RPC", event.size_bytes, event.limit_bytes)
             elif event.message_type in (MessageType.STREAM_BATCH, MessageType.IMPULSE_BATCH):
                 self.messages.append(self._batch(event.message_type, event.data))
             else:

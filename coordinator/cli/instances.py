@@ -43,6 +43,7 @@ from coordinator.core.limits import ReplayCheck
 from coordinator.registry import Registry, RegistryError
 from coordinator.upgrade_mark import UpgradeMark
 from protocol.errors import ImmortalError
+from protocol.limits import ARGUMENTS_SIZE_MIB_DEFAULT, ARGUMENTS_SIZE_MIB_MAX
 
 
 class _OrWord(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
@@ -118,6 +119,11 @@ class _OrWord(click.ParamType):  # type: ignore[type-arg]  # generic in newer ve
 )
 @replay_check_option("strict, counts for an app that says no Hello")
 @click.option(
+    "--rpc-limit-mb",
+    type=click.IntRange(1, ARGUMENTS_SIZE_MIB_MAX),
+    help=f"The arguments of one call of its app may have so many MiB.  [default: {ARGUMENTS_SIZE_MIB_DEFAULT}]",
+)
+@click.option(
     "--spill-limit-mb",
     type=click.IntRange(0, SIZE_MB_MAX),
     help="Calls that wait for peers may take so much of the disk; beyond it the app is slowed."
@@ -150,6 +156,7 @@ def register(
     checkpoint_age_s: int | None,
     kills_before_verdict: int | None,
     replay_check: str | None,
+    rpc_limit_mb: int | None,
     spill_limit_mb: int | None,
     log_limit_mb: int | None,
     disk_free_mb: int | None,
@@ -174,6 +181,7 @@ def register(
         checkpoint_age_s=checkpoint_age_s,
         kills_before_verdict=kills_before_verdict,
         replay_check=replay_check,
+        rpc_limit_mb=rpc_limit_mb,
         spill_limit_mb=spill_limit_mb,
         log_limit_mb=log_limit_mb,
         disk_free_mb=disk_free_mb,

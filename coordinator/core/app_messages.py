@@ -17,16 +17,18 @@ from protocol.batch import check_calls, decode_batch
 from protocol.client import CLIENTS
 from protocol.errors import LimitExceededError
 from protocol.extensions import decode_app_batch
+from protocol.limits import RPC_FRONT_SIZE_BYTES_MAX
 from protocol.messages import (
     MessageType,
     OutgoingRpc,
     RpcType,
     decode_messages,
+    decode_name,
     decode_outgoing_rpc,
     encode_message,
 )
 from protocol.peer import PAYLOAD_SIZE_BYTES_MAX
-from protocol.readers import Message
+from protocol.readers import Message, TooLargeRpc
 
 
 class Calls(Struct):
@@ -53,6 +55,21 @@ def read_calls(session: AppSession, own_name: str, message: Message) -> Iterator
         return
     for calls in _base_calls(message):
         yield _checked(session, own_name, calls)
+
+
+def refuse_too_large(session: AppSession, rpc: TooLargeRpc) -> str:
+    """In words that an RPC was dropped. For an app that says a Hello it breaks the protocol: LimitExceededError.
+
+    To end the connection would not help a client of the base protocol: its replay makes the same call again.
+    """
+    if session.hello is not None:
+        raise LimitExceededError("an RPC", rpc.size_bytes, rpc.limit_bytes)
+    destination, _ = decode_name(rpc.front, 0)
+    most_mib = (rpc.limit_bytes - RPC_FRONT_SIZE_BYTES_MAX) >> 20
+    return (
+        f"the app made a call of {rpc.size_bytes} bytes to {destination or 'itself'!r}, at most {most_mib} MiB of "
+        f"arguments are allowed (rpc_limit_mb): the call is dropped, at each replay again, and the app goes on"
+    )
 
 
 def _base_calls(message: Message) -> Iterator[Calls]:

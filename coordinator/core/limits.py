@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from protocol.limits import ARGUMENTS_SIZE_MIB_DEFAULT
+
 MIB = 1 << 20
 
 
@@ -59,6 +61,9 @@ class Limits:
 
     active_ns: int = 10_000_000_000
     """A peer that has sent nothing for so long gives its share of the budget to the others."""
+
+    arguments_bytes_max: int = ARGUMENTS_SIZE_MIB_DEFAULT * MIB
+    """Of one RPC from the app. It is held in memory whole, several times."""
 
     log_limit_bytes: int | None = None
     """The log's size: above this, input from peers is refused and impulses wait until a checkpoint has made room."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from coordinator.core import events as ev
-from coordinator.core.app_messages import Calls, read_calls
+from coordinator.core.app_messages import Calls, read_calls, refuse_too_large
 from coordinator.core.back_pressure import BackPressure
 from coordinator.core.careful import Watch
 from coordinator.core.checkpointing import Checkpointing
@@ -75,13 +75,14 @@ from protocol.extensions import (
     encode_impulses_accepted,
     encode_version,
 )
+from protocol.limits import RPC_FRONT_SIZE_BYTES_MAX
 from protocol.messages import (
     MessageType,
     decode_attach_to,
     encode_checkpoint,
     encode_message,
 )
-from protocol.readers import BlobData, BlobStart, Message
+from protocol.readers import BlobData, BlobStart, Message, TooLargeRpc
 from protocol.record import CHECKPOINT_SEQUENCE_ID, decode_header, encode_record
 from protocol.trailer import BatchKind, BatchSource, decode_trailer
 from protocol.verdicts import MessageKey
@@ -126,7 +127,8 @@ class Machine:
             self.limits.group_size_bytes,
         )
         self._log.with_record_time = MessageType.RECORD_TIME in (summary.extensions or ())
-        self._session = AppSession(summary.committer_id)
+        rpc_size_bytes_max = self.limits.arguments_bytes_max + RPC_FRONT_SIZE_BYTES_MAX
+        self._session = AppSession(summary.committer_id, rpc_size_bytes_max)
         self._policy = ReplayPolicy(name, self.limits, self._session, self._effects)
         self._peers = Peers(
             name,
@@ -514,6 +516,9 @@ class Machine:
                 self._app_message(message)
             elif isinstance(message, BlobStart):
                 self._blob_started(message)
+            elif isinstance(message, TooLargeRpc):
+                self._heard_base_app()
+                self._report("error", refuse_too_large(session, message))
             else:
                 self._blob_data(message)
 
@@ -564,6 +569,12 @@ class Machine:
             raise AppProtocolError("a Hello must be the app's first message")
         else:
             raise AppProtocolError(f"the app sent a message of type {message_type}, which is not for apps to send")
+
+    def _heard_base_app(self) -> None:
+        """It begins with something that is no Hello."""
+        if not self._session.heard:
+            self._session.heard = True
+            self._check_extensions()
 
     def _check_extensions(self) -> None:
         """The log's records have, or have not, what the app asked for at its first start."""
@@ -651,9 +662,7 @@ class Machine:
 
     def _blob_started(self, blob: BlobStart) -> None:
         session = self._session
-        if not session.heard:
-            session.heard = True
-            self._check_extensions()
+        self._heard_base_app()
         if session.phase not in AWAITING_CHECKPOINT or self._checkpoints.on_its_way:
             raise AppProtocolError(
                 f"the app sent a Checkpoint in the phase {session.phase.value!r}, none was asked for"

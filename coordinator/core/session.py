@@ -20,6 +20,7 @@ from enum import Enum
 
 from coordinator.core.errors import require
 from protocol.extensions import ALL_EXTENSIONS, AppDescription, Hello
+from protocol.limits import RPC_SIZE_BYTES_MAX
 from protocol.messages import MessageType, encode_message
 from protocol.readers import MessageReader
 from protocol.record import CONTROL_SEQUENCE_ID, encode_record
@@ -101,14 +102,15 @@ SENDS_IMPULSES = frozenset({Phase.NORMAL, Phase.CHECKPOINTING, Phase.COMPLETING_
 class AppSession:
     """The state of the connection with the app; without one, that of the next."""
 
-    def __init__(self, committer_id: int) -> None:
+    def __init__(self, committer_id: int, rpc_size_bytes_max: int = RPC_SIZE_BYTES_MAX) -> None:
+        self._rpc_size_bytes_max = rpc_size_bytes_max
         self.phase = Phase.WAITING
         self._committer_id = committer_id
         self.connect()
 
     def connect(self) -> None:
         """Forget all about the last connection."""
-        self.reader = MessageReader()
+        self.reader = MessageReader(rpc_size_bytes_max=self._rpc_size_bytes_max)
         self.hello: Hello | None = None
         self._extensions_of: Hello | None = None
         self._extensions: frozenset[int] = frozenset()

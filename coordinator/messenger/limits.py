@@ -31,12 +31,12 @@ REPLIES_SIZE_BYTES_MAX = 16 * 2**20
 # sender's retry asks for it.
 REPLIES_QUEUED_MAX = 2 * SPAN_MAX
 
-# A part of a message. It keeps a stranger from making us reserve any amount of memory.
-PART_SIZE_BYTES_MAX = 256 * 2**20
+# A part of a message: a call may be as large as a record. A stranger can make us reserve no more memory.
+PART_SIZE_BYTES_MAX = 2**30
 PARTS_MAX = 1024
 
-# A reply travels as one part: its parts together, less room for the envelope and their sizes.
-REPLY_SIZE_BYTES_MAX = PART_SIZE_BYTES_MAX - 2**20
+# A reply travels as one part: its parts together.
+REPLY_SIZE_BYTES_MAX = 255 * 2**20
 
 # Below it, a part is cheaper to copy than to share with ZeroMQ's thread.
 LARGE_PART_SIZE_BYTES = 32 * 1024

@@ -33,9 +33,10 @@ from protocol.extensions import (
     decode_origins,
     encode_version,
 )
+from protocol.limits import RPC_SIZE_BYTES_MAX
 from protocol.messages import MessageType, decode_attach_to, encode_checkpoint, encode_message
 from protocol.numbers import decode_numbers
-from protocol.readers import BlobStart, Message, MessageReader
+from protocol.readers import BlobData, BlobStart, Message, MessageReader
 from protocol.record import CHECKPOINT_SEQUENCE_ID, CONTROL_SEQUENCE_ID, decode_header, encode_record
 from protocol.trailer import Trailer
 from protocol.verdicts import MessageKey, Verdict, decode_verdict, encode_verdicts
@@ -108,7 +109,7 @@ class ReplaySession:
         self._last_sequence_id = route.last_sequence_id
         self._versions = list(route.versions)
         self._upgrade_to = route.upgrade_to
-        self._reader = MessageReader()
+        self._reader = MessageReader(rpc_size_bytes_max=RPC_SIZE_BYTES_MAX)
         # What apps may say is checked as a coordinator does, during its replay.
         self._app = coordinator_session.AppSession(summary.committer_id)
         self._app.phase = coordinator_session.Phase.REPLAYING
@@ -277,7 +278,7 @@ class ReplaySession:
             elif isinstance(event, BlobStart):
                 self._check_extensions()
                 self._require_asked()
-            else:
+            elif isinstance(event, BlobData):
                 if event.data and self._blob_is_final:
                     yield BlobPiece(event.data)
                 if event.last:

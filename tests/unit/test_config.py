@@ -85,7 +85,8 @@ def test_all_fields(tmp_path: Path) -> None:
             " peer, peer_template, allow, insecure, app_host, app_port, app_send_port, app_send_mode, app_socket,"
             " app_auth, app_insecure,"
             " log, keep_checkpoints, keep_log_days, log_trigger_mb, checkpoint_age_s, kills_before_verdict,"
-            " replay_check, spill_limit_mb, log_limit_mb, disk_free_mb, metrics, app, tuning, peers, peer_keys",
+            " replay_check, rpc_limit_mb, spill_limit_mb, log_limit_mb, disk_free_mb, metrics, app,"
+            " tuning, peers, peer_keys",
         ),
         (
             GOOD.replace("7002", '"7002"'),
@@ -266,6 +267,7 @@ settings_values = st.builds(
     log_limit_mb=st.none() | st.integers(1, 1 << 30),
     disk_free_mb=st.integers(0, 1 << 30),
     kills_before_verdict=st.none() | st.integers(1, 1000),
+    rpc_limit_mb=st.integers(1, 1023),
     replay_check=st.none() | st.sampled_from(ReplayCheck),
     app=st.none() | st.just("wordcount:Counter"),
     tuning=st.builds(Tuning, st.integers(1, 9999), st.integers(0, 9999), st.integers(1, 9999)),

@@ -11,8 +11,9 @@ from coordinator.core.interfaces import LogSpace
 from coordinator.core.limits import Limits, ReplayCheck
 from coordinator.core.session import Phase
 from protocol.extensions import ALL_EXTENSIONS, Hello, encode_hello
-from protocol.messages import MessageType
+from protocol.messages import MessageType, encode_outgoing_rpc
 from protocol.peer import FrameType
+from protocol.varint import encode_zigzag
 from tests.helpers.core import Driven, arguments, checkpoint
 
 # Outgoing RPCs of method 3 with one byte of arguments: a fork and an impulse, to b and to oneself.
@@ -279,3 +280,68 @@ def test_another_order_behind_other_contents_stops_it_too() -> None:
     assert len(warnings(second)) == 1
     second.data(OWN_OTHER_METHOD + OWN)
     assert isinstance(second.stop.error, DivergenceError)
+
+
+# --- large batches, and calls that are too large ----------------------------------------------------------------------
+
+MIB = 1 << 20
+
+
+def outgoing(size_bytes: int) -> bytes:
+    return encode_outgoing_rpc("b", 3, 1, bytes(size_bytes))
+
+
+def test_a_batch_of_more_than_64_mib_is_taken() -> None:
+    driven = base()
+    one = outgoing(MIB)
+    size_bytes = 1 + 2 + 70 * len(one)
+    driven.data(encode_zigzag(size_bytes) + b"\x05" + encode_zigzag(70))
+    for _ in range(70):
+        driven.data(one)
+    assert not driven.of(ef.CloseApp), driven.reports
+    assert driven.machine._peers.outputs["b"].position == 70
+    driven.data(CALL_B)
+    assert driven.machine._peers.outputs["b"].position == 71
+
+
+@pytest.mark.parametrize("arguments_bytes", [64 * MIB, 64 * MIB - 5])
+def test_a_call_may_have_64_mib_of_arguments(arguments_bytes: int) -> None:
+    driven = base()
+    driven.data(outgoing(arguments_bytes))
+    assert driven.machine._peers.outputs["b"].position == 1
+    assert not driven.of(ef.CloseApp)
+
+
+def test_a_call_that_is_too_large_is_dropped_now_and_at_each_replay() -> None:
+    limits = Limits(arguments_bytes_max=2 * MIB)
+    driven = Driven.started(hello=False, limits=limits)
+    said = CALL_B + outgoing(3 * MIB) + CALL_B_LATER
+    driven.data(said)
+    driven.batch("t", 1, bytes.fromhex("0a 00 00 06 01 01"))  # a record that holds the mark
+    second = driven.crash()
+    second.connect()
+    second.data(said + checkpoint(b"two"))
+    assert second.phase is Phase.NORMAL
+    second.reply(FrameType.WELCOME, 0)
+    assert b"".join(frame.payload for frame in second.frames(FrameType.BATCH)) == CALL_IN + CALL_LATER_IN
+    for life in (driven, second):
+        assert not life.of(ef.CloseApp)
+        assert not life.of(ef.Stop)
+        (error,) = [message for level, message in life.reports if level == "error"]
+        assert "a call of 3145734 bytes to 'b', at most 2 MiB of arguments are allowed (rpc_limit_mb)" in error
+
+
+def test_a_recovered_app_may_begin_with_one() -> None:
+    driven = Driven.started(hello=False, limits=Limits(arguments_bytes_max=MIB))
+    second = driven.crash()
+    second.connect()
+    second.data(outgoing(2 * MIB))
+    second.data(checkpoint(b"two"))
+    assert second.phase is Phase.NORMAL
+
+
+def test_with_a_hello_a_call_that_is_too_large_ends_the_connection() -> None:
+    driven = Driven.started(limits=Limits(arguments_bytes_max=MIB))
+    driven.data(ATTACH_B + outgoing(2 * MIB))
+    assert driven.of(ef.CloseApp)
+    assert "an RPC of 2097158 bytes, at most 1049088 are accepted" in driven.reports[-1][1]

@@ -121,7 +121,7 @@ REFUSED: dict[str, tuple[Callable[[], Driven], bytes, str]] = {
     "a stream batch with too many": (primary, stream_batch("", 1, rpc(1), rpc(2)), "has 9 bytes too many"),
     "an oversized message": (
         primary,
-        encode_zigzag(MESSAGE_SIZE_BYTES_MAX + 1),
+        encode_zigzag(MESSAGE_SIZE_BYTES_MAX + 1) + bytes((MessageType.INITIAL_MESSAGE,)),
         f"of {MESSAGE_SIZE_BYTES_MAX + 1} bytes, at most {MESSAGE_SIZE_BYTES_MAX} are accepted",
     ),
     "an empty message": (primary, b"\x00", "gives its size as 0"),

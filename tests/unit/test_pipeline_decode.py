@@ -52,7 +52,7 @@ NONSENSE = {
     "size 0": (value_of(b"\0" + SOUND, 1), "at least 1 was expected"),
     "size beyond the end": (value_of(bytes.fromhex("0c0000060101"), 1), "bytes are left"),
     "size that wraps around": (value_of(bytes.fromhex("ffffffff0f00") + SOUND, 1), "at least 1 was expected"),
-    "size over the limit": (value_of(bytes.fromhex("feffffff0f00") + SOUND, 1), "at most 67108864"),
+    "size over the limit": (value_of(bytes.fromhex("feffffff0f00") + SOUND, 1), "at most 1073676288"),
     "another type": (value_of(bytes.fromhex("0402aa"), 1), "type 2"),
     "bytes behind": (value_of(SOUND + b"\x0a", 1), "past the end|bytes are left|runs past"),
     "more than the trailer": (value_of(SOUND + SOUND, 1), "it has more"),

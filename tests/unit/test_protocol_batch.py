@@ -26,7 +26,7 @@ class Large(bytes):
     """Looks larger than it is."""
 
     def __len__(self) -> int:
-        return 64 << 20
+        return (1 << 30) - (64 << 10)
 
 
 @pytest.mark.parametrize("rpc", [SMALL, LARGE, HUGE, b"\x08\x00\x00\x00\x00"])
@@ -233,9 +233,9 @@ def test_what_a_reader_would_refuse_is_not_sent() -> None:
         encode_replayable_batch(b"", 2, 3)
     with pytest.raises(LocalProtocolError, match="of -1 with -1 replayable"):
         encode_replayable_batch(b"", -1, -1)
-    with pytest.raises(LocalProtocolError, match="a batch of 67108866 bytes, at most 67108864"):
+    with pytest.raises(LocalProtocolError, match="a batch of 1073676290 bytes, at most 1073676288"):
         encode_batch(Large(), 2)
-    with pytest.raises(LocalProtocolError, match="a batch of 67108867 bytes, at most 67108864"):
+    with pytest.raises(LocalProtocolError, match="a batch of 1073676291 bytes, at most 1073676288"):
         encode_replayable_batch(Large(), 2, 1)
 
 

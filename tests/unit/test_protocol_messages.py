@@ -43,9 +43,10 @@ def test_the_largest_message_is_64_mib_of_type_and_data() -> None:
 
 
 def test_a_larger_message_is_refused_by_its_size_field_alone() -> None:
-    with pytest.raises(LimitExceededError, match="67108865 bytes, at most 67108864") as caught:
-        decode_message(encode_zigzag(MIB_64 + 1))
-    assert (caught.value.size_bytes, caught.value.limit_bytes) == (MIB_64 + 1, MIB_64)
+    most = (1 << 30) - (64 << 10)  # of an RPC: it has to fit into a record
+    with pytest.raises(LimitExceededError, match="1073676289 bytes, at most 1073676288") as caught:
+        decode_message(encode_zigzag(most + 1))
+    assert (caught.value.size_bytes, caught.value.limit_bytes) == (most + 1, most)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,7 @@ def test_a_larger_message_is_refused_by_its_size_field_alone() -> None:
         ("0209 02", "at byte 2 gives its size as 1, only 0 bytes are left"),
         ("0209 80", "ZigZagInt at byte 2 runs past the end"),
         ("0209 8080808080", "ZigZagInt at byte 2 is longer than 5 bytes"),
-        ("0209 feffffff0f", "at byte 2 of 2147483647 bytes, at most 67108864"),
+        ("0209 feffffff0f", "at byte 2 of 2147483647 bytes, at most 1073676288"),
     ],
 )
 def test_malformed_messages(data: str, error: str) -> None:

@@ -2,13 +2,15 @@
  * the other said. It speaks the base protocol alone and aborts at whatever that does not have.
  *
  * client --peer NAME --count N --port P [--host H] [--send-port S [--listen]] [--begin] [--no-attach] [--clock]
+ *        [--flood M]
  *
  * Without --send-port one connection serves both directions; with it the client connects to that port, too, or with
  * --listen waits there for its coordinator. --begin: at the very first start, this one says the first number.
  * --no-attach: it calls its peer without AttachTo. --clock: with each number that it says it calls itself with the time.
+ * --flood: when it is new it sends itself a batch of M impulses of 1 MiB each, then a call that is too large.
  * Upgraded, it sends itself an impulse at once. Lines on stdout: "new", "restored N", "primary", "upgraded",
- * "checkpoint N", "at N" (each tenth number), "done N notes M", "tick N" (each tenth), "woken N". It ends with status 0
- * when its coordinator leaves.
+ * "checkpoint N", "at N" (each tenth number), "done N notes M", "tick N" (each tenth), "woken N",
+ * "flooded N". It ends with status 0 when its coordinator leaves.
  */
 #define _POSIX_C_SOURCE 200809L
 
@@ -26,12 +28,14 @@
 enum { RPC = 0, ATTACH_TO = 1, TAKE_CHECKPOINT = 2, RPC_BATCH = 5, CHECKPOINT = 8, INITIAL = 9, UPGRADE = 10 };
 enum { BECOME_PRIMARY = 11 };
 enum { CALL = 0, FORK = 1, IMPULSE = 2 };    /* an RPC's kind, and its types */
-enum { COUNT = 1, NOTE = 2, TICK = 3, WAKE = 4, START = 32 }; /* this app's methods */
+enum { COUNT = 1, NOTE = 2, TICK = 3, WAKE = 4, FLOOD = 5, START = 32 }; /* this app's methods */
 enum { CONTROL = -1, CHECKPOINT_RECORD = -2 }; /* sequence IDs that are none */
 
 #define HEADER_SIZE 24
 #define RECORD_SIZE_MAX (1 << 30)
 #define NAME_SIZE_MAX 255
+#define FLOOD_SIZE (1 << 20)
+#define TOO_LARGE_SIZE (65 << 20) /* of arguments; the coordinator takes 64 MiB */
 
 /* What a checkpoint holds, in this order, 8 bytes each. */
 struct state {
@@ -47,7 +51,7 @@ struct state {
 
 static struct state state = {0, -1, 0, 0, 0, 0, 0};
 static const char *peer_name = "";
-static int64_t target;
+static int64_t target, flood_count, flooded;
 static bool begins;
 static bool attached;
 static bool has_clock;
@@ -250,6 +254,36 @@ static void say(int64_t number)
     state.counter = number;
 }
 
+/* Zeros as the arguments of a call to oneself, behind what stands in front of them. */
+static void send_large(uint8_t type, int64_t size)
+{
+    static const uint8_t zeros[FLOOD_SIZE];
+    uint8_t front[16] = {0};
+    size_t at = write_zigzag(front, 5 + size); /* type, destination, kind, method, RPC type */
+    front[at++] = RPC;
+    front[at++] = 0; /* oneself */
+    front[at++] = CALL;
+    at += write_zigzag(front + at, FLOOD);
+    front[at++] = type;
+    send_bytes(front, at);
+    for (; size > FLOOD_SIZE; size -= FLOOD_SIZE)
+        send_bytes(zeros, FLOOD_SIZE);
+    send_bytes(zeros, (size_t)size);
+}
+
+static void flood(void)
+{
+    uint8_t front[16], one[16];
+    size_t one_size = write_zigzag(one, 5 + FLOOD_SIZE) + 5 + FLOOD_SIZE, count_size = write_zigzag(one, flood_count);
+    size_t at = write_zigzag(front, 1 + (int64_t)count_size + flood_count * (int64_t)one_size);
+    front[at++] = RPC_BATCH;
+    at += write_zigzag(front + at, flood_count);
+    send_bytes(front, at);
+    for (int64_t index = 0; index < flood_count; index++)
+        send_large(IMPULSE, FLOOD_SIZE);
+    send_large(FORK, TOO_LARGE_SIZE);
+}
+
 static void send_initial_message(void)
 {
     uint8_t call[16], message[32];
@@ -292,11 +326,15 @@ static void be_called(const uint8_t *data, const uint8_t *end)
     if (data == end || *data++ != CALL)
         fail("an RPC that is no call");
     int64_t method = read_zigzag(&data, end, 5);
-    if (data == end || *data++ != (method == WAKE ? IMPULSE : FORK))
+    if (data == end || *data++ != (method == WAKE || method == FLOOD ? IMPULSE : FORK))
         fail("an RPC of another type than it was sent with");
     if (method == START && end - data == 1) {
         if (*data)
             say(1);
+        return;
+    }
+    if (method == FLOOD && end - data == FLOOD_SIZE) {
+        tell("flooded %lld", (long long)++flooded);
         return;
     }
     if (end - data != 8)
@@ -381,15 +419,19 @@ static void handle_logged(uint8_t type, const uint8_t *data, const uint8_t *data
 static void handle_control(uint8_t type)
 {
     switch (type) {
-    case BECOME_PRIMARY:
-        if (!has_state) {
+    case BECOME_PRIMARY: {
+        bool is_new = !has_state;
+        if (is_new) {
             tell("new");
             send_initial_message();
         }
         has_state = true;
         send_checkpoint();
         tell("primary");
+        if (is_new && flood_count)
+            flood();
         break;
+    }
     case UPGRADE:
         if (!has_state)
             fail("an upgrade before there is a state");
@@ -524,6 +566,8 @@ int main(int count, char **arguments)
             peer_name = value;
         else if (!strcmp(option, "--count"))
             target = strtoll(value, NULL, 10);
+        else if (!strcmp(option, "--flood"))
+            flood_count = strtoll(value, NULL, 10);
         else if (!strcmp(option, "--host"))
             host = value;
         else if (!strcmp(option, "--port"))

@@ -222,9 +222,9 @@ def test_a_client_that_is_upgraded_sends_impulses_at_once(house: House, clients:
     coordinator = house.start("alice")
     alice = clients.start(settings, "bob")
     alice.line("new")
+    coordinator.line("checkpoint taken")
     coordinator.terminate()
     assert coordinator.ended()[0] == 0
-    settings = house.settings("alice")
     upgrade_mark.write(settings.folder, upgrade_mark.UpgradeMark(2))
     coordinator = house.start("alice")
     alice = clients.start(settings, "bob")
@@ -233,6 +233,18 @@ def test_a_client_that_is_upgraded_sends_impulses_at_once(house: House, clients:
     alice.line("woken 1")
     coordinator.line("upgraded")
     check_in_order(alice, coordinator)
+
+
+def test_a_batch_of_100_mb_is_taken_and_a_call_that_is_too_large_dropped(house: House, clients: Clients) -> None:
+    house.register("alice", "bob")
+    settings = house.settings("alice")
+    coordinator = house.start("alice")
+    alice = clients.start(settings, "bob", "--flood", "100")
+    alice.line("flooded 100")
+    assert "a call of 68157445 bytes to 'itself', at most 64 MiB" in coordinator.line("the call is dropped")
+    assert control.query(settings.folder, "checkpoint") == {"asked": True}
+    alice.line("checkpoint ")
+    assert alice.process.poll() is None
 
 
 # --- that the client does find what it is here to find ---------------------------------------------------------------
