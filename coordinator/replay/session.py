@@ -6,7 +6,8 @@
                                                                    until the app's checkpoint comes
 
 ENDING asks for a checkpoint (2): the app answers with all outputs that it still holds, then with its state. It is never
-told that it is primary. A message that can't fail alone leads to DONE from anywhere.
+told that it is primary, but where it says no Hello: that one gets 11, and what it does behind its checkpoint is not
+looked at. A message that can't fail alone leads to DONE from anywhere.
 """
 
 from __future__ import annotations
@@ -253,7 +254,9 @@ class ReplaySession:
         elif at_end:
             self.phase = Phase.ENDING
             self._blob_is_final = True
-            if self._upgraded_to is None:
+            if self._app.hello is None:  # a client of the base protocol: as a recovery ends for it
+                self._send_control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
+            elif self._upgraded_to is None:
                 self._send_control(MessageType.TAKE_CHECKPOINT)
             else:  # right behind an upgrade a TakeCheckpoint would make the app primary
                 self._send_control(MessageType.UPGRADE_TAKE_CHECKPOINT, self._upgraded_to)
@@ -334,6 +337,8 @@ class ReplaySession:
     def _calls(self, message: Message) -> Iterator[Outputs | KeptImpulses]:
         origins, self._origins = self._origins, None
         for calls in read_calls(self._app, self.name, message):
+            if calls.impulses:
+                continue  # of an app that takes itself for primary; they are input, the log has its own
             if origins is not None and sum(origin.count for origin in origins) != calls.count:
                 raise AppProtocolError(f"the app gives origins for another number of messages than {calls.count}")
             stream = self._streams.get(calls.destination)
@@ -369,6 +374,7 @@ class ReplaySession:
         if self._blob_is_final:
             yield self._end(None)
         else:
+            self._app.upgraded = True
             self._go_on()
 
     def _end(self, failure: HandlerFailure | None) -> Ended:

@@ -411,7 +411,7 @@ class BaseApp(threading.Thread):
                     if not isinstance(event, Record):
                         continue
                     for message_type, _, _ in decode_messages(event.content):
-                        if message_type == MessageType.TAKE_CHECKPOINT:
+                        if message_type == MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT:
                             self.connection.sendall(checkpoint(b"state two"))
                         elif message_type == MessageType.RPC:
                             self.connection.sendall(encode_attach_to("b") + encode_outgoing_rpc("b", 3, 1, b"again"))

@@ -203,12 +203,50 @@ def test_nothing_is_sent_before_the_hello_of_an_app_that_says_one() -> None:
     assert session.phase is Phase.GREETING
 
 
+def base(summary: LogSummary = SUMMARY, route: Route = ROUTE) -> ReplaySession:
+    """A session of an app that says no Hello, and has its blob."""
+    session = ReplaySession("counter", replace(summary, extensions=frozenset()), route)
+    session.give_blob(b"blob")
+    session.blob_is_complete()
+    return session
+
+
+IMPULSE = encode_outgoing_rpc("", 3, 2, b"x")
+
+
+def test_a_base_client_s_replay_ends_as_its_recovery_does() -> None:
+    session = base(route=replace(ROUTE, last_sequence_id=11))
+    session.give_record(value(11, timed=False), TRAILER)
+    assert sent(session) == [b"blob", 11, (MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT,)]
+    assert heard(session, BLOB, IMPULSE) == [BlobPiece(b"state"), Ended()], "what it does as a primary has no effect"
+
+
+def test_a_base_client_s_replay_that_ends_with_an_upgrade_ends_with_its_checkpoint() -> None:
+    session = base(route=replace(ROUTE, last_sequence_id=11, versions=(VersionStart(2, 11),)))
+    session.give_record(value(11, timed=False), TRAILER)
+    assert sent(session) == [b"blob", 11, (MessageType.UPGRADE_TAKE_CHECKPOINT,)]
+    assert heard(session, BLOB, IMPULSE) == [BlobPiece(b"state"), Ended()]
+    with pytest.raises(AppProtocolError, match="an impulse in the phase"):
+        heard(base(), IMPULSE)
+
+
+def test_impulses_behind_an_upgrade_in_the_middle_count_for_nothing() -> None:
+    session = base(route=replace(ROUTE, last_sequence_id=12, versions=(VersionStart(2, 11),)))
+    session.give_record(value(11, timed=False), TRAILER)
+    call = encode_outgoing_rpc("", 3, 1, b"y")
+    (made,) = heard(session, BLOB, IMPULSE, call)
+    assert isinstance(made, Outputs)
+    assert (made.count, made.payload) == (1, encode_incoming_rpc(3, 1, b"y"))
+    session.give_record(value(12, timed=False), TRAILER)
+    assert sent(session)[-1] == (MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT,)
+
+
 def test_an_app_of_the_base_protocol() -> None:
     session = ReplaySession("counter", replace(SUMMARY, extensions=frozenset()), replace(ROUTE, last_sequence_id=11))
     session.give_blob(b"blob")
     session.blob_is_complete()
     session.give_record(value(11, timed=False), TRAILER)
-    assert sent(session) == [b"blob", 11, (MessageType.TAKE_CHECKPOINT,)]
+    assert sent(session) == [b"blob", 11, (MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT,)]
     events = heard(session, encode_attach_to("b"), encode_outgoing_rpc("b", 3, 1, b"x"), BLOB)
     assert events == [
         Outputs("b", 6, 1, encode_incoming_rpc(3, 1, b"x"), None),
