@@ -108,7 +108,7 @@ def replay(
         summary = reader.summary()
         route = plan_route(plan, reader, summary)
         app = app or default_app(name, settings.app, summary, route.last_version)
-        command = AppCommand.of(app, strict=strict, break_at=last if breaks else None)
+        command = AppCommand.of(app, strict=strict, break_at=last if breaks else None, settings=settings)
         blob = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="immortal-replay-"))) / "state"
         stop = stack.enter_context(_signals(follow=follow, in_debugger=breaks))
         advance = None if breaks else stack.enter_context(progress_bar("replaying"))
@@ -186,7 +186,7 @@ def verify(
                     reader,
                     start,
                     end,
-                    AppCommand.of(chosen),
+                    AppCommand.of(chosen, settings=settings),
                     receivers=receivers,
                     progress=advance,
                     announce=_announce(name),
@@ -239,7 +239,8 @@ def _state(result: ReplayResult, app: str) -> dict[str, Any]:
 
 def _announce(name: str) -> Callable[[str], None]:
     def announce(address: str) -> None:
-        click.echo(f"waiting for an app of {name} at {address} (IMMORTAL_APP_ADDRESS={address})", err=True)
+        variable = "" if " " in address else f" (IMMORTAL_APP_ADDRESS={address})"  # two ports are no SDK app's
+        click.echo(f"waiting for an app of {name} at {address}{variable}", err=True)
 
     return announce
 

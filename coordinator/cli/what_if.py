@@ -90,7 +90,10 @@ def what_if(
     ):
         route = plan_what_if(reader, checkpoint_id=checkpoint_id, last_sequence_id=last_sequence_id)
         old_app = old_app or default_app(name, settings.app, reader.summary(), route.last_version)
-        apps = {Side.OLD: AppCommand.of(old_app), Side.NEW: AppCommand.of(new_app)}
+        apps = {
+            Side.OLD: AppCommand.of(old_app, settings=settings),
+            Side.NEW: AppCommand.of(new_app, settings=settings),
+        }
         blob_paths = {side: Path(folder, side.value) for side in Side}
         try:
             with progress_bar("replaying") as progress:

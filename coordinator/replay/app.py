@@ -7,6 +7,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from coordinator.config import InstanceSettings
+
 BY_HAND = "-"
 """As an app's name: it is started by whoever replays, and told the address."""
 
@@ -23,15 +25,24 @@ class AppCommand:
     argv: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     foreground: bool = False
+    two_ports: InstanceSettings | None = None  # started by hand, it comes in at two ports, as these have it
 
     @classmethod
-    def of(cls, app: str, *, strict: bool = False, break_at: tuple[int, int | None] | None = None) -> AppCommand:
-        """An SDK app, "module:Class", in trace mode; BY_HAND: none is started.
+    def of(
+        cls,
+        app: str,
+        *,
+        strict: bool = False,
+        break_at: tuple[int, int | None] | None = None,
+        settings: InstanceSettings | None = None,
+    ) -> AppCommand:
+        """An SDK app, "module:Class", in trace mode; BY_HAND: none is started, and it comes in as ``settings`` say.
 
         ``break_at``: (record, message): pdb stops before the handler of that message, in the caller's terminal.
         """
         if app == BY_HAND:
-            return cls(BY_HAND)
+            two_ports = settings is not None and settings.app_send_port is not None
+            return cls(BY_HAND, two_ports=settings if two_ports else None)
         argv = [sys.executable, "-P", "-m", "appsdk", app, "--address", "{address}", "--trace"]
         if strict:
             argv.append("--strict")

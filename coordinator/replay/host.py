@@ -17,6 +17,7 @@ from coordinator.app_gate import AppGate
 from coordinator.core.interfaces import LogSummary
 from coordinator.logs import Events
 from coordinator.replay.app import AppCommand
+from coordinator.replay.by_hand import accept_two_ports
 from coordinator.replay.errors import AppDiedError, ReplayError
 from coordinator.replay.plan import ReplayPlan, Route, plan_route
 from coordinator.replay.positions import KeptImpulses, Outputs
@@ -64,19 +65,10 @@ def run_replay(
     summary = source.summary()
     route = plan_route(plan, source, summary) if isinstance(plan, ReplayPlan) else plan
     with ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        address = "{}:{}".format(*listener.getsockname())
-        process = gate = None
-        epoll = stack.enter_context(select.epoll())
-        if app.by_hand:
-            announce(address)  # it may be of the base protocol, which knows no secret
+        if app.two_ports is not None:
+            process, connection, said = None, accept_two_ports(app.two_ports, announce, stop, stack), b""
         else:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="immortal-replay-")))
-            gate = AppGate(source.identity.instance_name, app_secret.make(folder), Events("replay"), epoll)
-            stack.callback(gate.close)
-            process = AppProcess(app, address, app_secret.path(folder))
-            stack.callback(process.close)
-        connection, said = _accept(listener, gate, epoll, process, app, stop)
+            process, connection, said = _come_in(source, app, announce, stop, stack)
         stack.callback(connection.close)
         blob_file = stack.enter_context(blob_path.open("wb")) if blob_path is not None else None
         host = _Host(source, summary, route, app, process, connection, said, sink, blob_file, numbers, tells)
@@ -88,6 +80,26 @@ def run_replay(
         result.stderr_head, result.stderr_tail = process.head, process.tail
     result.blob_path = blob_path if result.failure is None else None
     return result
+
+
+def _come_in(
+    source: RecordSource, app: AppCommand, announce: Callable[[str], None], stop: Callable[[], bool], stack: ExitStack
+) -> tuple[AppProcess | None, AppConnection, bytes]:
+    """The app's process, if it is ours to start, its connection, and what it has said by then."""
+    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    address = "{}:{}".format(*listener.getsockname())
+    process = gate = None
+    epoll = stack.enter_context(select.epoll())
+    if app.by_hand:
+        announce(address)  # it may be of the base protocol, which knows no secret
+    else:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="immortal-replay-")))
+        gate = AppGate(source.identity.instance_name, app_secret.make(folder), Events("replay"), epoll)
+        stack.callback(gate.close)
+        process = AppProcess(app, address, app_secret.path(folder))
+        stack.callback(process.close)
+    connection, said = _accept(listener, gate, epoll, process, app, stop)
+    return process, connection, said
 
 
 def _accept(

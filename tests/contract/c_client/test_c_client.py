@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -245,6 +247,36 @@ def test_a_batch_of_100_mb_is_taken_and_a_call_that_is_too_large_dropped(house: 
     assert control.query(settings.folder, "checkpoint") == {"asked": True}
     alice.line("checkpoint ")
     assert alice.process.poll() is None
+
+
+@pytest.mark.parametrize("ports", list(PORTS))
+def test_a_client_replays_at_the_ports_that_it_has_in_service(house: House, clients: Clients, ports: str) -> None:
+    house.register("alice", "bob", **PORTS[ports])
+    alice_settings = house.settings("alice")
+    coordinators = [house.start("alice"), house.start("bob")]
+    clients.start(house.settings("bob"), "alice").line("new")
+    alice = clients.start(alice_settings, "bob", "--begin")
+    alice.line(f"done {COUNT}")
+    for coordinator in coordinators:
+        coordinator.terminate()
+        assert coordinator.ended()[0] == 0
+
+    command = [sys.executable, "-m", "coordinator", "--home", str(house.home)]
+    command += ["replay", "alice", "--checkpoint", "1", "--app", "-"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as replay:
+        assert replay.stderr is not None
+        waits = next(line for line in replay.stderr if line.startswith("waiting for an app of alice at "))
+        (port,) = re.findall(r"127.0.0.1:(\d+)", waits)[:1]
+        options = ["--port", port]
+        if "app_send_port" in PORTS[ports]:
+            options += ["--send-port", re.findall(r"send port (\d+)", waits)[0]]
+        if PORTS[ports].get("app_send_mode") == "listen":
+            options.append("--listen")
+        client = clients.run(*options, "--peer", "bob", "--count", str(COUNT))
+        client.line(f"done {COUNT}")
+        out, said = replay.communicate(timeout=DEADLINE_S)
+    assert replay.returncode == 0, (out, said)
+    assert client.ended() == (0, "")
 
 
 # --- that the client does find what it is here to find ---------------------------------------------------------------
