@@ -686,7 +686,7 @@ class Machine:
         # What was held back at one checkpoint comes behind it, so before the next.
         all_sent = self._app_flushes or self._behind
         self._peers.finish_replay(all_sent=all_sent)
-        self._behind = not all_sent and self._peers.replay_is_behind()
+        self._behind = not all_sent and self._policy.compares and self._peers.replay_is_behind()
 
     def _begin_checkpoint(self) -> None:
         session = self._session
