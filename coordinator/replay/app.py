@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from coordinator.config import InstanceSettings
+from protocol.limits import ARGUMENTS_SIZE_MIB_DEFAULT
 
 BY_HAND = "-"
 """As an app's name: it is started by whoever replays, and told the address."""
@@ -25,6 +26,7 @@ class AppCommand:
     argv: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     foreground: bool = False
+    rpc_limit_mib: int = ARGUMENTS_SIZE_MIB_DEFAULT  # of its arguments: a larger call is dropped, as it was in service
     two_ports: InstanceSettings | None = None  # started by hand, it comes in at two ports, as these have it
 
     @classmethod
@@ -42,7 +44,8 @@ class AppCommand:
         """
         if app == BY_HAND:
             two_ports = settings is not None and settings.app_send_port is not None
-            return cls(BY_HAND, two_ports=settings if two_ports else None)
+            limit_mib = ARGUMENTS_SIZE_MIB_DEFAULT if settings is None else settings.rpc_limit_mb
+            return cls(BY_HAND, rpc_limit_mib=limit_mib, two_ports=settings if two_ports else None)
         argv = [sys.executable, "-P", "-m", "appsdk", app, "--address", "{address}", "--trace"]
         if strict:
             argv.append("--strict")

@@ -186,7 +186,9 @@ class _Host:
         self._blob_file = blob_file
         self._numbers = numbers
         self._blob_size_bytes = self._blob_check = 0
-        self._session = ReplaySession(source.identity.instance_name, summary, route, tells)
+        self._session = ReplaySession(
+            source.identity.instance_name, summary, route, tells, rpc_limit_mib=app.rpc_limit_mib
+        )
         self._known_sequence_id = summary.last_sequence_id  # of this record the verdicts are known
         self._blob = source.checkpoint_chunks(route.checkpoint.checkpoint_id)
         self._values: Iterator[bytes] | None = None

@@ -34,7 +34,7 @@ from protocol.extensions import (
     decode_origins,
     encode_version,
 )
-from protocol.limits import RPC_SIZE_BYTES_MAX
+from protocol.limits import ARGUMENTS_SIZE_MIB_DEFAULT, RPC_FRONT_SIZE_BYTES_MAX
 from protocol.messages import MessageType, decode_attach_to, encode_checkpoint, encode_message
 from protocol.numbers import decode_numbers
 from protocol.readers import BlobData, BlobStart, Message, MessageReader
@@ -96,7 +96,15 @@ Event = Outputs | KeptImpulses | BlobPiece | NumbersDrawn | VerdictGiven | Ended
 class ReplaySession:
     """One replay of ``route`` with one app. ``name``: the instance. ``summary``: its log."""
 
-    def __init__(self, name: str, summary: LogSummary, route: Route, tells: Tells = lambda verdict: True) -> None:
+    def __init__(
+        self,
+        name: str,
+        summary: LogSummary,
+        route: Route,
+        tells: Tells = lambda verdict: True,
+        *,
+        rpc_limit_mib: int = ARGUMENTS_SIZE_MIB_DEFAULT,
+    ) -> None:
         self.name = name
         self.phase = Phase.GREETING
         self.description: AppDescription | None = None
@@ -110,7 +118,7 @@ class ReplaySession:
         self._last_sequence_id = route.last_sequence_id
         self._versions = list(route.versions)
         self._upgrade_to = route.upgrade_to
-        self._reader = MessageReader(rpc_size_bytes_max=RPC_SIZE_BYTES_MAX)
+        self._reader = MessageReader(rpc_size_bytes_max=(rpc_limit_mib << 20) + RPC_FRONT_SIZE_BYTES_MAX)
         # What apps may say is checked as a coordinator does, during its replay.
         self._app = coordinator_session.AppSession(summary.committer_id)
         self._app.phase = coordinator_session.Phase.REPLAYING

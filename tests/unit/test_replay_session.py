@@ -439,3 +439,11 @@ def test_an_app_may_answer_in_any_pieces() -> None:
     blob = b"".join(event.data for event in events if isinstance(event, BlobPiece))
     assert blob == b"state"
     assert [event for event in events if not isinstance(event, BlobPiece)] == [expected[0], expected[-1]]
+
+
+def test_a_call_that_was_too_large_in_service_is_dropped_in_a_replay_too() -> None:
+    session = ReplaySession("counter", replace(SUMMARY, extensions=frozenset()), ROUTE, rpc_limit_mib=1)
+    large, small = (encode_outgoing_rpc("b", 3, 1, bytes(size_bytes)) for size_bytes in (2 << 20, 1 << 20))
+    (made,) = heard(session, large, small)
+    assert isinstance(made, Outputs)
+    assert (made.first_position, made.count) == (6, 1)
