@@ -40,7 +40,6 @@ REPEATED_SIZE_BYTES_MAX = 4 << 30
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _AT_INDEX = re.compile(r" - at `\$\[(\d+)\]")
-_COUNTS = re.compile(r"^Expected `array` of (?:at least )?length ")
 _CALLER_AND_NUMBER = msgspec.msgpack.Decoder(list[msgspec.Raw])
 
 
