@@ -332,7 +332,7 @@ MUTATIONS = (
         "who waits for a call that has failed is not told",
         Dispatcher,
         "_pass_over",
-        "self._failures.answer(verdict, content[offset : offset + size_bytes])",
+        "self._failures.answer(verdict, message)",
         "pass",
     ),
     Mutation(
