@@ -41,6 +41,7 @@ class Definition:
     concurrent_effects: int
     on_error: OnError = "undo"
     handler_time_limit: timedelta | None = None  # a handler that takes longer ends the process
+    share_tracebacks: bool = False  # with who waits for a call that fails
     upgrades: Definition | None = None  # the class that its upgrade() starts from; set by @upgrades
     retries_refused: bool = False  # at its upgrade; set by @upgrades
     handlers: dict[str, Handler[Any, Any]] = field(default_factory=dict)
@@ -136,6 +137,8 @@ def define(
     concurrent_effects: int,
     on_error: OnError = "undo",
     handler_time_limit: timedelta | None = None,
+    *,
+    share_tracebacks: bool = False,
 ) -> Definition:
     """Collect and check the class. Raises DefinitionError."""
     if serializer not in ("msgspec", "pickle"):
@@ -166,6 +169,7 @@ def define(
         concurrent_effects,
         checked_on_error(cls.__qualname__, on_error),
         handler_time_limit,
+        share_tracebacks,
     )
     _check_names(cls, base)
     for ancestor in reversed(cls.__mro__):

@@ -248,7 +248,7 @@ class Delivery:
         made = handler_failed(name, arguments, error, self._context.sequence_id, index)
         handler = self._definition.by_method_id.get(-1 if method_id is None else method_id)
         if handler is not None and (policy := self._definition.policy(handler)) != "stop":
-            made.failure = failure_of(policy, name, method_id, error)
+            made.failure = failure_of(policy, name, method_id, error, shares_trace=self._definition.share_tracebacks)
         return made
 
     def _unknown(self, content: bytes, offset: int, end: int, index: int) -> HandlerError:

@@ -71,10 +71,21 @@ class Failure:
 
 
 def failure_of(
-    policy: OnError, method: str, method_id: int | None, error: BaseException, task: int = 0, step: int = 0
+    policy: OnError,
+    method: str,
+    method_id: int | None,
+    error: BaseException,
+    task: int = 0,
+    *,
+    shares_trace: bool = False,
 ) -> Failure:
+    """``shares_trace``: callers are to see where it was raised."""
     trace = _encodable(user_traceback(error))[-TRACE_CHARACTERS_MAX:]
-    return Failure(policy, method, method_id, type(error).__name__, text_of(error), trace, task=task, step=step)
+    text = text_of(error)
+    if shares_trace:
+        front = f"{text}\n"
+        text = front + _ADDRESS.sub(" at 0x...", trace)[-max(0, TEXT_CHARACTERS_MAX - len(front)) :]
+    return Failure(policy, method, method_id, type(error).__name__, text[:TEXT_CHARACTERS_MAX], trace, task=task)
 
 
 def refusal(method: str, method_id: int | None, cause: Cause, text: str) -> Failure:

@@ -70,7 +70,8 @@ class Immortal:
     :func:`~appsdk.upgrades` one more than the old class's); ``checkpoint="fork"`` takes checkpoints in a child process,
     beside the handlers; ``concurrent_effects=8`` is how many effects run at once (by default 32); ``on_error`` says
     what an exception does that a handler does not declare, "undo" by default (see :func:`~appsdk.rpc`);
-    ``handler_time_limit=timedelta(seconds=30)`` ends the process of a handler that takes longer, as a crash would.
+    ``handler_time_limit=timedelta(seconds=30)`` ends the process of a handler that takes longer, as a crash would;
+    ``share_tracebacks=True`` tells callers where a call has failed, not only with what.
     DefinitionError is raised for a class that could not be replayed.
     """
 
@@ -89,6 +90,7 @@ class Immortal:
         concurrent_effects: int | None = None,
         on_error: OnError | None = None,
         handler_time_limit: timedelta | None = None,
+        share_tracebacks: bool | None = None,
         **keywords: Any,
     ) -> None:
         super().__init_subclass__(**keywords)
@@ -103,6 +105,8 @@ class Immortal:
             on_error = inherited.on_error if inherited else "undo"
         if handler_time_limit is None and inherited:
             handler_time_limit = inherited.handler_time_limit
+        if share_tracebacks is None:
+            share_tracebacks = inherited.share_tracebacks if inherited else False
         if isinstance(formerly, str):
             raise DefinitionError(f"{cls.__qualname__}: formerly={formerly!r}: a tuple was expected: ({formerly!r},)")
         cls._immortal_definition = define(
@@ -115,6 +119,7 @@ class Immortal:
             concurrent_effects,
             on_error,
             handler_time_limit,
+            share_tracebacks=share_tracebacks,
         )
 
     def __new__(cls, *arguments: Any, **keywords: Any) -> Self:

@@ -381,7 +381,10 @@ class Task(Fibers):
             self.name, self.decoded_arguments(), error, context.sequence_id, max(context.message_index, 0)
         )
         if (policy := self.tasks.definition.policy(self.handler)) != "stop":
-            made.failure = failure_of(policy, self.name, self.handler.method_id, error, self.number)
+            shares_trace = self.tasks.definition.share_tracebacks
+            made.failure = failure_of(
+                policy, self.name, self.handler.method_id, error, self.number, shares_trace=shares_trace
+            )
         made.__cause__ = error
         return made
 

@@ -266,7 +266,9 @@ class Tasks:
         name = handler.function.__qualname__
         made = handler_failed(name, arguments, error, context.sequence_id, context.message_index)
         if (policy := self.definition.policy(handler)) != "stop":
-            made.failure = failure_of(policy, name, handler.method_id, error)
+            made.failure = failure_of(
+                policy, name, handler.method_id, error, shares_trace=self.definition.share_tracebacks
+            )
         made.__cause__ = error
         return made
 

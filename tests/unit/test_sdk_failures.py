@@ -735,3 +735,23 @@ def test_a_goodbye_is_still_heard() -> None:
     life = first_start_with_verdicts(Shelf)
     life.give(logged(1, [call(1, "bad")]) + control(MessageType.GOODBYE, b"x"))
     assert type(life.events[-1]).__name__ == "Goodbye"
+
+
+class Open(Immortal, share_tracebacks=True):
+    @rpc(id=1)
+    def fail(self) -> None:
+        raise ValueError("in the open")
+
+    @rpc(id=2)
+    async def fail_later(self) -> None:
+        raise ValueError("later")
+
+
+@pytest.mark.parametrize(("method_id", "words"), [(1, "in the open"), (2, "later")])
+def test_callers_see_a_traceback_where_the_class_shares_it(method_id: int, words: str) -> None:
+    life = first_start_with_verdicts(Open)
+    life.give(logged(1, [ask(method_id)]))
+    ((_, _, (_, name, (type_name, text, _), _)),) = sent(life)
+    assert (name, type_name) == ("~failed", "ValueError")
+    assert text.startswith(f"{words}\n")
+    assert f'raise ValueError("{words}")' in text
