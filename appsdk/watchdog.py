@@ -22,7 +22,7 @@ from protocol.verdicts import Handling, encode_handling
 LOOK_INTERVAL_S = 0.5
 TOLD_AFTER_S = (1.0, 10.0)  # then the coordinator hears of it, and from then on each TOLD_EACH_S
 TOLD_EACH_S = 30.0
-LEFT_AFTER_S = 1.0  # a handler that goes on for so long is not waited for when nobody takes what it says
+LEFT_AFTER_S = 1.0  # a handler that goes on for so long behind the end of the connection is not waited for
 _COME_BACK = Handling(-1, for_s=1.0)
 
 
@@ -50,6 +50,7 @@ class Watchdog:
         self._handling: Handling | None = None
         self._since_s = 0.0
         self._tell_at_s = 0.0
+        self._left_at_s: float | None = None  # when the connection was first seen ended, during this handler
         self._told: Handling | None = None  # what the coordinator believes that takes long
         self._ended = threading.Event()
 
@@ -76,18 +77,21 @@ class Watchdog:
             self._told = None
         if handling is None or handling != self._handling:
             self._handling, self._since_s, self._tell_at_s = handling, now_s, now_s + TOLD_AFTER_S[0]
+            self._left_at_s = None
             return
         for_s = now_s - self._since_s
         if now_s >= self._tell_at_s and self._say(encode_handling(msgspec.structs.replace(handling, for_s=for_s))):
             following_s = next((after_s for after_s in TOLD_AFTER_S if after_s > for_s), for_s + TOLD_EACH_S)
             self._tell_at_s = self._since_s + following_s
             self._told = handling
+        if self._left_at_s is None and self._is_left():  # who would see that is in the handler
+            self._left_at_s = now_s
         why = ""
         if self._limit_s is not None and for_s >= self._limit_s:
             why = f"its limit is {self._limit_s:g} s"
-        elif for_s >= LEFT_AFTER_S and self._is_left():  # who would see that is in the handler
+        elif self._left_at_s is not None and now_s - self._left_at_s >= LEFT_AFTER_S:
             why = "and the coordinator has ended the connection"
-        if why:
+        if why and self._now_handling() == handling:  # it may have come back just now
             self._warn(
                 f"the handler of message {handling.message_index} of record {handling.sequence_id} has not come back "
                 f"for {for_s:.1f} s, {why}: the process ends"

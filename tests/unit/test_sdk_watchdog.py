@@ -116,8 +116,20 @@ def test_one_whose_coordinator_has_left_is_not_waited_for() -> None:
     watched.pass_time(5)
     assert watched.ended == [], "between two handlers the app sees it itself"
     watched.handling = Handling(2, 0)
-    watched.pass_time(0.5)
+    watched.pass_time(1.5)
     assert watched.ended == []
-    watched.pass_time(1)
+    watched.pass_time(0.5)
     assert watched.ended == [EXIT_FAILED]
     assert "and the coordinator has ended the connection: the process ends" in watched.warnings[0]
+
+
+def test_a_handler_that_comes_back_as_the_coordinator_leaves_ends_nothing() -> None:
+    """The process ended at times with status 1 where it had been said goodbye to."""
+    watched = Watched()
+    watched.handling = Handling(2, 0)
+    watched.pass_time(5)
+    watched.is_left = True
+    watched.pass_time(1)
+    watched.handling = None
+    watched.pass_time(5)
+    assert watched.ended == []
