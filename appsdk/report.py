@@ -94,7 +94,10 @@ class FailureReporter:
         if len(self._told) > FAILURE_KINDS_MAX:
             del self._told[next(iter(self._told))]
         others = f" (and {count} more of this kind since the last time)" if count else ""
-        self._say(f"warning: {in_words(verdict)}{others}" + (f"\n{verdict.trace}" if verdict.trace else ""))
+        self._say(
+            f"warning: {in_words(verdict)}{others}"
+            + "".join(f"\n{printable(line)}" for line in verdict.trace.split("\n") if line)
+        )
 
 
 def in_words(verdict: Verdict) -> str:

@@ -13,10 +13,11 @@ import pytest
 from appsdk import Immortal, rpc
 from appsdk.errors import HandlerError, RecoveryNeeded
 from appsdk.proxy import definition_of
+from appsdk.report import FailureReporter
 from appsdk.runner import run_connection
 from appsdk.testing.wire import AppOutput, call, checkpoint_record, control, initial_record, logged
 from protocol.messages import MessageType
-from protocol.verdicts import VerdictKind, decode_handling, decode_verdict
+from protocol.verdicts import Verdict, VerdictKind, decode_handling, decode_verdict
 from tests.helpers.sdk import GOODBYE, TAKE_FIRST, ScriptedCoordinator, coordinator, verdicts_record
 
 hold = threading.Event()
@@ -81,6 +82,15 @@ def test_the_user_sees_what_failed_once_and_then_how_many(capfd: pytest.CaptureF
     assert 'raise ValueError("no bad here")' in told
     assert "message 2" not in told
     assert not has(it.output, MessageType.LEAVING)
+
+
+def test_what_came_from_outside_moves_no_cursor() -> None:
+    said: list[str] = []
+    trace = "    Traceback\n    ValueError: \x1b[2J\x9bforged"
+    FailureReporter(said.append).failed(
+        Verdict(1, 0, VerdictKind.UNDONE, "ValueError", trace=trace, method="Shelf.put")
+    )
+    assert said[0].endswith("\n    Traceback\n    ValueError: \\x1b[2J\\x9bforged")
 
 
 def test_an_app_that_stops_by_itself_says_so() -> None:
