@@ -117,9 +117,11 @@ class Failing:
         self._keep_suspect()
 
     def _give_killed(self, verdict: Verdict) -> None:
-        if self.give(verdict) is None:
-            return  # the app is at a message that it was told to pass over
         where = message_in_words(verdict.sequence_id, verdict.message_index, verdict.caller)
+        if self.give(verdict) is None:
+            then = "deploy code that does not end it there"
+            self._report("error", f"{verdict.text} at {where}, which failed before: {then}")
+            return
         then = "its caller is told" if verdict.caller is not None else f"see 'immortal dead-letters {self.name}'"
         text = f"{verdict.method or 'a message'} ({where}) is not called any more: {verdict.text}; {then}"
         self._report("error", text)

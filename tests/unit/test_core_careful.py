@@ -93,6 +93,18 @@ def test_three_deaths_at_a_message_are_a_verdict() -> None:
     assert (told(driven), careful(driven)) == ([verdict], None)
 
 
+def test_deaths_at_a_message_that_failed_before_are_said() -> None:
+    driven = with_record()
+    driven.close()
+    for _ in range(2 * 3):
+        dies(driven, BLAMED)
+    _, line = [text for level, text in driven.reports if level == "error"]
+    where = "record 1, message 0, called by shop"
+    said = "which failed before: deploy code that does not end it there"
+    assert line == f"it ended the app's process 3 times at {where}, {said}"
+    assert len(driven.store.summary().verdicts) == 1
+
+
 def test_what_ends_an_app_that_is_to_upgrade_behind_it_is_found_as_well() -> None:
     # Found by the simulation: the app was asked to upgrade while it had not come to that record, and died for ever.
     driven = with_record().crash(upgrade_to=2)
