@@ -6,4 +6,4 @@ cdef class Context:
     cdef public unsigned long handling_thread_id
     cdef public unsigned long thread_id
     cdef public object _streams, _streams_of, committer_id, handlers, instance_name, outbox, peers, record_time_ns, seed
-    cdef public object sequence_id, sites, tasks
+    cdef public object sequence_id, sites, source, tasks

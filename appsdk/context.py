@@ -76,6 +76,7 @@ class Context:
         "sequence_id",
         "sites",
         "slice_end",
+        "source",
         "tasks",
         "thread_id",
     )
@@ -92,6 +93,7 @@ class Context:
         self.committer_id = 0
         self.sequence_id = -1
         self.message_index = 0
+        self.source: str | None = ""  # who sent what is handled; "": the instance's own side; None: it is not known
         self.record_time_ns: int | None = None
         self.slice_end = 0  # where in the record the delivery pauses; the outbox sets it to 0 to pause it at once
         self.handling_thread_id = 0  # of the handlers' thread while a handler runs, else 0: who may call

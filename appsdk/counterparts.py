@@ -97,6 +97,11 @@ class TracedTasks(Tasks):
             self.others.forget(task.number)
         super()._end(task)
 
+    def _was_called(self, call: Any) -> bool:
+        if isinstance(call, Counterpart):
+            return not self.context.source or call.what.endswith(f" of {self.context.source}")
+        return super()._was_called(call)
+
     def _resolve(self, operation: Any, raised: bool, value: bytes) -> None:
         if isinstance(operation, Counterpart):
             operation.outcome = (raised, value)
@@ -122,10 +127,11 @@ def _what(operation: Operation) -> What:
 class Counterpart:
     """What the old code waits for and the new code does not, so far. It is found in place of an Operation."""
 
-    __slots__ = ("number", "outcome")
+    __slots__ = ("number", "outcome", "what")
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, what: str) -> None:
         self.number = number
+        self.what = what
         self.outcome: tuple[bool, bytes] | None = None
 
     def fits(self, saved: Described) -> bool:
@@ -173,7 +179,7 @@ class Counterparts:
                 if (own := _taken(handler.behind, what)) is not None:
                     self._renumber(own, draw.number)
                 else:
-                    counterpart = Counterpart(draw.number)
+                    counterpart = Counterpart(draw.number, draw.what)
                     handler.ahead.setdefault(what, deque()).append(counterpart)
                     self._register(counterpart)
 

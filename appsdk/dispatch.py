@@ -43,6 +43,7 @@ from protocol.extensions import (
     Hello,
     decode_impulses_accepted,
     decode_record_time,
+    decode_sources,
     decode_version,
     encode_app_description,
     encode_hello,
@@ -169,6 +170,8 @@ class Dispatcher:
         self._failures = Failures(self.context, fails_alone=fails_alone)
         self._copies = Copies(enabled=any(one.can_undo for one in definition.chain), keeps_large=keeps_large_copies)
         self._careful: Careful | None = None
+        self._sources: list[str] | None = None  # of the batches of the records that come, see Record
+        self._batch_sources: Iterator[str] | None = None  # of those of the record that is handled
         self._batch_begin = b"", 0, 0  # content, offset, and index of the first message, of what is handled now
         self._work = self._run()
         self.outbox.send(encode_hello(Hello(extensions, definition.label, secret)))
@@ -275,6 +278,8 @@ class Dispatcher:
                 yield from self._become_primary()
             elif message_type == MessageType.VERDICTS:
                 self._failures.know(decode_verdicts(data))
+            elif message_type == MessageType.SOURCES:
+                self._sources = decode_sources(data)
             elif message_type == MessageType.CAREFUL:
                 self._careful = decode_careful(data)
             elif message_type == MessageType.IMPULSES_ACCEPTED:
@@ -296,6 +301,7 @@ class Dispatcher:
         if sequence_id != self._next_sequence_id:
             raise RemoteProtocolError(f"record {sequence_id} came, {self._next_sequence_id} was expected")
         self._upgraded = False
+        record.sources = self._sources
         careful = self._careful
         if careful is not None:
             yield from self._say_record(careful, sequence_id)
@@ -329,6 +335,8 @@ class Dispatcher:
         context.sequence_id = sequence_id
         context.record_time_ns = None
         context.message_index = 0
+        context.source = None if record.sources is None else ""
+        self._batch_sources = iter(record.sources) if record.sources else None
         for message_type, start, end in decode_messages(content):
             if message_type == MessageType.RECORD_TIME:
                 self._extended = True
@@ -355,6 +363,8 @@ class Dispatcher:
     def _batch(self, content: bytes, offset: int, end: int, count: int) -> Iterator[Event]:
         """Handle the ``count`` RPC messages of ``content[offset:end]``, with a pause wherever there is much to send."""
         first_index = self.context.message_index
+        if self._batch_sources is not None:
+            self.context.source = next(self._batch_sources, None)
         start = offset
         self._batch_begin = content, start, first_index
         is_watched = self._careful is not None and self._careful.suspect_sequence_id == self.context.sequence_id

@@ -481,9 +481,28 @@ class Tasks:
                 refusal("an answer", None, Cause.UNREADABLE, text),
             ) from None
         if (call := self.calls.get(number)) is not None:
+            if not self._was_called(call):
+                if self._failed_wait is None:
+                    raise self._wrong_answer(number)
+                return
             self._resolve(call, kind is _RAISED, value)
             if self._queue:
                 self.drain()
+
+    def _was_called(self, call: Call) -> bool:
+        """Whether the answer that is handled is from whom ``call`` went to. What the instance says itself is."""
+        source = self.context.source
+        return not source or source == call.target.destination
+
+    def _wrong_answer(self, number: int) -> HandlerError:
+        context = self.context
+        text = f"an answer of {context.source!r} to call {number}, which went to somebody else"
+        return HandlerError(
+            f"record {context.sequence_id}, message {context.message_index}: {text}; the app stops",
+            context.sequence_id,
+            context.message_index,
+            refusal("an answer", None, Cause.SENDER, text),
+        )
 
     def effect_done(self, result: EffectResult) -> None:
         """An effect has returned or raised. Raises HandlerError."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 RPC_SIZE_BYTES_MIN = 4  # type, kind, method ID, RPC type
 _FRONT_SIZE_BYTES = 4  # whole sizes of up to 1 MiB, and the type
 _FRONTS_KEPT_MAX = 4096  # some 500 KiB
+_CHECKED_FRONTS_MAX = 256  # for each sender
 
 
 class _Strides(dict[bytes, int]):
@@ -111,77 +112,128 @@ def _rpc_at(payload: bytes, offset: int, index: int, total: int) -> tuple[int, i
     return start, end
 
 
-def check_calls(payload: bytes, count: int, *, own: bool = False) -> None:
-    """As :func:`check_batch`; and each message is one that an app can be given: a kind and an RPC type that there is,
-    and no call of the SDK's own methods (those with negative IDs), but in an app's ``own`` calls to itself.
+class CallRules:
+    """What the calls of one sender to one receiver may be; `protocol/senders.py` has them all.
 
-    Raises RemoteProtocolError.
+    ``negative``: methods with negative IDs, the SDK's own. ``callers``: what calls that wait for an answer may
+    give as who waits; None: that is not looked at, their arguments are the sender's own matter.
     """
-    if count > 2 and _is_one_front(payload, count, own):
-        return
-    fronts = _own_fronts if own else _fronts
-    octets: cython.p_const_uchar = payload  # compiled, its slices are not cut where it ends: look before
-    size_bytes: cython.Py_ssize_t = len(payload)
-    offset: cython.Py_ssize_t = 0
-    length: cython.Py_ssize_t = fronts.length
-    other: cython.Py_ssize_t = fronts.other
-    for index in range(count):
-        stride = fronts.get(octets[offset : offset + length]) if offset + length <= size_bytes else None
-        if stride is None:
-            length, other = other, length
+
+    def __init__(self, *, negative: bool = False, callers: tuple[str, ...] | None = None) -> None:
+        self.negative = negative
+        self.callers = None if callers is None else tuple([caller.encode() for caller in callers])
+        self._fronts = _Fronts()
+
+    def check(self, payload: bytes, count: int) -> None:
+        """As :func:`check_batch`; and each message is one that an app can be given, a kind and an RPC type that there
+        is, and that this sender may send. Raises RemoteProtocolError.
+        """
+        if count > 2 and self._is_one_front(payload, count):
+            return
+        fronts = self._fronts
+        octets: cython.p_const_uchar = payload  # compiled, its slices are not cut where it ends: look before
+        size_bytes: cython.Py_ssize_t = len(payload)
+        offset: cython.Py_ssize_t = 0
+        length: cython.Py_ssize_t = fronts.length
+        other: cython.Py_ssize_t = fronts.other
+        for index in range(count):
             stride = fronts.get(octets[offset : offset + length]) if offset + length <= size_bytes else None
-        if stride is None or offset + stride > size_bytes:
-            length, stride = _call_at(payload, offset, index, count, own)
-            fronts.keep(payload[offset : offset + length], stride)
-        offset += stride
-    fronts.length, fronts.other = length, other
-    if count < 0 or offset != size_bytes:
-        check_batch(payload, count)
+            if stride is None:
+                length, other = other, length
+                stride = fronts.get(octets[offset : offset + length]) if offset + length <= size_bytes else None
+            if stride is None or offset + stride > size_bytes:
+                length, stride = self._call_at(payload, offset, index, count)
+                if length:
+                    fronts.keep(payload[offset : offset + length], stride)
+            offset += stride
+        fronts.length, fronts.other = length, other
+        if count < 0 or offset != size_bytes:
+            check_batch(payload, count)
+
+    def _is_one_front(self, payload: bytes, count: int) -> bool:
+        """Whether all messages begin with the same bytes, as far as they are looked at, at one stride; the first is
+        checked."""
+        length, stride = self._call_at(payload, 0, 0, count)
+        if not length or stride * count != len(payload):
+            return False
+        return all(payload[at::stride] == payload[at : at + 1] * count for at in range(length))
+
+    def _call_at(self, payload: bytes, offset: int, index: int, total: int) -> tuple[int, int]:
+        """How many bytes of message ``index`` say that it is in order (0: all of it), and how many it has.
+
+        Raises RemoteProtocolError.
+        """
+        start, end = _rpc_at(payload, offset, index, total)
+        kind = payload[start]
+        if kind > RpcKind.RAISED:
+            raise RemoteProtocolError(f"message {index} of a batch is an RPC of kind {kind}, 0 to 3 were expected")
+        method_id, at = decode_zigzag_int(payload, start + 1)
+        if at >= end:
+            raise RemoteProtocolError(f"message {index} of a batch ends inside its method ID, or before its RPC type")
+        rpc_type = payload[at]
+        if rpc_type > RpcType.IMPULSE:
+            raise RemoteProtocolError(f"message {index} of a batch has the RPC type {rpc_type}, 0 to 2 were expected")
+        if method_id < 0 and not self.negative:
+            raise RemoteProtocolError(
+                f"message {index} of a batch has the method {method_id}: only an app itself may call negative ones"
+            )
+        at += 1
+        if kind == RpcKind.CALL and rpc_type == RpcType.ASYNC and self.callers is not None:
+            at = self._caller_end(payload, at, end, index)
+        return at - offset if at else 0, end - offset
+
+    def _caller_end(self, payload: bytes, start: int, end: int, index: int) -> int:
+        """Behind the caller in the arguments ``payload[start:end]`` of a call that waits for an answer.
+
+        Arguments that do not begin as those of such a call are the receiver's to refuse: behind what shows that, or 0
+        where it takes all of them. Raises RemoteProtocolError for the name of somebody else.
+        """
+        if start == end:
+            return start
+        first = payload[start]
+        array_size = _ARRAY_FRONTS.get(first, 1 if 0x90 <= first <= 0x9F else 0)
+        at = start + array_size
+        if not array_size:
+            return start + 1
+        if at >= end:
+            return 0 if at > end else at
+        first = payload[at]
+        length_size = _STRING_LENGTHS.get(first, 0)
+        if not length_size and not 0xA0 <= first <= 0xBF:
+            return at + 1
+        behind = at + 1 + length_size
+        size_bytes = int.from_bytes(payload[at + 1 : behind], "big") if length_size else first & 0x1F
+        behind += size_bytes
+        if behind > end:
+            return 0
+        caller = payload[behind - size_bytes : behind]
+        if caller not in (self.callers or ()):
+            expected = " or ".join([repr(one.decode()) for one in self.callers or ()])
+            raise RemoteProtocolError(
+                f"message {index} of a batch is a call whose answer is to go to {caller.decode('utf-8', 'replace')!r}, "
+                f"its sender may give only {expected}"
+            )
+        return behind
+
+
+_ARRAY_FRONTS = {0xDC: 3, 0xDD: 5}  # MessagePack: how many bytes stand before an array's first item
+_STRING_LENGTHS = {0xD9: 1, 0xDA: 2, 0xDB: 4}  # ... and how many give the length of a string
 
 
 class _Fronts(dict[bytes, int]):
-    """How many bytes a message takes, by its front, from the size to the RPC type: few come again and again.
+    """How many bytes a message takes, by its front, from the size to what was looked at last: few come again and again.
 
-    They are looked up by as many bytes as one of the last two kinds had: ``length``, ``other``.
+    No front begins another. They are looked up by as many bytes as one of the last two kinds had: ``length``,
+    ``other``.
     """
 
     def __init__(self) -> None:
         self.length = self.other = 0
 
     def keep(self, front: bytes, stride: int) -> None:
-        if len(self) >= _FRONTS_KEPT_MAX:
+        if len(self) >= _CHECKED_FRONTS_MAX:
             self.clear()
         self[front] = stride
-
-
-_fronts = _Fronts()
-_own_fronts = _Fronts()
-
-
-def _is_one_front(payload: bytes, count: int, own: bool) -> bool:
-    """Whether all messages begin with the same bytes, up to the RPC type, at one stride; that front is checked."""
-    length, stride = _call_at(payload, 0, 0, count, own)
-    if stride * count != len(payload):
-        return False
-    return all(payload[at::stride] == payload[at : at + 1] * count for at in range(length))
-
-
-def _call_at(payload: bytes, offset: int, index: int, total: int, own: bool) -> tuple[int, int]:
-    """How many bytes the front of message ``index`` takes, and all of it. Raises RemoteProtocolError."""
-    start, end = _rpc_at(payload, offset, index, total)
-    kind = payload[start]
-    if kind > RpcKind.RAISED:
-        raise RemoteProtocolError(f"message {index} of a batch is an RPC of kind {kind}, 0 to 3 were expected")
-    method_id, at = decode_zigzag_int(payload, start + 1)
-    if at >= end:
-        raise RemoteProtocolError(f"message {index} of a batch ends inside its method ID, or before its RPC type")
-    if payload[at] > RpcType.IMPULSE:
-        raise RemoteProtocolError(f"message {index} of a batch has the RPC type {payload[at]}, 0 to 2 were expected")
-    if kind == RpcKind.CALL and method_id < 0 and not own:
-        raise RemoteProtocolError(
-            f"message {index} of a batch calls method {method_id}: only an app itself may call negative ones"
-        )
-    return at + 1 - offset, end - offset
 
 
 def encode_batch(payload: Readable, count: int) -> bytes:

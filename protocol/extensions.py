@@ -36,6 +36,7 @@ ALL_EXTENSIONS = frozenset(
         MessageType.INSTANCE_NAME,
         MessageType.VERDICTS,
         MessageType.CAREFUL,
+        MessageType.SOURCES,
     }
 )
 """Those of a coordinator and its app."""
@@ -203,6 +204,34 @@ def decode_version(data: Readable) -> int:
     if version < 1:
         raise RemoteProtocolError(f"a Version of {version}, at least 1 was expected")
     return version
+
+
+SOURCES_MAX = 1 << 24  # of a record: more batches than fit into one
+
+
+def encode_sources(runs: Sequence[tuple[int, str]]) -> bytes:
+    """A whole Sources message: so many batches of a record, one after the other, came from each of these instances.
+
+    "" is the instance's own side: itself, its impulses, its clients. No runs: all batches did.
+    """
+    parts = [encode_zigzag(len(runs))]
+    for count, name in runs:
+        parts += (encode_zigzag(count), encode_name(name))
+    return encode_message(MessageType.SOURCES, b"".join(parts))
+
+
+def decode_sources(data: bytes) -> list[str]:
+    """For each batch who sent it; empty: all came from the instance's own side. Raises RemoteProtocolError."""
+    runs, offset = decode_zigzag_int(data, 0)
+    sources: list[str] = []
+    for _ in range(runs):
+        count, offset = decode_zigzag_int(data, offset)
+        if not 0 <= count <= SOURCES_MAX - len(sources):
+            raise RemoteProtocolError(f"a Sources gives the senders of more than {SOURCES_MAX} batches")
+        name, offset = decode_name(data, offset)
+        sources += [name] * count
+    _require_end("Sources", data, offset)
+    return sources
 
 
 @dataclass(frozen=True, slots=True)

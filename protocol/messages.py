@@ -57,6 +57,7 @@ class MessageType(IntEnum):
     LEAVING = 84
     RETRY_REFUSED = 85
     NUMBERS = 86
+    SOURCES = 89
 
 
 class RpcKind(IntEnum):

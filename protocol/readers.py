@@ -40,10 +40,15 @@ class TooLargeRpc:
 
 
 class Record(Struct):
-    """A record from the coordinator, its check bytes verified."""
+    """A record from the coordinator, its check bytes verified.
+
+    ``sources``: who sent each of its batches, as an app is told by Sources; none: they came from the instance's own
+    side; None: it was not told.
+    """
 
     header: RecordHeader
     content: bytes
+    sources: list[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

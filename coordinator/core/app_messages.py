@@ -13,7 +13,7 @@ from msgspec import Struct
 from coordinator.core.errors import AppProtocolError
 from coordinator.core.interfaces import ONESELF
 from coordinator.core.session import SENDS_CALLS, SENDS_IMPULSES, AppSession
-from protocol.batch import check_calls, decode_batch
+from protocol.batch import decode_batch
 from protocol.client import CLIENTS
 from protocol.errors import LimitExceededError
 from protocol.extensions import decode_app_batch
@@ -114,7 +114,7 @@ def _checked(session: AppSession, own_name: str, calls: Calls) -> Calls:
                 f"the app called {calls.destination!r} without AttachTo: send AttachTo once before the first call to it"
             )
         session.attached.add(calls.destination)  # a client of the base protocol that answers whoever called it
-    check_calls(calls.payload, calls.count, own=calls.destination == ONESELF)
+    session.rules(own_name, calls.destination).check(calls.payload, calls.count)
     if calls.impulses and calls.destination == CLIENTS:
         raise AppProtocolError(f"the app sent an impulse to {CLIENTS!r}, which takes answers to clients alone")
     if calls.impulses and session.phase not in SENDS_IMPULSES and not session.upgraded:

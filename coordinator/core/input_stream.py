@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from coordinator.core.interfaces import SourcePosition
 from coordinator.core.peer_problems import sender_swapped
-from protocol.batch import check_calls, offset_after
+from protocol.batch import CallRules, offset_after
 from protocol.peer import FrameType, PeerFrame, RefusedCode
+from protocol.senders import from_peer
 
 
 class InputStream:
@@ -18,6 +19,7 @@ class InputStream:
 
     def __init__(self, source: str, known: SourcePosition | None) -> None:
         self.source = source
+        self.rules = from_peer(source)
         self.committer_id = known.committer_id if known else 0
         self.epoch = abs(known.epoch) if known else 0
         self.durable_epoch = self._logged_epoch = known.epoch if known else 0  # as in the log's row; negative: reset
@@ -97,16 +99,16 @@ class InputStream:
         self.durable_epoch = self._logged_epoch  # nobody waits for what is on its way of the log before
         self._waiting.clear()
 
-    def new_part(self, frame: PeerFrame) -> tuple[int, int, bytes] | None:
+    def new_part(self, frame: PeerFrame, rules: CallRules) -> tuple[int, int, bytes] | None:
         """What of a Batch is new: (first position, count, payload); None if nothing, or if there is a gap.
 
-        Taking it is up to :meth:`take`. Raises RemoteProtocolError for a payload that is not ``count`` calls that an
-        app can be given: logged, it would stop every one that is, and a wrong count would pass over what is to come.
+        Taking it is up to :meth:`take`. Raises RemoteProtocolError for a payload that is not ``count`` calls that this
+        sender may send: logged, one of them could stop the app or speak for somebody else.
         """
         known = self.received - frame.position + 1  # messages of it that are here already
         if known < 0 or known >= frame.count:
             return None
-        check_calls(frame.payload, frame.count)
+        rules.check(frame.payload, frame.count)
         if known == 0:
             return frame.position, frame.count, frame.payload
         offset = offset_after(frame.payload, known, frame.count)

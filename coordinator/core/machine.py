@@ -56,6 +56,7 @@ from coordinator.core.replay_check import ReplayPolicy
 from coordinator.core.session import (
     AWAITING_CHECKPOINT,
     GETS_RECORDS,
+    INTRODUCED,
     SENDS_IMPULSES,
     UPGRADES,
     AppSession,
@@ -88,7 +89,6 @@ from protocol.trailer import BatchKind, BatchSource, decode_trailer
 from protocol.verdicts import MessageKey
 
 _CALLS = frozenset({MessageType.RPC, MessageType.RPC_BATCH, MessageType.STREAM_BATCH, MessageType.IMPULSE_BATCH})
-_INTRODUCED = frozenset({MessageType.RECORD_TIME, MessageType.VERDICTS})  # who has asked for these, always says Hello
 LOGGED_EXTENSIONS = frozenset({MessageType.RECORD_TIME, MessageType.INSTANCE_NAME})
 """Extensions that change what the log holds: an app must ask for the same ones all its life."""
 
@@ -141,6 +141,7 @@ class Machine:
             committer_ids=dict(summary.peers),
             policy=self._policy,
             starts=dict(summary.stream_starts),
+            app_speaks=not INTRODUCED.isdisjoint(summary.extensions or ()),
         )
         self._peers.load_inputs(summary)
         self._clients = Clients(
@@ -373,11 +374,11 @@ class Machine:
             if header.sequence_id > self._last_to_feed():
                 return
             record = memoryview(value)[: header.size_bytes]
+            trailer = decode_trailer(memoryview(value)[header.size_bytes :], header.check)
             if replaying:
-                trailer = decode_trailer(memoryview(value)[header.size_bytes :], header.check)
                 self._peers.expect(header.sequence_id, record, trailer)
             session.fed_sequence_id = header.sequence_id
-            self._send(record)
+            self._send_record(record, trailer.batches)
 
     def _feed(self) -> None:
         """Give the app what it may have and has room for."""
@@ -410,7 +411,7 @@ class Machine:
     @property
     def _waits_for_hello(self) -> bool:
         """The app has a Hello to send, and that says what it is to be told before its first record."""
-        return not self._session.heard and bool(_INTRODUCED & (self._extensions or frozenset()))
+        return not self._session.heard and not INTRODUCED.isdisjoint(self._extensions or ())
 
     def _last_to_feed(self) -> int:
         """The last record that the app may be given now."""
@@ -482,6 +483,12 @@ class Machine:
         if accepted is not None and MessageType.IMPULSES_ACCEPTED in self._session.extensions:
             record = self._session.control_record(MessageType.IMPULSES_ACCEPTED, encode_impulses_accepted(accepted))
             self._effects.append(SendToApp(record))
+
+    def _send_record(self, record: memoryview, batches: Sequence[BatchSource]) -> None:
+        sources = self._session.sources_record(batches)
+        if sources is not None:
+            self._effects.append(SendToApp(sources))
+        self._send(record)
 
     def _send(self, data: bytes | memoryview) -> None:
         self._session.unsent_bytes += len(data)
@@ -848,6 +855,7 @@ class Machine:
             chunks.insert(0, encode_message(MessageType.INSTANCE_NAME, self.name.encode()))
         group = self._log.append(chunks, sum(map(len, chunks)), source)
         group.transaction.extensions = self._extensions = session.extensions
+        self._peers.app_speaks = session.speaks
         app = session.hello.label if session.hello else ""
         group.transaction.version = VersionStart(session.description.version, -1, app)
         return group
@@ -895,7 +903,7 @@ class Machine:
             and not self._final_checkpoint_asked
         ):  # the app is up to date: the very bytes that were just written go to it
             session.fed_sequence_id = group.sequence_id
-            self._send(group.record)
+            self._send_record(group.record, group.batches)
         if transaction.sources:
             self._peers.became_durable(transaction.sources.items(), self._now_ns)
         if CLIENTS in transaction.acknowledged:

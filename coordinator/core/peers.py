@@ -38,6 +38,7 @@ from protocol.batch import encode_batch
 from protocol.client import CLIENTS
 from protocol.errors import RemoteProtocolError
 from protocol.peer import FrameType, PeerFrame, RefusedCode
+from protocol.senders import from_peer_of_base_app
 from protocol.trailer import BatchKind, BatchSource, Trailer
 
 
@@ -69,6 +70,7 @@ class Peers:
     ready: bool  # the instance has completed its first start
     committer_ids: dict[str, int]  # of receivers, once seen
     policy: ReplayPolicy  # for what a replay makes
+    app_speaks: bool  # its calls and answers are as WIRE.md's part 4.1 says: who waits can be looked at
     starts: dict[str, StreamStart] = field(default_factory=dict)  # of the output streams that were reset
     outputs: dict[str, OutputStream] = field(default_factory=dict)
     inputs: dict[str, InputStream] = field(default_factory=dict)
@@ -674,7 +676,7 @@ class Peers:
         if last_position <= stream.durable:
             return _Reply(FrameType.TRIM_TO, stream.durable)
         try:
-            part = stream.new_part(frame)
+            part = stream.new_part(frame, stream.rules if self.app_speaks else from_peer_of_base_app)
         except RemoteProtocolError as error:
             return _Reply(FrameType.REFUSED, code=RefusedCode.MALFORMED, reason=str(error))
         stream.wait_for(last_position, token)

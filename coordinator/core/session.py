@@ -16,14 +16,22 @@ The table below is the whole of it; anything else is an internal error.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from enum import Enum
 
 from coordinator.core.errors import require
-from protocol.extensions import ALL_EXTENSIONS, AppDescription, Hello
+from coordinator.core.interfaces import ONESELF
+from protocol.batch import CallRules
+from protocol.extensions import ALL_EXTENSIONS, AppDescription, Hello, encode_sources
 from protocol.limits import RPC_SIZE_BYTES_MAX
 from protocol.messages import MessageType, encode_message
 from protocol.readers import MessageReader
 from protocol.record import CONTROL_SEQUENCE_ID, encode_record
+from protocol.senders import from_app
+from protocol.trailer import BatchKind, BatchSource
+
+INTRODUCED = frozenset({MessageType.RECORD_TIME, MessageType.VERDICTS})
+"""Who has asked for these always says Hello, and its calls that wait for an answer say who waits (WIRE.md, 4.1)."""
 
 
 class Phase(Enum):
@@ -127,6 +135,8 @@ class AppSession:
         self.initial_message: bytes | None = None
         self.impulses_accepted = 0
         self._acceptances: deque[tuple[int, int]] = deque()  # (behind this record, impulses accepted by then)
+        self._rules: dict[str, CallRules] = {}  # by destination
+        self._sources: list[tuple[int, str]] | None = None  # as the app was told last
 
     def advance(self, step: Step) -> None:
         following = TRANSITIONS.get((self.phase, step))
@@ -141,6 +151,38 @@ class AppSession:
             self._extensions_of = self.hello
             self._extensions = self.hello.extensions & ALL_EXTENSIONS if self.hello else frozenset()
         return self._extensions
+
+    @property
+    def speaks(self) -> bool:
+        """The app knows more than the base protocol: calls of it that wait for an answer say who waits."""
+        return not INTRODUCED.isdisjoint(self.extensions)
+
+    def rules(self, own_name: str, destination: str) -> CallRules:
+        """What the app may send there."""
+        rules = self._rules.get(destination)
+        if rules is None:
+            rules = self._rules[destination] = from_app(own_name, destination, speaks=self.speaks)
+        return rules
+
+    def sources_record(self, batches: Sequence[BatchSource]) -> bytes | None:
+        """What tells the app who sent the batches of the next record; None if it was told the same before."""
+        if MessageType.SOURCES not in self.extensions:
+            return None
+        runs: list[tuple[int, str]] = []
+        is_own = True
+        for batch in batches:
+            name = batch.name if batch.kind == BatchKind.STREAM else ONESELF
+            is_own = is_own and name == ONESELF
+            if runs and runs[-1][1] == name:
+                runs[-1] = runs[-1][0] + 1, name
+            else:
+                runs.append((1, name))
+        if is_own:
+            runs.clear()
+        if runs == self._sources:
+            return None
+        self._sources = runs
+        return self.control_record(MessageType.SOURCES, encode_sources(runs))
 
     def control_record(self, message_type: MessageType, message: bytes | None = None) -> bytes:
         """A record that is not logged, with one message; counted as unsent."""

@@ -225,6 +225,8 @@ class ReplaySession:
         header = decode_header(value)
         require(header.sequence_id == self.fed_sequence_id + 1, f"record {header.sequence_id} out of turn")
         last_message = self._route.last_message
+        if (sources := self._app.sources_record(trailer.batches)) is not None:
+            self._output.append(sources)
         if header.sequence_id == self._last_sequence_id and last_message is not None:
             self._output.append(with_first_messages(record_of(value), last_message + 1))
             self.messages += last_message + 1

@@ -29,7 +29,8 @@ COMMITTER_ID = 0x01020304
 PEER_COMMITTER_ID = 77
 NOW_NS = 1_700_000_000_000_000_000
 INITIAL = bytes.fromhex("0e0000400105 0403".replace(" ", ""))  # the RPC of wire.md's first start
-HELLO = encode_hello(Hello(ALL_EXTENSIONS - {MessageType.VERDICTS, MessageType.CAREFUL}, "test"))
+EXTENSIONS = ALL_EXTENSIONS - {MessageType.SOURCES}  # of apps that are not told who sends what
+HELLO = encode_hello(Hello(EXTENSIONS - {MessageType.VERDICTS, MessageType.CAREFUL}, "test"))
 
 EffectType = TypeVar("EffectType")
 

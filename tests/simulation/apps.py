@@ -27,6 +27,7 @@ from protocol.extensions import (
     AppDescription,
     Hello,
     decode_impulses_accepted,
+    decode_sources,
     decode_version,
     encode_app_batch,
     encode_app_description,
@@ -219,6 +220,8 @@ class CheckingApp:
         self._ticks_sent = 0
         self._impulses: list[tuple[str, int] | None] = []  # (peer, number) by count; None for a tick
         self._accepted = 0
+        self._sources: list[str] | None = None  # of the batches of the next records, as it was told
+        self._source: str | None = None  # of the batch that is handled
         self._introduced = plain  # told its verdicts: before its first record
         self._careful_until = -1  # up to this record it says what it is about to handle
         if not plain:
@@ -306,7 +309,10 @@ class CheckingApp:
             raise Violation(f"the app of {self.name} got record {sequence_id} behind {state.sequence_id}")
         state.sequence_id = sequence_id
         self._index = 0
+        sources = iter(self._sources) if self._sources else None
         for message_type, start, end in decode_messages(content):
+            if message_type in (MessageType.RPC, MessageType.RPC_BATCH, MessageType.INITIAL_MESSAGE):
+                self._source = next(sources) if sources is not None else "" if self._sources is not None else None
             if message_type == MessageType.RPC:
                 self._call(content, start, end)
             elif message_type == MessageType.RPC_BATCH:
@@ -370,6 +376,8 @@ class CheckingApp:
         elif message_type == MessageType.CAREFUL:
             careful = decode_careful(data)
             self._careful_until, self._suspect = careful.last_sequence_id, careful.suspect_sequence_id
+        elif message_type == MessageType.SOURCES:
+            self._sources = decode_sources(data)
         elif message_type not in (MessageType.GOODBYE, MessageType.REFUSAL):
             raise Violation(f"the app of {self.name} got a control message of type {message_type}")
 
@@ -383,6 +391,8 @@ class CheckingApp:
             self.out += encode_handling(Handling(state.sequence_id, index, 0.0, "", caller, message))
         if rpc.method_id == METHOD_CALL:
             sender, number, hops, _, _, check = _decode_call(rpc.arguments)
+            if self._source not in (None, sender):
+                raise Violation(f"{self.name} is told that {self._source!r} sent call {number} of {sender!r}")
             before = state.got.get(sender, 0)
             expected = before + 1
             if number != expected and not self._outside.allows(sender, self.name, number, before):

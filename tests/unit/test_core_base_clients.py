@@ -10,11 +10,11 @@ from coordinator.core.errors import DivergenceError
 from coordinator.core.interfaces import LogSpace
 from coordinator.core.limits import Limits, ReplayCheck
 from coordinator.core.session import Phase
-from protocol.extensions import ALL_EXTENSIONS, Hello, encode_hello
+from protocol.extensions import Hello, encode_hello
 from protocol.messages import MessageType, encode_outgoing_rpc
 from protocol.peer import FrameType
 from protocol.varint import encode_zigzag
-from tests.helpers.core import Driven, arguments, checkpoint
+from tests.helpers.core import EXTENSIONS, Driven, arguments, checkpoint
 
 # Outgoing RPCs of method 3 with one byte of arguments: a fork and an impulse, to b and to oneself.
 CALL_B = bytes.fromhex("0e 00 02 62 00 06 01 05")
@@ -25,7 +25,7 @@ CALL_IN = bytes.fromhex("0a 00 00 06 01 05")
 IMPULSE_IN = bytes.fromhex("0a 00 00 06 02 07")
 IMPULSE_OWN_IN = bytes.fromhex("0a 00 00 06 02 08")
 
-HELLO = encode_hello(Hello(ALL_EXTENSIONS - {MessageType.VERDICTS, MessageType.CAREFUL, MessageType.APP_DESCRIPTION}))
+HELLO = encode_hello(Hello(EXTENSIONS - {MessageType.VERDICTS, MessageType.CAREFUL, MessageType.APP_DESCRIPTION}))
 
 
 def base() -> Driven:
@@ -156,7 +156,7 @@ OWN_OTHER_METHOD = bytes.fromhex("0c 00 00 00 08 01 05")
 CALL_B_LATER = bytes.fromhex("0e 00 02 62 00 06 01 06")
 CALL_LATER_IN = bytes.fromhex("0a 00 00 06 01 06")
 ATTACH_B = bytes.fromhex("04 01 62")
-SDK_HELLO = encode_hello(Hello(ALL_EXTENSIONS - {MessageType.VERDICTS, MessageType.CAREFUL}))
+SDK_HELLO = encode_hello(Hello(EXTENSIONS - {MessageType.VERDICTS, MessageType.CAREFUL}))
 
 
 def replayed(

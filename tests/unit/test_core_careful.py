@@ -10,10 +10,10 @@ from coordinator.core.careful import KILLED_TYPE, Watch
 from coordinator.core.interfaces import NO_SUSPECT, UNKNOWN, Suspect
 from coordinator.core.limits import Limits
 from coordinator.core.session import Phase
-from protocol.extensions import ALL_EXTENSIONS, AppDescription, Hello, encode_app_description, encode_hello
+from protocol.extensions import AppDescription, Hello, encode_app_description, encode_hello
 from protocol.messages import MessageType, encode_message
 from protocol.verdicts import RECORD, Careful, Handling, Verdict, VerdictKind, encode_handling
-from tests.helpers.core import NOW_NS, Driven, call, checkpoint, first_start, rpc
+from tests.helpers.core import EXTENSIONS, NOW_NS, Driven, call, checkpoint, first_start, rpc
 from tests.unit.test_core_verdicts import HELLO, KEY, careful, told, with_record
 
 LEAVING = encode_message(MessageType.LEAVING, b"its secret has changed")
@@ -198,7 +198,7 @@ def test_who_was_given_nothing_since_its_checkpoint_did_not_crash_of_it() -> Non
 
 def test_who_knows_no_careful_runs_is_not_asked_for_them() -> None:
     driven = Driven()
-    driven.connect(encode_hello(Hello(ALL_EXTENSIONS - {MessageType.CAREFUL})))
+    driven.connect(encode_hello(Hello(EXTENSIONS - {MessageType.CAREFUL})))
     driven.data(first_start())
     lives(driven)
 

@@ -6,6 +6,7 @@ import pytest
 
 from coordinator.core.input_stream import InputStream
 from coordinator.core.interfaces import SourcePosition
+from protocol.batch import CallRules
 from protocol.errors import RemoteProtocolError
 from protocol.peer import FrameType, PeerFrame, RefusedCode
 from tests.helpers.core import rpc
@@ -35,7 +36,7 @@ def known(position: int, *, committer_id: int = 7, epoch: int = 1) -> InputStrea
 )
 def test_new_part(position: int, count: int, new: range | None) -> None:
     stream = known(10)
-    part = stream.new_part(batch(position, count))
+    part = stream.new_part(batch(position, count), stream.rules)
     if new is None:
         assert part is None
     else:
@@ -46,7 +47,7 @@ def test_a_batch_with_fewer_messages_than_it_says_is_an_error() -> None:
     frame = batch(9, 2)
     lying = PeerFrame(FrameType.BATCH, "b", "a", 7, 1, 9, 4, 0, frame.payload)
     with pytest.raises(RemoteProtocolError, match="a batch of 4 messages ends after 2"):
-        known(10).new_part(lying)
+        known(10).new_part(lying, CallRules())
 
 
 def test_taking_tells_the_log() -> None:

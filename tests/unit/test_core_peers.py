@@ -11,10 +11,12 @@ from coordinator.core import events as ev
 from coordinator.core.errors import DivergenceError
 from coordinator.core.limits import Limits
 from coordinator.core.session import Phase
-from protocol.messages import MessageType, encode_message
+from protocol.extensions import Hello, decode_sources, encode_hello
+from protocol.messages import MessageType, decode_messages, encode_message
 from protocol.peer import FrameType, RefusedCode
 from tests.helpers.core import (
     COMMITTER_ID,
+    EXTENSIONS,
     HELLO,
     INITIAL,
     PEER_COMMITTER_ID,
@@ -24,6 +26,7 @@ from tests.helpers.core import (
     call,
     checkpoint,
     first_start,
+    records,
     rpc,
 )
 
@@ -255,7 +258,7 @@ def test_a_batch_that_is_not_whole_calls_never_gets_into_the_log(payload: bytes,
     ("message", "reason"),
     [
         (rpc(1, rpc_type=3), "message 1 of a batch has the RPC type 3, 0 to 2 were expected"),
-        (rpc(1, method_id=-1), "message 1 of a batch calls method -1: only an app itself may call negative ones"),
+        (rpc(1, method_id=-1), "message 1 of a batch has the method -1: only an app itself may call negative ones"),
         (
             encode_message(MessageType.RPC, b"\x04\x06\x01"),
             "message 1 of a batch is an RPC of kind 4, 0 to 3 were expected",
@@ -270,6 +273,40 @@ def test_what_no_app_can_be_given_is_never_logged(message: bytes, reason: str) -
     driven.forget()
     driven.batch("u", 1, rpc(1), rpc(2, rpc_type=2))
     assert driven.replies == [("u", FrameType.TRIM_TO, 2)]
+
+
+def test_only_a_caller_under_its_own_name_is_logged() -> None:
+    driven = Driven.started()
+    driven.batch("own", 1, rpc(b"\x92\xa1b\1", rpc_type=0))
+    driven.batch("foreign", 2, rpc(b"\x92\xa1c\1", rpc_type=0))
+    reason = "message 0 of a batch is a call whose answer is to go to 'c', its sender may give only 'b'"
+    assert refusals(driven) == [(RefusedCode.MALFORMED, reason)]
+    assert driven.replies[0] == ("own", FrameType.TRIM_TO, 1)
+
+
+def test_arguments_to_an_app_of_the_base_protocol_are_its_own_matter() -> None:
+    driven = Driven.started(hello=False)
+    driven.batch("t", 1, rpc(b"\x92\xa1c\1", rpc_type=0))
+    assert driven.replies == [("t", FrameType.TRIM_TO, 1)]
+
+
+def test_an_app_is_told_who_sends_and_only_where_that_changes() -> None:
+    driven = Driven()
+    driven.connect(encode_hello(Hello(EXTENSIONS | {MessageType.SOURCES})))
+    driven.data(first_start())
+    driven.batch("1", 1, rpc(1))
+    driven.batch("2", 2, rpc(2))
+    driven.data(call("", 3))
+    driven.data(call("", 4))
+    driven.batch("3", 3, rpc(5))
+    told: list[object] = []
+    for record in records(bytes(driven.app_bytes)):
+        for message_type, start, end in decode_messages(record.content):
+            if message_type == MessageType.SOURCES:
+                told.append(decode_sources(record.content[start:end]))
+        if record.header.sequence_id >= 0:
+            told.append(record.header.sequence_id)
+    assert told == [[], 0, ["b"], 1, 2, [], 3, 4, ["b"], 5]
 
 
 def test_an_answer_that_comes_as_a_message_is_refused() -> None:

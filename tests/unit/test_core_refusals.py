@@ -67,12 +67,22 @@ REFUSED: dict[str, tuple[Callable[[], Driven], bytes, str]] = {
     "a call of another's own methods": (
         primary,
         attach("b") + stream_batch("b", 1, rpc(1, method_id=-1)),
-        "calls method -1: only an app itself may call negative ones",
+        "has the method -1: only an app itself may call negative ones",
     ),
     "a base call of another's own methods": (
         base,
         attach("b") + call("b", 1, method_id=-1),
-        "calls method -1: only an app itself may call negative ones",
+        "has the method -1: only an app itself may call negative ones",
+    ),
+    "a call in the name of another instance": (
+        primary,
+        attach("b") + stream_batch("b", 1, rpc(b"\x92\xa1c\1", rpc_type=0)),
+        "a call whose answer is to go to 'c', its sender may give only 'a'",
+    ),
+    "a call to itself in the name of a client": (
+        primary,
+        stream_batch("", 1, rpc(b"\x92\xa4~web\1", rpc_type=0)),
+        "a call whose answer is to go to '~web', its sender may give only '' or 'a'",
     ),
     "a type for coordinators": (primary, encode_message(MessageType.TRIM_TO, b"\0"), "type 14, which is not for apps"),
     "a type of others": (primary, encode_message(3), "type 3, which is not for apps to send"),  # type: ignore[arg-type]

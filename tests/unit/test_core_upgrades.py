@@ -9,10 +9,10 @@ from coordinator.core.errors import DivergenceError
 from coordinator.core.interfaces import CheckpointHeader, VersionStart
 from coordinator.core.session import Phase
 from coordinator.core.versions import behind
-from protocol.extensions import ALL_EXTENSIONS, AppDescription, Hello, encode_app_description, encode_hello
+from protocol.extensions import AppDescription, Hello, encode_app_description, encode_hello
 from protocol.messages import MessageType, encode_message
 from protocol.peer import FrameType
-from tests.helpers.core import Driven, attach, call, checkpoint, first_start, rpc
+from tests.helpers.core import EXTENSIONS, Driven, attach, call, checkpoint, first_start, rpc
 
 PRIMARY = (-1, "TAKE_BECOMING_PRIMARY_CHECKPOINT")
 UPGRADE = (-1, "VERSION", "UPGRADE_TAKE_CHECKPOINT")
@@ -20,7 +20,7 @@ TAKE = (-1, "TAKE_CHECKPOINT")
 
 
 def hello(version: int, label: str = "new:Counter") -> bytes:
-    extensions = ALL_EXTENSIONS - {MessageType.VERDICTS, MessageType.CAREFUL}
+    extensions = EXTENSIONS - {MessageType.VERDICTS, MessageType.CAREFUL}
     return encode_hello(Hello(extensions, label)) + encode_app_description(AppDescription(version))
 
 

@@ -14,7 +14,6 @@ from coordinator.core.limits import Limits
 from coordinator.core.session import Phase
 from protocol.client import CLIENTS, ClientFrame, ClientFrameType, caller_of, encode_request, msgpack_string
 from protocol.extensions import (
-    ALL_EXTENSIONS,
     AppDescription,
     Hello,
     encode_app_batch,
@@ -39,9 +38,20 @@ from protocol.verdicts import (
     encode_handling,
     encode_verdict,
 )
-from tests.helpers.core import NOW_NS, Driven, arguments, attach, call, checkpoint, first_start, records, rpc
+from tests.helpers.core import (
+    EXTENSIONS,
+    NOW_NS,
+    Driven,
+    arguments,
+    attach,
+    call,
+    checkpoint,
+    first_start,
+    records,
+    rpc,
+)
 
-HELLO = encode_hello(Hello(ALL_EXTENSIONS, "fails"))
+HELLO = encode_hello(Hello(EXTENSIONS, "fails"))
 KEY = (1, 0, 0, 0)
 LETTER = Verdict(1, 0, VerdictKind.UNDONE, "ValueError", "no", message=rpc(1), trace="Traceback")
 FAILED = msgspec.structs.replace(LETTER, caller="b", message=b"", trace="")
@@ -411,7 +421,7 @@ def test_letters_that_are_no_calls_stay(message: bytes, reason: str) -> None:
 # --- an upgrade that retries what was refused ------------------------------------------------------------------------
 
 RETRY_REFUSED = encode_message(MessageType.RETRY_REFUSED)
-VERSION_2 = encode_hello(Hello(ALL_EXTENSIONS, "test")) + encode_app_description(AppDescription(2))
+VERSION_2 = encode_hello(Hello(EXTENSIONS, "test")) + encode_app_description(AppDescription(2))
 
 
 def upgraded(first: Driven) -> Driven:

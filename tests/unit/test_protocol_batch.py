@@ -6,8 +6,8 @@ import pytest
 
 from protocol import batch
 from protocol.batch import (
+    CallRules,
     check_batch,
-    check_calls,
     decode_batch,
     decode_replayable_batch,
     encode_batch,
@@ -270,7 +270,7 @@ BAD_CALLS = [
     (encode_message(0, b"\x04\x06\x01\x01"), "is an RPC of kind 4, 0 to 3 were expected"),
     (encode_message(0, b"\xff\x06\x01\x01"), "is an RPC of kind 255"),
     (encode_message(0, b"\x00\x06\x03\x01"), "has the RPC type 3, 0 to 2 were expected"),
-    (encode_message(0, b"\x00\x05\x01\x01"), "calls method -3: only an app itself may call negative ones"),
+    (encode_message(0, b"\x00\x05\x01\x01"), "has the method -3: only an app itself may call negative ones"),
     (encode_message(0, b"\x00\x80\x80\x80\x01"), "ends inside its method ID, or before its RPC type"),
     (encode_message(2, b"\x00\x06\x01\x01"), "has type 2, an RPC"),
     (encode_message(0, b"\x00\x06"), "is an RPC of 3 bytes"),
@@ -282,17 +282,17 @@ BAD_CALLS = [
 @pytest.mark.parametrize("alike", [True, False])
 def test_no_app_is_given_what_is_no_call(bad: bytes, reason: str, count: int, alike: bool) -> None:
     parts = [encode_incoming_rpc(3, 1, b"\1")] * count if alike else mixed_calls(count)
-    check_calls(b"".join(parts), count)
+    CallRules().check(b"".join(parts), count)
     for index in {0, count // 2, count}:
         payload = b"".join([*parts[:index], bad, *parts[index:]])
         with pytest.raises(RemoteProtocolError, match=f"message {index} of a batch {reason}"):
-            check_calls(payload, count + 1)
+            CallRules().check(payload, count + 1)
 
 
 @pytest.mark.parametrize("bad", [bad for bad, _ in BAD_CALLS[:4]])
 def test_nor_is_one_that_is_given_it_many_times(bad: bytes) -> None:
     with pytest.raises(RemoteProtocolError, match="message 0 of a batch"):
-        check_calls(bad * 1000, 1000)
+        CallRules().check(bad * 1000, 1000)
 
 
 def test_an_app_may_call_the_sdk_itself_alone() -> None:
@@ -301,18 +301,20 @@ def test_an_app_may_call_the_sdk_itself_alone() -> None:
         [encode_incoming_rpc(-3, 2, bytes(size)) for size in (1, 99)],
     ):
         payload = b"".join(parts)
-        check_calls(payload, len(parts), own=True)
-        with pytest.raises(RemoteProtocolError, match="message 0 of a batch calls method -3"):
-            check_calls(payload, len(parts))
-    check_calls(encode_incoming_rpc(-3, 1, b"\1", RpcKind.RETURNED_VALUE), 1)
+        CallRules(negative=True).check(payload, len(parts))
+        with pytest.raises(RemoteProtocolError, match="message 0 of a batch has the method -3"):
+            CallRules().check(payload, len(parts))
+    for kind in RpcKind:
+        with pytest.raises(RemoteProtocolError, match="message 0 of a batch has the method -3"):
+            CallRules().check(encode_incoming_rpc(-3, 0, b"\1", kind), 1)
 
 
 @pytest.mark.parametrize("wrong", [-1, 0, 1, 2, 39, 41, 100])
 def test_calls_are_counted(wrong: int) -> None:
     payload = b"".join(mixed_calls(40))
-    check_calls(payload, 40)
+    CallRules().check(payload, 40)
     with pytest.raises(RemoteProtocolError):
-        check_calls(payload, wrong)
+        CallRules().check(payload, wrong)
 
 
 def test_calls_that_end_too_early() -> None:
@@ -320,5 +322,5 @@ def test_calls_that_end_too_early() -> None:
     payload = b"".join(parts)
     for end in range(len(payload) - len(parts[-1]) + 1, len(payload)):
         with pytest.raises(RemoteProtocolError, match=r"only \d+ bytes are left"):
-            check_calls(payload[:end], 40)
-    check_calls(b"", 0)
+            CallRules().check(payload[:end], 40)
+    CallRules().check(b"", 0)

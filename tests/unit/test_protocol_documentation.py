@@ -39,6 +39,7 @@ from protocol.extensions import (
     encode_impulses_accepted,
     encode_origins,
     encode_record_time,
+    encode_sources,
     encode_version,
 )
 from protocol.limits import EXTENSIONS_MAX, MESSAGE_SIZE_BYTES_MAX, NAME_SIZE_BYTES_MAX, RECORD_SIZE_BYTES_MAX
@@ -52,6 +53,7 @@ from protocol.messages import (
 )
 from protocol.peer import FrameType, PeerFrame, RefusedCode, encode_frame
 from protocol.record import encode_record
+from protocol.senders import ROWS
 from protocol.varint import encode_zigzag
 from protocol.verdicts import (
     Careful,
@@ -113,6 +115,7 @@ BYTES = {
     ),
     "UpgradeFailed, no": encode_message(MessageType.UPGRADE_FAILED, b"no"),
     "Version 2": encode_version(2),
+    "Sources: the first batch is b's, the next two are the instance's own": encode_sources([(1, "b"), (2, "")]),
     "Origins: two calls by message 0 of record 7, one by message 3": encode_origins([Origin(7, 0, 2), Origin(7, 3, 1)]),
     "Verdict: message 3 of record 7 is refused, no, a dead letter": encode_verdict(DEAD),
     "Verdicts: that, and nothing more": encode_verdicts([DEAD])[0],
@@ -213,6 +216,23 @@ def test_the_tables_of_clients() -> None:
     }
     kinds = PAGE.partition("| kind | value |")[2].partition("\n\n")[0]
     assert re.findall(r"^\| (\d+) \|", kinds, re.MULTILINE) == [str(int(member)) for member in ReplyKind]
+
+
+def test_who_may_send_what() -> None:
+    table = PAGE.partition("| from | to | in |")[2].partition("\n\n")[0]
+    rows = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in table.split("\n")[2:]]
+    assert rows == [
+        (
+            row.sender,
+            row.receiver,
+            row.carried,
+            ", ".join(map(str, row.kinds)),
+            ", ".join(map(str, row.rpc_types)),
+            "any" if row.negative_methods else "0 and above",
+            row.caller,
+        )
+        for row in ROWS
+    ]
 
 
 def test_the_limits() -> None:

@@ -47,6 +47,7 @@ SUMMARY = LogSummary(COMMITTER_ID, 1, 0, 13, [HEADER], {}, {}, {}, [], ALL_EXTEN
 ROUTE = Route(HEADER, 13)
 HELLO = encode_hello(Hello(ALL_EXTENSIONS | TRACE_EXTENSIONS, "counter:Counter"))
 TOLD = (MessageType.VERDICTS,)
+SOURCES = (MessageType.SOURCES,)
 BLOB = encode_checkpoint(5) + b"state"
 TRAILER = Trailer(0, [BatchSource(0, "a", 1, 1, 0)])
 
@@ -101,7 +102,7 @@ def test_blob_records_then_the_state_is_asked_for_and_goodbye_said() -> None:
         assert session.wants_records
         session.give_record(value(sequence_id), TRAILER)
     assert not session.wants_records
-    assert sent(session) == [11, 12, 13, (MessageType.TAKE_CHECKPOINT,)]
+    assert sent(session) == [SOURCES, 11, 12, 13, (MessageType.TAKE_CHECKPOINT,)]
     assert heard(session, BLOB) == [BlobPiece(b"state"), Ended()]
     assert sent(session) == [(MessageType.GOODBYE,)]
     assert session.phase is Phase.DONE
@@ -116,7 +117,7 @@ def test_numbers_go_from_one_app_to_another() -> None:
     assert heard(session, *told) == [NumbersDrawn(11, drawn[0], complete=False), NumbersDrawn(11, drawn[1])]
     session.give_numbers(drawn[:1])
     session.give_record(value(11), TRAILER)
-    assert sent(session) == [b"blob", TOLD, (MessageType.NUMBERS,), 11]
+    assert sent(session) == [b"blob", TOLD, (MessageType.NUMBERS,), SOURCES, 11]
     with pytest.raises(RemoteProtocolError, match="a Numbers message can't be read"):
         heard(session, encode_message(MessageType.NUMBERS, b"\x92\xa1x\x90"))
 
@@ -152,7 +153,7 @@ def test_the_verdicts_behind_the_checkpoint_are_told_before_the_first_record() -
     verdicts = [failed(10), failed(11), failed(12, 3), failed(13)]
     session = restored(replace(SUMMARY, verdicts=verdicts))
     session.give_record(value(11), TRAILER)
-    assert sent(session) == [b"blob", TOLD, 11]
+    assert sent(session) == [b"blob", TOLD, SOURCES, 11]
     assert told(restored(replace(SUMMARY, verdicts=verdicts))) == verdicts[1:]
 
 
@@ -297,7 +298,7 @@ def test_the_last_record_may_end_in_its_middle() -> None:
     session = restored(route=replace(ROUTE, last_sequence_id=11, last_message=0))
     content = encode_record_time(11) + rpc(1) + rpc(2)
     session.give_record(encode_record(COMMITTER_ID, 11, content) + b"trailer", TRAILER)
-    (_, _, _, record, _) = session.data_to_send()
+    (_, _, _, _, record, _) = session.data_to_send()
     assert bytes(record) == encode_record(COMMITTER_ID, 11, encode_record_time(11) + rpc(1))
     assert session.messages == 1
 
@@ -305,7 +306,7 @@ def test_the_last_record_may_end_in_its_middle() -> None:
 def test_an_upgrade_of_the_past_is_repeated_between_the_records() -> None:
     session = restored(route=replace(ROUTE, versions=[VersionStart(2, 11)]))
     session.give_record(value(11), TRAILER)
-    assert sent(session) == [b"blob", TOLD, 11, (MessageType.VERSION, MessageType.UPGRADE_TAKE_CHECKPOINT)]
+    assert sent(session) == [b"blob", TOLD, SOURCES, 11, (MessageType.VERSION, MessageType.UPGRADE_TAKE_CHECKPOINT)]
     assert not session.wants_records
     assert heard(session, BLOB) == []  # that state is not the one at the end
     assert session.wants_records
@@ -342,7 +343,7 @@ def test_following_ends_when_asked_to() -> None:
     assert session.wants_records
     session.end_here()
     session.end_here()
-    assert sent(session) == [b"blob", TOLD, 11, (MessageType.TAKE_CHECKPOINT,)]
+    assert sent(session) == [b"blob", TOLD, SOURCES, 11, (MessageType.TAKE_CHECKPOINT,)]
     assert not session.give_record(value(12), TRAILER)
 
 

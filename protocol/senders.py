@@ -1,0 +1,55 @@
+"""Who may send what to whom. `docs/WIRE.md`, part 10, shows this table; the tests hold both together.
+
+A coordinator checks it before anything is logged. What it can't see without an app's knowledge, which call an answer
+belongs to, the app checks: it is told who sent each batch (Sources).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol.batch import CallRules
+from protocol.client import CLIENTS
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """``carried``: the messages or frames that bring it. ``caller``: the first argument of a call that waits for an
+    answer (kind 0, RPC type 0)."""
+
+    sender: str
+    receiver: str
+    carried: str
+    kinds: tuple[int, ...]
+    rpc_types: tuple[int, ...]
+    negative_methods: bool
+    caller: str
+
+
+ROWS = (
+    Row("a peer", "the instance", "Batch", (0, 1, 2, 3), (0, 1, 2), False, "the peer's name"),
+    Row("a client", "the instance", "Request", (0,), (0,), False, "none: the coordinator puts `~ID` there"),
+    Row("the app", "another instance", "0, 5, 66, 67", (0, 1, 2, 3), (0, 1, 2), False, "its instance's name"),
+    Row("the app", "itself", "0, 5, 66, 67", (0, 1, 2, 3), (0, 1, 2), True, '"" or its instance\'s name'),
+    Row(
+        "the app", "its clients, `~`", "0, 5, 66", (1, 2, 3), (0, 1, 2), False, "none: what is no answer is passed over"
+    ),
+)
+
+from_peer_of_base_app = CallRules()
+"""To an app of the base protocol: its arguments are its own matter."""
+
+
+def from_peer(name: str) -> CallRules:
+    """What the peer ``name`` may send to an app that speaks as WIRE.md's part 4.1 says."""
+    return CallRules(callers=(name,))
+
+
+def from_app(name: str, destination: str, *, speaks: bool) -> CallRules:
+    """What the app of the instance ``name`` may send to ``destination`` ("": itself).
+
+    ``speaks``: as WIRE.md's part 4.1 says; else its arguments are its own matter.
+    """
+    if not speaks or destination == CLIENTS:
+        return CallRules(negative=destination == "")
+    return CallRules(negative=destination == "", callers=(name,) if destination else ("", name))

@@ -1,0 +1,109 @@
+"""Who may send what: the checks of packed calls against a plain decoder's opinion of each."""
+
+from __future__ import annotations
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol.batch import CallRules, check_batch
+from protocol.errors import RemoteProtocolError
+from protocol.messages import RpcKind, RpcType, decode_incoming_rpc, decode_messages, encode_incoming_rpc
+
+NAMES = ["", "a", "b", "bb", "~", "~web", "b" * 40, "ü" * 40]
+
+
+def string_in(form: int, name: str) -> bytes:
+    data = name.encode()
+    if form == 0 and len(data) < 32:
+        return bytes((0xA0 | len(data),)) + data
+    size_bytes = (1, 2, 4)[form % 3] if len(data) < 256 else 4
+    return bytes(({1: 0xD9, 2: 0xDA, 4: 0xDB}[size_bytes],)) + len(data).to_bytes(size_bytes, "big") + data
+
+
+def array_in(form: int, items: list[bytes]) -> bytes:
+    front = (
+        bytes((0x90 | len(items),)),
+        b"\xdc" + len(items).to_bytes(2, "big"),
+        b"\xdd" + len(items).to_bytes(4, "big"),
+    )
+    return front[form] + b"".join(items)
+
+
+callers = st.builds(string_in, st.integers(0, 3), st.sampled_from(NAMES))
+arguments = st.one_of(
+    st.builds(
+        array_in,
+        st.integers(0, 2),
+        st.builds(lambda caller, rest: [caller, *rest], callers, st.lists(st.sampled_from([b"\1", b"\xc0", b"\xa1x"]))),
+    ),
+    st.builds(
+        array_in, st.integers(0, 2), st.lists(st.sampled_from([b"\1", b"\xc0", b"\xc4\1b", b"\x90"]), max_size=3)
+    ),
+    st.binary(max_size=6),
+    st.sampled_from([b"", b"\x92", b"\xdc\0", b"\x91\xd9", b"\x91\xa5b", b"\xc4\1b", b"\x81\xa1b\1"]),
+)
+message = st.builds(
+    encode_incoming_rpc,
+    st.sampled_from([0, 3, 343311, -1, -3]),
+    st.sampled_from(RpcType),
+    arguments,
+    st.sampled_from([RpcKind.CALL] * 3 + [*RpcKind]),
+)
+batches = st.one_of(
+    st.lists(message, min_size=1, max_size=8), st.builds(lambda one, count: [one] * count, message, st.integers(1, 8))
+)
+
+
+def caller_of(data: bytes) -> str | None:
+    """What msgspec takes for the first item of an array, if that is a string."""
+    try:
+        items = msgspec.msgpack.decode(data, type=list[msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    try:
+        return msgspec.msgpack.decode(items[0], type=str) if items else None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def may_be_sent(one: bytes, *, negative: bool, names: tuple[str, ...] | None) -> bool:
+    ((_, start, end),) = decode_messages(one)
+    rpc = decode_incoming_rpc(one, start, end)
+    if rpc.method_id < 0 and not negative:
+        return False
+    if names is None or (rpc.kind, rpc.rpc_type) != (RpcKind.CALL, RpcType.ASYNC):
+        return True
+    caller = caller_of(rpc.arguments)
+    return caller is None or caller in names
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.lists(batches, min_size=1, max_size=4), st.booleans(), st.sampled_from([None, ("b",), ("", "b"), ("ü" * 40,)])
+)
+def test_nothing_passes_that_the_sender_may_not_send(
+    parts: list[list[bytes]], negative: bool, names: tuple[str, ...] | None
+) -> None:
+    """One rule's checks follow each other: what it remembers of one batch must not let the next one through."""
+    rules = CallRules(negative=negative, callers=names)
+    for one in parts:
+        payload = b"".join(one)
+        check_batch(payload, len(one))
+        refused = False
+        try:
+            rules.check(payload, len(one))
+        except RemoteProtocolError:
+            refused = True
+        allowed = all(may_be_sent(each, negative=negative, names=names) for each in one)
+        assert allowed or refused, "something passed"
+        if refused and allowed:  # only arguments that are no array at all behind the caller may be refused as well
+            assert names is not None
+            assert any(caller_looks_foreign(each, names) for each in one)
+
+
+def caller_looks_foreign(one: bytes, names: tuple[str, ...]) -> bool:
+    """An array that begins with a foreign name, and is damaged behind it."""
+    ((_, start, end),) = decode_messages(one)
+    data = decode_incoming_rpc(one, start, end).arguments
+    return caller_of(data) is None and not any(name.encode() in data[:200] for name in names if name)
