@@ -119,4 +119,14 @@ SEEDS: Mapping[str, tuple[bytes, ...]] = {
         b"\0" + HELLO + first_start() + b"".join(FROM_APP[2:5]),
         b"\0" + first_start(),
     ),
+    "session": (
+        bytes((8, 7, 8, 3, 0, 5, 9, 7, 0, 1, 5, 12)),  # ask, the ghost answers; honest peer and client around a crash
+        bytes(
+            (8, 3, 0, 3, 1, 3, 2, 9, 7, 10, 200, 11, 0, 2)
+        ),  # forged answers to open calls, before and behind a crash
+        bytes((1, 0, 0, 1, 1, 1, 9, 3, 2, 6, 0, 1, 5, 2, 9, 11)),  # a call in the name of a client, a client's request
+        bytes(
+            (1, 0, 0, 16, 10, 7, 2, 0, 0, 17, 10, 4, 1, 9, *b"\2\x40")
+        ),  # the system's methods; an app that says more
+    ),
 }

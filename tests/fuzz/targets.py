@@ -58,6 +58,7 @@ from protocol.messages import (
 from protocol.peer import FrameType, PeerFrame, decode_frame, encode_frame
 from protocol.readers import BlobData, BlobStart, Message, MessageReader, Record, RecordReader
 from protocol.record import HEADER_SIZE_BYTES
+from tests.fuzz.sessions import session
 from tests.helpers.core import HELLO, PEER_COMMITTER_ID, Driven, arguments, first_start
 
 FRAME_CHECK = slice(36, 44)
@@ -420,4 +421,5 @@ TARGETS: Mapping[str, Target] = {
     "app_stream": app_stream,
     "coordinator_stream": coordinator_stream,
     "app": app,
+    "session": session,
 }

@@ -22,7 +22,7 @@ from tests.fuzz.seeds import ENVELOPES, FRAMES, FROM_APP, SEEDS, TO_APP
 from tests.fuzz.targets import TARGETS, read_all, with_check
 
 NAMES = tuple(TARGETS)
-SLOW = {"peers", "app", "clients"}  # a whole instance each time
+SLOW = {"peers", "app", "clients", "session"}  # a whole instance each time
 
 
 def test_every_target_has_seeds_and_a_corpus() -> None:
