@@ -1,4 +1,4 @@
-"""Whole sessions: a real coordinator's machine and a real app of the SDK, among peers and clients of which some mean harm.
+"""Whole sessions: a real coordinator's machine and a real app, among peers and clients of which some mean harm.
 
 The bytes of an input say who does what next. Honest ones do what the protocol says; the peer ``evil`` and the client
 ``worse`` send what they like under their own names, as their keys let them; at the end the app's connection is taken by
@@ -19,7 +19,6 @@ from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from protocol.client import ClientFrame, ClientFrameType, ReplyKind, decode_replies, encode_numbers, encode_request
 from protocol.messages import (
-    MessageType,
     RpcKind,
     RpcType,
     decode_incoming_rpc,
@@ -176,11 +175,14 @@ class Session:
         for effect in self.driven.effects:
             if isinstance(effect, ef.SendToPeer) and effect.frame.receiver == "ghost":
                 self.at_ghost(effect)
-            elif isinstance(effect, ef.ReplyToClient) and effect.frame.client_id == "honest":
-                if effect.frame.frame_type is ClientFrameType.REPLY:
-                    for reply in decode_replies(effect.frame.payload, effect.frame.count):
-                        assert reply.kind == ReplyKind.VALUE, reply
-                        self.replies[reply.number] = reply.value
+            elif (
+                isinstance(effect, ef.ReplyToClient)
+                and effect.frame.client_id == "honest"
+                and effect.frame.frame_type is ClientFrameType.REPLY
+            ):
+                for reply in decode_replies(effect.frame.payload, effect.frame.count):
+                    assert reply.kind == ReplyKind.VALUE, reply
+                    self.replies[reply.number] = reply.value
         self.driven.effects = [one for one in self.driven.effects if isinstance(one, ef.Stop | ef.CloseApp)]
 
     def at_ghost(self, effect: ef.SendToPeer) -> None:
@@ -340,7 +342,7 @@ class Session:
         self.settle()
 
     def app_says_anything(self) -> None:
-        """Somebody else in the app's place: the instance may refuse, or find out at the next recovery; the log is whole."""
+        """Somebody else in the app's place: the instance may refuse, or find out at the next recovery."""
         driven = self.driven
         said = self.data.piece(1 << 12)
         driven.data(said)
