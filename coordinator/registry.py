@@ -212,6 +212,7 @@ class Registry:
             control.refuse_running(folder)
             if delete_log and settings is not None:
                 _delete_log(settings)
+            if settings is not None and not (settings.log / "data.mdb").exists():
                 own_logs.remove(folder)
             self.path(name).unlink(missing_ok=True)
             control.path(folder).unlink(missing_ok=True)

@@ -60,7 +60,7 @@ from coordinator.log.environment import (
 )
 from coordinator.log.format import SEQUENCE_KEY, StoredHeader
 from coordinator.log.high_water import HighWaterMark
-from coordinator.log.journal import Journal, JournalReader, Rows, put_rows
+from coordinator.log.journal import ENTRY_SIZE_BYTES_MAX, Journal, JournalReader, Rows, put_rows
 from coordinator.log.lock import FolderLock
 from coordinator.log.overlay import laid_over
 from coordinator.log.rebuild import rebuild
@@ -488,6 +488,8 @@ class LmdbLogStore:
 
     def _append_to_journal(self, transaction: Transaction) -> bool:
         """Make it durable without LMDB; False where there is no room."""
+        if sum([len(value) for _, value in transaction.records]) > ENTRY_SIZE_BYTES_MAX:
+            return False  # before it is packed and authenticated for nothing
         with self._write_lock:
             self._refuse_after_failure()
             reach(FaultPoint.DURING_COMMIT)
