@@ -14,7 +14,6 @@ The version is 1, and 2 where async handlers wait.
 from __future__ import annotations
 
 import pickle
-import struct
 import typing
 from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Final, TypeVar
@@ -24,6 +23,7 @@ import msgspec
 from appsdk.codec import encoder, resolve_hints, unsupported_type
 from appsdk.errors import DefinitionError, StateError
 from appsdk.journal import SavedTasks
+from protocol.state_envelope import FRONT, MAGIC
 
 T = TypeVar("T")
 
@@ -38,10 +38,8 @@ Transient = Annotated[T, _TransientMark()]
 
 VERIFIED_STATE_SIZE_BYTES_MAX = 64 << 20  # reading back takes 2-3 times as long as writing: above, it would be felt
 
-_MAGIC = b"IMMAPP"
 _VERSION = 1
 _VERSION_WITH_TASKS = 2  # an SDK that knows nothing of them must not lose them
-_FRONT = struct.Struct("<6sBBI")
 
 WAYS_OUT = (
     "write 'def checkpoint(self) -> bytes' and 'def restore(self, blob: bytes) -> None' of your own, "
@@ -65,28 +63,28 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
 def encode_envelope(envelope: Envelope) -> bytes:
     header = encoder.encode(envelope)
     version = _VERSION if envelope.tasks is None else _VERSION_WITH_TASKS
-    return _FRONT.pack(_MAGIC, version, 0, len(header)) + header
+    return FRONT.pack(MAGIC, version, 0, len(header)) + header
 
 
 def decode_envelope(blob: bytes) -> tuple[Envelope, memoryview]:
     """The header of a blob and its state. Raises StateError."""
-    if len(blob) < _FRONT.size:
+    if len(blob) < FRONT.size:
         raise StateError(
-            f"the checkpoint has {len(blob)} bytes, at least {_FRONT.size} were expected: it is not this SDK's"
+            f"the checkpoint has {len(blob)} bytes, at least {FRONT.size} were expected: it is not this SDK's"
         )
-    magic, version, _, header_size_bytes = _FRONT.unpack_from(blob)
-    if magic != _MAGIC:
+    magic, version, _, header_size_bytes = FRONT.unpack_from(blob)
+    if magic != MAGIC:
         raise StateError(
-            f"the checkpoint starts with {bytes(blob[:6])!r}, not {_MAGIC!r}: it was made by another kind of app"
+            f"the checkpoint starts with {bytes(blob[:6])!r}, not {MAGIC!r}: it was made by another kind of app"
         )
     if version not in (_VERSION, _VERSION_WITH_TASKS):
         raise StateError(
             f"the checkpoint has version {version}, this SDK reads versions {_VERSION} and {_VERSION_WITH_TASKS}: "
             f"start the app with the version of the SDK that wrote it"
         )
-    end = _FRONT.size + header_size_bytes
+    end = FRONT.size + header_size_bytes
     try:
-        envelope = msgspec.msgpack.decode(memoryview(blob)[_FRONT.size : end], type=Envelope)
+        envelope = msgspec.msgpack.decode(memoryview(blob)[FRONT.size : end], type=Envelope)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise StateError(f"the checkpoint's header can't be read: {error}") from None
     return envelope, memoryview(blob)[end:]
@@ -232,7 +230,7 @@ class StateSchema:
 
     def _unpickled(self, state: memoryview) -> dict[str, Any]:
         try:
-            values: dict[str, Any] = pickle.loads(state)  # our own log's, which its owner trusts
+            values: dict[str, Any] = pickle.loads(state)  # nobody gives an app one of a log that is not trusted
         except Exception as error:
             raise StateError(f"{self._class_name}: the pickled state can't be read: {error!r}") from None
         self._require_names(values)

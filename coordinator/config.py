@@ -47,6 +47,9 @@ _PUBLIC_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _TCP = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9][A-Za-z0-9._%-]*):(?P<port>\d{1,5}|\*)")
 
 
+LOG_KEY_FILE = "file"  # as log_key: a key in the instance's own folder
+
+
 class ConfigError(ImmortalError):
     """A setting is not what it must be."""
 
@@ -99,6 +102,7 @@ class InstanceSettings:
     keep_log_days: int | None = None  # the log of so many days is kept in any case; None: time does not count
     log_trigger_mb: int = LOG_TRIGGER_MB_DEFAULT
     spill_limit_mb: int = SPILL_LIMIT_MB_DEFAULT  # MiB on disk that wait for peers; above it the app is slowed
+    log_key: str | None = None  # LOG_KEY_FILE, or a file's path: the log is authenticated; None: it needs not be
     log_limit_mb: int | None = None  # MiB: a larger log takes no input from peers; None: no limit but the disk's
     disk_free_mb: int = 0  # MiB: with less left on the log's disk it takes no input from peers either
     metrics: str | None = None  # "HOST:PORT" where Prometheus finds them; None: nowhere
@@ -301,6 +305,12 @@ def _path(value: object) -> str:
     return value
 
 
+def _log_key(value: object) -> str:
+    if not isinstance(value, str) or "\0" in value or not (value == LOG_KEY_FILE or value.startswith("/")):
+        raise _WrongValueError(f'"{LOG_KEY_FILE}", or the absolute path of a file')
+    return value
+
+
 def _app(value: object) -> str:
     if not isinstance(value, str) or not _APP.fullmatch(value):
         raise _WrongValueError('"module:Class"')
@@ -320,6 +330,7 @@ _CHECKS: Mapping[str, Callable[[object], Any]] = {
     "app_auth": _app_auth,
     "app_insecure": _boolean,
     "log": _path,
+    "log_key": _log_key,
     "keep_checkpoints": _keep_checkpoints,
     "keep_log_days": _integer(1, KEEP_LOG_DAYS_MAX),
     "log_trigger_mb": _integer(1, LOG_TRIGGER_MB_MAX),
@@ -572,6 +583,8 @@ def _values(settings: InstanceSettings, *, log: Path | None) -> dict[str, Any]:
         values["replay_check"] = settings.replay_check.value
     if settings.spill_limit_mb != SPILL_LIMIT_MB_DEFAULT:
         values["spill_limit_mb"] = settings.spill_limit_mb
+    if settings.log_key is not None:
+        values["log_key"] = settings.log_key
     if settings.log_limit_mb is not None:
         values["log_limit_mb"] = settings.log_limit_mb
     if settings.disk_free_mb:

@@ -9,9 +9,9 @@ and the second takes its place. So there is no moment at which a peer is shown a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-import shutil
 from pathlib import Path
 
 from coordinator.config import write_atomically
@@ -115,8 +115,10 @@ def retire(folder: Path) -> tuple[KeyPair, ...]:
 
 
 def remove(folder: Path) -> None:
-    """Forget all keys for good."""
-    shutil.rmtree(secret_path(folder).parent, ignore_errors=True)
+    """Forget all of them for good. What else is in their folder, as the key of a log that is kept, stays."""
+    secret_path(folder).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        secret_path(folder).parent.rmdir()
     public_path(folder).unlink(missing_ok=True)
 
 

@@ -119,6 +119,7 @@ class Registry:
         app_socket: str | None = None,
         app_auth: str | None = None,
         log: Path | None = None,
+        log_key: str | None = None,
         keep_checkpoints: int | None = 2,
         keep_log_days: int | None = None,
         log_trigger_mb: int | None = None,
@@ -133,6 +134,7 @@ class Registry:
         """Write the settings of a new instance. `*` as the port of ``peer`` takes a free one, as no ``app_port`` does.
 
         ``app_send_port``: for an app that uses two; 0 takes a free one. ``app_send_mode``: "connect" or "listen".
+        ``log_key``: "file", or an absolute path: its log is authenticated with the key that lies there.
         ``app_socket``: "unix:" and an absolute path. ``app_auth``: "secret" or "none"; by default "none" for two ports.
 
         Raises ConfigError for a wrong value, RegistryError when the name is taken.
@@ -166,6 +168,8 @@ class Registry:
                 values["app_socket"] = app_socket
             if app_auth is not None:
                 values["app_auth"] = app_auth
+            if log_key is not None:
+                values["log_key"] = log_key
             values["keep_checkpoints"] = "all" if keep_checkpoints is None else keep_checkpoints
             if keep_log_days is not None:
                 values["keep_log_days"] = keep_log_days
@@ -195,7 +199,7 @@ class Registry:
 
         Raises RunningError while it runs.
         """
-        from coordinator import keys  # needs ZeroMQ, whose loading takes longer than most commands
+        from coordinator import keys, own_logs  # keys need ZeroMQ, whose loading takes longer than most commands
 
         with self._locked():
             try:
@@ -208,6 +212,8 @@ class Registry:
             control.refuse_running(folder)
             if delete_log and settings is not None:
                 _delete_log(settings)
+            if settings is not None and not (settings.log / "data.mdb").exists():
+                own_logs.remove(folder)
             self.path(name).unlink(missing_ok=True)
             control.path(folder).unlink(missing_ok=True)
             control.supervisor_path(folder).unlink(missing_ok=True)

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from coordinator import control, descriptors, operator_verbs, upgrade_mark
+from coordinator import control, descriptors, operator_verbs, own_logs, upgrade_mark
 from coordinator.app_endpoint import AppEndpoint
 from coordinator.config import InstanceSettings
 from coordinator.core import effects as ef
@@ -30,8 +30,9 @@ from coordinator.core.limits import MIB, Limits
 from coordinator.core.machine import Machine
 from coordinator.discovery import Discovery, Routes
 from coordinator.fault_points import FaultPoint, reach
+from coordinator.foreign_state import PickleRefusedError
 from coordinator.limited_log import LimitedLog
-from coordinator.log import create_log, log_exists, open_log
+from coordinator.log.authentication import LogKeyError
 from coordinator.log_writer import LogWriter
 from coordinator.logs import Events
 from coordinator.messenger import ClientRoute, Messenger, Received
@@ -645,10 +646,13 @@ def _serve_metrics(settings: InstanceSettings) -> None:
     Events(settings.name).info("metrics are served", at=f"http://{host}:{port}/metrics")
 
 
-def run_coordinator(settings: InstanceSettings, registry: Registry, *, promote: bool = False) -> int:
+def run_coordinator(
+    settings: InstanceSettings, registry: Registry, *, promote: bool = False, trust_pickle: bool = False
+) -> int:
     """Open the log (a new one at the first start) and serve until stopped; the exit status.
 
-    ``promote``: a recovered app begins to work without a checkpoint first.
+    ``promote``: a recovered app begins to work without a checkpoint first. ``trust_pickle``: the log may be of another
+    home, with states that pickle wrote.
 
     Raises ImmortalError for what keeps it from starting, and may be otherwise the next time.
     """
@@ -656,16 +660,20 @@ def run_coordinator(settings: InstanceSettings, registry: Registry, *, promote: 
     keep_freed_memory()
     descriptors.raise_limit()
     try:
-        return _run_with_log(settings, registry, promote=promote)
-    except (DamagedLogError, LogFormatError, LogIdentityError) as error:
+        return _run_with_log(settings, registry, promote=promote, trust_pickle=trust_pickle)
+    except (DamagedLogError, LogFormatError, LogIdentityError, LogKeyError, PickleRefusedError) as error:
         Events(settings.name).error(str(error))
         return STATUS_NO_RECOVERY
 
 
-def _run_with_log(settings: InstanceSettings, registry: Registry, *, promote: bool) -> int:
-    opener = open_log if log_exists(settings.log) else create_log
-    store = opener(settings.log, settings.name)
+def _run_with_log(settings: InstanceSettings, registry: Registry, *, promote: bool, trust_pickle: bool) -> int:
+    store = own_logs.open_log(settings)
     try:
+        own_logs.take_for_own(settings, store, trust_pickle=trust_pickle)
+        if store.macs is not None:
+            marker = store.macs.marker
+            first = marker.first_sequence_id
+            Events(settings.name).info("the log is authenticated", key=marker.key_id, from_record=first or None)
         for line in store.rebuilt:
             Events(settings.name).warning(line)
         upgrade_to = upgrade_asked_for(settings, registry, store)

@@ -98,7 +98,7 @@ def supervised(settings: InstanceSettings) -> InstanceSettings:
 
 
 def coordinator_command(
-    settings: InstanceSettings, *, log_format: str, log_level: str, promote: bool = False
+    settings: InstanceSettings, *, log_format: str, log_level: str, promote: bool = False, trust_pickle: bool = False
 ) -> Command:
     home = str(settings.folder.parent)
     argv = [*PYTHON, "-m", "coordinator", "--home", home, "coordinator", settings.name]
@@ -111,6 +111,8 @@ def coordinator_command(
         argv += ["--replay-check", settings.replay_check.value]
     if settings.metrics is not None:
         argv += ["--metrics", settings.metrics]
+    if trust_pickle:
+        argv.append("--trust-pickle")
     options = ["--log-format", log_format, "--log-level", log_level, *(["--promote"] if promote else [])]
     return Command([*argv, *options])
 

@@ -333,6 +333,7 @@ def _apps(ctx: click.Context, parameter: click.Parameter, values: Sequence[str])
 @click.option("--code", type=click.Path(path_type=Path), help="A folder or wheel from which it is imported.")
 @click.option("--old-app", metavar="MODULE:CLASS", help="What to compare with.  [default: its own app]")
 @click.option("--upgrade", is_flag=True, help="The new code upgrades the state first.")
+@click.option("--trust-pickle", is_flag=True, help="Read states that pickle wrote also of logs that HOME did not make.")
 @click.option(
     "--timeout", "timeout_s", type=click.FloatRange(min=1), default=3_600.0, show_default=True, help="For one, in s."
 )
@@ -345,6 +346,7 @@ def what_if(
     code: Path | None,
     old_app: str | None,
     upgrade: bool,
+    trust_pickle: bool,
     timeout_s: float,
     master: str,
     settings: dict[str, str],
@@ -363,6 +365,7 @@ def what_if(
     from pipeline.report.text import what_if_lines
 
     options = [*(["--old-app", old_app] if old_app else []), *(["--upgrade"] if upgrade else [])]
+    options += ["--trust-pickle"] if trust_pickle else []
     chosen = job.choose_apps(Path(folder), apps, code)
     with _spark(master, settings, "what-if") as (spark, shown):
         shown.say("replaying")

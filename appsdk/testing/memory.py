@@ -28,6 +28,7 @@ class MemorySource:
         self._store = store
         self.identity = LogIdentity(FORMAT_VERSION, name, store.summary().committer_id, 0)
         self.problems: list[str] = []
+        self.trusts_pickle = True  # this process made it
 
     def summary(self) -> LogSummary:
         return self._store.summary()

@@ -15,6 +15,7 @@ from appsdk.testing.app import LocalApp
 from coordinator.core.errors import require
 from coordinator.core.interfaces import CheckpointHeader
 from coordinator.core.words import call_in_words
+from coordinator.foreign_state import refuse_pickle
 from coordinator.replay.contents import message_at, record_of
 from coordinator.replay.inspection import DIFFERENCES_MAX
 from coordinator.replay.plan import ReplayPlan, plan_route
@@ -50,6 +51,7 @@ class LocalReplay:
     ) -> None:
         summary = source.summary()
         self.route = plan_route(plan, source, summary)
+        refuse_pickle(source, [self.route.checkpoint.checkpoint_id])
         self.blob = b""
         self._source = source
         self._sink = sink
@@ -165,6 +167,7 @@ def _plan(start: CheckpointHeader, end: CheckpointHeader | None) -> ReplayPlan:
 def _compare_states(
     definition: Definition, source: RecordSource, end: CheckpointHeader, blob: bytes
 ) -> StateFinding | None:
+    refuse_pickle(source, [end.checkpoint_id])
     old = b"".join(source.checkpoint_chunks(end.checkpoint_id))
     if old == blob:
         return None

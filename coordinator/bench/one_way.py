@@ -14,6 +14,7 @@ from typing import Any
 from coordinator.bench.apps import CHAINS, PLAN_VARIABLE
 from coordinator.bench.disk import append_rate
 from coordinator.bench.processes import BenchError, Service, register
+from coordinator.config import LOG_KEY_FILE
 from coordinator.log import open_reader
 from protocol.record import decode_header
 from protocol.trailer import decode_trailer
@@ -59,12 +60,13 @@ def run_benchmark(
     *,
     volume_mb: int,
     curve: bool = False,
+    log_key: bool = False,
     folder: Path | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Results:
     """Measure each size once with ``volume_mb`` MB of traffic (calls counted as 200 bytes beside their arguments).
 
-    ``curve``: and once more between instances with keys.
+    ``curve``: and once more between instances with keys. ``log_key``: all of it with authenticated logs.
 
     ``folder``: where the logs go, the system's temporary folder by default. Raises BenchError.
     """
@@ -75,25 +77,28 @@ def run_benchmark(
         # The first, short run is not counted: it finds the processes cold.
         plan = [plan_for(size, volume_mb * 1_000_000) for size in sizes]
         plan.insert(0, plan_for(sizes[0], 20_000_000))
-        with _running(home / "plain", plan, curve=False) as services:
+        with _running(home / "plain", plan, curve=False, log_key=log_key) as services:
             one_way = _measure(services, plan, progress)[1:]
             memory = {name: service.peak_memory_mib() for name, service in services.items()}
             progress("replay")
             replay = measure_replay(services["receiver"])
         one_way_curve: list[OneWay] = []
         if curve:
-            with _running(home / "curve", plan, curve=True) as services:
+            with _running(home / "curve", plan, curve=True, log_key=log_key) as services:
                 one_way_curve = _measure(services, plan, lambda text: progress(f"{text}, with CURVE"))[1:]
     return Results(one_way, one_way_curve, disk, replay, memory)
 
 
 @contextlib.contextmanager
-def _running(home: Path, plan: list[tuple[int, int, int]], *, curve: bool) -> Iterator[dict[str, Service]]:
+def _running(
+    home: Path, plan: list[tuple[int, int, int]], *, curve: bool, log_key: bool
+) -> Iterator[dict[str, Service]]:
     services = register(
         home,
         {"receiver": "coordinator.bench.apps:Receiver", "sender": "coordinator.bench.apps:Sender"},
         {PLAN_VARIABLE: json.dumps(plan)},
         curve=curve,
+        log_key=LOG_KEY_FILE if log_key else None,
     )
     try:
         for service in services.values():

@@ -64,6 +64,7 @@ def _states(context: click.Context, parameter: click.Parameter, value: str) -> l
 @click.option("--folder", type=click.Path(file_okay=False, exists=True, path_type=Path), help="Where the logs go.")
 @click.option("--trim", is_flag=True, help="Measure instead how long a commit takes while a log is trimmed.")
 @click.option("--curve", is_flag=True, help="Measure once more with keys: encrypted and authenticated.")
+@click.option("--log-key", is_flag=True, help="Measure with logs that are authenticated with a key.")
 @click.option(
     "--fleet",
     "fleet_size",
@@ -117,6 +118,7 @@ def bench(
     folder: Path | None,
     trim: bool,
     curve: bool,
+    log_key: bool,
     fleet_size: int | None,
     isolation: bool,
     failing: bool,
@@ -130,8 +132,11 @@ def bench(
 ) -> None:
     """One-way calls between two services with durable logs, next to what the disk alone does."""
     console = Console(stderr=True)
-    if sum((calls, trim, isolation, failing, fleet_size is not None)) > 1 or (curve and (calls or trim or failing)):
+    others = sum((calls, trim, isolation, failing, fleet_size is not None))
+    if others > 1 or (curve and (calls or trim or failing)):
         raise click.UsageError("--calls, --trim, --curve, --fleet, --failing, --isolation each measure something else")
+    if log_key and others:
+        raise click.UsageError("--log-key is for one-way calls")
     if calls:
         with console.status("starting") as status:
             called = run_call_benchmark(
@@ -168,7 +173,9 @@ def bench(
             _print_trim(trimmed)
         return
     with console.status("starting") as status:
-        results = run_benchmark(sizes, volume_mb=volume_mb, curve=curve, folder=folder, progress=status.update)
+        results = run_benchmark(
+            sizes, volume_mb=volume_mb, curve=curve, log_key=log_key, folder=folder, progress=status.update
+        )
     if as_json:
         click.echo(json.dumps(asdict(results)))
     else:

@@ -154,6 +154,14 @@ def promote_option(function: Function) -> Function:
     )(function)
 
 
+def trust_pickle_option(function: Function) -> Function:
+    return click.option(
+        "--trust-pickle",
+        is_flag=True,
+        help="Read states that pickle wrote also of a log that this home did not make: that runs what is in them.",
+    )(function)
+
+
 def metrics_option(function: Function) -> Function:
     return click.option(
         "--metrics", metavar="HOST:PORT", help="Where Prometheus finds what 'status' shows; HOST:* is a free port."

@@ -225,9 +225,9 @@ def _unknown(settings: InstanceSettings, wanted: MessageId) -> FailedError:
 
 
 def _reader(settings: InstanceSettings) -> LogReader:
-    from coordinator.log import open_reader
+    from coordinator import own_logs
 
-    return open_reader(settings.log, settings.name)
+    return own_logs.open_reader(settings)
 
 
 def _decoder(settings: InstanceSettings, app: str | None) -> ArgumentDecoder | None:

@@ -22,6 +22,7 @@ from coordinator.cli.common import (
     pass_registry,
     promote_option,
     replay_check_option,
+    trust_pickle_option,
 )
 from coordinator.config import (
     CHECKPOINT_AGE_S_MAX,
@@ -30,6 +31,7 @@ from coordinator.config import (
     KEEP_LOG_DAYS_MAX,
     KILLS_BEFORE_VERDICT_DEFAULT,
     KILLS_BEFORE_VERDICT_MAX,
+    LOG_KEY_FILE,
     LOG_TRIGGER_MB_DEFAULT,
     LOG_TRIGGER_MB_MAX,
     SIZE_MB_MAX,
@@ -64,6 +66,10 @@ class _OrWord(click.ParamType):  # type: ignore[type-arg]  # generic in newer ve
             self.fail(f"{error.message.rstrip('.')}, and is not {self._word!r} either", param, ctx)
 
 
+def _log_key_path(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    return value if value is None or value == LOG_KEY_FILE else os.path.abspath(value)
+
+
 @click.command()
 @name_argument
 @click.option(
@@ -84,6 +90,14 @@ class _OrWord(click.ParamType):  # type: ignore[type-arg]  # generic in newer ve
 @app_auth_option("secret, with --app-send-port none")
 @click.option(
     "--log", type=click.Path(file_okay=False, path_type=Path), help="The log's folder.  [default: HOME/NAME/log]"
+)
+@click.option(
+    "--log-key",
+    is_flag=False,
+    flag_value=LOG_KEY_FILE,
+    metavar="[FILE]",
+    callback=_log_key_path,
+    help="Authenticate its log with a key, in HOME/NAME/keys/log_key or in FILE: nobody else can write it then.",
 )
 @click.option(
     "--keep-checkpoints",
@@ -150,6 +164,7 @@ def register(
     app_socket: str | None,
     app_auth: str | None,
     log: Path | None,
+    log_key: str | None,
     keep_checkpoints: int | None,
     keep_log_days: int | None,
     log_trigger_mb: int,
@@ -162,7 +177,7 @@ def register(
     disk_free_mb: int | None,
 ) -> None:
     """Write the settings of a new instance, and make its keys."""
-    from coordinator import keys
+    from coordinator import keys, own_logs
 
     if app_send_mode is not None and app_send_port is None:
         raise click.UsageError("--app-send-mode needs --app-send-port, the port that it is about")
@@ -175,6 +190,7 @@ def register(
         app_socket=app_socket,
         app_auth=app_auth,
         log=log,
+        log_key=log_key,
         keep_checkpoints=keep_checkpoints,
         keep_log_days=keep_log_days,
         log_trigger_mb=log_trigger_mb,
@@ -187,6 +203,7 @@ def register(
         disk_free_mb=disk_free_mb,
     )
     keys.make(settings.folder)
+    own_logs.OwnLogs(settings.folder).begin()
     app = settings.app_address
     if settings.app_socket is not None:
         app += f" and {settings.app_socket}"
@@ -219,6 +236,7 @@ def unregister(registry: Registry, name: str, delete_log: bool) -> None:
 @promote_option
 @replay_check_option("that of the settings")
 @metrics_option
+@trust_pickle_option
 @log_options
 @pass_registry
 def run(
@@ -231,6 +249,7 @@ def run(
     promote: bool,
     replay_check: str | None,
     metrics: str | None,
+    trust_pickle: bool,
     log_format: str,
     log_level: str,
 ) -> None:
@@ -269,7 +288,9 @@ def run(
             upgrading = mark is not None and mark.pending
             now = (mark.app if mark is not None and upgrading else None) or registry.load(name).app or now
         return {
-            Role.COORDINATOR: coordinator_command(own, log_format=log_format, log_level=log_level, promote=promote),
+            Role.COORDINATOR: coordinator_command(
+                own, log_format=log_format, log_level=log_level, promote=promote, trust_pickle=trust_pickle
+            ),
             Role.APP: app_command(own, now, strict=strict),
         }
 
@@ -291,6 +312,7 @@ def run(
 @promote_option
 @replay_check_option("that of the settings")
 @metrics_option
+@trust_pickle_option
 @log_options
 @pass_registry
 def coordinator(
@@ -302,6 +324,7 @@ def coordinator(
     promote: bool,
     replay_check: str | None,
     metrics: str | None,
+    trust_pickle: bool,
     log_format: str,
     log_level: str,
 ) -> None:
@@ -324,7 +347,7 @@ def coordinator(
     if replay_check is not None:
         settings = override(settings, replay_check=ReplayCheck(replay_check))
     configure(name, level=log_level, log_format=log_format)
-    sys.exit(run_coordinator(settings, registry, promote=promote))
+    sys.exit(run_coordinator(settings, registry, promote=promote, trust_pickle=trust_pickle))
 
 
 def _refuse_two_ports(settings: InstanceSettings) -> None:

@@ -198,11 +198,12 @@ def _refuse_strangers(settings: InstanceSettings) -> None:
 
 def _checkpoint(settings: InstanceSettings) -> str:
     """What the next start begins with, as the log says."""
-    from coordinator.log import log_exists, open_reader
+    from coordinator import own_logs
+    from coordinator.log import log_exists
 
     if not log_exists(settings.log):
         return ""
-    with open_reader(settings.log, settings.name) as reader:
+    with own_logs.open_reader(settings) as reader:
         summary = reader.summary()
     if not summary.checkpoints:
         return ", without a checkpoint"

@@ -67,12 +67,12 @@ def show(
     if first is not None and last is not None and first > last:
         raise click.UsageError(f"--from {first} is behind --to {last}")
     require_log(settings)
+    from coordinator import own_logs
     from coordinator.cli.records import describe_record, record_lines
-    from coordinator.log import open_reader
 
     methods = _methods(settings.app, app)
     shown = 0
-    with open_reader(settings.log, name) as reader:
+    with own_logs.open_reader(settings, check=False) as reader:
         for logged in reader.records(first, last):
             described = describe_record(logged, reader.identity.committer_id, methods)
             if as_json:
@@ -92,10 +92,10 @@ def show(
 
 def _show_audit(settings: InstanceSettings, as_json: bool) -> None:
     require_log(settings)
+    from coordinator import own_logs
     from coordinator.cli.records import time_text
-    from coordinator.log import open_reader
 
-    with open_reader(settings.log, settings.name) as reader:
+    with own_logs.open_reader(settings) as reader:
         entries = reader.audit()
         for problem in reader.problems:
             click.echo(f"warning: {problem}", err=True)
@@ -139,9 +139,9 @@ def verify(registry: Registry, name: str, as_json: bool) -> None:
     """
     settings = registry.load(name)
     require_log(settings)
-    from coordinator.log import verify_log
+    from coordinator import own_logs
 
-    verification = verify_log(settings.log, name)
+    verification = own_logs.verify(settings)
     findings = []
     for finding in verification.findings():
         findings.append({"severity": finding.severity.value, "place": finding.place, "message": finding.message})
@@ -158,6 +158,7 @@ def verify(registry: Registry, name: str, as_json: bool) -> None:
                 "first_sequence_id": verification.first_sequence_id,
                 "last_sequence_id": verification.last_sequence_id,
                 "recovery_checkpoint_id": verification.recovery_checkpoint_id,
+                "authenticity": verification.authenticity,
                 "findings": findings,
             }
         )
@@ -166,7 +167,8 @@ def verify(registry: Registry, name: str, as_json: bool) -> None:
         click.echo(
             f"{name}: {verdict}: {verification.records_checked} records"
             f" ({verification.first_sequence_id} to {verification.last_sequence_id},"
-            f" {verification.size_bytes_checked} bytes), {verification.checkpoints_checked} checkpoints"
+            f" {verification.size_bytes_checked} bytes), {verification.checkpoints_checked} checkpoints;"
+            f" {verification.authenticity or 'nothing to be authenticated'}"
         )
     sys.exit(0 if verification.is_sound else 1)
 
@@ -182,10 +184,10 @@ def export(registry: Registry, name: str, file: Path) -> None:
     """
     settings = registry.load(name)
     require_log(settings)
-    from coordinator.log import open_reader
+    from coordinator import own_logs
     from coordinator.replay.recorded import RecordedLog
 
-    with open_reader(settings.log, name) as reader:
+    with own_logs.open_reader(settings) as reader:
         recorded = RecordedLog.of(reader)
     try:
         size_bytes = recorded.write(file)
@@ -218,9 +220,10 @@ def backup(registry: Registry, name: str, folder: Path, as_json: bool) -> None:
     """
     settings = registry.load(name)
     require_log(settings)
+    from coordinator import own_logs
     from coordinator.log.backup import back_up
 
-    made = back_up(settings.log, name, folder)
+    made = back_up(settings.log, name, folder, own_logs.read_keys(settings))
     if as_json:
         echo_json({"name": name, "folder": str(folder), **asdict(made)})
         return
@@ -276,3 +279,81 @@ def _log_folder(registry: Registry, name_or_folder: str) -> Path:
     settings = registry.load(name_or_folder)
     require_log(settings)
     return settings.log
+
+
+@log.command()
+@name_argument
+@click.option(
+    "--rotate", is_flag=True, help="Make a new key, which the next start takes; copies still need the others."
+)
+@click.option("--accept", is_flag=True, help="Take the log as it is now for right, unchecked, and give it the key.")
+@click.option("--off", is_flag=True, help="Make it a log without authentication.")
+@click.option("--yes", is_flag=True, help="With --accept or --off: do not ask.")
+@json_option
+@pass_registry
+def key(registry: Registry, name: str, rotate: bool, accept: bool, off: bool, yes: bool, as_json: bool) -> None:
+    """Show with which key the log of NAME is authenticated, and change that.
+
+    log_key = "file" in the settings gives it one at the next start. --accept and --off want a stopped coordinator.
+    """
+    if rotate + accept + off > 1:
+        raise click.UsageError("--rotate, --accept and --off go one at a time")
+    settings = registry.load(name)
+    from coordinator import control, own_logs
+
+    if rotate:
+        own_logs.add_key(settings)
+    if accept or off:
+        require_log(settings)
+        control.refuse_running(settings.folder)
+    if accept:
+        _confirm(yes, f"whatever is in the log of {name} counts as right from here on, forged or not")
+        own_logs.accept(settings)
+    if off:
+        if settings.log_key is not None:
+            raise RegistryError(
+                f"remove 'log_key' from {registry.path(name)} first: the next start would bring it back"
+            )
+        _confirm(yes, f"whoever can write the log of {name} can put into it what they like from here on")
+        own_logs.forget_key(settings)
+    _show_key(settings, as_json)
+
+
+def _confirm(yes: bool, what: str) -> None:
+    if not yes:
+        click.echo(what, err=True)
+        click.confirm("Do it?", abort=True, err=True)
+
+
+def _show_key(settings: InstanceSettings, as_json: bool) -> None:
+    from coordinator import own_logs
+    from coordinator.log import log_exists, open_reader
+
+    ids = [one.id for one in own_logs.read_keys(settings)]
+    marker = None
+    if log_exists(settings.log):
+        with open_reader(settings.log, settings.name) as reader:
+            marker = reader.marker
+    path = own_logs.key_path(settings)
+    if as_json:
+        echo_json(
+            {
+                "name": settings.name,
+                "log_key": settings.log_key,
+                "file": str(path),
+                "keys": ids,
+                "authenticated_with": None if marker is None else marker.key_id,
+                "first_sequence_id": None if marker is None else marker.first_sequence_id,
+            }
+        )
+        return
+    if marker is None:
+        hint = "" if settings.log_key is None else ": the next start gives it a key"
+        click.echo(f"the log of {settings.name} is not authenticated{hint}")
+    else:
+        since = f", from record {marker.first_sequence_id} on" if marker.first_sequence_id else ""
+        click.echo(f"the log of {settings.name} is authenticated with key {marker.key_id}{since}")
+    for index, one in enumerate(ids):
+        click.echo(f"  key {one}{'  in use' if index == 0 else ''}  in {path}")
+    if marker is not None and marker.key_id not in ids:
+        click.echo(f"  key {marker.key_id} is NOT in {path}: nothing of the log can be checked")

@@ -123,10 +123,11 @@ def _state(settings: InstanceSettings) -> str:
 
 def _version(settings: InstanceSettings) -> int | None:
     """The version that the log is of; None before the first start."""
-    from coordinator.log import log_exists, open_reader
+    from coordinator import own_logs
+    from coordinator.log import log_exists
 
     if not log_exists(settings.log):
         return None
-    with open_reader(settings.log, settings.name) as reader:
+    with own_logs.open_reader(settings) as reader:
         versions = reader.summary().versions
     return versions[-1].version if versions else None

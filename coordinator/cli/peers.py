@@ -135,10 +135,10 @@ def _reset_live(settings: InstanceSettings, peer: str) -> bool:
 
 
 def _reset_stopped(settings: InstanceSettings, peer: str) -> None:
+    from coordinator import own_logs
     from coordinator.core.peer_reset import reset_transaction
-    from coordinator.log import open_log
 
-    store = open_log(settings.log, settings.name)
+    store = own_logs.open_log(settings)
     try:
         transaction = reset_transaction(store.summary(), peer)
         if transaction is None:
@@ -160,13 +160,14 @@ def _live_peers(settings: InstanceSettings) -> dict[str, Peer] | None:
 
 
 def _stopped_peers(settings: InstanceSettings, registry: Registry) -> dict[str, Peer]:
+    from coordinator import own_logs
     from coordinator.core.interfaces import IMPULSES, ONESELF
     from coordinator.discovery import Discovery, Routes
-    from coordinator.log import log_exists, open_reader
+    from coordinator.log import log_exists
 
     if not log_exists(settings.log):
         return {}
-    with open_reader(settings.log, settings.name) as reader:
+    with own_logs.open_reader(settings) as reader:
         summary = reader.summary()
     routes = Routes(Discovery(settings, registry), lambda message: None)
     names = {*summary.sources, *summary.peers, *summary.acknowledged, *summary.spilled} - {IMPULSES, ONESELF}

@@ -60,9 +60,9 @@ def recover(registry: Registry, name: str, sequence_id: int | None, force: bool,
 
 
 def _check(settings: InstanceSettings, as_json: bool) -> int:
-    from coordinator.log import verify_log
+    from coordinator import own_logs
 
-    verification = verify_log(settings.log, settings.name)
+    verification = own_logs.verify(settings)
     findings = list(verification.findings())
     can_recover = not verification.fatal
     verdict = _verdict(settings.name, verification)
@@ -122,6 +122,7 @@ def _verdict(name: str, verification: LogVerification) -> str:
 
 
 def _remedy(settings: InstanceSettings, verification: LogVerification) -> str:
+    from coordinator import own_logs
     from coordinator.log import CutRefusedError, LogCutter
 
     stop = _stop(verification)
@@ -129,7 +130,7 @@ def _remedy(settings: InstanceSettings, verification: LogVerification) -> str:
         return "what helps: restore the log from a copy"
     command = f"'immortal recover {settings.name} --truncate-at {stop}'"
     try:
-        with LogCutter(settings.log, settings.name) as cutter:
+        with LogCutter(settings.log, settings.name, own_logs.read_keys(settings)) as cutter:
             plan = cutter.plan(stop)
     except CutRefusedError as error:
         return f"what helps: restore the log from a copy; {command} would not: {error}"
@@ -150,10 +151,11 @@ def _remedy(settings: InstanceSettings, verification: LogVerification) -> str:
 
 
 def _cut(settings: InstanceSettings, sequence_id: int, *, force: bool, yes: bool, as_json: bool) -> None:
+    from coordinator import own_logs
     from coordinator.log import LogCutter
 
     control.refuse_running(settings.folder)
-    with LogCutter(settings.log, settings.name) as cutter:
+    with LogCutter(settings.log, settings.name, own_logs.read_keys(settings)) as cutter:
         plan = _judged(cutter, settings.name, sequence_id, force=force)
         lines = list(_plan_lines(settings.name, plan))
         if not yes:

@@ -15,7 +15,8 @@ from typing import Any
 
 import click
 
-from coordinator.cli.common import app_name, echo_json, json_option, name_argument, pass_registry
+from coordinator import own_logs
+from coordinator.cli.common import app_name, echo_json, json_option, name_argument, pass_registry, trust_pickle_option
 from coordinator.cli.progress import progress_bar
 from coordinator.config import InstanceSettings
 from coordinator.log import LogReader, log_exists, open_reader
@@ -69,6 +70,7 @@ _checkpoint_option = click.option(
 )
 @click.option("--follow", is_flag=True, help="Go on with what is logged meanwhile, until Ctrl-C or --to.")
 @click.option("--strict", is_flag=True, help="Refuse an app that does what a replay would not repeat.")
+@trust_pickle_option
 @json_option
 @pass_registry
 def replay(
@@ -82,6 +84,7 @@ def replay(
     state_file: Path | None,
     follow: bool,
     strict: bool,
+    trust_pickle: bool,
     as_json: bool,
 ) -> None:
     """Take NAME back to any record: its log is replayed into a copy of its app.
@@ -104,7 +107,7 @@ def replay(
         return not breaks or verdict.task > 0 or verdict.key[:2] != (sequence_id, message or 0)
 
     with ExitStack() as stack:
-        reader = stack.enter_context(open_reader(settings.log, name))
+        reader = stack.enter_context(own_logs.open_reader(settings, trust_pickle=trust_pickle))
         summary = reader.summary()
         route = plan_route(plan, reader, summary)
         app = app or default_app(name, settings.app, summary, route.last_version)
@@ -148,6 +151,7 @@ def replay(
     help="A receiver's log: shows what was sent then.",
 )
 @click.option("--all", "everything", is_flag=True, help="From every kept checkpoint, not the last two only.")
+@trust_pickle_option
 @json_option
 @pass_registry
 def verify(
@@ -157,6 +161,7 @@ def verify(
     app: str | None,
     peer_logs: tuple[str, ...],
     everything: bool,
+    trust_pickle: bool,
     as_json: bool,
 ) -> None:
     """Prove that NAME does again what it did: replay it from checkpoint to checkpoint, and compare.
@@ -172,7 +177,7 @@ def verify(
     described = []
     warnings: dict[str, None] = {}
     with ExitStack() as stack:
-        reader = stack.enter_context(open_reader(settings.log, name))
+        reader = stack.enter_context(own_logs.open_reader(settings, trust_pickle=trust_pickle))
         receivers = {peer.identity.instance_name: peer for peer in _peers(registry, peer_logs, stack, settings)}
         summary = reader.summary()
         found = stretches(reader, summary, checkpoint_id=checkpoint_id, everything=everything)

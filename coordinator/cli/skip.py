@@ -67,10 +67,10 @@ def _skip_live(settings: InstanceSettings, sequence_id: int, index: int, reason:
 
 
 def _skip_stopped(settings: InstanceSettings, sequence_id: int, index: int, reason: str) -> None:
+    from coordinator import own_logs
     from coordinator.core.interfaces import AuditEntry, Transaction
-    from coordinator.log import open_log
 
-    store = open_log(settings.log, settings.name)
+    store = own_logs.open_log(settings)
     try:
         verdict = _verdict(store, settings.name, sequence_id, index, reason)
         entry = AuditEntry(

@@ -94,12 +94,13 @@ def _upgrade(settings: InstanceSettings) -> dict[str, Any]:
 
 
 def _stopped_status(settings: InstanceSettings) -> dict[str, Any]:
+    from coordinator import own_logs
     from coordinator.core.interfaces import IMPULSES, ONESELF
-    from coordinator.log import log_exists, open_reader
+    from coordinator.log import log_exists
 
     if not log_exists(settings.log):
         return {"name": settings.name, "phase": NOT_STARTED}
-    with open_reader(settings.log, settings.name) as reader:
+    with own_logs.open_reader(settings) as reader:
         summary = reader.summary()
         problems = list(reader.problems)
     sources = dict(summary.sources)

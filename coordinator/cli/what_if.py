@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from coordinator import own_logs
 from coordinator.cli.common import (
     FailedError,
     app_name,
@@ -17,11 +18,12 @@ from coordinator.cli.common import (
     name_argument,
     pass_registry,
     printable,
+    trust_pickle_option,
 )
 from coordinator.cli.progress import progress_bar
 from coordinator.cli.what_if_report import Report
 from coordinator.core.output_check import Divergence, OutputDivergenceError
-from coordinator.log import log_exists, open_reader
+from coordinator.log import log_exists
 from coordinator.registry import Registry, RegistryError
 from coordinator.replay import BY_HAND, OWN_VERSION, AppCommand
 from coordinator.replay.apps import default_app
@@ -62,6 +64,7 @@ def _app(ctx: click.Context, parameter: click.Parameter, value: str | None) -> s
 @click.option(
     "--limit", type=click.IntRange(min=1), default=10, show_default=True, help="At most so many differences in full."
 )
+@trust_pickle_option
 @json_option
 @pass_registry
 def what_if(
@@ -73,6 +76,7 @@ def what_if(
     last_sequence_id: int | None,
     upgrade_to: int | None,
     limit: int,
+    trust_pickle: bool,
     as_json: bool,
 ) -> None:
     """What would be different if other code had handled the log of NAME?
@@ -85,7 +89,7 @@ def what_if(
     if not log_exists(settings.log):
         raise RegistryError(f"{name!r} has not been started yet: there is no log in {settings.log}")
     with (
-        open_reader(settings.log, name) as reader,
+        own_logs.open_reader(settings, trust_pickle=trust_pickle) as reader,
         tempfile.TemporaryDirectory(prefix="immortal-") as folder,
     ):
         route = plan_what_if(reader, checkpoint_id=checkpoint_id, last_sequence_id=last_sequence_id)

@@ -6,7 +6,7 @@ so that a backup that is cut off leaves the one before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import lmdb
 
 from coordinator.core.errors import LogError
 from coordinator.log import format as log_format
+from coordinator.log.authentication import LogKey
 from coordinator.log.environment import (
     DATA_FILE_NAME,
     READERS_FILE_NAME,
@@ -21,6 +22,7 @@ from coordinator.log.environment import (
     Tables,
     failure_of,
     log_exists,
+    make_seal_tables,
     open_environment,
     open_tables,
     read_identity,
@@ -50,22 +52,23 @@ class BackupError(LogError):
     """No backup was made; one that was there is as it was."""
 
 
-def back_up(folder: Path, instance_name: str, target: Path) -> Backup:
+def back_up(folder: Path, instance_name: str, target: Path, keys: Sequence[LogKey] | None = None) -> Backup:
     """Bring the backup in ``target``, a new or empty folder at first, to the last commit of the log in ``folder``.
 
-    Log and backup are verified, byte by byte. Raises BackupError, LogError, OSError.
+    ``keys``: those that the log may be authenticated with; the backup is so as well. Log and backup are verified, byte
+    by byte. Raises BackupError, LogError, OSError.
     """
-    _check_sound(verify_log(folder, instance_name), f"the log of {instance_name!r}")
+    _check_sound(verify_log(folder, instance_name, keys=keys), f"the log of {instance_name!r}")
     target.mkdir(parents=True, exist_ok=True)
     if not log_exists(target) and {path.name for path in target.iterdir()} - _LEFT_OVER:
         raise BackupError(f"{target} holds something, and no backup: name a new folder, or an empty one")
     lock = FolderLock(target)
     try:
-        backup = _copy(folder, instance_name, target)
+        backup = _copy(folder, instance_name, target, keys)
         sync_names(target)
     finally:
         lock.release()
-    _check_sound(verify_log(target, instance_name), f"the backup in {target}")
+    _check_sound(verify_log(target, instance_name, keys=keys), f"the backup in {target}")
     return backup
 
 
@@ -76,14 +79,14 @@ def _check_sound(verification: LogVerification, what: str) -> None:
         raise BackupError(f"{what} is damaged: {wrong[0]}{others}")
 
 
-def _copy(folder: Path, instance_name: str, target: Path) -> Backup:
+def _copy(folder: Path, instance_name: str, target: Path, keys: Sequence[LogKey] | None) -> Backup:
     is_new = not log_exists(target)
     if is_new:
         (target / DATA_FILE_NAME).unlink(missing_ok=True)  # of a first backup that was cut off
     environment = open_environment(target, readonly=False, map_size_bytes=MAP_SIZE_BYTES)
     try:
         tables = open_tables(environment, target, create=is_new)
-        with open_reader(folder, instance_name) as reader:
+        with open_reader(folder, instance_name, keys=keys, check=False) as reader:
             if not is_new:
                 with environment.begin(buffers=True) as transaction:
                     _check_same_log(reader.identity, read_identity(transaction, tables, target, None), target)
@@ -91,12 +94,15 @@ def _copy(folder: Path, instance_name: str, target: Path) -> Backup:
             def copy(source: ReadTransaction, source_tables: Tables) -> Backup:
                 try:
                     with environment.begin(write=True, buffers=True) as write:
+                        nonlocal tables
+                        if source_tables.record_seals is not None:
+                            tables = make_seal_tables(environment, tables, write)
                         return _bring_up(source, source_tables, write, tables, target)
                 except lmdb.Error as error:
                     raise failure_of(target, error) from error
 
             backup = reader.transact(copy)
-            mark = HighWaterMark(target, reader.identity)
+            mark = HighWaterMark(target, reader.identity, reader.macs)
         with environment.begin(buffers=True) as transaction:
             last = transaction.get(SEQUENCE_KEY.pack(max(backup.last_sequence_id, 0)), db=tables.records)
             if last is not None:
@@ -121,10 +127,11 @@ def _bring_up(
     copied = _bring_up_records(source, source_tables, write, tables, target)
     checkpoints = _bring_up_checkpoints(source, source_tables, write, tables)
     for name in Tables.__dataclass_fields__:
-        if name not in _BY_THEMSELVES:
-            write.drop(getattr(tables, name), delete=False)
-            for key, value in _rows(source, getattr(source_tables, name), b""):
-                write.put(key, value, append=True, db=getattr(tables, name))
+        ours, theirs = getattr(tables, name), getattr(source_tables, name)
+        if name not in _BY_THEMSELVES and ours is not None:
+            write.drop(ours, delete=False)
+            for key, value in _rows(source, theirs, b"") if theirs is not None else ():
+                write.put(key, value, append=True, db=ours)
     write.delete(log_format.META_JOURNAL, db=tables.meta)  # what it had is in the tables here
     return Backup(first, last, copied, checkpoints)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import lmdb
@@ -16,6 +16,7 @@ import lmdb
 from coordinator.core.errors import DamagedLogError, LogError
 from coordinator.log import format as log_format
 from coordinator.log import reading
+from coordinator.log.authentication import LogKey, Macs, cut_seals, find_key, read_marker
 from coordinator.log.checkpoint_store import WriteTransaction
 from coordinator.log.cut_plan import CutPlan, plan_cut
 from coordinator.log.environment import (
@@ -46,10 +47,15 @@ Row = tuple[bytes, bytes]
 class LogCutter:
     """Holds a log's lock, so that no coordinator writes it, from the plan to the cut."""
 
-    def __init__(self, folder: str | os.PathLike[str], instance_name: str) -> None:
-        """Raises LogLockedError where a coordinator writes the log, LogFormatError where there is none."""
+    def __init__(
+        self, folder: str | os.PathLike[str], instance_name: str, keys: Sequence[LogKey] | None = None
+    ) -> None:
+        """``keys``: those that the log may be authenticated with.
+
+        Raises LogLockedError where a coordinator writes the log, LogFormatError where there is none."""
         self._folder = Path(folder)
         self._instance_name = instance_name
+        self._keys = keys
         if not log_exists(self._folder):
             raise LogError(f"there is no log in {self._folder}")
         self._lock = FolderLock(self._folder)
@@ -64,12 +70,15 @@ class LogCutter:
         self, sequence_id: int, *, force: bool = False, on_finding: Callable[[Finding], None] = lambda finding: None
     ) -> CutPlan:
         """What cutting at ``sequence_id`` means; nothing is changed. As :func:`coordinator.log.cut_plan.plan_cut`."""
-        return plan_cut(self._folder, self._instance_name, sequence_id, force=force, on_finding=on_finding)
+        return plan_cut(
+            self._folder, self._instance_name, sequence_id, force=force, on_finding=on_finding, keys=self._keys
+        )
 
     def cut(self, plan: CutPlan) -> Path:
         """Carry out ``plan``; the folder where what was cut is kept, as a log that can be opened for reading.
 
-        Raises LogError; the log is as it was then.
+        What stays of an authenticated log is so with the same key; what was cut off is not. Raises LogError; the log is
+        as it was then.
         """
         map_size_bytes = max(MAP_SIZE_BYTES, 2 * (self._folder / DATA_FILE_NAME).stat().st_size)
         environment = open_environment(self._folder, readonly=False, map_size_bytes=map_size_bytes)
@@ -78,6 +87,10 @@ class LogCutter:
             with environment.begin(buffers=True) as transaction:
                 identity = read_identity(transaction, tables, self._folder, self._instance_name)
                 nonce = reading.journal_nonce(transaction, tables)
+                marker = read_marker(transaction, tables)
+            macs = None
+            if marker is not None:
+                macs = Macs(find_key(self._keys or (), marker, self._instance_name), identity, marker)
             journaled = JournalReader(self._folder, identity).rows(
                 last_transaction_id(environment), nonce=lambda: nonce
             )
@@ -91,6 +104,8 @@ class LogCutter:
             HighWaterMark(self._folder, identity).remove()
             with environment.begin(write=True, buffers=True) as write:
                 remove_from(write, tables, plan.sequence_id, checkpoint_ids)
+                if macs is not None:
+                    cut_seals(write, tables, macs, plan.sequence_id, checkpoint_ids)
             return kept
         except lmdb.Error as error:
             raise LogError(f"the log in {self._folder} could not be cut, it is as it was: {error}") from error
@@ -146,6 +161,9 @@ class LogCutter:
                 # It begins where the cut was, and a cut at its beginning means nothing to it.
                 _put_meta(transaction, target_tables, log_format.META_TRIMMED, plan.sequence_id - 1)
                 transaction.delete(log_format.META_CUT, db=target_tables.meta)
+                if transaction.delete(log_format.META_AUTHENTICATED, db=target_tables.meta):
+                    transaction.delete(log_format.META_SEAL, db=target_tables.meta)
+                    _put_meta(transaction, target_tables, log_format.META_FORMAT, log_format.FORMAT_VERSION)
             target.sync(True)
         finally:
             target.close()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from coordinator.core.errors import DamagedLogError, LogError
 from coordinator.core.interfaces import IMPULSES, LogSummary
+from coordinator.log.authentication import LogKey
 from coordinator.log.findings import Finding, Severity
 from coordinator.log.folder import open_reader
 from coordinator.log.reader import LoggedValue, LogReader
@@ -55,12 +56,13 @@ def plan_cut(
     *,
     force: bool = False,
     on_finding: Callable[[Finding], None] = lambda finding: None,
+    keys: Sequence[LogKey] | None = None,
 ) -> CutPlan:
     """Judge a cut at ``sequence_id``. The caller holds the log's lock, and no reader is open in this process.
 
     ``force``: also where recovery does not need the record. Raises CutRefusedError, which says why, and LogError.
     """
-    verification = verify_log(folder, instance_name, lock_held=True)
+    verification = verify_log(folder, instance_name, lock_held=True, keys=keys)
     unreadable = None
     for finding in verification.findings():
         on_finding(finding)

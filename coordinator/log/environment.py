@@ -71,9 +71,13 @@ class Tables:
     verdicts: lmdb._Database | None
     letters: lmdb._Database | None
     audit: lmdb._Database | None
+    # None: the log is not authenticated.
+    record_seals: lmdb._Database | None
+    checkpoint_seals: lmdb._Database | None
 
 
 _SINCE_VERDICTS = ("verdicts", "letters", "audit")
+_SEALS = ("record_seals", "checkpoint_seals")
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +251,8 @@ def open_tables(environment: lmdb.Environment, folder: Path, *, create: bool) ->
     names = Tables.__dataclass_fields__
     if create:
         with environment.begin(write=True) as transaction:
-            return Tables(*(environment.open_db(name.encode(), txn=transaction) for name in names))
+            made = {name: environment.open_db(name.encode(), txn=transaction) for name in names if name not in _SEALS}
+            return Tables(**made, record_seals=None, checkpoint_seals=None)
     try:
         meta = environment.open_db(b"meta", create=False)
         with environment.begin(buffers=True) as transaction:
@@ -256,7 +261,7 @@ def open_tables(environment: lmdb.Environment, folder: Path, *, create: bool) ->
         # in what a journal has.
         if version < log_format.JOURNAL_VERSION and not environment.flags()["readonly"]:
             environment.open_db(b"spilled")
-        may_miss = _SINCE_VERDICTS if version < log_format.VERDICTS_VERSION else ()
+        may_miss = _SEALS if version >= log_format.VERDICTS_VERSION else (*_SINCE_VERDICTS, *_SEALS)
         return Tables(*(_open_table(environment, name, may_miss) for name in names))
     except (lmdb.NotFoundError, lmdb.ReadonlyError) as error:
         raise LogFormatError(f"there is no complete log in {folder}: {error}") from None
@@ -277,6 +282,12 @@ def _open_table(environment: lmdb.Environment, name: str, may_miss: Collection[s
 def make_missing_tables(environment: lmdb.Environment, tables: Tables, write: lmdb.Transaction[memoryview]) -> Tables:
     """``tables`` with those that an older log has not, made within ``write``, which takes in the journal."""
     missing = [name for name in _SINCE_VERDICTS if getattr(tables, name) is None]
+    return replace(tables, **{name: environment.open_db(name.encode(), txn=write) for name in missing})
+
+
+def make_seal_tables(environment: lmdb.Environment, tables: Tables, write: lmdb.Transaction[memoryview]) -> Tables:
+    """``tables`` with those of an authenticated log, made within ``write``."""
+    missing = [name for name in _SEALS if getattr(tables, name) is None]
     return replace(tables, **{name: environment.open_db(name.encode(), txn=write) for name in missing})
 
 
@@ -305,13 +316,13 @@ def _check_format(transaction: lmdb.Transaction[memoryview], meta: lmdb._Databas
     version = _required(transaction, meta, folder, log_format.META_FORMAT, log_format.INT)
     if version in log_format.FORMAT_VERSIONS_READ:
         return version
-    if version > log_format.FORMAT_VERSION:
+    if version > log_format.AUTHENTICATED_VERSION:
         remedy = "use the newer version of the program that wrote it"
     else:
         remedy = "no release wrote it, and none reads it; move that folder away to start with a new, empty log"
     raise LogFormatError(
         f"the log in {folder} has format version {version}, this program reads version"
-        f" {log_format.FORMAT_VERSION}: {remedy}"
+        f" {log_format.AUTHENTICATED_VERSION}: {remedy}"
     )
 
 

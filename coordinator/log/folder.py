@@ -6,6 +6,7 @@ import os
 import secrets
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import lmdb
@@ -13,6 +14,7 @@ import lmdb
 from coordinator.core.errors import LogError, LogFormatError, require
 from coordinator.fault_points import FaultPoint, reach
 from coordinator.log import format as log_format
+from coordinator.log.authentication import LogKey
 from coordinator.log.environment import (
     DATA_FILE_NAME,
     LogIdentity,
@@ -43,11 +45,13 @@ def create_log(
     committer_id: int | None = None,
     map_size_bytes: int = MAP_SIZE_BYTES,
     map_size_bytes_max: int = MAP_SIZE_BYTES_MAX,
+    keys: Sequence[LogKey] = (),
 ) -> LmdbLogStore:
     """Make a new log and open it for writing; without ``committer_id`` a random one is drawn.
 
     The file has its name only once the log in it is complete: what a start leaves that was cut off does not count.
-    Raises LogFormatError where there is a log already, LogFullError.
+    ``keys``: it is authenticated with the first of them. Raises LogFormatError where there is a log already,
+    LogFullError.
     """
     if committer_id is None:
         committer_id = secrets.randbelow(log_format.COMMITTER_ID_MAX) + 1
@@ -66,7 +70,7 @@ def create_log(
     except BaseException:
         lock.release()
         raise
-    return _open(path, lock, instance_name, map_size_bytes, map_size_bytes_max)
+    return _open(path, lock, instance_name, map_size_bytes, map_size_bytes_max, keys, adopt=True)
 
 
 def open_log(
@@ -75,20 +79,43 @@ def open_log(
     *,
     map_size_bytes: int = MAP_SIZE_BYTES,
     map_size_bytes_max: int = MAP_SIZE_BYTES_MAX,
+    keys: Sequence[LogKey] = (),
+    adopt: bool = False,
+    accept: bool = False,
 ) -> LmdbLogStore:
     """Open a log for writing.
 
-    Raises LogFormatError (no log, not a log, truncated, newer format), LogLockedError, LogIdentityError,
-    DamagedLogError.
+    ``keys``: those that it may be authenticated with, the one in use first; a log of another one of them gets that one.
+    ``adopt``: a log that is not authenticated yet gets the key, as it is now. ``accept``: so does any other, by hand.
+
+    Raises LogKeyError (no key for it, or none in it), ForgedLogError (written without the key), LogFormatError (no log,
+    not a log, truncated, newer format), LogLockedError, LogIdentityError, DamagedLogError.
     """
     path = Path(folder)
     if not log_exists(path):
         raise LogFormatError(f"there is no log in {path}")
-    return _open(path, FolderLock(path), instance_name, map_size_bytes, map_size_bytes_max)
+    return _open(
+        path,
+        FolderLock(path),
+        instance_name,
+        map_size_bytes,
+        map_size_bytes_max,
+        keys,
+        adopt=adopt,
+        accept=accept,
+    )
 
 
 def _open(
-    path: Path, lock: FolderLock, instance_name: str, map_size_bytes: int, map_size_bytes_max: int
+    path: Path,
+    lock: FolderLock,
+    instance_name: str,
+    map_size_bytes: int,
+    map_size_bytes_max: int,
+    keys: Sequence[LogKey],
+    *,
+    adopt: bool = False,
+    accept: bool = False,
 ) -> LmdbLogStore:
     """As open_log. The lock is the store's, or released."""
     environment = None
@@ -99,7 +126,9 @@ def _open(
         tables = open_tables(environment, path, create=False)
         with environment.begin(buffers=True) as transaction:
             identity = read_identity(transaction, tables, path, instance_name)
-        store = LmdbLogStore(path, environment, tables, lock, identity, map_size_bytes_max)
+        store = LmdbLogStore(
+            path, environment, tables, lock, identity, map_size_bytes_max, keys, adopt=adopt, accept=accept
+        )
         store.rebuilt[:0] = mended
         return store
     except BaseException as error:
@@ -113,10 +142,16 @@ def _open(
         raise
 
 
-def open_reader(folder: Folder, instance_name: str | None = None) -> LogReader:
+def open_reader(
+    folder: Folder, instance_name: str | None = None, *, keys: Sequence[LogKey] | None = None, check: bool = True
+) -> LogReader:
     """Open a log for reading only, also while a coordinator of another process writes it.
 
-    Raises LogFormatError, LogIdentityError, DamagedLogError; LogLockedError when this process has it open already.
+    ``keys``: those that it may be authenticated with; None: that is not looked at. ``check``: its small tables as well,
+    now, beside each record and chunk when it is read.
+
+    Raises LogKeyError and ForgedLogError as :func:`open_log`, LogFormatError, LogIdentityError, DamagedLogError,
+    LogLockedError when this process has it open already.
     """
     path = Path(folder)
     environment = open_environment(path, readonly=True, map_size_bytes=0)
@@ -124,7 +159,10 @@ def open_reader(folder: Folder, instance_name: str | None = None) -> LogReader:
         tables = open_tables(environment, path, create=False)
         with environment.begin(buffers=True) as transaction:
             identity = read_identity(transaction, tables, path, instance_name)
-        return LogReader(path, environment, tables, identity)
+        reader = LogReader(path, environment, tables, identity)
+        if keys is not None:
+            reader.authenticate(keys, check=check)
+        return reader
     except lmdb.Error as error:
         environment.close()
         raise LogError(f"the log in {path} cannot be opened: {error}") from error

@@ -22,7 +22,8 @@ from protocol.limits import NAME_SIZE_BYTES_MAX
 from protocol.varint import Readable
 
 FORMAT_VERSION = 5
-FORMAT_VERSIONS_READ = (3, 4, 5)
+AUTHENTICATED_VERSION = 6  # of a log with a key: an older program would write what has no MAC
+FORMAT_VERSIONS_READ = (3, 4, 5, 6)
 JOURNAL_VERSION = 4  # the first with a journal
 VERDICTS_VERSION = 5  # the first with the tables of verdicts, letters and audit
 CRC_SIZE_BYTES = 8
@@ -51,6 +52,8 @@ META_CUTS = b"cuts"
 META_STREAM_STARTS = b"stream_starts"
 META_CLIENTS_FORGOTTEN = b"clients_forgotten_ns"
 META_SUSPECT = b"suspect"
+META_AUTHENTICATED = b"authenticated"
+META_SEAL = b"seal"
 META_JOURNAL = b"journal"  # the nonce of the one without which the log is not whole
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -12,6 +12,7 @@ from pathlib import Path
 from struct import Struct
 
 from coordinator.core.errors import DamagedLogError
+from coordinator.log.authentication import MAC_SIZE_BYTES, Macs
 from coordinator.log.environment import LogIdentity, Tables, sync_folder
 from coordinator.log.format import SEQUENCE_KEY
 from coordinator.log.reading import ReadTransaction, first_and_last_sequence_id
@@ -21,6 +22,7 @@ from protocol.varint import Readable
 
 FILE_NAME = "high-water-mark"
 _MAGIC = b"IMH1"
+_MAGIC_AUTHENTICATED = b"IMH2"  # with a MAC in the place of the CRC
 _CHECKED = Struct("<4sIQQ")  # magic, zero, sequence ID, check of the record
 _CRC_SIZE_BYTES = 8
 
@@ -34,23 +36,35 @@ class Mark:
 class HighWaterMark:
     """The mark of the log in ``folder``; the file is opened by the first :meth:`put`."""
 
-    def __init__(self, folder: Path, identity: LogIdentity) -> None:
+    def __init__(self, folder: Path, identity: LogIdentity, macs: Macs | None = None) -> None:
+        """``macs``: those of an authenticated log, where its key is at hand."""
         self.path = folder / FILE_NAME
+        self._macs = macs
         self._seed = identity.check
         self._descriptor: int | None = None
 
     def read(self) -> Mark | None:
-        """None where there is none. Raises ValueError for a damaged one, OSError."""
+        """None where there is none, or it can't be checked without the log's key.
+
+        Raises ValueError for a damaged one, or one that the log's key did not make; OSError.
+        """
         try:
             data = self.path.read_bytes()
         except FileNotFoundError:
             return None
         if not data:
             return None  # of a process that ended when it had made the file
-        if len(data) == _CHECKED.size + _CRC_SIZE_BYTES:
+        if len(data) >= _CHECKED.size:
             magic, _, sequence_id, check = _CHECKED.unpack_from(data)
-            if magic == _MAGIC and data == self._encode(sequence_id, check):
+            if data == self._encode(sequence_id, check):
                 return Mark(sequence_id, check)
+            if magic == _MAGIC_AUTHENTICATED and len(data) == _CHECKED.size + MAC_SIZE_BYTES and self._macs is None:
+                return None
+            if self._macs is not None:
+                raise ValueError(
+                    f"{self.path} is not authentic, or damaged: it is left out, and records that were removed at the"
+                    " end of the log would not be missed"
+                )
         raise ValueError(f"{self.path} is damaged, or of another log: it is left out")
 
     def lacking(self, transaction: ReadTransaction, tables: Tables, mark: Mark | None) -> str | None:
@@ -97,6 +111,9 @@ class HighWaterMark:
             self._descriptor = None
 
     def _encode(self, sequence_id: int, check: int) -> bytes:
+        if self._macs is not None:
+            checked = _CHECKED.pack(_MAGIC_AUTHENTICATED, 0, sequence_id, check)
+            return checked + self._macs.mark(checked)
         checked = _CHECKED.pack(_MAGIC, 0, sequence_id, check)
         return checked + crc64(checked, self._seed).to_bytes(_CRC_SIZE_BYTES, "little")
 

@@ -347,8 +347,10 @@ def put_rows(write: lmdb.Transaction[memoryview], tables: Tables, rows: Rows) ->
     for (table, key), value in rows.items():
         if table == "records":
             require(write.put(key, value, append=True, db=tables.records), f"record {key.hex()} is in the log already")
-        else:
+        elif getattr(tables, table) is not None:
             write.put(key, value, db=getattr(tables, table))
+        else:
+            raise DamagedLogError(f"the log's journal has a row for the table {table!r}, which the log has not", -1)
 
 
 def rows_of_table(rows: Mapping[tuple[str, bytes], bytes], table: str) -> list[tuple[bytes, bytes]]:

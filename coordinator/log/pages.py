@@ -30,7 +30,7 @@ _BIG_DATA, _SUB_DATA = 0x01, 0x02
 _NO_PAGE = (1 << 64) - 1
 _DEPTH_MAX = 32
 _MAIN_TABLES_MAX = 1024
-_LARGE = frozenset({b"records", b"chunks", b"outputs"})
+_LARGE = frozenset({b"records", b"record_seals", b"chunks", b"outputs"})
 _NUMBERED = struct.Struct(">Q")
 _FREE = "free pages"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,18 @@ import lmdb
 from coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError
 from coordinator.core.interfaces import AuditEntry, Letter, LogSummary, OutputBatch
 from coordinator.log import reading, verdicts
+from coordinator.log.authentication import (
+    LogKey,
+    Macs,
+    Marker,
+    are_authentic,
+    authentic_prefix,
+    check_state,
+    find_key,
+    forged_record,
+    read_chunk,
+    read_marker,
+)
 from coordinator.log.environment import DATA_FILE_NAME, LogIdentity, Tables
 from coordinator.log.format import INT, META_TRIMMED, SEQUENCE_KEY, StoredHeader, decode_header
 from coordinator.log.residency import MappedPages
@@ -23,6 +35,7 @@ from protocol.checksum import crc64
 from protocol.verdicts import MessageKey, Verdict
 
 Result = TypeVar("Result")
+_Collected = tuple[list[bytes], list[bool], DamagedLogError | None]
 
 # One read transaction covers at most this much: pages freed while it is open cannot be used again by the writer.
 SCAN_ROWS_MAX = 4096
@@ -53,6 +66,10 @@ class LogReader:
         self.folder = folder
         self.identity = identity
         self.problems: list[str] = []
+        self.macs: Macs | None = None
+        """None: the log is not authenticated, or that is not looked at."""
+        self.trusts_pickle = False
+        """Whether a state in it that pickle wrote may be read, which runs what is in it: see coordinator.own_logs."""
         self._environment = environment
         self._mapped_pages = MappedPages(folder / DATA_FILE_NAME)
         self._snapshots = Snapshots(folder, environment, tables, identity)
@@ -62,6 +79,35 @@ class LogReader:
 
     def __exit__(self, *args: object) -> None:
         self.close()
+
+    def authenticate(self, keys: Sequence[LogKey], *, check: bool = True) -> None:
+        """From here on a record or chunk that was written without the log's key is damage, if the log has one.
+
+        ``check``: the other tables now. Raises LogKeyError where the key is not among ``keys``, ForgedLogError.
+        """
+        marker = self.transact(read_marker)
+        if marker is None:
+            return
+        self.macs = macs = Macs(find_key(keys, marker, self.identity.instance_name), self.identity, marker)
+        if check:
+            self.transact(
+                lambda transaction, tables: check_state(transaction, tables, macs, self.identity.instance_name)
+            )
+            self._mapped_pages.release()
+
+    @property
+    def marker(self) -> Marker | None:
+        """What the log says of its authentication, checked or not; None where it has none."""
+        return self.transact(read_marker)
+
+    @property
+    def authenticity(self) -> str:
+        """In words, for whoever asks what this log is worth."""
+        if self.macs is None:
+            return "authenticated, which was not checked" if self.marker is not None else "not authenticated"
+        marker = self.macs.marker
+        since = f"; records before {marker.first_sequence_id} as they were when it got a key"
+        return f"authenticated with key {marker.key_id}{since if marker.first_sequence_id > 0 else ''}"
 
     def summary(self) -> LogSummary:
         """As LmdbLogStore.summary, as of now."""
@@ -81,12 +127,16 @@ class LogReader:
 
     def read(self, first_sequence_id: int, size_bytes_max: int) -> list[bytes]:
         """As LmdbLogStore.read; behind the last record an empty list."""
-        values, gap = self.transact(
-            lambda transaction, tables: reading.collect_values(transaction, tables, first_sequence_id, size_bytes_max)
-        )
+
+        def collect(transaction: reading.ReadTransaction, tables: Tables) -> _Collected:
+            values, gap = reading.collect_values(transaction, tables, first_sequence_id, size_bytes_max)
+            return values, are_authentic(transaction, tables, self.macs, enumerate(values, first_sequence_id)), gap
+
+        values, are, gap = self.transact(collect)
         if not values and gap is not None:
             raise gap
-        return checked_prefix(values, first_sequence_id, self.identity.committer_id)
+        checked = checked_prefix(values, first_sequence_id, self.identity.committer_id)
+        return authentic_prefix(checked, are[: len(checked)], first_sequence_id)
 
     def values(self, first_sequence_id: int, last_sequence_id: int | None = None) -> Iterator[bytes]:
         """Every value (record + trailer) of the range, both ends included, in order and without a gap, each checked.
@@ -97,16 +147,18 @@ class LogReader:
         """
         expected = max(first_sequence_id, 0)
         while True:
-            rows, last_there = self.transact(partial(_scan_to_last, first=expected, last=last_sequence_id))
+            rows, are, last_there = self.transact(partial(self._scan_to_last, first=expected, last=last_sequence_id))
             if not rows:
                 if expected <= last_there and (last_sequence_id is None or expected <= last_sequence_id):
                     raise self._not_there(expected)
                 return
             self._have_touched(rows)
-            for sequence_id, value in rows:
+            for (sequence_id, value), is_authentic in zip(rows, are, strict=True):
                 if sequence_id != expected:
                     raise self._not_there(expected)
                 check_value(value, sequence_id, self.identity.committer_id)
+                if not is_authentic:
+                    raise forged_record(sequence_id)
                 yield value
                 expected += 1
 
@@ -122,19 +174,22 @@ class LogReader:
         first, _ = self.transact(reading.first_and_last_sequence_id)
         expected = first if first_sequence_id is None else max(first_sequence_id, first)
         while True:
-            rows = self.transact(partial(_scan, first=expected, last=last_sequence_id))
+            rows, are, _ = self.transact(partial(self._scan_to_last, first=expected, last=last_sequence_id))
             if not rows:
                 return
             self._have_touched(rows)
-            for sequence_id, value in rows:
+            for (sequence_id, value), is_authentic in zip(rows, are, strict=True):
                 if sequence_id > expected and not self._trimmed(sequence_id - 1):
                     yield _missing(expected, sequence_id - 1)
-                yield LoggedValue(sequence_id, value, self._problem(sequence_id, value))
+                problem = self._problem(sequence_id, value)
+                if problem is None and not is_authentic:
+                    problem = str(forged_record(sequence_id))
+                yield LoggedValue(sequence_id, value, problem)
                 expected = sequence_id + 1
 
     def read_checkpoint_chunk(self, checkpoint_id: int, index: int) -> bytes:
         """As LmdbLogStore.read_checkpoint_chunk."""
-        return self.transact(lambda transaction, tables: reading.read_chunk(transaction, tables, checkpoint_id, index))
+        return self.transact(partial(read_chunk, macs=self.macs, checkpoint_id=checkpoint_id, index=index))
 
     def checkpoint_chunks(self, checkpoint_id: int) -> Iterator[bytes]:
         """The chunks of a blob, in order, each checked; behind the last one the whole is.
@@ -204,6 +259,14 @@ class LogReader:
     def _load_outputs(self, stored: StoredHeader) -> dict[str, list[OutputBatch]]:
         return self.transact(lambda transaction, tables: reading.load_outputs(transaction, tables, stored))
 
+    def _scan_to_last(
+        self, transaction: reading.ReadTransaction, tables: Tables, first: int, last: int | None
+    ) -> tuple[list[tuple[int, bytes]], list[bool], int]:
+        """Rows, which are authentic, and the last record's ID at that moment: it tells the log's end from a gap."""
+        rows = _scan(transaction, tables, first, last)
+        last_there = reading.first_and_last_sequence_id(transaction, tables)[1]
+        return rows, are_authentic(transaction, tables, self.macs, rows), last_there
+
     def _have_touched(self, rows: list[tuple[int, bytes]]) -> None:
         """A scan of a large log must not make this process as large as the log."""
         self._mapped_pages.have_touched(sum(len(value) for _, value in rows))
@@ -255,13 +318,6 @@ def _missing(first: int, last: int) -> LoggedValue:
     """One marker for the whole gap: a damaged key may make it look 2^63 records wide."""
     what = f"record {first} is missing" if first == last else f"records {first} to {last} are missing"
     return LoggedValue(first, b"", what, last)
-
-
-def _scan_to_last(
-    transaction: reading.ReadTransaction, tables: Tables, first: int, last: int | None
-) -> tuple[list[tuple[int, bytes]], int]:
-    """Rows, and the last record's sequence ID at that moment: it tells the end of the log from a gap."""
-    return _scan(transaction, tables, first, last), reading.first_and_last_sequence_id(transaction, tables)[1]
 
 
 def _scan(

@@ -34,6 +34,20 @@ from coordinator.core.interfaces import (
 from coordinator.fault_points import FaultPoint, reach
 from coordinator.log import format as log_format
 from coordinator.log import reading, spilled, trim, verdicts
+from coordinator.log.authentication import (
+    LogKey,
+    LogKeyError,
+    Macs,
+    Sealer,
+    are_authentic,
+    authentic_prefix,
+    find_key,
+    not_authenticated,
+    read_chunk,
+    read_marker,
+    seal_all,
+    unseal_all,
+)
 from coordinator.log.checkpoint_store import CheckpointWriter, remove_half_written
 from coordinator.log.environment import (
     DATA_FILE_NAME,
@@ -46,7 +60,7 @@ from coordinator.log.environment import (
 )
 from coordinator.log.format import SEQUENCE_KEY, StoredHeader
 from coordinator.log.high_water import HighWaterMark
-from coordinator.log.journal import Journal, JournalReader, Rows, put_rows
+from coordinator.log.journal import ENTRY_SIZE_BYTES_MAX, Journal, JournalReader, Rows, put_rows
 from coordinator.log.lock import FolderLock
 from coordinator.log.overlay import laid_over
 from coordinator.log.rebuild import rebuild
@@ -77,8 +91,13 @@ class LmdbLogStore:
         lock: FolderLock,
         identity: LogIdentity,
         map_size_bytes_max: int,
+        keys: Sequence[LogKey] = (),
+        *,
+        adopt: bool = False,
+        accept: bool = False,
     ) -> None:
         self.identity = identity
+        self.macs: Macs | None = None  # None: the log is not authenticated
         self.problems: list[str] = []  # what was found damaged and could be left out, in words
         self.rebuilt: list[str] = []  # what was found damaged when it was opened and was put right, in words
         self._folder = folder
@@ -114,22 +133,67 @@ class LmdbLogStore:
         self._has_journal: bool | None = None  # None: the first small commit makes it
         if not self._journaled[1]:
             self._journal.restart(transaction_id)
-        if identity.format_version != log_format.FORMAT_VERSION:
-            self._tables = tables = self._write(self._make_current)
+        self._sealer: Sealer | None = None
+        if identity.format_version < log_format.FORMAT_VERSION:
+            self._tables = self._write(self._make_current)
+        marker = self._read(lambda transaction: read_marker(transaction, self._tables))
+        rebuilt: list[str] = []
+        if marker is not None:  # a row that was put right has to be what it was
+            rebuilt = self._rebuild()
+        if marker is not None and not accept:
+            self.macs = Macs(find_key(keys, marker, identity.instance_name), identity, marker)
+            self._sealer = self._make_sealer(self.macs)
+        elif keys and not (adopt or accept):
+            raise LogKeyError(not_authenticated(identity.instance_name))
+        tables = self._tables
         self._checkpoint_writer = CheckpointWriter(tables)
         _, self._last_sequence_id = self._read(
             lambda transaction: reading.first_and_last_sequence_id(transaction, tables)
         )
-        self._high_water_mark = HighWaterMark(folder, identity)
-        mended = self._check_high_water_mark()
+        self._high_water_mark = HighWaterMark(folder, identity, self.macs)
+        mended = [] if accept else self._check_high_water_mark()
         while self._write_if_needed(lambda transaction: remove_half_written(transaction, tables)):
             pass
-        with self._naming_remedy():
-            self.rebuilt = (
-                self._write_if_needed(lambda transaction: rebuild(transaction, tables, identity.committer_id)) or []
-            )
+        self.rebuilt = rebuilt + (self._rebuild() if self._sealer is None else [])
         self.rebuilt += mended + journal.mended + journal.left_out
+        if keys and (self.macs is None or self.macs.marker.key_id != keys[0].id):
+            self._give_key(keys[0], None if marker is None or accept else marker.first_sequence_id)
         extend_data_file(folder / DATA_FILE_NAME)
+
+    def _rebuild(self) -> list[str]:
+        with self._naming_remedy():
+            committer_id = self.identity.committer_id
+            return self._write_if_needed(lambda write: rebuild(write, self._tables, committer_id)) or []
+
+    def _give_key(self, key: LogKey, first_sequence_id: int | None) -> None:
+        """Authenticate all that is in the log as it is now; ``first_sequence_id``: as it was with another key."""
+        self._sealer = None
+        self.macs, self._tables = self._write(
+            lambda write: seal_all(self._environment, write, self._tables, key, self.identity, first_sequence_id)
+        )
+        self._sealer = self._make_sealer(self.macs)
+        self._checkpoint_writer = CheckpointWriter(self._tables)
+        self._high_water_mark.close()
+        self._high_water_mark = HighWaterMark(self._folder, self.identity, self.macs)
+        last = self._last_sequence_id
+        value = self._read(
+            lambda read: read.get(SEQUENCE_KEY.pack(last), db=self._tables.records) if last >= 0 else None
+        )
+        if value is not None:
+            self._high_water_mark.put(last, value)
+
+    def _make_sealer(self, macs: Macs) -> Sealer:
+        tables, name = self._tables, self.identity.instance_name
+        sealer = self._read(lambda transaction: Sealer(macs, transaction, tables, name))
+        with self._map_lock:
+            self._mapped_pages.release()  # all tables but those of records and chunks were read
+        return sealer
+
+    def forget_key(self) -> None:
+        """Make it a log without authentication, as far as the disk goes: close it then."""
+        self._sealer = None
+        self._write(lambda write: unseal_all(write, self._tables))
+        self._high_water_mark.remove()
 
     def _check_high_water_mark(self) -> list[str]:
         """Whether all that was committed is there; what is wrong with the mark itself. Raises DamagedLogError."""
@@ -195,10 +259,14 @@ class LmdbLogStore:
         Raises DamagedLogError if the first of them is damaged or missing; those before a damaged one are returned.
         """
         last = self._last_sequence_id  # before the transaction: what was committed by now must be there
+
+        def collect(transaction: reading.ReadTransaction) -> tuple[list[bytes], list[bool], DamagedLogError | None]:
+            values, gap = reading.collect_values(transaction, self._tables, first_sequence_id, size_bytes_max)
+            rows = enumerate(values, first_sequence_id)
+            return values, are_authentic(transaction, self._tables, self.macs, rows), gap
+
         with self._naming_remedy():
-            values, gap = self._read(
-                lambda transaction: reading.collect_values(transaction, self._tables, first_sequence_id, size_bytes_max)
-            )
+            values, are, gap = self._read(collect)
             if not values:
                 if gap is not None:
                     raise gap
@@ -207,7 +275,8 @@ class LmdbLogStore:
                         f"record {first_sequence_id} is missing: the last is record {last}", first_sequence_id
                     )
             self._have_touched(sum(map(len, values)))
-            return checked_prefix(values, first_sequence_id, self.identity.committer_id)
+            checked = checked_prefix(values, first_sequence_id, self.identity.committer_id)
+            return authentic_prefix(checked, are[: len(checked)], first_sequence_id)
 
     @contextlib.contextmanager
     def _naming_remedy(self) -> Iterator[None]:
@@ -235,7 +304,9 @@ class LmdbLogStore:
         Raises DamagedCheckpointError; from then on trim does not count that checkpoint among those to keep.
         """
         try:
-            chunk = self._read(lambda transaction: reading.read_chunk(transaction, self._tables, checkpoint_id, index))
+            chunk = self._read(
+                lambda transaction: read_chunk(transaction, self._tables, self.macs, checkpoint_id, index)
+            )
             self._have_touched(len(chunk))
             return chunk
         except DamagedCheckpointError:
@@ -417,10 +488,15 @@ class LmdbLogStore:
 
     def _append_to_journal(self, transaction: Transaction) -> bool:
         """Make it durable without LMDB; False where there is no room."""
+        if sum([len(value) for _, value in transaction.records]) > ENTRY_SIZE_BYTES_MAX:
+            return False  # before it is packed and authenticated for nothing
         with self._write_lock:
             self._refuse_after_failure()
             reach(FaultPoint.DURING_COMMIT)
             rows = _rows(transaction)
+            change = None
+            if self._sealer is not None:
+                rows, change = self._sealer.seal_journaled(rows)
             try:
                 appended = self._journal.append(rows)
             except OSError as error:
@@ -428,6 +504,8 @@ class LmdbLogStore:
                 raise self._failure from error
             if appended:
                 self._journaled[1].update(rows)
+                if self._sealer is not None and change is not None:
+                    self._sealer.adopt(change)
                 if self._sync_delay_s:
                     time.sleep(self._sync_delay_s)
             return appended
@@ -452,7 +530,15 @@ class LmdbLogStore:
                 try:
                     with self._environment.begin(write=True, buffers=True) as transaction:
                         put_rows(transaction, self._tables, self._journaled[1])
-                        result = operation(transaction)
+                        sealed = None
+                        if self._sealer is None:
+                            result = operation(transaction)
+                        else:
+                            sealed = self._sealer.begin(transaction, self._tables)
+                            result = operation(sealed.as_transaction())
+                            sealed.finish()
+                    if self._sealer is not None and sealed is not None:
+                        self._sealer.adopt(sealed.change)
                     transaction_id = last_transaction_id(self._environment)
                     self._journaled = transaction_id, {}
                     self._journal.restart(transaction_id)

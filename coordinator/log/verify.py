@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from coordinator.core.errors import DamagedCheckpointError, DamagedLogError, Log
 from coordinator.core.interfaces import ClientPosition
 from coordinator.log import format as log_format
 from coordinator.log import reading, spilled, verdicts
+from coordinator.log.authentication import ForgedLogError, LogKey, LogKeyError, not_authenticated
 from coordinator.log.environment import (
     DATA_FILE_NAME,
     LogIdentity,
@@ -45,6 +46,9 @@ class LogVerification:
     folder: Path
     instance_name: str | None = None
     lock_held: bool = False  # by the caller: no coordinator writes the log
+    keys: Sequence[LogKey] | None = None  # that it may be authenticated with; None: that is not looked at
+    must_be_authentic: bool = False  # it was authenticated once
+    authenticity: str = ""  # in words
     identity: LogIdentity | None = None
     records_checked: int = 0
     size_bytes_checked: int = 0
@@ -126,6 +130,7 @@ class LogVerification:
             self.identity = reader.identity
             try:
                 yield from self._verify_journal(reader)
+                yield from self._verify_authenticity(reader)
             except DamagedLogError as error:
                 yield Finding(Severity.FATAL, "journal", f"{error}; the log cannot be opened")
                 return
@@ -142,13 +147,27 @@ class LogVerification:
         for problem in left_out:
             yield Finding(Severity.NOTE, "journal", problem)
 
+    def _verify_authenticity(self, reader: LogReader) -> Iterator[Finding]:
+        if self.keys is not None:
+            try:
+                reader.authenticate(self.keys)
+            except (ForgedLogError, LogKeyError) as error:
+                yield Finding(Severity.FATAL, "authentication", str(error))
+        self.authenticity = reader.authenticity
+        if self.must_be_authentic and reader.marker is None:
+            yield Finding(Severity.FATAL, "authentication", not_authenticated(reader.identity.instance_name))
+
     def _verify_high_water_mark(self, reader: LogReader) -> Iterator[Finding]:
-        high_water_mark = HighWaterMark(self.folder, reader.identity)
+        high_water_mark = HighWaterMark(self.folder, reader.identity, reader.macs)
         try:
             mark = high_water_mark.read()  # before the log: a live writer may go on
         except (OSError, ValueError) as error:
-            yield Finding(Severity.NOTE, "high-water mark", str(error))
+            severity = Severity.NOTE if reader.macs is None else Severity.DAMAGE
+            yield Finding(severity, "high-water mark", str(error))
             return
+        if mark is None and reader.macs is not None and reader.last_sequence_id() >= 0:
+            what = f"{high_water_mark.path} is missing: records that were removed at the end would not be missed"
+            yield Finding(Severity.NOTE, "high-water mark", what)
         lacking = reader.transact(partial(high_water_mark.lacking, mark=mark))
         if lacking is not None:
             yield Finding(Severity.FATAL, "high-water mark", f"{lacking}; the log cannot be opened")
@@ -374,10 +393,16 @@ def _check_meta(transaction: reading.ReadTransaction, tables: Tables) -> None:
 
 
 def verify_log(
-    folder: str | os.PathLike[str], instance_name: str | None = None, *, lock_held: bool = False
+    folder: str | os.PathLike[str],
+    instance_name: str | None = None,
+    *,
+    lock_held: bool = False,
+    keys: Sequence[LogKey] | None = None,
+    must_be_authentic: bool = False,
 ) -> LogVerification:
     """A verification of the log in ``folder``: iterate its ``findings()``, then look at its figures.
 
-    ``lock_held``: by the caller, who so knows that no coordinator writes the log.
+    ``lock_held``: by the caller, who so knows that no coordinator writes the log. ``keys``: those that it may be
+    authenticated with; None: that is not looked at. ``must_be_authentic``: one that is not is no sound one.
     """
-    return LogVerification(Path(folder), instance_name, lock_held)
+    return LogVerification(Path(folder), instance_name, lock_held, keys, must_be_authentic)

@@ -15,6 +15,7 @@ from coordinator import app_secret
 from coordinator.app_connection import AppConnection
 from coordinator.app_gate import AppGate
 from coordinator.core.interfaces import LogSummary
+from coordinator.foreign_state import refuse_pickle
 from coordinator.logs import Events
 from coordinator.replay.app import AppCommand
 from coordinator.replay.by_hand import accept_two_ports
@@ -64,6 +65,7 @@ def run_replay(
     """
     summary = source.summary()
     route = plan_route(plan, source, summary) if isinstance(plan, ReplayPlan) else plan
+    refuse_pickle(source, [route.checkpoint.checkpoint_id])
     with ExitStack() as stack:
         if app.two_ports is not None:
             process, connection, said = None, accept_two_ports(app.two_ports, announce, stop, stack), b""

@@ -38,6 +38,7 @@ class RecordedLog:
     def __init__(self, contents: _Contents) -> None:
         self.identity = contents.identity
         self.problems: list[str] = []
+        self.trusts_pickle = False
         self._contents = contents
 
     @classmethod

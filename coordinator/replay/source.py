@@ -16,6 +16,8 @@ class RecordSource(Protocol):
     identity: LogIdentity
     problems: list[str]
     """What the last summary had to leave out, in words."""
+    trusts_pickle: bool
+    """Whether a state in it that pickle wrote may be read, which runs what is in it."""
 
     def summary(self) -> LogSummary: ...
 
@@ -29,6 +31,7 @@ class SharedSource:
 
     def __init__(self, source: RecordSource) -> None:
         self.identity = source.identity
+        self.trusts_pickle = source.trusts_pickle
         self._source = source
         self.problems: list[str] = []
         self._lock = threading.Lock()

@@ -15,6 +15,7 @@ from typing import Any
 
 from coordinator.core.interfaces import ONESELF, CheckpointHeader, LogSummary, OutputBatch, OutputMark
 from coordinator.core.output_check import Divergence, OutputCheck, OutputDivergenceError
+from coordinator.foreign_state import refuse_pickle
 from coordinator.replay.app import AppCommand
 from coordinator.replay.errors import ReplayError
 from coordinator.replay.host import run_replay
@@ -136,6 +137,8 @@ def verify_section(
     plan = ReplayPlan(checkpoint_id=start.checkpoint_id)
     if end is not None:
         plan = ReplayPlan(checkpoint_id=start.checkpoint_id, last_sequence_id=end.sequence_id, last_version=end.version)
+    if end is not None:
+        refuse_pickle(source, [end.checkpoint_id])
     with tempfile.TemporaryDirectory(prefix="immortal-verify-") as folder:
         blob = Path(folder) / "replayed"
         checking = CheckingSink(source, start, receivers or {})

@@ -7,7 +7,7 @@ import os
 import resource
 import signal
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from coordinator.core.interfaces import (
     VersionStart,
 )
 from coordinator.log import create_log, open_log
+from coordinator.log.authentication import LogKey
 from coordinator.log.store import LmdbLogStore
 from protocol.checksum import crc64
 from protocol.errors import ImmortalError
@@ -68,9 +69,9 @@ def put_checkpoint(store: LmdbLogStore, checkpoint_id: int, sequence_id: int, ch
     store.commit(Transaction(checkpoint=header))
 
 
-def write_log(folder: Path, records: int = 120) -> None:
+def write_log(folder: Path, records: int = 120, keys: Sequence[LogKey] = ()) -> None:
     """Of ``records`` records; checkpoint 1 near the beginning, checkpoint 2 in the middle; every table has rows."""
-    store = create_log(folder, NAME, committer_id=COMMITTER_ID, map_size_bytes=1 << 24)
+    store = create_log(folder, NAME, committer_id=COMMITTER_ID, map_size_bytes=1 << 24, keys=keys)
     others = {f"sender-{number:03}": SourcePosition(6, 1, number + 1) for number in range(120)}
     store.commit(Transaction(epoch=1, extensions=frozenset({1, 2}), version=VersionStart(1, -1, "m:C"), sources=others))
     for sequence_id in range(records):
