@@ -1,0 +1,1 @@
+"""Attacks. Each test is named by what it tries; docs/guide/security.md lists them."""
