@@ -283,9 +283,8 @@ def _run_to_status(
         address = address or os.environ.get(ADDRESS_VARIABLE)
         if not address:
             raise ConnectError(
-                f"no address of a coordinator: set {ADDRESS_VARIABLE}=HOST:PORT, give --address HOST:PORT, or "
-                f"start both "
-                f"with 'immortal run NAME module:Class'"
+                f"no address of a coordinator: set {ADDRESS_VARIABLE} (unix:PATH or HOST:PORT), give --address, or "
+                f"start both with 'immortal run NAME module:Class'"
             )
         run_connection(
             definition,
@@ -355,7 +354,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m appsdk", description="Run an app beside its coordinator.")
     parser.add_argument("target", metavar="module:Class", help="the class below appsdk.Immortal")
     parser.add_argument(
-        "--address", metavar="ADDRESS", help=f"the coordinator's, HOST:PORT or unix:PATH; default: ${ADDRESS_VARIABLE}"
+        "--address", metavar="ADDRESS", help=f"the coordinator's, unix:PATH or HOST:PORT; default: ${ADDRESS_VARIABLE}"
     )
     parser.add_argument(
         "--secret-file",

@@ -59,8 +59,9 @@ def run_replay(
     the end. ``progress(records, total)`` is called now and then, ``total`` None while there is no end. ``stop``: asked
     now and then; True ends the replay at the record reached.
     ``announce(where)``: where, and how, an app that is started by hand is to connect. ``numbers(sequence_id)``: what
-    the app is told before that record of the numbers that another run has drawn; None: not known yet. ``tells(verdict)``:
-    whether the app is told this verdict of the log, and passes the message over; else it handles it once more.
+    the app is told before that record of the numbers that another run has drawn; None: not known yet.
+    ``tells(verdict)``: whether the app is told this verdict of the log, and passes the message over; else it handles it
+    once more.
 
     A handler that raises is no error: the result's ``news`` or its ``failure`` has it. Raises ReplayError (a plan that
     this log can't do), AppDiedError, UpgradeFailedError, RemoteProtocolError (the app breaks the protocol), LogError
