@@ -17,6 +17,7 @@ import pytest
 from appsdk import authenticate as authentication
 from appsdk.authenticate import authenticate
 from appsdk.errors import ConnectError
+from appsdk.transport import connect
 from coordinator import app_gate, app_secret
 from coordinator.app_gate import HELLO_SIZE_BYTES_MAX
 from coordinator.config import InstanceSettings
@@ -275,18 +276,25 @@ def test_a_stranger_cannot_send_the_coordinators_proof_back(house: House) -> Non
 
 
 def test_a_stranger_cannot_repeat_what_the_app_has_said(house: House) -> None:
+    """At the Unix socket, where all connections look the same: the nonces alone make the difference."""
     process = started(house)
-    secret = secret_of(process.settings)
-    app, answer = challenged(process.settings)
-    proof = encode_proof(handshake_at(app, answer).proof(secret, Role.APP))
-    app.sendall(proof + hello(b""))
+
+    def challenged_there() -> tuple[socket.socket, Answer]:
+        made = connect(process.settings.app_addresses[0])
+        made.settimeout(DEADLINE_S)
+        made.sendall(encode_challenge(NONCE))
+        return made, only_answer(made.recv(4096))
+
+    app, answer = challenged_there()
+    said = encode_proof(handshake_at(app, answer).proof(secret_of(process.settings), Role.APP)) + hello(b"")
+    app.sendall(said)
     process.until(lambda status: status["epoch"] == 1)
     app.close()
     process.line("the app is gone")
-    again, other = challenged(process.settings)
+    again, other = challenged_there()
     with again:
         assert other.coordinator_nonce != answer.coordinator_nonce
-        assert "is wrong" in refused(again, proof + hello(b""))
+        assert "is wrong" in refused(again, said)
     assert process.status()["epoch"] == 1
 
 
