@@ -125,7 +125,6 @@ class Dispatcher:
 
     ``draw_seed`` gives SEED_SIZE_BYTES bytes at a first start; ``wake`` is called by other threads when they have
     put impulses where :meth:`data_to_send` finds them. An error that is raised ends the connection: stop the app.
-    ``secret``: the coordinator's, where it asks for one.
     ``effects`` runs the effects of its handlers once it is primary; without it they wait.
     ``extensions``, ``make_outbox``, ``make_delivery`` and ``make_tasks`` are others where a run is looked at more
     closely.
@@ -140,7 +139,6 @@ class Dispatcher:
         wake: Callable[[], None] = lambda: None,
         *,
         extensions: frozenset[int] = ALL_EXTENSIONS,
-        secret: bytes = b"",
         effects: EffectRunner | None = None,
         make_outbox: Callable[[Context, Callable[[], None]], Outbox] = Outbox,
         make_delivery: Callable[[Definition, Context], Delivery] = Delivery,
@@ -174,7 +172,7 @@ class Dispatcher:
         self._batch_sources: Iterator[str] | None = None  # of those of the record that is handled
         self._batch_begin = b"", 0, 0  # content, offset, and index of the first message, of what is handled now
         self._work = self._run()
-        self.outbox.send(encode_hello(Hello(extensions, definition.label, secret)))
+        self.outbox.send(encode_hello(Hello(extensions, definition.label)))
         description = AppDescription(definition.version, all_method_names(definition))
         self.outbox.send(encode_app_description(description))
 

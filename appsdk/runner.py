@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from appsdk import tracing
+from appsdk.authenticate import authenticate
 from appsdk.breakpoint import Breakpoint
 from appsdk.context import SEED_SIZE_BYTES
 from appsdk.definition import Definition
@@ -149,15 +150,17 @@ def run_connection(
 ) -> str:
     """Connect and run the app until the coordinator says Goodbye; its reason. Raises ImmortalError.
 
-    ``secret_file``: where the coordinator's secret is; None for a coordinator that asks for none. ``rewound``: see
+    ``secret_file``: where the coordinator's secret is, which both prove to know before anything else; None for a
+    coordinator that asks for no proof, and gives none. ``rewound``: see
     :class:`RunOptions`.
     """
     for one in definition.chain:
         one.resolve(names_may_be_missing=False)  # what is wrong with the class needs no coordinator to be told
     connection = connect(address, connect_timeout_s)
     try:
-        secret = read_secret(secret_file)
-        return _run_connected(definition, connection, address, secret, trace=trace, stop=stop, rewound=rewound)
+        if secret_file:
+            authenticate(connection, read_secret(secret_file), address)
+        return _run_connected(definition, connection, address, trace=trace, stop=stop, rewound=rewound)
     finally:
         connection.close()
 
@@ -166,7 +169,6 @@ def _run_connected(
     definition: Definition,
     connection: socket.socket,
     address: str,
-    secret: bytes,
     *,
     trace: bool,
     stop: Breakpoint | None,
@@ -179,7 +181,6 @@ def _run_connected(
         definition,
         lambda: os.urandom(SEED_SIZE_BYTES),
         waker.wake,
-        secret=secret,
         effects=effects,
         make_delivery=Delivery if stop is None else stop.make_delivery,
         keeps_large_copies=rewound or trace,  # a replay that is looked at is not started again
@@ -282,9 +283,8 @@ def _run_to_status(
         address = address or os.environ.get(ADDRESS_VARIABLE)
         if not address:
             raise ConnectError(
-                f"no address of a coordinator: set {ADDRESS_VARIABLE}=HOST:PORT, give --address HOST:PORT, or "
-                f"start both "
-                f"with 'immortal run NAME module:Class'"
+                f"no address of a coordinator: set {ADDRESS_VARIABLE} (unix:PATH or HOST:PORT), give --address, or "
+                f"start both with 'immortal run NAME module:Class'"
             )
         run_connection(
             definition,
@@ -354,7 +354,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m appsdk", description="Run an app beside its coordinator.")
     parser.add_argument("target", metavar="module:Class", help="the class below appsdk.Immortal")
     parser.add_argument(
-        "--address", metavar="ADDRESS", help=f"the coordinator's, HOST:PORT or unix:PATH; default: ${ADDRESS_VARIABLE}"
+        "--address", metavar="ADDRESS", help=f"the coordinator's, unix:PATH or HOST:PORT; default: ${ADDRESS_VARIABLE}"
     )
     parser.add_argument(
         "--secret-file",

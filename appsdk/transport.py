@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from appsdk.authenticate import check_owner
 from appsdk.dispatch import BecamePrimary, Dispatcher, Flush, Goodbye, MessageFailed, Refusal, SnapshotBegun
 from appsdk.errors import AppError, ConnectError, Disconnected, Refused, UpgradeError
 from appsdk.outbox import Chunk
@@ -97,6 +98,7 @@ def _connect_once(target: tuple[str, int] | str) -> socket.socket | None:
             # The system's default is small: with it, a Unix socket costs more than TCP, otherwise half of it.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNIX_SEND_BUFFER_SIZE_BYTES)
             connection.connect(target)
+            check_owner(connection, f"{UNIX}{target}")
         except BaseException:
             connection.close()
             raise
@@ -110,13 +112,11 @@ def _connect_once(target: tuple[str, int] | str) -> socket.socket | None:
     return connection
 
 
-def read_secret(path: str | None) -> bytes:
-    """The secret in the file at ``path``, its one line; empty where there is no path. Raises ConnectError.
+def read_secret(path: str) -> bytes:
+    """The secret in the file at ``path``, its one line. Raises ConnectError.
 
     To be read once the connection is there: the coordinator makes a new secret at each start, before it listens.
     """
-    if not path:
-        return b""
     try:
         secret = Path(path).read_bytes().strip()
     except OSError as error:

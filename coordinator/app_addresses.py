@@ -1,18 +1,15 @@
-"""Where an app and its coordinator meet: what `app_host` and `app_socket` stand for."""
+"""Where an app and its coordinator meet: what `app_host` stands for."""
 
 from __future__ import annotations
 
 import ipaddress
-import os
 import socket
-from pathlib import Path
 
 LOCALHOST = "localhost"  # both loopback addresses, whatever the machine's name service makes of the word
 IPV4_LOOPBACK = "127.0.0.1"
 IPV6_LOOPBACK = "::1"
 UNIX = "unix:"  # in front of the path of a Unix socket
-UNIX_PATH_SIZE_BYTES_MAX = 107  # the kernel's limit for the path of a Unix socket
-_SOCKET_FILE_NAME = "app.sock"
+SOCKET_FILE_NAME = "app.sock"  # of the Unix socket that an instance has where its settings name none
 
 
 def hosts_of(app_host: str) -> tuple[str, ...]:
@@ -38,17 +35,6 @@ def is_loopback(host: str) -> bool:
         return host == LOCALHOST or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def socket_path(folder: Path) -> Path:
-    """The Unix socket that an instance has where its settings name none; ``folder`` is the instance's."""
-    return folder / _SOCKET_FILE_NAME
-
-
-def default_app_socket(folder: Path) -> str | None:
-    """``unix:PATH`` of that socket; None where the folder's name is too long for one."""
-    path = str(socket_path(folder))
-    return UNIX + path if len(os.fsencode(path)) <= UNIX_PATH_SIZE_BYTES_MAX else None
 
 
 def _has_ipv6_loopback() -> bool:

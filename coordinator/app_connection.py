@@ -7,6 +7,8 @@ import select
 import socket
 from collections import deque
 
+from protocol.app_proof import channel_of
+
 RECEIVE_SIZE_BYTES = 256 << 10
 BUFFERS_PER_SEND = 64
 GONE = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
@@ -37,10 +39,15 @@ class AppConnection:
     def has_waiting(self) -> bool:
         return bool(self._waiting)
 
-    def receive(self) -> bytes | None:
+    @property
+    def channel(self) -> str:
+        """As :func:`protocol.app_proof.channel_of`. Raises OSError where the app is gone."""
+        return channel_of(self._receiver.getpeername(), self._receiver.getsockname())
+
+    def receive(self, size_bytes_max: int = RECEIVE_SIZE_BYTES) -> bytes | None:
         """What has come in; b"" at the end of the connection, None if there is nothing now."""
         try:
-            return self._receiver.recv(RECEIVE_SIZE_BYTES)
+            return self._receiver.recv(size_bytes_max)
         except BlockingIOError:
             return None
         except OSError:

@@ -20,7 +20,7 @@ from coordinator.logs import Events
 class AppEndpoint:
     """Serves one app at a time. Each turn calls :meth:`process` once, and :meth:`flush` behind each batch of effects.
 
-    Where the settings ask for the secret, the core hears of a connection once that has been shown. The app's sockets
+    Unless the settings ask for no proof, the core hears of a connection once that is the app's. The app's sockets
     are registered with ``epoll``; all others behind one descriptor there, so that no turn has to look at each.
     """
 
@@ -44,15 +44,21 @@ class AppEndpoint:
         """Raises AppListenError, AppSecretError. For who holds the lock of the log: it makes a new secret."""
         settings = self._settings
         if not is_loopback(settings.app_host):
-            open_to = "who can then read the secret" if settings.app_auth is AppAuth.SECRET else "who need no secret"
+            open_to = {
+                AppAuth.CHALLENGE: "though only the app gets in",
+                AppAuth.SECRET: "who can then read the secret",
+                AppAuth.NONE: "who need no secret",
+            }[settings.app_auth]
             self._log.warning(
                 f"the app's socket at {settings.app_host} is open to others than this machine, {open_to}: what goes "
                 f"over it is not encrypted"
             )
         app_secret.remove(settings.folder)
-        if settings.app_auth is AppAuth.SECRET:
+        if settings.app_auth is not AppAuth.NONE:
             # Before anybody can connect: who has connected finds the right one.
-            self._gate = AppGate(settings.name, app_secret.make(settings.folder), self._log, self._arrivals)
+            secret = app_secret.make(settings.folder)
+            takes_secret = settings.app_auth is AppAuth.SECRET
+            self._gate = AppGate(settings.name, secret, self._log, self._arrivals, takes_secret=takes_secret)
         self._listener.listen()
 
     def next_deadline_ns(self) -> int | None:

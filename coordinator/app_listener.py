@@ -25,6 +25,7 @@ from coordinator.app_dialer import AppDialer
 from coordinator.config import AppSendMode, InstanceSettings
 from coordinator.limited_log import LimitedLog
 from coordinator.logs import Events
+from coordinator.socket_paths import secure_folder
 from protocol.errors import ImmortalError
 
 SOCKET_BUFFER_SIZE_BYTES = 1 << 20
@@ -59,15 +60,16 @@ class AppListener:
     def listen(self) -> None:
         """Raises AppListenError."""
         settings = self._settings
-        ports = {Half.RECEIVE: settings.app_port}
+        ports = {} if settings.app_port is None else {Half.RECEIVE: settings.app_port}
         if settings.app_send_port is not None and not self._dials:
             ports[Half.SEND] = settings.app_send_port
         for half, port in ports.items():
             for host in hosts_of(settings.app_host):
                 self._add(half, listen(host, port, settings.name, half.value))
-        if settings.app_socket is not None:
-            path = Path(settings.app_socket.removeprefix(UNIX))
-            self._add(Half.RECEIVE, listen_unix(path, settings.name))
+        if settings.app_unix_address is not None:
+            path = Path(settings.app_unix_address.removeprefix(UNIX))
+            own = settings.app_socket is None  # a folder that somebody has chosen is their own matter
+            self._add(Half.RECEIVE, listen_unix(path, settings.name, secure=own))
             self._unix_file = path, path.stat().st_ino
 
     def _add(self, half: Half, listening: socket.socket) -> None:
@@ -129,11 +131,7 @@ class AppListener:
             self._dialer = AppDialer(list(hosts), port, self._log, self._epoll)
 
     def _keep(self, half: Half, accepted: socket.socket) -> None:
-        accepted.setblocking(False)
-        if accepted.family != socket.AF_UNIX:
-            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            accepted.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_SIZE_BYTES)
+        prepare(accepted)
         self._halves[half] = accepted
         self._epoll.register(accepted.fileno(), select.EPOLLRDHUP)
 
@@ -161,6 +159,15 @@ class AppListener:
             self._dialer = None
 
 
+def prepare(accepted: socket.socket) -> None:
+    """It does not block, waits for no more to send, and has room for a batch."""
+    accepted.setblocking(False)
+    if accepted.family != socket.AF_UNIX:
+        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        accepted.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_SIZE_BYTES)
+
+
 def _is_gone(one: socket.socket) -> bool:
     poller = select.poll()
     poller.register(one, select.POLLRDHUP)
@@ -184,20 +191,22 @@ def listen(host: str, port: int, instance: str, setting: str) -> socket.socket:
     return listening
 
 
-def listen_unix(path: Path, instance: str) -> socket.socket:
+def listen_unix(path: Path, instance: str, *, secure: bool = False) -> socket.socket:
     """A non-blocking listening Unix socket that only its owner can connect to. Raises AppListenError.
 
-    The file that a dead coordinator has left is replaced.
+    The file that a dead coordinator has left is replaced. ``secure``: see to its folder as well.
     """
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
+        if secure:
+            secure_folder(path)
         _remove_stale(path)
         listening.bind(str(path))
         path.chmod(0o600)  # nobody can connect before it listens
         listening.listen(BACKLOG_MAX)
     except OSError as error:
         listening.close()
-        reason = os.strerror(error.errno) if error.errno else str(error)
+        reason = error.strerror or (os.strerror(error.errno) if error.errno else str(error))
         raise AppListenError(
             f"can't listen for the app of {instance!r} at {UNIX}{path}: {reason}; make room for it there, or choose "
             f"another path (app_socket in the instance's settings)"

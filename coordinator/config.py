@@ -1,7 +1,6 @@
 """The settings of one instance: a TOML file, read strictly, written whole or not at all.
 
     peer = "tcp://127.0.0.1:7001"       where other coordinators reach this one
-    app_port = 7002                     where the app reaches its coordinator
 
 Everything else has a default. A file that says something which is not understood is an error that names the file, the
 line and the field: a typo must not become a default.
@@ -21,9 +20,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from coordinator.app_addresses import LOCALHOST, UNIX, UNIX_PATH_SIZE_BYTES_MAX, host_port, is_loopback
+from coordinator.app_addresses import LOCALHOST, SOCKET_FILE_NAME, UNIX, host_port, is_loopback
 from coordinator.core.limits import ReplayCheck
 from coordinator.fault_points import FaultPoint, reach
+from coordinator.socket_paths import UNIX_PATH_SIZE_BYTES_MAX, socket_path
 from protocol.errors import ImmortalError
 from protocol.limits import ARGUMENTS_SIZE_MIB_DEFAULT, ARGUMENTS_SIZE_MIB_MAX
 
@@ -79,7 +79,8 @@ class AppSendMode(enum.StrEnum):
 class AppAuth(enum.StrEnum):
     """How an app shows that it is the instance's own."""
 
-    SECRET = "secret"  # that of its coordinator, in its Hello
+    CHALLENGE = "challenge"  # both prove that they know the coordinator's secret, which is not sent
+    SECRET = "secret"  # or it may show it, in its Hello: for apps that can't answer a challenge
     NONE = "none"  # it need not: for clients that know only the base protocol
 
 
@@ -91,12 +92,12 @@ class InstanceSettings:
     folder: Path
     log: Path
     peer: str  # an endpoint with a port that is no longer `*`
-    app_port: int
+    app_port: int | None = None  # where the app connects over TCP; None: by the Unix socket alone
     app_host: str = LOCALHOST
     app_send_port: int | None = None  # None: both directions use one connection, to app_port
     app_send_mode: AppSendMode = AppSendMode.CONNECT
-    app_socket: str | None = None  # "unix:PATH", absolute: a Unix socket beside the port
-    app_auth: AppAuth = AppAuth.SECRET
+    app_socket: str | None = None  # "unix:PATH", absolute: its Unix socket; None: see app_unix_address
+    app_auth: AppAuth = AppAuth.CHALLENGE
     app_insecure: bool = False  # app_auth "none" is meant, although others than this machine reach app_host
     keep_checkpoints: int | None = KEEP_CHECKPOINTS_DEFAULT  # None: all of them; with keep_log_days, of these days
     keep_log_days: int | None = None  # the log of so many days is kept in any case; None: time does not count
@@ -119,14 +120,26 @@ class InstanceSettings:
     tuning: Tuning = field(default_factory=Tuning)
 
     @property
-    def app_address(self) -> str:
-        """``HOST:PORT`` where the app connects."""
-        return host_port(self.app_host, self.app_port)
+    def app_address(self) -> str | None:
+        """``HOST:PORT`` where the app connects over TCP; None if there is no port."""
+        return None if self.app_port is None else host_port(self.app_host, self.app_port)
 
     @property
-    def app_nearest_address(self) -> str:
-        """``unix:PATH`` where there is a Unix socket, else ``HOST:PORT``: for an app on this machine."""
-        return self.app_socket or self.app_address
+    def app_unix_address(self) -> str | None:
+        """``unix:PATH`` of its Unix socket: that of the settings, or app.sock in its folder. None: ports alone.
+
+        That is where there are two of them, and for a client of the base protocol, which has one and proves nothing.
+        """
+        if self.app_socket is not None:
+            return self.app_socket
+        if self.app_send_port is not None or (self.app_port is not None and self.app_auth is AppAuth.NONE):
+            return None
+        return f"{UNIX}{socket_path(self.folder, SOCKET_FILE_NAME)}"
+
+    @property
+    def app_addresses(self) -> list[str]:
+        """Where the app may connect, the nearest first."""
+        return [address for address in (self.app_unix_address, self.app_address) if address is not None]
 
     @property
     def app_send_address(self) -> str | None:
@@ -351,7 +364,7 @@ _TUNING_CHECKS: Mapping[str, Callable[[object], int]] = {
     "peer_window_kib_max": _integer(64, 1 << 20),
     "receive_buffer_mib_max": _integer(1, 1 << 20),
 }
-_REQUIRED = ("peer", "app_port")
+_REQUIRED = ("peer",)
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -455,7 +468,11 @@ def _check_app_ports(checked: Mapping[str, Any], path: Path, text: str) -> None:
     if "app_send_mode" in checked and "app_send_port" not in checked:
         place = _place(path, line_of(text, "app_send_mode"))
         raise ConfigError(f"{place}, field 'app_send_mode': it needs an 'app_send_port', the port that it is about")
-    if checked.get("app_send_port") == checked["app_port"]:
+    for needs in ("app_send_port", "app_host"):
+        if needs in checked and "app_port" not in checked:
+            place = _place(path, line_of(text, needs))
+            raise ConfigError(f"{place}, field {needs!r}: it needs an 'app_port'; without, the app has a Unix socket")
+    if "app_send_port" in checked and checked["app_send_port"] == checked["app_port"]:
         place = _place(path, line_of(text, "app_send_port"))
         raise ConfigError(
             f"{place}, field 'app_send_port': got {checked['app_port']}, expected another port than 'app_port'"
@@ -465,16 +482,16 @@ def _check_app_ports(checked: Mapping[str, Any], path: Path, text: str) -> None:
 
 def default_app_auth(app_send_port: int | None) -> AppAuth:
     """Two ports are for clients that know only the base protocol, which has no secret."""
-    return AppAuth.SECRET if app_send_port is None else AppAuth.NONE
+    return AppAuth.CHALLENGE if app_send_port is None else AppAuth.NONE
 
 
 def _check_app_auth(checked: Mapping[str, Any], path: Path, text: str) -> None:
     place = _place(path, line_of(text, "app_auth"))
     two_ports = "app_send_port" in checked
-    if two_ports and checked["app_auth"] is AppAuth.SECRET:
+    if two_ports and checked["app_auth"] is not AppAuth.NONE:
         raise ConfigError(
-            f"{place}, field 'app_auth': got \"secret\", expected \"none\" beside an 'app_send_port': at the second"
-            " port nothing is shown that a secret could stand in"
+            f"{place}, field 'app_auth': got {_shown(str(checked['app_auth']))}, expected \"none\" beside an"
+            " 'app_send_port': at the second port nothing is shown that a proof could stand in"
         )
     if two_ports and "app_socket" in checked:
         place = _place(path, line_of(text, "app_socket"))
@@ -487,7 +504,7 @@ def _check_app_auth(checked: Mapping[str, Any], path: Path, text: str) -> None:
         place = _place(path, line_of(text, "app_host"))
         raise ConfigError(
             f"{place}, field 'app_host': with app_auth \"none\" whoever reaches {host} could be the app of this"
-            ' instance: take a loopback address, or app_auth = "secret"; if it is meant, say app_insecure = true'
+            ' instance: take a loopback address, or app_auth = "challenge"; if it is meant, say app_insecure = true'
         )
 
 
@@ -546,14 +563,18 @@ def text_with_app(text: str, app: str) -> str:
         document["app"] = app
         return tomlkit.dumps(document)
     lines = text.splitlines(keepends=True)
-    behind = line_of(text, "app_port") or 0  # not at the end of the table: comments there are of the next one
+    behind = (
+        line_of(text, "app_port") or line_of(text, "peer") or 0
+    )  # not at the end of the table: comments there are of the next one
     if behind and not lines[behind - 1].endswith("\n"):
         lines[behind - 1] += "\n"
     return "".join([*lines[:behind], tomlkit.dumps({"app": app}), *lines[behind:]])
 
 
 def _values(settings: InstanceSettings, *, log: Path | None) -> dict[str, Any]:
-    values: dict[str, Any] = {"peer": settings.peer, "app_port": settings.app_port}
+    values: dict[str, Any] = {"peer": settings.peer}
+    if settings.app_port is not None:
+        values["app_port"] = settings.app_port
     if settings.app_host != LOCALHOST:
         values["app_host"] = settings.app_host
     if settings.app_send_port is not None:

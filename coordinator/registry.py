@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
 
 from coordinator import app_secret, control, upgrade_mark
-from coordinator.app_addresses import LOCALHOST, hosts_of, socket_path
+from coordinator.app_addresses import LOCALHOST, SOCKET_FILE_NAME, hosts_of
 from coordinator.config import (
     KILLS_BEFORE_VERDICT_DEFAULT,
     ConfigError,
@@ -33,6 +33,7 @@ from coordinator.config import (
     text_with_app,
     write_atomically,
 )
+from coordinator.socket_paths import socket_path
 from protocol.errors import ImmortalError
 
 HOME_VARIABLE = "IMMORTAL_HOME"
@@ -131,11 +132,13 @@ class Registry:
         log_limit_mb: int | None = None,
         disk_free_mb: int | None = None,
     ) -> InstanceSettings:
-        """Write the settings of a new instance. `*` as the port of ``peer`` takes a free one, as no ``app_port`` does.
+        """Write the settings of a new instance. `*` as the port of ``peer`` takes a free one.
 
-        ``app_send_port``: for an app that uses two; 0 takes a free one. ``app_send_mode``: "connect" or "listen".
-        ``log_key``: "file", or an absolute path: its log is authenticated with the key that lies there.
-        ``app_socket``: "unix:" and an absolute path. ``app_auth``: "secret" or "none"; by default "none" for two ports.
+        ``app_port``: where its app connects over TCP; 0 takes a free one, as None does where the rest asks for a port
+        (two ports, another host, a client of the base protocol). ``app_send_port``: for an app that uses two, as well.
+        ``app_send_mode``: "connect" or "listen". ``app_socket``: "unix:" and an absolute path. ``app_auth``:
+        "challenge", "secret" or "none"; by default "none" for two ports. ``log_key``: "file", or an absolute path: its
+        log is authenticated with the key that lies there.
 
         Raises ConfigError for a wrong value, RegistryError when the name is taken.
         """
@@ -148,7 +151,7 @@ class Registry:
                     f" 'immortal unregister {name}' removes it"
                 )
             taken = self._ports_taken()
-            values: dict[str, object] = {"peer": peer, "app_host": app_host}
+            values: dict[str, object] = {"peer": peer}
             address = split_tcp(peer)
             if address is not None and address[1] == 0:
                 port = free_port((address[0],), taken)
@@ -157,11 +160,14 @@ class Registry:
             elif address is not None:
                 taken.add(address[1])
             app_hosts = hosts_of(app_host)
-            values["app_port"] = app_port = free_port(app_hosts, taken) if app_port is None else app_port
-            if app_send_port == 0:
-                app_send_port = free_port(app_hosts, taken | {app_port})
+            if app_port is None and (app_send_port is not None or app_host != LOCALHOST or app_auth == "none"):
+                app_port = 0
+            if app_port is not None:
+                app_port = app_port or free_port(app_hosts, taken)
+                values |= {"app_host": app_host, "app_port": app_port}
+                taken.add(app_port)
             if app_send_port is not None:
-                values["app_send_port"] = app_send_port
+                values["app_send_port"] = app_send_port or free_port(app_hosts, taken)
             if app_send_mode is not None:
                 values["app_send_mode"] = app_send_mode
             if app_socket is not None:
@@ -220,7 +226,7 @@ class Registry:
             app_secret.remove(folder)
             keys.remove(folder)
             control.remove_token(folder)
-            socket_path(folder).unlink(missing_ok=True)
+            socket_path(folder, SOCKET_FILE_NAME).unlink(missing_ok=True)
             upgrade_mark.clear(folder)
             with contextlib.suppress(OSError):
                 folder.rmdir()  # stays where it still holds the log
@@ -274,11 +280,9 @@ class Registry:
                 yield self.load(name)
 
     def _ports_taken(self) -> set[int]:
-        ports = set()
+        ports: set[int] = set()
         for settings in self._readable():
-            ports.add(settings.app_port)
-            if settings.app_send_port is not None:
-                ports.add(settings.app_send_port)
+            ports.update(port for port in (settings.app_port, settings.app_send_port) if port is not None)
             address = split_tcp(settings.peer)
             if address is not None:
                 ports.add(address[1])

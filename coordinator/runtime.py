@@ -155,7 +155,7 @@ class Coordinator:
                 "coordinator started",
                 peer=settings.peer,
                 app=settings.app_address,
-                app_socket=settings.app_socket,
+                app_socket=settings.app_unix_address,
                 app_send=settings.app_send_address,
                 app_send_mode=settings.app_send_mode if settings.app_send_port is not None else None,
                 encrypted=self._security.security is not None,

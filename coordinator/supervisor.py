@@ -39,7 +39,6 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 from coordinator import app_secret
-from coordinator.app_addresses import default_app_socket
 from coordinator.config import AppAuth, InstanceSettings, override
 from coordinator.control import READY_VARIABLE
 from coordinator.logs import Events
@@ -89,12 +88,11 @@ class Command:
 
 
 def supervised(settings: InstanceSettings) -> InstanceSettings:
-    """``settings`` as they are under `immortal run`: its app knows the secret, and a Unix socket costs it less.
+    """``settings`` as they are under `immortal run`: its app knows the secret.
 
     Raises ConfigError.
     """
-    app_socket = settings.app_socket or default_app_socket(settings.folder)
-    return override(settings, app_auth=AppAuth.SECRET, app_socket=app_socket)
+    return override(settings, app_auth=AppAuth.CHALLENGE)
 
 
 def coordinator_command(
@@ -120,8 +118,8 @@ def coordinator_command(
 def app_command(settings: InstanceSettings, app: str, *, strict: bool = False) -> Command:
     # The SDK wants a fixed hash seed, and would start itself over to get one.
     hash_seed = os.environ.get("PYTHONHASHSEED", "0")
-    environment = {APP_ADDRESS_VARIABLE: settings.app_nearest_address, "PYTHONHASHSEED": hash_seed}
-    if settings.app_auth is AppAuth.SECRET:
+    environment = {APP_ADDRESS_VARIABLE: settings.app_addresses[0], "PYTHONHASHSEED": hash_seed}
+    if settings.app_auth is not AppAuth.NONE:
         environment[app_secret.SECRET_FILE_VARIABLE] = str(app_secret.path(settings.folder))
     return Command([*PYTHON, "-m", "appsdk", app, *(["--strict"] if strict else [])], environment)
 

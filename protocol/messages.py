@@ -57,6 +57,8 @@ class MessageType(IntEnum):
     LEAVING = 84
     RETRY_REFUSED = 85
     NUMBERS = 86
+    CHALLENGE = 87
+    PROOF = 88
     SOURCES = 89
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from coordinator import app_secret, control, keys
-from coordinator.app_addresses import default_app_socket
 from coordinator.config import InstanceSettings
 from coordinator.parent_death import die_with_parent
 from coordinator.registry import Registry
@@ -50,7 +49,7 @@ class Service:
                 [sys.executable, "-P", "-m", "appsdk", self._app],
                 env={
                     **self.environment,
-                    "IMMORTAL_APP_ADDRESS": settings.app_nearest_address,
+                    "IMMORTAL_APP_ADDRESS": settings.app_addresses[0],
                     app_secret.SECRET_FILE_VARIABLE: str(app_secret.path(settings.folder)),
                 },
                 stdin=subprocess.PIPE,
@@ -181,8 +180,7 @@ def register(
     environment = {**os.environ, **variables, "IMMORTAL_HOME": str(home), "PYTHONHASHSEED": "0"}
     services = {}
     for name, app in apps.items():
-        app_socket = default_app_socket(registry.home / name)  # as under `immortal run`
-        instance = registry.register(name, "tcp://127.0.0.1:*", app_socket=app_socket, **settings)
+        instance = registry.register(name, "tcp://127.0.0.1:*", **settings)
         instance.folder.mkdir(parents=True, exist_ok=True)
         if curve:
             keys.make(instance.folder)

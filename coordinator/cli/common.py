@@ -91,8 +91,8 @@ def app_auth_option(default: str) -> Callable[[Function], Function]:
     return click.option(
         "--app-auth",
         type=click.Choice([auth.value for auth in AppAuth]),
-        help="Whether its app must show the secret that the coordinator makes at each start; none: for clients that "
-        f"know only the base protocol.  [default: {default}]",
+        help="challenge: its app and the coordinator prove to each other that they know a secret; secret: the app may "
+        f"send it instead; none: for clients that know only the base protocol.  [default: {default}]",
     )
 
 
@@ -107,7 +107,10 @@ def replay_check_option(default: str) -> Callable[[Function], Function]:
 
 def app_socket_option(function: Function) -> Function:
     return click.option(
-        "--app-socket", metavar="unix:PATH", callback=app_socket, help="A Unix socket for its app, beside --app-port."
+        "--app-socket",
+        metavar="unix:PATH",
+        callback=app_socket,
+        help="The Unix socket for its app.  [default: HOME/NAME/app.sock]",
     )(function)
 
 

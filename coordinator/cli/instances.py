@@ -75,7 +75,12 @@ def _log_key_path(ctx: click.Context, parameter: click.Parameter, value: str | N
 @click.option(
     "--peer", required=True, metavar="ENDPOINT", help="Where peers reach it: tcp://127.0.0.1:* takes a free port."
 )
-@click.option("--app-port", type=_OrWord("*", 1, 65535), default="*", show_default=True, help="Where its app connects.")
+@click.option(
+    "--app-port",
+    type=_OrWord("*", 1, 65535, 0),
+    help="Where its app may connect over TCP; '*' takes a free port.  [default: by a Unix socket alone; with "
+    "--app-send-port or --app-auth none '*']",
+)
 @click.option(
     "--app-send-port",
     type=_OrWord("*", 1, 65535, 0),
@@ -87,7 +92,7 @@ def _log_key_path(ctx: click.Context, parameter: click.Parameter, value: str | N
     help="What the app does at --app-send-port: connect, or listen until its coordinator connects.  [default: connect]",
 )
 @app_socket_option
-@app_auth_option("secret, with --app-send-port none")
+@app_auth_option("challenge, with --app-send-port none")
 @click.option(
     "--log", type=click.Path(file_okay=False, path_type=Path), help="The log's folder.  [default: HOME/NAME/log]"
 )
@@ -204,9 +209,7 @@ def register(
     )
     keys.make(settings.folder)
     own_logs.OwnLogs(settings.folder).begin()
-    app = settings.app_address
-    if settings.app_socket is not None:
-        app += f" and {settings.app_socket}"
+    app = " and ".join(settings.app_addresses)
     start = f"immortal run {name} MODULE:CLASS"
     if settings.app_send_port is not None:
         does = "listens" if settings.app_send_mode is AppSendMode.LISTEN else "connects, too,"

@@ -27,7 +27,7 @@ class AppCommand:
     environment: Mapping[str, str] = field(default_factory=dict)
     foreground: bool = False
     rpc_limit_mib: int = ARGUMENTS_SIZE_MIB_DEFAULT  # of its arguments: a larger call is dropped, as it was in service
-    two_ports: InstanceSettings | None = None  # started by hand, it comes in at two ports, as these have it
+    settings: InstanceSettings | None = None  # started by hand, it comes in, and proves who it is, as these have it
 
     @classmethod
     def of(
@@ -43,9 +43,8 @@ class AppCommand:
         ``break_at``: (record, message): pdb stops before the handler of that message, in the caller's terminal.
         """
         if app == BY_HAND:
-            two_ports = settings is not None and settings.app_send_port is not None
             limit_mib = ARGUMENTS_SIZE_MIB_DEFAULT if settings is None else settings.rpc_limit_mb
-            return cls(BY_HAND, rpc_limit_mib=limit_mib, two_ports=settings if two_ports else None)
+            return cls(BY_HAND, rpc_limit_mib=limit_mib, settings=settings)
         argv = [sys.executable, "-P", "-m", "appsdk", app, "--address", "{address}", "--trace"]
         if strict:
             argv.append("--strict")

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import select
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
 from coordinator import app_secret
+from coordinator.app_addresses import IPV4_LOOPBACK, SOCKET_FILE_NAME, UNIX, host_port
 from coordinator.app_connection import AppConnection
 from coordinator.app_gate import AppGate
+from coordinator.app_listener import listen_unix, prepare
+from coordinator.config import AppAuth
 from coordinator.core.interfaces import LogSummary
 from coordinator.foreign_state import refuse_pickle
 from coordinator.logs import Events
@@ -26,6 +29,7 @@ from coordinator.replay.process import LEAVE_S, AppProcess, exit_text
 from coordinator.replay.result import ReplayResult, Sink
 from coordinator.replay.session import BlobPiece, Ended, Event, NumbersDrawn, ReplaySession, Tells, VerdictGiven
 from coordinator.replay.source import RecordSource
+from coordinator.socket_paths import SHORT_FOLDERS
 from protocol.checksum import crc64
 from protocol.record import decode_header
 from protocol.trailer import decode_trailer
@@ -55,9 +59,10 @@ def run_replay(
     run in threads of their own (share the reader with :class:`SharedSource`). ``blob_path``: a file for the state at
     the end. ``progress(records, total)`` is called now and then, ``total`` None while there is no end. ``stop``: asked
     now and then; True ends the replay at the record reached.
-    ``announce(address)``: where an app that is started by hand is to connect. ``numbers(sequence_id)``: what the app
-    is told before that record of the numbers that another run has drawn; None: not known yet. ``tells(verdict)``:
-    whether the app is told this verdict of the log, and passes the message over; else it handles it once more.
+    ``announce(where)``: where, and how, an app that is started by hand is to connect. ``numbers(sequence_id)``: what
+    the app is told before that record of the numbers that another run has drawn; None: not known yet.
+    ``tells(verdict)``: whether the app is told this verdict of the log, and passes the message over; else it handles it
+    once more.
 
     A handler that raises is no error: the result's ``news`` or its ``failure`` has it. Raises ReplayError (a plan that
     this log can't do), AppDiedError, UpgradeFailedError, RemoteProtocolError (the app breaks the protocol), LogError
@@ -67,8 +72,8 @@ def run_replay(
     route = plan_route(plan, source, summary) if isinstance(plan, ReplayPlan) else plan
     refuse_pickle(source, [route.checkpoint.checkpoint_id])
     with ExitStack() as stack:
-        if app.two_ports is not None:
-            process, connection, said = None, accept_two_ports(app.two_ports, announce, stop, stack), b""
+        if app.settings is not None and app.settings.app_send_port is not None:
+            process, connection, said = None, accept_two_ports(app.settings, announce, stop, stack), b""
         else:
             process, connection, said = _come_in(source, app, announce, stop, stack)
         stack.callback(connection.close)
@@ -88,18 +93,32 @@ def _come_in(
     source: RecordSource, app: AppCommand, announce: Callable[[str], None], stop: Callable[[], bool], stack: ExitStack
 ) -> tuple[AppProcess | None, AppConnection, bytes]:
     """The app's process, if it is ours to start, its connection, and what it has said by then."""
-    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-    address = "{}:{}".format(*listener.getsockname())
+    auth = AppAuth.CHALLENGE if app.settings is None else app.settings.app_auth
     process = gate = None
     epoll = stack.enter_context(select.epoll())
-    if app.by_hand:
-        announce(address)  # it may be of the base protocol, which knows no secret
+    # As in service, an app that can't answer a challenge may know ports alone.
+    over_tcp = app.settings is not None and app.settings.app_port is not None and auth is not AppAuth.CHALLENGE
+    folder = Path(stack.enter_context(TemporaryDirectory(prefix="immortal-replay-", dir=SHORT_FOLDERS)))  # for us alone
+    if over_tcp:
+        listener = stack.enter_context(socket.create_server((IPV4_LOOPBACK, 0)))
+        address = host_port(*listener.getsockname())
     else:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="immortal-replay-")))
-        gate = AppGate(source.identity.instance_name, app_secret.make(folder), Events("replay"), epoll)
+        path = folder / SOCKET_FILE_NAME
+        listener = stack.enter_context(listen_unix(path, source.identity.instance_name))
+        address = f"{UNIX}{path}"
+    how = address
+    if auth is not AppAuth.NONE:
+        secret_file = app_secret.path(folder)
+        takes_secret = auth is AppAuth.SECRET
+        secret = app_secret.make(folder)
+        gate = AppGate(source.identity.instance_name, secret, Events("replay"), epoll, takes_secret=takes_secret)
         stack.callback(gate.close)
-        process = AppProcess(app, address, app_secret.path(folder))
-        stack.callback(process.close)
+        how += f" (IMMORTAL_APP_ADDRESS={address} {app_secret.SECRET_FILE_VARIABLE}={secret_file})"
+        if not app.by_hand:
+            process = AppProcess(app, address, secret_file)
+            stack.callback(process.close)
+    if app.by_hand:
+        announce(how)
     connection, said = _accept(listener, gate, epoll, process, app, stop)
     return process, connection, said
 
@@ -112,7 +131,7 @@ def _accept(
     app: AppCommand,
     stop: Callable[[], bool],
 ) -> tuple[AppConnection, bytes]:
-    """The app's connection, and what it has said: where there is a ``gate``, the secret. Its sockets are in ``epoll``.
+    """The app's connection, and what it has said: where there is a ``gate``, a Hello. Its sockets are in ``epoll``.
 
     Raises AppDiedError, ReplayError.
     """
@@ -125,8 +144,7 @@ def _accept(
         ready = _poll({listener.fileno(): select.POLLIN, epoll.fileno(): select.POLLIN}, process, PROGRESS_DELAY_S)
         if listener.fileno() in ready:
             accepted, _ = listener.accept()
-            accepted.setblocking(False)
-            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            prepare(accepted)
             connection = AppConnection(accepted)
             if gate is None:
                 return connection, b""

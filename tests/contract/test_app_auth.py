@@ -1,11 +1,12 @@
-"""Who may be the app: the secret, those who show none or another, and those who say nothing at all."""
+"""Who may be the app: who proves to know the secret, those who don't, and those who say nothing at all.
+
+What a false coordinator gets, and what an attacker tries at the handshake, is in tests/security/test_app_port.py.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
-import select
 import signal
 import socket
 import stat
@@ -19,25 +20,34 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from appsdk.authenticate import authenticate
 from appsdk.errors import ConnectError
 from appsdk.transport import read_secret
 from coordinator import app_gate, app_secret, limited_log
-from coordinator.app_addresses import UNIX_PATH_SIZE_BYTES_MAX, is_loopback
-from coordinator.app_endpoint import AppEndpoint
+from coordinator.app_addresses import is_loopback
 from coordinator.app_gate import GUESTS_MAX
 from coordinator.cli import main
 from coordinator.config import AppAuth, ConfigError, InstanceSettings, override
 from coordinator.core import events as ev
 from coordinator.limited_log import LINES_MAX, LimitedLog
 from coordinator.registry import HOME_VARIABLE, Registry
-from protocol.extensions import ALL_EXTENSIONS, Hello, encode_hello
-from protocol.messages import MessageType, decode_messages, encode_message
-from protocol.readers import Record, RecordReader
+from coordinator.socket_paths import UNIX_PATH_SIZE_BYTES_MAX
+from protocol.app_proof import encode_challenge
+from protocol.messages import MessageType, encode_message
+from tests.helpers.app_port import (
+    NONCE,
+    OTHER_SECRET,
+    REFUSED,
+    Endpoint,
+    Lines,
+    all_that_came,
+    hello,
+    only_refusal,
+    secret_of,
+    stranger,
+)
 from tests.helpers.cli import HOME, Run, immortal
 from tests.helpers.processes import DEADLINE_S, CoordinatorProcess, House, SocketApp
-
-OTHER_SECRET = b"0" * 64
-REFUSED = "a connection to the app's socket was refused"
 
 
 @pytest.fixture
@@ -56,49 +66,14 @@ def has_ipv6_loopback() -> bool:
 
 
 def guarded(house: House) -> CoordinatorProcess:
-    """An instance whose app must show the secret."""
-    house.register("alice", app_auth="secret")
+    """An instance whose app must prove that it knows the secret; at a port as well, where strangers come in."""
+    house.register("alice", app_auth="challenge", app_port=0)
     return house.start("alice")
-
-
-def secret_of(settings: InstanceSettings) -> bytes:
-    return read_secret(str(app_secret.path(settings.folder)))
 
 
 def own_app(house: House, **options: Any) -> SocketApp:
     secret = secret_of(house.settings("alice"))
     return house.app("alice", extended=True, secret=secret, **options).ready()
-
-
-def stranger(settings: InstanceSettings, said: bytes = b"", host: str = "127.0.0.1") -> socket.socket:
-    made = socket.create_connection((host, settings.app_port), timeout=DEADLINE_S)
-    made.sendall(said)
-    return made
-
-
-def hello(secret: bytes, extensions: frozenset[int] = ALL_EXTENSIONS) -> bytes:
-    return encode_hello(Hello(extensions, "stranger", secret))
-
-
-def all_that_came(connection: socket.socket) -> bytes:
-    """Up to the end, which it waits for."""
-    data = b""
-    with contextlib.suppress(ConnectionResetError):
-        while piece := connection.recv(1 << 16):
-            data += piece
-    return data
-
-
-def only_refusal(data: bytes) -> str:
-    """The reason in ``data``, which must be one Refusal, and tell nothing else."""
-    reader = RecordReader()
-    reader.receive_data(data)
-    record = reader.next_event()
-    assert isinstance(record, Record), data
-    assert (record.header.sequence_id, record.header.committer_id, reader.buffered_bytes) == (-1, 1, 0)
-    ((message_type, start, end),) = decode_messages(record.content)
-    assert message_type == MessageType.REFUSAL
-    return record.content[start:end].decode()
 
 
 # --- the secret ------------------------------------------------------------------------------------------------------
@@ -136,7 +111,9 @@ def test_each_start_has_a_new_secret_in_a_new_file(house: House, tmp_path: Path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert secret_of(process.settings) != first
     with stranger(process.settings, hello(first)) as old:
-        assert "is not the one that came" in only_refusal(all_that_came(old))
+        assert "must not send it" in only_refusal(all_that_came(old))
+    with stranger(process.settings) as old, pytest.raises(ConnectError, match="does not know the secret"):
+        authenticate(old, first, "alice's address")
     own_app(house)
 
 
@@ -150,18 +127,40 @@ def test_a_second_coordinator_leaves_the_secret_of_the_first(house: House) -> No
 
 def test_without_the_secret_nothing_is_told(house: House) -> None:
     process = guarded(house)
+    own = secret_of(process.settings)
+    nothing = "must prove that it knows its secret, and did not; start the app with 'immortal run', or let "
+    plain = (
+        """must not send it: use an SDK that answers a challenge (docs/WIRE.md, part 5), or say app_auth = "secret\""""
+    )
     cases = [
-        (b"", "must show its secret, none came; start the app with 'immortal run', or let ", "it showed no secret"),
-        (OTHER_SECRET, "is not the one that came: a coordinator makes a new one", "it showed another secret"),
-        (b"\0", "is not the one that came", "it showed another secret"),
+        (b"", nothing, "it proved nothing"),
+        (OTHER_SECRET, plain, "it sent a secret itself"),
+        (own, plain, "it sent a secret itself"),
+        (b"\0", plain, "it sent a secret itself"),
     ]
     for count, (secret, reason, line) in enumerate(cases, 1):
         with stranger(process.settings, hello(secret)) as one:
             assert reason in only_refusal(all_that_came(one))
-        assert f"{REFUSED}: {line}  count={count}" in process.line(REFUSED, count)
+        assert f"{REFUSED}: {line}" in process.line(REFUSED, count)
+        assert f"count={count}" in process.line(REFUSED, count)
     assert process.status()["epoch"] == 0, "a stranger was taken for the app"
     own_app(house)
     assert process.status()["epoch"] == 1
+
+
+def test_an_app_that_sends_its_secret_where_the_settings_permit_it(house: House) -> None:
+    """In other languages than the SDK's, which proves that it knows it here as well."""
+    house.register("alice", app_auth="secret", app_port=0)
+    process = house.start("alice")
+    with stranger(process.settings, hello(OTHER_SECRET)) as one:
+        assert "is not the one that came: a coordinator makes a new one" in only_refusal(all_that_came(one))
+    process.line(f"{REFUSED}: it showed another secret")
+    app = house.app("alice", extended=False)
+    app.extended = True
+    app.send(hello(secret_of(process.settings)))
+    app.ready().close()
+    process.line("the app is gone")
+    own_app(house)
 
 
 def test_who_says_much_behind_a_wrong_hello_can_still_read_why(house: House) -> None:
@@ -176,7 +175,7 @@ def test_an_app_that_does_not_know_refusals_is_only_closed(house: House) -> None
     process = guarded(house)
     with stranger(process.settings, hello(b"", frozenset())) as one:
         assert all_that_came(one) == b""
-    process.line(f"{REFUSED}: it showed no secret")
+    process.line(f"{REFUSED}: it proved nothing")
 
 
 def test_a_client_of_the_base_protocol_is_told_of_in_the_log(house: House) -> None:
@@ -189,7 +188,7 @@ def test_a_client_of_the_base_protocol_is_told_of_in_the_log(house: House) -> No
 def test_strangers_do_not_disturb_the_app(house: House) -> None:
     process = guarded(house)
     app = own_app(house)
-    right = hello(secret_of(process.settings))
+    right = encode_challenge(NONCE)
     for number, said in enumerate((b"", hello(OTHER_SECRET), right), 1):
         with stranger(process.settings, said) as one:
             assert all_that_came(one) == b""
@@ -211,20 +210,26 @@ def test_the_silent_do_not_keep_the_app_out(house: House) -> None:
     app.until(lambda: app.accepted == 1)
 
 
-class DrippingApp(SocketApp):
+class DrippingSocket(socket.socket):
     """Sends each byte by itself."""
 
-    def send(self, data: bytes) -> None:
-        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def sendall(self, data: Any, flags: int = 0) -> None:
+        self.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for at in range(len(data)):
-            self.socket.sendall(data[at : at + 1])
+            super().sendall(data[at : at + 1])
 
 
-def test_a_hello_byte_by_byte(house: House) -> None:
+class DrippingApp(SocketApp):
+    def connected(self, settings: InstanceSettings) -> socket.socket:
+        return DrippingSocket(fileno=super().connected(settings).detach())
+
+
+def test_a_handshake_byte_by_byte(house: House) -> None:
     process = guarded(house)
-    app = DrippingApp(process.settings, house._apps, extended=True, secret=secret_of(process.settings)).ready()
+    app = own_app(house, kind=DrippingApp)
     app.impulse(1)
     app.until(lambda: app.accepted == 1)
+    assert process.count(REFUSED) == 0
 
 
 @pytest.mark.skipif(not has_ipv6_loopback(), reason="this machine has no IPv6 loopback")
@@ -281,40 +286,6 @@ def test_a_flood_of_the_silent_before_the_app(house: House) -> None:
 # --- the gate and its clock ------------------------------------------------------------------------------------------
 
 
-class Lines:
-    """What is logged."""
-
-    def __init__(self) -> None:
-        self.lines: list[tuple[str, dict[str, object]]] = []
-
-    def warning(self, message: str, **values: object) -> None:
-        self.lines.append((message, values))
-
-
-class Endpoint:
-    """An app's endpoint with the secret, driven by hand."""
-
-    def __init__(self, folder: Path, **options: Any) -> None:
-        self.settings = Registry(folder).register("alice", "tcp://127.0.0.1:*", **options)
-        assert self.settings.app_auth is AppAuth.SECRET
-        self.epoll = select.epoll()
-        self.log = Lines()
-        self.endpoint = AppEndpoint(self.settings, self.log, self.epoll)  # type: ignore[arg-type]
-        self.endpoint.listen()
-
-    def turn(self) -> list[ev.Event]:
-        """One turn, at what comes first: something that is ready, or the deadline."""
-        due_ns = self.endpoint.next_deadline_ns()
-        timeout_s = DEADLINE_S if due_ns is None else max(0.0, (due_ns - time.monotonic_ns()) / 1e9)
-        ready = dict(self.epoll.poll(timeout_s))
-        assert ready or due_ns is not None, "nothing comes, and nothing is due"
-        return self.endpoint.process(ready)
-
-    def close(self) -> None:
-        self.endpoint.close()
-        self.epoll.close()
-
-
 @pytest.fixture
 def endpoint(tmp_path: Path) -> Iterator[Endpoint]:
     made = Endpoint(tmp_path / "home")
@@ -330,7 +301,7 @@ def test_silence_has_an_end(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch,
         while not endpoint.log.lines:
             assert endpoint.turn() == []
         assert time.monotonic() - begun_s >= 0.2
-        assert endpoint.log.lines == [(f"{REFUSED}: it said no whole Hello within 0.2 s", {"count": 1})]
+        assert endpoint.log.lines == [(f"{REFUSED}: it came to no Hello within 0.2 s", {"count": 1})]
         assert all_that_came(one) == b""
         assert endpoint.endpoint.next_deadline_ns() is None
 
@@ -340,8 +311,11 @@ def test_silence_has_an_end(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch,
     [
         (b"", "it ended before it had said Hello"),
         (hello(b"1" * 64)[:-1], "it ended before it had said Hello"),
-        (encode_message(MessageType.INITIAL_MESSAGE, b"begin"), "the first message was no Hello"),
-        (b"\x04\x08\x12", "the first message was no Hello"),
+        (
+            encode_message(MessageType.INITIAL_MESSAGE, b"begin"),
+            "something else than a Challenge or a Hello",
+        ),
+        (b"\x04\x08\x12", "something else than a Challenge or a Hello"),
         (b"GET / HTTP/1.1\r\n\r\n", "a message gives its size as -36"),
         (b"\xfe\xff\xff\xff\x0f", "2147483647 bytes, at most"),
         (b"\xff\xff\xff\xff\xff\xff", "is longer than 5 bytes"),
@@ -371,9 +345,9 @@ def test_who_was_refused_and_stays_is_closed(endpoint: Endpoint, monkeypatch: py
 
 
 def test_what_comes_with_the_hello_is_the_apps(endpoint: Endpoint) -> None:
-    said = hello(secret_of(endpoint.settings)) + encode_message(MessageType.TAKE_CHECKPOINT)
-    with stranger(endpoint.settings, said) as one:
-        assert endpoint.turn() == []
+    said = hello(b"") + encode_message(MessageType.TAKE_CHECKPOINT)
+    with stranger(endpoint.settings) as one:
+        one.sendall(endpoint.proof_for(one) + said)
         assert endpoint.turn() == [ev.AppConnected(), ev.AppData(said)]
         one.sendall(b"more")
         assert endpoint.turn() == [ev.AppData(b"more")]
@@ -394,8 +368,8 @@ def test_an_app_at_the_unix_socket_is_not_driven_out_by_strangers(tmp_path: Path
             for _ in range(2 * GUESTS_MAX):
                 strangers.append(stranger(made.settings))
                 assert made.turn() == []
-            said = hello(secret_of(made.settings))
-            app.sendall(said)
+            said = hello(b"")
+            app.sendall(made.proof_for(app) + said)
             assert made.turn() == [ev.AppConnected(), ev.AppData(said)]
             for one in strangers:
                 assert all_that_came(one) == b""
@@ -410,7 +384,7 @@ def test_a_socket_that_others_reach_is_told_of(tmp_path: Path, monkeypatch: pyte
     made = Endpoint(tmp_path / "home", app_host="127.0.0.1")
     made.close()
     ((line, _),) = made.log.lines
-    assert "the app's socket at 127.0.0.1 is open to others than this machine, who can then read the secret" in line
+    assert "the app's socket at 127.0.0.1 is open to others than this machine, though only the app gets in" in line
 
 
 def test_few_lines_for_many_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -497,8 +471,11 @@ def test_an_app_without_the_secret_says_so_in_one_line(house: House, folder: Pat
     wrong.write_bytes(OTHER_SECRET)
     (folder / "empty").write_text("\n")
     cases: list[tuple[list[str], str]] = [
-        ([], "refuses: the app of 'alice' must show its secret, none came"),
-        (["--secret-file", str(wrong)], "refuses: the secret of 'alice' is not the one that came"),
+        ([], "refuses: the app of 'alice' must prove that it knows its secret, and did not"),
+        (
+            ["--secret-file", str(wrong)],
+            "does not know the secret that this app was given",
+        ),
         (["--secret-file", str(folder / "absent")], "absent: No such file or directory"),
         (["--secret-file", str(folder / "empty")], "has 0 bytes, 1 to 1024 were expected"),
     ]
@@ -511,16 +488,15 @@ def test_an_app_without_the_secret_says_so_in_one_line(house: House, folder: Pat
 
 
 def test_reading_a_secret(tmp_path: Path) -> None:
-    assert read_secret(None) == read_secret("") == b""
     (tmp_path / "secret").write_bytes(b"abc\n")
     assert read_secret(str(tmp_path / "secret")) == b"abc"
     with pytest.raises(ConnectError, match="Is a directory"):
         read_secret(str(tmp_path))
 
 
-@pytest.mark.parametrize("auth", ["secret", "none"])
+@pytest.mark.parametrize("auth", ["challenge", "secret", "none"])
 def test_a_restarted_coordinator_and_its_restarted_app(folder: Path, auth: str) -> None:
-    """Also where the settings ask for no secret: the apps of `immortal run` know it."""
+    """Also where the settings ask for less: the apps of `immortal run` know the secret, and prove it."""
     immortal(folder, "register", "counter", "--peer", "tcp://127.0.0.1:*", "--app-auth", auth)
     instance = folder / HOME / "counter"
     run = Run(folder, "counter", "lives:Counter", "--restart")
@@ -545,7 +521,7 @@ def test_a_restarted_coordinator_and_its_restarted_app(folder: Path, auth: str) 
 
 def test_nobody_else_is_let_in_by_default(tmp_path: Path) -> None:
     registry = Registry(tmp_path)
-    assert registry.register("a", "tcp://127.0.0.1:*").app_auth is AppAuth.SECRET
+    assert registry.register("a", "tcp://127.0.0.1:*").app_auth is AppAuth.CHALLENGE
     assert "app_auth" not in registry.path("a").read_text()
     two_ports = registry.register("b", "tcp://127.0.0.1:*", app_send_port=0)
     assert two_ports.app_auth is AppAuth.NONE, "a client with two ports has no Hello"
@@ -556,8 +532,9 @@ def test_nobody_else_is_let_in_by_default(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"app_auth": "never"}, 'got "never", expected "secret" or "none"'),
+        ({"app_auth": "never"}, 'got "never", expected "challenge" or "secret" or "none"'),
         ({"app_auth": "secret", "app_send_port": 0}, """got "secret", expected "none" beside an 'app_send_port'"""),
+        ({"app_auth": "challenge", "app_send_port": 0}, """got "challenge", expected "none" beside an"""),
         ({"app_socket": "unix:/a", "app_send_port": 0}, "it goes without an 'app_send_port'"),
         ({"app_auth": "none", "app_host": "0.0.0.0"}, "whoever reaches 0.0.0.0 could be the app of this instance"),
         ({"app_auth": "none", "app_host": "::"}, "take a loopback address"),
@@ -603,7 +580,7 @@ def test_what_is_meant_is_permitted(tmp_path: Path) -> None:
 
 
 def test_a_coordinator_that_is_told_to_ask_for_nothing(house: House) -> None:
-    house.register("alice", app_auth="secret")
+    house.register("alice", app_auth="challenge", app_port=0)
     settings = house.settings("alice")
     app_secret.make(settings.folder)  # of an earlier life
     assert override(settings, app_auth=AppAuth.NONE).app_auth is AppAuth.NONE

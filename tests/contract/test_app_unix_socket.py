@@ -1,4 +1,4 @@
-"""The app's Unix socket, beside its port: who may use it, whose file it is, and what is in its way."""
+"""The app's Unix socket: who may use it, where it is, whose file it is, and what is in its way."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,11 +16,12 @@ from click.testing import CliRunner
 from appsdk.errors import ConnectError
 from appsdk.transport import connect, read_secret
 from coordinator import app_secret
-from coordinator.app_addresses import UNIX_PATH_SIZE_BYTES_MAX, default_app_socket, socket_path
+from coordinator.app_addresses import SOCKET_FILE_NAME
 from coordinator.app_listener import AppListenError, listen_unix
 from coordinator.cli import main
 from coordinator.config import ConfigError, InstanceSettings
 from coordinator.registry import Registry
+from coordinator.socket_paths import UNIX_PATH_SIZE_BYTES_MAX, secure_folder, socket_path
 from protocol.extensions import ALL_EXTENSIONS, Hello, encode_hello
 from tests.helpers.cli import HOME, Run, immortal
 from tests.helpers.processes import DEADLINE_S, TOLD, CoordinatorProcess, House, SocketApp
@@ -75,9 +77,9 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def started(house: House, path: Path, *names: str, app_auth: str = "secret") -> list[CoordinatorProcess]:
+def started(house: House, path: Path, *names: str, app_auth: str = "challenge") -> list[CoordinatorProcess]:
     for name in names:
-        house.register(name, app_socket=f"unix:{path}.{name}", app_auth=app_auth)
+        house.register(name, app_socket=f"unix:{path}.{name}", app_auth=app_auth, app_port=0)
     return [house.start(name) for name in names]
 
 
@@ -128,7 +130,7 @@ def test_the_secret_is_asked_for_there_too(house: House, path: Path) -> None:
         stranger.settimeout(DEADLINE_S)
         stranger.connect(str(socket_of(process)))
         stranger.sendall(encode_hello(Hello(ALL_EXTENSIONS, "stranger")))
-        assert b"must show its secret" in stranger.recv(1 << 16)
+        assert b"must prove that it knows its secret" in stranger.recv(1 << 16)
         assert stranger.recv(1) == b""
     UnixApp(process.settings, house).ready()
 
@@ -258,8 +260,12 @@ def test_register_makes_the_path_absolute(tmp_path: Path, monkeypatch: pytest.Mo
     result = CliRunner().invoke(main, [*base, "alice", "--peer", "tcp://127.0.0.1:*", "--app-socket", "unix:a.sock"])
     assert result.exit_code == 0, result.output
     settings = Registry(tmp_path).load("alice")
-    assert settings.app_socket == settings.app_nearest_address == "unix:/tmp/a.sock"
-    assert f"app at {settings.app_address} and unix:/tmp/a.sock" in result.output
+    assert settings.app_addresses == [settings.app_socket] == ["unix:/tmp/a.sock"]
+    assert "app at unix:/tmp/a.sock\n" in result.output
+    result = CliRunner().invoke(main, [*base, "carl", "--peer", "tcp://127.0.0.1:*", "--app-port", "*"])
+    settings = Registry(tmp_path).load("carl")
+    assert settings.app_addresses == [settings.app_unix_address, settings.app_address]
+    assert f"app at {settings.app_unix_address} and {settings.app_address}\n" in result.output
     result = CliRunner().invoke(main, [*base, "bob", "--peer", "tcp://127.0.0.1:*", "--app-socket", "a.sock"])
     assert result.exit_code == 2
     assert "Invalid value for '--app-socket'" in result.output
@@ -268,27 +274,48 @@ def test_register_makes_the_path_absolute(tmp_path: Path, monkeypatch: pytest.Mo
 # --- immortal run ----------------------------------------------------------------------------------------------------
 
 
-def test_run_uses_it_where_the_path_fits(tmp_path: Path, path: Path) -> None:
-    (tmp_path / "lives.py").write_text(APP)
-    immortal(tmp_path, "register", "counter", "--peer", "tcp://127.0.0.1:*")
-    folder = tmp_path / HOME / "counter"
-    if default_app_socket(folder) is None:
-        pytest.skip("the folder of the tests is too deep for a Unix socket")
-    run = Run(tmp_path, "counter", "lives:Counter", "--restart")
+def lives_of(folder: Path, name: str, path: Path) -> None:
+    """Two lives of an instance under `immortal run`, both by the Unix socket at ``path``, and no trace of it behind."""
+    (folder / "lives.py").write_text(APP)
+    immortal(folder, "register", name, "--peer", "tcp://127.0.0.1:*")
+    run = Run(folder, name, "lives:Counter", "--restart")
     try:
         for life in (1, 2):
             run.line(f"lives: {life}")
-            assert f"app_socket=unix:{socket_path(folder)}" in run.line("coordinator started", life)
-            assert (established(socket_path(folder)), socket_path(folder).is_socket()) == (1, True)
+            line = run.line("coordinator started", life)
+            assert f"app_socket=unix:{path}" in line
+            assert " app=" not in line, "there is no port where none was asked for"
+            assert (established(path), path.is_socket()) == (1, True)
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+            assert not path.parent.stat().st_mode & 0o022, "others can put another one there"
             pids = dict(field.split("=") for field in run.line("  coordinator_pid=", life).split() if "=" in field)
             if life == 1:
                 os.kill(int(pids["coordinator_pid"]), signal.SIGKILL)
         assert run.stop() == 0
-        assert not socket_path(folder).exists()
-        assert "unregistered" in immortal(tmp_path, "unregister", "counter", "--delete-log")
-        assert not folder.exists()
+        assert not path.exists()
     finally:
         run.kill()
+    path.touch()
+    assert "unregistered" in immortal(folder, "unregister", name, "--delete-log")
+    assert not path.exists()
+    assert not (folder / HOME / name).exists()
+
+
+def test_run_uses_it(tmp_path: Path, path: Path) -> None:
+    where = socket_path(tmp_path / HOME / "counter", SOCKET_FILE_NAME)
+    if where.parent != tmp_path / HOME / "counter":
+        pytest.skip("the folder of the tests is too deep for a Unix socket")
+    lives_of(tmp_path, "counter", where)
+
+
+def test_a_home_that_is_too_deep_for_a_socket(tmp_path: Path) -> None:
+    folder = tmp_path / ("deep" * 30)
+    folder.mkdir()
+    where = socket_path(folder / HOME / "counter", SOCKET_FILE_NAME)
+    assert len(os.fsencode(where)) <= UNIX_PATH_SIZE_BYTES_MAX
+    assert where.parent == Path(f"/tmp/immortal-{os.geteuid()}")
+    lives_of(folder, "counter", where)
+    assert stat.S_IMODE(where.parent.stat().st_mode) == 0o700
 
 
 def established(path: Path) -> int:
@@ -298,16 +325,82 @@ def established(path: Path) -> int:
     return sum(line[-1] == str(path) and line[5] == connected for line in lines)
 
 
-def test_a_home_that_is_too_deep_for_a_socket(tmp_path: Path) -> None:
-    folder = tmp_path / ("deep" * 30)
-    folder.mkdir()
-    (folder / "lives.py").write_text(APP)
-    immortal(folder, "register", "counter", "--peer", "tcp://127.0.0.1:*")
-    assert default_app_socket(folder / HOME / "counter") is None
-    run = Run(folder, "counter", "lives:Counter")
+# --- its folder ------------------------------------------------------------------------------------------------------
+
+
+def test_a_socket_has_one_place_whatever_its_folder_is_called(tmp_path: Path) -> None:
+    deep = tmp_path / ("deep" * 30)
+    deep.mkdir()
+    (tmp_path / "short").symlink_to(deep)
+    for name in ("app.sock", "control.sock"):
+        assert socket_path(tmp_path / "short" / "a", name) == socket_path(deep / "a", name)
+    paths = {socket_path(deep / folder, name) for folder in ("a", "b") for name in ("app.sock", "control.sock")}
+    assert len(paths) == 4
+    assert all(len(os.fsencode(path)) <= UNIX_PATH_SIZE_BYTES_MAX for path in paths)
+    assert socket_path(Path("/run/a"), "app.sock") == Path("/run/a/app.sock")
+
+
+def test_a_short_folder_is_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.socket_paths.SHORT_FOLDERS", tmp_path)
+    path = socket_path(Path("/" + "deep" * 30), "app.sock")
+    own = path.parent
+    for _ in range(2):
+        secure_folder(path)
+        assert (own.parent, stat.S_IMODE(own.stat().st_mode)) == (tmp_path, 0o700)
+    own.chmod(0o750)
+    with pytest.raises(AppListenError, match=rf"{own} is not a folder that only user \d+ can use: remove it, or see"):
+        listen_unix(path, "alice", secure=True)
+    own.rmdir()
+    (tmp_path / "elsewhere").mkdir(0o700)
+    own.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PermissionError):
+        secure_folder(path)
+    own.unlink()
+    if os.geteuid() == 0:
+        own.mkdir(0o700)
+        os.chown(own, 65534, -1)
+        with pytest.raises(PermissionError):
+            secure_folder(path)
+
+
+def test_an_instances_folder_that_others_can_write_to_is_closed_to_them(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a").chmod(0o777)
+    secure_folder(tmp_path / "a" / "app.sock")
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o755, "public_keys stay readable"
+    secure_folder(tmp_path / "b" / "app.sock")
+    assert (tmp_path / "b").is_dir()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_a_listener_of_another_user_is_not_spoken_to() -> None:
+    with tempfile.TemporaryDirectory(prefix="immortal-tests-", dir="/tmp") as folder:
+        Path(folder).chmod(0o777)
+        false_listener(Path(folder, "app.sock"))
+
+
+def false_listener(path: Path) -> None:
+    listens, go = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.setuid(65534)
+            with socket.socket(socket.AF_UNIX) as false:
+                false.bind(str(path))
+                false.listen()
+                os.write(listens[1], b"x")
+                os.read(go[0], 1)
+                false.setblocking(False)
+                connection, _ = false.accept()
+                os._exit(0 if connection.recv(100) == b"" else 1)  # it was told nothing
+        finally:
+            os._exit(2)
     try:
-        run.line("lives: 1")
-        assert "app_socket" not in run.line("coordinator started")
-        assert run.stop() == 0
+        assert os.read(listens[0], 1) == b"x"
+        with pytest.raises(ConnectError, match=f"user 65534 listens at unix:{path} "):
+            connect(f"unix:{path}")
     finally:
-        run.kill()
+        os.write(go[1], b"x")
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        for descriptor in (*listens, *go):
+            os.close(descriptor)

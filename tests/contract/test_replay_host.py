@@ -17,6 +17,7 @@ import pytest
 from coordinator.core.errors import AppProtocolError
 from coordinator.core.limits import Limits
 from coordinator.log import LogReader, create_log, open_reader, verify_value
+from coordinator.registry import Registry
 from coordinator.replay import (
     BY_HAND,
     AppCommand,
@@ -303,27 +304,36 @@ def test_an_app_whose_looker_on_fails_is_gone(made: Made, reader: LogReader, tmp
 STRANGERS = """
 import os, runpy, socket, sys
 from protocol.extensions import ALL_EXTENSIONS, Hello, encode_hello
-host, _, port = sys.argv[sys.argv.index("--address") + 1].rpartition(":")
-silent = socket.create_connection((host, int(port)))
+path = sys.argv[sys.argv.index("--address") + 1].removeprefix("unix:")
+
+def stranger():
+    made = socket.socket(socket.AF_UNIX)
+    made.connect(path)
+    return made
+
+secret = open(os.environ["IMMORTAL_APP_SECRET_FILE"], "rb").read().strip()
+assert secret not in " ".join(sys.argv).encode()
+silent = stranger()
 for said, answer in (
     (b"\\x02\\x09", b""),
-    (encode_hello(Hello(ALL_EXTENSIONS, "x")), b"must show its secret"),
-    (encode_hello(Hello(ALL_EXTENSIONS, "x", b"no secret")), b"is not the one that came"),
+    (encode_hello(Hello(ALL_EXTENSIONS, "x")), b"must prove that it knows its secret"),
+    (encode_hello(Hello(ALL_EXTENSIONS, "x", secret)), b"must not send it"),
 ):
-    with socket.create_connection((host, int(port))) as stranger:
-        stranger.sendall(said)
+    with stranger() as one:
+        one.sendall(said)
         heard = b""
-        while piece := stranger.recv(1000):
+        while piece := one.recv(1000):
             heard += piece
     assert answer in heard and bool(answer) == bool(heard), heard
-assert not os.stat(os.environ["IMMORTAL_APP_SECRET_FILE"]).st_mode & 0o077
+for name in (path, os.environ["IMMORTAL_APP_SECRET_FILE"], os.path.dirname(path)):
+    assert not os.stat(name).st_mode & 0o077, name
 sys.argv.pop(0)
 runpy.run_module("appsdk", run_name="__main__", alter_sys=True)
 """
 
 
 def test_only_the_app_that_was_started_is_served(made: Made, reader: LogReader) -> None:
-    """Strangers come before it: one says nothing, others no Hello, no secret, another secret."""
+    """Others come before it: one says nothing, others no Hello, no proof, the secret itself."""
     app = made.app()
     command = AppCommand(app.name, [sys.executable, "-c", STRANGERS, *app.argv[3:]], app.environment)
     result, sink = replay(reader, command, checkpoint_id=1)
@@ -436,11 +446,12 @@ def base_log(tmp_path: Path) -> Path:
 def by_hand(folder: Path, says: bytes = b"") -> tuple[ReplayResult, Recording, BaseApp]:
     apps: list[BaseApp] = []
     sink = Recording()
+    settings = Registry(folder / "home").register("a", "tcp://127.0.0.1:*", app_auth="none")
     with open_reader(folder, "a") as reader:
         result = run_replay(
             reader,
             ReplayPlan(),
-            AppCommand.of(BY_HAND),
+            AppCommand.of(BY_HAND, settings=settings),
             sink,
             announce=lambda address: apps.append(BaseApp(address, says=says)),
         )

@@ -134,7 +134,7 @@ def killed_while_registering(scene: Scene, cell: Cell) -> None:
     assert registry.names() == [NAME]
     scene.arm(FaultPoint.AFTER_REPLACE)
     assert scene.command("register", "bob", "--peer", "tcp://127.0.0.1:*").returncode == -signal.SIGKILL
-    assert registry.load("bob").app_port
+    assert registry.load("bob").peer
     assert scene.command("register", "carol", "--peer", "tcp://127.0.0.1:*").returncode == 0
 
 

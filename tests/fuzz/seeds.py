@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from coordinator.messenger.envelope import encode_message as encode_envelope
 from coordinator.messenger.envelope import encode_parts, encode_reply
-from protocol import extensions
+from protocol import app_proof, extensions
 from protocol.batch import encode_batch, encode_replayable_batch
 from protocol.client import (
     ClientCode,
@@ -58,6 +58,7 @@ FROM_APP = (
     encode_message(MessageType.SNAPSHOT_BEGIN)
     + encode_message(MessageType.SNAPSHOT_CHUNK, b"ab")
     + encode_message(MessageType.SNAPSHOT_END),
+    app_proof.encode_challenge(bytes(range(32))) + app_proof.encode_proof(bytes(32)) + HELLO,
 )
 
 TO_APP = (
@@ -67,6 +68,7 @@ TO_APP = (
     encode_record(7, 1, extensions.encode_record_time(NOW_NS) + encode_batch(CALLS[0] * 3, 3) + CALLS[0] * 3),
     encode_record(7, CONTROL_SEQUENCE_ID, extensions.encode_version(2) + extensions.encode_impulses_accepted(9)),
     encode_record(7, CONTROL_SEQUENCE_ID, encode_message(MessageType.REFUSAL, b"why")),
+    encode_record(1, CONTROL_SEQUENCE_ID, app_proof.encode_answer(app_proof.Answer(bytes(32), bytes(32), "a"))),
 )
 
 

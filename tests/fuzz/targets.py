@@ -26,7 +26,7 @@ from coordinator.messenger.envelope import (
 from coordinator.messenger.errors import EnvelopeError
 from coordinator.messenger.inbox import Inbox
 from coordinator.messenger.limits import SPAN_MAX
-from protocol import extensions
+from protocol import app_proof, extensions
 from protocol.batch import check_batch, decode_batch, decode_replayable_batch, offset_after
 from protocol.checksum import crc64
 from protocol.client import (
@@ -316,6 +316,8 @@ _DECODERS: Mapping[int, Callable[[bytes], object]] = {
     MessageType.VERSION: extensions.decode_version,
     MessageType.ORIGINS: extensions.decode_origins,
     MessageType.HANDLER_FAILED: extensions.decode_handler_failed,
+    MessageType.CHALLENGE: app_proof.decode_challenge,
+    MessageType.PROOF: lambda data: (app_proof.decode_proof if len(data) < 64 else app_proof.decode_answer)(data),
 }
 
 

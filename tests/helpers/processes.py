@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from appsdk.authenticate import authenticate
 from coordinator import control
 from coordinator.config import InstanceSettings
 from coordinator.registry import HOME_VARIABLE, Registry
@@ -141,8 +142,11 @@ class SocketApp:
         self.goodbye = self.refusal = ""
         self.types: set[int] = set()
         self.gives_checkpoints = True
+        if secret:
+            authenticate(self.socket, secret, "the test's coordinator")
+            self.socket.settimeout(DEADLINE_S)
         if extended:
-            self.send(encode_hello(Hello(ALL_EXTENSIONS, "test", secret)))
+            self.send(encode_hello(Hello(ALL_EXTENSIONS, "test")))
 
     def connected(self, settings: InstanceSettings) -> socket.socket:
         return socket.create_connection((settings.app_host, settings.app_port), timeout=DEADLINE_S)

@@ -86,7 +86,7 @@ def test_duplicate_name(home: Path) -> None:
 @pytest.mark.parametrize("command", [("run", "counter", "a:B"), ("coordinator", "counter"), ("status", "counter")])
 def test_a_typo_in_the_settings(home: Path, command: tuple[str, ...]) -> None:
     path = register(home)
-    path.write_text(path.read_text().replace("app_port", "ap_port"))
+    path.write_text(path.read_text() + "ap_port = 7002\n")
     expected = f"{path}, line 2, field 'ap_port': unknown field: did you mean 'app_port'?"
     if command[0] == "status":
         result = immortal(home, "status")  # the others are shown all the same

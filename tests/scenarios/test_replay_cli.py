@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from click.testing import CliRunner, Result
 
 from coordinator.cli import main
 from coordinator.registry import Registry
+from protocol.extensions import ALL_EXTENSIONS, Hello, encode_hello
 from tests.helpers.recorded import Instances, load_module, write_module
 
 DEADLINE_S = 30.0
@@ -242,10 +244,16 @@ def test_an_app_that_is_started_by_hand(home: Home) -> None:
     try:
         assert process.stderr is not None
         said = process.stderr.readline()
-        match = re.fullmatch(r"waiting for an app of reader at (\S+) \(IMMORTAL_APP_ADDRESS=(\S+)\)\n", said)
+        variables = r"\((IMMORTAL_APP_ADDRESS)=(\S+) (IMMORTAL_APP_SECRET_FILE)=(\S+)\)"
+        match = re.fullmatch(rf"waiting for an app of reader at unix:(\S+) {variables}\n", said)
         assert match is not None, said
+        assert not Path(match[1]).parent.stat().st_mode & 0o077
+        with socket.socket(socket.AF_UNIX) as stranger:  # who comes first and proves nothing is not the app
+            stranger.connect(match[1])
+            stranger.sendall(encode_hello(Hello(ALL_EXTENSIONS, "stranger")))
+            assert b"must prove that it knows its secret" in stranger.recv(4096)
         app = [sys.executable, "-m", "appsdk", f"{home.module_name}:Reader"]
-        environment = {**os.environ, "IMMORTAL_APP_ADDRESS": match[2]}
+        environment = {**os.environ, match[2]: match[3], match[4]: match[5]}
         done = subprocess.run(app, env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
         assert done.returncode == 0, done.stderr
         stdout, _ = process.communicate(timeout=DEADLINE_S)

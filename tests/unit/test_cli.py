@@ -96,7 +96,8 @@ def logged(registry: Registry) -> Registry:
 
 def test_register_and_unregister(home: Path) -> None:
     output = run(home, "register", "counter", "--peer", "tcp://127.0.0.1:7001", "--app-port", "7002").output
-    assert "registered counter: peers at tcp://127.0.0.1:7001, app at 127.0.0.1:7002" in output
+    at = f"unix:{home}/counter/app.sock and 127.0.0.1:7002"
+    assert f"registered counter: peers at tcp://127.0.0.1:7001, app at {at}\n" in output
     assert "immortal run counter MODULE:CLASS" in output
     assert "unregistered counter" in run(home, "unregister", "counter").output
     assert Registry(home).names() == []

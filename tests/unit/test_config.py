@@ -162,7 +162,15 @@ def test_all_fields(tmp_path: Path) -> None:
             "counter.toml, line 3, field 'tunning': unknown field: did you mean 'tuning'?",
         ),
         (GOOD + "tuning = 3\n", "counter.toml, line 3, field 'tuning': got 3, expected a table [tuning]"),
-        ('peer = "tcp://127.0.0.1:7001"\n', "counter.toml: the field 'app_port' is missing"),
+        ("app_port = 7002\n", "counter.toml: the field 'peer' is missing"),
+        (
+            'peer = "tcp://127.0.0.1:7001"\napp_host = "::1"\n',
+            "counter.toml, line 2, field 'app_host': it needs an 'app_port'; without, the app has a Unix socket",
+        ),
+        (
+            'peer = "tcp://127.0.0.1:7001"\napp_send_port = 7003\n',
+            "counter.toml, line 2, field 'app_send_port': it needs an 'app_port'; without, the app has a Unix socket",
+        ),
         (
             GOOD + "log = /var/log\n",
             "counter.toml, line 3, column 7: no valid TOML: Invalid value: log = /var/log",
@@ -284,8 +292,9 @@ def test_what_is_written_reads_the_same(settings: InstanceSettings, ports: tuple
 
 
 def test_defaults_are_not_written(tmp_path: Path) -> None:
-    settings = read(tmp_path, GOOD)
-    assert settings_text(settings, log=None) == GOOD
+    for good in (GOOD, 'peer = "tcp://127.0.0.1:7001"\n'):
+        settings = read(tmp_path, good)
+        assert settings_text(settings, log=None) == good
     assert "log = " in settings_text(dataclasses.replace(settings, log=Path("/x")), log=Path("/x"))
 
 

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from protocol import numbers
+from protocol.app_proof import (
+    NONCE_SIZE_BYTES,
+    Answer,
+    Handshake,
+    Role,
+    channel_of,
+    encode_answer,
+    encode_challenge,
+    encode_proof,
+)
 from protocol.batch import encode_batch
 from protocol.client import (
     ClientCode,
@@ -75,6 +86,10 @@ CALL = encode_incoming_rpc(3, 1, b"\1")
 INITIAL = encode_message(MessageType.INITIAL_MESSAGE, encode_incoming_rpc(32, 1, b"\5\4\3"))
 BATCH_FRAME = encode_frame(PeerFrame(FrameType.BATCH, "a", "counter", COMMITTER, 3, 41, 2, TIME_NS, CALL * 2))
 
+HANDSHAKE = Handshake(bytes(range(NONCE_SIZE_BYTES)), bytes(range(NONCE_SIZE_BYTES, 64)), "counter", "")
+
+BEFORE_ALL_ELSE = {MessageType.CHALLENGE, MessageType.PROOF, MessageType.HELLO}
+
 DEAD = Verdict(7, 3, VerdictKind.REFUSED, text="no", cause=Cause.METHOD, message=CALL)
 
 CLIENT_CALL = encode_request(3, b"\x91\x01")
@@ -122,6 +137,14 @@ BYTES = {
     "Handling: message 3 of record 7 is next": encode_handling(Handling(7, 3)),
     "Careful: up to record 9, and each message of record 7": encode_careful(Careful(9, 7)),
     "Leaving, no": encode_message(MessageType.LEAVING, b"no"),
+    "Challenge with the nonce 00 01 ... 1f": encode_challenge(HANDSHAKE.app_nonce),
+    "Proof of the coordinator of counter with the nonce 20 21 ... 3f, secret ab, Unix socket": encode_answer(
+        Answer(HANDSHAKE.coordinator_nonce, HANDSHAKE.proof(b"ab", Role.COORDINATOR), "counter")
+    ),
+    "Proof of its app": encode_proof(HANDSHAKE.proof(b"ab", Role.APP)),
+    "the same, from 127.0.0.1:40001 to 127.0.0.1:7002": encode_proof(
+        replace(HANDSHAKE, channel=channel_of(("127.0.0.1", 40001), ("127.0.0.1", 7002))).proof(b"ab", Role.APP)
+    ),
     "HandlerFailed: message 3 of record 7, no": encode_handler_failed(HandlerFailure(7, 3, "no")),
     "InstanceName, counter": encode_message(MessageType.INSTANCE_NAME, b"counter"),
     "Numbers of record 7: handler 12 by message 3, its timer 13": numbers.encode_numbers(
@@ -196,9 +219,7 @@ def test_the_tables_of_types() -> None:
     base = table_rows("| type | name | app -> coordinator | coordinator -> app | data |")
     extensions = table_rows("| type | name | direction | in | data |")
     assert base | extensions == {int(member): camel(member.name) for member in MessageType}
-    assert set(extensions) == {
-        int(member) for member in ALL_EXTENSIONS | REPORTS | TRACE_EXTENSIONS | {MessageType.HELLO}
-    }
+    assert set(extensions) == {int(member) for member in ALL_EXTENSIONS | REPORTS | TRACE_EXTENSIONS | BEFORE_ALL_ELSE}
     frames = table_rows("| type | name | written by | position |")
     assert frames == {int(member): camel(member.name) for member in FrameType}
     codes = PAGE.partition("| code | name | why |")[2].partition("\n\n")[0]

@@ -56,6 +56,8 @@ def test_all_extensions_are_those_behind_hello() -> None:
         *REPORTS,
         *TRACE_EXTENSIONS,
         MessageType.HELLO,
+        MessageType.CHALLENGE,
+        MessageType.PROOF,
     }
 
 

@@ -32,11 +32,23 @@ def test_register_and_resolve(registry: Registry) -> None:
 
 
 def test_star_takes_a_port_and_writes_it_down(registry: Registry) -> None:
-    settings = registry.register("counter", "tcp://127.0.0.1:*")
+    settings = registry.register("counter", "tcp://127.0.0.1:*", app_port=0)
     address = split_tcp(settings.peer)
     assert address is not None
     assert address[1] not in (0, settings.app_port)
+    assert settings.app_port
     assert Registry(registry.home).resolve("counter") == settings.peer
+
+
+def test_a_port_for_the_app_is_taken_where_one_is_asked_for(registry: Registry) -> None:
+    without = registry.register("a", "tcp://127.0.0.1:*")
+    assert (without.app_port, without.app_addresses) == (None, [f"unix:{registry.home}/a/app.sock"])
+    assert "app_" not in registry.path("a").read_text()
+    for name, options in (("b", {"app_auth": "none"}), ("c", {"app_host": "127.0.0.1"}), ("d", {"app_send_port": 0})):
+        assert registry.register(name, "tcp://127.0.0.1:*", **options).app_port  # type: ignore[arg-type]
+    both = registry.register("e", "tcp://127.0.0.1:*", app_port=0)
+    assert both.app_addresses == [f"unix:{registry.home}/e/app.sock", both.app_address]
+    assert registry.load("b").app_addresses == [registry.load("b").app_address], "a base client knows ports alone"
 
 
 def test_ports_of_other_instances_are_not_taken(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +62,9 @@ def test_ports_of_other_instances_are_not_taken(registry: Registry, monkeypatch:
 
 def test_registering_at_once_never_shares_a_port(registry: Registry) -> None:
     threads = [
-        threading.Thread(target=Registry(registry.home).register, args=(f"i{index}", "tcp://127.0.0.1:*"))
+        threading.Thread(
+            target=Registry(registry.home).register, args=(f"i{index}", "tcp://127.0.0.1:*"), kwargs={"app_port": 0}
+        )
         for index in range(12)
     ]
     for thread in threads:

@@ -1,0 +1,54 @@
+"""Where the Unix sockets of an instance are: in its folder, or in a short one where that is too deep.
+
+The kernel takes paths of at most 107 bytes. Where it stands follows from the instance's folder and the user alone, so
+that all commands find the same.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import stat
+from pathlib import Path
+
+UNIX_PATH_SIZE_BYTES_MAX = 107
+SHORT_FOLDERS = Path("/tmp")  # not TMPDIR: each command may have another one, and it may be deep itself
+_DIGEST_SIZE_BYTES = 12
+
+
+def socket_path(folder: Path, file_name: str) -> Path:
+    """The path of a socket that is ``folder / file_name`` where that fits; ``folder`` is the instance's."""
+    real = os.path.realpath(folder)
+    path = Path(real, file_name)
+    if len(os.fsencode(path)) <= UNIX_PATH_SIZE_BYTES_MAX:
+        return path
+    digest = hashlib.blake2b(os.fsencode(real), digest_size=_DIGEST_SIZE_BYTES).hexdigest()
+    return _short_folder() / f"{digest}-{file_name}"
+
+
+def secure_folder(path: Path) -> None:
+    """The folder of a path of :func:`socket_path` is there, and nobody else can put anything into it.
+
+    Raises OSError, also where a folder of that name is somebody else's.
+    """
+    folder = path.parent
+    if folder != _short_folder():
+        folder.mkdir(parents=True, exist_ok=True)
+        status = folder.stat()
+        if status.st_uid == os.geteuid() and status.st_mode & 0o022:  # as a umask of 002 or 000 has left it
+            folder.chmod(stat.S_IMODE(status.st_mode) & ~0o022)
+        return
+    try:
+        folder.mkdir(0o700)
+    except FileExistsError:
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise OSError(
+                errno.EPERM,
+                f"{folder} is not a folder that only user {os.geteuid()} can use: remove it, or see who did that",
+            ) from None
+
+
+def _short_folder() -> Path:
+    return SHORT_FOLDERS / f"immortal-{os.geteuid()}"

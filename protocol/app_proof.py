@@ -1,0 +1,116 @@
+"""How an app and its coordinator show each other that they know the instance's secret, which itself is not sent.
+
+    app          Challenge    its nonce
+    coordinator  Proof        its nonce, its proof, the instance's name
+    app          Proof        its proof
+
+A proof is an HMAC-SHA256 with the secret as its key, over who makes it, both nonces, the instance and the connection.
+So one that was heard before, comes from the other side, or was made for another connection, is wrong. No I/O here.
+"""
+
+from __future__ import annotations
+
+import enum
+import hmac
+from dataclasses import dataclass
+
+from protocol.errors import RemoteProtocolError
+from protocol.messages import MessageType, decode_name, encode_message, encode_name
+
+CHALLENGE_VERSION = 1
+NONCE_SIZE_BYTES = 32
+PROOF_SIZE_BYTES = 32
+ANSWER_SIZE_BYTES_MAX = 4096  # of what an app reads before it knows who talks: a Proof has about 370, a Refusal more
+
+_MAPPED = "::ffff:"  # in front of an IPv4 address that a socket of IPv6 shows
+
+
+class Role(enum.StrEnum):
+    """Who makes a proof."""
+
+    APP = "app"
+    COORDINATOR = "coordinator"
+
+
+@dataclass(frozen=True, slots=True)
+class Handshake:
+    """What both sides know of one connection. ``channel``: see :func:`channel_of`."""
+
+    app_nonce: bytes
+    coordinator_nonce: bytes
+    instance: str
+    channel: str
+
+    def proof(self, secret: bytes, role: Role) -> bytes:
+        """What ``role`` shows, PROOF_SIZE_BYTES bytes."""
+        said = encode_name(role) + self.app_nonce + self.coordinator_nonce
+        return hmac.digest(secret, said + encode_name(self.instance) + encode_name(self.channel), "sha256")
+
+    def is_proven(self, secret: bytes, role: Role, proof: bytes) -> bool:
+        """Whether ``proof`` is that of ``role``; how long that takes does not depend on where it differs."""
+        return hmac.compare_digest(proof, self.proof(secret, role))
+
+
+def channel_of(app: object, coordinator: object) -> str:
+    """What ties a proof to one TCP connection on this machine; ``app``, ``coordinator``: the ends' socket addresses.
+
+    Both ends see the same two addresses, unless somebody stands between them and passes on what each says. "" for a
+    Unix socket, whose owner is known, and where addresses of other machines are involved: they may be translated.
+    """
+    ends = [(end[0].removeprefix(_MAPPED), end[1]) for end in (app, coordinator) if isinstance(end, tuple)]
+    if len(ends) < 2 or not all(host.startswith("127.") or host == "::1" for host, _ in ends):
+        return ""
+    return " ".join(f"{host} {port}" for host, port in ends)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A coordinator's Proof."""
+
+    coordinator_nonce: bytes
+    proof: bytes
+    instance: str
+
+
+def encode_challenge(app_nonce: bytes) -> bytes:
+    """The first message of an app that has a secret."""
+    return encode_message(MessageType.CHALLENGE, bytes((CHALLENGE_VERSION,)) + app_nonce)
+
+
+def decode_challenge(data: bytes) -> bytes:
+    """The app's nonce. Raises RemoteProtocolError."""
+    if not data or data[0] != CHALLENGE_VERSION:
+        raise RemoteProtocolError(f"a Challenge of version {data[0] if data else 'none'}, expected {CHALLENGE_VERSION}")
+    return _exactly("a Challenge's nonce", data[1:], NONCE_SIZE_BYTES)
+
+
+def encode_answer(answer: Answer) -> bytes:
+    """The coordinator's Proof message, for a control record of its own."""
+    return encode_message(MessageType.PROOF, answer.coordinator_nonce + answer.proof + encode_name(answer.instance))
+
+
+def decode_answer(data: bytes) -> Answer:
+    """Raises RemoteProtocolError."""
+    at = NONCE_SIZE_BYTES + PROOF_SIZE_BYTES
+    if len(data) <= at:
+        raise RemoteProtocolError(f"a coordinator's Proof of {len(data)} bytes, more than {at} were expected")
+    instance, end = decode_name(data, at)
+    if end != len(data):
+        raise RemoteProtocolError(f"a coordinator's Proof has {len(data) - end} bytes too many")
+    return Answer(data[:NONCE_SIZE_BYTES], data[NONCE_SIZE_BYTES:at], instance)
+
+
+def encode_proof(proof: bytes) -> bytes:
+    """The app's Proof message; its Hello follows."""
+    return encode_message(MessageType.PROOF, proof)
+
+
+def decode_proof(data: bytes) -> bytes:
+    """Raises RemoteProtocolError."""
+    return _exactly("an app's Proof", data, PROOF_SIZE_BYTES)
+
+
+def _exactly(what: str, data: bytes, size_bytes: int) -> bytes:
+    if len(data) != size_bytes:
+        raise RemoteProtocolError(f"{what} of {len(data)} bytes, {size_bytes} were expected")
+    return data
