@@ -110,6 +110,9 @@ class InstanceSettings:
     peers: Mapping[str, str] = field(default_factory=dict)  # name: endpoint, of peers that are no part of the registry
     allow: tuple[str, ...] | None = None  # the peers that may call; None: every instance of the registry
     peer_keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # public keys that no registry file gives
+    client_keys: Mapping[str, tuple[str, ...]] = field(
+        default_factory=dict
+    )  # of clients that have none in the registry
     insecure: bool = False  # peers without keys are meant, although others than this machine are involved
     peer_template: str | None = None  # the endpoint of all others, with {name} in it
     tuning: Tuning = field(default_factory=Tuning)
@@ -381,7 +384,11 @@ def check_settings(values: Mapping[str, object], name: str, path: Path, text: st
         raise ConfigError(f"{_place(path, line)}, field 'tuning': got {_shown(tuning)}, expected a table [tuning]")
     peers = _check_names(tables.pop("peers", {}), "peers", _endpoint, path, text)
     peer_keys = _check_names(tables.pop("peer_keys", {}), "peer_keys", _public_keys, path, text)
-    checked = _check_table(tables, _CHECKS, path, text, table="", also=("tuning", "peers", "peer_keys"))
+    client_keys = _check_names(tables.pop("client_keys", {}), "client_keys", _public_keys, path, text)
+    if both := peer_keys.keys() & client_keys.keys():
+        place = f"{_place(path, line_of(text, min(both), 'client_keys'))}, field 'client_keys.{min(both)}'"
+        raise ConfigError(f"{place}: it stands under [peer_keys] too; a name is an instance's or a client's")
+    checked = _check_table(tables, _CHECKS, path, text, table="", also=("tuning", "peers", "peer_keys", "client_keys"))
     tuned = _check_table(tuning, _TUNING_CHECKS, path, text, table="tuning")
     for required in _REQUIRED:
         if required not in checked:
@@ -391,7 +398,7 @@ def check_settings(values: Mapping[str, object], name: str, path: Path, text: st
     _check_app_auth(checked, path, text)
     folder = path.parent / check_instance_name(name)
     log = path.parent / checked.pop("log", folder / "log")
-    checked |= {"peers": peers, "peer_keys": peer_keys, "tuning": Tuning(**tuned)}
+    checked |= {"peers": peers, "peer_keys": peer_keys, "client_keys": client_keys, "tuning": Tuning(**tuned)}
     return InstanceSettings(name=name, folder=folder, log=log, **checked)
 
 
@@ -592,6 +599,8 @@ def _values(settings: InstanceSettings, *, log: Path | None) -> dict[str, Any]:
         values["peers"] = dict(settings.peers)
     if settings.peer_keys:
         values["peer_keys"] = {name: list(keys) for name, keys in settings.peer_keys.items()}
+    if settings.client_keys:
+        values["client_keys"] = {name: list(keys) for name, keys in settings.client_keys.items()}
     default = Tuning()
     tuned = {limit.name: getattr(settings.tuning, limit.name) for limit in fields(Tuning)}
     tuned = {key: value for key, value in tuned.items() if value != getattr(default, key)}

@@ -421,7 +421,7 @@ class Coordinator:
         except RemoteProtocolError as error:
             self._strangers.warning(f"a client's frame was dropped: {error}")
         else:
-            self._events.append(ev.ClientFrameReceived(route, frame))
+            self._events.append(ev.ClientFrameReceived(route, frame, route.peer or ""))
 
     def _reply_to_client(self, effect: ef.ReplyToClient) -> None:
         token = effect.token
@@ -492,6 +492,7 @@ class Coordinator:
             "key": None if security is None else security.own.public,
             "strangers_refused": counters.strangers_refused,
             "strangers_dropped": counters.strangers_dropped + self._impostors,
+            "roles_refused": counters.roles_refused,
         }
         outputs = status["outputs"]
         if isinstance(outputs, dict):

@@ -12,7 +12,7 @@ from coordinator import keys as key_files
 from coordinator.cli.common import echo_json, json_option, name_argument, pass_registry
 from coordinator.config import InstanceSettings
 from coordinator.keys import KeysError
-from coordinator.messenger import KeyPair
+from coordinator.messenger import KeyPair, Role
 from coordinator.peer_security import KeyBook
 from coordinator.registry import Registry
 
@@ -27,21 +27,34 @@ _RETIRED = "retired the first key, for good"
 @click.option("--rotate", is_flag=True, help="Add a key. Peers accept both from then on; the first stays in use.")
 @click.option("--retire", is_flag=True, help="Remove the first key, for good; the added one takes its place.")
 @click.option("--client", is_flag=True, help="NAME is no instance: a client that calls some.")
+@click.option("--operator", is_flag=True, help="NAME is no instance: a person who operates some.")
 @json_option
 @pass_registry
-def keys(registry: Registry, name: str, make: bool, rotate: bool, retire: bool, client: bool, as_json: bool) -> None:
+def keys(
+    registry: Registry,
+    name: str,
+    make: bool,
+    rotate: bool,
+    retire: bool,
+    client: bool,
+    operator: bool,
+    as_json: bool,
+) -> None:
     """Show the public keys of an instance and of those that may call it, and where they come from.
 
     Running coordinators see changes within a second or two; they go on meanwhile.
     """
     if make + rotate + retire > 1:
         raise click.UsageError("--make, --rotate and --retire go one at a time")
-    if client and registry.path(name).exists():
-        raise click.UsageError(f"{name!r} is an instance: leave --client out")
-    folder = registry.home / name if client else registry.load(name).folder
+    if client and operator:
+        raise click.UsageError("--client and --operator go one at a time")
+    role = Role.CLIENT if client else Role.OPERATOR if operator else Role.INSTANCE
+    if role is not Role.INSTANCE and registry.path(name).exists():
+        raise click.UsageError(f"{name!r} is an instance: leave --{role} out")
+    folder = registry.load(name).folder if role is Role.INSTANCE else registry.home / name
     done = ""
     if make:
-        key_files.make(folder)
+        key_files.make(folder, role)
         done = _MADE
     elif rotate:
         key_files.rotate(folder)
@@ -49,8 +62,8 @@ def keys(registry: Registry, name: str, make: bool, rotate: bool, retire: bool, 
     elif retire:
         key_files.retire(folder)
         done = _RETIRED
-    if client:
-        _show_client(name, folder, done, as_json=as_json)
+    if role is not Role.INSTANCE:
+        _show_other(name, role, folder, done, as_json=as_json)
         return
     settings = registry.load(name)
     pairs = key_files.read_pairs(settings.folder)
@@ -63,15 +76,16 @@ def keys(registry: Registry, name: str, make: bool, rotate: bool, retire: bool, 
         _print(registry, settings, pairs, callers)
 
 
-def _show_client(name: str, folder: Path, done: str, *, as_json: bool) -> None:
+def _show_other(name: str, role: Role, folder: Path, done: str, *, as_json: bool) -> None:
+    """A client, or an operator."""
     pairs = key_files.read_pairs(folder)
     if as_json:
-        echo_json({"name": name, "keys": [pair.public for pair in pairs]} | _files(folder))
+        echo_json({"name": name, "role": role, "keys": [pair.public for pair in pairs]} | _files(folder))
         return
     if done:
         click.echo(f"{name}: {done}")
     if not pairs:
-        click.echo(f"{name} has no keys ('immortal keys {name} --make --client')")
+        click.echo(f"{name} has no keys ('immortal keys {name} --make --{role}')")
     _print_pairs(name, folder, pairs)
 
 
@@ -85,13 +99,16 @@ def _files(folder: Path) -> dict[str, str]:
 def _callers(registry: Registry, settings: InstanceSettings) -> list[dict[str, Any]]:
     book = KeyBook(registry)
     rows: list[dict[str, Any]] = []
-    for name in book.callers(settings, registry.names()):
-        if name in settings.peer_keys:
-            origin = f"[peer_keys] in {registry.path(settings.name)}"
+    registered = registry.names()
+    for name in book.callers(settings, registered):
+        if name in settings.peer_keys or name in settings.client_keys:
+            table = "peer_keys" if name in settings.peer_keys else "client_keys"
+            origin = f"[{table}] in {registry.path(settings.name)}"
         else:
             origin = str(key_files.public_path(registry.home / name))
-        row: dict[str, Any] = {"name": name, "keys": [], "from": origin}
+        row: dict[str, Any] = {"name": name, "role": None, "keys": [], "from": origin}
         try:
+            row["role"] = book.role_of(settings, registered, name)
             row["keys"] = list(book.keys_of(settings, name))
         except KeysError as error:
             row["error"] = str(error)
@@ -132,7 +149,8 @@ def _print(
         if "error" in row:
             click.echo(f"  {row['name']}: {row['error']}")
         elif row["keys"]:
-            click.echo(f"  {row['name']}: {', '.join(row['keys'])}  from {row['from']}")
+            role = "" if row["role"] == Role.INSTANCE else f" ({row['role']})"
+            click.echo(f"  {row['name']}{role}: {', '.join(row['keys'])}  from {row['from']}")
         else:
             refused = ", and so may not call" if pairs else ""
             click.echo(f"  {row['name']}: no key{refused}")

@@ -9,6 +9,9 @@ table of replies here: it acknowledges what is durable in the log, and a replay 
 
 A request that is sent again is answered from the table; one that is open, when its answer comes; one whose reply is
 gone is told so. It is never done a second time.
+
+Where callers have keys, a client ID belongs to the name of the first key that has used it: nobody else can ask for its
+replies, or use up its numbers.
 """
 
 from __future__ import annotations
@@ -57,6 +60,7 @@ class Client:
     gone: set[int] = field(default_factory=set)  # behind the window, and above an open one
     size_bytes: int = 0  # of the replies
     token: object = None  # where it was last heard
+    owner: str = ""  # whose keys have used the ID first
 
     @property
     def open_count(self) -> int:
@@ -64,7 +68,7 @@ class Client:
 
     @property
     def position(self) -> ClientPosition:
-        return ClientPosition(self.number, self.released, self.time_ns)
+        return ClientPosition(self.number, self.released, self.time_ns, self.owner)
 
 
 class Clients:
@@ -100,7 +104,7 @@ class Clients:
 
     def _load(self, stored: StoredClients) -> None:
         for client_id, known in sorted(stored.positions.items(), key=lambda item: (item[1].time_ns, item[0])):
-            self._clients[client_id] = Client(known.number, known.released, known.time_ns)
+            self._clients[client_id] = Client(known.number, known.released, known.time_ns, owner=known.owner)
         for (client_id, number), data in sorted(stored.replies.items()):
             client = self._clients.get(client_id)
             if client is None or not client.released < number <= client.number:
@@ -125,17 +129,20 @@ class Clients:
 
     # --- what clients say --------------------------------------------------------------------------------------------
 
-    def received(self, token: object, frame: ClientFrame, now_ns: int) -> None:
-        """A frame has come. Each is answered at once, but for requests that are taken."""
-        refusal = self._refusal(frame)
+    def received(self, token: object, frame: ClientFrame, now_ns: int, caller: str = "") -> None:
+        """A frame has come, by the key of ``caller``. Each is answered at once, but for requests that are taken."""
+        refusal = self._refusal(frame, caller)
         if refusal is not None:
             self._say(token, frame, ClientFrameType.REFUSED, code=refusal[0], reason=refusal[1])
             return
         client = self._clients.get(frame.client_id)
         if client is not None:
             client.token = token
+            if caller and not client.owner:  # it was used without keys before
+                client.owner = caller
+                self._log.open.transaction.clients[frame.client_id] = client.position
         if frame.frame_type is ClientFrameType.REQUEST:
-            self._request(token, frame, client, now_ns)
+            self._request(token, frame, client, now_ns, caller)
             return
         number, released = (client.number, client.released) if client is not None else (0, 0)
         if frame.frame_type is ClientFrameType.HELLO:
@@ -156,7 +163,7 @@ class Clients:
             self._release(frame.client_id, client, min(frame.acknowledged, number))
         self._say(token, frame, ClientFrameType.PONG, number=number, acknowledged=released)
 
-    def _refusal(self, frame: ClientFrame) -> tuple[ClientCode, str] | None:
+    def _refusal(self, frame: ClientFrame, caller: str) -> tuple[ClientCode, str] | None:
         if frame.instance != self._name:
             return ClientCode.NOT_ME, f"this is {self._name!r}, the request is for {frame.instance!r}"
         if not self._is_ready():
@@ -165,10 +172,13 @@ class Clients:
             return ClientCode.NOT_READY, f"{self._name!r} is stopping"
         if frame.frame_type not in (ClientFrameType.HELLO, ClientFrameType.REQUEST, ClientFrameType.PING):
             return ClientCode.MALFORMED, f"unexpected frame {frame.frame_type.name}"
+        client = self._clients.get(frame.client_id)
+        if client is not None and caller and client.owner not in ("", caller):
+            return ClientCode.NOT_YOURS, f"the client ID {frame.client_id!r} is another's than {caller!r}"
         return None
 
-    def _request(self, token: object, frame: ClientFrame, client: Client | None, now_ns: int) -> None:
-        known = client or Client(token=token)
+    def _request(self, token: object, frame: ClientFrame, client: Client | None, now_ns: int, caller: str) -> None:
+        known = client or Client(token=token, owner=caller)
         first_new = known.number + 1
         if client is None and 0 < frame.time_ns <= self._forgotten_ns:
             reason = f"{self._name!r} does not know any more whether client {frame.client_id!r} has called it before"

@@ -41,10 +41,14 @@ class PeerFrameReceived(Struct):
 
 
 class ClientFrameReceived(Struct):
-    """A client, which is no instance, says something; ``token`` is for ReplyToClient, as often as there is need."""
+    """A client, which is no instance, says something; ``token`` is for ReplyToClient, as often as there is need.
+
+    ``caller``: the name that its key stands for, "" without keys.
+    """
 
     token: object
     frame: ClientFrame
+    caller: str = ""
 
 
 class PeerReplied(Struct):

@@ -940,7 +940,7 @@ class Machine:
         self._peers.received(event.token, event.frame, self._now_ns)
 
     def _client_frame_received(self, event: ev.ClientFrameReceived) -> None:
-        self._clients.received(event.token, event.frame, self._now_ns)
+        self._clients.received(event.token, event.frame, self._now_ns, event.caller)
 
     def _peer_replied(self, event: ev.PeerReplied) -> None:
         self._peers.replied(event.destination, event.tag, event.frame)

@@ -59,6 +59,7 @@ class Counters:
     malformed: int = 0  # what is not of this protocol
     strangers_refused: int = 0  # connections of those who may not call here, or do not show a key
     strangers_dropped: int = 0  # messages that came with a key which may not call any more
+    roles_refused: int = 0  # messages of a kind that the role of their key does not send
 
 
 class Warnings:
