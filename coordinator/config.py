@@ -23,6 +23,7 @@ from typing import Any
 
 from coordinator.app_addresses import LOCALHOST, UNIX, UNIX_PATH_SIZE_BYTES_MAX, host_port, is_loopback
 from coordinator.core.limits import ReplayCheck
+from coordinator.core.permissions import ANYTHING, Permission
 from coordinator.fault_points import FaultPoint, reach
 from protocol.errors import ImmortalError
 from protocol.limits import ARGUMENTS_SIZE_MIB_DEFAULT, ARGUMENTS_SIZE_MIB_MAX
@@ -109,6 +110,7 @@ class InstanceSettings:
     app: str | None = None  # "module:Class", as last run
     peers: Mapping[str, str] = field(default_factory=dict)  # name: endpoint, of peers that are no part of the registry
     allow: tuple[str, ...] | None = None  # the peers that may call; None: every instance of the registry
+    permissions: Mapping[str, Permission] = field(default_factory=dict)  # of those in allow that may not do everything
     peer_keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # public keys that no registry file gives
     client_keys: Mapping[str, tuple[str, ...]] = field(
         default_factory=dict
@@ -276,13 +278,24 @@ def _boolean(value: object) -> bool:
 
 
 def _names(value: object) -> tuple[str, ...]:
-    expected = _WrongValueError('a list of instance names, such as ["reader", "feeder"]')
+    expected = _WrongValueError(
+        'a list of instance names, such as ["reader", "feeder"], or a table [allow] of names and the methods that each '
+        'may call, such as reader = ["total"]'
+    )
     if not isinstance(value, list):
         raise expected
     try:
         return tuple(check_instance_name(str(name)) for name in value)
     except ConfigError:
         raise expected from None
+
+
+def _permission(value: object) -> Permission:
+    if value == "*":
+        return ANYTHING
+    if not isinstance(value, list) or not all(isinstance(name, str) and name.isidentifier() for name in value):
+        raise _WrongValueError('a list of names of methods, such as ["place", "total"], or "*" for all of them')
+    return Permission(frozenset(value))
 
 
 def _public_keys(value: object) -> tuple[str, ...]:
@@ -388,6 +401,9 @@ def check_settings(values: Mapping[str, object], name: str, path: Path, text: st
     if both := peer_keys.keys() & client_keys.keys():
         place = f"{_place(path, line_of(text, min(both), 'client_keys'))}, field 'client_keys.{min(both)}'"
         raise ConfigError(f"{place}: it stands under [peer_keys] too; a name is an instance's or a client's")
+    allowed = None
+    if isinstance(tables.get("allow"), dict):
+        allowed = _check_names(tables.pop("allow"), "allow", _permission, path, text)
     checked = _check_table(tables, _CHECKS, path, text, table="", also=("tuning", "peers", "peer_keys", "client_keys"))
     tuned = _check_table(tuning, _TUNING_CHECKS, path, text, table="tuning")
     for required in _REQUIRED:
@@ -398,6 +414,9 @@ def check_settings(values: Mapping[str, object], name: str, path: Path, text: st
     _check_app_auth(checked, path, text)
     folder = path.parent / check_instance_name(name)
     log = path.parent / checked.pop("log", folder / "log")
+    if allowed is not None:
+        limited = {caller: permission for caller, permission in allowed.items() if permission != ANYTHING}
+        checked |= {"allow": tuple(allowed), "permissions": limited}
     checked |= {"peers": peers, "peer_keys": peer_keys, "client_keys": client_keys, "tuning": Tuning(**tuned)}
     return InstanceSettings(name=name, folder=folder, log=log, **checked)
 
@@ -591,10 +610,13 @@ def _values(settings: InstanceSettings, *, log: Path | None) -> dict[str, Any]:
         values["app"] = settings.app
     if settings.peer_template is not None:
         values["peer_template"] = settings.peer_template
-    if settings.allow is not None:
+    if settings.allow is not None and not settings.permissions:
         values["allow"] = list(settings.allow)
     if settings.insecure:
         values["insecure"] = True
+    if settings.allow is not None and settings.permissions:
+        given = {caller: settings.permissions.get(caller, ANYTHING) for caller in settings.allow}
+        values["allow"] = {caller: _permission_value(permission) for caller, permission in given.items()}
     if settings.peers:
         values["peers"] = dict(settings.peers)
     if settings.peer_keys:
@@ -607,6 +629,11 @@ def _values(settings: InstanceSettings, *, log: Path | None) -> dict[str, Any]:
     if tuned:
         values["tuning"] = tuned
     return values
+
+
+def _permission_value(permission: Permission) -> object:
+    """As it stands in the table [allow]."""
+    return "*" if permission.methods is None else sorted(permission.methods)
 
 
 def write_atomically(path: Path, data: bytes, *, mode: int = 0o644) -> None:

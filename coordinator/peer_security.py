@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
 from coordinator import keys
 from coordinator.app_addresses import is_loopback
 from coordinator.config import InstanceSettings, split_tcp
+from coordinator.core.permissions import Permission
 from coordinator.keys import KeysError, PublicFile
 from coordinator.messenger import KeyPair, Role, Security
 from coordinator.registry import Registry
@@ -104,6 +105,11 @@ class PeerSecurity:
         self._barriers: dict[tuple[str, ...], str | None] = {}
         self.security: Security | None = self._look(check_start(settings))
 
+    @property
+    def permissions(self) -> Mapping[str, Permission]:
+        """Of those who may not do everything, by name, as of the last look."""
+        return self._settings.permissions
+
     def next_deadline_ns(self) -> int:
         """When :meth:`look` is to be called next."""
         return self._next_look_ns
@@ -119,7 +125,11 @@ class PeerSecurity:
         try:
             settings = self._registry.load(self._settings.name)
             self._settings = replace(
-                self._settings, allow=settings.allow, peer_keys=settings.peer_keys, client_keys=settings.client_keys
+                self._settings,
+                allow=settings.allow,
+                permissions=settings.permissions,
+                peer_keys=settings.peer_keys,
+                client_keys=settings.client_keys,
             )
             pairs = keys.read_pairs(settings.folder)
         except ImmortalError as error:

@@ -79,6 +79,7 @@ class Coordinator:
             upgrade_to,
             promote=promote,
             clients=store.clients(),
+            permissions=settings.permissions,
         )
         for problem in store.problems:
             log.error(problem)
@@ -100,6 +101,7 @@ class Coordinator:
         self._epoll = select.epoll()
         self._app = AppEndpoint(settings, log, self._epoll)
         self._security = PeerSecurity(settings, registry, self._routes.at, log.warning)
+        self._permissions = settings.permissions
         self._strangers = LimitedLog(log)
         self._barred: dict[str, str] = {}  # destinations that must not be connected to, and why
         self._impostors = 0  # frames under another name than that of their key
@@ -342,7 +344,12 @@ class Coordinator:
 
     def _look_for_keys(self) -> None:
         self._strangers.process()
-        if not self._security.look(time.monotonic_ns()):
+        changed = self._security.look(time.monotonic_ns())
+        if self._security.permissions != self._permissions:
+            self._permissions = self._security.permissions
+            self._events.append(ev.PermissionsChanged(self._permissions))
+            self._log.info("permissions changed", limited=sorted(self._permissions))
+        if not changed:
             return
         security = self._security.security
         if security is not None:

@@ -45,6 +45,7 @@ class Cause(IntEnum):
     ARGUMENTS = 2  # they do not fit the parameters: a later version's may
     UNREADABLE = 3  # no call at all
     TRIPPED = 4  # the method has failed so often in a row that it is not called any more
+    FORBIDDEN = 5  # its caller may not call the method, as its coordinator's settings say
 
 
 MessageKey: TypeAlias = tuple[int, int, int, int]

@@ -83,7 +83,7 @@ class Finder:
 
     def _refusal(self, home: Path, registered: Mapping[str, Any]) -> str:
         allowed, caller = registered.get("allow"), self.caller
-        if not isinstance(allowed, list) or caller in (None, self.name, *allowed):
+        if not isinstance(allowed, list | dict) or caller in (None, self.name, *allowed):
             return ""
         return (
             f"{self.name!r} takes no calls of {caller!r}: 'allow' in {home / self.name}.toml names "

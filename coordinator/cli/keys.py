@@ -11,6 +11,7 @@ from coordinator import control
 from coordinator import keys as key_files
 from coordinator.cli.common import echo_json, json_option, name_argument, pass_registry
 from coordinator.config import InstanceSettings
+from coordinator.core.permissions import ANYTHING
 from coordinator.keys import KeysError
 from coordinator.messenger import KeyPair, Role
 from coordinator.peer_security import KeyBook
@@ -106,7 +107,9 @@ def _callers(registry: Registry, settings: InstanceSettings) -> list[dict[str, A
             origin = f"[{table}] in {registry.path(settings.name)}"
         else:
             origin = str(key_files.public_path(registry.home / name))
+        methods = settings.permissions.get(name, ANYTHING).methods
         row: dict[str, Any] = {"name": name, "role": None, "keys": [], "from": origin}
+        row["methods"] = None if methods is None else sorted(methods)
         try:
             row["role"] = book.role_of(settings, registered, name)
             row["keys"] = list(book.keys_of(settings, name))
@@ -150,7 +153,8 @@ def _print(
             click.echo(f"  {row['name']}: {row['error']}")
         elif row["keys"]:
             role = "" if row["role"] == Role.INSTANCE else f" ({row['role']})"
-            click.echo(f"  {row['name']}{role}: {', '.join(row['keys'])}  from {row['from']}")
+            may = "" if row["methods"] is None else f"; may call {', '.join(row['methods']) or 'nothing'}"
+            click.echo(f"  {row['name']}{role}: {', '.join(row['keys'])}  from {row['from']}{may}")
         else:
             refused = ", and so may not call" if pairs else ""
             click.echo(f"  {row['name']}: no key{refused}")

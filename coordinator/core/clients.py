@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 from coordinator.core.effects import Effect, ReplyToClient
 from coordinator.core.group_commit import GroupCommit
+from coordinator.core.intake import Intake
 from coordinator.core.interfaces import ONESELF, ClientPosition, OutputBatch, StoredClients
 from coordinator.core.limits import Limits
 from protocol.batch import encode_batch
@@ -83,6 +84,7 @@ class Clients:
         effects: list[Effect],
         stored: StoredClients,
         is_ready: Callable[[], bool],
+        intake: Intake,
     ) -> None:
         self.accepting = True  # not while stopping
         self.replies_count = self.replies_bytes = self.open_count = 0
@@ -92,6 +94,7 @@ class Clients:
         self._log = log
         self._effects = effects
         self._is_ready = is_ready
+        self._intake = intake
         self._methods = encode_methods({})  # of the app; the last one that was here
         self._forgotten_ns = stored.forgotten_ns
         self._clients: OrderedDict[str, Client] = OrderedDict()  # the one that was unused for longest first
@@ -172,6 +175,8 @@ class Clients:
             return ClientCode.NOT_READY, f"{self._name!r} is stopping"
         if frame.frame_type not in (ClientFrameType.HELLO, ClientFrameType.REQUEST, ClientFrameType.PING):
             return ClientCode.MALFORMED, f"unexpected frame {frame.frame_type.name}"
+        if why := self._intake.why_waiting(caller):
+            return ClientCode.NOT_READY, why
         client = self._clients.get(frame.client_id)
         if client is not None and caller and client.owner not in ("", caller):
             return ClientCode.NOT_YOURS, f"the client ID {frame.client_id!r} is another's than {caller!r}"
@@ -192,13 +197,13 @@ class Clients:
             for number in range(frame.number, frame.number + repeated):
                 self._tell(frame.client_id, client, number)
         if repeated < frame.count:
-            self._take(token, frame, known, repeated, now_ns)
+            self._take(token, frame, known, repeated, now_ns, caller)
         if known.number:
             self._release(frame.client_id, known, min(frame.acknowledged, known.number))
 
-    def _take(self, token: object, frame: ClientFrame, client: Client, repeated: int, now_ns: int) -> None:
+    def _take(self, token: object, frame: ClientFrame, client: Client, repeated: int, now_ns: int, caller: str) -> None:
         """Log what of ``frame`` is behind the first ``repeated`` requests."""
-        if self._is_busy(client, frame):
+        if self._is_busy(client, frame) or self._intake.is_full(caller):
             code = ClientCode.BUSY
             self._say(token, frame, ClientFrameType.PONG, number=client.number, acknowledged=client.released, code=code)
             return
@@ -214,6 +219,7 @@ class Clients:
             BatchKind.CLIENT, caller_of(frame.client_id), frame.number + repeated, count, frame.time_ns
         )
         group = self._log.append((front, calls) if front else (calls,), size_bytes, source)
+        self._intake.taken(group, calls, caller, source.name)
         self._undurable.append((group.ticket, size_bytes))
         self._undurable_bytes += size_bytes
         client.number = frame.number + frame.count - 1

@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from coordinator.core.errors import LogError
 from coordinator.core.interfaces import Letter, LogSpace, LogSummary, OutputBatch
+from coordinator.core.permissions import Permission
 from protocol.client import ClientFrame
 from protocol.peer import PeerFrame
 from protocol.verdicts import MessageKey
@@ -49,6 +50,12 @@ class ClientFrameReceived(Struct):
     token: object
     frame: ClientFrame
     caller: str = ""
+
+
+class PermissionsChanged(Struct):
+    """The settings give callers other permissions; see :class:`coordinator.core.permissions.Permissions`."""
+
+    given: Mapping[str, Permission]
 
 
 class PeerReplied(Struct):
@@ -187,6 +194,7 @@ Event = (
     | AppClosed
     | PeerFrameReceived
     | ClientFrameReceived
+    | PermissionsChanged
     | PeerReplied
     | PeerMoved
     | PeerReset

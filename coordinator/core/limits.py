@@ -136,6 +136,10 @@ class Limits:
     letters_bytes: int = 64 * MIB
     """... and in bytes."""
 
+    verdicts_max: int = 10_000
+    """Verdicts on messages behind the last checkpoint, which the app and this coordinator keep in memory; beyond it no
+    more is taken of who may not call all methods, until there is a checkpoint."""
+
     kills_max: int | None = 3
     """A message that was at work so often in a row when the app's process ended is not given to it again; None: it
     always is."""

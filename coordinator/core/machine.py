@@ -10,7 +10,7 @@ the app makes of a record is sent only after that record was given to it, so aft
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from coordinator.core import events as ev
@@ -40,6 +40,7 @@ from coordinator.core.errors import AppProtocolError, DivergenceError
 from coordinator.core.failing import Failing
 from coordinator.core.group_commit import Group, GroupCommit
 from coordinator.core.impulses import Impulses
+from coordinator.core.intake import Intake
 from coordinator.core.interfaces import (
     ONESELF,
     CheckpointHeader,
@@ -51,6 +52,7 @@ from coordinator.core.interfaces import (
 from coordinator.core.limits import Limits
 from coordinator.core.log_room import LogRoom
 from coordinator.core.peers import Peers
+from coordinator.core.permissions import Permission, Permissions
 from coordinator.core.recovery import Recovery
 from coordinator.core.replay_check import ReplayPolicy
 from coordinator.core.session import (
@@ -98,7 +100,7 @@ class Machine:
 
     ``name``: the instance. ``summary``: its log, as opened. ``upgrade_to``: the version of the app that its next
     recovery is to end in. ``promote``: a recovered app begins to work without a checkpoint first.
-    ``clients``: what the log holds of clients.
+    ``clients``: what the log holds of clients. ``permissions``: of callers, by name; others may call all methods.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class Machine:
         *,
         promote: bool = False,
         clients: StoredClients | None = None,
+        permissions: Mapping[str, Permission] | None = None,
     ) -> None:
         self.name = name
         self.limits = limits or Limits()
@@ -130,6 +133,8 @@ class Machine:
         rpc_size_bytes_max = self.limits.arguments_bytes_max + RPC_FRONT_SIZE_BYTES_MAX
         self._session = AppSession(summary.committer_id, rpc_size_bytes_max)
         self._policy = ReplayPolicy(name, self.limits, self._session, self._effects)
+        self._permissions = Permissions(name, permissions or {})
+        intake = Intake(self._permissions)
         self._peers = Peers(
             name,
             summary.committer_id,
@@ -140,6 +145,7 @@ class Machine:
             ready=summary.extensions is not None,
             committer_ids=dict(summary.peers),
             policy=self._policy,
+            intake=intake,
             starts=dict(summary.stream_starts),
         )
         self._peers.load_inputs(summary)
@@ -151,6 +157,7 @@ class Machine:
             self._effects,
             clients or StoredClients(),
             lambda: self._peers.ready,
+            intake,
         )
         self._impulses = Impulses(summary, self._log, self._peers)
         self._load_ticket = 0  # the commit to wait for before the log is loaded for a new session
@@ -181,6 +188,7 @@ class Machine:
             verdicts,
             Watch(summary.suspect, self.limits.kills_max),
         )
+        intake.failing = self._failing
         self._operator = Operator(self._failing, verdicts, self._impulses, self._log_room, self._effects)
         self._stopping = False
         self._final_checkpoint_asked = False
@@ -193,6 +201,7 @@ class Machine:
             ev.AppClosed: self._app_closed,
             ev.PeerFrameReceived: self._peer_frame_received,
             ev.ClientFrameReceived: self._client_frame_received,
+            ev.PermissionsChanged: self._permissions_changed,
             ev.PeerReplied: self._peer_replied,
             ev.PeerMoved: self._peer_moved,
             ev.PeerReset: self._peer_reset,
@@ -530,6 +539,7 @@ class Machine:
             if message_type == MessageType.HELLO:
                 session.hello = decode_hello(message.data)
             self._check_extensions()
+            self._permissions.app_came(takes_verdicts=MessageType.VERDICTS in session.extensions)
             if message_type == MessageType.HELLO:
                 if session.phase is Phase.FIRST_START:
                     self._failing.introduce()
@@ -555,6 +565,8 @@ class Machine:
             session.description = decode_app_description(message.data)
             self._failing.methods = session.description.methods
             self._clients.describe_methods(session.description)
+            self._permissions.describe(session.description)
+            self._answer_parked()
         elif message_type == MessageType.UPGRADE_FAILED:
             self._upgrade_failed(message.data.decode("utf-8", "replace"))
         elif message_type == MessageType.INITIAL_MESSAGE:
@@ -574,6 +586,7 @@ class Machine:
         """It begins with something that is no Hello."""
         if not self._session.heard:
             self._session.heard = True
+            self._permissions.app_came(takes_verdicts=False)
             self._check_extensions()
 
     def _check_extensions(self) -> None:
@@ -941,6 +954,14 @@ class Machine:
 
     def _client_frame_received(self, event: ev.ClientFrameReceived) -> None:
         self._clients.received(event.token, event.frame, self._now_ns, event.caller)
+
+    def _permissions_changed(self, event: ev.PermissionsChanged) -> None:
+        self._permissions.change(event.given)
+        self._answer_parked()
+
+    def _answer_parked(self) -> None:
+        if self._peers.ready:
+            self._peers.answer_parked(self._now_ns)
 
     def _peer_replied(self, event: ev.PeerReplied) -> None:
         self._peers.replied(event.destination, event.tag, event.frame)

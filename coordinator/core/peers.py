@@ -17,6 +17,7 @@ from coordinator.core.effects import Effect, OpenPeer, ReadSpilled, ReplyToPeer,
 from coordinator.core.grants import Grants
 from coordinator.core.group_commit import Group, GroupCommit
 from coordinator.core.input_stream import InputStream
+from coordinator.core.intake import Intake
 from coordinator.core.interfaces import (
     IMPULSES,
     ONESELF,
@@ -69,6 +70,7 @@ class Peers:
     ready: bool  # the instance has completed its first start
     committer_ids: dict[str, int]  # of receivers, once seen
     policy: ReplayPolicy  # for what a replay makes
+    intake: Intake
     starts: dict[str, StreamStart] = field(default_factory=dict)  # of the output streams that were reset
     outputs: dict[str, OutputStream] = field(default_factory=dict)
     inputs: dict[str, InputStream] = field(default_factory=dict)
@@ -594,7 +596,7 @@ class Peers:
         """A frame from a peer. While stopping, none is taken or answered: their senders keep them."""
         if not self.accepting:
             return
-        if frame.frame_type is FrameType.HELLO and not self.ready:
+        if frame.frame_type is FrameType.HELLO and (not self.ready or self.intake.why_waiting(frame.sender)):
             self._park(_ParkedHello(token, frame))
             return
         self._respond(token, frame, now_ns)
@@ -605,16 +607,17 @@ class Peers:
             self._reply(token, frame.sender, reply)
 
     def _park(self, hello: _ParkedHello) -> None:
-        """Answer it once the first start is complete. What a sender said long before its newest needs no answer."""
+        """Answer it once the first start is complete, and calls can be judged. What a sender said long before its
+        newest needs no answer."""
         sender = hello.frame.sender
         if sender not in self._parked and len(self._parked) >= self.limits.parked_senders_max:
-            self._reply(hello.token, sender, self._not_ready())
+            self._reply(hello.token, sender, self._not_ready(self.intake.why_waiting(sender)))
             return
         parked = self._parked.setdefault(sender, deque(maxlen=self.limits.parked_hellos_max))
         parked.append(hello)
 
-    def _not_ready(self) -> _Reply:
-        reason = f"{self.name!r} has not completed its first start"
+    def _not_ready(self, why: str = "") -> _Reply:
+        reason = why or f"{self.name!r} has not completed its first start"
         return _Reply(FrameType.REFUSED, code=RefusedCode.NOT_READY, reason=reason)
 
     def _refusal(self, frame: PeerFrame) -> _Reply | None:
@@ -668,6 +671,10 @@ class Peers:
             return _Reply(
                 FrameType.REFUSED, code=RefusedCode.MALFORMED, reason=f"unexpected frame {frame.frame_type.name}"
             )
+        if self.intake.why_waiting(frame.sender):
+            return _Reply(FrameType.RESEND, 0)  # it greets again, and is answered once its calls can be judged
+        if self.intake.is_full(frame.sender):
+            return self._not_ready(f"{self.name!r} takes a checkpoint: too many calls that were refused are behind it")
         if frame.position > stream.received + 1 or not stream.has_greeted(frame.committer_id):
             return _Reply(FrameType.RESEND, stream.received)
         last_position = frame.position + frame.count - 1
@@ -694,6 +701,8 @@ class Peers:
             from_app=source == ONESELF,
         )
         group.transaction.sources[source] = stream.take(frame, first_position + count - 1)
+        if source != ONESELF:
+            self.intake.taken(group, payload, source, source)
 
     def _take_own(self, first_position: int, count: int, payload: bytes, now_ns: int) -> None:
         frame = self._frame(FrameType.BATCH, ONESELF, first_position, count=count, time_ns=now_ns)
@@ -733,6 +742,10 @@ class Peers:
     def became_ready(self, now_ns: int) -> None:
         """The first start is complete: answer who has asked meanwhile."""
         self.ready = True
+        self.answer_parked(now_ns)
+
+    def answer_parked(self, now_ns: int) -> None:
+        """Those that need not wait any more."""
         parked, self._parked = self._parked, {}
         for hello in chain.from_iterable(parked.values()):
             self.received(hello.token, hello.frame, now_ns)

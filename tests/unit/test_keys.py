@@ -323,6 +323,7 @@ def test_the_command_makes_rotates_retires_and_shows_no_secret(tmp_path: Path) -
             "role": "instance",
             "keys": list(keys.read_public_keys(tmp_path / "bob")),
             "from": str(keys.public_path(tmp_path / "bob")),
+            "methods": None,
         }
     ]
     outputs += [run(tmp_path, "keys", "alice", "--retire"), run(tmp_path, "keys", "bob"), json.dumps(shown)]
