@@ -17,7 +17,7 @@ import stat
 from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
 
-from coordinator import app_secret, control, upgrade_mark
+from coordinator import app_secret, audit, control, upgrade_mark
 from coordinator.app_addresses import LOCALHOST, hosts_of, socket_path
 from coordinator.config import (
     KILLS_BEFORE_VERDICT_DEFAULT,
@@ -208,6 +208,7 @@ class Registry:
             control.refuse_running(folder)
             if delete_log and settings is not None:
                 _delete_log(settings)
+                audit.remove(folder)
             self.path(name).unlink(missing_ok=True)
             control.path(folder).unlink(missing_ok=True)
             control.supervisor_path(folder).unlink(missing_ok=True)

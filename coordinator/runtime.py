@@ -21,6 +21,8 @@ from typing import Any
 
 from coordinator import control, descriptors, operator_verbs, upgrade_mark
 from coordinator.app_endpoint import AppEndpoint
+from coordinator.audit import AuditLog
+from coordinator.auditor import Auditor
 from coordinator.config import InstanceSettings
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
@@ -102,6 +104,7 @@ class Coordinator:
         self._app = AppEndpoint(settings, log, self._epoll)
         self._security = PeerSecurity(settings, registry, self._routes.at, log.warning)
         self._permissions = settings.permissions
+        self._auditor = Auditor(AuditLog(settings.folder, log.warning))
         self._strangers = LimitedLog(log)
         self._barred: dict[str, str] = {}  # destinations that must not be connected to, and why
         self._impostors = 0  # frames under another name than that of their key
@@ -152,6 +155,7 @@ class Coordinator:
                 self._epoll.register(descriptor, select.EPOLLIN)
             control.announce(settings.folder, control_endpoint)
             reach(FaultPoint.ANNOUNCED)
+            self._auditor.started(process=os.getpid(), user=os.geteuid(), insecure=settings.insecure)
             self._log.info(
                 "coordinator started",
                 peer=settings.peer,
@@ -198,6 +202,7 @@ class Coordinator:
         if self._due_ns is not None and now_ns >= self._due_ns:
             self._look_for_peers()
             self._look_for_keys()
+            self._note_news()
         if self._wake_due_ns is not None and now_ns >= self._wake_due_ns:
             self._wake_due_ns = None
             self._events.append(ev.Tick())
@@ -363,6 +368,16 @@ class Coordinator:
                 del self._barred[name]
                 self._events.append(ev.PeerMoved(name))
 
+    def _note_news(self) -> None:
+        self._auditor.look(
+            self._messenger.counters(),
+            self._security.security,
+            self._permissions,
+            self._machine.forbidden,
+            self._impostors,
+            time.monotonic_ns(),
+        )
+
     def _is_barred(self, name: str, endpoint: str) -> bool:
         problem = self._security.barrier(endpoint)
         if problem is None:
@@ -456,10 +471,12 @@ class Coordinator:
         if not control.may_ask(self._control_token, received.parts):
             refusal = f"a question must bring what stands in {control.token_path(self._settings.folder)}"
             received.reply(json.dumps({"denied": refusal}).encode())
+            self._auditor.denied("", time.monotonic_ns())
             return
         reach(FaultPoint.CONTROL)
         verb = bytes(received.parts[0]).decode(errors="replace") if received.parts else ""
         verb, _, argument = verb.partition(" ")
+        self._auditor.operator(f"uid {os.geteuid()}", verb, argument)  # only that user can read the token
         answer: dict[str, object]
         if verb == "status":
             answer = self._status()
@@ -573,6 +590,7 @@ class Coordinator:
 
     def _close(self) -> None:
         signal.set_wakeup_fd(-1)
+        self._auditor.close(error=None if self._error is None else str(self._error))
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)  # stopped already: one more wish must not spoil the exit status
         self._writer.close()

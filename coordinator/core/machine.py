@@ -1050,6 +1050,11 @@ class Machine:
         return describe_peers(self._peers, self._back_pressure.held_up_for)
 
     @property
+    def forbidden(self) -> Mapping[str, int]:
+        """Calls that were refused as their caller may not make them, by caller, since the start."""
+        return self._failing.forbidden
+
+    @property
     def letters(self) -> list[MessageKey]:
         """The dead letters that are kept, oldest first."""
         return list(self._failing.verdicts.letters)

@@ -305,6 +305,7 @@ class Listener:
         if role.may_send(clients_frame):
             return True
         self._counters.roles_refused += 1
+        self._counters.refused_by[peer] += 1
         kind = "a client's frame" if clients_frame else "a peer's message"
         self._stranger_warnings.warn(f"at {self.endpoint}: {kind} came with the key of {peer!r}, whose role is {role}")
         return False
