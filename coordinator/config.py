@@ -290,7 +290,8 @@ def _names(value: object) -> tuple[str, ...]:
         raise expected from None
 
 
-def _permission(value: object) -> Permission:
+def permission_of(value: object) -> Permission:
+    """What a value of the table [allow] means; ValueError says what was expected."""
     if value == "*":
         return ANYTHING
     if not isinstance(value, list) or not all(isinstance(name, str) and name.isidentifier() for name in value):
@@ -403,7 +404,7 @@ def check_settings(values: Mapping[str, object], name: str, path: Path, text: st
         raise ConfigError(f"{place}: it stands under [peer_keys] too; a name is an instance's or a client's")
     allowed = None
     if isinstance(tables.get("allow"), dict):
-        allowed = _check_names(tables.pop("allow"), "allow", _permission, path, text)
+        allowed = _check_names(tables.pop("allow"), "allow", permission_of, path, text)
     checked = _check_table(tables, _CHECKS, path, text, table="", also=("tuning", "peers", "peer_keys", "client_keys"))
     tuned = _check_table(tuning, _TUNING_CHECKS, path, text, table="tuning")
     for required in _REQUIRED:
@@ -565,6 +566,17 @@ def text_with_app(text: str, app: str) -> str:
     if behind and not lines[behind - 1].endswith("\n"):
         lines[behind - 1] += "\n"
     return "".join([*lines[:behind], tomlkit.dumps({"app": app}), *lines[behind:]])
+
+
+def text_with_allow(text: str, allow: Mapping[str, Permission]) -> str:
+    """The settings file's ``text`` with another ``allow`` in it, as a table, and all else as somebody wrote it."""
+    import tomlkit
+
+    document = tomlkit.parse(text)
+    document.pop("allow", None)
+    table = {caller: _permission_value(permission) for caller, permission in allow.items()}
+    rest = tomlkit.dumps(document).rstrip("\n")
+    return f"{rest}\n\n{tomlkit.dumps({'allow': table})}"
 
 
 def _values(settings: InstanceSettings, *, log: Path | None) -> dict[str, Any]:

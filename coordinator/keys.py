@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -28,6 +28,8 @@ _FOLDER_NAME = "keys"
 _FILE_NAME = "pairs"
 _KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # Z85 of 32 bytes
 _OTHERS = 0o077
+AGE_DAYS_MAX = 365  # an older key is told in the status
+SOON_DAYS = 30  # ... and one that expires within so many days
 PUBLIC_FILE_SIZE_BYTES_MAX = 4096  # far more than two keys and a few comments
 COMMENT = ";"  # begins a line that is no key; "#" and "/" are characters of keys
 _ROLE = re.compile(r";\s*role:\s*(\S+)\s*")
@@ -144,6 +146,17 @@ def _public_file(path: Path, lines: list[str]) -> PublicFile:
             except ValueError as error:
                 raise KeysError(f"{path} has no valid date in {line!r}: {error}") from None
     return PublicFile(tuple(found), role)
+
+
+def reminders(file: PublicFile, today: date, age_days_max: int | None, soon_days: int) -> Iterator[str]:
+    """What is to be done about the keys that expire within ``soon_days``, or are older than ``age_days_max``."""
+    for public in file.keys:
+        if public.has_expired(today):
+            yield f"the key {public.key} expired on {public.expires}: nobody lets it in; rotate it, and retire it"
+        elif public.expires is not None and (days := (public.expires - today).days) <= soon_days:
+            yield f"the key {public.key} expires in {days} days, on {public.expires}: rotate it"
+        elif age_days_max is not None and public.made is not None and (today - public.made).days > age_days_max:
+            yield f"the key {public.key} is {(today - public.made).days} days old: rotate it"
 
 
 def make(folder: Path, role: Role = Role.INSTANCE, expires: date | None = None) -> tuple[KeyPair, ...]:

@@ -10,6 +10,7 @@ import functools
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
+from datetime import date
 
 from coordinator import keys
 from coordinator.app_addresses import is_loopback
@@ -37,6 +38,12 @@ class KeyBook:
         """As ``settings`` give them for ``name``, else as its public file does. Raises KeysError."""
         given = settings.peer_keys.get(name) or settings.client_keys.get(name)
         return given or tuple(public.key for public in self._file(name).keys)
+
+    def unexpired(self, name: str, found: tuple[str, ...], today: date) -> tuple[str, ...]:
+        """Of its keys ``found`` those that have not expired, as its public file says, which was looked at just now."""
+        read = self._read.get(name)
+        expired = {public.key for public in read[1].keys if public.has_expired(today)} if read is not None else ()
+        return tuple(key for key in found if key not in expired) if expired else found
 
     def role_of(self, settings: InstanceSettings, registered: Collection[str], name: str) -> Role:
         """What ``name`` is: as the settings, the registry, or its public file say. Raises KeysError.
@@ -89,11 +96,13 @@ class PeerSecurity:
         registry: Registry,
         names_at: Callable[[str], Iterable[str]],
         warn: Callable[[str], None],
+        today: Callable[[], date] = keys.today,
     ) -> None:
         self._settings = settings
         self._registry = registry
         self._names_at = names_at
         self._warn = warn
+        self._today = today
         self._book = KeyBook(registry)
         self._own: KeyPair | None = None
         self._pairs: tuple[KeyPair, ...] = ()
@@ -155,6 +164,8 @@ class PeerSecurity:
         return self._barriers[asked]
 
     def _barrier(self, endpoint: str) -> str | None:
+        if expired := [name for name in self._names_at(endpoint) if self._has_expired(name)]:
+            return f"the keys of {', '.join(expired)} have expired: rotate them, and bring the public file here"
         has_keys = bool(self._servers(endpoint))
         if has_keys and self._own is not None:
             return None
@@ -184,6 +195,7 @@ class PeerSecurity:
             found = self._keys_of(name)
             if found:
                 self._known[name] = found
+                found = self._let_in(name, found)
             if name not in allowed or not found:
                 continue
             role = self._role_of(name, registered)
@@ -195,6 +207,18 @@ class PeerSecurity:
             self._tell(f"the public key {key} is given for several instances, and so let in for none")
             del callers[key]
         return None if self._own is None else Security(self._own, callers, self._servers, roles)
+
+    def _let_in(self, name: str, found: tuple[str, ...]) -> tuple[str, ...]:
+        """Of the keys ``found`` those that have not expired."""
+        left = self._book.unexpired(name, found, self._today())
+        if not left:
+            self._tell(f"the keys of {name!r} have expired: it is not let in, nor called")
+        return left
+
+    def _has_expired(self, name: str) -> bool:
+        """All its keys have."""
+        found = self._keys_of(name)
+        return bool(found) and not self._let_in(name, found)
 
     def _role_of(self, name: str, registered: Collection[str]) -> Role:
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import click
 
 from coordinator import control
 from coordinator import keys as key_files
-from coordinator.cli.common import echo_json, json_option, name_argument, pass_registry
+from coordinator.cli.common import echo_json, instance_name, json_option, pass_registry, printable
 from coordinator.config import InstanceSettings
 from coordinator.core.permissions import ANYTHING
 from coordinator.keys import KeysError
@@ -23,22 +25,28 @@ _RETIRED = "retired the first key, for good"
 
 
 @click.command()
-@name_argument
+@click.argument("name", required=False, callback=instance_name)
 @click.option("--make", is_flag=True, help="Make keys where there are none, and write the public file anew.")
 @click.option("--rotate", is_flag=True, help="Add a key. Peers accept both from then on; the first stays in use.")
 @click.option("--retire", is_flag=True, help="Remove the first key, for good; the added one takes its place.")
 @click.option("--client", is_flag=True, help="NAME is no instance: a client that calls some.")
 @click.option("--operator", is_flag=True, help="NAME is no instance: a person who operates some.")
+@click.option("--expires", type=click.DateTime(["%Y-%m-%d"]), help="The last day of the key that is made or added.")
+@click.option("--fleet", type=click.Path(dir_okay=False, path_type=Path), help="Instead of NAME: all of this file.")
+@click.option("--check", is_flag=True, help="With --fleet: only say what is missing, foreign, shared, or too old.")
 @json_option
 @pass_registry
 def keys(
     registry: Registry,
-    name: str,
+    name: str | None,
     make: bool,
     rotate: bool,
     retire: bool,
     client: bool,
     operator: bool,
+    expires: datetime | None,
+    fleet: Path | None,
+    check: bool,
     as_json: bool,
 ) -> None:
     """Show the public keys of an instance and of those that may call it, and where they come from.
@@ -47,6 +55,16 @@ def keys(
     """
     if make + rotate + retire > 1:
         raise click.UsageError("--make, --rotate and --retire go one at a time")
+    if fleet is not None:
+        if name is not None or rotate or retire or client or operator or expires or make == check:
+            raise click.UsageError("--fleet FILE goes with --make or --check, and with nothing else but --json")
+        _fleet(fleet, make=make, as_json=as_json)
+        return
+    if name is None or check:
+        raise click.UsageError("--check goes with --fleet" if check else "Missing argument 'NAME', or --fleet FILE.")
+    if expires is not None and not (make or rotate):
+        raise click.UsageError("--expires goes with --make or --rotate")
+    last_day = None if expires is None else expires.date()
     if client and operator:
         raise click.UsageError("--client and --operator go one at a time")
     role = Role.CLIENT if client else Role.OPERATOR if operator else Role.INSTANCE
@@ -55,10 +73,10 @@ def keys(
     folder = registry.load(name).folder if role is Role.INSTANCE else registry.home / name
     done = ""
     if make:
-        key_files.make(folder, role)
+        key_files.make(folder, role, last_day)
         done = _MADE
     elif rotate:
-        key_files.rotate(folder)
+        key_files.rotate(folder, last_day)
         done = _ROTATED.format(name=name)
     elif retire:
         key_files.retire(folder)
@@ -75,6 +93,22 @@ def keys(
         if done:
             click.echo(f"{name}: {done}")
         _print(registry, settings, pairs, callers)
+
+
+def _fleet(file: Path, *, make: bool, as_json: bool) -> None:
+    from coordinator import fleet_keys
+
+    fleet, today = fleet_keys.read(file), key_files.today()
+    done = list(fleet_keys.make(fleet, today)) if make else []
+    problems = list(fleet_keys.problems(fleet, today))
+    if as_json:
+        echo_json({"done": done, "problems": problems})
+    else:
+        for line in (*done, *problems):
+            click.echo(printable(line))
+        if not problems:
+            click.echo(f"{len(fleet.members)} members in {len(fleet.homes)} folders: all keys fit")
+    sys.exit(1 if problems else 0)
 
 
 def _show_other(name: str, role: Role, folder: Path, done: str, *, as_json: bool) -> None:
@@ -130,8 +164,12 @@ def _json(settings: InstanceSettings, pairs: tuple[KeyPair, ...], callers: list[
 
 
 def _print_pairs(name: str, folder: Path, pairs: tuple[KeyPair, ...]) -> None:
+    dates = {known.key: known for known in key_files.read_public_file(folder).keys}
     for pair, state in zip(pairs, ("in use", "to be used next"), strict=False):
-        click.echo(f"{name}: {pair.public}  {state}")
+        known = dates.get(pair.public) or key_files.PublicKey(pair.public)
+        made = f", made {known.made}" if known.made else ""
+        expires = f", expires {known.expires}" if known.expires else ""
+        click.echo(f"{name}: {pair.public}  {state}{made}{expires}")
     if pairs:
         click.echo(f"  public in {key_files.public_path(folder)}")
         click.echo(f"  secret in {key_files.secret_path(folder)}")
