@@ -31,10 +31,12 @@ class Auditor:
         security: Security | None,
         limited: Mapping[str, object],
         forbidden: Mapping[str, int],
+        held_back: Mapping[str, int],
         impostors: int,
         now_ns: int,
     ) -> None:
-        """``limited``: who may not call all methods. ``forbidden``: calls that were refused for that, by caller."""
+        """``limited``: who may not do everything. ``forbidden``: calls that were refused for that, by caller;
+        ``held_back``: how often they had to wait."""
         self._changes(security, sorted(limited))
         if security is not None:
             for key, count in counters.let_in_by.items():
@@ -44,6 +46,8 @@ class Auditor:
             self._count("refused: its role does not send that", name, count, now_ns)
         for name, count in forbidden.items():
             self._count("refused: a method that it may not call", name, count, now_ns)
+        for name, count in held_back.items():
+            self._count("held back: too many calls", name, count, now_ns)
         last = counters.last_refused
         self._count("refused: no key, or nobody's", "strangers", counters.strangers_refused, now_ns, last)
         self._count("dropped: a key that may not call any more", "strangers", counters.strangers_dropped, now_ns)

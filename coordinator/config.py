@@ -37,6 +37,7 @@ LOG_TRIGGER_MB_MAX = 1 << 30
 SPILL_LIMIT_MB_DEFAULT = 4096
 SIZE_MB_MAX = 1 << 30
 CHECKPOINT_AGE_S_MAX = 366 * 86_400
+CALLS_MAX = 1_000_000_000  # in a second, or open: what is meant beyond this is no limit
 KILLS_BEFORE_VERDICT_DEFAULT = 3  # once may be chance, twice bad luck
 KILLS_BEFORE_VERDICT_MAX = 1000
 NAME_PLACE = "{name}"  # in peer_template
@@ -292,11 +293,25 @@ def _names(value: object) -> tuple[str, ...]:
 
 def permission_of(value: object) -> Permission:
     """What a value of the table [allow] means; ValueError says what was expected."""
+    if isinstance(value, dict):
+        if unknown := set(value) - {"methods", "rate", "concurrent"}:
+            raise _WrongValueError(f'"methods", "rate" and "concurrent", not "{min(unknown)}"')
+        methods = permission_of(value.get("methods", "*")).methods
+        return Permission(methods, *(_number_of_calls(value.get(key), key) for key in ("rate", "concurrent")))
     if value == "*":
         return ANYTHING
     if not isinstance(value, list) or not all(isinstance(name, str) and name.isidentifier() for name in value):
-        raise _WrongValueError('a list of names of methods, such as ["place", "total"], or "*" for all of them')
+        raise _WrongValueError(
+            'a list of names of methods, such as ["place", "total"], or "*" for all of them; or a table with '
+            '"methods", "rate" (calls in a second) and "concurrent" (open calls of a client)'
+        )
     return Permission(frozenset(value))
+
+
+def _number_of_calls(value: object, key: str) -> int | None:
+    if value is not None and (type(value) is not int or not 1 <= value <= CALLS_MAX):
+        raise _WrongValueError(f'a whole number from 1 to {CALLS_MAX} as "{key}"')
+    return value if isinstance(value, int) else None
 
 
 def _public_keys(value: object) -> tuple[str, ...]:
@@ -645,7 +660,10 @@ def _values(settings: InstanceSettings, *, log: Path | None) -> dict[str, Any]:
 
 def _permission_value(permission: Permission) -> object:
     """As it stands in the table [allow]."""
-    return "*" if permission.methods is None else sorted(permission.methods)
+    methods = "*" if permission.methods is None else sorted(permission.methods)
+    numbers = {"rate": permission.rate, "concurrent": permission.concurrent}
+    given = {key: number for key, number in numbers.items() if number is not None}
+    return {"methods": methods, **given} if given else methods
 
 
 def write_atomically(path: Path, data: bytes, *, mode: int = 0o644) -> None:

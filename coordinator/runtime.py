@@ -374,6 +374,7 @@ class Coordinator:
             self._security.security,
             self._permissions,
             self._machine.forbidden,
+            self._machine.held_back,
             self._impostors,
             time.monotonic_ns(),
         )

@@ -16,7 +16,7 @@ replies, or use up its numbers.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -103,6 +103,7 @@ class Clients:
         self._undurable_bytes = 0
         self.log_full = False  # no more is taken until there is room again
         self._ungathered_bytes = 0  # replies that no commit has been asked for
+        self._open_by: Counter[str] = Counter()  # open requests, by owner
         self._load(stored)
 
     def _load(self, stored: StoredClients) -> None:
@@ -116,7 +117,8 @@ class Clients:
                 client.gone.add(number)
             else:
                 self._keep(client, number, data)
-        self.open_count = sum(client.open_count for client in self._clients.values())
+        for client in self._clients.values():
+            self._opened(client, client.open_count)
 
     def __len__(self) -> int:
         return len(self._clients)
@@ -142,6 +144,8 @@ class Clients:
         if client is not None:
             client.token = token
             if caller and not client.owner:  # it was used without keys before
+                self._open_by[caller] += client.open_count
+                self._open_by[""] -= client.open_count
                 client.owner = caller
                 self._log.open.transaction.clients[frame.client_id] = client.position
         if frame.frame_type is ClientFrameType.REQUEST:
@@ -204,15 +208,20 @@ class Clients:
     def _take(self, token: object, frame: ClientFrame, client: Client, repeated: int, now_ns: int, caller: str) -> None:
         """Log what of ``frame`` is behind the first ``repeated`` requests."""
         if self._is_busy(client, frame) or self._intake.is_full(caller):
-            code = ClientCode.BUSY
-            self._say(token, frame, ClientFrameType.PONG, number=client.number, acknowledged=client.released, code=code)
+            self._say_busy(token, frame, client)
             return
         try:
             calls = logged_calls(frame.payload, frame.count, frame.client_id, frame.number, repeated)
         except ProtocolError as error:
             self._say(token, frame, ClientFrameType.REFUSED, code=ClientCode.MALFORMED, reason=str(error))
             return
-        count = frame.count - repeated
+        new = frame.count - repeated
+        count, end = self._intake.first_of(caller, calls, new, now_ns, self._open_by[caller])
+        if count < new:
+            calls = calls[:end]
+        if not count:
+            self._say_busy(token, frame, client)
+            return
         front = encode_batch(calls, count)
         size_bytes = len(front) + len(calls)
         source = BatchSource(
@@ -222,13 +231,25 @@ class Clients:
         self._intake.taken(group, calls, caller, source.name)
         self._undurable.append((group.ticket, size_bytes))
         self._undurable_bytes += size_bytes
-        client.number = frame.number + frame.count - 1
+        client.number = frame.number + repeated + count - 1
         client.time_ns = self._log.time_ns(now_ns)
-        self.open_count += count
+        self._opened(client, count)
         self._clients[frame.client_id] = client
         self._clients.move_to_end(frame.client_id)
         group.transaction.clients[frame.client_id] = client.position
         self._forget_unused(client.time_ns)
+        if count < new:
+            self._say_busy(token, frame, client)
+
+    def _say_busy(self, token: object, frame: ClientFrame, client: Client) -> None:
+        """What is behind the client's number is to be sent again later."""
+        code = ClientCode.BUSY
+        self._say(token, frame, ClientFrameType.PONG, number=client.number, acknowledged=client.released, code=code)
+
+    def _opened(self, client: Client, count: int) -> None:
+        """So many more of its requests are open; below 0: fewer."""
+        self.open_count += count
+        self._open_by[client.owner] += count
 
     def _is_busy(self, client: Client, frame: ClientFrame) -> bool:
         while self._undurable and self._undurable[0][0] <= self._log.durable_ticket:
@@ -272,7 +293,7 @@ class Clients:
             return 0
         if number in client.replies:
             return 0  # a replay has made it again; or it counts as lost, and the client may have been told so
-        self.open_count -= 1
+        self._opened(client, -1)
         data = bytes((reply.kind,)) + reply.value
         self._keep(client, number, data)
         self._log.open.transaction.replies[client_id, number] = data
@@ -302,7 +323,7 @@ class Clients:
         for client_id, client in self._clients.items():
             for number in range(client.released + 1, client.number + 1) if client.open_count else ():
                 if number not in client.replies and number not in client.gone:
-                    self.open_count -= 1
+                    self._opened(client, -1)
                     self._keep(client, number, _LOST)
                     self._log.open.transaction.replies[client_id, number] = _LOST
                     if client.token is not None:
@@ -338,7 +359,7 @@ class Clients:
         """Nobody asks for the numbers up to ``up_to`` any more, or they are gone."""
         if up_to <= client.released:
             return
-        self.open_count -= client.open_count
+        self._opened(client, -client.open_count)
         transaction = self._log.open.transaction
         for number in range(client.released + 1, up_to + 1):
             if number in client.gone:
@@ -349,7 +370,7 @@ class Clients:
                 continue  # it was on its way to the log: it need not get there
             transaction.replies[client_id, number] = None
         client.released = up_to
-        self.open_count += client.open_count
+        self._opened(client, client.open_count)
         transaction.clients[client_id] = client.position
 
     def _forget_unused(self, now_ns: int) -> None:

@@ -28,6 +28,9 @@ class Limits:
     stream_retry_ns: int = 2_000_000_000
     """A stream that has stopped greets its receiver again after this: what was wrong may have been mended there."""
 
+    held_back_ns: int = 250_000_000
+    """Who has used up its rate is heard again after this, and once a quarter of a second's calls may be made."""
+
     log_pending_bytes: int = 16 * MIB
     """Input from the app that waits for the log; above this the app is not read."""
 

@@ -889,7 +889,7 @@ class Machine:
 
     def _tick(self, event: ev.Tick) -> None:
         """Time has passed. Whether a checkpoint is due is looked at in each turn."""
-        self._wakes.tick(self._now_ns, self._peers.retry_failed)
+        self._wakes.tick(self._now_ns, self._peers.retry_failed, self._answer_parked)
 
     # --- the log ---------------------------------------------------------------------------------------------------
 
@@ -1055,6 +1055,11 @@ class Machine:
         return self._failing.forbidden
 
     @property
+    def held_back(self) -> Mapping[str, int]:
+        """How often calls had to wait since there were too many, by caller, since the start."""
+        return self._permissions.held_back
+
+    @property
     def letters(self) -> list[MessageKey]:
         """The dead letters that are kept, oldest first."""
         return list(self._failing.verdicts.letters)
@@ -1083,6 +1088,7 @@ class Machine:
             **describe_flow(self._back_pressure, self._log_room, self.name, self.limits),
             **self._failing.describe(now_ns),
             "impulses": self._impulses.count,
+            "held_back": dict(self._permissions.held_back),
             "clients": self._clients.describe(),
             "version": self._versions.current,
             "upgrade_to": self._versions.upgrade_to,

@@ -596,10 +596,18 @@ class Peers:
         """A frame from a peer. While stopping, none is taken or answered: their senders keep them."""
         if not self.accepting:
             return
-        if frame.frame_type is FrameType.HELLO and (not self.ready or self.intake.why_waiting(frame.sender)):
+        if frame.frame_type is FrameType.HELLO and self._must_wait(frame.sender, now_ns):
             self._park(_ParkedHello(token, frame))
             return
         self._respond(token, frame, now_ns)
+
+    def _must_wait(self, sender: str, now_ns: int) -> bool:
+        return not self.ready or bool(self.intake.why_waiting(sender)) or self.intake.must_wait(sender, now_ns)
+
+    @property
+    def holds_back(self) -> bool:
+        """Somebody may have to wait for its rate."""
+        return bool(self._parked) and self.ready and self.intake.permissions.has_rates
 
     def _respond(self, token: object, frame: PeerFrame, now_ns: int) -> None:
         reply = self._refusal(frame) or self._answer(token, frame, now_ns)
@@ -684,10 +692,17 @@ class Peers:
             part = stream.new_part(frame)
         except RemoteProtocolError as error:
             return _Reply(FrameType.REFUSED, code=RefusedCode.MALFORMED, reason=str(error))
+        if part is not None:
+            first_position, count, payload = part
+            taken, end = self.intake.first_of(frame.sender, payload, count, now_ns)
+            if taken:
+                self._log(
+                    stream, frame.sender, frame, first_position, taken, payload if taken == count else payload[:end]
+                )
+            if taken < count:
+                return _Reply(FrameType.RESEND, 0)  # it greets again, and is answered once it may call again
         stream.wait_for(last_position, token)
         self.grants.sent(frame.sender, now_ns)
-        if part is not None:
-            self._log(stream, frame.sender, frame, *part)
         return None
 
     def _log(

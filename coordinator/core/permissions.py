@@ -1,4 +1,4 @@
-"""Which methods a caller may call: judged as its calls come in, before they are logged.
+"""Which methods a caller may call, and how many calls it may make: judged as they come in, before they are logged.
 
 A call that is not allowed takes its place in the log like any other, with a verdict in the same transaction: so the
 order is kept, nothing is called, and its caller is told. What methods are called, the app says; until it has, the calls
@@ -7,6 +7,7 @@ of who may not call all of them wait.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from msgspec import Struct
@@ -17,12 +18,39 @@ from protocol.varint import decode_zigzag_int
 
 
 class Permission(Struct, frozen=True):
-    """What one caller may do. ``methods``: the names of those that it may call; None: all."""
+    """What one caller may do. ``methods``: the names of those that it may call; None: all.
+
+    ``rate``: calls in a second; ``concurrent``: a client's calls that are not answered yet; None: any number.
+    """
 
     methods: frozenset[str] | None = None
+    rate: int | None = None
+    concurrent: int | None = None
 
 
 ANYTHING = Permission()
+_SECOND_NS = 1_000_000_000
+
+
+class _Bucket:
+    """What a caller has left of its ``rate``: at most what comes in one second."""
+
+    def __init__(self, rate: int) -> None:
+        self.rate = rate
+        self.left = float(rate)
+        self._filled_ns: int | None = None
+
+    def fill(self, now_ns: int) -> None:
+        """The clock may be set: a second at most counts, and none backwards."""
+        if self._filled_ns is not None:
+            passed_ns = min(max(0, now_ns - self._filled_ns), _SECOND_NS)
+            self.left = min(float(self.rate), self.left + passed_ns * self.rate / _SECOND_NS)
+        self._filled_ns = now_ns
+
+    @property
+    def is_low(self) -> bool:
+        """Less than what comes in a quarter of a second: not worth another try."""
+        return self.left < max(1.0, self.rate / 4)
 
 
 class Permissions:
@@ -34,10 +62,18 @@ class Permissions:
         self._names: Mapping[int, str] | None = None  # of the app's own methods; None: it has not said any
         self._takes_verdicts = False
         self._allowed: dict[str, frozenset[int]] = {}  # method IDs, of who may not call all of them
+        self._buckets: dict[str, _Bucket] = {}  # of who has a rate
+        self.held_back: Counter[str] = Counter()  # how often calls of a caller had to wait, since the start
         self.change(given)
 
     def change(self, given: Mapping[str, Permission]) -> None:
         self._given = {name: permission for name, permission in given.items() if name != self._name}
+        before, self._buckets = self._buckets, {}
+        for caller, permission in self._given.items():
+            if permission.rate is not None:
+                known = before.get(caller)
+                same = known is not None and known.rate == permission.rate
+                self._buckets[caller] = known if known is not None and same else _Bucket(permission.rate)
         self._look_up()
 
     def app_came(self, *, takes_verdicts: bool) -> None:
@@ -73,6 +109,41 @@ class Permissions:
             f"{self._name!r} lets {caller!r} call some methods only, and its app has not said yet which those are (one "
             f"of the base protocol never does)"
         )
+
+    @property
+    def has_rates(self) -> bool:
+        return bool(self._buckets)
+
+    def must_wait(self, caller: str, now_ns: int) -> bool:
+        """It has used up what it may call in a second."""
+        bucket = self._buckets.get(caller)
+        if bucket is None:
+            return False
+        bucket.fill(now_ns)
+        return bucket.is_low
+
+    def first_of(self, caller: str, calls: bytes, count: int, open_count: int, now_ns: int) -> tuple[int, int]:
+        """How many of the ``count`` packed RPC messages may be taken now, and where they end; they count as taken.
+
+        ``open_count``: calls of ``caller`` that are not answered yet.
+        """
+        bucket, permission = self._buckets.get(caller), self._given.get(caller, ANYTHING)
+        concurrent = permission.concurrent
+        if bucket is None and concurrent is None:
+            return count, len(calls)
+        if bucket is not None:
+            bucket.fill(now_ns)
+        taken = offset = 0
+        for _, start, end in decode_messages(calls):
+            if calls[start] == RpcKind.CALL:
+                if (bucket is not None and bucket.left < 1) or (concurrent is not None and open_count >= concurrent):
+                    self.held_back[caller] += 1
+                    break
+                open_count += 1
+                if bucket is not None:
+                    bucket.left -= 1
+            taken, offset = taken + 1, end
+        return taken, offset
 
     def forbidden(self, caller: str, calls: bytes) -> list[tuple[int, str]]:
         """Of packed RPC messages those that ``caller`` may not make: (index, what its method is called).

@@ -13,6 +13,7 @@ import pytest
 from appsdk.client import CallRefused, connect
 from appsdk.dispatch import Dispatcher
 from appsdk.proxy import definition_of
+from coordinator import keys
 from coordinator.config import ConfigError
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
@@ -29,6 +30,7 @@ from protocol.verdicts import Cause, Verdict, VerdictKind
 from tests.helpers.cli import HOME, Run, immortal
 from tests.helpers.clients import Ledger, request, said
 from tests.helpers.core import COMMITTER_ID, PEER_COMMITTER_ID, Driven
+from tests.helpers.processes import House
 
 METHODS = definition_of(Ledger)
 ADD, REFUSE = METHODS.handlers["add"].method_id, METHODS.handlers["refuse"].method_id
@@ -272,6 +274,123 @@ def test_an_app_that_takes_no_verdicts_cannot_be_protected_and_its_limited_calle
     assert permissions.why_waiting("c") == ""
 
 
+# --- how many ---------------------------------------------------------------------------------------------------------
+
+SECOND_NS = 1_000_000_000
+FEW = {"b": Permission(rate=4), "web": Permission(rate=4), "slow": Permission(concurrent=2)}
+
+
+@pytest.fixture
+def few() -> Guarded:
+    made = Guarded(FEW)
+    made.serve()
+    made.greet()
+    made.driven.forget()
+    return made
+
+
+def later(guarded: Guarded, passed_ns: int) -> list[ef.Effect]:
+    guarded.driven.now_ns += passed_ns
+    return guarded.driven.handle(ev.Tick())
+
+
+def test_a_peer_cannot_make_more_calls_than_its_rate(few: Guarded) -> None:
+    """It is asked to send the rest again, and heard when it may call again: nothing is lost, and the order is kept."""
+    calls = [fork(number) for number in range(10)]
+    (answer,) = few.send(1, *calls)
+    assert (answer.frame_type, answer.position) == (FrameType.RESEND, 0)
+    for position in range(5, 11):  # one that does not care
+        (answer,) = few.send(position, *calls[position - 1 :])
+        assert answer.frame_type is FrameType.RESEND
+    assert few.serve() == [0, 1, 2, 3]
+    assert few.greet() == [], "it is not heard yet"
+    assert few.driven.of(ef.WakeAt), "it will be"
+    (welcome,) = answers(later(few, SECOND_NS))
+    assert (welcome.frame_type, welcome.position) == (FrameType.WELCOME, 4)
+    few.send(5, *calls[4:])
+    assert few.serve() == list(range(8))
+    assert few.driven.machine.status(0)["held_back"] == {"b": 3}
+
+
+def test_a_peer_within_its_rate_is_not_held_up(few: Guarded) -> None:
+    for number in range(20):
+        (answer,) = few.send(number + 1, fork(number))
+        assert answer.frame_type is FrameType.TRIM_TO
+        few.driven.now_ns += SECOND_NS // 4
+    assert few.serve() == list(range(20))
+
+
+def test_a_peers_answers_do_not_count(few: Guarded) -> None:
+    answer = encode_incoming_rpc(REFUSE, 0, msgspec.msgpack.encode((1, 2)), RpcKind.RETURNED_VALUE)
+    (acknowledged,) = few.send(1, *[answer] * 50)
+    assert acknowledged.position == 50
+
+
+def test_a_clock_that_is_set_gives_nobody_more(few: Guarded) -> None:
+    few.send(1, *[fork(number) for number in range(4)])
+    few.driven.now_ns += 10_000 * SECOND_NS
+    few.send(5, *[fork(number) for number in range(4, 20)])
+    few.driven.now_ns -= 20_000 * SECOND_NS
+    few.send(9, *[fork(number) for number in range(8, 20)])
+    assert few.serve() == list(range(8))
+
+
+def test_a_client_cannot_make_more_calls_than_its_rate(few: Guarded) -> None:
+    calls = [requested(number) for number in range(6)]
+    told = said(few.driven.handle(by("web", request("t", 1, *calls))))
+    assert ("t", "PONG", ClientCode.BUSY) in told
+    few.driven.effects.clear()
+    assert few.serve() == [0, 1, 2, 3]
+    again = request("t", 5, *calls[4:])
+    assert said(few.driven.handle(by("web", again))) == [("t", "PONG", ClientCode.BUSY)]
+    other = request("u", 1, requested(100), client_id="d")
+    few.driven.handle(by("other", other))
+    few.driven.now_ns += SECOND_NS
+    few.driven.handle(by("web", again))
+    assert few.serve() == [0, 1, 2, 3, 100, 4, 5]
+
+
+def test_a_client_cannot_have_more_open_calls_than_it_may_under_however_many_ids(few: Guarded) -> None:
+    few.driven.handle(by("slow", request("t", 1, requested(0))))
+    told = said(few.driven.handle(by("slow", request("t", 1, *[requested(n) for n in range(1, 4)], client_id="d"))))
+    assert told == [("t", "PONG", ClientCode.BUSY)]
+    refused = said(few.driven.handle(by("slow", request("t", 1, requested(9), client_id="e"))))
+    assert refused == [("t", "PONG", ClientCode.BUSY)]
+    assert few.serve() == [0, 1]
+    few.driven.handle(by("slow", request("t", 2, requested(2), requested(3), client_id="d")))
+    assert few.serve() == [0, 1, 2, 3]
+
+
+def test_a_stream_above_its_rate_arrives_whole_and_in_order(tmp_path: Path) -> None:
+    """Of real processes: what is held back is sent again until it is taken."""
+    house = House(tmp_path)
+    try:
+        house.register("alice", "bob")
+        for name in ("alice", "bob"):
+            keys.make(house.settings(name).folder)
+        path = house.registry.path("bob")
+        path.write_text(f"{path.read_text()}\n[allow]\nalice = {{rate = 100}}\n")
+        process, bob = house.both("bob")
+        _, alice = house.both("alice", peer="bob")
+        for number in range(250):
+            alice.impulse(number)
+        bob.until(lambda: len(bob.state["told"]) == 250)
+        assert bob.state["told"] == list(range(250))
+        assert process.status()["held_back"]["alice"] >= 1
+    finally:
+        house.close()
+
+
+def test_open_calls_are_counted_over_a_restart(few: Guarded) -> None:
+    few.driven.handle(by("slow", request("t", 1, requested(0), requested(1))))
+    few.crash()
+    told = said(few.driven.handle(by("slow", request("t", 3, requested(2)))))
+    assert told == [("t", "PONG", ClientCode.BUSY)]
+    few.serve()
+    few.driven.handle(by("slow", request("t", 3, requested(2))))
+    assert few.serve() == [0, 1, 2]
+
+
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 
@@ -284,10 +403,16 @@ def settings_with(folder: Path, text: str) -> Any:
 
 
 def test_permissions_come_back_as_they_were(tmp_path: Path) -> None:
-    text = '[allow]\nweb = ["place", "total"]\nbob = "*"\nnobody = []\n'
+    text = '[allow]\nweb = ["place", "total"]\nbob = "*"\nnobody = []\nslow = {rate = 5}\n'
+    text += 'few = {methods = ["place"], concurrent = 2}\n'
     settings, registry = settings_with(tmp_path, text)
-    assert settings.allow == ("web", "bob", "nobody")
-    assert settings.permissions == {"web": Permission(frozenset({"place", "total"})), "nobody": Permission(frozenset())}
+    assert settings.allow == ("web", "bob", "nobody", "slow", "few")
+    assert settings.permissions == {
+        "web": Permission(frozenset({"place", "total"})),
+        "nobody": Permission(frozenset()),
+        "slow": Permission(rate=5),
+        "few": Permission(frozenset({"place"}), concurrent=2),
+    }
     from coordinator.config import settings_text
 
     registry.path("alice").write_text(settings_text(settings, log=None))
@@ -300,6 +425,9 @@ def test_permissions_come_back_as_they_were(tmp_path: Path) -> None:
         ("[allow]\nweb = 'place'", "line 5, field 'allow.web': got \"place\", expected a list of names of methods"),
         ("[allow]\nweb = ['@query']", "expected a list of names of methods"),
         ("[allow]\nweb = [3]", "expected a list of names of methods"),
+        ("[allow]\nweb = {rate = 0}", 'expected a whole number from 1 to 1000000000 as "rate"'),
+        ("[allow]\nweb = {concurrent = true}", 'as "concurrent"'),
+        ("[allow]\nweb = {per_minute = 1}", 'expected "methods", "rate" and "concurrent", not "per_minute"'),
         ("[allow]\n'no name' = ['place']", "'no name' is no instance name"),
         ("allow = 'web'", r"or a table \[allow\] of names and the methods that each may call"),
     ],
