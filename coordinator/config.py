@@ -22,6 +22,7 @@ from typing import Any
 
 from coordinator.app_addresses import LOCALHOST, SOCKET_FILE_NAME, UNIX, host_port, is_loopback
 from coordinator.core.limits import ReplayCheck
+from coordinator.core.permissions import ANYTHING, Permission
 from coordinator.fault_points import FaultPoint, reach
 from coordinator.socket_paths import UNIX_PATH_SIZE_BYTES_MAX, socket_path
 from protocol.errors import ImmortalError
@@ -36,6 +37,7 @@ LOG_TRIGGER_MB_MAX = 1 << 30
 SPILL_LIMIT_MB_DEFAULT = 4096
 SIZE_MB_MAX = 1 << 30
 CHECKPOINT_AGE_S_MAX = 366 * 86_400
+CALLS_MAX = 1_000_000_000  # in a second, or open: what is meant beyond this is no limit
 KILLS_BEFORE_VERDICT_DEFAULT = 3  # once may be chance, twice bad luck
 KILLS_BEFORE_VERDICT_MAX = 1000
 NAME_PLACE = "{name}"  # in peer_template
@@ -114,7 +116,11 @@ class InstanceSettings:
     app: str | None = None  # "module:Class", as last run
     peers: Mapping[str, str] = field(default_factory=dict)  # name: endpoint, of peers that are no part of the registry
     allow: tuple[str, ...] | None = None  # the peers that may call; None: every instance of the registry
+    permissions: Mapping[str, Permission] = field(default_factory=dict)  # of those in allow that may not do everything
     peer_keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # public keys that no registry file gives
+    client_keys: Mapping[str, tuple[str, ...]] = field(
+        default_factory=dict
+    )  # of clients that have none in the registry
     insecure: bool = False  # peers without keys are meant, although others than this machine are involved
     peer_template: str | None = None  # the endpoint of all others, with {name} in it
     tuning: Tuning = field(default_factory=Tuning)
@@ -290,13 +296,39 @@ def _boolean(value: object) -> bool:
 
 
 def _names(value: object) -> tuple[str, ...]:
-    expected = _WrongValueError('a list of instance names, such as ["reader", "feeder"]')
+    expected = _WrongValueError(
+        'a list of instance names, such as ["reader", "feeder"], or a table [allow] of names and the methods that each '
+        'may call, such as reader = ["total"]'
+    )
     if not isinstance(value, list):
         raise expected
     try:
         return tuple(check_instance_name(str(name)) for name in value)
     except ConfigError:
         raise expected from None
+
+
+def permission_of(value: object) -> Permission:
+    """What a value of the table [allow] means; ValueError says what was expected."""
+    if isinstance(value, dict):
+        if unknown := set(value) - {"methods", "rate", "concurrent"}:
+            raise _WrongValueError(f'"methods", "rate" and "concurrent", not "{min(unknown)}"')
+        methods = permission_of(value.get("methods", "*")).methods
+        return Permission(methods, *(_number_of_calls(value.get(key), key) for key in ("rate", "concurrent")))
+    if value == "*":
+        return ANYTHING
+    if not isinstance(value, list) or not all(isinstance(name, str) and name.isidentifier() for name in value):
+        raise _WrongValueError(
+            'a list of names of methods, such as ["place", "total"], or "*" for all of them; or a table with '
+            '"methods", "rate" (calls in a second) and "concurrent" (open calls of a client)'
+        )
+    return Permission(frozenset(value))
+
+
+def _number_of_calls(value: object, key: str) -> int | None:
+    if value is not None and (type(value) is not int or not 1 <= value <= CALLS_MAX):
+        raise _WrongValueError(f'a whole number from 1 to {CALLS_MAX} as "{key}"')
+    return value if isinstance(value, int) else None
 
 
 def _public_keys(value: object) -> tuple[str, ...]:
@@ -405,7 +437,14 @@ def check_settings(values: Mapping[str, object], name: str, path: Path, text: st
         raise ConfigError(f"{_place(path, line)}, field 'tuning': got {_shown(tuning)}, expected a table [tuning]")
     peers = _check_names(tables.pop("peers", {}), "peers", _endpoint, path, text)
     peer_keys = _check_names(tables.pop("peer_keys", {}), "peer_keys", _public_keys, path, text)
-    checked = _check_table(tables, _CHECKS, path, text, table="", also=("tuning", "peers", "peer_keys"))
+    client_keys = _check_names(tables.pop("client_keys", {}), "client_keys", _public_keys, path, text)
+    if both := peer_keys.keys() & client_keys.keys():
+        place = f"{_place(path, line_of(text, min(both), 'client_keys'))}, field 'client_keys.{min(both)}'"
+        raise ConfigError(f"{place}: it stands under [peer_keys] too; a name is an instance's or a client's")
+    allowed = None
+    if isinstance(tables.get("allow"), dict):
+        allowed = _check_names(tables.pop("allow"), "allow", permission_of, path, text)
+    checked = _check_table(tables, _CHECKS, path, text, table="", also=("tuning", "peers", "peer_keys", "client_keys"))
     tuned = _check_table(tuning, _TUNING_CHECKS, path, text, table="tuning")
     for required in _REQUIRED:
         if required not in checked:
@@ -415,7 +454,10 @@ def check_settings(values: Mapping[str, object], name: str, path: Path, text: st
     _check_app_auth(checked, path, text)
     folder = path.parent / check_instance_name(name)
     log = path.parent / checked.pop("log", folder / "log")
-    checked |= {"peers": peers, "peer_keys": peer_keys, "tuning": Tuning(**tuned)}
+    if allowed is not None:
+        limited = {caller: permission for caller, permission in allowed.items() if permission != ANYTHING}
+        checked |= {"allow": tuple(allowed), "permissions": limited}
+    checked |= {"peers": peers, "peer_keys": peer_keys, "client_keys": client_keys, "tuning": Tuning(**tuned)}
     return InstanceSettings(name=name, folder=folder, log=log, **checked)
 
 
@@ -571,6 +613,17 @@ def text_with_app(text: str, app: str) -> str:
     return "".join([*lines[:behind], tomlkit.dumps({"app": app}), *lines[behind:]])
 
 
+def text_with_allow(text: str, allow: Mapping[str, Permission]) -> str:
+    """The settings file's ``text`` with another ``allow`` in it, as a table, and all else as somebody wrote it."""
+    import tomlkit
+
+    document = tomlkit.parse(text)
+    document.pop("allow", None)
+    table = {caller: _permission_value(permission) for caller, permission in allow.items()}
+    rest = tomlkit.dumps(document).rstrip("\n")
+    return f"{rest}\n\n{tomlkit.dumps({'allow': table})}"
+
+
 def _values(settings: InstanceSettings, *, log: Path | None) -> dict[str, Any]:
     values: dict[str, Any] = {"peer": settings.peer}
     if settings.app_port is not None:
@@ -618,20 +671,33 @@ def _values(settings: InstanceSettings, *, log: Path | None) -> dict[str, Any]:
         values["app"] = settings.app
     if settings.peer_template is not None:
         values["peer_template"] = settings.peer_template
-    if settings.allow is not None:
+    if settings.allow is not None and not settings.permissions:
         values["allow"] = list(settings.allow)
     if settings.insecure:
         values["insecure"] = True
+    if settings.allow is not None and settings.permissions:
+        given = {caller: settings.permissions.get(caller, ANYTHING) for caller in settings.allow}
+        values["allow"] = {caller: _permission_value(permission) for caller, permission in given.items()}
     if settings.peers:
         values["peers"] = dict(settings.peers)
     if settings.peer_keys:
         values["peer_keys"] = {name: list(keys) for name, keys in settings.peer_keys.items()}
+    if settings.client_keys:
+        values["client_keys"] = {name: list(keys) for name, keys in settings.client_keys.items()}
     default = Tuning()
     tuned = {limit.name: getattr(settings.tuning, limit.name) for limit in fields(Tuning)}
     tuned = {key: value for key, value in tuned.items() if value != getattr(default, key)}
     if tuned:
         values["tuning"] = tuned
     return values
+
+
+def _permission_value(permission: Permission) -> object:
+    """As it stands in the table [allow]."""
+    methods = "*" if permission.methods is None else sorted(permission.methods)
+    numbers = {"rate": permission.rate, "concurrent": permission.concurrent}
+    given = {key: number for key, number in numbers.items() if number is not None}
+    return {"methods": methods, **given} if given else methods
 
 
 def write_atomically(path: Path, data: bytes, *, mode: int = 0o644) -> None:

@@ -1,7 +1,8 @@
 """The CURVE keys of an instance: a secret file that only its owner can read, and a public one for its peers.
 
 <home>/counter/keys/pairs       "public secret" on each line; mode 0600, in a folder of mode 0700
-<home>/counter/public_keys      the public key of each pair, one a line
+<home>/counter/public_keys      the public key of each pair, one a line; comments in front of it say since and until
+                                when it is to be used, and what its owner is: "; role: client" (without: an instance)
 
 The first pair is the one in use. A rotation adds a second, which peers accept from then on; retiring removes the first,
 and the second takes its place. So there is no moment at which a peer is shown a key that it could not know.
@@ -12,10 +13,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, date, datetime
 from pathlib import Path
 
 from coordinator.config import write_atomically
-from coordinator.messenger.security import KeyPair
+from coordinator.messenger.security import KeyPair, Role
 from coordinator.registry import PUBLIC_KEYS_FILE_NAME
 from protocol.errors import ImmortalError
 
@@ -24,12 +28,42 @@ _FOLDER_NAME = "keys"
 _FILE_NAME = "pairs"
 _KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # Z85 of 32 bytes
 _OTHERS = 0o077
+AGE_DAYS_MAX = 365  # an older key is told in the status
+SOON_DAYS = 30  # ... and one that expires within so many days
 PUBLIC_FILE_SIZE_BYTES_MAX = 4096  # far more than two keys and a few comments
-COMMENT = ";"  # begins a line that says nothing; "#" and "/" are characters of keys
+COMMENT = ";"  # begins a line that is no key; "#" and "/" are characters of keys
+_ROLE = re.compile(r";\s*role:\s*(\S+)\s*")
+_DATES = re.compile(r";\s*(?:made: (?P<made>\d{4}-\d\d-\d\d))?(?:, )?(?:expires: (?P<expires>\d{4}-\d\d-\d\d))?\s*")
+_ROLES = (Role.INSTANCE, Role.CLIENT, Role.OPERATOR)  # that a file may give
 
 
 class KeysError(ImmortalError):
     """Keys are not what or where they must be."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublicKey:
+    """A public key, the day (UTC) when it was made, and the last one on which it lets anybody in; None: not said."""
+
+    key: str
+    made: date | None = None
+    expires: date | None = None
+
+    def has_expired(self, today: date) -> bool:
+        return self.expires is not None and today > self.expires
+
+
+@dataclass(frozen=True, slots=True)
+class PublicFile:
+    """What a public file says. ``role`` None: nothing of what its owner is."""
+
+    keys: tuple[PublicKey, ...] = ()
+    role: Role | None = None
+
+
+def today() -> date:
+    """The day, UTC."""
+    return datetime.now(UTC).date()
 
 
 def secret_path(folder: Path) -> Path:
@@ -72,28 +106,68 @@ def read_pairs(folder: Path) -> tuple[KeyPair, ...]:
 
 def read_public_keys(folder: Path) -> tuple[str, ...]:
     """The public keys of an instance, the one in use first; none where there is no file. Raises KeysError."""
+    return tuple(known.key for known in read_public_file(folder).keys)
+
+
+def read_public_file(folder: Path) -> PublicFile:
+    """The public keys of an instance, the one in use first, with what is said of them. Raises KeysError."""
     path = public_path(folder)
     try:
         with path.open("rb") as file:
             text = file.read(PUBLIC_FILE_SIZE_BYTES_MAX + 1)
     except (FileNotFoundError, NotADirectoryError):
-        return ()
+        return PublicFile()
     except OSError as error:
         raise KeysError(f"the public keys in {path} cannot be read: {error.strerror}") from None
     lines = [line.strip() for line in text.decode("ascii", "replace").split("\n")]
     keys = tuple(line for line in lines if line and not line.startswith(COMMENT))
     if len(text) > PUBLIC_FILE_SIZE_BYTES_MAX or not all(map(is_key, keys)):
         raise KeysError(f"{path} holds something else than public keys: one a line is expected, 40 characters of Z85")
-    return keys
+    return _public_file(path, lines)
 
 
-def make(folder: Path) -> tuple[KeyPair, ...]:
-    """The instance's pairs, made where there are none; the public file is written anew. Raises KeysError."""
-    return _write(folder, read_pairs(folder) or (KeyPair.new(),))
+def _public_file(path: Path, lines: list[str]) -> PublicFile:
+    """Of lines that are keys or comments. Raises KeysError for a comment that says what can't be."""
+    found: list[PublicKey] = []
+    role: Role | None = None
+    made = expires = None
+    for line in lines:
+        if line and not line.startswith(COMMENT):
+            found.append(PublicKey(line, made, expires))
+            made = expires = None
+        elif match := _ROLE.fullmatch(line):
+            if match[1] not in _ROLES:
+                roles = ", ".join(_ROLES)
+                raise KeysError(f"{path} gives the role {match[1]!r}, one of these was expected: {roles}")
+            role = Role(match[1])
+        elif line and (match := _DATES.fullmatch(line)):
+            try:
+                made, expires = (None if text is None else date.fromisoformat(text) for text in match.group(1, 2))
+            except ValueError as error:
+                raise KeysError(f"{path} has no valid date in {line!r}: {error}") from None
+    return PublicFile(tuple(found), role)
 
 
-def rotate(folder: Path) -> tuple[KeyPair, ...]:
-    """Add a pair, which takes over when the one in use is retired. Raises KeysError."""
+def reminders(file: PublicFile, today: date, age_days_max: int | None, soon_days: int) -> Iterator[str]:
+    """What is to be done about the keys that expire within ``soon_days``, or are older than ``age_days_max``."""
+    for public in file.keys:
+        if public.has_expired(today):
+            yield f"the key {public.key} expired on {public.expires}: nobody lets it in; rotate it, and retire it"
+        elif public.expires is not None and (days := (public.expires - today).days) <= soon_days:
+            yield f"the key {public.key} expires in {days} days, on {public.expires}: rotate it"
+        elif age_days_max is not None and public.made is not None and (today - public.made).days > age_days_max:
+            yield f"the key {public.key} is {(today - public.made).days} days old: rotate it"
+
+
+def make(folder: Path, role: Role = Role.INSTANCE, expires: date | None = None) -> tuple[KeyPair, ...]:
+    """The pairs of an instance, or of who has another ``role``, made where there are none; the public file is written
+    anew. ``expires``: the last day of those that are made. Raises KeysError.
+    """
+    return _write(folder, read_pairs(folder) or (KeyPair.new(),), role, expires)
+
+
+def rotate(folder: Path, expires: date | None = None) -> tuple[KeyPair, ...]:
+    """Add a pair, which takes over when the one in use is retired; ``expires``: its last day. Raises KeysError."""
     pairs = read_pairs(folder)
     if not pairs:
         raise KeysError(f"{folder.name!r} has no keys yet: 'immortal keys {folder.name} --make' makes them")
@@ -101,7 +175,7 @@ def rotate(folder: Path) -> tuple[KeyPair, ...]:
         raise KeysError(
             f"a rotation of {folder.name!r} is under way already: end it with 'immortal keys {folder.name} --retire'"
         )
-    return _write(folder, (*pairs, KeyPair.new()))
+    return _write(folder, (*pairs, KeyPair.new()), expires=expires)
 
 
 def retire(folder: Path) -> tuple[KeyPair, ...]:
@@ -134,15 +208,41 @@ def _check_mode(path: Path, expected: int) -> None:
         raise KeysError(f"{path} belongs to user {status.st_uid}, expected {os.geteuid()}, who runs this: chown it")
 
 
-def _write(folder: Path, pairs: tuple[KeyPair, ...]) -> tuple[KeyPair, ...]:
-    """The secret file first: what is announced without being there would be of no use."""
+def _write(
+    folder: Path, pairs: tuple[KeyPair, ...], role: Role | None = None, expires: date | None = None
+) -> tuple[KeyPair, ...]:
+    """The secret file first: what is announced without being there would be of no use. ``role`` None: as it was."""
     path = secret_path(folder)
+    before, known = _known(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         text = "".join(f"{pair.public} {pair.secret}\n" for pair in pairs)
         write_atomically(path, text.encode(), mode=0o600)
-        write_atomically(public_path(folder), "".join(f"{pair.public}\n" for pair in pairs).encode())
+        new = PublicKey("", today(), expires)
+        public = [known.get(pair.public) or replace(new, key=pair.public) for pair in pairs]
+        write_atomically(public_path(folder), public_text(PublicFile(tuple(public), role or before)).encode())
     except OSError as error:
         raise KeysError(f"the keys of {folder.name!r} cannot be written to {path}: {error.strerror}") from None
     return pairs
+
+
+def _known(folder: Path) -> tuple[Role | None, Mapping[str, PublicKey]]:
+    """What the public file says so far; of the keys of a file that can't be read, or is lost, no more is known."""
+    try:
+        file = read_public_file(folder)
+    except KeysError:
+        file = PublicFile()
+    known = {public.key: public for public in file.keys}
+    return file.role, {pair.public: PublicKey(pair.public) for pair in read_pairs(folder)} | known
+
+
+def public_text(file: PublicFile) -> str:
+    """As :func:`read_public_file` reads it."""
+    lines = [] if file.role in (None, Role.INSTANCE) else [f"{COMMENT} role: {file.role}"]
+    for public in file.keys:
+        dates = {"made": public.made, "expires": public.expires}
+        if said := ", ".join(f"{word}: {day}" for word, day in dates.items() if day is not None):
+            lines.append(f"{COMMENT} {said}")
+        lines.append(public.key)
+    return "".join(f"{line}\n" for line in lines)

@@ -21,6 +21,8 @@ from typing import Any
 
 from coordinator import control, descriptors, operator_verbs, own_logs, upgrade_mark
 from coordinator.app_endpoint import AppEndpoint
+from coordinator.audit import AuditLog
+from coordinator.auditor import Auditor
 from coordinator.config import InstanceSettings
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
@@ -80,6 +82,7 @@ class Coordinator:
             upgrade_to,
             promote=promote,
             clients=store.clients(),
+            permissions=settings.permissions,
         )
         for problem in store.problems:
             log.error(problem)
@@ -101,6 +104,8 @@ class Coordinator:
         self._epoll = select.epoll()
         self._app = AppEndpoint(settings, log, self._epoll)
         self._security = PeerSecurity(settings, registry, self._routes.at, log.warning)
+        self._permissions = settings.permissions
+        self._auditor = Auditor(AuditLog(settings.folder, log.warning))
         self._strangers = LimitedLog(log)
         self._barred: dict[str, str] = {}  # destinations that must not be connected to, and why
         self._impostors = 0  # frames under another name than that of their key
@@ -151,6 +156,7 @@ class Coordinator:
                 self._epoll.register(descriptor, select.EPOLLIN)
             control.announce(settings.folder, control_endpoint)
             reach(FaultPoint.ANNOUNCED)
+            self._auditor.started(process=os.getpid(), user=os.geteuid(), insecure=settings.insecure)
             self._log.info(
                 "coordinator started",
                 peer=settings.peer,
@@ -197,6 +203,7 @@ class Coordinator:
         if self._due_ns is not None and now_ns >= self._due_ns:
             self._look_for_peers()
             self._look_for_keys()
+            self._note_news()
         if self._wake_due_ns is not None and now_ns >= self._wake_due_ns:
             self._wake_due_ns = None
             self._events.append(ev.Tick())
@@ -343,7 +350,12 @@ class Coordinator:
 
     def _look_for_keys(self) -> None:
         self._strangers.process()
-        if not self._security.look(time.monotonic_ns()):
+        changed = self._security.look(time.monotonic_ns())
+        if self._security.permissions != self._permissions:
+            self._permissions = self._security.permissions
+            self._events.append(ev.PermissionsChanged(self._permissions))
+            self._log.info("permissions changed", limited=sorted(self._permissions))
+        if not changed:
             return
         security = self._security.security
         if security is not None:
@@ -356,6 +368,17 @@ class Coordinator:
             if endpoint is None or self._security.barrier(endpoint) is None:
                 del self._barred[name]
                 self._events.append(ev.PeerMoved(name))
+
+    def _note_news(self) -> None:
+        self._auditor.look(
+            self._messenger.counters(),
+            self._security.security,
+            self._permissions,
+            self._machine.forbidden,
+            self._machine.held_back,
+            self._impostors,
+            time.monotonic_ns(),
+        )
 
     def _is_barred(self, name: str, endpoint: str) -> bool:
         problem = self._security.barrier(endpoint)
@@ -422,7 +445,7 @@ class Coordinator:
         except RemoteProtocolError as error:
             self._strangers.warning(f"a client's frame was dropped: {error}")
         else:
-            self._events.append(ev.ClientFrameReceived(route, frame))
+            self._events.append(ev.ClientFrameReceived(route, frame, route.peer or ""))
 
     def _reply_to_client(self, effect: ef.ReplyToClient) -> None:
         token = effect.token
@@ -450,10 +473,12 @@ class Coordinator:
         if not control.may_ask(self._control_token, received.parts):
             refusal = f"a question must bring what stands in {control.token_path(self._settings.folder)}"
             received.reply(json.dumps({"denied": refusal}).encode())
+            self._auditor.denied("", time.monotonic_ns())
             return
         reach(FaultPoint.CONTROL)
         verb = bytes(received.parts[0]).decode(errors="replace") if received.parts else ""
         verb, _, argument = verb.partition(" ")
+        self._auditor.operator(f"uid {os.geteuid()}", verb, argument)  # only that user can read the token
         answer: dict[str, object]
         if verb == "status":
             answer = self._status()
@@ -493,6 +518,7 @@ class Coordinator:
             "key": None if security is None else security.own.public,
             "strangers_refused": counters.strangers_refused,
             "strangers_dropped": counters.strangers_dropped + self._impostors,
+            "roles_refused": counters.roles_refused,
         }
         outputs = status["outputs"]
         if isinstance(outputs, dict):
@@ -566,6 +592,7 @@ class Coordinator:
 
     def _close(self) -> None:
         signal.set_wakeup_fd(-1)
+        self._auditor.close(error=None if self._error is None else str(self._error))
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)  # stopped already: one more wish must not spoil the exit status
         self._writer.close()

@@ -64,6 +64,7 @@ class ClientCode(IntEnum):
     MALFORMED = 3  # nothing of it was taken, and it would be no use to send it again
     BUSY = 4  # too much waits to be answered: what was not taken is to be sent again later
     FORGOTTEN = 5  # the client was unused for so long, or others so many, that its numbers are not known any more
+    NOT_YOURS = 6  # another caller's keys have used the client's ID first: nothing was taken
 
 
 class ReplyKind(IntEnum):

@@ -173,7 +173,7 @@ class Connection:
             self._hello_due_s = now_s + self._hello_s
         elif frame.code == ClientCode.FORGOTTEN:
             self._forgotten(lane)
-        elif frame.code == ClientCode.MALFORMED:
+        elif frame.code in (ClientCode.MALFORMED, ClientCode.NOT_YOURS):
             self._begin_anew(lane, refused(frame.reason))
 
     def _forgotten(self, lane: Lane) -> None:

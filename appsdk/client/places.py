@@ -83,7 +83,7 @@ class Finder:
 
     def _refusal(self, home: Path, registered: Mapping[str, Any]) -> str:
         allowed, caller = registered.get("allow"), self.caller
-        if not isinstance(allowed, list) or caller in (None, self.name, *allowed):
+        if not isinstance(allowed, list | dict) or caller in (None, self.name, *allowed):
             return ""
         return (
             f"{self.name!r} takes no calls of {caller!r}: 'allow' in {home / self.name}.toml names "
@@ -93,6 +93,11 @@ class Finder:
     def _pair(self, home: Path) -> KeyPair:
         """Those of the identity; without one the instance's own, which whoever runs it can read."""
         identity = self.caller
+        if identity not in (None, self.name) and (home / f"{identity}.toml").exists():
+            raise NotConnectable(
+                f"{identity!r} is an instance, whose keys no client may show: make some for this client with "
+                f"'immortal keys WHO --make --client', and say identity=\"WHO\""
+            )
         if identity is not None:
             pair = _pair_of(home / identity, identity)
             if pair is not None:

@@ -14,6 +14,7 @@ from coordinator.registry import HOME_DEFAULT, HOME_VARIABLE, Registry
 from protocol import compiled
 
 _LOADED_WHEN_ASKED_FOR = {
+    "audit": "coordinator.cli.audit:audit",
     "bench": "coordinator.cli.bench:bench",
     "call": "coordinator.cli.call:call",
     "checkpoint": "coordinator.cli.operate:checkpoint",

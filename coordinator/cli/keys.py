@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,11 @@ import click
 
 from coordinator import control
 from coordinator import keys as key_files
-from coordinator.cli.common import echo_json, json_option, name_argument, pass_registry
+from coordinator.cli.common import echo_json, instance_name, json_option, pass_registry, printable
 from coordinator.config import InstanceSettings
+from coordinator.core.permissions import ANYTHING
 from coordinator.keys import KeysError
-from coordinator.messenger import KeyPair
+from coordinator.messenger import KeyPair, Role
 from coordinator.peer_security import KeyBook
 from coordinator.registry import Registry
 
@@ -22,35 +25,64 @@ _RETIRED = "retired the first key, for good"
 
 
 @click.command()
-@name_argument
+@click.argument("name", required=False, callback=instance_name)
 @click.option("--make", is_flag=True, help="Make keys where there are none, and write the public file anew.")
 @click.option("--rotate", is_flag=True, help="Add a key. Peers accept both from then on; the first stays in use.")
 @click.option("--retire", is_flag=True, help="Remove the first key, for good; the added one takes its place.")
 @click.option("--client", is_flag=True, help="NAME is no instance: a client that calls some.")
+@click.option("--operator", is_flag=True, help="NAME is no instance: a person who operates some.")
+@click.option("--expires", type=click.DateTime(["%Y-%m-%d"]), help="The last day of the key that is made or added.")
+@click.option("--fleet", type=click.Path(dir_okay=False, path_type=Path), help="Instead of NAME: all of this file.")
+@click.option("--check", is_flag=True, help="With --fleet: only say what is missing, foreign, shared, or too old.")
 @json_option
 @pass_registry
-def keys(registry: Registry, name: str, make: bool, rotate: bool, retire: bool, client: bool, as_json: bool) -> None:
+def keys(
+    registry: Registry,
+    name: str | None,
+    make: bool,
+    rotate: bool,
+    retire: bool,
+    client: bool,
+    operator: bool,
+    expires: datetime | None,
+    fleet: Path | None,
+    check: bool,
+    as_json: bool,
+) -> None:
     """Show the public keys of an instance and of those that may call it, and where they come from.
 
     Running coordinators see changes within a second or two; they go on meanwhile.
     """
     if make + rotate + retire > 1:
         raise click.UsageError("--make, --rotate and --retire go one at a time")
-    if client and registry.path(name).exists():
-        raise click.UsageError(f"{name!r} is an instance: leave --client out")
-    folder = registry.home / name if client else registry.load(name).folder
+    if fleet is not None:
+        if name is not None or rotate or retire or client or operator or expires or make == check:
+            raise click.UsageError("--fleet FILE goes with --make or --check, and with nothing else but --json")
+        _fleet(fleet, make=make, as_json=as_json)
+        return
+    if name is None or check:
+        raise click.UsageError("--check goes with --fleet" if check else "Missing argument 'NAME', or --fleet FILE.")
+    if expires is not None and not (make or rotate):
+        raise click.UsageError("--expires goes with --make or --rotate")
+    last_day = None if expires is None else expires.date()
+    if client and operator:
+        raise click.UsageError("--client and --operator go one at a time")
+    role = Role.CLIENT if client else Role.OPERATOR if operator else Role.INSTANCE
+    if role is not Role.INSTANCE and registry.path(name).exists():
+        raise click.UsageError(f"{name!r} is an instance: leave --{role} out")
+    folder = registry.load(name).folder if role is Role.INSTANCE else registry.home / name
     done = ""
     if make:
-        key_files.make(folder)
+        key_files.make(folder, role, last_day)
         done = _MADE
     elif rotate:
-        key_files.rotate(folder)
+        key_files.rotate(folder, last_day)
         done = _ROTATED.format(name=name)
     elif retire:
         key_files.retire(folder)
         done = _RETIRED
-    if client:
-        _show_client(name, folder, done, as_json=as_json)
+    if role is not Role.INSTANCE:
+        _show_other(name, role, folder, done, as_json=as_json)
         return
     settings = registry.load(name)
     pairs = key_files.read_pairs(settings.folder)
@@ -63,15 +95,32 @@ def keys(registry: Registry, name: str, make: bool, rotate: bool, retire: bool, 
         _print(registry, settings, pairs, callers)
 
 
-def _show_client(name: str, folder: Path, done: str, *, as_json: bool) -> None:
+def _fleet(file: Path, *, make: bool, as_json: bool) -> None:
+    from coordinator import fleet_keys
+
+    fleet, today = fleet_keys.read(file), key_files.today()
+    done = list(fleet_keys.make(fleet, today)) if make else []
+    problems = list(fleet_keys.problems(fleet, today))
+    if as_json:
+        echo_json({"done": done, "problems": problems})
+    else:
+        for line in (*done, *problems):
+            click.echo(printable(line))
+        if not problems:
+            click.echo(f"{len(fleet.members)} members in {len(fleet.homes)} folders: all keys fit")
+    sys.exit(1 if problems else 0)
+
+
+def _show_other(name: str, role: Role, folder: Path, done: str, *, as_json: bool) -> None:
+    """A client, or an operator."""
     pairs = key_files.read_pairs(folder)
     if as_json:
-        echo_json({"name": name, "keys": [pair.public for pair in pairs]} | _files(folder))
+        echo_json({"name": name, "role": role, "keys": [pair.public for pair in pairs]} | _files(folder))
         return
     if done:
         click.echo(f"{name}: {done}")
     if not pairs:
-        click.echo(f"{name} has no keys ('immortal keys {name} --make --client')")
+        click.echo(f"{name} has no keys ('immortal keys {name} --make --{role}')")
     _print_pairs(name, folder, pairs)
 
 
@@ -85,13 +134,18 @@ def _files(folder: Path) -> dict[str, str]:
 def _callers(registry: Registry, settings: InstanceSettings) -> list[dict[str, Any]]:
     book = KeyBook(registry)
     rows: list[dict[str, Any]] = []
-    for name in book.callers(settings, registry.names()):
-        if name in settings.peer_keys:
-            origin = f"[peer_keys] in {registry.path(settings.name)}"
+    registered = registry.names()
+    for name in book.callers(settings, registered):
+        if name in settings.peer_keys or name in settings.client_keys:
+            table = "peer_keys" if name in settings.peer_keys else "client_keys"
+            origin = f"[{table}] in {registry.path(settings.name)}"
         else:
             origin = str(key_files.public_path(registry.home / name))
-        row: dict[str, Any] = {"name": name, "keys": [], "from": origin}
+        methods = settings.permissions.get(name, ANYTHING).methods
+        row: dict[str, Any] = {"name": name, "role": None, "keys": [], "from": origin}
+        row["methods"] = None if methods is None else sorted(methods)
         try:
+            row["role"] = book.role_of(settings, registered, name)
             row["keys"] = list(book.keys_of(settings, name))
         except KeysError as error:
             row["error"] = str(error)
@@ -110,8 +164,12 @@ def _json(settings: InstanceSettings, pairs: tuple[KeyPair, ...], callers: list[
 
 
 def _print_pairs(name: str, folder: Path, pairs: tuple[KeyPair, ...]) -> None:
+    dates = {known.key: known for known in key_files.read_public_file(folder).keys}
     for pair, state in zip(pairs, ("in use", "to be used next"), strict=False):
-        click.echo(f"{name}: {pair.public}  {state}")
+        known = dates.get(pair.public) or key_files.PublicKey(pair.public)
+        made = f", made {known.made}" if known.made else ""
+        expires = f", expires {known.expires}" if known.expires else ""
+        click.echo(f"{name}: {pair.public}  {state}{made}{expires}")
     if pairs:
         click.echo(f"  public in {key_files.public_path(folder)}")
         click.echo(f"  secret in {key_files.secret_path(folder)}")
@@ -132,7 +190,9 @@ def _print(
         if "error" in row:
             click.echo(f"  {row['name']}: {row['error']}")
         elif row["keys"]:
-            click.echo(f"  {row['name']}: {', '.join(row['keys'])}  from {row['from']}")
+            role = "" if row["role"] == Role.INSTANCE else f" ({row['role']})"
+            may = "" if row["methods"] is None else f"; may call {', '.join(row['methods']) or 'nothing'}"
+            click.echo(f"  {row['name']}{role}: {', '.join(row['keys'])}  from {row['from']}{may}")
         else:
             refused = ", and so may not call" if pairs else ""
             click.echo(f"  {row['name']}: no key{refused}")

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,7 +16,7 @@ import click
 from coordinator import control, upgrade_mark
 from coordinator.cli.common import echo_json, instance_name, json_option, pass_registry, printable
 from coordinator.config import InstanceSettings
-from coordinator.registry import Registry
+from coordinator.registry import PUBLIC_KEYS_FILE_NAME, Registry
 from protocol.client import CLIENTS
 from protocol.errors import ImmortalError
 
@@ -54,6 +55,9 @@ def status(registry: Registry, name: str | None, as_json: bool) -> None:
         for row in rows:
             for problem in _problems(row):
                 click.echo(problem)
+        for client in registry.client_names(registry.names()) if name is None else ():
+            for reminder in _keys(registry.home / client).get("key_reminders", ()):
+                click.echo(f"{client}: {reminder}")
     sys.exit(1 if any("error" in row for row in rows) else 0)
 
 
@@ -62,7 +66,7 @@ def instance_status(registry: Registry, name: str) -> dict[str, Any]:
     try:
         settings = registry.load(name)
         row = _live_status(settings) or _stopped_status(settings)
-        return row | _supervisor(settings, row) | _upgrade(settings)
+        return row | _supervisor(settings, row) | _upgrade(settings) | _keys(settings.folder)
     except ImmortalError as error:
         return {"name": name, "phase": "unknown", "error": str(error)}
 
@@ -75,6 +79,20 @@ def _live_status(settings: InstanceSettings) -> dict[str, Any] | None:
         return {"pid": found.pid, **control.query(settings.folder, "status")}
     except control.NotRunningError:
         return None  # it stopped just now
+
+
+def _keys(folder: Path) -> dict[str, Any]:
+    """What is due with the keys of an instance, or of a client."""
+    if not (folder / PUBLIC_KEYS_FILE_NAME).exists():
+        return {}
+    from coordinator import keys  # needs ZeroMQ, whose loading takes long
+
+    try:
+        file = keys.read_public_file(folder)
+    except keys.KeysError as error:
+        return {"key_reminders": [str(error)]}
+    found = list(keys.reminders(file, keys.today(), keys.AGE_DAYS_MAX, keys.SOON_DAYS))
+    return {"key_reminders": found} if found else {}
 
 
 def _supervisor(settings: InstanceSettings, row: dict[str, Any]) -> dict[str, Any]:
@@ -232,7 +250,7 @@ def _problems(row: dict[str, Any]) -> list[str]:
     if row.get("upgrade_problem"):
         failed = f"the upgrade to version {row['upgrade_to']} failed: {row['upgrade_problem']}"
         problems.append(f"{row['name']}: {failed} ('immortal upgrade {row['name']} --cancel' forgets it)")
-    problems += [f"{row['name']}: {said}" for said in _failed(row)]
+    problems += [f"{row['name']}: {said}" for said in (*row.get("key_reminders", ()), *_failed(row))]
     problems += [
         f"{row['name']} to {to}: {one['error']}" for to, one in row.get("outputs", {}).items() if one.get("error")
     ]

@@ -9,16 +9,20 @@ table of replies here: it acknowledges what is durable in the log, and a replay 
 
 A request that is sent again is answered from the table; one that is open, when its answer comes; one whose reply is
 gone is told so. It is never done a second time.
+
+Where callers have keys, a client ID belongs to the name of the first key that has used it: nobody else can ask for its
+replies, or use up its numbers.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from coordinator.core.effects import Effect, ReplyToClient
 from coordinator.core.group_commit import GroupCommit
+from coordinator.core.intake import Intake
 from coordinator.core.interfaces import ONESELF, ClientPosition, OutputBatch, StoredClients
 from coordinator.core.limits import Limits
 from protocol.batch import encode_batch
@@ -57,6 +61,7 @@ class Client:
     gone: set[int] = field(default_factory=set)  # behind the window, and above an open one
     size_bytes: int = 0  # of the replies
     token: object = None  # where it was last heard
+    owner: str = ""  # whose keys have used the ID first
 
     @property
     def open_count(self) -> int:
@@ -64,7 +69,7 @@ class Client:
 
     @property
     def position(self) -> ClientPosition:
-        return ClientPosition(self.number, self.released, self.time_ns)
+        return ClientPosition(self.number, self.released, self.time_ns, self.owner)
 
 
 class Clients:
@@ -79,6 +84,7 @@ class Clients:
         effects: list[Effect],
         stored: StoredClients,
         is_ready: Callable[[], bool],
+        intake: Intake,
     ) -> None:
         self.accepting = True  # not while stopping
         self.replies_count = self.replies_bytes = self.open_count = 0
@@ -88,6 +94,7 @@ class Clients:
         self._log = log
         self._effects = effects
         self._is_ready = is_ready
+        self._intake = intake
         self._methods = encode_methods({})  # of the app; the last one that was here
         self._forgotten_ns = stored.forgotten_ns
         self._clients: OrderedDict[str, Client] = OrderedDict()  # the one that was unused for longest first
@@ -96,11 +103,12 @@ class Clients:
         self._undurable_bytes = 0
         self.log_full = False  # no more is taken until there is room again
         self._ungathered_bytes = 0  # replies that no commit has been asked for
+        self._open_by: Counter[str] = Counter()  # open requests, by owner
         self._load(stored)
 
     def _load(self, stored: StoredClients) -> None:
         for client_id, known in sorted(stored.positions.items(), key=lambda item: (item[1].time_ns, item[0])):
-            self._clients[client_id] = Client(known.number, known.released, known.time_ns)
+            self._clients[client_id] = Client(known.number, known.released, known.time_ns, owner=known.owner)
         for (client_id, number), data in sorted(stored.replies.items()):
             client = self._clients.get(client_id)
             if client is None or not client.released < number <= client.number:
@@ -109,7 +117,8 @@ class Clients:
                 client.gone.add(number)
             else:
                 self._keep(client, number, data)
-        self.open_count = sum(client.open_count for client in self._clients.values())
+        for client in self._clients.values():
+            self._opened(client, client.open_count)
 
     def __len__(self) -> int:
         return len(self._clients)
@@ -125,17 +134,22 @@ class Clients:
 
     # --- what clients say --------------------------------------------------------------------------------------------
 
-    def received(self, token: object, frame: ClientFrame, now_ns: int) -> None:
-        """A frame has come. Each is answered at once, but for requests that are taken."""
-        refusal = self._refusal(frame)
+    def received(self, token: object, frame: ClientFrame, now_ns: int, caller: str = "") -> None:
+        """A frame has come, by the key of ``caller``. Each is answered at once, but for requests that are taken."""
+        refusal = self._refusal(frame, caller)
         if refusal is not None:
             self._say(token, frame, ClientFrameType.REFUSED, code=refusal[0], reason=refusal[1])
             return
         client = self._clients.get(frame.client_id)
         if client is not None:
             client.token = token
+            if caller and not client.owner:  # it was used without keys before
+                self._open_by[caller] += client.open_count
+                self._open_by[""] -= client.open_count
+                client.owner = caller
+                self._log.open.transaction.clients[frame.client_id] = client.position
         if frame.frame_type is ClientFrameType.REQUEST:
-            self._request(token, frame, client, now_ns)
+            self._request(token, frame, client, now_ns, caller)
             return
         number, released = (client.number, client.released) if client is not None else (0, 0)
         if frame.frame_type is ClientFrameType.HELLO:
@@ -156,7 +170,7 @@ class Clients:
             self._release(frame.client_id, client, min(frame.acknowledged, number))
         self._say(token, frame, ClientFrameType.PONG, number=number, acknowledged=released)
 
-    def _refusal(self, frame: ClientFrame) -> tuple[ClientCode, str] | None:
+    def _refusal(self, frame: ClientFrame, caller: str) -> tuple[ClientCode, str] | None:
         if frame.instance != self._name:
             return ClientCode.NOT_ME, f"this is {self._name!r}, the request is for {frame.instance!r}"
         if not self._is_ready():
@@ -165,10 +179,15 @@ class Clients:
             return ClientCode.NOT_READY, f"{self._name!r} is stopping"
         if frame.frame_type not in (ClientFrameType.HELLO, ClientFrameType.REQUEST, ClientFrameType.PING):
             return ClientCode.MALFORMED, f"unexpected frame {frame.frame_type.name}"
+        if why := self._intake.why_waiting(caller):
+            return ClientCode.NOT_READY, why
+        client = self._clients.get(frame.client_id)
+        if client is not None and caller and client.owner not in ("", caller):
+            return ClientCode.NOT_YOURS, f"the client ID {frame.client_id!r} is another's than {caller!r}"
         return None
 
-    def _request(self, token: object, frame: ClientFrame, client: Client | None, now_ns: int) -> None:
-        known = client or Client(token=token)
+    def _request(self, token: object, frame: ClientFrame, client: Client | None, now_ns: int, caller: str) -> None:
+        known = client or Client(token=token, owner=caller)
         first_new = known.number + 1
         if client is None and 0 < frame.time_ns <= self._forgotten_ns:
             reason = f"{self._name!r} does not know any more whether client {frame.client_id!r} has called it before"
@@ -182,37 +201,55 @@ class Clients:
             for number in range(frame.number, frame.number + repeated):
                 self._tell(frame.client_id, client, number)
         if repeated < frame.count:
-            self._take(token, frame, known, repeated, now_ns)
+            self._take(token, frame, known, repeated, now_ns, caller)
         if known.number:
             self._release(frame.client_id, known, min(frame.acknowledged, known.number))
 
-    def _take(self, token: object, frame: ClientFrame, client: Client, repeated: int, now_ns: int) -> None:
+    def _take(self, token: object, frame: ClientFrame, client: Client, repeated: int, now_ns: int, caller: str) -> None:
         """Log what of ``frame`` is behind the first ``repeated`` requests."""
-        if self._is_busy(client, frame):
-            code = ClientCode.BUSY
-            self._say(token, frame, ClientFrameType.PONG, number=client.number, acknowledged=client.released, code=code)
+        if self._is_busy(client, frame) or self._intake.is_full(caller):
+            self._say_busy(token, frame, client)
             return
         try:
             calls = logged_calls(frame.payload, frame.count, frame.client_id, frame.number, repeated)
         except ProtocolError as error:
             self._say(token, frame, ClientFrameType.REFUSED, code=ClientCode.MALFORMED, reason=str(error))
             return
-        count = frame.count - repeated
+        new = frame.count - repeated
+        count, end = self._intake.first_of(caller, calls, new, now_ns, self._open_by[caller])
+        if count < new:
+            calls = calls[:end]
+        if not count:
+            self._say_busy(token, frame, client)
+            return
         front = encode_batch(calls, count)
         size_bytes = len(front) + len(calls)
         source = BatchSource(
             BatchKind.CLIENT, caller_of(frame.client_id), frame.number + repeated, count, frame.time_ns
         )
         group = self._log.append((front, calls) if front else (calls,), size_bytes, source)
+        self._intake.taken(group, calls, caller, source.name)
         self._undurable.append((group.ticket, size_bytes))
         self._undurable_bytes += size_bytes
-        client.number = frame.number + frame.count - 1
+        client.number = frame.number + repeated + count - 1
         client.time_ns = self._log.time_ns(now_ns)
-        self.open_count += count
+        self._opened(client, count)
         self._clients[frame.client_id] = client
         self._clients.move_to_end(frame.client_id)
         group.transaction.clients[frame.client_id] = client.position
         self._forget_unused(client.time_ns)
+        if count < new:
+            self._say_busy(token, frame, client)
+
+    def _say_busy(self, token: object, frame: ClientFrame, client: Client) -> None:
+        """What is behind the client's number is to be sent again later."""
+        code = ClientCode.BUSY
+        self._say(token, frame, ClientFrameType.PONG, number=client.number, acknowledged=client.released, code=code)
+
+    def _opened(self, client: Client, count: int) -> None:
+        """So many more of its requests are open; below 0: fewer."""
+        self.open_count += count
+        self._open_by[client.owner] += count
 
     def _is_busy(self, client: Client, frame: ClientFrame) -> bool:
         while self._undurable and self._undurable[0][0] <= self._log.durable_ticket:
@@ -256,7 +293,7 @@ class Clients:
             return 0
         if number in client.replies:
             return 0  # a replay has made it again; or it counts as lost, and the client may have been told so
-        self.open_count -= 1
+        self._opened(client, -1)
         data = bytes((reply.kind,)) + reply.value
         self._keep(client, number, data)
         self._log.open.transaction.replies[client_id, number] = data
@@ -286,7 +323,7 @@ class Clients:
         for client_id, client in self._clients.items():
             for number in range(client.released + 1, client.number + 1) if client.open_count else ():
                 if number not in client.replies and number not in client.gone:
-                    self.open_count -= 1
+                    self._opened(client, -1)
                     self._keep(client, number, _LOST)
                     self._log.open.transaction.replies[client_id, number] = _LOST
                     if client.token is not None:
@@ -322,7 +359,7 @@ class Clients:
         """Nobody asks for the numbers up to ``up_to`` any more, or they are gone."""
         if up_to <= client.released:
             return
-        self.open_count -= client.open_count
+        self._opened(client, -client.open_count)
         transaction = self._log.open.transaction
         for number in range(client.released + 1, up_to + 1):
             if number in client.gone:
@@ -333,7 +370,7 @@ class Clients:
                 continue  # it was on its way to the log: it need not get there
             transaction.replies[client_id, number] = None
         client.released = up_to
-        self.open_count += client.open_count
+        self._opened(client, client.open_count)
         transaction.clients[client_id] = client.position
 
     def _forget_unused(self, now_ns: int) -> None:

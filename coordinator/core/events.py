@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from coordinator.core.errors import LogError
 from coordinator.core.interfaces import Letter, LogSpace, LogSummary, OutputBatch
+from coordinator.core.permissions import Permission
 from protocol.client import ClientFrame
 from protocol.peer import PeerFrame
 from protocol.verdicts import MessageKey
@@ -41,10 +42,20 @@ class PeerFrameReceived(Struct):
 
 
 class ClientFrameReceived(Struct):
-    """A client, which is no instance, says something; ``token`` is for ReplyToClient, as often as there is need."""
+    """A client, which is no instance, says something; ``token`` is for ReplyToClient, as often as there is need.
+
+    ``caller``: the name that its key stands for, "" without keys.
+    """
 
     token: object
     frame: ClientFrame
+    caller: str = ""
+
+
+class PermissionsChanged(Struct):
+    """The settings give callers other permissions; see :class:`coordinator.core.permissions.Permissions`."""
+
+    given: Mapping[str, Permission]
 
 
 class PeerReplied(Struct):
@@ -183,6 +194,7 @@ Event = (
     | AppClosed
     | PeerFrameReceived
     | ClientFrameReceived
+    | PermissionsChanged
     | PeerReplied
     | PeerMoved
     | PeerReset

@@ -6,6 +6,8 @@ operator's hand.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -27,6 +29,7 @@ from protocol.verdicts import (
     LETTER_SIZE_BYTES_MAX,
     TEXT_CHARACTERS_MAX,
     TRACE_CHARACTERS_MAX,
+    Cause,
     Handling,
     Verdict,
     VerdictKind,
@@ -51,6 +54,7 @@ class Failing:
     verdicts: Verdicts
     watch: Watch
     methods: Methods = field(default_factory=dict)  # of the app that was here last
+    forbidden: Counter[str] = field(default_factory=Counter)  # calls that a caller may not make, since the start
     _suspect: Suspect = NO_SUSPECT  # as the log has it, or will
     _summary: LogSummary | None = None  # of the log that the session replays
     _settled_sequence_id: int = -1  # the session began behind this record, or has a checkpoint of it
@@ -188,6 +192,30 @@ class Failing:
             self.peers.held_ticket = group.ticket
         return group
 
+    def lacks_room(self) -> bool:
+        """No more calls that are refused may come in before there is a checkpoint, which is asked for."""
+        full = self.verdicts.known_count >= self.limits.verdicts_max
+        self.checkpoints.wanted = self.checkpoints.wanted or full
+        return full
+
+    def refuse(self, group: Group, forbidden: Sequence[tuple[int, str]], caller: str, who_waits: str) -> None:
+        """``caller`` may not make these of the calls that were added to ``group`` last: (index among them, method).
+
+        They are no dead letters: else a caller could push out those of others.
+        """
+        first = sum([batch.count for batch in group.batches[:-1]])
+        given: list[Verdict] = []
+        for index, method in forbidden:
+            text = f"{caller!r} may not call {method!r} of {self.name!r}"
+            key = self.log.open_sequence_id, first + index
+            verdict = Verdict(*key, VerdictKind.REFUSED, "", text, Cause.FORBIDDEN, method=method, caller=who_waits)
+            self.verdicts.give(verdict, group=group)
+            given.append(verdict)
+        self.forbidden[caller] += len(forbidden)
+        if self._told:  # else with all others, before the app's first record
+            for message in encode_verdicts(given):
+                self._send(MessageType.VERDICTS, message)
+
     def _tell_long(self, now_ns: int, *, stopping: bool) -> None:
         least_s = 0.001 if stopping else self.limits.long_handler_s
         if news := self.watch.news(least_s, now_ns):
@@ -207,6 +235,7 @@ class Failing:
         verdicts, suspect = self.verdicts, self.watch.suspect
         return {
             "verdicts": {kind.name.lower(): verdicts.counts[kind] for kind in VerdictKind},
+            "forbidden": dict(self.forbidden),
             "letters": {
                 "count": len(verdicts.letters),
                 "bytes": verdicts.letters_bytes,

@@ -92,6 +92,15 @@ class GroupCommit:
         self._count(group, size_bytes, from_app)
         return group
 
+    @property
+    def open_sequence_id(self) -> int:
+        """Of the record that the open group becomes, if it has input."""
+        return self._next_sequence_id + sum(1 for group in self._waiting if group.chunks and group is not self.open)
+
+    def add(self, group: Group, size_bytes: int) -> None:
+        """The caller adds something of ``size_bytes`` to the transaction of ``group``, which has a record."""
+        self._count(group, size_bytes, from_app=False)
+
     def append_outside_record(self, size_bytes: int, *, from_app: bool = False) -> Group:
         """The group for something of ``size_bytes`` that the caller adds to its transaction itself."""
         group = self._with_room(size_bytes)

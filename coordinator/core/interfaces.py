@@ -150,12 +150,13 @@ class ClientPosition:
     """How much of one client's requests is in the log.
 
     ``number`` is the last one taken; the replies up to ``released`` are kept no longer. ``time_ns``: when it was last
-    heard of.
+    heard of. ``owner``: whose keys have used the ID first, "" where none had any.
     """
 
     number: int
     released: int
     time_ns: int
+    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)

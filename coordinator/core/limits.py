@@ -28,6 +28,9 @@ class Limits:
     stream_retry_ns: int = 2_000_000_000
     """A stream that has stopped greets its receiver again after this: what was wrong may have been mended there."""
 
+    held_back_ns: int = 250_000_000
+    """Who has used up its rate is heard again after this, and once a quarter of a second's calls may be made."""
+
     log_pending_bytes: int = 16 * MIB
     """Input from the app that waits for the log; above this the app is not read."""
 
@@ -135,6 +138,10 @@ class Limits:
 
     letters_bytes: int = 64 * MIB
     """... and in bytes."""
+
+    verdicts_max: int = 10_000
+    """Verdicts on messages behind the last checkpoint, which the app and this coordinator keep in memory; beyond it no
+    more is taken of who may not call all methods, until there is a checkpoint."""
 
     kills_max: int | None = 3
     """A message that was at work so often in a row when the app's process ended is not given to it again; None: it

@@ -10,7 +10,7 @@ the app makes of a record is sent only after that record was given to it, so aft
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from coordinator.core import events as ev
@@ -40,6 +40,7 @@ from coordinator.core.errors import AppProtocolError, DivergenceError
 from coordinator.core.failing import Failing
 from coordinator.core.group_commit import Group, GroupCommit
 from coordinator.core.impulses import Impulses
+from coordinator.core.intake import Intake
 from coordinator.core.interfaces import (
     ONESELF,
     CheckpointHeader,
@@ -51,6 +52,7 @@ from coordinator.core.interfaces import (
 from coordinator.core.limits import Limits
 from coordinator.core.log_room import LogRoom
 from coordinator.core.peers import Peers
+from coordinator.core.permissions import Permission, Permissions
 from coordinator.core.recovery import Recovery
 from coordinator.core.replay_check import ReplayPolicy
 from coordinator.core.session import (
@@ -98,7 +100,7 @@ class Machine:
 
     ``name``: the instance. ``summary``: its log, as opened. ``upgrade_to``: the version of the app that its next
     recovery is to end in. ``promote``: a recovered app begins to work without a checkpoint first.
-    ``clients``: what the log holds of clients.
+    ``clients``: what the log holds of clients. ``permissions``: of callers, by name; others may call all methods.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class Machine:
         *,
         promote: bool = False,
         clients: StoredClients | None = None,
+        permissions: Mapping[str, Permission] | None = None,
     ) -> None:
         self.name = name
         self.limits = limits or Limits()
@@ -130,6 +133,8 @@ class Machine:
         rpc_size_bytes_max = self.limits.arguments_bytes_max + RPC_FRONT_SIZE_BYTES_MAX
         self._session = AppSession(summary.committer_id, rpc_size_bytes_max)
         self._policy = ReplayPolicy(name, self.limits, self._session, self._effects)
+        self._permissions = Permissions(name, permissions or {})
+        intake = Intake(self._permissions)
         self._peers = Peers(
             name,
             summary.committer_id,
@@ -140,6 +145,7 @@ class Machine:
             ready=summary.extensions is not None,
             committer_ids=dict(summary.peers),
             policy=self._policy,
+            intake=intake,
             starts=dict(summary.stream_starts),
             app_speaks=not INTRODUCED.isdisjoint(summary.extensions or ()),
         )
@@ -152,6 +158,7 @@ class Machine:
             self._effects,
             clients or StoredClients(),
             lambda: self._peers.ready,
+            intake,
         )
         self._impulses = Impulses(summary, self._log, self._peers)
         self._load_ticket = 0  # the commit to wait for before the log is loaded for a new session
@@ -182,6 +189,7 @@ class Machine:
             verdicts,
             Watch(summary.suspect, self.limits.kills_max),
         )
+        intake.failing = self._failing
         self._operator = Operator(self._failing, verdicts, self._impulses, self._log_room, self._effects)
         self._stopping = False
         self._final_checkpoint_asked = False
@@ -194,6 +202,7 @@ class Machine:
             ev.AppClosed: self._app_closed,
             ev.PeerFrameReceived: self._peer_frame_received,
             ev.ClientFrameReceived: self._client_frame_received,
+            ev.PermissionsChanged: self._permissions_changed,
             ev.PeerReplied: self._peer_replied,
             ev.PeerMoved: self._peer_moved,
             ev.PeerReset: self._peer_reset,
@@ -537,6 +546,7 @@ class Machine:
             if message_type == MessageType.HELLO:
                 session.hello = decode_hello(message.data)
             self._check_extensions()
+            self._permissions.app_came(takes_verdicts=MessageType.VERDICTS in session.extensions)
             if message_type == MessageType.HELLO:
                 if session.phase is Phase.FIRST_START:
                     self._failing.introduce()
@@ -562,6 +572,8 @@ class Machine:
             session.description = decode_app_description(message.data)
             self._failing.methods = session.description.methods
             self._clients.describe_methods(session.description)
+            self._permissions.describe(session.description)
+            self._answer_parked()
         elif message_type == MessageType.UPGRADE_FAILED:
             self._upgrade_failed(message.data.decode("utf-8", "replace"))
         elif message_type == MessageType.INITIAL_MESSAGE:
@@ -581,6 +593,7 @@ class Machine:
         """It begins with something that is no Hello."""
         if not self._session.heard:
             self._session.heard = True
+            self._permissions.app_came(takes_verdicts=False)
             self._check_extensions()
 
     def _check_extensions(self) -> None:
@@ -884,7 +897,7 @@ class Machine:
 
     def _tick(self, event: ev.Tick) -> None:
         """Time has passed. Whether a checkpoint is due is looked at in each turn."""
-        self._wakes.tick(self._now_ns, self._peers.retry_failed)
+        self._wakes.tick(self._now_ns, self._peers.retry_failed, self._answer_parked)
 
     # --- the log ---------------------------------------------------------------------------------------------------
 
@@ -948,7 +961,15 @@ class Machine:
         self._peers.received(event.token, event.frame, self._now_ns)
 
     def _client_frame_received(self, event: ev.ClientFrameReceived) -> None:
-        self._clients.received(event.token, event.frame, self._now_ns)
+        self._clients.received(event.token, event.frame, self._now_ns, event.caller)
+
+    def _permissions_changed(self, event: ev.PermissionsChanged) -> None:
+        self._permissions.change(event.given)
+        self._answer_parked()
+
+    def _answer_parked(self) -> None:
+        if self._peers.ready:
+            self._peers.answer_parked(self._now_ns)
 
     def _peer_replied(self, event: ev.PeerReplied) -> None:
         self._peers.replied(event.destination, event.tag, event.frame)
@@ -1037,6 +1058,16 @@ class Machine:
         return describe_peers(self._peers, self._back_pressure.held_up_for)
 
     @property
+    def forbidden(self) -> Mapping[str, int]:
+        """Calls that were refused as their caller may not make them, by caller, since the start."""
+        return self._failing.forbidden
+
+    @property
+    def held_back(self) -> Mapping[str, int]:
+        """How often calls had to wait since there were too many, by caller, since the start."""
+        return self._permissions.held_back
+
+    @property
     def letters(self) -> list[MessageKey]:
         """The dead letters that are kept, oldest first."""
         return list(self._failing.verdicts.letters)
@@ -1065,6 +1096,7 @@ class Machine:
             **describe_flow(self._back_pressure, self._log_room, self.name, self.limits),
             **self._failing.describe(now_ns),
             "impulses": self._impulses.count,
+            "held_back": dict(self._permissions.held_back),
             "clients": self._clients.describe(),
             "version": self._versions.current,
             "upgrade_to": self._versions.upgrade_to,

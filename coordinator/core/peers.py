@@ -17,6 +17,7 @@ from coordinator.core.effects import Effect, OpenPeer, ReadSpilled, ReplyToPeer,
 from coordinator.core.grants import Grants
 from coordinator.core.group_commit import Group, GroupCommit
 from coordinator.core.input_stream import InputStream
+from coordinator.core.intake import Intake
 from coordinator.core.interfaces import (
     IMPULSES,
     ONESELF,
@@ -71,6 +72,7 @@ class Peers:
     committer_ids: dict[str, int]  # of receivers, once seen
     policy: ReplayPolicy  # for what a replay makes
     app_speaks: bool  # its calls and answers are as WIRE.md's part 4.1 says: who waits can be looked at
+    intake: Intake
     starts: dict[str, StreamStart] = field(default_factory=dict)  # of the output streams that were reset
     outputs: dict[str, OutputStream] = field(default_factory=dict)
     inputs: dict[str, InputStream] = field(default_factory=dict)
@@ -596,10 +598,18 @@ class Peers:
         """A frame from a peer. While stopping, none is taken or answered: their senders keep them."""
         if not self.accepting:
             return
-        if frame.frame_type is FrameType.HELLO and not self.ready:
+        if frame.frame_type is FrameType.HELLO and self._must_wait(frame.sender, now_ns):
             self._park(_ParkedHello(token, frame))
             return
         self._respond(token, frame, now_ns)
+
+    def _must_wait(self, sender: str, now_ns: int) -> bool:
+        return not self.ready or bool(self.intake.why_waiting(sender)) or self.intake.must_wait(sender, now_ns)
+
+    @property
+    def holds_back(self) -> bool:
+        """Somebody may have to wait for its rate."""
+        return bool(self._parked) and self.ready and self.intake.permissions.has_rates
 
     def _respond(self, token: object, frame: PeerFrame, now_ns: int) -> None:
         reply = self._refusal(frame) or self._answer(token, frame, now_ns)
@@ -607,16 +617,17 @@ class Peers:
             self._reply(token, frame.sender, reply)
 
     def _park(self, hello: _ParkedHello) -> None:
-        """Answer it once the first start is complete. What a sender said long before its newest needs no answer."""
+        """Answer it once the first start is complete, and calls can be judged. What a sender said long before its
+        newest needs no answer."""
         sender = hello.frame.sender
         if sender not in self._parked and len(self._parked) >= self.limits.parked_senders_max:
-            self._reply(hello.token, sender, self._not_ready())
+            self._reply(hello.token, sender, self._not_ready(self.intake.why_waiting(sender)))
             return
         parked = self._parked.setdefault(sender, deque(maxlen=self.limits.parked_hellos_max))
         parked.append(hello)
 
-    def _not_ready(self) -> _Reply:
-        reason = f"{self.name!r} has not completed its first start"
+    def _not_ready(self, why: str = "") -> _Reply:
+        reason = why or f"{self.name!r} has not completed its first start"
         return _Reply(FrameType.REFUSED, code=RefusedCode.NOT_READY, reason=reason)
 
     def _refusal(self, frame: PeerFrame) -> _Reply | None:
@@ -670,6 +681,10 @@ class Peers:
             return _Reply(
                 FrameType.REFUSED, code=RefusedCode.MALFORMED, reason=f"unexpected frame {frame.frame_type.name}"
             )
+        if self.intake.why_waiting(frame.sender):
+            return _Reply(FrameType.RESEND, 0)  # it greets again, and is answered once its calls can be judged
+        if self.intake.is_full(frame.sender):
+            return self._not_ready(f"{self.name!r} takes a checkpoint: too many calls that were refused are behind it")
         if frame.position > stream.received + 1 or not stream.has_greeted(frame.committer_id):
             return _Reply(FrameType.RESEND, stream.received)
         last_position = frame.position + frame.count - 1
@@ -679,10 +694,17 @@ class Peers:
             part = stream.new_part(frame, stream.rules if self.app_speaks else from_peer_of_base_app)
         except RemoteProtocolError as error:
             return _Reply(FrameType.REFUSED, code=RefusedCode.MALFORMED, reason=str(error))
+        if part is not None:
+            first_position, count, payload = part
+            taken, end = self.intake.first_of(frame.sender, payload, count, now_ns)
+            if taken:
+                self._log(
+                    stream, frame.sender, frame, first_position, taken, payload if taken == count else payload[:end]
+                )
+            if taken < count:
+                return _Reply(FrameType.RESEND, 0)  # it greets again, and is answered once it may call again
         stream.wait_for(last_position, token)
         self.grants.sent(frame.sender, now_ns)
-        if part is not None:
-            self._log(stream, frame.sender, frame, *part)
         return None
 
     def _log(
@@ -696,6 +718,8 @@ class Peers:
             from_app=source == ONESELF,
         )
         group.transaction.sources[source] = stream.take(frame, first_position + count - 1)
+        if source != ONESELF:
+            self.intake.taken(group, payload, source, source)
 
     def _take_own(self, first_position: int, count: int, payload: bytes, now_ns: int) -> None:
         frame = self._frame(FrameType.BATCH, ONESELF, first_position, count=count, time_ns=now_ns)
@@ -735,6 +759,10 @@ class Peers:
     def became_ready(self, now_ns: int) -> None:
         """The first start is complete: answer who has asked meanwhile."""
         self.ready = True
+        self.answer_parked(now_ns)
+
+    def answer_parked(self, now_ns: int) -> None:
+        """Those that need not wait any more."""
         parked, self._parked = self._parked, {}
         for hello in chain.from_iterable(parked.values()):
             self.received(hello.token, hello.frame, now_ns)

@@ -47,13 +47,21 @@ class Verdicts:
         """No replay begins before this record. The log has them still."""
         self._known = {key: verdict for key, verdict in self._known.items() if key[0] > sequence_id}
 
-    def give(self, verdict: Verdict, *, from_app: bool = False) -> Group | None:
-        """The group that makes it durable; None if there is one on that message already."""
+    @property
+    def known_count(self) -> int:
+        return len(self._known)
+
+    def give(self, verdict: Verdict, *, from_app: bool = False, group: Group | None = None) -> Group | None:
+        """The group that makes it durable, which is ``group`` where that has the message itself; None if there is a
+        verdict on that message already."""
         known = self._known.get(verdict.key)
         if known is not None and (known.skips or verdict.kind not in _OVERRULING):
             return None
         size_bytes = FRONT_SIZE_BYTES + len(verdict.text) + len(verdict.message) + len(verdict.trace)
-        group = self._log.append_outside_record(size_bytes, from_app=from_app)
+        if group is None:
+            group = self._log.append_outside_record(size_bytes, from_app=from_app)
+        else:
+            self._log.add(group, size_bytes)
         group.transaction.verdicts.append(verdict)
         self._known[verdict.key] = verdict.without_letter()
         self.counts[verdict.kind] += 1

@@ -19,6 +19,7 @@ class Wakes:
     _checkpoint_ns: int | None = None  # one is due by age
     _retry_ns: int | None = None  # for streams that have stopped
     _spill_ns: int | None = None  # for streams whose receivers are waited for
+    _held_back_ns: int | None = None  # for senders that have used up their rate
 
     def checkpoint_at(self, time_ns: int) -> None:
         self._checkpoint_ns = time_ns
@@ -33,7 +34,11 @@ class Wakes:
             self._spill_ns = now_ns + self.limits.recent_ns
             self._plan()
 
-    def tick(self, now_ns: int, retry: Callable[[], None]) -> None:
+        if self._held_back_ns is None and peers.holds_back:
+            self._held_back_ns = now_ns + self.limits.held_back_ns
+            self._plan()
+
+    def tick(self, now_ns: int, retry: Callable[[], None], answer_parked: Callable[[], None]) -> None:
         """Time has passed. What is to be done about checkpoints and spilling, each turn looks at."""
         if self._checkpoint_ns is not None and now_ns >= self._checkpoint_ns:
             self._checkpoint_ns = None
@@ -42,11 +47,14 @@ class Wakes:
         if _is_due(self._retry_ns, self.limits.stream_retry_ns, now_ns):
             self._retry_ns = None
             retry()
+        if _is_due(self._held_back_ns, self.limits.held_back_ns, now_ns):
+            self._held_back_ns = None
+            answer_parked()
         self._plan()
 
     def _plan(self) -> None:
         """One WakeAt takes the place of the one before: the next of all that is waited for."""
-        wishes_ns = (self._checkpoint_ns, self._retry_ns, self._spill_ns)
+        wishes_ns = (self._checkpoint_ns, self._retry_ns, self._spill_ns, self._held_back_ns)
         due_ns = [at_ns for at_ns in wishes_ns if at_ns is not None]
         if due_ns:
             self.effects.append(WakeAt(min(due_ns)))

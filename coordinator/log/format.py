@@ -61,7 +61,6 @@ INT = msgspec.msgpack.Decoder(int)
 INTS = msgspec.msgpack.Decoder(list[int])
 TEXT = msgspec.msgpack.Decoder(str)
 SOURCE = msgspec.msgpack.Decoder(tuple[int, int, int])
-_CLIENT = msgspec.msgpack.Decoder(tuple[int, int, int])
 STREAM_STARTS = msgspec.msgpack.Decoder(dict[str, tuple[int, bool, bool]])
 _VERSION_START = msgspec.msgpack.Decoder(tuple[int, int, str])
 _OUTPUTS = msgspec.msgpack.Decoder(dict[str, list[tuple[int, int, bytes]]])
@@ -85,6 +84,16 @@ class _HeaderPayload(msgspec.Struct, array_like=True, forbid_unknown_fields=True
 
 
 _HEADER = msgspec.msgpack.Decoder(_HeaderPayload)
+
+
+class _ClientPayload(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    number: int
+    released: int
+    time_ns: int
+    owner: str = ""
+
+
+_CLIENT = msgspec.msgpack.Decoder(_ClientPayload)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +147,14 @@ def reply_of_key(key: bytes) -> tuple[str, int]:
 
 
 def encode_client(key: bytes, position: ClientPosition) -> bytes:
-    return seal(b"clients", key, (position.number, position.released, position.time_ns))
+    fixed = position.number, position.released, position.time_ns
+    return seal(b"clients", key, (*fixed, position.owner) if position.owner else fixed)
 
 
 def decode_client(key: bytes, value: bytes) -> ClientPosition:
     """Raises DamagedLogError."""
-    return ClientPosition(*unseal(b"clients", key, value, _CLIENT))
+    known = unseal(b"clients", key, value, _CLIENT)
+    return ClientPosition(known.number, known.released, known.time_ns, known.owner)
 
 
 def seal(table: bytes, key: bytes, payload: object) -> bytes:

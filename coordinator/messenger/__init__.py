@@ -15,7 +15,7 @@ from coordinator.messenger.errors import (
 from coordinator.messenger.listener import ClientLoop, ClientRoute, Received, ServerLoop
 from coordinator.messenger.messenger import Messenger
 from coordinator.messenger.outbox import ReplyCallback, RetryPolicy
-from coordinator.messenger.security import KeyPair, Security
+from coordinator.messenger.security import KeyPair, Role, Security
 from coordinator.messenger.sockets import Counters
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "Received",
     "ReplyCallback",
     "RetryPolicy",
+    "Role",
     "Security",
     "ServerLoop",
 ]

@@ -7,6 +7,7 @@ An own thread answers, so that nobody waits outside while the messenger's owner 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 import zmq
@@ -22,11 +23,13 @@ _PARTS = 9  # of a question about CURVE: routing ID, empty, version, request, do
 
 
 class Gate:
-    """Lets in the keys of ``callers``, and counts the connections that it ``refused``. One for each ZeroMQ context."""
+    """Lets in the keys of ``callers``, and counts the connections. One for each ZeroMQ context."""
 
     def __init__(self, context: Context, callers: Mapping[str, str], clock_ns: Callable[[], int]) -> None:
         self.callers = callers
         self.refused = 0
+        self.let_in: Counter[str] = Counter()  # connections, by key
+        self.last_refused = ""  # key, and where from
         self._warnings = Warnings(clock_ns)
         self._socket: Socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -56,11 +59,13 @@ class Gate:
         known = len(parts) == _PARTS and parts[2] == _VERSION and parts[7] == b"CURVE" and len(parts[8]) == 32
         key = z85.encode(parts[8]).decode() if known else ""
         if key in self.callers:
+            self.let_in[key] += 1
             answer = [b"200", b"OK", key.encode(), b""]
         else:
             answer = [b"400", b"this key may not call here", b"", b""]
             self.refused += 1
             origin = parts[5].decode(errors="replace") if known else "somebody"
+            self.last_refused = f"{key} from {origin}"
             self._warnings.warn(f"a connection from {origin}: its key {key} is of nobody who may call here", "refused")
         self._socket.send_multipart([parts[0], b"", _VERSION, parts[3], *answer], zmq.NOBLOCK)
 

@@ -38,7 +38,7 @@ from coordinator.messenger.limits import (
     REPLY_SIZE_BYTES_MAX,
     SPAN_MAX,
 )
-from coordinator.messenger.security import Security, serve_with
+from coordinator.messenger.security import Role, Security, serve_with
 from coordinator.messenger.sockets import (
     EVENTS,
     NOBLOCK,
@@ -134,11 +134,15 @@ class Received:
 
 
 class ClientRoute:
-    """The way to a client, who is no messenger and for whom nothing is kept or sent again."""
+    """The way to a client, who is no messenger and for whom nothing is kept or sent again.
 
-    __slots__ = ("_listener", "_route")
+    ``peer``: the name that its key stands for, None without keys.
+    """
 
-    def __init__(self, listener: Listener, route: bytes) -> None:
+    __slots__ = ("_listener", "_route", "peer")
+
+    def __init__(self, listener: Listener, route: bytes, peer: str | None = None) -> None:
+        self.peer = peer
         self._listener = listener
         self._route = route
 
@@ -273,7 +277,7 @@ class Listener:
                     self._stranger_warnings.warn(
                         f"at {self.endpoint}: a message came with the key {key}, which may not call"
                     )
-                else:
+                elif self._fits_role(key, peer, parts):
                     received = self._accept(parts, peer)
                 del identified
             if received is not None:
@@ -293,11 +297,24 @@ class Listener:
                 f"at {self.endpoint}: a connection was refused that has no key, or expects another one here"
             )
 
+    def _fits_role(self, key: str, peer: str, frames: list[bytes]) -> bool:
+        """Whether the owner of ``key`` sends such messages. Nothing but the first byte is looked at."""
+        assert self._security is not None
+        role = self._security.roles.get(key, Role.INSTANCE)
+        clients_frame = len(frames) == 2 and is_client_frame(frames[1])
+        if role.may_send(clients_frame):
+            return True
+        self._counters.roles_refused += 1
+        self._counters.refused_by[peer] += 1
+        kind = "a client's frame" if clients_frame else "a peer's message"
+        self._stranger_warnings.warn(f"at {self.endpoint}: {kind} came with the key of {peer!r}, whose role is {role}")
+        return False
+
     def _accept(self, frames: list[bytes], peer: str | None) -> Received | None:
         """The message in ``frames``, if it is one and new. What is a client's goes to its own loop."""
         if self._client_loop is not None and len(frames) == 2 and is_client_frame(frames[1]):
             self._counters.received += 1
-            self._client_loop(ClientRoute(self, frames[0]), frames[1])
+            self._client_loop(ClientRoute(self, frames[0], peer), frames[1])
             return None
         try:
             envelope = decode_envelope(frames[1] if len(frames) > 1 else b"")

@@ -136,8 +136,16 @@ class Messenger:
 
     def counters(self) -> Counters:
         """A copy of what has been counted."""
-        refused = 0 if self._gate is None else self._gate.refused
-        return replace(self._counters, strangers_refused=self._counters.strangers_refused + refused)
+        counters, gate = self._counters, self._gate
+        if gate is None:
+            return replace(counters, refused_by=counters.refused_by.copy())
+        return replace(
+            counters,
+            strangers_refused=counters.strangers_refused + gate.refused,
+            refused_by=counters.refused_by.copy(),
+            let_in_by=gate.let_in.copy(),
+            last_refused=gate.last_refused,
+        )
 
     # What the owner does; any thread after start()
 

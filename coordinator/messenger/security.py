@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 import zmq
 
@@ -36,18 +37,34 @@ class KeyPair:
             return False
 
 
+class Role(StrEnum):
+    """What the owner of a key is, and so what it may send."""
+
+    INSTANCE = "instance"  # a peer's messages
+    CLIENT = "client"  # clients' frames
+    OWNER = "owner"  # the key is the receiver's own: clients' frames of whoever can read its secrets
+    OPERATOR = "operator"  # neither: operators ask on the instance's machine, over the control port
+
+    def may_send(self, clients_frame: bool) -> bool:
+        """A client's frame, or else a peer's message."""
+        if self is Role.INSTANCE:
+            return not clients_frame
+        return clients_frame and self is not Role.OPERATOR
+
+
 @dataclass(frozen=True, slots=True)
 class Security:
     """What a messenger goes by until it is given another one; see :meth:`Messenger.secure`.
 
     ``own``: what it shows to others. ``callers``: the name of each public key that may send to it; nobody else gets
     a connection. ``servers``: the public keys that may answer at an endpoint, the likeliest first; with none the
-    endpoint is connected to in plain.
+    endpoint is connected to in plain. ``roles``: of the keys of ``callers``; one that is not in there is an instance's.
     """
 
     own: KeyPair
     callers: Mapping[str, str]
     servers: Callable[[str], Sequence[str]]
+    roles: Mapping[str, Role] = field(default_factory=dict)
 
 
 def serve_with(socket: Socket, pair: KeyPair) -> None:

@@ -7,8 +7,9 @@ import errno
 import logging
 import re
 import socket as unix_socket
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from struct import Struct
 
 import zmq
@@ -59,6 +60,10 @@ class Counters:
     malformed: int = 0  # what is not of this protocol
     strangers_refused: int = 0  # connections of those who may not call here, or do not show a key
     strangers_dropped: int = 0  # messages that came with a key which may not call any more
+    roles_refused: int = 0  # messages of a kind that the role of their key does not send
+    refused_by: Counter[str] = field(default_factory=Counter)  # ... by the name that the key stands for
+    last_refused: str = ""  # by the gate: its key, and where it came from
+    let_in_by: Counter[str] = field(default_factory=Counter)  # connections that the gate has let in, by key
 
 
 class Warnings:

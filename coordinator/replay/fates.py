@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from protocol.verdicts import Verdict, VerdictKind
+from protocol.verdicts import Cause, Verdict, VerdictKind
 
 
 class Fate(Enum):
@@ -40,10 +40,14 @@ class Fates:
 def changed_fates(then: Iterable[Verdict], now: Iterable[Verdict], after: int, before: tuple[int, int]) -> list[Fates]:
     """Grouped by method, in the order of the log.
 
-    ``then``: the log's verdicts; ``now``: those of an app that was told none of them. It was given the messages behind
-    the record ``after``, those before (record, message) ``before``.
+    ``then``: the log's verdicts; ``now``: those of an app that was told none of them, but those on calls that were
+    forbidden. It was given the messages behind the record ``after``, those before (record, message) ``before``.
     """
-    old = {each.key: each for each in then if after < each.sequence_id and each.key[:2] < before}
+    old = {
+        each.key: each
+        for each in then
+        if after < each.sequence_id and each.key[:2] < before and each.cause is not Cause.FORBIDDEN
+    }
     new = {each.key: each for each in now}
     groups: dict[tuple[str, Fate], Fates] = {}
     for key in sorted(old.keys() | new.keys()):

@@ -30,7 +30,7 @@ from protocol.batch import offset_after
 from protocol.checksum import crc64
 from protocol.extensions import HandlerFailure, Origin
 from protocol.trailer import Trailer
-from protocol.verdicts import Verdict
+from protocol.verdicts import Cause, Verdict
 
 AHEAD_SIZE_BYTES_MAX = 16 << 20  # of outputs that one side has made and the other has not: beyond it ...
 AHEAD_PAUSE_S = 0.05  # ... it pauses so long at each batch, no longer: an app may be waiting to say its last words
@@ -123,7 +123,7 @@ def run_what_if(
             stop=lambda: sinks[side].has_seen_enough,
             announce=lambda address: announce(side, address),
             numbers=run.numbers.before if side is Side.NEW and tells_numbers else None,
-            tells=lambda verdict: side is Side.OLD,
+            tells=lambda verdict: side is Side.OLD or verdict.cause is Cause.FORBIDDEN,  # no code was asked
         )
         sinks[side].finish(result)
 

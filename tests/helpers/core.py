@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from typing import TypeVar
 
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.limits import Limits
 from coordinator.core.machine import Machine
+from coordinator.core.permissions import Permission
 from coordinator.core.session import Phase
 from coordinator.log.memory import MemoryLogStore
 from coordinator.runtime import check_checkpoint
@@ -70,9 +72,12 @@ class Driven:
         auto: bool = True,
         name: str = "a",
         upgrade_to: int | None = None,
+        permissions: Mapping[str, Permission] | None = None,
     ) -> None:
         self.store = store or MemoryLogStore(COMMITTER_ID)
-        self.machine = Machine(name, self.store.summary(), limits, upgrade_to, clients=self.store.clients())
+        self.machine = Machine(
+            name, self.store.summary(), limits, upgrade_to, clients=self.store.clients(), permissions=permissions
+        )
         self.auto = auto
         self.now_ns = NOW_NS
         self.jobs: deque[ef.Commit | ef.WriteCheckpointChunk] = deque()

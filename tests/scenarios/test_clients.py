@@ -30,7 +30,7 @@ from appsdk.client import (
     with_timeout,
 )
 from appsdk.client.proxies import client_of
-from coordinator import control
+from coordinator import control, keys
 from tests.helpers.cli import HOME, Run, immortal
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "guide" / "clients.md").read_text()
@@ -410,7 +410,7 @@ def test_without_keys_nobody_comes_in(folder: Path, ledger: Run, monkeypatch: py
         client.all()
     # Where the settings of the instance can't be read, it says so itself.
     peer = settings.read_text().split('peer = "')[1].split('"')[0]
-    server_keys = (folder / HOME / "ledger" / "public_keys").read_text().split()
+    server_keys = keys.read_public_keys(folder / HOME / "ledger")
     elsewhere = connect("ledger", endpoints=[peer], server_keys=server_keys, timeout=DEADLINE_S)
     with elsewhere as client, pytest.raises(NotConnectable, match=r"does not let the caller's key in \(.*, of 'web'\)"):
         client.all()

@@ -86,7 +86,7 @@ def test_all_fields(tmp_path: Path) -> None:
             " app_auth, app_insecure,"
             " log, log_key, keep_checkpoints, keep_log_days, log_trigger_mb, checkpoint_age_s, kills_before_verdict,"
             " replay_check, rpc_limit_mb, spill_limit_mb, log_limit_mb, disk_free_mb, metrics, app,"
-            " tuning, peers, peer_keys",
+            " tuning, peers, peer_keys, client_keys",
         ),
         (
             GOOD.replace("7002", '"7002"'),

@@ -254,11 +254,11 @@ def test_the_settings_key_goes_before_that_of_the_registry(registry: Registry) -
 
 
 def test_a_key_that_two_claim_is_nobodys(registry: Registry) -> None:
-    stolen = keys.public_path(registry.home / "bob").read_text()
+    (stolen,) = keys.read_public_keys(registry.home / "bob")
     keys.public_path(registry.home / "carol").write_text(stolen)
     watched = Watched(registry)
     assert watched.callers == set()
-    assert f"the public key {stolen.strip()} is given for several instances" in watched.warnings[0]
+    assert f"the public key {stolen} is given for several instances" in watched.warnings[0]
     watched.look()
     assert len(watched.warnings) == 1, "told once"
 
@@ -320,8 +320,10 @@ def test_the_command_makes_rotates_retires_and_shows_no_secret(tmp_path: Path) -
     assert shown["callers"] == [
         {
             "name": "bob",
+            "role": "instance",
             "keys": list(keys.read_public_keys(tmp_path / "bob")),
             "from": str(keys.public_path(tmp_path / "bob")),
+            "methods": None,
         }
     ]
     outputs += [run(tmp_path, "keys", "alice", "--retire"), run(tmp_path, "keys", "bob"), json.dumps(shown)]

@@ -1,0 +1,254 @@
+"""Who was let in, who was refused, what operators did: one line of JSON each, which names the hash of the one before.
+
+<home>/counter/audit.log      mode 0600; the newest lines. Full, it becomes audit.log.1, and that audit.log.2 ...
+
+So a line that was changed, or taken out, shows: the next one does not fit. That the last ones were cut off shows by the
+hash of the newest line, where somebody has kept it elsewhere. What strangers can make happen at any rate is counted,
+and written now and then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from protocol.errors import ImmortalError
+
+FILE_NAME = "audit.log"
+FILE_SIZE_BYTES_MAX = 8 << 20
+OLD_FILES_MAX = 7
+TEXT_CHARACTERS_MAX = 2000  # of one value
+FIRST = "0" * 64  # what the first line of all names
+TALLIES_MAX = 1000  # kinds of counted entries that are told apart
+TALLY_NS = 600_000_000_000  # between two lines of one of them
+
+
+class AuditError(ImmortalError):
+    """The audit log cannot be read."""
+
+
+def path(folder: Path) -> Path:
+    """The newest file; ``folder`` is the instance's."""
+    return folder / FILE_NAME
+
+
+def _old_path(folder: Path, number: int) -> Path:
+    return folder / f"{FILE_NAME}.{number}"
+
+
+def paths(folder: Path) -> list[Path]:
+    """Those that there are, oldest first."""
+    old = [_old_path(folder, number) for number in range(OLD_FILES_MAX, 0, -1)]
+    return [one for one in (*old, path(folder)) if one.exists()]
+
+
+def remove(folder: Path) -> None:
+    for one in paths(folder):
+        one.unlink(missing_ok=True)
+
+
+def hash_of(line: bytes) -> str:
+    """Of a line without its end."""
+    return hashlib.blake2b(line, digest_size=32).hexdigest()
+
+
+class AuditLog:
+    """Appends to the log of one instance; one process at a time does, the one that has its log open.
+
+    What can't be written does not stop the coordinator: ``warn`` is told, and the next line says how many are lost.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        warn: Callable[[str], None],
+        *,
+        clock_ns: Callable[[], int] = time.time_ns,
+        size_bytes_max: int = FILE_SIZE_BYTES_MAX,
+    ) -> None:
+        self._folder = folder
+        self._warn = warn
+        self._clock_ns = clock_ns
+        self._size_bytes_max = size_bytes_max
+        self._descriptor: int | None = None
+        self._size_bytes = self._lost = 0
+        self._previous = FIRST
+        self._tallies: dict[tuple[str, str], _Tally] = {}
+
+    def write(self, what: str, **fields: object) -> None:
+        """One line."""
+        self._try(what, fields, sync=False)
+
+    def write_through(self, what: str, **fields: object) -> None:
+        """One line, which survives a loss of power once this returns."""
+        self._try(what, fields, sync=True)
+
+    def _try(self, what: str, fields: dict[str, object], *, sync: bool) -> None:
+        try:
+            self._write(what, fields)
+            if sync and self._descriptor is not None:
+                os.fdatasync(self._descriptor)
+        except OSError as error:
+            if not self._lost:
+                self._warn(f"{path(self._folder)} can't be written: {error.strerror}; what happens is not noted there")
+            self._lost += 1
+            self._close()
+
+    def _write(self, what: str, fields: dict[str, object]) -> None:
+        if self._descriptor is None:
+            cut_bytes = self._open()
+            if cut_bytes:  # a crash, or a full disk, in the middle of a line
+                self._append("cut", {"bytes": cut_bytes})
+        if self._size_bytes >= self._size_bytes_max:
+            self._rotate()
+        lost, self._lost = self._lost, 0
+        try:
+            self._append(what, {**fields, "lost": lost} if lost else fields)
+        except OSError:
+            self._lost = lost
+            raise
+
+    def _open(self) -> int:
+        """Behind the last whole line; how many bytes of an unfinished one were cut off."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        file = path(self._folder)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._descriptor = os.open(file, flags, 0o600)
+        text = file.read_bytes()
+        whole = text.rfind(b"\n") + 1
+        if whole < len(text):
+            os.ftruncate(self._descriptor, whole)
+        self._size_bytes = whole
+        before = text[:whole] or self._last_of_old()
+        self._previous = hash_of(before[:-1].rpartition(b"\n")[2]) if before else FIRST
+        return len(text) - whole
+
+    def _last_of_old(self) -> bytes:
+        old = _old_path(self._folder, 1)
+        return old.read_bytes() if old.exists() else b""
+
+    def _append(self, what: str, fields: dict[str, object]) -> None:
+        assert self._descriptor is not None
+        now_ns = self._clock_ns()
+        when = datetime.fromtimestamp(now_ns / 1e9, UTC).isoformat(timespec="milliseconds")
+        values = {key: _clipped(value) for key, value in fields.items()}
+        entry = {"time": when, "what": what, **values, "previous": self._previous}
+        line = json.dumps(entry, separators=(",", ":")).encode()
+        written = os.write(self._descriptor, line + b"\n")
+        self._size_bytes += written
+        if written <= len(line):
+            raise OSError(28, "no space left on the device")
+        self._previous = hash_of(line)
+
+    def _rotate(self) -> None:
+        self._close()
+        for number in range(OLD_FILES_MAX - 1, 0, -1):
+            if (old := _old_path(self._folder, number)).exists():
+                old.replace(_old_path(self._folder, number + 1))
+        path(self._folder).replace(_old_path(self._folder, 1))
+        self._open()
+
+    # --- what may happen at any rate ---------------------------------------------------------------------------------
+
+    def count(self, what: str, who: str, now_ns: int, count: int = 1, **fields: object) -> None:
+        """It has happened ``count`` times more: the first time a line, then one in TALLY_NS with their number.
+
+        ``fields``: of the last time. ``now_ns``: monotonic.
+        """
+        key = what, who
+        if key not in self._tallies and len(self._tallies) >= TALLIES_MAX:
+            key = what, ""
+        tally = self._tallies.setdefault(key, _Tally())
+        tally.count += count
+        tally.fields = fields
+        if now_ns >= tally.due_ns:
+            self._write_tally(key, tally, now_ns)
+
+    def settle(self, now_ns: int) -> None:
+        """Write what was counted and is due."""
+        for key, tally in self._tallies.items():
+            if tally.count and now_ns >= tally.due_ns:
+                self._write_tally(key, tally, now_ns)
+
+    def _write_tally(self, key: tuple[str, str], tally: _Tally, now_ns: int) -> None:
+        count, tally.count = tally.count, 0
+        tally.due_ns = now_ns + TALLY_NS
+        self.write(key[0], **{"who": key[1] or "others", "count": count, **tally.fields})
+
+    def close(self, **fields: object) -> None:
+        """All that was counted is written."""
+        for key, tally in self._tallies.items():
+            if tally.count:
+                self._write_tally(key, tally, tally.due_ns)
+        self.write_through("stopped", **fields)
+        self._close()
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+class _Tally:
+    """One kind of entry that is counted. ``due_ns``: when the next line may be written, monotonic."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.due_ns = 0
+        self.fields: dict[str, object] = {}
+
+
+def _clipped(value: object) -> object:
+    if isinstance(value, str) and len(value) > TEXT_CHARACTERS_MAX:
+        return f"{value[:TEXT_CHARACTERS_MAX]}... ({len(value)} characters)"
+    return value
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """``problem``: why it can't stand there; "" if it fits."""
+
+    file: Path
+    number: int  # in its file, from 1
+    hash: str
+    entry: dict[str, Any]
+    problem: str = ""
+
+
+def lines(folder: Path) -> Iterator[Line]:
+    """All that are kept, oldest first, each compared with the one before. Raises AuditError."""
+    previous: str | None = None
+    for file in paths(folder):
+        try:
+            text = file.read_bytes()
+        except OSError as error:
+            raise AuditError(f"{file} cannot be read: {error.strerror}") from None
+        whole, _, rest = text.rpartition(b"\n")
+        for number, line in enumerate(whole.split(b"\n") if whole else (), 1):
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                entry = None
+            if not isinstance(entry, dict):
+                yield Line(file, number, hash_of(line), {}, "is no line of an audit log")
+            elif previous is not None and entry.get("previous") != previous:
+                yield Line(file, number, hash_of(line), entry, "does not fit the line before it")
+            elif previous is None and file == path(folder) and entry.get("previous") != FIRST:
+                yield Line(
+                    file, number, hash_of(line), entry, "is not the first that was written: those before are gone"
+                )
+            else:
+                yield Line(file, number, hash_of(line), entry)
+            previous = hash_of(line)
+        if rest and file != path(folder):
+            yield Line(file, whole.count(b"\n") + 2, hash_of(rest), {}, "was not written to its end")

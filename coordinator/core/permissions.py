@@ -1,0 +1,162 @@
+"""Which methods a caller may call, and how many calls it may make: judged as they come in, before they are logged.
+
+A call that is not allowed takes its place in the log like any other, with a verdict in the same transaction: so the
+order is kept, nothing is called, and its caller is told. What methods are called, the app says; until it has, the calls
+of who may not call all of them wait.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from msgspec import Struct
+
+from protocol.extensions import AppDescription
+from protocol.messages import RpcKind, decode_messages
+from protocol.varint import decode_zigzag_int
+
+
+class Permission(Struct, frozen=True):
+    """What one caller may do. ``methods``: the names of those that it may call; None: all.
+
+    ``rate``: calls in a second; ``concurrent``: a client's calls that are not answered yet; None: any number.
+    """
+
+    methods: frozenset[str] | None = None
+    rate: int | None = None
+    concurrent: int | None = None
+
+
+ANYTHING = Permission()
+_SECOND_NS = 1_000_000_000
+
+
+class _Bucket:
+    """What a caller has left of its ``rate``: at most what comes in one second."""
+
+    def __init__(self, rate: int) -> None:
+        self.rate = rate
+        self.left = float(rate)
+        self._filled_ns: int | None = None
+
+    def fill(self, now_ns: int) -> None:
+        """The clock may be set: a second at most counts, and none backwards."""
+        if self._filled_ns is not None:
+            passed_ns = min(max(0, now_ns - self._filled_ns), _SECOND_NS)
+            self.left = min(float(self.rate), self.left + passed_ns * self.rate / _SECOND_NS)
+        self._filled_ns = now_ns
+
+    @property
+    def is_low(self) -> bool:
+        """Less than what comes in a quarter of a second: not worth another try."""
+        return self.left < max(1.0, self.rate / 4)
+
+
+class Permissions:
+    """Those of one instance, ``name``. ``given``: by the caller's name; who is not in there may call everything."""
+
+    def __init__(self, name: str, given: Mapping[str, Permission]) -> None:
+        self._name = name
+        self._given: dict[str, Permission] = {}
+        self._names: Mapping[int, str] | None = None  # of the app's own methods; None: it has not said any
+        self._takes_verdicts = False
+        self._allowed: dict[str, frozenset[int]] = {}  # method IDs, of who may not call all of them
+        self._buckets: dict[str, _Bucket] = {}  # of who has a rate
+        self.held_back: Counter[str] = Counter()  # how often calls of a caller had to wait, since the start
+        self.change(given)
+
+    def change(self, given: Mapping[str, Permission]) -> None:
+        self._given = {name: permission for name, permission in given.items() if name != self._name}
+        before, self._buckets = self._buckets, {}
+        for caller, permission in self._given.items():
+            if permission.rate is not None:
+                known = before.get(caller)
+                same = known is not None and known.rate == permission.rate
+                self._buckets[caller] = known if known is not None and same else _Bucket(permission.rate)
+        self._look_up()
+
+    def app_came(self, *, takes_verdicts: bool) -> None:
+        """An app has said its first word; one that takes no verdicts can't be kept from carrying out a call."""
+        self._takes_verdicts = takes_verdicts
+
+    def describe(self, description: AppDescription) -> None:
+        """What the app says that its methods are called."""
+        self._names = {
+            method_id: name.rpartition(".")[2]
+            for (destination, method_id), name in description.methods.items()
+            if destination == ""
+        }
+        self._look_up()
+
+    def _look_up(self) -> None:
+        names = self._names or {}
+        self._allowed = {
+            caller: frozenset(method_id for method_id, name in names.items() if name in permission.methods)
+            for caller, permission in self._given.items()
+            if permission.methods is not None
+        }
+
+    def limits(self, caller: str) -> bool:
+        """It may not call all methods."""
+        return caller in self._allowed
+
+    def why_waiting(self, caller: str) -> str:
+        """Why the calls of ``caller`` can't be judged yet, in words; "" if they can."""
+        if caller not in self._allowed or (self._names is not None and self._takes_verdicts):
+            return ""
+        return (
+            f"{self._name!r} lets {caller!r} call some methods only, and its app has not said yet which those are (one "
+            f"of the base protocol never does)"
+        )
+
+    @property
+    def has_rates(self) -> bool:
+        return bool(self._buckets)
+
+    def must_wait(self, caller: str, now_ns: int) -> bool:
+        """It has used up what it may call in a second."""
+        bucket = self._buckets.get(caller)
+        if bucket is None:
+            return False
+        bucket.fill(now_ns)
+        return bucket.is_low
+
+    def first_of(self, caller: str, calls: bytes, count: int, open_count: int, now_ns: int) -> tuple[int, int]:
+        """How many of the ``count`` packed RPC messages may be taken now, and where they end; they count as taken.
+
+        ``open_count``: calls of ``caller`` that are not answered yet.
+        """
+        bucket, permission = self._buckets.get(caller), self._given.get(caller, ANYTHING)
+        concurrent = permission.concurrent
+        if bucket is None and concurrent is None:
+            return count, len(calls)
+        if bucket is not None:
+            bucket.fill(now_ns)
+        taken = offset = 0
+        for _, start, end in decode_messages(calls):
+            if calls[start] == RpcKind.CALL:
+                if (bucket is not None and bucket.left < 1) or (concurrent is not None and open_count >= concurrent):
+                    self.held_back[caller] += 1
+                    break
+                open_count += 1
+                if bucket is not None:
+                    bucket.left -= 1
+            taken, offset = taken + 1, end
+        return taken, offset
+
+    def forbidden(self, caller: str, calls: bytes) -> list[tuple[int, str]]:
+        """Of packed RPC messages those that ``caller`` may not make: (index, what its method is called).
+
+        Answers are none. ``calls`` were checked before.
+        """
+        allowed = self._allowed.get(caller)
+        if allowed is None:
+            return []
+        names = self._names or {}
+        found = []
+        for index, (_, start, _) in enumerate(decode_messages(calls)):
+            method_id = decode_zigzag_int(calls, start + 1)[0]
+            if method_id not in allowed and calls[start] == RpcKind.CALL:
+                found.append((index, names.get(method_id) or f"method {method_id}"))
+        return found

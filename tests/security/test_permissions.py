@@ -1,0 +1,531 @@
+"""Methods that a caller may not call: nothing is carried out, nothing else is held up, and the caller is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from appsdk.client import CallRefused, connect
+from appsdk.dispatch import Dispatcher
+from appsdk.proxy import definition_of
+from coordinator import keys
+from coordinator.config import ConfigError
+from coordinator.core import effects as ef
+from coordinator.core import events as ev
+from coordinator.core.limits import Limits
+from coordinator.core.permissions import Permission, Permissions
+from coordinator.log.memory import MemoryLogStore
+from coordinator.registry import Registry
+from protocol.batch import check_batch
+from protocol.client import ClientCode
+from protocol.extensions import AppDescription
+from protocol.messages import RpcKind, encode_incoming_rpc
+from protocol.peer import FrameType, PeerFrame, RefusedCode
+from protocol.verdicts import Cause, Verdict, VerdictKind
+from tests.helpers.cli import HOME, Run, immortal
+from tests.helpers.clients import Ledger, request, said
+from tests.helpers.core import COMMITTER_ID, PEER_COMMITTER_ID, Driven
+from tests.helpers.processes import House
+
+METHODS = definition_of(Ledger)
+ADD, REFUSE = METHODS.handlers["add"].method_id, METHODS.handlers["refuse"].method_id
+ONLY_ADD = {name: Permission(frozenset({"add"})) for name in ("b", "web")}
+
+
+class Guarded:
+    """An instance called "a" with an app of the SDK, whose callers "b" and "web" may call ``add`` alone."""
+
+    def __init__(self, permissions: dict[str, Permission] | None = None, limits: Limits | None = None) -> None:
+        self.permissions = ONLY_ADD if permissions is None else permissions
+        self.limits = limits
+        self._begin(MemoryLogStore(COMMITTER_ID))
+
+    def _begin(self, store: MemoryLogStore) -> None:
+        self.driven = Driven(store, permissions=self.permissions, limits=self.limits)
+        self.app: Dispatcher | None = None
+        self._given = 0
+
+    def crash(self) -> None:
+        """Of both processes."""
+        self._begin(self.driven.store.crash())
+
+    def serve(self) -> list[int]:
+        """The app does all that there is for it; what it has noted so far."""
+        if self.app is None:
+            self.driven.connect()
+            self.app = Dispatcher(METHODS, lambda: bytes(16))
+        for _ in range(10):
+            given = bytes(self.driven.app_bytes)
+            self.driven.app_bytes.clear()
+            self.app.receive_data(given)
+            made = [bytes(chunk) for chunk in self.app.data_to_send()]
+            while self.app.next_event() is not None:
+                made += [bytes(chunk) for chunk in self.app.data_to_send()]
+            made += [bytes(chunk) for chunk in self.app.data_to_send()]
+            self.driven.handle(ev.AppSent(len(given)), *([ev.AppData(b"".join(made))] if made else []))
+        found: list[int] = self.app.instance.entries
+        return found
+
+    def greet(self, name: str = "b", epoch: int = 1) -> list[PeerFrame]:
+        hello = PeerFrame(FrameType.HELLO, name, "a", PEER_COMMITTER_ID, epoch, 0)
+        return answers(self.driven.handle(ev.PeerFrameReceived("hello", hello)))
+
+    def send(self, position: int, *calls: bytes, name: str = "b") -> list[PeerFrame]:
+        payload = b"".join(calls)
+        frame = PeerFrame(FrameType.BATCH, name, "a", PEER_COMMITTER_ID, 1, position, len(calls), 5, payload)
+        return answers(self.driven.handle(ev.PeerFrameReceived("batch", frame)))
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        return list(self.driven.store.summary().verdicts)
+
+
+def answers(effects: list[ef.Effect]) -> list[PeerFrame]:
+    return [effect.frame for effect in effects if isinstance(effect, ef.ReplyToPeer)]
+
+
+def fork(token: int, method_id: int = ADD) -> bytes:
+    return encode_incoming_rpc(method_id, 1, msgspec.msgpack.encode((token,)))
+
+
+def waiting(number: int, token: int, method_id: int = ADD) -> bytes:
+    return encode_incoming_rpc(method_id, 0, msgspec.msgpack.encode(("b", number, token)))
+
+
+def by(caller: str, event: ev.ClientFrameReceived) -> ev.ClientFrameReceived:
+    return ev.ClientFrameReceived(event.token, event.frame, caller)
+
+
+def requested(token: int, method_id: int = ADD) -> bytes:
+    return encode_incoming_rpc(method_id, 0, msgspec.msgpack.encode((token,)))
+
+
+@pytest.fixture
+def guarded() -> Guarded:
+    made = Guarded()
+    made.serve()
+    made.greet()
+    return made
+
+
+# --- peers ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_peer_cannot_call_what_it_may_not_and_the_rest_goes_on_in_order(guarded: Guarded) -> None:
+    sent = fork(1), fork(2, REFUSE), waiting(7, 3, REFUSE), fork(4)
+    (acknowledged,) = guarded.send(1, *sent)
+    assert (acknowledged.frame_type, acknowledged.position) == (FrameType.TRIM_TO, 4)
+    assert guarded.serve() == [1, 4]
+    first, second = guarded.verdicts
+    assert (first.kind, first.cause) == (second.kind, second.cause) == (VerdictKind.REFUSED, Cause.FORBIDDEN)
+    assert (first.message_index, second.message_index) == (1, 2)
+    assert first.text == "'b' may not call 'refuse' of 'a'"
+    assert [frame.receiver for frame in guarded.driven.frames(FrameType.HELLO)] == ["b"], "it is to be answered"
+    assert guarded.send(5, fork(5))[0].position == 5
+    assert guarded.serve() == [1, 4, 5]
+
+
+def test_a_refused_peer_is_told(guarded: Guarded) -> None:
+    guarded.send(1, waiting(7, 3, REFUSE))
+    guarded.serve()
+    guarded.driven.reply(FrameType.WELCOME, 0)
+    (batch,) = guarded.driven.frames(FrameType.BATCH)
+    check_batch(batch.payload, 1)
+    assert batch.payload[2] == RpcKind.RAISED
+    assert b"~refused" in batch.payload
+    assert b"'b' may not call 'refuse' of 'a'" in batch.payload
+
+
+def test_what_was_refused_stays_so_after_a_crash_and_under_other_settings(guarded: Guarded) -> None:
+    guarded.send(1, fork(1), fork(2, REFUSE), fork(3))
+    guarded.permissions = {}
+    guarded.crash()
+    assert guarded.serve() == [1, 3]
+
+
+def test_a_verdict_is_durable_with_its_message_or_not_at_all(guarded: Guarded) -> None:
+    """Else a crash in between would let the call through."""
+    guarded.driven.auto = False
+    guarded.send(1, *[fork(number) for number in range(400)], fork(-1, REFUSE))
+    commits = [job.transaction for job in guarded.driven.jobs if isinstance(job, ef.Commit)]
+    holding = [transaction for transaction in commits if transaction.records]
+    assert len(holding) == 1
+    assert [verdict.message_index for verdict in holding[0].verdicts] == [400]
+    assert holding[0].verdicts[0].sequence_id == holding[0].records[0][0]
+
+
+def test_messages_are_counted_over_all_batches_of_the_record(guarded: Guarded) -> None:
+    guarded.driven.auto = False
+    guarded.send(1, fork(0))  # on its way to the disk: what follows gathers in one record
+    guarded.greet("c")
+    guarded.send(1, fork(1), fork(2), name="c")
+    guarded.send(2, fork(3), fork(4, REFUSE))
+    guarded.driven.disk_all()
+    guarded.driven.auto = True
+    assert guarded.serve() == [0, 1, 2, 3]
+    (verdict,) = guarded.verdicts
+    assert verdict.message_index == 3
+
+
+def test_a_peer_cannot_push_out_dead_letters_of_others(guarded: Guarded) -> None:
+    guarded.send(1, *[fork(number, REFUSE) for number in range(50)])
+    assert guarded.serve() == []
+    assert guarded.driven.machine.letters == []
+    assert len(guarded.verdicts) == 50
+
+
+def test_answers_need_no_permission(guarded: Guarded) -> None:
+    answer = encode_incoming_rpc(REFUSE, 0, msgspec.msgpack.encode((1, 2)), RpcKind.RETURNED_VALUE)
+    guarded.send(1, answer)
+    guarded.serve()
+    assert [verdict for verdict in guarded.verdicts if verdict.cause is Cause.FORBIDDEN] == []
+
+
+def test_nothing_is_taken_before_the_app_has_said_what_its_methods_are(guarded: Guarded) -> None:
+    """A coordinator that has just been started, and whose app is not there yet."""
+    guarded.send(1, fork(1))
+    guarded.serve()
+    guarded.crash()
+    (again,) = guarded.send(2, fork(2, REFUSE))
+    assert (again.frame_type, again.position) == (FrameType.RESEND, 0)
+    assert guarded.greet() == [], "it is held back"
+    (other,) = guarded.greet("c")
+    assert other.frame_type is FrameType.WELCOME, "others need not wait"
+    guarded.driven.effects.clear()
+    guarded.serve()
+    welcomes = [frame for frame in answers(guarded.driven.effects) if frame.receiver == "b"]
+    assert [(frame.frame_type, frame.position) for frame in welcomes] == [(FrameType.WELCOME, 1)]
+    guarded.send(2, fork(2, REFUSE), fork(3))
+    assert guarded.serve() == [1, 3]
+
+
+def test_other_settings_hold_from_then_on(guarded: Guarded) -> None:
+    guarded.driven.handle(ev.PermissionsChanged({}))
+    guarded.send(1, fork(1, REFUSE))
+    guarded.driven.handle(ev.PermissionsChanged({"b": Permission(frozenset())}))
+    guarded.send(2, fork(2))
+    assert guarded.serve() == [1]
+
+
+def test_refused_calls_do_not_fill_the_memory() -> None:
+    """A verdict is remembered until the next checkpoint: beyond a limit one is asked for, and no more is taken."""
+    guarded = Guarded(limits=Limits(verdicts_max=10))
+    guarded.serve()
+    guarded.greet()
+    guarded.greet("c")
+    guarded.driven.forget()
+    guarded.send(1, *[fork(number, REFUSE) for number in range(10)])
+    (refused,) = guarded.send(11, fork(1))
+    assert (refused.frame_type, refused.code) == (FrameType.REFUSED, RefusedCode.NOT_READY)
+    assert "takes a checkpoint: too many calls that were refused" in refused.reason
+    busy = said(guarded.driven.handle(by("web", request("t", 1, requested(1)))))
+    assert busy == [("t", "PONG", ClientCode.BUSY)]
+    assert guarded.send(1, fork(2), name="c")[0].frame_type is FrameType.TRIM_TO, "others are served"
+    guarded.serve()
+    assert guarded.send(11, fork(3))[0].frame_type is FrameType.TRIM_TO
+    assert guarded.serve() == [2, 3]
+
+
+# --- clients ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_client_cannot_call_what_it_may_not(guarded: Guarded) -> None:
+    calls = requested(1), requested(2, REFUSE), requested(3)
+    guarded.driven.handle(by("web", request("t", 1, *calls)))
+    guarded.driven.effects.clear()
+    assert guarded.serve() == [1, 3]
+    replies = {
+        number: reply
+        for _, kind, what in said(guarded.driven.effects)
+        if kind == "REPLY"
+        for number, reply in what.items()
+    }
+    assert replies[1][0] == replies[3][0] == 1
+    name, arguments, _ = msgspec.msgpack.decode(b"\x93" + replies[2][1])
+    assert (name, arguments) == ("~refused", ["'web' may not call 'refuse' of 'a'"])
+
+
+def test_a_client_waits_for_the_app_to_say_what_its_methods_are(guarded: Guarded) -> None:
+    guarded.crash()
+    assert said(guarded.driven.handle(by("web", request("t", 1, requested(1))))) == [
+        ("t", "REFUSED", ClientCode.NOT_READY)
+    ]
+    assert said(guarded.driven.handle(by("other", request("u", 1, requested(2), client_id="d")))) == []
+    guarded.serve()
+    guarded.driven.handle(by("web", request("t", 1, requested(3))))
+    assert guarded.serve() == [2, 3]
+
+
+def test_the_instances_owner_may_call_everything() -> None:
+    permissions = Permissions("a", {"a": Permission(frozenset())})
+    assert (permissions.why_waiting("a"), permissions.limits("a")) == ("", False)
+
+
+def test_an_app_that_takes_no_verdicts_cannot_be_protected_and_its_limited_callers_wait() -> None:
+    permissions = Permissions("a", ONLY_ADD)
+    permissions.app_came(takes_verdicts=False)
+    permissions.describe(AppDescription(1, {("", 3): "Ledger.add"}))
+    assert "lets 'b' call some methods only" in permissions.why_waiting("b")
+    assert permissions.why_waiting("c") == ""
+
+
+# --- how many ---------------------------------------------------------------------------------------------------------
+
+SECOND_NS = 1_000_000_000
+FEW = {"b": Permission(rate=4), "web": Permission(rate=4), "slow": Permission(concurrent=2)}
+
+
+@pytest.fixture
+def few() -> Guarded:
+    made = Guarded(FEW)
+    made.serve()
+    made.greet()
+    made.driven.forget()
+    return made
+
+
+def later(guarded: Guarded, passed_ns: int) -> list[ef.Effect]:
+    guarded.driven.now_ns += passed_ns
+    return guarded.driven.handle(ev.Tick())
+
+
+def test_a_peer_cannot_make_more_calls_than_its_rate(few: Guarded) -> None:
+    """It is asked to send the rest again, and heard when it may call again: nothing is lost, and the order is kept."""
+    calls = [fork(number) for number in range(10)]
+    (answer,) = few.send(1, *calls)
+    assert (answer.frame_type, answer.position) == (FrameType.RESEND, 0)
+    for position in range(5, 11):  # one that does not care
+        (answer,) = few.send(position, *calls[position - 1 :])
+        assert answer.frame_type is FrameType.RESEND
+    assert few.serve() == [0, 1, 2, 3]
+    assert few.greet() == [], "it is not heard yet"
+    assert few.driven.of(ef.WakeAt), "it will be"
+    (welcome,) = answers(later(few, SECOND_NS))
+    assert (welcome.frame_type, welcome.position) == (FrameType.WELCOME, 4)
+    few.send(5, *calls[4:])
+    assert few.serve() == list(range(8))
+    assert few.driven.machine.status(0)["held_back"] == {"b": 3}
+
+
+def test_a_peer_within_its_rate_is_not_held_up(few: Guarded) -> None:
+    for number in range(20):
+        (answer,) = few.send(number + 1, fork(number))
+        assert answer.frame_type is FrameType.TRIM_TO
+        few.driven.now_ns += SECOND_NS // 4
+    assert few.serve() == list(range(20))
+
+
+def test_a_peers_answers_do_not_count(few: Guarded) -> None:
+    answer = encode_incoming_rpc(REFUSE, 0, msgspec.msgpack.encode((1, 2)), RpcKind.RETURNED_VALUE)
+    (acknowledged,) = few.send(1, *[answer] * 50)
+    assert acknowledged.position == 50
+
+
+def test_a_clock_that_is_set_gives_nobody_more(few: Guarded) -> None:
+    few.send(1, *[fork(number) for number in range(4)])
+    few.driven.now_ns += 10_000 * SECOND_NS
+    few.send(5, *[fork(number) for number in range(4, 20)])
+    few.driven.now_ns -= 20_000 * SECOND_NS
+    few.send(9, *[fork(number) for number in range(8, 20)])
+    assert few.serve() == list(range(8))
+
+
+def test_a_client_cannot_make_more_calls_than_its_rate(few: Guarded) -> None:
+    calls = [requested(number) for number in range(6)]
+    told = said(few.driven.handle(by("web", request("t", 1, *calls))))
+    assert ("t", "PONG", ClientCode.BUSY) in told
+    few.driven.effects.clear()
+    assert few.serve() == [0, 1, 2, 3]
+    again = request("t", 5, *calls[4:])
+    assert said(few.driven.handle(by("web", again))) == [("t", "PONG", ClientCode.BUSY)]
+    other = request("u", 1, requested(100), client_id="d")
+    few.driven.handle(by("other", other))
+    few.driven.now_ns += SECOND_NS
+    few.driven.handle(by("web", again))
+    assert few.serve() == [0, 1, 2, 3, 100, 4, 5]
+
+
+def test_a_client_cannot_have_more_open_calls_than_it_may_under_however_many_ids(few: Guarded) -> None:
+    few.driven.handle(by("slow", request("t", 1, requested(0))))
+    told = said(few.driven.handle(by("slow", request("t", 1, *[requested(n) for n in range(1, 4)], client_id="d"))))
+    assert told == [("t", "PONG", ClientCode.BUSY)]
+    refused = said(few.driven.handle(by("slow", request("t", 1, requested(9), client_id="e"))))
+    assert refused == [("t", "PONG", ClientCode.BUSY)]
+    assert few.serve() == [0, 1]
+    few.driven.handle(by("slow", request("t", 2, requested(2), requested(3), client_id="d")))
+    assert few.serve() == [0, 1, 2, 3]
+
+
+def test_a_stream_above_its_rate_arrives_whole_and_in_order(tmp_path: Path) -> None:
+    """Of real processes: what is held back is sent again until it is taken."""
+    house = House(tmp_path)
+    try:
+        house.register("alice", "bob")
+        for name in ("alice", "bob"):
+            keys.make(house.settings(name).folder)
+        path = house.registry.path("bob")
+        path.write_text(f"{path.read_text()}\n[allow]\nalice = {{rate = 100}}\n")
+        process, bob = house.both("bob")
+        _, alice = house.both("alice", peer="bob")
+        for number in range(250):
+            alice.impulse(number)
+        bob.until(lambda: len(bob.state["told"]) == 250)
+        assert bob.state["told"] == list(range(250))
+        assert process.status()["held_back"]["alice"] >= 1
+    finally:
+        house.close()
+
+
+def test_open_calls_are_counted_over_a_restart(few: Guarded) -> None:
+    few.driven.handle(by("slow", request("t", 1, requested(0), requested(1))))
+    few.crash()
+    told = said(few.driven.handle(by("slow", request("t", 3, requested(2)))))
+    assert told == [("t", "PONG", ClientCode.BUSY)]
+    few.serve()
+    few.driven.handle(by("slow", request("t", 3, requested(2))))
+    assert few.serve() == [0, 1, 2]
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+def settings_with(folder: Path, text: str) -> Any:
+    registry = Registry(folder / "home")
+    registry.register("alice", "tcp://127.0.0.1:*")
+    path = registry.path("alice")
+    path.write_text(f"{path.read_text()}\n{text}")
+    return registry.remember_app("alice", "module:Class"), registry
+
+
+def test_permissions_come_back_as_they_were(tmp_path: Path) -> None:
+    text = '[allow]\nweb = ["place", "total"]\nbob = "*"\nnobody = []\nslow = {rate = 5}\n'
+    text += 'few = {methods = ["place"], concurrent = 2}\n'
+    settings, registry = settings_with(tmp_path, text)
+    assert settings.allow == ("web", "bob", "nobody", "slow", "few")
+    assert settings.permissions == {
+        "web": Permission(frozenset({"place", "total"})),
+        "nobody": Permission(frozenset()),
+        "slow": Permission(rate=5),
+        "few": Permission(frozenset({"place"}), concurrent=2),
+    }
+    from coordinator.config import settings_text
+
+    registry.path("alice").write_text(settings_text(settings, log=None))
+    assert registry.load("alice") == settings
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[allow]\nweb = 'place'", "line 5, field 'allow.web': got \"place\", expected a list of names of methods"),
+        ("[allow]\nweb = ['@query']", "expected a list of names of methods"),
+        ("[allow]\nweb = [3]", "expected a list of names of methods"),
+        ("[allow]\nweb = {rate = 0}", 'expected a whole number from 1 to 1000000000 as "rate"'),
+        ("[allow]\nweb = {concurrent = true}", 'as "concurrent"'),
+        ("[allow]\nweb = {per_minute = 1}", 'expected "methods", "rate" and "concurrent", not "per_minute"'),
+        ("[allow]\n'no name' = ['place']", "'no name' is no instance name"),
+        ("allow = 'web'", r"or a table \[allow\] of names and the methods that each may call"),
+    ],
+)
+def test_permissions_that_make_no_sense_are_refused(tmp_path: Path, text: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        settings_with(tmp_path, text)
+
+
+# --- real processes ---------------------------------------------------------------------------------------------------
+
+COUNTER = """
+from appsdk import CallRefused, Immortal, peer, rpc
+
+
+class Counter(Immortal):
+    count: int
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @rpc
+    def add(self) -> int:
+        self.count += 1
+        return self.count
+
+    @rpc
+    def reset(self) -> int:
+        self.count = 0
+        return self.count
+
+
+class Shop(Immortal):
+    counter = peer(Counter, "counter")
+    last: str
+
+    def __init__(self) -> None:
+        self.last = ""
+
+    @rpc
+    async def sell(self) -> str:
+        count = await self.counter.add()
+        try:
+            await self.counter.reset()
+        except CallRefused as error:
+            return f"{count}: {error}"
+        return "reset"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "shop.py").write_text(COUNTER)
+    monkeypatch.setenv("IMMORTAL_HOME", str(tmp_path / HOME))
+    return tmp_path
+
+
+@pytest.fixture
+def runs(folder: Path) -> Iterator[Callable[[str, str], Run]]:
+    started: list[Run] = []
+
+    def run(name: str, app: str) -> Run:
+        started.append(Run(folder, name, app, "--restart"))
+        return started[-1]
+
+    yield run
+    for each in started:
+        each.kill()
+
+
+def test_peers_and_clients_are_kept_to_their_methods_by_real_processes(
+    folder: Path, runs: Callable[[str, str], Run]
+) -> None:
+    for name in ("counter", "shop"):
+        immortal(folder, "register", name, "--peer", "tcp://127.0.0.1:*")
+    immortal(folder, "keys", "web", "--make", "--client")
+    settings = folder / HOME / "counter.toml"
+    before = settings.read_text()
+    settings.write_text(before + '\n[allow]\nshop = ["add"]\nweb = ["add"]\n')
+    counter, shop = runs("counter", "shop:Counter"), runs("shop", "shop:Shop")
+    counter.line("ready")
+    shop.line("ready")
+    assert "may call add" in immortal(folder, "keys", "counter")
+    refused = "1: Counter.reset was refused: 'shop' may not call 'reset' of 'counter'"
+    assert json.loads(immortal(folder, "call", "shop", "sell")) == refused
+    with connect("counter", identity="web") as client:
+        assert client.add() == 2
+        with pytest.raises(CallRefused, match="'web' may not call 'reset' of 'counter'"):
+            client.reset()
+        assert client.add() == 3
+    assert immortal(folder, "call", "counter", "add").strip() == "4", "its owner's call"
+    settings.write_text(before + '\n[allow]\nshop = "*"\n')
+    counter.line("permissions changed")
+    assert json.loads(immortal(folder, "call", "shop", "sell")) == "reset"
+    assert shop.stop() == counter.stop() == 0
+    for name in ("counter", "shop"):
+        immortal(folder, "log", "verify", name)
+        immortal(folder, "verify", name, "--app", f"shop:{name.capitalize()}")
+        immortal(
+            folder, "what-if", name, "--app", f"shop:{name.capitalize()}"
+        )  # no code was asked, so it is no difference
