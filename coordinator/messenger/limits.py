@@ -70,9 +70,21 @@ KEEPALIVE_COUNT = 3
 SILENCE_NS = 20_000_000_000
 SILENCE_DOUBLINGS_MAX = 5
 
-# A connection that has not said who it is by then is closed: what a stranger can hold open is bounded by how
-# fast it connects. Far above what a handshake takes on a busy machine.
-HANDSHAKE_TIMEOUT_MS = 10_000
+# A connection that has not said who it is by then is closed. Far above what a handshake takes on a busy machine.
+HANDSHAKE_TIMEOUT_MS = 3_000
+
+# A connection of one's own waits for longer: the receiver may be stopped, or behind many others.
+CONNECT_HANDSHAKE_TIMEOUT_MS = 10_000
+
+# What a connection may bring before it is known who it is: a handshake with CURVE has some 600 bytes. It is looked at
+# so often: at the full speed of a loopback connection some MiB come meanwhile, all strangers together, since one
+# thread of ZeroMQ's reads them all.
+HANDSHAKE_SIZE_BYTES_MAX = 8 * 1024
+HANDSHAKE_LOOK_MS = 5
+
+# Connections of which it is not known who they are, at one listener: beyond it the oldest is ended. A handshake takes
+# milliseconds, so an honest one is through long before.
+HANDSHAKES_MAX = 256
 
 # After a handshake that failed, the link is made anew with what is known of its destination by then.
 RECONNECT_REFUSED_NS = 200_000_000

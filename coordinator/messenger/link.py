@@ -21,8 +21,8 @@ from coordinator.messenger.errors import EndpointError, EnvelopeError
 from coordinator.messenger.inproc import Watcher, is_inproc, unwatch, watch
 from coordinator.messenger.limits import (
     CLOSE_LINGER_MS,
+    CONNECT_HANDSHAKE_TIMEOUT_MS,
     CONNECT_TIMEOUT_MS,
-    HANDSHAKE_TIMEOUT_MS,
     IN_FLIGHT_MAX,
     LARGE_PART_SIZE_BYTES,
     PART_SIZE_BYTES_MAX,
@@ -134,7 +134,7 @@ class Link:
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS_MIN)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, CONNECT_HANDSHAKE_TIMEOUT_MS)
         keep_alive(socket)
         socket.setsockopt(zmq.MAXMSGSIZE, PART_SIZE_BYTES_MAX)
         socket.copy_threshold = LARGE_PART_SIZE_BYTES

@@ -25,6 +25,7 @@ from coordinator.messenger.errors import (
     EnvelopeError,
     MessageTooLargeError,
 )
+from coordinator.messenger.handshakes import Handshakes
 from coordinator.messenger.inbox import Conversation, Inbox
 from coordinator.messenger.inproc import is_inproc, telling
 from coordinator.messenger.limits import (
@@ -52,8 +53,6 @@ from coordinator.messenger.sockets import (
     descriptor_of,
     keep_alive,
     message_parts,
-    monitored_events,
-    open_monitor,
     plain_get,
     plain_send,
     receive_identified,
@@ -62,8 +61,6 @@ from coordinator.messenger.sockets import (
 from protocol.client import is_client_frame
 
 FIRST, REFUSED, EARLY = Sighting.FIRST, Sighting.REFUSED, Sighting.EARLY
-_OTHER_MECHANISM = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
-_SILENT = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 _monitor_numbers = itertools.count()
 
 
@@ -188,7 +185,8 @@ class Listener:
         self.reopen_due_ns: int | None = None
         self._context = context
         self._security = security
-        self._monitor: Socket | None = None
+        self._handshakes: Handshakes | None = None
+        self._refused_before = 0  # by the sockets before
         self.accept_reply = accept_reply
         self._server_loop = server_loop
         self._client_loop = client_loop
@@ -197,10 +195,13 @@ class Listener:
         self._warnings = warnings
         self._stranger_warnings = stranger_warnings
         self._inbox = Inbox()
+        self._is_inproc = is_inproc(endpoint)
         self._open()
         try:
             with telling(context, endpoint, True):
                 self.endpoint = bind(self._socket, endpoint)
+            if self._handshakes is not None:
+                self._handshakes.endpoint = self.endpoint
         except BaseException:
             self.close()
             raise
@@ -212,11 +213,11 @@ class Listener:
         self._plain_send = plain_send(self._socket)
         self._plain_get = plain_get(self._socket)
         self.descriptor = descriptor_of(self._socket)
-        self.monitor_descriptor: int | None = None
-        if self._security is not None:
+        if not self._is_inproc:
             address = f"listener-{self._incarnation:x}-{next(_monitor_numbers)}"
-            self._monitor = open_monitor(self._context, self._socket, address, _OTHER_MECHANISM | _SILENT)
-            self.monitor_descriptor = descriptor_of(self._monitor)
+            secured = self._security is not None
+            self._handshakes = Handshakes(self._context, self._socket, address, secured, self._stranger_warnings)
+            self._handshakes.endpoint = self.endpoint
 
     def secure(self, security: Security, now_ns: int) -> None:
         """Go by ``security`` from now on. The descriptors change if its own keys have."""
@@ -283,15 +284,10 @@ class Listener:
                 return True
         return False
 
-    def read_monitor(self, now_ns: int) -> None:
-        """Count those who never came as far as the gate."""
-        if self._monitor is None:
-            return
-        for _ in monitored_events(self._monitor):
-            self._counters.strangers_refused += 1
-            self._stranger_warnings.warn(
-                f"at {self.endpoint}: a connection was refused that has no key, or expects another one here"
-            )
+    @property
+    def refused(self) -> int:
+        """Connections of those who never came as far as the gate."""
+        return self._refused_before + (0 if self._handshakes is None else self._handshakes.refused)
 
     def _accept(self, frames: list[bytes], peer: str | None) -> Received | None:
         """The message in ``frames``, if it is one and new. What is a client's goes to its own loop."""
@@ -393,8 +389,8 @@ class Listener:
             self._close_sockets()
 
     def _close_sockets(self) -> None:
-        if self._monitor is not None:
-            self._socket.disable_monitor()
-            self._monitor.close()
-            self._monitor = None
+        if self._handshakes is not None:
+            self._handshakes.close()
+            self._refused_before += self._handshakes.refused
+            self._handshakes = None
         self._socket.close()
