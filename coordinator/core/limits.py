@@ -110,10 +110,20 @@ class Limits:
     """Replies kept for one client, in case it asks again; beyond it the oldest go."""
 
     client_replies_bytes: int = 4 * MIB
-    """... and in bytes. The last reply is kept whatever its size."""
+    """... and in bytes, each with what it takes to keep it. The last reply is kept whatever its size."""
 
     replies_bytes: int = 64 * MIB
     """Of all clients together; beyond it those of the client that was unused for longest go."""
+
+    client_again_bytes: int = 8 * MIB
+    """Replies that one client is told again, at once and a second: all that are kept for it fit. It asks for the rest
+    later."""
+
+    again_bytes: int = 16 * MIB
+    """... and all clients together: to put them together takes the loop some 20 ms."""
+
+    gone_max: int = 262_144
+    """Numbers of all clients whose replies went while an older request is open; beyond it clients with some wait."""
 
     client_span_max: int = 16_384
     """From the oldest request that a client may still ask for to its newest: what is remembered of each."""

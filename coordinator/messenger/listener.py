@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import zmq
 
+from coordinator.messenger.client_queues import ClientQueues
 from coordinator.messenger.duplicates import Sighting
 from coordinator.messenger.envelope import (
     MESSAGE,
@@ -195,6 +196,7 @@ class Listener:
         self._warnings = warnings
         self._stranger_warnings = stranger_warnings
         self._inbox = Inbox()
+        self._client_queues = ClientQueues()
         self._is_inproc = is_inproc(endpoint)
         self._open()
         try:
@@ -241,7 +243,7 @@ class Listener:
         if self._security is not None:
             serve_with(socket, self._security.own)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
-        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # whoever has a routing ID of its own may come back with it
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 0)  # a routing ID in use is its connection's: nobody takes that over
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an error instead of dropping silently
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, REPLIES_QUEUED_MAX)
@@ -341,12 +343,18 @@ class Listener:
     def reply(self, reply: Reply | ClientReply) -> None:
         """Send a reply and keep it for duplicates of its message; to a client it is only sent."""
         if isinstance(reply, ClientReply):
-            if not self._send_parts(reply.route, reply.data):
-                self._counters.replies_unsent += 1
+            self._reply_to_client(reply.route, reply.data)
             return
         _, conversation, message_id, callback_id, parts = reply
         conversation.keep_reply(message_id, callback_id, parts)
         self._send(conversation, REPLY, message_id, callback_id, parts)
+
+    def _reply_to_client(self, route: bytes, data: bytes) -> None:
+        queues, send = self._client_queues, self._plain_send
+        if queues.has_room(route, len(data)) and self._begin(route):
+            queues.send(send, route, data)
+        else:
+            self._counters.replies_unsent += 1
 
     def _send(
         self,
@@ -366,14 +374,19 @@ class Listener:
 
     def _send_parts(self, route: bytes, data: bytes) -> bool:
         """Whether there is a connection there, with room."""
-        send = self._plain_send
+        if not self._begin(route):
+            return False
+        self._plain_send(data, NOBLOCK, copy=len(data) < LARGE_PART_SIZE_BYTES)
+        return True
+
+    def _begin(self, route: bytes) -> bool:
+        """Whether the rest of a message to ``route`` may be sent."""
         try:
-            send(route, NOBLOCK_MORE)
+            self._plain_send(route, NOBLOCK_MORE)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
             return False
-        send(data, NOBLOCK, copy=len(data) < LARGE_PART_SIZE_BYTES)
         return True
 
     def has_unread(self) -> bool:
