@@ -143,17 +143,17 @@ def decode_client_frame(data: bytes) -> ClientFrame:
 
     Raises RemoteProtocolError; DamagedRecordError where the check does not match.
     """
-    if is_client_frame(data) and data[0] != FRAME_MARK:
-        return ClientFrame(ClientFrameType.UNKNOWN, "?", "", reason=f"a frame of version {data[0] & 0x0F}")
     if len(data) < _FIXED.size:
         raise RemoteProtocolError(f"a client's frame of {len(data)} bytes, at least {_FIXED.size} were expected")
     *fixed, check = _FIXED.unpack_from(data)
     mark, frame_type, code, committer_id, number, acknowledged, count, time_ns = fixed
-    if mark != FRAME_MARK:
+    if not is_client_frame(data):
         raise RemoteProtocolError(f"a client's frame begins with {mark:#04x}, {FRAME_MARK:#04x} was expected")
     computed = crc64(memoryview(data)[_FIXED.size :], crc64(_FIXED.pack(*fixed, 0)))
     if computed != check:
         raise DamagedRecordError(f"a client's frame has the check {check:016x}, its bytes give {computed:016x}")
+    if mark != FRAME_MARK:
+        return ClientFrame(ClientFrameType.UNKNOWN, "?", "", reason=f"a frame of version {mark & 0x0F}")
     client_id, offset = decode_name(data, _FIXED.size)
     instance, offset = decode_name(data, offset)
     reason, offset = decode_name(data, offset)

@@ -80,6 +80,16 @@ class Limits:
     peer_gather_bytes: int = 64 << 10
     """While frames are on their way, less than this waits for more to come (never longer than one round trip)."""
 
+    waiting_frames_max: int = 1024
+    """Frames of one sender that wait to be acknowledged: above any honest one's ``peer_window_frames``."""
+
+    greeted_senders_max: int = 1024
+    """Senders that have said Hello, and of which nothing was taken: beyond it the first is forgotten. It greets again
+    if it has anything to send."""
+
+    refused_senders_max: int = 256
+    """Senders of which nothing is known but why they were refused, to say that once."""
+
     parked_senders_max: int = 256
     """Instances whose Hellos wait for the end of this one's first start; others are refused, and greet again."""
 

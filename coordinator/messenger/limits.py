@@ -27,6 +27,9 @@ PEER_CONVERSATIONS_MAX = 64
 # Connections of one link that a reply is tried on, the newest first: the older ones are those that have just broken.
 ROUTES_MAX = 4
 
+# Connections of which it is remembered that they were told which envelopes are known here.
+TOLD_ROUTES_MAX = 256
+
 # Replies kept for one link, in case they were lost on the way: beyond it the oldest is let go, and the
 # sender is told "acknowledged" without it. Each counts with what Python needs to keep it.
 REPLIES_SIZE_BYTES_MAX = 16 * 2**20

@@ -10,6 +10,7 @@ import zmq
 from coordinator.messenger.envelope import (
     ENVELOPE_SIZE_BYTES,
     MESSAGE,
+    NOT_KNOWN,
     REPLY,
     REPLY_EXPIRED,
     REPLY_PENDING,
@@ -221,6 +222,9 @@ class Link:
                 raise EnvelopeError(f"{len(parts)} parts came in, a reply is one")
             reply = parts.pop()
             envelope = decode_envelope(reply[:ENVELOPE_SIZE_BYTES])
+            if envelope.kind == NOT_KNOWN:
+                known = b" ".join(decode_parts(reply, ENVELOPE_SIZE_BYTES)).decode(errors="replace")
+                raise EnvelopeError(f"what was sent is not known there, which is of another build: it knows {known!r}")
             if envelope.kind == MESSAGE or envelope.link_id != self.link_id:
                 raise EnvelopeError(
                     f"kind {envelope.kind} on link {envelope.link_id} came in, expected replies on link {self.link_id}"

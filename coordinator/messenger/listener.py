@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,7 +12,10 @@ import zmq
 from coordinator.messenger.client_queues import ClientQueues
 from coordinator.messenger.duplicates import Sighting
 from coordinator.messenger.envelope import (
+    KNOWN,
     MESSAGE,
+    NOOP,
+    NOT_KNOWN,
     REPLY,
     REPLY_EXPIRED,
     REPLY_PENDING,
@@ -25,6 +29,7 @@ from coordinator.messenger.errors import (
     EndpointInUseError,
     EnvelopeError,
     MessageTooLargeError,
+    UnknownEnvelopeError,
 )
 from coordinator.messenger.handshakes import Handshakes
 from coordinator.messenger.inbox import Conversation, Inbox
@@ -39,6 +44,7 @@ from coordinator.messenger.limits import (
     REPLIES_QUEUED_MAX,
     REPLY_SIZE_BYTES_MAX,
     SPAN_MAX,
+    TOLD_ROUTES_MAX,
 )
 from coordinator.messenger.security import Security, serve_with
 from coordinator.messenger.sockets import (
@@ -197,6 +203,7 @@ class Listener:
         self._stranger_warnings = stranger_warnings
         self._inbox = Inbox()
         self._client_queues = ClientQueues()
+        self._told_routes: OrderedDict[bytes, None] = OrderedDict()  # who was told which envelopes are known here
         self._is_inproc = is_inproc(endpoint)
         self._open()
         try:
@@ -306,6 +313,8 @@ class Listener:
         except EnvelopeError as error:
             self._counters.malformed += 1
             self._warnings.warn(f"at {self.endpoint}: {error}")
+            if isinstance(error, UnknownEnvelopeError):
+                self._say_what_is_known(frames[0])
             return None
         conversation = self._inbox.conversation(envelope.incarnation, envelope.link_id, peer)
         if frames[0] != conversation.routes[0]:
@@ -327,6 +336,15 @@ class Listener:
             self._counters.duplicates_dropped += 1
             self._reply_again(conversation, envelope)
         return None
+
+    def _say_what_is_known(self, route: bytes) -> None:
+        """To a sender of another build; once, so that two who know nothing of each other say no more."""
+        if route in self._told_routes:
+            return
+        self._told_routes[route] = None
+        if len(self._told_routes) > TOLD_ROUTES_MAX:
+            self._told_routes.popitem(last=False)
+        self._send_parts(route, encode_reply(NOT_KNOWN, 1, self._incarnation, 1, 1, NOOP) + encode_parts((KNOWN,)))
 
     def _reply_again(self, conversation: Conversation, envelope: Envelope) -> None:
         stored = conversation.replies.get(envelope.message_id)
