@@ -6,8 +6,8 @@ brought more than a handshake has. It holds a descriptor of its own of each: a n
 
 Who is known by now cannot be asked of ZeroMQ either, which tells of a success without saying whose. With CURVE the
 kernel knows: a peer has acknowledged more than the greeting and the Welcome only if it was sent the Ready that follows,
-and it sends nothing else before. Without CURVE nobody is known anyway: there a success is taken for that of those who
-have sent little, so that a plain flood is ended, and who is ended by mistake comes again.
+and it sends nothing else before. Without CURVE nobody is known anyway. There as many may send much as have succeeded, of
+those that are watched: nobody honest is ended, and of a flood all but as many as have come honestly in that time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ from struct import Struct
 
 import zmq
 
-from coordinator.messenger.limits import HANDSHAKE_LOOK_MS, HANDSHAKE_SIZE_BYTES_MAX, HANDSHAKES_MAX
+from coordinator.messenger.limits import (
+    HANDSHAKE_LOOK_MS,
+    HANDSHAKE_PLAIN_GRACE_MS,
+    HANDSHAKE_SIZE_BYTES_MAX,
+    HANDSHAKE_TIMEOUT_MS,
+    HANDSHAKES_MAX,
+)
 from coordinator.messenger.sockets import Context, Socket, Warnings, monitored_events, open_monitor
 from coordinator.messenger.wake import Wake
 
@@ -48,6 +54,10 @@ class Handshakes:
         self._socket = socket
         self._monitor = open_monitor(context, socket, address, _MONITORED)
         self._unknown: dict[int, tcp_socket.socket] = {}  # by ZeroMQ's descriptor, the oldest first
+        self._accepted_s: dict[int, float] = {}  # when each of these came
+        self._too_much_s: dict[int, float] = {}  # when each of them was first seen to have sent too much
+        self._succeeded_count = 0  # of these; without CURVE
+        self._one_failed = False  # the next that ends had not succeeded
         self._ended: dict[int, tcp_socket.socket] = {}  # until ZeroMQ has noticed
         self._wake = Wake()
         self._thread = threading.Thread(target=self._run, name="handshakes", daemon=True)
@@ -70,27 +80,23 @@ class Handshakes:
             if event == _ACCEPTED:
                 self._accepted(value)
             elif event == _DISCONNECTED:
-                self._forget(value)
+                self._forget(value, succeeded=not self._one_failed)
+                self._one_failed = False
             elif event == _SUCCEEDED:
-                if not self._secured:
-                    self._somebody_succeeded()
-            elif self._secured:
-                self._count("a connection was refused that has no key, or expects another one here")
+                self._succeeded_count += 1
+            else:
+                self._one_failed = True
+                if self._secured:
+                    self._count("a connection was refused that has no key, or expects another one here")
 
     def _accepted(self, descriptor: int) -> None:
         self._forget(descriptor)
         connection = self._own(descriptor)
         if connection is not None:
             self._unknown[descriptor] = connection
+            self._accepted_s[descriptor] = time.monotonic()
         if len(self._unknown) > HANDSHAKES_MAX:  # a handshake takes milliseconds: the oldest is the likeliest to idle
             self._end(next(iter(self._unknown)), f"more than {HANDSHAKES_MAX} connections have not shown who they are")
-
-    def _somebody_succeeded(self) -> None:
-        received_bytes = {one: _counts(connection)[1] for one, connection in self._unknown.items()}
-        large = [one for one in received_bytes if received_bytes[one] > HANDSHAKE_SIZE_BYTES_MAX]
-        self._forget(*(received_bytes.keys() - large))
-        if large and (len(large) == 1 or len(large) == len(received_bytes)):
-            self._forget(min(large, key=received_bytes.__getitem__))
 
     def _own(self, descriptor: int) -> tcp_socket.socket | None:
         """The same connection under a descriptor of its own; None if it has ended by now, and the number may be of
@@ -114,21 +120,27 @@ class Handshakes:
 
     def _look(self) -> None:
         too_much = []
+        now_s = time.monotonic()
+        succeeded_s = now_s - HANDSHAKE_TIMEOUT_MS / 1000 - 1  # by then ZeroMQ has ended all others
         for descriptor, connection in list(self._unknown.items()):
             acknowledged_bytes, received_bytes = _counts(connection)
-            if self._secured and acknowledged_bytes > _BEFORE_READY_BYTES:
-                self._forget(descriptor)
+            is_known = self._secured and acknowledged_bytes > _BEFORE_READY_BYTES
+            if is_known or self._accepted_s[descriptor] < succeeded_s:
+                self._forget(descriptor, succeeded=True)
             elif received_bytes > HANDSHAKE_SIZE_BYTES_MAX:
-                too_much.append((descriptor, received_bytes))
+                # Without CURVE a message may follow right behind, and ZeroMQ be busy with others before it.
+                too_much_s = self._too_much_s.setdefault(descriptor, now_s)
+                if self._secured or now_s - too_much_s >= HANDSHAKE_PLAIN_GRACE_MS / 1000:
+                    too_much.append((received_bytes, descriptor))
         if too_much and not self._secured:
             self._take_news()  # of a success before they were counted
-        for descriptor, received_bytes in too_much:
-            if descriptor in self._unknown:
-                self._end(
-                    descriptor,
-                    f"a connection has sent {received_bytes} bytes and not shown who it is, "
-                    f"{HANDSHAKE_SIZE_BYTES_MAX} are enough",
-                )
+            too_much = sorted(one for one in too_much if one[1] in self._unknown)[self._succeeded_count :]
+        for received_bytes, descriptor in too_much:
+            self._end(
+                descriptor,
+                f"a connection has sent {received_bytes} bytes and not shown who it is, "
+                f"{HANDSHAKE_SIZE_BYTES_MAX} are enough",
+            )
 
     def _end(self, descriptor: int, reason: str) -> None:
         connection = self._ended[descriptor] = self._unknown.pop(descriptor)
@@ -142,11 +154,15 @@ class Handshakes:
         self.refused += 1
         self._warnings.warn(f"at {self.endpoint}: {reason}")
 
-    def _forget(self, *descriptors: int) -> None:
-        for descriptor in descriptors:
-            for known in (self._unknown, self._ended):
-                if (connection := known.pop(descriptor, None)) is not None:
-                    connection.close()
+    def _forget(self, descriptor: int, *, succeeded: bool = False) -> None:
+        self._accepted_s.pop(descriptor, None)
+        self._too_much_s.pop(descriptor, None)
+        if (connection := self._unknown.pop(descriptor, None)) is not None:
+            connection.close()
+            if succeeded:
+                self._succeeded_count = max(0, self._succeeded_count - 1)
+        if (connection := self._ended.pop(descriptor, None)) is not None:
+            connection.close()
 
     def close(self) -> None:
         """Watch no more. By the owner of the socket, before that is closed."""
@@ -155,7 +171,8 @@ class Handshakes:
         self._wake.close()
         self._socket.disable_monitor()
         self._monitor.close()
-        self._forget(*self._unknown, *self._ended)
+        for descriptor in (*self._unknown, *self._ended):
+            self._forget(descriptor)
 
 
 def _counts(connection: tcp_socket.socket) -> tuple[int, int]:

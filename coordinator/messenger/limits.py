@@ -100,6 +100,7 @@ CONNECT_HANDSHAKE_TIMEOUT_MS = 10_000
 # thread of ZeroMQ's reads them all.
 HANDSHAKE_SIZE_BYTES_MAX = 8 * 1024
 HANDSHAKE_LOOK_MS = 5
+HANDSHAKE_PLAIN_GRACE_MS = 50
 
 # Connections of which it is not known who they are, at one listener: beyond it the oldest is ended. A handshake takes
 # milliseconds, so an honest one is through long before.
