@@ -413,7 +413,8 @@ class Coordinator:
         if frame is None:
             received.reply()  # its sender sends it again
         elif frame.frame_type is FrameType.UNKNOWN:  # nobody's name is believed: it is only told what is known here
-            self._unread.warning(f"a frame of {received.peer or frame.sender!r} was refused: {frame.reason} is not known")
+            sender = received.peer or frame.sender
+            self._unread.warning(f"a frame of {sender!r} was refused: {frame.reason} is not known here")
             self._events.append(ev.PeerFrameReceived(received, frame))
         elif received.peer is not None and received.peer != frame.sender:
             self._impostors += 1

@@ -48,8 +48,10 @@ class ClientQueues:
         for other in list(self._queues):
             self._take_gone(other)
         others_bytes = self._size_bytes
-        return not others_bytes or others_bytes + size_bytes <= CLIENTS_QUEUED_SIZE_BYTES_MAX or (
-            queued_bytes <= CLIENT_SHARE_SIZE_BYTES
+        return (
+            not others_bytes
+            or others_bytes + size_bytes <= CLIENTS_QUEUED_SIZE_BYTES_MAX
+            or (queued_bytes <= CLIENT_SHARE_SIZE_BYTES)
         )
 
     def send(self, send: Callable[..., object], route: bytes, data: bytes) -> None:

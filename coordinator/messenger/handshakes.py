@@ -6,8 +6,8 @@ brought more than a handshake has. It holds a descriptor of its own of each: a n
 
 Who is known by now cannot be asked of ZeroMQ either, which tells of a success without saying whose. With CURVE the
 kernel knows: a peer has acknowledged more than the greeting and the Welcome only if it was sent the Ready that follows,
-and it sends nothing else before. Without CURVE nobody is known anyway. There as many may send much as have succeeded, of
-those that are watched: nobody honest is ended, and of a flood all but as many as have come honestly in that time.
+and it sends nothing else before. Without CURVE nobody is known anyway. There as many may send much as have succeeded,
+of those that are watched: nobody honest is ended, and of a flood all but as many as have come honestly in that time.
 """
 
 from __future__ import annotations

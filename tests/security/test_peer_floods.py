@@ -282,8 +282,8 @@ def test_a_flood_cannot_take_the_memory_or_the_time_of_others(place: Place, floo
     resident_mib = place.resident_mib()
     p99_before, p99_during = percentile(before, 99), percentile(during, 99)
     print(
-        f"{flood.__name__}: {resident_mib:.0f} MiB resident at most; p99 {p99_before:.1f} ms without, {p99_during:.1f} ms "
-        f"with ({p99_during / p99_before:.1f} times); {len(before)} and {len(during)} calls"
+        f"{flood.__name__}: {resident_mib:.0f} MiB resident at most; p99 {p99_before:.1f} ms without, "
+        f"{p99_during:.1f} ms with ({p99_during / p99_before:.1f} times); {len(before)} and {len(during)} calls"
     )
     assert resident_mib < RESIDENT_MIB_MAX
     assert during, "the honest peer was served"
