@@ -104,8 +104,8 @@ class ClientFrame:
     reason: str = ""
 
     def asked_numbers(self) -> list[int]:
-        """Those of a PING, which :func:`decode_client_frame` has checked."""
-        return [number for (number,) in _NUMBER.iter_unpack(self.payload)]
+        """Those of a PING, which :func:`decode_client_frame` has checked, each once."""
+        return list(dict.fromkeys(number for (number,) in _NUMBER.iter_unpack(self.payload)))
 
 
 _FRAME_TYPES = {int(one): one for one in ClientFrameType if one is not ClientFrameType.UNKNOWN}

@@ -45,6 +45,7 @@ from protocol.trailer import BatchKind, BatchSource
 REPLY_FRAME_SIZE_BYTES = 1 << 20  # replies to one client are joined up to this
 FORGOTTEN_PER_REQUEST = 2  # so that a request's cost stays small; more than one, so that they do become fewer
 REPLY_FRONT_SIZE_BYTES = 16  # number, kind and size, at most
+LOOKING_BYTES = 4  # for each byte of a PING: to look takes as long as to tell so many
 REPLY_OVERHEAD_BYTES = 200  # of Python's objects around a reply, or around the number of one that is gone
 _GONE = bytes((ReplyKind.GONE,))
 _LOST = bytes((ReplyKind.LOST,))
@@ -98,6 +99,7 @@ class Clients:
         self._clients: OrderedDict[str, Client] = OrderedDict()  # the one that was unused for longest first
         self._outgoing: dict[str, dict[int, Reply]] = {}  # by client and number
         self._again = Allowance(limits.again_bytes, 0)
+        self._asked: set[str] = set()  # who has sent a PING in this turn
         self._gone_count = 0
         self._undurable: deque[tuple[int, int]] = deque()  # (ticket, size in bytes) of requests on their way to the log
         self._undurable_bytes = 0
@@ -158,9 +160,21 @@ class Clients:
             )
             return
         if client is not None:
-            self._tell_again(frame.client_id, client, filter(number.__ge__, frame.asked_numbers()), now_ns)
+            if frame.client_id not in self._asked:  # else it asks again, after this turn
+                self._asked.add(frame.client_id)
+                self._asks(frame, client, now_ns)
             self._release(frame.client_id, client, min(frame.acknowledged, number))
         self._say(token, frame, ClientFrameType.PONG, number=number, acknowledged=released)
+
+    def _asks(self, frame: ClientFrame, client: Client, now_ns: int) -> None:
+        """A PING: to look is not free either, and counts as what it brings."""
+        again = client.again = client.again or Allowance(self._limits.client_again_bytes, now_ns)
+        if again.is_left(now_ns) and self._again.is_left(now_ns):
+            looking_bytes = len(frame.payload) * LOOKING_BYTES
+            again.take(looking_bytes)
+            self._again.take(looking_bytes)
+            numbers = (asked for asked in frame.asked_numbers() if asked <= client.number)
+            self._tell_again(frame.client_id, client, numbers, now_ns)
 
     def _refusal(self, frame: ClientFrame) -> tuple[ClientCode, str] | None:
         if frame.frame_type is ClientFrameType.UNKNOWN:
@@ -401,6 +415,7 @@ class Clients:
                     )
                     self._effects.append(ReplyToClient(client.token, frame))
         self._outgoing.clear()
+        self._asked.clear()
 
     def _say(
         self,

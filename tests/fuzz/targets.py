@@ -252,7 +252,7 @@ def client_frame(data: bytes) -> None:
     with contextlib.suppress(RemoteProtocolError):
         decode_methods(found.payload)
     if found.frame_type is ClientFrameType.PING:
-        assert len(found.asked_numbers()) == found.count
+        assert len(found.asked_numbers()) <= found.count
     with contextlib.suppress(RemoteProtocolError):
         check_batch(logged_calls(found.payload, found.count, "c", 1), found.count)
 
