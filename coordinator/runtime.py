@@ -39,6 +39,7 @@ from coordinator.log_writer import LogWriter
 from coordinator.logs import Events
 from coordinator.messenger import ClientRoute, Messenger, Received
 from coordinator.operator_verbs import VerbError
+from coordinator.peer_retries import PeerRetries
 from coordinator.peer_security import PeerSecurity, insecurity
 from coordinator.registry import Registry
 from coordinator.stop_requests import StopRequests
@@ -107,6 +108,8 @@ class Coordinator:
         self._permissions = settings.permissions
         self._auditor = Auditor(AuditLog(settings.folder, log.warning))
         self._strangers = LimitedLog(log)
+        self._unread = LimitedLog(log)  # frames and answers that make no sense
+        self._retries = PeerRetries()
         self._barred: dict[str, str] = {}  # destinations that must not be connected to, and why
         self._impostors = 0  # frames under another name than that of their key
         self._messenger = Messenger(security=self._security.security)
@@ -204,6 +207,8 @@ class Coordinator:
             self._look_for_peers()
             self._look_for_keys()
             self._note_news()
+        for effect, attempt in self._retries.take_due(now_ns):
+            self._send_to_peer(effect, attempt)
         if self._wake_due_ns is not None and now_ns >= self._wake_due_ns:
             self._wake_due_ns = None
             self._events.append(ev.Tick())
@@ -256,12 +261,16 @@ class Coordinator:
             return 0
         self._messenger_due_ns = self._messenger.next_deadline_ns()
         self._due_ns = _earliest(
-            self._routes.next_deadline_ns(), self._security.next_deadline_ns(), self._strangers.next_deadline_ns()
+            self._routes.next_deadline_ns(),
+            self._security.next_deadline_ns(),
+            self._strangers.next_deadline_ns(),
+            self._unread.next_deadline_ns(),
         )
         due_ns = _earliest(
             self._messenger_due_ns,
             self._app.next_deadline_ns(),
             self._due_ns,
+            self._retries.next_deadline_ns(),
             self._stop_deadline_ns,
             self._wake_due_ns,
             self._measure_at_ns if self._machine.waits_for_room else None,
@@ -350,6 +359,7 @@ class Coordinator:
 
     def _look_for_keys(self) -> None:
         self._strangers.process()
+        self._unread.process()
         changed = self._security.look(time.monotonic_ns())
         if self._security.permissions != self._permissions:
             self._permissions = self._security.permissions
@@ -395,19 +405,22 @@ class Coordinator:
         self._messenger.drop(endpoint)
         self._events += [ev.PeerMoved(name) for name in self._routes.at(endpoint) if name != destination]
 
-    def _send_to_peer(self, effect: ef.SendToPeer) -> None:
+    def _send_to_peer(self, effect: ef.SendToPeer, attempt: int = 1) -> None:
         endpoint = self._routes.endpoint(effect.destination)
         if endpoint is not None and not self._is_barred(effect.destination, endpoint):
             reach(FaultPoint.BEFORE_SEND)
-            reply = functools.partial(self._peer_replied, effect)
+            reply = functools.partial(self._peer_replied, effect, attempt)
             self._messenger.send_message(endpoint, encode_frame(effect.frame), reply)
 
-    def _peer_replied(self, effect: ef.SendToPeer, parts: list[bytes]) -> None:
+    def _peer_replied(self, effect: ef.SendToPeer, attempt: int, parts: list[bytes]) -> None:
         # Without parts: acknowledged, but the answer is not kept any more. The receiver knows it: ask again, as for
-        # an answer that was damaged on its way.
+        # an answer that was damaged on its way, or that a later build makes.
         frame = self._decode(effect.destination, parts) if parts else None
+        if frame is not None and frame.frame_type is FrameType.UNKNOWN:
+            self._unread.warning(f"an answer of {effect.destination!r} was dropped: {frame.reason} is not known here")
+            frame = None
         if frame is None:
-            self._send_to_peer(effect)
+            self._retries.add(effect, attempt, time.monotonic_ns())
         else:
             self._events.append(ev.PeerReplied(effect.destination, effect.tag, frame))
 
@@ -415,7 +428,7 @@ class Coordinator:
         try:
             return decode_frame(parts)
         except RemoteProtocolError as error:
-            self._log.warning("a frame was dropped", origin=origin, reason=str(error))
+            self._unread.warning(f"a frame was dropped: from {origin}: {error}")
             return None
 
     def _peer_frame_received(self, received: Received) -> None:
@@ -423,6 +436,10 @@ class Coordinator:
         frame = self._decode(f"{received.sender:016x}", received.parts)
         if frame is None:
             received.reply()  # its sender sends it again
+        elif frame.frame_type is FrameType.UNKNOWN:  # nobody's name is believed: it is only told what is known here
+            sender = received.peer or frame.sender
+            self._unread.warning(f"a frame of {sender!r} was refused: {frame.reason} is not known here")
+            self._events.append(ev.PeerFrameReceived(received, frame))
         elif received.peer is not None and received.peer != frame.sender:
             self._impostors += 1
             self._strangers.warning(
@@ -453,6 +470,7 @@ class Coordinator:
             token.say(encode_client_frame(effect.frame))
 
     def _reset_peer(self, effect: ef.ResetPeer) -> None:
+        self._retries.forget(effect.destination)
         endpoint = self._routes.endpoint(effect.destination)
         if endpoint is not None:
             self._drop(endpoint, effect.destination)

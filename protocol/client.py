@@ -33,9 +33,10 @@ from protocol.messages import (
 from protocol.varint import decode_zigzag_int, decode_zigzag_long, encode_zigzag
 
 CLIENT_VERSION = 1
-FRAME_MARK = 0xC0 | CLIENT_VERSION  # the first byte: tells these frames from the messenger's, which begin with 01
+FRAME_MARK = 0xC0 | CLIENT_VERSION  # the first byte: tells these frames from the messenger's, which begin with 02
 PAYLOAD_SIZE_BYTES_MAX = 16 << 20  # of a REQUEST: the coordinator holds it in memory more than once
 ASKED_MAX = 4096  # numbers in a PING
+CALL_SIZE_BYTES_MIN = 6  # in a REQUEST: size, message type, kind, method, type, an array of nothing
 CLIENT_ID_SIZE_BYTES_MAX = 200  # with the tilde in front it is a caller's name, and part of a key in the log
 NUMBER_MAX = (1 << 53) - 1
 CLIENTS = "~"
@@ -46,6 +47,7 @@ _NUMBER = struct.Struct("<Q")
 
 
 class ClientFrameType(IntEnum):
+    UNKNOWN = 0  # what came is of a type, or a version, that this build does not know; never written
     HELLO = 1
     WELCOME = 2
     REQUEST = 3
@@ -53,6 +55,9 @@ class ClientFrameType(IntEnum):
     PING = 5
     PONG = 6
     REFUSED = 7
+
+
+KNOWN_TO_COORDINATORS = "this coordinator takes version 1, types 1 (Hello), 3 (Request) and 5 (Ping)"
 
 
 class ClientCode(IntEnum):
@@ -65,6 +70,7 @@ class ClientCode(IntEnum):
     BUSY = 4  # too much waits to be answered: what was not taken is to be sent again later
     FORGOTTEN = 5  # the client was unused for so long, or others so many, that its numbers are not known any more
     NOT_YOURS = 6  # another caller's keys have used the client's ID first: nothing was taken
+    UNKNOWN = 7  # the frame's type, or its version: the reason says which are known
 
 
 class ReplyKind(IntEnum):
@@ -99,8 +105,11 @@ class ClientFrame:
     reason: str = ""
 
     def asked_numbers(self) -> list[int]:
-        """Those of a PING, which :func:`decode_client_frame` has checked."""
-        return [number for (number,) in _NUMBER.iter_unpack(self.payload)]
+        """Those of a PING, which :func:`decode_client_frame` has checked, each once."""
+        return list(dict.fromkeys(number for (number,) in _NUMBER.iter_unpack(self.payload)))
+
+
+_FRAME_TYPES = {int(one): one for one in ClientFrameType if one is not ClientFrameType.UNKNOWN}
 
 
 def encode_numbers(numbers: Iterable[int]) -> bytes:
@@ -126,31 +135,30 @@ def encode_client_frame(frame: ClientFrame) -> bytes:
 
 
 def is_client_frame(data: bytes) -> bool:
-    """Whether ``data`` is meant as one; the messenger's messages never begin like it."""
-    return data[:1] == _MARK
-
-
-_MARK = bytes((FRAME_MARK,))
+    """Whether ``data`` is meant as one, of any version; the messenger's messages never begin like it."""
+    return bool(data) and data[0] & 0xF0 == FRAME_MARK & 0xF0
 
 
 def decode_client_frame(data: bytes) -> ClientFrame:
-    """Raises RemoteProtocolError; DamagedRecordError where the check does not match."""
+    """One of another version or an unknown type is UNKNOWN, and ``reason`` says which it has.
+
+    Raises RemoteProtocolError; DamagedRecordError where the check does not match.
+    """
     if len(data) < _FIXED.size:
         raise RemoteProtocolError(f"a client's frame of {len(data)} bytes, at least {_FIXED.size} were expected")
     *fixed, check = _FIXED.unpack_from(data)
     mark, frame_type, code, committer_id, number, acknowledged, count, time_ns = fixed
-    if mark != FRAME_MARK:
+    if not is_client_frame(data):
         raise RemoteProtocolError(f"a client's frame begins with {mark:#04x}, {FRAME_MARK:#04x} was expected")
     computed = crc64(memoryview(data)[_FIXED.size :], crc64(_FIXED.pack(*fixed, 0)))
     if computed != check:
         raise DamagedRecordError(f"a client's frame has the check {check:016x}, its bytes give {computed:016x}")
+    if mark != FRAME_MARK:
+        return ClientFrame(ClientFrameType.UNKNOWN, "?", "", reason=f"a frame of version {mark & 0x0F}")
     client_id, offset = decode_name(data, _FIXED.size)
     instance, offset = decode_name(data, offset)
     reason, offset = decode_name(data, offset)
-    try:
-        known_type = ClientFrameType(frame_type)
-    except ValueError:
-        raise RemoteProtocolError(f"a client's frame of unknown type {frame_type}") from None
+    known_type = _FRAME_TYPES.get(frame_type, ClientFrameType.UNKNOWN)
     if not 1 <= len(client_id.encode()) <= CLIENT_ID_SIZE_BYTES_MAX:
         raise RemoteProtocolError(
             f"a client's ID of {len(client_id.encode())} bytes, 1 to {CLIENT_ID_SIZE_BYTES_MAX} were expected"
@@ -164,10 +172,15 @@ def decode_client_frame(data: bytes) -> ClientFrame:
         raise RemoteProtocolError(
             f"a client's frame of number {number}, {acknowledged} acknowledged, with a count of {count}"
         )
+    if known_type is ClientFrameType.UNKNOWN:
+        return ClientFrame(known_type, client_id, instance, reason=f"a frame of type {frame_type}")
     payload = data[offset:]
     if known_type is ClientFrameType.REQUEST:
-        if count < 1 or number < 1 or not payload:
-            raise RemoteProtocolError(f"a request of {count} calls from number {number}, {len(payload)} bytes")
+        if number < 1 or not 1 <= count <= len(payload) // CALL_SIZE_BYTES_MIN:
+            raise RemoteProtocolError(
+                f"a request of {count} calls from number {number}, {len(payload)} bytes; a call has at least "
+                f"{CALL_SIZE_BYTES_MIN}"
+            )
         if len(payload) > PAYLOAD_SIZE_BYTES_MAX:
             raise LimitExceededError("a request", len(payload), PAYLOAD_SIZE_BYTES_MAX)
     if known_type is ClientFrameType.PING and (count > ASKED_MAX or len(payload) != count * _NUMBER.size):

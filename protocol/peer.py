@@ -35,6 +35,7 @@ _NAMES_KEPT = 1024  # the names of a stream are the same in all its frames
 class FrameType(IntEnum):
     """The numbers of the base protocol where it has the message; others above its range."""
 
+    UNKNOWN = 0  # what came is of a type, a version or with fields that this build does not know; never written
     BATCH = 5
     TRIM_TO = 14
     HELLO = 32
@@ -52,9 +53,12 @@ class RefusedCode(IntEnum):
     MALFORMED = 5
     ROLLED_BACK = 6  # a side has less than it once had
     LOG_FULL = 7  # the receiver takes no more input until its log has room again
+    UNKNOWN = 8  # the frame's type, version or fields: the reason says which are known
+    BEYOND_WINDOW = 9  # more is on its way than the receiver has granted
 
 
-_FRAME_TYPES = {int(one): one for one in FrameType}
+_FRAME_TYPES = {int(one): one for one in FrameType if one is not FrameType.UNKNOWN}
+KNOWN_TO_RECEIVERS = "this coordinator takes version 1, types 5 (Batch) and 32 (Hello)"
 
 
 class PeerFrame(Struct, frozen=True):
@@ -106,18 +110,23 @@ def _encode_names(sender: str, receiver: str, reason: str) -> bytes:
 
 
 @functools.lru_cache(_NAMES_KEPT)
-def _decode_names(names: bytes) -> tuple[str, str, str]:
-    """(sender, receiver, reason). Raises RemoteProtocolError."""
+def _decode_names(names: bytes) -> tuple[str, str, str, int]:
+    """(sender, receiver, reason, bytes behind them). Raises RemoteProtocolError."""
     sender, offset = decode_name(names, 0)
     receiver, offset = decode_name(names, offset)
     reason, offset = decode_name(names, offset)
-    if offset != len(names):
-        raise RemoteProtocolError(f"a frame header has {len(names) - offset} bytes too many")
-    return sender, receiver, reason
+    return sender, receiver, reason, len(names) - offset
+
+
+def _unknown(sender: str, receiver: str, what: str) -> PeerFrame:
+    return PeerFrame(FrameType.UNKNOWN, sender, receiver, 0, 0, 0, reason=what)
 
 
 def decode_frame(parts: Sequence[bytes]) -> PeerFrame:
-    """Raises RemoteProtocolError; DamagedRecordError where the check does not match."""
+    """What another build may have sent is UNKNOWN, and ``reason`` says what it is; of another version no name is read.
+
+    Raises RemoteProtocolError; DamagedRecordError where the check does not match.
+    """
     if not 1 <= len(parts) <= 2:
         raise RemoteProtocolError(f"a frame of {len(parts)} parts, 1 or 2 were expected")
     header = parts[0]
@@ -127,20 +136,24 @@ def decode_frame(parts: Sequence[bytes]) -> PeerFrame:
     if len(header) < _FIXED.size:
         raise RemoteProtocolError(f"a frame header of {len(header)} bytes, at least {_FIXED.size} were expected")
     version, frame_type, code, committer_id, epoch, position, count, time_ns, check = _FIXED.unpack_from(header)
-    if version != PEER_VERSION:
-        raise RemoteProtocolError(f"a frame of version {version}, this coordinator speaks {PEER_VERSION}")
     names = header[_FIXED.size :]
     computed = crc64(payload, crc64(header[: _FIXED.size - _CHECK.size] + _NO_CHECK + names))
     if computed != check:
         raise DamagedRecordError(f"a frame's check is {check:016x}, its bytes give {computed:016x}")
-    sender, receiver, reason = _decode_names(names)
+    if version != PEER_VERSION:
+        return _unknown("", "", f"a frame of version {version}")
+    sender, receiver, reason, rest_bytes = _decode_names(names)
     known_type = _FRAME_TYPES.get(frame_type)
     if known_type is None:
-        raise RemoteProtocolError(f"a frame of unknown type {frame_type}")
+        return _unknown(sender, receiver, f"a frame of type {frame_type}")
+    if rest_bytes:
+        return _unknown(sender, receiver, f"a field of {rest_bytes} bytes behind the names of a frame")
     if committer_id < 1 or epoch < 0 or position < 0 or count < 0:
         raise RemoteProtocolError(
             f"a frame of committer {committer_id}, epoch {epoch}, position {position} with a count of {count}"
         )
     if known_type is FrameType.BATCH and (count < 1 or position < 1 or not payload):
         raise RemoteProtocolError(f"a Batch of {count} messages at position {position}, {len(payload)} bytes")
+    if known_type is not FrameType.BATCH:
+        payload = b""  # not looked at, and so not kept
     return PeerFrame(known_type, sender, receiver, committer_id, epoch, position, count, time_ns, payload, code, reason)

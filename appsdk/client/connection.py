@@ -122,6 +122,8 @@ class Connection:
         try:
             frame = decode_client_frame(data)
             self._heard_s, self._asked_s = now_s, None
+            if frame.frame_type is ClientFrameType.UNKNOWN:
+                return  # of a later build: it can do without this client's knowing it
             lane = self._lanes.get(frame.client_id)
             if lane is None:
                 return

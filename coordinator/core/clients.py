@@ -20,6 +20,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from coordinator.core.allowance import Allowance
 from coordinator.core.effects import Effect, ReplyToClient
 from coordinator.core.group_commit import GroupCommit
 from coordinator.core.intake import Intake
@@ -28,6 +29,7 @@ from coordinator.core.limits import Limits
 from protocol.batch import encode_batch
 from protocol.client import (
     CLIENTS,
+    KNOWN_TO_COORDINATORS,
     ClientCode,
     ClientFrame,
     ClientFrameType,
@@ -46,6 +48,9 @@ from protocol.trailer import BatchKind, BatchSource
 
 REPLY_FRAME_SIZE_BYTES = 1 << 20  # replies to one client are joined up to this
 FORGOTTEN_PER_REQUEST = 2  # so that a request's cost stays small; more than one, so that they do become fewer
+REPLY_FRONT_SIZE_BYTES = 16  # number, kind and size, at most
+LOOKING_BYTES = 4  # for each byte of a PING: to look takes as long as to tell so many
+REPLY_OVERHEAD_BYTES = 200  # of Python's objects around a reply, or around the number of one that is gone
 _GONE = bytes((ReplyKind.GONE,))
 _LOST = bytes((ReplyKind.LOST,))
 
@@ -62,6 +67,7 @@ class Client:
     size_bytes: int = 0  # of the replies
     token: object = None  # where it was last heard
     owner: str = ""  # whose keys have used the ID first
+    again: Allowance | None = None  # of what it may be told again
 
     @property
     def open_count(self) -> int:
@@ -98,7 +104,10 @@ class Clients:
         self._methods = encode_methods({})  # of the app; the last one that was here
         self._forgotten_ns = stored.forgotten_ns
         self._clients: OrderedDict[str, Client] = OrderedDict()  # the one that was unused for longest first
-        self._outgoing: dict[str, list[Reply]] = {}
+        self._outgoing: dict[str, dict[int, Reply]] = {}  # by client and number
+        self._again = Allowance(limits.again_bytes, 0)
+        self._asked: set[str] = set()  # who has sent a PING in this turn
+        self._gone_count = 0
         self._undurable: deque[tuple[int, int]] = deque()  # (ticket, size in bytes) of requests on their way to the log
         self._undurable_bytes = 0
         self.log_full = False  # no more is taken until there is room again
@@ -115,6 +124,7 @@ class Clients:
                 continue  # released since; or of a client that was forgotten
             if data == _GONE:
                 client.gone.add(number)
+                self._gone_count += 1
             else:
                 self._keep(client, number, data)
         for client in self._clients.values():
@@ -164,13 +174,25 @@ class Clients:
             )
             return
         if client is not None:
-            for asked in frame.asked_numbers():
-                if asked <= number:
-                    self._tell(frame.client_id, client, asked)
+            if frame.client_id not in self._asked:  # else it asks again, after this turn
+                self._asked.add(frame.client_id)
+                self._asks(frame, client, now_ns)
             self._release(frame.client_id, client, min(frame.acknowledged, number))
         self._say(token, frame, ClientFrameType.PONG, number=number, acknowledged=released)
 
+    def _asks(self, frame: ClientFrame, client: Client, now_ns: int) -> None:
+        """A PING: to look is not free either, and counts as what it brings."""
+        again = client.again = client.again or Allowance(self._limits.client_again_bytes, now_ns)
+        if again.is_left(now_ns) and self._again.is_left(now_ns):
+            looking_bytes = len(frame.payload) * LOOKING_BYTES
+            again.take(looking_bytes)
+            self._again.take(looking_bytes)
+            numbers = (asked for asked in frame.asked_numbers() if asked <= client.number)
+            self._tell_again(frame.client_id, client, numbers, now_ns)
+
     def _refusal(self, frame: ClientFrame, caller: str) -> tuple[ClientCode, str] | None:
+        if frame.frame_type is ClientFrameType.UNKNOWN:
+            return ClientCode.UNKNOWN, f"{frame.reason} is not known here: {KNOWN_TO_COORDINATORS}"
         if frame.instance != self._name:
             return ClientCode.NOT_ME, f"this is {self._name!r}, the request is for {frame.instance!r}"
         if not self._is_ready():
@@ -198,8 +220,7 @@ class Clients:
             return
         repeated = min(frame.count, first_new - frame.number)
         if client is not None:
-            for number in range(frame.number, frame.number + repeated):
-                self._tell(frame.client_id, client, number)
+            self._tell_again(frame.client_id, client, range(frame.number, frame.number + repeated), now_ns)
         if repeated < frame.count:
             self._take(token, frame, known, repeated, now_ns, caller)
         if known.number:
@@ -261,14 +282,30 @@ class Clients:
             or self.open_count >= limits.requests_open_max
             or self._undurable_bytes >= limits.log_pending_bytes
             or frame.number + frame.count - 1 - released > limits.client_span_max
+            or (len(client.gone) > 0 and self._gone_count >= limits.gone_max)
         )
 
-    def _tell(self, client_id: str, client: Client, number: int) -> None:
-        """Say what request ``number``, which was taken, came to; nothing yet while it is open."""
-        if number <= client.released or number in client.gone:
-            self._outgoing.setdefault(client_id, []).append(Reply(number, ReplyKind.GONE))
-        elif (data := client.replies.get(number)) is not None:
-            self._outgoing.setdefault(client_id, []).append(Reply(number, data[0], data[1:]))
+    def _tell_again(self, client_id: str, client: Client, numbers: Iterable[int], now_ns: int) -> None:
+        """Say what the requests ``numbers``, which were taken, came to; nothing yet of one that is open, and no more
+        than may be told at once: it is asked for again."""
+        if client.again is None:
+            client.again = Allowance(self._limits.client_again_bytes, now_ns)
+        outgoing = self._outgoing.setdefault(client_id, {})
+        for number in numbers:
+            if number in outgoing:
+                continue
+            if number <= client.released or number in client.gone:
+                reply = Reply(number, ReplyKind.GONE)
+            elif (data := client.replies.get(number)) is not None:
+                reply = Reply(number, data[0], data[1:])
+            else:
+                continue
+            if not (client.again.is_left(now_ns) and self._again.is_left(now_ns)):
+                return
+            size_bytes = len(reply.value) + REPLY_OVERHEAD_BYTES
+            client.again.take(size_bytes)
+            self._again.take(size_bytes)
+            outgoing[number] = reply
 
     # --- what the app answers ----------------------------------------------------------------------------------------
 
@@ -298,24 +335,24 @@ class Clients:
         self._keep(client, number, data)
         self._log.open.transaction.replies[client_id, number] = data
         if client.token is not None:
-            self._outgoing.setdefault(client_id, []).append(reply)
+            self._outgoing.setdefault(client_id, {})[number] = reply
         self._stay_within(client_id, client)
         return len(data)
 
     def _keep(self, client: Client, number: int, data: bytes) -> None:
         client.replies[number] = data
-        client.size_bytes += len(data)
+        client.size_bytes += len(data) + REPLY_OVERHEAD_BYTES
         self.replies_count += 1
-        self.replies_bytes += len(data)
+        self.replies_bytes += len(data) + REPLY_OVERHEAD_BYTES
 
     def _drop(self, client: Client, number: int) -> bool:
         """Whether there was a reply."""
         data = client.replies.pop(number, None)
         if data is None:
             return False
-        client.size_bytes -= len(data)
+        client.size_bytes -= len(data) + REPLY_OVERHEAD_BYTES
         self.replies_count -= 1
-        self.replies_bytes -= len(data)
+        self.replies_bytes -= len(data) + REPLY_OVERHEAD_BYTES
         return True
 
     def lose_open(self) -> None:
@@ -327,7 +364,7 @@ class Clients:
                     self._keep(client, number, _LOST)
                     self._log.open.transaction.replies[client_id, number] = _LOST
                     if client.token is not None:
-                        self._outgoing.setdefault(client_id, []).append(Reply(number, ReplyKind.LOST))
+                        self._outgoing.setdefault(client_id, {})[number] = Reply(number, ReplyKind.LOST)
 
     # --- the window --------------------------------------------------------------------------------------------------
 
@@ -349,6 +386,7 @@ class Clients:
         number = next(iter(client.replies))
         self._drop(client, number)
         client.gone.add(number)
+        self._gone_count += 1
         self._log.open.transaction.replies[client_id, number] = _GONE
         up_to = client.released
         while up_to + 1 in client.gone:
@@ -364,6 +402,7 @@ class Clients:
         for number in range(client.released + 1, up_to + 1):
             if number in client.gone:
                 client.gone.discard(number)
+                self._gone_count -= 1
             elif not self._drop(client, number):
                 continue
             elif transaction.replies.pop((client_id, number), None) is not None:
@@ -384,6 +423,7 @@ class Clients:
                 continue
             del self._clients[client_id]
             transaction = self._log.open.transaction
+            self._gone_count -= len(client.gone)
             for number in (*client.replies, *client.gone):
                 self._drop(client, number)
                 transaction.replies[client_id, number] = None
@@ -399,7 +439,7 @@ class Clients:
         for client_id, replies in self._outgoing.items():
             client = self._clients.get(client_id)
             if client is not None:
-                for some in _in_frames(replies):
+                for some in _in_frames(replies.values()):
                     frame = ClientFrame(
                         ClientFrameType.REPLY,
                         client_id,
@@ -412,6 +452,7 @@ class Clients:
                     )
                     self._effects.append(ReplyToClient(client.token, frame))
         self._outgoing.clear()
+        self._asked.clear()
 
     def _say(
         self,
@@ -451,14 +492,15 @@ class Clients:
         }
 
 
-def _in_frames(replies: list[Reply]) -> Iterable[list[Reply]]:
+def _in_frames(replies: Iterable[Reply]) -> Iterable[list[Reply]]:
     some: list[Reply] = []
     size_bytes = 0
     for reply in replies:
-        if some and size_bytes + len(reply.value) > REPLY_FRAME_SIZE_BYTES:
+        reply_size_bytes = len(reply.value) + REPLY_FRONT_SIZE_BYTES
+        if some and size_bytes + reply_size_bytes > REPLY_FRAME_SIZE_BYTES:
             yield some
             some, size_bytes = [], 0
         some.append(reply)
-        size_bytes += len(reply.value)
+        size_bytes += reply_size_bytes
     if some:
         yield some

@@ -1,19 +1,35 @@
 """The windows that a receiver grants: how many bytes each peer may have on their way here, unacknowledged.
 
 All peers that send share one budget, less what waits for the disk already: so a disk that falls behind, or more peers,
-make the windows smaller, and one that floods can't fill the memory that others need.
+make the windows smaller, and one that floods can't fill the memory that others need. Who sends more is refused: a
+window that shrinks takes nothing back, so the largest one counts that may still be known there.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from coordinator.core.limits import Limits
 
 
+@dataclass(slots=True)
+class _Granted:
+    """To one peer. What was said in a period counts until the end of the next."""
+
+    began_ns: int  # of this period
+    peak_bytes: int  # said in it, or last before it
+    before_bytes: int = 0  # of the period before
+
+
 class Grants:
+    """``now_ns``: the time, as last told."""
+
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._sent_ns: dict[str, int] = {}  # peers that send: when they did last
         self._looked_ns = 0
+        self._granted: dict[str, _Granted] = {}
+        self.now_ns = 0
         self.granted_bytes: dict[str, int] = {}  # as last said
 
     def sent(self, peer: str, now_ns: int) -> None:
@@ -29,6 +45,27 @@ class Grants:
         limits = self._limits
         sharing = len(self._sent_ns) + (peer not in self._sent_ns)
         share_bytes = (limits.receive_budget_bytes - pending_bytes) // sharing
-        granted = min(max(share_bytes, limits.grant_bytes_min), limits.peer_window_bytes)
-        self.granted_bytes[peer] = granted
-        return granted
+        granted_bytes = min(max(share_bytes, limits.grant_bytes_min), limits.peer_window_bytes)
+        self.granted_bytes[peer] = granted_bytes
+        known = self._granted.get(peer)
+        if known is None:
+            self._granted[peer] = _Granted(self.now_ns, granted_bytes)
+        elif self._is_over(known):
+            self._granted[peer] = _Granted(self.now_ns, granted_bytes, known.peak_bytes)
+        else:
+            known.peak_bytes = max(known.peak_bytes, granted_bytes)
+        return granted_bytes
+
+    def allowed_bytes(self, peer: str) -> int:
+        """What ``peer`` may have on its way here by what it was told; in a life before this one perhaps."""
+        known = self._granted.get(peer)
+        if known is None:
+            return max(self._limits.peer_window_bytes, self._limits.unsaid_window_bytes)
+        return known.peak_bytes if self._is_over(known) else max(known.peak_bytes, known.before_bytes)
+
+    def _is_over(self, known: _Granted) -> bool:
+        return abs(self.now_ns - known.began_ns) >= self._limits.active_ns  # the clock may jump
+
+    def forget(self, peer: str) -> None:
+        for known in (self._sent_ns, self._granted, self.granted_bytes):
+            known.pop(peer, None)

@@ -7,6 +7,8 @@ committer ID means another log, and frames of an epoch before the newest are fro
 
 from __future__ import annotations
 
+from collections import deque
+
 from coordinator.core.interfaces import SourcePosition
 from coordinator.core.peer_problems import sender_swapped
 from protocol.batch import CallRules, offset_after
@@ -28,6 +30,9 @@ class InputStream:
         self.reset_pending = known is not None and known.epoch < 0  # the sender may come with another log
         self.forked = False  # let in by a reset, from an older copy of its log; nothing of it taken yet
         self.error = ""  # why the last frame was refused
+        self.pending_bytes = 0  # taken, and not durable
+        self.told_beyond = False  # it was said that its sender does not keep within its window
+        self._taken: deque[tuple[int, int]] = deque()  # (last position, bytes) of what makes these up
         self._greeted_committer_id = 0  # of a sender of which nothing is logged yet
         self._waiting: list[tuple[int, object]] = []  # (last position, token) of frames to be acknowledged
 
@@ -98,6 +103,8 @@ class InputStream:
         self.epoch = self.epoch_began_ns = self.received = self.durable = 0
         self.durable_epoch = self._logged_epoch  # nobody waits for what is on its way of the log before
         self._waiting.clear()
+        self._taken.clear()
+        self.pending_bytes = 0
 
     def new_part(self, frame: PeerFrame, rules: CallRules) -> tuple[int, int, bytes] | None:
         """What of a Batch is new: (first position, count, payload); None if nothing, or if there is a gap.
@@ -114,8 +121,20 @@ class InputStream:
         offset = offset_after(frame.payload, known, frame.count)
         return self.received + 1, frame.count - known, frame.payload[offset:]
 
-    def take(self, frame: PeerFrame, last_position: int) -> SourcePosition:
+    @property
+    def is_empty(self) -> bool:
+        """Nothing was ever taken, and nobody waits: it can be forgotten."""
+        return not (self.committer_id or self._waiting or self.reset_pending)
+
+    @property
+    def waiting_count(self) -> int:
+        """Frames that will be acknowledged."""
+        return len(self._waiting)
+
+    def take(self, frame: PeerFrame, last_position: int, size_bytes: int) -> SourcePosition:
         """The messages up to ``last_position`` go into the log; what the log is to know of it."""
+        self._taken.append((last_position, size_bytes))
+        self.pending_bytes += size_bytes
         self.committer_id = frame.committer_id
         self.received = last_position
         self.forked = False
@@ -128,6 +147,8 @@ class InputStream:
     def became_durable(self, position: int, epoch: int) -> list[object]:
         """The log is durable up to ``position``, with ``epoch``; the tokens of the frames to acknowledge now."""
         self.durable, self.durable_epoch = position, epoch
+        while self._taken and self._taken[0][0] <= position:
+            self.pending_bytes -= self._taken.popleft()[1]
         done = [token for last_position, token in self._waiting if last_position <= position]
         if done:
             self._waiting = [entry for entry in self._waiting if entry[0] > position]

@@ -83,6 +83,16 @@ class Limits:
     peer_gather_bytes: int = 64 << 10
     """While frames are on their way, less than this waits for more to come (never longer than one round trip)."""
 
+    waiting_frames_max: int = 1024
+    """Frames of one sender that wait to be acknowledged: above any honest one's ``peer_window_frames``."""
+
+    greeted_senders_max: int = 1024
+    """Senders that have said Hello, and of which nothing was taken: beyond it the first is forgotten. It greets again
+    if it has anything to send."""
+
+    refused_senders_max: int = 256
+    """Senders of which nothing is known but why they were refused, to say that once."""
+
     parked_senders_max: int = 256
     """Instances whose Hellos wait for the end of this one's first start; others are refused, and greet again."""
 
@@ -113,10 +123,20 @@ class Limits:
     """Replies kept for one client, in case it asks again; beyond it the oldest go."""
 
     client_replies_bytes: int = 4 * MIB
-    """... and in bytes. The last reply is kept whatever its size."""
+    """... and in bytes, each with what it takes to keep it. The last reply is kept whatever its size."""
 
     replies_bytes: int = 64 * MIB
     """Of all clients together; beyond it those of the client that was unused for longest go."""
+
+    client_again_bytes: int = 8 * MIB
+    """Replies that one client is told again, at once and a second: all that are kept for it fit. It asks for the rest
+    later."""
+
+    again_bytes: int = 16 * MIB
+    """... and all clients together: to put them together takes the loop some 20 ms."""
+
+    gone_max: int = 262_144
+    """Numbers of all clients whose replies went while an older request is open; beyond it clients with some wait."""
 
     client_span_max: int = 16_384
     """From the oldest request that a client may still ask for to its newest: what is remembered of each."""

@@ -5,7 +5,7 @@ A stream to oneself is an output stream whose receiver is the own log: the machi
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -38,7 +38,7 @@ from coordinator.core.replay_check import ReplayPolicy, own_calls
 from protocol.batch import encode_batch
 from protocol.client import CLIENTS
 from protocol.errors import RemoteProtocolError
-from protocol.peer import FrameType, PeerFrame, RefusedCode
+from protocol.peer import KNOWN_TO_RECEIVERS, FrameType, PeerFrame, RefusedCode
 from protocol.senders import from_peer_of_base_app
 from protocol.trailer import BatchKind, BatchSource, Trailer
 
@@ -92,6 +92,8 @@ class Peers:
     _moved: set[str] = field(default_factory=set)  # outputs that may have a new mark
     _spilled_before: dict[str, Sequence[SpilledExtent]] = field(default_factory=dict)  # of streams not made again yet
     _freed_bytes: int = 0  # spilled and acknowledged since trim_ticket
+    _greeted: OrderedDict[str, None] = field(default_factory=OrderedDict)  # senders of which nothing was taken yet
+    _refused: OrderedDict[str, str] = field(default_factory=OrderedDict)  # of senders without a stream: why
     grants: Grants = field(init=False)
 
     def __post_init__(self) -> None:
@@ -598,6 +600,7 @@ class Peers:
         """A frame from a peer. While stopping, none is taken or answered: their senders keep them."""
         if not self.accepting:
             return
+        self.grants.now_ns = now_ns
         if frame.frame_type is FrameType.HELLO and self._must_wait(frame.sender, now_ns):
             self._park(_ParkedHello(token, frame))
             return
@@ -631,6 +634,9 @@ class Peers:
         return _Reply(FrameType.REFUSED, code=RefusedCode.NOT_READY, reason=reason)
 
     def _refusal(self, frame: PeerFrame) -> _Reply | None:
+        if frame.frame_type is FrameType.UNKNOWN:
+            reason = f"{frame.reason} is not known here: {KNOWN_TO_RECEIVERS}"
+            return _Reply(FrameType.REFUSED, code=RefusedCode.UNKNOWN, reason=reason)
         if frame.receiver != self.name:
             return _Reply(
                 FrameType.REFUSED,
@@ -641,7 +647,8 @@ class Peers:
             return _Reply(
                 FrameType.REFUSED, code=RefusedCode.MALFORMED, reason=f"no peer can be called {frame.sender!r}"
             )
-        stream = self.input(frame.sender)
+        known = self.inputs.get(frame.sender)
+        stream = known or InputStream(frame.sender, None)  # kept if it is accepted
         refused = stream.refusal(frame)
         if refused is None and frame.frame_type is FrameType.HELLO and frame.position > stream.durable:
             refused = (
@@ -652,9 +659,16 @@ class Peers:
             refused = RefusedCode.LOG_FULL, self.log_full
         if refused is None:
             stream.error = ""
+            if known is None and frame.frame_type is FrameType.HELLO:
+                self._add_input(stream)
             return None
         code, reason = refused
         told, stream.error = stream.error == reason, reason
+        if known is None:
+            told = self._refused.pop(frame.sender, "") == reason
+            self._refused[frame.sender] = reason
+            if len(self._refused) > self.limits.refused_senders_max:
+                self._refused.popitem(last=False)
         if code is RefusedCode.LOG_FULL:
             pass  # told once, for all peers
         elif code is not RefusedCode.STALE_EPOCH and not told:
@@ -664,8 +678,20 @@ class Peers:
             self.effects.append(Report("warning", f"stream refused: {text}", {"peer": frame.sender}))
         return _Reply(FrameType.REFUSED, code=code, reason=reason)
 
+    def _add_input(self, stream: InputStream) -> None:
+        self.inputs[stream.source] = stream
+        self._refused.pop(stream.source, None)
+        self._greeted[stream.source] = None
+        while len(self._greeted) > self.limits.greeted_senders_max:
+            name, _ = self._greeted.popitem(last=False)
+            if self.inputs[name].is_empty:
+                del self.inputs[name]
+                self.grants.forget(name)
+
     def _answer(self, token: object, frame: PeerFrame, now_ns: int) -> _Reply | None:
-        stream = self.input(frame.sender)
+        stream = self.inputs.get(frame.sender) or InputStream(frame.sender, None)
+        if stream.waiting_count >= self.limits.waiting_frames_max:
+            return self._beyond_window(stream, f"{stream.waiting_count} frames wait to be acknowledged")
         if frame.frame_type is FrameType.HELLO:
             if (known := stream.new_epoch()) is not None:
                 self.log.append_outside_record(0).transaction.sources[frame.sender] = known
@@ -696,6 +722,10 @@ class Peers:
             return _Reply(FrameType.REFUSED, code=RefusedCode.MALFORMED, reason=str(error))
         if part is not None:
             first_position, count, payload = part
+            allowed_bytes = self.grants.allowed_bytes(frame.sender)
+            if stream.pending_bytes and stream.pending_bytes + len(payload) > allowed_bytes:
+                on_its_way = f"{stream.pending_bytes} bytes wait for the disk and {len(payload)} more came"
+                return self._beyond_window(stream, f"{on_its_way}; {allowed_bytes} were granted")
             taken, end = self.intake.first_of(frame.sender, payload, count, now_ns)
             if taken:
                 self._log(
@@ -707,6 +737,14 @@ class Peers:
         self.grants.sent(frame.sender, now_ns)
         return None
 
+    def _beyond_window(self, stream: InputStream, reason: str) -> _Reply:
+        if not stream.told_beyond:
+            stream.told_beyond = True
+            self.effects.append(
+                Report("error", f"a frame was refused: {reason}; this is said once", {"peer": stream.source})
+            )
+        return _Reply(FrameType.REFUSED, code=RefusedCode.BEYOND_WINDOW, reason=reason)
+
     def _log(
         self, stream: InputStream, source: str, frame: PeerFrame, first_position: int, count: int, payload: bytes
     ) -> None:
@@ -717,7 +755,7 @@ class Peers:
             BatchSource(BatchKind.STREAM, source, first_position, count, frame.time_ns),
             from_app=source == ONESELF,
         )
-        group.transaction.sources[source] = stream.take(frame, first_position + count - 1)
+        group.transaction.sources[source] = stream.take(frame, first_position + count - 1, len(payload))
         if source != ONESELF:
             self.intake.taken(group, payload, source, source)
 
@@ -739,6 +777,7 @@ class Peers:
 
     def became_durable(self, sources: Iterable[tuple[str, SourcePosition]], now_ns: int) -> None:
         """Records up to these positions are on disk: acknowledge them."""
+        self.grants.now_ns = now_ns
         for source, known in sources:
             stream = self.input(source) if source != IMPULSES else None
             if stream is None or known.committer_id != stream.committer_id:

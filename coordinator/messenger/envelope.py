@@ -4,7 +4,8 @@
 
     offset  size  field
          0     1  version                 2
-         1     1  kind                    1 message, 2 reply, 3 reply that is no longer kept, 4 reply still to come
+         1     1  kind                    1 message, 2 reply, 3 reply that is no longer kept, 4 reply still to come,
+                                          5 what came is not known here
          2     2  skipped count           message: so many IDs right below its own will not be sent again.
                                           reply: 0
          4     4  link ID                 of the link that the message was sent on; not 0
@@ -26,6 +27,9 @@ The lowest pending ID is what the seed design lacks: with it a receiver that sta
 below were acknowledged by another, and one that goes on knows which replies nobody can ask for any more. The
 skipped count says the same of IDs above it: so the receiver knows whether anything is missing before a message.
 
+Kind 5 answers an envelope of another version, or of an unknown kind, once on each connection. Link and message ID are
+1 and mean nothing; behind it stands, as the one part of a reply, which versions and kinds are known.
+
 A message that comes again is answered at once: with its reply or, while there is none, with kind 4. The sender
 learns from it that the connection and the receiver are alive, and how much has arrived.
 """
@@ -38,7 +42,7 @@ from struct import Struct
 from struct import error as struct_error
 from typing import NamedTuple
 
-from coordinator.messenger.errors import EnvelopeError
+from coordinator.messenger.errors import EnvelopeError, UnknownEnvelopeError
 
 VERSION = 2
 NOOP = 0  # the callback ID of nobody
@@ -53,9 +57,11 @@ class Kind(IntEnum):
     REPLY = 2
     REPLY_EXPIRED = 3
     REPLY_PENDING = 4
+    NOT_KNOWN = 5
 
 
-MESSAGE, REPLY, REPLY_EXPIRED, REPLY_PENDING = map(int, Kind)
+MESSAGE, REPLY, REPLY_EXPIRED, REPLY_PENDING, NOT_KNOWN = map(int, Kind)
+KNOWN = b"version 2, kinds 1 to 5"
 
 
 class Envelope(NamedTuple):
@@ -117,14 +123,15 @@ def decode_parts(data: bytes, offset: int) -> list[bytes]:
 
 
 def decode_envelope(data: bytes) -> Envelope:
-    """The fields of an envelope. Raises EnvelopeError for anything but exactly one valid envelope."""
+    """The fields of an envelope. Raises EnvelopeError for anything but exactly one valid envelope, and
+    UnknownEnvelopeError for what another build may have sent."""
+    if data and data[0] != VERSION:
+        raise UnknownEnvelopeError(f"an envelope of version {data[0]} came in, this side speaks version {VERSION}")
     try:
         envelope = Envelope._make(_LAYOUT.unpack(data))
     except struct_error:
         raise EnvelopeError(f"an envelope of {len(data)} bytes came in, it has {ENVELOPE_SIZE_BYTES}") from None
-    version, kind, skipped_count, link_id, _, message_id, lowest_pending_id, source, destination = envelope
-    if version != VERSION:
-        raise EnvelopeError(f"an envelope of version {version} came in, this side speaks version {VERSION}")
+    _, kind, skipped_count, link_id, _, message_id, lowest_pending_id, source, destination = envelope
     if not link_id or not message_id:
         raise EnvelopeError(f"an envelope with link ID {link_id}, message ID {message_id} came in; neither is 0")
     if kind == MESSAGE:
@@ -133,12 +140,12 @@ def decode_envelope(data: bytes) -> Envelope:
                 f"message {message_id} came in with lowest pending ID {lowest_pending_id} (from 1 to its own ID) "
                 f"and destination callback ID {destination} (0)"
             )
-    elif kind in (REPLY, REPLY_EXPIRED, REPLY_PENDING):
+    elif kind in (REPLY, REPLY_EXPIRED, REPLY_PENDING, NOT_KNOWN):
         if lowest_pending_id < message_id or source or skipped_count:
             raise EnvelopeError(
                 f"the reply to message {message_id} came in with highest ID {lowest_pending_id} (from its own ID), "
                 f"source callback ID {source} and skipped count {skipped_count} (0)"
             )
     else:
-        raise EnvelopeError(f"an envelope of kind {kind} came in, known are {[int(kind) for kind in Kind]}")
+        raise UnknownEnvelopeError(f"an envelope of kind {kind} came in, known are {[int(kind) for kind in Kind]}")
     return envelope

@@ -38,3 +38,7 @@ class MessageTooLargeError(LimitExceededError):
 
 class EnvelopeError(RemoteProtocolError):
     """The first part of what came in is not an envelope of this version."""
+
+
+class UnknownEnvelopeError(EnvelopeError):
+    """It is of another version, or of a kind that this build does not know: its sender is told, once."""

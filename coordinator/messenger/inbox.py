@@ -13,7 +13,15 @@ from collections import OrderedDict
 from msgspec import Struct
 
 from coordinator.messenger.duplicates import DuplicateTracker, Sighting
-from coordinator.messenger.limits import CONVERSATIONS_MAX, REPLIES_SIZE_BYTES_MAX, ROUTES_MAX, SPAN_MAX
+from coordinator.messenger.limits import (
+    CONVERSATIONS_MAX,
+    PEER_CONVERSATIONS_MAX,
+    PEER_REPLIES_SIZE_BYTES_MAX,
+    REPLIES_SIZE_BYTES_MAX,
+    REPLY_OVERHEAD_BYTES,
+    ROUTES_MAX,
+    SPAN_MAX,
+)
 
 
 class StoredReply(Struct, frozen=True):
@@ -24,12 +32,22 @@ class StoredReply(Struct, frozen=True):
     size_bytes: int
 
 
+class Kept:
+    """What the replies of one peer's links take together."""
+
+    __slots__ = ("size_bytes",)
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+
+
 class Conversation:
     """One link as its receiver sees it. ``routes`` are the ZeroMQ routing IDs of its sender's latest connections, the
     newest first, ``peer`` the name that its key stands for."""
 
     __slots__ = (
         "incarnation",
+        "kept",
         "link_id",
         "peer",
         "replies",
@@ -55,6 +73,7 @@ class Conversation:
         self.tracker = DuplicateTracker(span_max)
         self.replies: dict[int, StoredReply] = {}  # by message ID, oldest reply first
         self.replies_size_bytes = 0
+        self.kept = Kept()
         self.replies_size_bytes_max = replies_size_bytes_max
 
     def came_by(self, route: bytes) -> None:
@@ -73,54 +92,91 @@ class Conversation:
                 acknowledged = [known for known in range(had, lowest_pending_id) if known in self.replies]
             else:
                 acknowledged = [known for known in self.replies if known < lowest_pending_id]
-            for known in acknowledged:
-                self.replies_size_bytes -= self.replies.pop(known).size_bytes
+            self._count(-sum([self.replies.pop(known).size_bytes for known in acknowledged]))
         return sighting
 
     def keep_reply(self, message_id: int, destination_callback_id: int, parts: tuple[bytes, ...]) -> None:
         """Keep the reply to ``message_id`` for as long as its sender may ask for it again."""
         if message_id < self.tracker.lowest_pending_id:
             return
-        size_bytes = sum(map(len, parts))
+        size_bytes = sum(map(len, parts)) + REPLY_OVERHEAD_BYTES
         self.replies[message_id] = StoredReply(destination_callback_id, parts, size_bytes)
-        self.replies_size_bytes += size_bytes
+        self._count(size_bytes)
         if self.replies_size_bytes > self.replies_size_bytes_max:
             self._let_go_of_oldest()
 
     def _let_go_of_oldest(self) -> None:
         for message_id, reply in self.replies.items():
-            if reply.size_bytes:
-                self.replies[message_id] = StoredReply(reply.destination_callback_id, None, 0)
-                self.replies_size_bytes -= reply.size_bytes
+            if reply.parts is not None:
+                self.replies[message_id] = StoredReply(reply.destination_callback_id, None, REPLY_OVERHEAD_BYTES)
+                self._count(REPLY_OVERHEAD_BYTES - reply.size_bytes)
                 if self.replies_size_bytes <= self.replies_size_bytes_max:
                     return
+
+    def _count(self, size_bytes: int) -> None:
+        self.replies_size_bytes += size_bytes
+        self.kept.size_bytes += size_bytes
+
+    def goes_with(self, kept: Kept) -> None:
+        """Count what is kept here to ``kept`` from now on."""
+        self.kept.size_bytes -= self.replies_size_bytes
+        kept.size_bytes += self.replies_size_bytes
+        self.kept = kept
+
+
+class Shelf:
+    """The conversations of one peer, or of all that show no key."""
+
+    __slots__ = ("conversations", "conversations_max", "kept")
+
+    def __init__(self, conversations_max: int) -> None:
+        self.conversations: OrderedDict[tuple[int, int], Conversation] = OrderedDict()  # the last used last
+        self.conversations_max = conversations_max
+        self.kept = Kept()
+
+    def add(self, key: tuple[int, int], conversation: Conversation) -> None:
+        self.conversations[key] = conversation
+        conversation.goes_with(self.kept)
+
+    def take(self, key: tuple[int, int]) -> Conversation | None:
+        conversation = self.conversations.pop(key, None)
+        if conversation is not None:
+            conversation.goes_with(Kept())
+        return conversation
+
+    def stay_within(self) -> None:
+        """Forget those that were unused for longest; never the last."""
+        conversations = self.conversations
+        while len(conversations) > 1 and (
+            len(conversations) > self.conversations_max or self.kept.size_bytes > PEER_REPLIES_SIZE_BYTES_MAX
+        ):
+            self.take(next(iter(conversations)))
 
 
 class Inbox:
     """The conversations of one listening endpoint, the least recently used of which is forgotten beyond
-    ``conversations_max``."""
+    ``conversations_max``, fewer for one peer, or what their replies may take. No peer makes those of another go."""
 
     def __init__(self, conversations_max: int = CONVERSATIONS_MAX) -> None:
-        self.conversations_max = conversations_max
-        self._conversations: OrderedDict[tuple[int, int, str | None], Conversation] = OrderedDict()
+        self._plain = Shelf(conversations_max)
+        self._shelves: dict[str | None, Shelf] = {None: self._plain}
 
     def __len__(self) -> int:
-        return len(self._conversations)
+        return sum([len(shelf.conversations) for shelf in self._shelves.values()])
 
     def conversation(self, incarnation: int, link_id: int, peer: str | None = None) -> Conversation:
         """That of the link, new if it is not known (any more). Nobody gets at one of another ``peer``; one that was
         begun in plain goes on when its sender shows a key."""
-        key = (incarnation, link_id, peer)
-        conversation = self._conversations.get(key)
-        if conversation is None and peer is not None:
-            conversation = self._conversations.pop((incarnation, link_id, None), None)
-            if conversation is not None:
-                conversation.peer = peer
-                self._conversations[key] = conversation
+        key = (incarnation, link_id)
+        shelf = self._shelves.get(peer)
+        if shelf is None:
+            shelf = self._shelves[peer] = Shelf(PEER_CONVERSATIONS_MAX)
+        conversation = shelf.conversations.get(key)
         if conversation is None:
-            conversation = self._conversations[key] = Conversation(incarnation, link_id, peer=peer)
-            if len(self._conversations) > self.conversations_max:
-                self._conversations.popitem(last=False)
+            conversation = (peer is not None and self._plain.take(key)) or Conversation(incarnation, link_id)
+            conversation.peer = peer
+            shelf.add(key, conversation)
         else:
-            self._conversations.move_to_end(key)
+            shelf.conversations.move_to_end(key)
+        shelf.stay_within()
         return conversation

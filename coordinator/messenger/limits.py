@@ -20,20 +20,39 @@ SPAN_MAX = 8192
 # costs about 1 KiB each, and is far above the number of peers of one instance.
 CONVERSATIONS_MAX = 4096
 
+# The same of one peer, known by its key: so that none makes those of others be forgotten. A peer has one link here for
+# each of its lives, and those of commands that run with its key.
+PEER_CONVERSATIONS_MAX = 64
+
 # Connections of one link that a reply is tried on, the newest first: the older ones are those that have just broken.
 ROUTES_MAX = 4
 
+# Connections of which it is remembered that they were told which envelopes are known here.
+TOLD_ROUTES_MAX = 256
+
 # Replies kept for one link, in case they were lost on the way: beyond it the oldest is let go, and the
-# sender is told "acknowledged" without it.
+# sender is told "acknowledged" without it. Each counts with what Python needs to keep it.
 REPLIES_SIZE_BYTES_MAX = 16 * 2**20
+REPLY_OVERHEAD_BYTES = 200
+
+# The same for all links of one peer, or of all peers without keys: beyond it, that which was unused for longest is
+# forgotten, as above.
+PEER_REPLIES_SIZE_BYTES_MAX = 64 * 2**20
 
 # Replies on their way to one peer inside ZeroMQ. Beyond it one is not sent, but it is kept, and the
 # sender's retry asks for it.
 REPLIES_QUEUED_MAX = 2 * SPAN_MAX
 
+# To one client and not taken by its connection: beyond it a reply is not sent, but it is kept, and the client asks for
+# it. All clients together; beyond that each still gets a small share. One message may be larger than a client's.
+CLIENT_QUEUED_SIZE_BYTES_MAX = 8 * 2**20
+CLIENTS_QUEUED_SIZE_BYTES_MAX = 64 * 2**20
+CLIENT_SHARE_SIZE_BYTES = 64 * 2**10
+
 # A part of a message: a call may be as large as a record. A stranger can make us reserve no more memory.
 PART_SIZE_BYTES_MAX = 2**30
 PARTS_MAX = 1024
+RECEIVED_PARTS_MAX = PARTS_MAX + 2  # with the routing ID in front, and one too many
 
 # A reply travels as one part: its parts together.
 REPLY_SIZE_BYTES_MAX = 255 * 2**20
@@ -70,9 +89,22 @@ KEEPALIVE_COUNT = 3
 SILENCE_NS = 20_000_000_000
 SILENCE_DOUBLINGS_MAX = 5
 
-# A connection that has not said who it is by then is closed: what a stranger can hold open is bounded by how
-# fast it connects. Far above what a handshake takes on a busy machine.
-HANDSHAKE_TIMEOUT_MS = 10_000
+# A connection that has not said who it is by then is closed. Far above what a handshake takes on a busy machine.
+HANDSHAKE_TIMEOUT_MS = 3_000
+
+# A connection of one's own waits for longer: the receiver may be stopped, or behind many others.
+CONNECT_HANDSHAKE_TIMEOUT_MS = 10_000
+
+# What a connection may bring before it is known who it is: a handshake with CURVE has some 600 bytes. It is looked at
+# so often: at the full speed of a loopback connection some MiB come meanwhile, all strangers together, since one
+# thread of ZeroMQ's reads them all.
+HANDSHAKE_SIZE_BYTES_MAX = 8 * 1024
+HANDSHAKE_LOOK_MS = 5
+HANDSHAKE_PLAIN_GRACE_MS = 50
+
+# Connections of which it is not known who they are, at one listener: beyond it the oldest is ended. A handshake takes
+# milliseconds, so an honest one is through long before.
+HANDSHAKES_MAX = 256
 
 # After a handshake that failed, the link is made anew with what is known of its destination by then.
 RECONNECT_REFUSED_NS = 200_000_000

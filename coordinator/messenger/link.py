@@ -10,6 +10,7 @@ import zmq
 from coordinator.messenger.envelope import (
     ENVELOPE_SIZE_BYTES,
     MESSAGE,
+    NOT_KNOWN,
     REPLY,
     REPLY_EXPIRED,
     REPLY_PENDING,
@@ -21,8 +22,8 @@ from coordinator.messenger.errors import EndpointError, EnvelopeError
 from coordinator.messenger.inproc import Watcher, is_inproc, unwatch, watch
 from coordinator.messenger.limits import (
     CLOSE_LINGER_MS,
+    CONNECT_HANDSHAKE_TIMEOUT_MS,
     CONNECT_TIMEOUT_MS,
-    HANDSHAKE_TIMEOUT_MS,
     IN_FLIGHT_MAX,
     LARGE_PART_SIZE_BYTES,
     PART_SIZE_BYTES_MAX,
@@ -134,7 +135,7 @@ class Link:
         socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS_MIN)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
         socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, CONNECT_HANDSHAKE_TIMEOUT_MS)
         keep_alive(socket)
         socket.setsockopt(zmq.MAXMSGSIZE, PART_SIZE_BYTES_MAX)
         socket.copy_threshold = LARGE_PART_SIZE_BYTES
@@ -221,6 +222,9 @@ class Link:
                 raise EnvelopeError(f"{len(parts)} parts came in, a reply is one")
             reply = parts.pop()
             envelope = decode_envelope(reply[:ENVELOPE_SIZE_BYTES])
+            if envelope.kind == NOT_KNOWN:
+                known = b" ".join(decode_parts(reply, ENVELOPE_SIZE_BYTES)).decode(errors="replace")
+                raise EnvelopeError(f"what was sent is not known there, which is of another build: it knows {known!r}")
             if envelope.kind == MESSAGE or envelope.link_id != self.link_id:
                 raise EnvelopeError(
                     f"kind {envelope.kind} on link {envelope.link_id} came in, expected replies on link {self.link_id}"

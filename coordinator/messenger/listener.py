@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
 import zmq
 
+from coordinator.messenger.client_queues import ClientQueues
 from coordinator.messenger.duplicates import Sighting
 from coordinator.messenger.envelope import (
+    KNOWN,
     MESSAGE,
+    NOOP,
+    NOT_KNOWN,
     REPLY,
     REPLY_EXPIRED,
     REPLY_PENDING,
@@ -24,7 +29,9 @@ from coordinator.messenger.errors import (
     EndpointInUseError,
     EnvelopeError,
     MessageTooLargeError,
+    UnknownEnvelopeError,
 )
+from coordinator.messenger.handshakes import Handshakes
 from coordinator.messenger.inbox import Conversation, Inbox
 from coordinator.messenger.inproc import is_inproc, telling
 from coordinator.messenger.limits import (
@@ -37,6 +44,7 @@ from coordinator.messenger.limits import (
     REPLIES_QUEUED_MAX,
     REPLY_SIZE_BYTES_MAX,
     SPAN_MAX,
+    TOLD_ROUTES_MAX,
 )
 from coordinator.messenger.security import Role, Security, serve_with
 from coordinator.messenger.sockets import (
@@ -52,8 +60,6 @@ from coordinator.messenger.sockets import (
     descriptor_of,
     keep_alive,
     message_parts,
-    monitored_events,
-    open_monitor,
     plain_get,
     plain_send,
     receive_identified,
@@ -62,8 +68,6 @@ from coordinator.messenger.sockets import (
 from protocol.client import is_client_frame
 
 FIRST, REFUSED, EARLY = Sighting.FIRST, Sighting.REFUSED, Sighting.EARLY
-_OTHER_MECHANISM = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
-_SILENT = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 _monitor_numbers = itertools.count()
 
 
@@ -192,7 +196,8 @@ class Listener:
         self.reopen_due_ns: int | None = None
         self._context = context
         self._security = security
-        self._monitor: Socket | None = None
+        self._handshakes: Handshakes | None = None
+        self._refused_before = 0  # by the sockets before
         self.accept_reply = accept_reply
         self._server_loop = server_loop
         self._client_loop = client_loop
@@ -201,10 +206,15 @@ class Listener:
         self._warnings = warnings
         self._stranger_warnings = stranger_warnings
         self._inbox = Inbox()
+        self._client_queues = ClientQueues()
+        self._told_routes: OrderedDict[bytes, None] = OrderedDict()  # who was told which envelopes are known here
+        self._is_inproc = is_inproc(endpoint)
         self._open()
         try:
             with telling(context, endpoint, True):
                 self.endpoint = bind(self._socket, endpoint)
+            if self._handshakes is not None:
+                self._handshakes.endpoint = self.endpoint
         except BaseException:
             self.close()
             raise
@@ -216,11 +226,11 @@ class Listener:
         self._plain_send = plain_send(self._socket)
         self._plain_get = plain_get(self._socket)
         self.descriptor = descriptor_of(self._socket)
-        self.monitor_descriptor: int | None = None
-        if self._security is not None:
+        if not self._is_inproc:
             address = f"listener-{self._incarnation:x}-{next(_monitor_numbers)}"
-            self._monitor = open_monitor(self._context, self._socket, address, _OTHER_MECHANISM | _SILENT)
-            self.monitor_descriptor = descriptor_of(self._monitor)
+            secured = self._security is not None
+            self._handshakes = Handshakes(self._context, self._socket, address, secured, self._stranger_warnings)
+            self._handshakes.endpoint = self.endpoint
 
     def secure(self, security: Security, now_ns: int) -> None:
         """Go by ``security`` from now on. The descriptors change if its own keys have."""
@@ -244,7 +254,7 @@ class Listener:
         if self._security is not None:
             serve_with(socket, self._security.own)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
-        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # whoever has a routing ID of its own may come back with it
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 0)  # a routing ID in use is its connection's: nobody takes that over
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an error instead of dropping silently
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDHWM, REPLIES_QUEUED_MAX)
@@ -287,15 +297,10 @@ class Listener:
                 return True
         return False
 
-    def read_monitor(self, now_ns: int) -> None:
-        """Count those who never came as far as the gate."""
-        if self._monitor is None:
-            return
-        for _ in monitored_events(self._monitor):
-            self._counters.strangers_refused += 1
-            self._stranger_warnings.warn(
-                f"at {self.endpoint}: a connection was refused that has no key, or expects another one here"
-            )
+    @property
+    def refused(self) -> int:
+        """Connections of those who never came as far as the gate."""
+        return self._refused_before + (0 if self._handshakes is None else self._handshakes.refused)
 
     def _fits_role(self, key: str, peer: str, frames: list[bytes]) -> bool:
         """Whether the owner of ``key`` sends such messages. Nothing but the first byte is looked at."""
@@ -325,6 +330,8 @@ class Listener:
         except EnvelopeError as error:
             self._counters.malformed += 1
             self._warnings.warn(f"at {self.endpoint}: {error}")
+            if isinstance(error, UnknownEnvelopeError):
+                self._say_what_is_known(frames[0])
             return None
         conversation = self._inbox.conversation(envelope.incarnation, envelope.link_id, peer)
         if frames[0] != conversation.routes[0]:
@@ -347,6 +354,15 @@ class Listener:
             self._reply_again(conversation, envelope)
         return None
 
+    def _say_what_is_known(self, route: bytes) -> None:
+        """To a sender of another build; once, so that two who know nothing of each other say no more."""
+        if route in self._told_routes:
+            return
+        self._told_routes[route] = None
+        if len(self._told_routes) > TOLD_ROUTES_MAX:
+            self._told_routes.popitem(last=False)
+        self._send_parts(route, encode_reply(NOT_KNOWN, 1, self._incarnation, 1, 1, NOOP) + encode_parts((KNOWN,)))
+
     def _reply_again(self, conversation: Conversation, envelope: Envelope) -> None:
         stored = conversation.replies.get(envelope.message_id)
         if stored is None:
@@ -362,12 +378,18 @@ class Listener:
     def reply(self, reply: Reply | ClientReply) -> None:
         """Send a reply and keep it for duplicates of its message; to a client it is only sent."""
         if isinstance(reply, ClientReply):
-            if not self._send_parts(reply.route, reply.data):
-                self._counters.replies_unsent += 1
+            self._reply_to_client(reply.route, reply.data)
             return
         _, conversation, message_id, callback_id, parts = reply
         conversation.keep_reply(message_id, callback_id, parts)
         self._send(conversation, REPLY, message_id, callback_id, parts)
+
+    def _reply_to_client(self, route: bytes, data: bytes) -> None:
+        queues, send = self._client_queues, self._plain_send
+        if queues.has_room(route, len(data)) and self._begin(route):
+            queues.send(send, route, data)
+        else:
+            self._counters.replies_unsent += 1
 
     def _send(
         self,
@@ -387,14 +409,19 @@ class Listener:
 
     def _send_parts(self, route: bytes, data: bytes) -> bool:
         """Whether there is a connection there, with room."""
-        send = self._plain_send
+        if not self._begin(route):
+            return False
+        self._plain_send(data, NOBLOCK, copy=len(data) < LARGE_PART_SIZE_BYTES)
+        return True
+
+    def _begin(self, route: bytes) -> bool:
+        """Whether the rest of a message to ``route`` may be sent."""
         try:
-            send(route, NOBLOCK_MORE)
+            self._plain_send(route, NOBLOCK_MORE)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
             return False
-        send(data, NOBLOCK, copy=len(data) < LARGE_PART_SIZE_BYTES)
         return True
 
     def has_unread(self) -> bool:
@@ -410,8 +437,8 @@ class Listener:
             self._close_sockets()
 
     def _close_sockets(self) -> None:
-        if self._monitor is not None:
-            self._socket.disable_monitor()
-            self._monitor.close()
-            self._monitor = None
+        if self._handshakes is not None:
+            self._handshakes.close()
+            self._refused_before += self._handshakes.refused
+            self._handshakes = None
         self._socket.close()

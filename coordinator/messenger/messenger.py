@@ -99,7 +99,7 @@ class Messenger:
         self._replies_due_ns: int | None = None  # when their epoll is listened to again; None: it is
         self._unread: dict[Link, None] = {}  # have replies, or may have, that nobody waits for before that
         self._sources: dict[int, _Source] = {}  # by descriptor
-        self._monitors: dict[int, Link | Listener] = {}  # by their monitor's descriptor
+        self._monitors: dict[int, Link] = {}  # by their monitor's descriptor
         self._wake = Wake()
         self._epoll.register(self._wake.descriptor, select.EPOLLIN)
         self._processing = False
@@ -137,11 +137,12 @@ class Messenger:
     def counters(self) -> Counters:
         """A copy of what has been counted."""
         counters, gate = self._counters, self._gate
+        refused = counters.strangers_refused + sum(one.refused for one in list(self._listeners))
         if gate is None:
-            return replace(counters, refused_by=counters.refused_by.copy())
+            return replace(counters, strangers_refused=refused, refused_by=counters.refused_by.copy())
         return replace(
             counters,
-            strangers_refused=counters.strangers_refused + gate.refused,
+            strangers_refused=refused + gate.refused,
             refused_by=counters.refused_by.copy(),
             let_in_by=gate.let_in.copy(),
             last_refused=gate.last_refused,
@@ -417,8 +418,7 @@ class Messenger:
             elif descriptor in self._monitors:
                 monitored = self._monitors[descriptor]
                 monitored.read_monitor(now_ns)
-                if isinstance(monitored, Link):
-                    self._sending[monitored] = None
+                self._sending[monitored] = None
             else:
                 self._ready[self._sources[descriptor]] = None
         if not with_replies:
@@ -562,14 +562,14 @@ class Messenger:
     def _watch(self, source: _Source) -> None:
         self._sources[source.descriptor] = source
         self._epoll_of(source).register(source.descriptor, select.EPOLLIN)
-        if source.monitor_descriptor is not None:
+        if isinstance(source, Link) and source.monitor_descriptor is not None:
             self._monitors[source.monitor_descriptor] = source
             self._epoll.register(source.monitor_descriptor, select.EPOLLIN)
 
     def _unwatch(self, source: _Source) -> None:
         del self._sources[source.descriptor]
         self._epoll_of(source).unregister(source.descriptor)
-        if source.monitor_descriptor is not None:
+        if isinstance(source, Link) and source.monitor_descriptor is not None:
             del self._monitors[source.monitor_descriptor]
             self._epoll.unregister(source.monitor_descriptor)
 

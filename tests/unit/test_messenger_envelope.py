@@ -79,7 +79,7 @@ def fields(*values: int) -> bytes:
     [
         ("version 1", fields(1, 1, 0, 2, 3, 5, 4, 6, 0)),
         ("kind 0", fields(2, 0, 0, 2, 3, 5, 5, 0, 0)),
-        ("kind 5", fields(2, 5, 0, 2, 3, 5, 5, 0, 0)),
+        ("kind 6", fields(2, 6, 0, 2, 3, 5, 5, 0, 0)),
         ("skipped count 1", fields(2, 2, 1, 2, 3, 5, 5, 0, 6)),
         ("link ID 0", fields(2, 1, 0, 0, 3, 5, 4, 6, 0)),
         ("message ID 0", fields(2, 2, 0, 2, 3, 0, 0, 0, 0)),

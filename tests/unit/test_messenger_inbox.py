@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from coordinator.messenger.duplicates import Sighting
 from coordinator.messenger.inbox import Conversation, Inbox
+from coordinator.messenger.limits import PEER_CONVERSATIONS_MAX, PEER_REPLIES_SIZE_BYTES_MAX, REPLY_OVERHEAD_BYTES
 
 
 def conversation(**limits: int) -> Conversation:
@@ -19,10 +20,10 @@ def test_a_reply_is_kept_until_its_sender_has_it() -> None:
     assert talk.see(5, 1) == Sighting.EARLY
     assert talk.replies[2].parts == (b"xx",)
     assert talk.replies[2].destination_callback_id == 12
-    assert talk.replies_size_bytes == 6
+    assert talk.replies_size_bytes == 6 + 3 * REPLY_OVERHEAD_BYTES
     talk.see(4, 3)
     assert list(talk.replies) == [3]
-    assert talk.replies_size_bytes == 3
+    assert talk.replies_size_bytes == 3 + REPLY_OVERHEAD_BYTES
     talk.see(10**18, 10**18)
     assert talk.replies == {}
     assert talk.replies_size_bytes == 0
@@ -38,19 +39,19 @@ def test_a_reply_that_nobody_can_ask_for_is_not_kept() -> None:
 
 
 def test_beyond_the_limit_the_oldest_bytes_are_let_go_but_not_that_there_was_a_reply() -> None:
-    talk = conversation(replies_size_bytes_max=10)
+    talk = conversation(replies_size_bytes_max=10 + 4 * REPLY_OVERHEAD_BYTES)
     for message_id in (1, 2, 3, 4):
         talk.see(message_id, 1)
     talk.keep_reply(2, 22, (b"x" * 4,))
     talk.keep_reply(1, 21, ())
     talk.keep_reply(3, 23, (b"x" * 4,))
-    assert talk.replies_size_bytes == 8
+    assert talk.replies_size_bytes == 8 + 3 * REPLY_OVERHEAD_BYTES
     talk.keep_reply(4, 24, (b"x" * 4,))
     assert talk.replies[2].parts is None
     assert talk.replies[2].destination_callback_id == 22
     assert talk.replies[1].parts == ()
     assert talk.replies[3].parts == talk.replies[4].parts == (b"xxxx",)
-    assert talk.replies_size_bytes == 8
+    assert talk.replies_size_bytes == 8 + 4 * REPLY_OVERHEAD_BYTES
 
 
 def test_a_sender_that_never_acknowledges_cannot_make_it_grow() -> None:
@@ -85,3 +86,27 @@ def test_links_are_apart_and_the_one_unused_for_longest_is_forgotten() -> None:
     assert len(inbox) == 2
     assert inbox.conversation(1, 1) is first
     assert inbox.conversation(1, 2) is not second
+
+
+def test_no_peer_makes_the_links_of_another_be_forgotten() -> None:
+    inbox = Inbox()
+    honest = inbox.conversation(1, 1, "alice")
+    honest.see(1, 1)
+    for incarnation in range(2, 3 * PEER_CONVERSATIONS_MAX):
+        inbox.conversation(incarnation, 1, "mallory")
+    assert len(inbox) == 1 + PEER_CONVERSATIONS_MAX
+    assert inbox.conversation(1, 1, "alice") is honest
+
+
+def test_what_the_replies_of_one_peer_take_is_bounded_over_all_its_links() -> None:
+    inbox = Inbox()
+    honest = inbox.conversation(1, 1, "alice")
+    honest.keep_reply(1, 0, (b"kept",))
+    reply = bytes(1 << 20)
+    for incarnation in range(2, 20):
+        talk = inbox.conversation(incarnation, 1, "mallory")
+        for message_id in range(1, 9):
+            talk.keep_reply(message_id, 0, (reply,))
+    kept = {id(talk): talk for talk in inbox._shelves["mallory"].conversations.values()}
+    assert sum(talk.replies_size_bytes for talk in kept.values()) <= PEER_REPLIES_SIZE_BYTES_MAX + 9 * len(reply)
+    assert inbox.conversation(1, 1, "alice").replies[1].parts == (b"kept",)
