@@ -26,6 +26,7 @@ from coordinator.core.limits import ReplayCheck
 from coordinator.fault_points import FaultPoint, reach
 from protocol.errors import ImmortalError
 from protocol.limits import ARGUMENTS_SIZE_MIB_DEFAULT, ARGUMENTS_SIZE_MIB_MAX
+from protocol.private_files import FILE_MODE
 
 INSTANCE_NAME_SIZE_MAX = 64  # characters; the name is a file name, and part of each message between coordinators
 KEEP_CHECKPOINTS_DEFAULT = 2  # the newest, and one to fall back on
@@ -600,8 +601,11 @@ def _values(settings: InstanceSettings, *, log: Path | None) -> dict[str, Any]:
     return values
 
 
-def write_atomically(path: Path, data: bytes, *, mode: int = 0o644) -> None:
-    """``path`` holds ``data`` whole, or what it held before, whatever happens. The folder must exist."""
+def write_atomically(path: Path, data: bytes, *, mode: int = FILE_MODE) -> None:
+    """``path`` holds ``data`` whole, or what it held before, whatever happens. Its folder must exist. Raises OSError.
+
+    It is for its owner alone, where ``mode`` does not say otherwise.
+    """
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:

@@ -18,6 +18,7 @@ from coordinator.config import write_atomically
 from coordinator.messenger.security import KeyPair
 from coordinator.registry import PUBLIC_KEYS_FILE_NAME
 from protocol.errors import ImmortalError
+from protocol.private_files import PUBLIC_FILE_MODE, make_folder
 
 PUBLIC_FILE_NAME = PUBLIC_KEYS_FILE_NAME
 _FOLDER_NAME = "keys"
@@ -136,11 +137,11 @@ def _write(folder: Path, pairs: tuple[KeyPair, ...]) -> tuple[KeyPair, ...]:
     """The secret file first: what is announced without being there would be of no use."""
     path = secret_path(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        path.parent.mkdir(mode=0o700, exist_ok=True)
+        make_folder(path.parent)
         text = "".join(f"{pair.public} {pair.secret}\n" for pair in pairs)
         write_atomically(path, text.encode(), mode=0o600)
-        write_atomically(public_path(folder), "".join(f"{pair.public}\n" for pair in pairs).encode())
+        public = "".join(f"{pair.public}\n" for pair in pairs)
+        write_atomically(public_path(folder), public.encode(), mode=PUBLIC_FILE_MODE)
     except OSError as error:
         raise KeysError(f"the keys of {folder.name!r} cannot be written to {path}: {error.strerror}") from None
     return pairs
