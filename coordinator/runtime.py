@@ -632,12 +632,13 @@ def check_checkpoint(store: LogStore, header: CheckpointHeader) -> str | None:
 def _serve_metrics(settings: InstanceSettings) -> None:
     """Raises ImmortalError."""
     try:
-        from coordinator.metrics import serve_metrics
+        from coordinator.metrics import Access, serve_metrics
     except ModuleNotFoundError:
         raise ImmortalError("metrics need prometheus-client: pip install 'immortal[metrics]'") from None
-    host, _, _ = str(settings.metrics).rpartition(":")
-    port = serve_metrics(settings.name, str(settings.metrics), lambda: control.query(settings.folder, "status"))
-    Events(settings.name).info("metrics are served", at=f"http://{host}:{port}/metrics")
+    access = Access(
+        settings.metrics_token_file, settings.metrics_certificate_file, settings.metrics_key_file, settings.insecure
+    )
+    serve_metrics(settings.name, str(settings.metrics), lambda: control.query(settings.folder, "status"), access)
 
 
 def run_coordinator(settings: InstanceSettings, registry: Registry, *, promote: bool = False) -> int:
