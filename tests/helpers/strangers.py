@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,3 +41,14 @@ def open_to_all(folder: Path) -> None:
     for one in (folder, *folder.parents):
         if one.stat().st_uid == os.geteuid() and one.stat().st_mode & 0o005 != 0o005:
             one.chmod(one.stat().st_mode | 0o055)
+
+
+def mode(path: Path) -> str:
+    return f"{stat.S_IMODE(path.stat().st_mode):04o}"
+
+
+def modes(folder: Path) -> dict[str, str]:
+    """Of ``folder`` and all that is in it, by path: what is not for its owner alone."""
+    found = {path: mode(path) for path in (folder, *folder.rglob("*"))}
+    private = {path for path, one in found.items() if one == ("0700" if path.is_dir() else "0600")}
+    return {str(path.relative_to(folder)): one for path, one in found.items() if path not in private}
