@@ -101,16 +101,15 @@ class ControlServer:
         A folder that can have no socket, or whose name is too long for one, lends its place to a private one in
         XDG_RUNTIME_DIR or the temporary folder. Raises ControlError.
         """
-        self._remove_left_over()
         try:
+            self._remove_left_over()
             make_folder(self._folder)
             try:
                 self._listening = _listen(self._path)
             except OSError as error:
                 if error.errno not in (None, *_NO_SOCKET_HERE):  # None: the path is too long
                     raise
-                elsewhere = tempfile.mkdtemp(prefix=_PREFIX, dir=os.environ.get("XDG_RUNTIME_DIR"))  # its mode is 0700
-                self._path = Path(elsewhere, SOCKET_FILE_NAME)
+                self._path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_runtime_folder()), SOCKET_FILE_NAME)  # 0700
                 self._listening = _listen(self._path)
             self._inode = self._path.stat().st_ino
         except OSError as error:
@@ -277,6 +276,15 @@ def _listen(path: Path) -> socket.socket:
         raise
     listening.setblocking(False)
     return listening
+
+
+def _runtime_folder() -> str | None:
+    """That of this user; None, for the temporary one, where there is none: `sudo` may leave that of another user."""
+    folder = os.environ.get("XDG_RUNTIME_DIR", "")
+    with contextlib.suppress(OSError):
+        if os.stat(folder).st_uid == os.geteuid():
+            return folder
+    return None
 
 
 def _in_ns(delay_s: float) -> int:

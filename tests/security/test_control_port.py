@@ -302,11 +302,13 @@ def test_with_all_places_taken_by_questions_the_next_is_turned_away(server: Cont
 # --- where it is -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("variable", ["XDG_RUNTIME_DIR", "TMPDIR"])
 def test_a_folder_whose_name_is_too_long_for_a_socket_has_it_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
     runtime = Path(tempfile.mkdtemp(prefix="r"))
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/there/is/none")
+    monkeypatch.setenv(variable, str(runtime))
     house = House(tmp_path / ("h" * 100))
     try:
         house.register("alice")
