@@ -100,6 +100,27 @@ def test_a_stranger_reads_settings_and_public_keys_of_a_shared_registry_and_noth
     assert as_stranger(lambda: list(folder.iterdir())) == "PermissionError"
 
 
+@needs_root
+def test_status_of_a_shared_registry_shows_what_the_asking_user_may_see(house: House) -> None:
+    import coordinator.cli.status  # noqa: F401 (nobody can load it from here)
+
+    lived(house)
+    house.register("bob")
+    for path in (house.home.parent, house.home):
+        open_to_all(path)
+    for name in ("alice", "bob"):
+        make_folder(house.home / name)
+        (house.home / name).chmod(0o711)
+    said = as_stranger(lambda: run(house.home, "status", "--json").output)
+    assert "control.sock: only the user who runs it, and root, may ask" in said
+    assert "not started yet" in said
+    assert "sequence_id" not in said
+    house.close()
+    said = as_stranger(lambda: run(house.home, "status", "--json").output)
+    assert '"error": "[Errno 13] Permission denied: ' in said
+    assert "not started yet" in said
+
+
 def test_a_log_of_an_earlier_version_is_tightened_and_it_is_said_once(house: House) -> None:
     lived(house)
     settings = house.settings("alice")
