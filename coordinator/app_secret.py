@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 from protocol.errors import ImmortalError
+from protocol.private_files import make_folder
 
 SECRET_FILE_VARIABLE = "IMMORTAL_APP_SECRET_FILE"
 FILE_NAME = "app_secret"
@@ -33,7 +34,7 @@ def make(folder: Path) -> bytes:
     """
     secret = secrets.token_hex(_RANDOM_SIZE_BYTES).encode()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         descriptor, temporary = tempfile.mkstemp(prefix=f".{FILE_NAME}.", dir=folder)  # its mode is 0600
         try:
             with os.fdopen(descriptor, "wb") as file:

@@ -75,10 +75,6 @@ class Auditor:
         if verb not in _READ_ONLY:
             self._log.write_through("operator", who=who, verb=verb, argument=argument)
 
-    def denied(self, verb: str, now_ns: int) -> None:
-        """Somebody has asked who is not the instance's owner."""
-        self._log.count("refused: a question without the token", "somebody", now_ns, last=verb)
-
     def close(self, **fields: object) -> None:
         if self._has_started:
             self._log.close(**fields)

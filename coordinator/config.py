@@ -27,6 +27,7 @@ from coordinator.fault_points import FaultPoint, reach
 from coordinator.socket_paths import UNIX_PATH_SIZE_BYTES_MAX, socket_path
 from protocol.errors import ImmortalError
 from protocol.limits import ARGUMENTS_SIZE_MIB_DEFAULT, ARGUMENTS_SIZE_MIB_MAX
+from protocol.private_files import FILE_MODE
 
 INSTANCE_NAME_SIZE_MAX = 64  # characters; the name is a file name, and part of each message between coordinators
 KEEP_CHECKPOINTS_DEFAULT = 2  # the newest, and one to fall back on
@@ -109,6 +110,9 @@ class InstanceSettings:
     log_limit_mb: int | None = None  # MiB: a larger log takes no input from peers; None: no limit but the disk's
     disk_free_mb: int = 0  # MiB: with less left on the log's disk it takes no input from peers either
     metrics: str | None = None  # "HOST:PORT" where Prometheus finds them; None: nowhere
+    metrics_token_file: Path | None = None  # who asks for them must bring what stands there; None: nothing
+    metrics_certificate_file: Path | None = None  # they are served with TLS, by this certificate and ...
+    metrics_key_file: Path | None = None  # ... its key
     checkpoint_age_s: int | None = None  # None: a checkpoint's age alone asks for no other
     kills_before_verdict: int | None = KILLS_BEFORE_VERDICT_DEFAULT  # runs that one message may end; None: any number
     rpc_limit_mb: int = ARGUMENTS_SIZE_MIB_DEFAULT  # MiB: arguments of one call of the app
@@ -346,7 +350,7 @@ def _metrics(value: object) -> str:
 
 def _path(value: object) -> str:
     if not isinstance(value, str) or not value or "\0" in value:
-        raise _WrongValueError("the path of a folder")
+        raise _WrongValueError("a path")
     return value
 
 
@@ -387,6 +391,9 @@ _CHECKS: Mapping[str, Callable[[object], Any]] = {
     "log_limit_mb": _integer(1, SIZE_MB_MAX),
     "disk_free_mb": _integer(0, SIZE_MB_MAX),
     "metrics": _metrics,
+    "metrics_token_file": _path,
+    "metrics_certificate_file": _path,
+    "metrics_key_file": _path,
     "app": _app,
 }
 _TUNING_CHECKS: Mapping[str, Callable[[object], int]] = {
@@ -396,6 +403,7 @@ _TUNING_CHECKS: Mapping[str, Callable[[object], int]] = {
     "peer_window_kib_max": _integer(64, 1 << 20),
     "receive_buffer_mib_max": _integer(1, 1 << 20),
 }
+_METRICS_FILES = ("metrics_token_file", "metrics_certificate_file", "metrics_key_file")
 _REQUIRED = ("peer",)
 
 
@@ -452,6 +460,14 @@ def check_settings(values: Mapping[str, object], name: str, path: Path, text: st
     _check_app_ports(checked, path, text)
     checked.setdefault("app_auth", default_app_auth(checked.get("app_send_port")))
     _check_app_auth(checked, path, text)
+    for file in _METRICS_FILES:
+        if file in checked:
+            checked[file] = path.parent / checked[file]
+    if ("metrics_certificate_file" in checked) != ("metrics_key_file" in checked):
+        place = _place(path, line_of(text, "metrics_certificate_file") or line_of(text, "metrics_key_file"))
+        raise ConfigError(
+            f"{place}: 'metrics_certificate_file' and 'metrics_key_file' go together, one of them is missing"
+        )
     folder = path.parent / check_instance_name(name)
     log = path.parent / checked.pop("log", folder / "log")
     if allowed is not None:
@@ -665,6 +681,9 @@ def _values(settings: InstanceSettings, *, log: Path | None) -> dict[str, Any]:
         values["disk_free_mb"] = settings.disk_free_mb
     if settings.metrics is not None:
         values["metrics"] = settings.metrics
+    for file in _METRICS_FILES:
+        if getattr(settings, file) is not None:
+            values[file] = str(getattr(settings, file))
     if settings.checkpoint_age_s is not None:
         values["checkpoint_age_s"] = settings.checkpoint_age_s
     if settings.app is not None:
@@ -700,8 +719,11 @@ def _permission_value(permission: Permission) -> object:
     return {"methods": methods, **given} if given else methods
 
 
-def write_atomically(path: Path, data: bytes, *, mode: int = 0o644) -> None:
-    """``path`` holds ``data`` whole, or what it held before, whatever happens. The folder must exist."""
+def write_atomically(path: Path, data: bytes, *, mode: int = FILE_MODE) -> None:
+    """``path`` holds ``data`` whole, or what it held before, whatever happens. Its folder must exist. Raises OSError.
+
+    It is for its owner alone, where ``mode`` does not say otherwise.
+    """
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:

@@ -1,19 +1,21 @@
-"""Asking a running coordinator: where it says how it is reached, and one question and answer through the messenger.
+"""Asking a running coordinator: where it says how it is reached, and one question and its answer.
 
 A coordinator writes <folder>/coordinator.json when it is ready to answer, and `immortal run` <folder>/supervisor.json
-when it can be told to stop and to restart (protocol.process_file). <folder>/control_token, made anew at each start, is
-what a question must bring: only the instance's owner can read it.
+when it can be told to stop and to restart (protocol.process_file). It answers at a Unix socket, <folder>/control.sock,
+to its own user and to root (coordinator.control_server).
+
+Question and answer are JSON behind a size of 4 bytes, little endian. Each connection carries one of each.
+
+    question {"verb": "skip", "argument": {...}}      answer: an object; {"refused": TEXT} for what it does not do
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import os
-import secrets
-import threading
+import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,18 @@ import msgspec
 from coordinator.config import write_atomically
 from protocol import process_file
 from protocol.errors import ImmortalError
+from protocol.private_files import PUBLIC_FILE_MODE, make_folder
 from protocol.process_file import COORDINATOR_FILE_NAME, SUPERVISOR_FILE_NAME, ProcessFile
 
 QUERY_TIMEOUT_S = 5.0
-ALIVE_CHECK_S = 0.25  # how often a waiting query looks whether the coordinator still lives
+ENDING_TIMEOUT_S = 0.5  # for a process whose sockets are closed already
+QUESTION_SIZE_BYTES_MAX = 32 << 10  # the longest reason for a skip, or the keys of some 2,000 dead letters
+ANSWER_SIZE_BYTES_MAX = 16 << 20  # the status of an instance with thousands of peers has some MiB
+SIZE_SIZE_BYTES = 4  # of the size in front of each
 READY_VARIABLE = "IMMORTAL_READY_FD"  # a descriptor from the supervisor: a line is written to it at each "ready"
-_TOKEN_FILE_NAME = "control_token"
-_TOKEN_SIZE_BYTES = 32
+SOCKET_FILE_NAME = "control.sock"
+_READ_SIZE_BYTES = 1 << 20
+_RETRY_S = 0.02  # between two attempts where more want to ask than the kernel lets wait
 
 
 class ControlError(ImmortalError):
@@ -54,7 +61,14 @@ class RunningError(ControlError):
 class ControlFile(ProcessFile, frozen=True, kw_only=True):
     """What a running coordinator says about itself."""
 
-    control: str  # the endpoint that answers
+    control: str  # the path of the socket that answers
+
+
+class Question(msgspec.Struct, frozen=True):
+    """``argument``: JSON, for the verb."""
+
+    verb: str
+    argument: msgspec.Raw = msgspec.Raw(b"{}")
 
 
 def path(folder: Path) -> Path:
@@ -65,12 +79,21 @@ def supervisor_path(folder: Path) -> Path:
     return folder / SUPERVISOR_FILE_NAME
 
 
+def socket_path(folder: Path) -> Path:
+    """Where the coordinator answers, if a socket can be there."""
+    return folder / SOCKET_FILE_NAME
+
+
+def with_size(data: bytes) -> bytes:
+    return len(data).to_bytes(SIZE_SIZE_BYTES, "little") + data
+
+
 # --- the coordinator's side ------------------------------------------------------------------------------------------
 
 
-def announce(folder: Path, control: str) -> None:
+def announce(folder: Path, control: Path) -> None:
     """Write this process down as the coordinator that answers at ``control``. Raises ControlError."""
-    _write(path(folder), msgspec.json.encode(ControlFile(control=control, **process_file.own_fields())))
+    _write(path(folder), msgspec.json.encode(ControlFile(control=str(control), **process_file.own_fields())))
 
 
 @contextlib.contextmanager
@@ -83,35 +106,12 @@ def supervised(folder: Path) -> Iterator[None]:
         _withdraw(supervisor_path(folder))
 
 
-def make_token(folder: Path) -> bytes:
-    """What questions to this process must bring from now on; it is in a file for whoever may ask.
-
-    Raises ControlError.
-    """
-    token = secrets.token_hex(_TOKEN_SIZE_BYTES).encode()
-    _write(token_path(folder), token, mode=0o600)
-    return token
-
-
-def _write(file: Path, data: bytes, *, mode: int = 0o644) -> None:
+def _write(file: Path, data: bytes) -> None:
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, data, mode=mode)
+        make_folder(file.parent)
+        write_atomically(file, data, mode=PUBLIC_FILE_MODE)  # clients look whether it runs
     except OSError as error:
         raise ControlError(f"{file} can't be written: {error.strerror}; make room there, or mend that") from None
-
-
-def may_ask(token: bytes, parts: Sequence[bytes]) -> bool:
-    """Whether the question in ``parts`` (verb, token) brings ``token``."""
-    return len(parts) > 1 and hmac.compare_digest(parts[1], token)
-
-
-def token_path(folder: Path) -> Path:
-    return folder / _TOKEN_FILE_NAME
-
-
-def remove_token(folder: Path) -> None:
-    token_path(folder).unlink(missing_ok=True)
 
 
 def withdraw(folder: Path) -> None:
@@ -156,57 +156,84 @@ def refuse_running(folder: Path) -> None:
         raise RunningError(f"{folder.name!r} runs, as process {found.pid}: {stop}")
 
 
-def query(folder: Path, verb: str, timeout_s: float = QUERY_TIMEOUT_S) -> dict[str, Any]:
-    """Ask the coordinator of ``folder`` (its name is the instance's).
+def query(folder: Path, verb: str, timeout_s: float = QUERY_TIMEOUT_S, *, argument: object = None) -> dict[str, Any]:
+    """Ask the coordinator of ``folder`` (its name is the instance's). ``argument``: what JSON can say, for the verb.
 
     Raises NotRunningError, RefusedError, ControlError.
     """
-    from coordinator.messenger import Messenger
-
+    name = folder.name
     found = running(folder)
     if found is None:
-        raise NotRunningError(f"the coordinator of {folder.name!r} does not run")
-    answered = threading.Event()
-    replies: list[bytes] = []
-
-    def reply(parts: list[bytes]) -> None:
-        replies.extend(parts)
-        answered.set()
-
-    messenger = Messenger()
+        raise NotRunningError(f"the coordinator of {name!r} does not run")
+    question = msgspec.json.encode(Question(verb, msgspec.Raw(msgspec.json.encode(argument or {}))))
+    if len(question) > QUESTION_SIZE_BYTES_MAX:
+        raise ControlError(
+            f"the question to the coordinator of {name!r} has {len(question)} bytes, at most {QUESTION_SIZE_BYTES_MAX}"
+            " are allowed: ask for less at once"
+        )
+    said = f"the coordinator of {name!r} (process {found.pid}) gives no answer at {found.control}"
     try:
-        messenger.start()
-        messenger.send_message(found.control, [verb.encode(), _token(folder)], reply)
-        deadline = time.monotonic() + timeout_s
-        while not answered.wait(min(ALIVE_CHECK_S, max(0.0, deadline - time.monotonic()))):
-            if running(folder) != found:
-                raise NotRunningError(f"the coordinator of {folder.name!r} has stopped")
-            if time.monotonic() < deadline:
-                continue
-            raise ControlError(
-                f"the coordinator of {folder.name!r} (process {found.pid}) gives no answer at {found.control}"
-                f" within {timeout_s:g} s"
-            )
-    finally:
-        messenger.close()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+            data = _ask(asking, found.control, with_size(question), time.monotonic() + timeout_s)
+    except TimeoutError:
+        raise ControlError(f"{said} within {timeout_s:g} s") from None
+    except PermissionError:
+        raise ControlError(f"{said}: only the user who runs it, and root, may ask") from None
+    except (OSError, EOFError) as error:
+        if _ends(folder, found):
+            raise NotRunningError(f"the coordinator of {name!r} has stopped") from None
+        if found.control.startswith("tcp://"):
+            raise ControlError(f"{said}: it is of an earlier version, 'immortal restart {name}' ends that") from None
+        raise ControlError(f"{said}: {error}") from None
     try:
-        answer = msgspec.json.decode(b"".join(replies), type=dict[str, Any])
+        answer = msgspec.json.decode(data, type=dict[str, Any])
     except msgspec.MsgspecError as error:
-        raise ControlError(f"the coordinator of {folder.name!r} gave an answer that makes no sense: {error}") from None
+        raise ControlError(f"the coordinator of {name!r} gave an answer that makes no sense: {error}") from None
     if isinstance(answer.get("refused"), str):
-        raise RefusedError(folder.name, answer["refused"])
+        raise RefusedError(name, answer["refused"])
     if "denied" in answer:
-        raise ControlError(f"the coordinator of {folder.name!r} gives no answer: {answer['denied']}")
+        raise ControlError(f"the coordinator of {name!r} gives no answer: {answer['denied']}")
     return answer
 
 
-def _token(folder: Path) -> bytes:
-    path = token_path(folder)
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return b""
-    except OSError as error:
-        raise ControlError(
-            f"the coordinator of {folder.name!r} answers only to its owner: {path} cannot be read ({error.strerror})"
-        ) from None
+def _ends(folder: Path, found: ControlFile) -> bool:
+    """Whether it has ended, or ends just now: a process closes its sockets before it is gone."""
+    deadline_s = time.monotonic() + ENDING_TIMEOUT_S
+    while running(folder) == found:
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(_RETRY_S)
+    return True
+
+
+def _ask(asking: socket.socket, place: str, question: bytes, deadline_s: float) -> bytes:
+    """The answer, without its size. Raises OSError (TimeoutError among them), EOFError."""
+
+    def in_time() -> None:
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        asking.settimeout(left_s)
+
+    while True:
+        in_time()
+        try:
+            asking.connect(place)
+            break
+        except BlockingIOError:
+            time.sleep(_RETRY_S)
+    asking.sendall(question)
+    answer = bytearray()
+    size_bytes: int | None = None
+    while size_bytes is None or len(answer) < size_bytes:
+        in_time()
+        data = asking.recv(_READ_SIZE_BYTES)
+        if not data:
+            raise EOFError(f"it closed the connection after {len(answer)} bytes")
+        answer += data
+        if size_bytes is None and len(answer) >= SIZE_SIZE_BYTES:
+            size_bytes = int.from_bytes(answer[:SIZE_SIZE_BYTES], "little")
+            del answer[:SIZE_SIZE_BYTES]
+            if size_bytes > ANSWER_SIZE_BYTES_MAX:
+                raise EOFError(f"its answer has {size_bytes} bytes, at most {ANSWER_SIZE_BYTES_MAX} are expected")
+    return bytes(answer)

@@ -22,6 +22,7 @@ from coordinator.config import write_atomically
 from coordinator.messenger.security import KeyPair, Role
 from coordinator.registry import PUBLIC_KEYS_FILE_NAME
 from protocol.errors import ImmortalError
+from protocol.private_files import PUBLIC_FILE_MODE, make_folder
 
 PUBLIC_FILE_NAME = PUBLIC_KEYS_FILE_NAME
 _FOLDER_NAME = "keys"
@@ -215,13 +216,13 @@ def _write(
     path = secret_path(folder)
     before, known = _known(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        path.parent.mkdir(mode=0o700, exist_ok=True)
+        make_folder(path.parent)
         text = "".join(f"{pair.public} {pair.secret}\n" for pair in pairs)
         write_atomically(path, text.encode(), mode=0o600)
         new = PublicKey("", today(), expires)
         public = [known.get(pair.public) or replace(new, key=pair.public) for pair in pairs]
-        write_atomically(public_path(folder), public_text(PublicFile(tuple(public), role or before)).encode())
+        text = public_text(PublicFile(tuple(public), role or before))
+        write_atomically(public_path(folder), text.encode(), mode=PUBLIC_FILE_MODE)
     except OSError as error:
         raise KeysError(f"the keys of {folder.name!r} cannot be written to {path}: {error.strerror}") from None
     return pairs

@@ -1,10 +1,11 @@
-"""What an operator asks a running coordinator to do with dead letters, and with a message that stops its app.
+"""What an operator asks a running coordinator to do with dead letters, peers, and a message that stops its app.
 
-A verb of the control port and a JSON object behind it become an event for the core. `coordinator/cli` asks.
+A verb of the control socket and its JSON object become an event for the core. `coordinator/cli` asks.
 
     letters-drop   {"keys": [[SEQUENCE_ID, INDEX, TASK, STEP], ...], "who": "..."}      or "all": true in place of keys
     letters-retry  the same
     skip           {"sequence_id": 312, "message_index": 0, "reason": "...", "who": "..."}
+    reset-peer     {"peer": "..."}
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from coordinator.core.interfaces import LogStore
 from protocol.errors import ImmortalError, RemoteProtocolError
 from protocol.verdicts import MessageKey
 
-VERBS = ("letters-drop", "letters-retry", "skip")
+VERBS = ("letters-drop", "letters-retry", "skip", "reset-peer")
 
 
 class VerbError(ImmortalError):
@@ -38,17 +39,24 @@ class _Skip(msgspec.Struct, forbid_unknown_fields=True):
     who: str = "an operator"
 
 
+class _Peer(msgspec.Struct, forbid_unknown_fields=True):
+    peer: str
+
+
 _LETTERS = msgspec.json.Decoder(_Letters)
 _SKIP = msgspec.json.Decoder(_Skip)
+_PEER = msgspec.json.Decoder(_Peer)
 
 
-def event_of(verb: str, argument: str, token: object, store: LogStore, kept: Iterable[MessageKey]) -> ev.Event:
+def event_of(verb: str, argument: bytes | str, token: object, store: LogStore, kept: Iterable[MessageKey]) -> ev.Event:
     """``kept``: the keys of all dead letters. Raises VerbError, LogError."""
     try:
         if verb == "skip":
             skip = _SKIP.decode(argument)
             message = _message(store, skip.sequence_id, skip.message_index)
             return ev.MessageSkipped(skip.sequence_id, skip.message_index, skip.reason, skip.who, message, token)
+        if verb == "reset-peer":
+            return ev.PeerReset(_PEER.decode(argument).peer, token)
         letters = _LETTERS.decode(argument)
     except msgspec.MsgspecError as error:
         raise VerbError(f"what came behind {verb!r} can't be read: {error}") from None

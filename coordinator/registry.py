@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import random
 import shutil
@@ -35,11 +34,14 @@ from coordinator.config import (
 )
 from coordinator.socket_paths import socket_path
 from protocol.errors import ImmortalError
+from protocol.file_lock import holder_of, open_lock, take
+from protocol.private_files import PUBLIC_FILE_MODE, make_folder, openness
 
 HOME_VARIABLE = "IMMORTAL_HOME"
 HOME_DEFAULT = ".immortal"
 _LOCK_FILE_NAME = ".lock"
 PUBLIC_KEYS_FILE_NAME = "public_keys"  # here, as coordinator.keys needs ZeroMQ, whose loading takes long
+LOCK_TIMEOUT_S = 10.0  # a change takes milliseconds
 _PORT_LOWEST = 15000  # below are the ports that well-known services take
 _PORT_TRIES_MAX = 500
 
@@ -58,13 +60,15 @@ class Registry:
     def __init__(self, home: str | os.PathLike[str]) -> None:
         self.home = Path(home).absolute()
         self._cache: dict[str, tuple[tuple[int, int, int], InstanceSettings]] = {}
+        self._looked_at = False  # whether others can write to the folder
 
     def path(self, name: str) -> Path:
         """The settings file of ``name``."""
         return self.home / f"{name}.toml"
 
     def names(self) -> list[str]:
-        """All registered instances, sorted. Raises RegistryError where the folder cannot be read."""
+        """All registered instances, sorted. Raises RegistryError where the folder cannot be read, or others write."""
+        self._refuse_open()
         try:
             files = [file for file in os.listdir(self.home) if file.endswith(".toml")]  # each coordinator looks often
         except (FileNotFoundError, NotADirectoryError):
@@ -86,8 +90,9 @@ class Registry:
         return sorted(name for name in others if (self.home / name / PUBLIC_KEYS_FILE_NAME).exists())
 
     def load(self, name: str) -> InstanceSettings:
-        """The settings of ``name``. Raises UnknownInstanceError, ConfigError."""
+        """The settings of ``name``. Raises UnknownInstanceError, ConfigError; RegistryError as :meth:`names`."""
         check_instance_name(name)
+        self._refuse_open()
         path = self.path(name)
         try:
             status = path.stat()
@@ -197,7 +202,8 @@ class Registry:
             if peer_address is not None and peer_address[1] in (settings.app_port, settings.app_send_port):
                 raise ConfigError(f"the app of {name!r} and its peers cannot both use port {peer_address[1]}")
             self._refuse_shared_log(settings)
-            write_atomically(path, settings_text(settings, log=settings.log if log is not None else None).encode())
+            text = settings_text(settings, log=settings.log if log is not None else None)
+            write_atomically(path, text.encode(), mode=PUBLIC_FILE_MODE)
         return settings
 
     def unregister(self, name: str, *, delete_log: bool = False) -> Path:
@@ -226,7 +232,7 @@ class Registry:
             control.supervisor_path(folder).unlink(missing_ok=True)
             app_secret.remove(folder)
             keys.remove(folder)
-            control.remove_token(folder)
+            control.socket_path(folder).unlink(missing_ok=True)
             socket_path(folder, SOCKET_FILE_NAME).unlink(missing_ok=True)
             upgrade_mark.clear(folder)
             with contextlib.suppress(OSError):
@@ -245,6 +251,12 @@ class Registry:
             write_atomically(path, text.encode(), mode=stat.S_IMODE(path.stat().st_mode))
         return self.load(name)
 
+    def refuse_open_folder(self, name: str) -> None:
+        """Raises RegistryError where others can write to the folder of ``name``."""
+        problem = openness(self.home / name)
+        if problem is not None:
+            raise RegistryError(problem)
+
     # --- what these use ---------------------------------------------------------------------------------------------
 
     def _unknown(self, name: str) -> UnknownInstanceError:
@@ -259,16 +271,32 @@ class Registry:
         hint = near_miss(name, names) or ":"
         return UnknownInstanceError(f"there is no instance {name!r}{hint} registered in {self.home}: {known}")
 
+    def _refuse_open(self) -> None:
+        """Once: who runs goes on with what it has."""
+        if self._looked_at:
+            return
+        problem = openness(self.home)
+        if problem is not None:
+            raise RegistryError(f"the registry folder {problem}")
+        self._looked_at = True
+
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """One change of the registry at a time, so that two registers never take the same name or port."""
         try:
-            self.home.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.home / _LOCK_FILE_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            make_folder(self.home)
+            self._refuse_open()
+            descriptor = open_lock(self.home / _LOCK_FILE_NAME)
         except OSError as error:
             raise RegistryError(f"the registry folder {self.home} cannot be used: {error.strerror}") from None
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            try:
+                take(descriptor, LOCK_TIMEOUT_S)
+            except BlockingIOError:
+                raise RegistryError(
+                    f"the registry folder {self.home} is being changed by {holder_of(descriptor)}, for more than"
+                    f" {LOCK_TIMEOUT_S:g} s: wait for that process, or end it"
+                ) from None
             yield
         except OSError as error:
             raise RegistryError(f"the registry folder {self.home} cannot be changed: {error}") from None

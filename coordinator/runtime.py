@@ -9,7 +9,6 @@ in the same turn: the app gets its record before anything else is worked out, an
 from __future__ import annotations
 
 import functools
-import json
 import os
 import select
 import signal
@@ -24,6 +23,7 @@ from coordinator.app_endpoint import AppEndpoint
 from coordinator.audit import AuditLog
 from coordinator.auditor import Auditor
 from coordinator.config import InstanceSettings
+from coordinator.control_server import Asked, ControlServer
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.errors import DamagedLogError, DivergenceError, LogError, LogFormatError, LogIdentityError
@@ -35,6 +35,7 @@ from coordinator.fault_points import FaultPoint, reach
 from coordinator.foreign_state import PickleRefusedError
 from coordinator.limited_log import LimitedLog
 from coordinator.log.authentication import LogKeyError
+from coordinator.log.modes import tighten_log
 from coordinator.log_writer import LogWriter
 from coordinator.logs import Events
 from coordinator.messenger import ClientRoute, Messenger, Received
@@ -56,7 +57,6 @@ SWITCH_INTERVAL_S = 0.0005  # the commit thread gets the interpreter back this s
 STATUS_NO_RECOVERY = 3  # the log can't be replayed as it is: the next start would find the same
 MEASURE_INTERVAL_NS = 500_000_000  # of the log's room: it takes some 20 µs
 MEASURE_SIZE_BYTES = 4 << 20  # ... and after so much was written
-CONTROL_ENDPOINT = "tcp://127.0.0.1:*"
 
 
 class Coordinator:
@@ -117,7 +117,10 @@ class Coordinator:
         # When to look although nothing is ready, on the monotonic clock, as of the last wait:
         self._messenger_due_ns: int | None = None
         self._due_ns: int | None = None  # for peers and keys
-        self._control_token = b""
+        self._control_due_ns: int | None = None
+        self._control = ControlServer(settings.folder)
+        self._control_fileno = self._control.fileno()
+        self._epoll.register(self._control_fileno, select.EPOLLIN)
         self._actions: dict[type, Callable[[Any], None]] = {
             ef.SendToApp: self._app.send,
             ef.CloseApp: self._app.close_app,
@@ -150,14 +153,13 @@ class Coordinator:
         try:
             self._app.listen()
             self._messenger.listen(settings.peer, self._peer_frame_received, client_loop=self._client_frame_received)
-            self._control_token = control.make_token(settings.folder)
-            control_endpoint = self._messenger.listen(CONTROL_ENDPOINT, self._control_received, secured=False)
+            control_path = self._control.listen()
             self._wake_receiver, self._wake_sender = socket.socketpair()
             self._catch_signals()
             self._wake_fileno = self._wake_receiver.fileno()
             for descriptor in (self._messenger_fileno, self._writer_fileno, self._wake_fileno):
                 self._epoll.register(descriptor, select.EPOLLIN)
-            control.announce(settings.folder, control_endpoint)
+            control.announce(settings.folder, control_path)
             reach(FaultPoint.ANNOUNCED)
             self._auditor.started(process=os.getpid(), user=os.geteuid(), insecure=settings.insecure)
             self._log.info(
@@ -202,6 +204,9 @@ class Coordinator:
             self._messenger.process()
         elif self._messenger_fileno in ready:
             self._messenger.receive(replies=False)
+        if self._control_fileno in ready or (self._control_due_ns is not None and now_ns >= self._control_due_ns):
+            for asked in self._control.process():
+                self._asked(asked)
         self._measure_log(now_ns)
         if self._due_ns is not None and now_ns >= self._due_ns:
             self._look_for_peers()
@@ -266,8 +271,10 @@ class Coordinator:
             self._strangers.next_deadline_ns(),
             self._unread.next_deadline_ns(),
         )
+        self._control_due_ns = self._control.next_deadline_ns()
         due_ns = _earliest(
             self._messenger_due_ns,
+            self._control_due_ns,
             self._app.next_deadline_ns(),
             self._due_ns,
             self._retries.next_deadline_ns(),
@@ -476,50 +483,36 @@ class Coordinator:
             self._drop(endpoint, effect.destination)
 
     def _peer_reset_done(self, effect: ef.PeerResetDone) -> None:
-        token = effect.token
-        if isinstance(token, Received):
-            token.reply(json.dumps({"found": effect.found}).encode())
+        if isinstance(effect.token, Asked):
+            effect.token.answer({"found": effect.found})
 
     def _operator_answered(self, effect: ef.OperatorAnswered) -> None:
-        token = effect.token
-        if isinstance(token, Received):
-            token.reply(json.dumps(effect.answer).encode())
+        if isinstance(effect.token, Asked):
+            effect.token.answer(effect.answer)
 
     # --- the operator ----------------------------------------------------------------------------------------------
 
-    def _control_received(self, received: Received) -> None:
-        if not control.may_ask(self._control_token, received.parts):
-            refusal = f"a question must bring what stands in {control.token_path(self._settings.folder)}"
-            received.reply(json.dumps({"denied": refusal}).encode())
-            self._auditor.denied("", time.monotonic_ns())
-            return
+    def _asked(self, asked: Asked) -> None:
+        """Whatever an operator asks for comes through here; ``asked`` says who it is."""
         reach(FaultPoint.CONTROL)
-        verb = bytes(received.parts[0]).decode(errors="replace") if received.parts else ""
-        verb, _, argument = verb.partition(" ")
-        self._auditor.operator(f"uid {os.geteuid()}", verb, argument)  # only that user can read the token
-        answer: dict[str, object]
-        if verb == "status":
-            answer = self._status()
-        elif verb == "checkpoint":
+        self._auditor.operator(f"uid {asked.uid}", asked.verb, asked.argument.decode(errors="replace"))
+        if asked.verb == "status":
+            asked.answer(self._status())
+        elif asked.verb == "checkpoint":
             self._events.append(ev.CheckpointRequested())
-            answer = {"asked": True}
-        elif verb == "peers":
-            answer = {"peers": self._peers_status()}
-        elif verb == "reset-peer":
-            self._events.append(ev.PeerReset(argument, received))
-            return  # answered once it is durable
-        elif verb in operator_verbs.VERBS:
+            asked.answer({"asked": True})
+        elif asked.verb == "peers":
+            asked.answer({"peers": self._peers_status()})
+        elif asked.verb in operator_verbs.VERBS:
             try:
-                self._events.append(
-                    operator_verbs.event_of(verb, argument, received, self._store, self._machine.letters)
-                )
-                return  # answered once it is durable
+                event = operator_verbs.event_of(asked.verb, asked.argument, asked, self._store, self._machine.letters)
             except (VerbError, LogError) as error:
-                answer = {"error": str(error)}
+                asked.answer({"error": str(error)})
+            else:
+                self._events.append(event)  # answered once it is durable
         else:
-            known = ", ".join(("status", "checkpoint", "peers", "reset-peer", *operator_verbs.VERBS))
-            answer = {"error": f"unknown verb {verb!r}; known: {known}"}
-        received.reply(json.dumps(answer).encode())
+            known = ", ".join(("status", "checkpoint", "peers", *operator_verbs.VERBS))
+            asked.answer({"error": f"unknown verb {asked.verb!r}; known: {known}"})
 
     def _status(self) -> dict[str, object]:
         status = {**self._machine.status(time.time_ns()), "pid": os.getpid()}
@@ -616,8 +609,9 @@ class Coordinator:
         self._writer.close()
         self._app.close()
         self._messenger.close()
+        control.withdraw(self._settings.folder)  # first: who is waiting for an answer looks there when it is cut off
+        self._control.close()
         self._epoll.close()
-        control.withdraw(self._settings.folder)
 
 
 def _earliest(*moments_ns: int | None) -> int | None:
@@ -683,12 +677,13 @@ def check_checkpoint(store: LogStore, header: CheckpointHeader) -> str | None:
 def _serve_metrics(settings: InstanceSettings) -> None:
     """Raises ImmortalError."""
     try:
-        from coordinator.metrics import serve_metrics
+        from coordinator.metrics import Access, serve_metrics
     except ModuleNotFoundError:
         raise ImmortalError("metrics need prometheus-client: pip install 'immortal[metrics]'") from None
-    host, _, _ = str(settings.metrics).rpartition(":")
-    port = serve_metrics(settings.name, str(settings.metrics), lambda: control.query(settings.folder, "status"))
-    Events(settings.name).info("metrics are served", at=f"http://{host}:{port}/metrics")
+    access = Access(
+        settings.metrics_token_file, settings.metrics_certificate_file, settings.metrics_key_file, settings.insecure
+    )
+    serve_metrics(settings.name, str(settings.metrics), lambda: control.query(settings.folder, "status"), access)
 
 
 def run_coordinator(
@@ -701,6 +696,7 @@ def run_coordinator(
 
     Raises ImmortalError for what keeps it from starting, and may be otherwise the next time.
     """
+    registry.refuse_open_folder(settings.name)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     keep_freed_memory()
     descriptors.raise_limit()
@@ -719,6 +715,8 @@ def _run_with_log(settings: InstanceSettings, registry: Registry, *, promote: bo
             marker = store.macs.marker
             first = marker.first_sequence_id
             Events(settings.name).info("the log is authenticated", key=marker.key_id, from_record=first or None)
+        if (opened := tighten_log(settings.log)) is not None:
+            Events(settings.name).warning(opened)
         for line in store.rebuilt:
             Events(settings.name).warning(line)
         upgrade_to = upgrade_asked_for(settings, registry, store)

@@ -12,6 +12,7 @@ import msgspec
 
 from coordinator.config import write_atomically
 from protocol.errors import ImmortalError
+from protocol.private_files import make_folder
 
 _FILE_NAME = "upgrade.json"
 
@@ -46,7 +47,7 @@ def read(folder: Path) -> UpgradeMark | None:
 def write(folder: Path, mark: UpgradeMark) -> None:
     """Raises UpgradeMarkError."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         write_atomically(folder / _FILE_NAME, msgspec.json.encode(mark))
     except OSError as error:
         raise UpgradeMarkError(f"{folder / _FILE_NAME} can't be written: {error.strerror}") from None

@@ -16,6 +16,7 @@ import click
 from pipeline.errors import clear_error
 from pipeline.progress import Progress, progress
 from protocol.errors import ImmortalError
+from protocol.private_files import opener
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -236,8 +237,13 @@ def stats(
     if page is not None:
         from pipeline.report.stats_page import stats_page
 
-        page.write_text(stats_page(found))
+        _write(page, stats_page(found))
     _print(as_json, found.to_json(), stats_lines(found, top))
+
+
+def _write(path: Path, text: str) -> None:
+    with open(path, "w", opener=opener) as file:
+        file.write(text)
 
 
 def _place(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[int, int | None]:
@@ -301,9 +307,9 @@ def trace(
             decode=decode,
         )
     if svg is not None:
-        svg.write_text(trace_svg(found))
+        _write(svg, trace_svg(found))
     if dot is not None:
-        dot.write_text(trace_dot(found))
+        _write(dot, trace_dot(found))
     _print(as_json, found.to_json(), trace_lines(found))
 
 

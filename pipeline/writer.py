@@ -31,6 +31,7 @@ from pipeline.schema import SCHEMAS
 from pipeline.source import number
 from protocol.client import CLIENTS
 from protocol.errors import RemoteProtocolError
+from protocol.private_files import FILE_MODE, make_folder
 from protocol.record import COMMITTER_ID_MAX, decode_header
 from protocol.trailer import BatchKind
 
@@ -79,7 +80,7 @@ class Writer(DataSourceArrowWriter):
         try:
             for batch in iterator:
                 if environment is None and batch.num_rows:
-                    part.mkdir(parents=True)
+                    make_folder(part)
                     environment = _open_part(part)
                 if environment is not None:
                     self._put(environment, batch)
@@ -110,7 +111,7 @@ class Writer(DataSourceArrowWriter):
                 parts = [_rows_of(stack, Path(part.folder or "")) for part in written]
                 rows = _merged(parts)
                 self._make_log(instance, committer_ids, rows)
-            self._folder.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self._folder.parent)
             os.rename(self._staging / "log", self._folder)
             sync_folder(self._folder.parent)
         finally:
@@ -178,7 +179,7 @@ def _open_part(folder: Path, *, readonly: bool = False) -> lmdb.Environment:
     """What one task has written: sorted rows, and no log. It is read once and thrown away, so nothing is synced."""
     if readonly:
         return lmdb.open(str(folder), readonly=True, lock=False)
-    return lmdb.open(str(folder), map_size=_PART_MAP_SIZE_BYTES, sync=False)
+    return lmdb.open(str(folder), map_size=_PART_MAP_SIZE_BYTES, sync=False, mode=FILE_MODE)
 
 
 def _rows_of(stack: ExitStack, part: Path) -> Rows:

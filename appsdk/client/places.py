@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from appsdk.client.errors import NotConnectable
+from protocol.private_files import openness
 
 HOME_VARIABLE = "IMMORTAL_HOME"
 HOME_DEFAULT = ".immortal"
@@ -62,6 +63,9 @@ class Finder:
     def find(self) -> Places:
         """Raises NotConnectable."""
         home = Path(self.home or os.environ.get(HOME_VARIABLE) or HOME_DEFAULT)
+        for folder in (home, home / self.name):
+            if (problem := openness(folder)) is not None:
+                raise NotConnectable(problem)
         registered = {} if self.endpoints else _settings(home, self.name)
         endpoints = tuple(self.endpoints) or (_endpoint(home, self.name, registered),)
         keys = tuple(self.server_keys) or _public_keys(home / self.name / "public_keys")

@@ -25,6 +25,7 @@ from coordinator.cli.common import (
 )
 from coordinator.config import InstanceSettings
 from coordinator.registry import Registry
+from protocol.private_files import opener
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -135,7 +136,7 @@ def export(settings: InstanceSettings, file: Path | None, app: str | None) -> No
     with contextlib.ExitStack() as opened:
         reader = opened.enter_context(_reader(settings))
         try:
-            out = None if file is None else opened.enter_context(file.open("x", encoding="ascii"))
+            out = None if file is None else opened.enter_context(open(file, "x", encoding="ascii", opener=opener))
         except FileExistsError:
             raise click.UsageError(f"{file} is there already: give another name, or remove it first") from None
         for letter in reader.letters():
@@ -197,9 +198,8 @@ def _chosen(settings: InstanceSettings, ids: Sequence[MessageId], all_of_them: b
 
 def _ask(settings: InstanceSettings, verb: str, request: Values) -> Values:
     try:
-        answer = control.query(
-            settings.folder, f"{verb} {json.dumps({**request, 'who': operator_name()})}", REQUEST_TIMEOUT_S
-        )
+        request = {**request, "who": operator_name()}
+        answer = control.query(settings.folder, verb, REQUEST_TIMEOUT_S, argument=request)
     except control.NotRunningError:
         raise _not_running(settings) from None
     if "error" in answer:

@@ -280,6 +280,7 @@ def run(
     own = supervised(override(settings, insecure=True) if insecure else settings)
     own = own if metrics is None else override(own, metrics=metrics)
     own = own if replay_check is None else override(own, replay_check=ReplayCheck(replay_check))
+    registry.refuse_open_folder(name)
     check_start(own)  # a restart would find the same
     now = app
 

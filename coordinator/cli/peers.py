@@ -128,7 +128,7 @@ def _reset_live(settings: InstanceSettings, peer: str) -> bool:
     """Whether a running coordinator has done it."""
     if control.running(settings.folder) is None:
         return False
-    answer = control.query(settings.folder, f"reset-peer {peer}")
+    answer = control.query(settings.folder, "reset-peer", argument={"peer": peer})
     if not answer.get("found"):
         raise _nothing_known(settings.name, peer)
     return True

@@ -27,6 +27,7 @@ from coordinator.replay.inspection import show_state
 from coordinator.replay.summary import CountingSink, summary_json, summary_lines
 from coordinator.replay.verify import stretches, verify_section
 from coordinator.replay.verify_report import Report
+from protocol.private_files import opener
 from protocol.verdicts import Verdict
 
 DIVERGED = 3
@@ -127,7 +128,8 @@ def replay(
             tells=tells,  # the message to stop at is called, whatever became of it
         )
         if result.failure is None and state_file is not None:
-            shutil.copyfile(blob, state_file)
+            with open(blob, "rb") as made, open(state_file, "wb", opener=opener) as kept:
+                shutil.copyfileobj(made, kept)
         state = _state(result, app) if result.failure is None and shows_state else None
     if as_json:
         echo_json(summary_json(name, result, counted) | ({"state": state} if shows_state else {}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import TYPE_CHECKING
 
@@ -56,7 +55,7 @@ def _skip_live(settings: InstanceSettings, sequence_id: int, index: int, reason:
         return False
     request = {"sequence_id": sequence_id, "message_index": index, "reason": reason, "who": operator_name()}
     try:
-        answer = control.query(settings.folder, f"skip {json.dumps(request)}")
+        answer = control.query(settings.folder, "skip", argument=request)
     except control.NotRunningError:
         return False  # it stopped just now
     except control.RefusedError as error:

@@ -67,7 +67,7 @@ def instance_status(registry: Registry, name: str) -> dict[str, Any]:
         settings = registry.load(name)
         row = _live_status(settings) or _stopped_status(settings)
         return row | _supervisor(settings, row) | _upgrade(settings) | _keys(settings.folder)
-    except ImmortalError as error:
+    except (ImmortalError, OSError) as error:  # another user's, say
         return {"name": name, "phase": "unknown", "error": str(error)}
 
 

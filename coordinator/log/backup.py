@@ -32,8 +32,10 @@ from coordinator.log.folder import MAP_SIZE_BYTES, open_reader, sync_names
 from coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
 from coordinator.log.high_water import HighWaterMark
 from coordinator.log.lock import LOCK_FILE_NAME, FolderLock
+from coordinator.log.modes import tighten_log
 from coordinator.log.reading import ReadTransaction, first_and_last_sequence_id
 from coordinator.log.verify import LogVerification, verify_log
+from protocol.private_files import make_folder
 
 _WITH_CHECKPOINTS = ("chunks", "outputs")
 _LEFT_OVER = {DATA_FILE_NAME, LOCK_FILE_NAME, READERS_FILE_NAME}  # by a first backup that was cut off
@@ -59,12 +61,13 @@ def back_up(folder: Path, instance_name: str, target: Path, keys: Sequence[LogKe
     by byte. Raises BackupError, LogError, OSError.
     """
     _check_sound(verify_log(folder, instance_name, keys=keys), f"the log of {instance_name!r}")
-    target.mkdir(parents=True, exist_ok=True)
+    make_folder(target)
     if not log_exists(target) and {path.name for path in target.iterdir()} - _LEFT_OVER:
         raise BackupError(f"{target} holds something, and no backup: name a new folder, or an empty one")
     lock = FolderLock(target)
     try:
         backup = _copy(folder, instance_name, target, keys)
+        tighten_log(target)
         sync_names(target)
     finally:
         lock.release()

@@ -36,6 +36,7 @@ from coordinator.log.high_water import HighWaterMark
 from coordinator.log.journal import Journal, JournalReader, put_rows
 from coordinator.log.lock import FolderLock
 from coordinator.log.trim import Budget, delete_range
+from protocol.private_files import make_folder
 
 COPIED_SIZE_BYTES_MAX = 32 << 20  # in one transaction
 _PARTIAL_PREFIX = ".cut-"
@@ -122,7 +123,7 @@ class LogCutter:
             number += 1
         partial = self._folder / f".{final.name}"
         try:
-            partial.mkdir()
+            make_folder(partial)
             self._copy(environment, tables, partial, plan, checkpoint_ids)
             sync_folder(partial)
             partial.rename(final)

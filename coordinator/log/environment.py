@@ -28,6 +28,7 @@ from coordinator.log import format as log_format
 from coordinator.log.lock import is_locked
 from coordinator.log.pages import PageError, Unnamed, check_pages, decode_meta, name_transaction
 from protocol.checksum import crc64
+from protocol.private_files import FILE_MODE
 
 DATA_FILE_NAME = "data.mdb"
 READERS_FILE_NAME = "lock.mdb"
@@ -172,7 +173,7 @@ def _allocate_readers_table(folder: Path) -> None:
     if path.exists() and path.stat().st_blocks * 512 >= READERS_SIZE_BYTES:
         return
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             return  # a reader that may not write there gets along, or LMDB says what is wrong
@@ -192,7 +193,7 @@ def _open_lmdb(folder: Path, **options: Any) -> lmdb.Environment:
     # Engine 0 (LMDB 0.9): py-lmdb 3 has two engines with different file formats; before that there is no choice.
     if _has_engines():
         options["lib_version"] = 0
-    return lmdb.open(str(folder), max_dbs=DATABASES_MAX, **options)
+    return lmdb.open(str(folder), max_dbs=DATABASES_MAX, mode=FILE_MODE, **options)
 
 
 def _check_pages(path: Path, *, readonly: bool) -> Unnamed | None:
@@ -217,7 +218,7 @@ def said_of(unnamed: Unnamed) -> str:
 def _name_last_transaction(path: Path, unnamed: Unnamed) -> None:
     """Raises LogError, LogSyncError."""
     try:
-        descriptor = os.open(path.with_name(READERS_FILE_NAME), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(path.with_name(READERS_FILE_NAME), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
         try:
             # Who opens the log first tells the others which transaction is the last: a process that has it open still
             # believes in the one before, and so would LMDB in this one. LMDB has a lock on this byte until it closes.

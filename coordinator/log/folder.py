@@ -30,6 +30,7 @@ from coordinator.log.environment import (
 from coordinator.log.lock import FolderLock
 from coordinator.log.reader import LogReader
 from coordinator.log.store import LmdbLogStore
+from protocol.private_files import make_folder
 
 MAP_SIZE_BYTES = 64 << 30  # sparse: costs address space, no disk
 MAP_SIZE_BYTES_MAX = 1 << 40
@@ -59,7 +60,7 @@ def create_log(
     require(bool(instance_name), "an instance needs a name")
     log_format.name_key(instance_name)
     path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
+    make_folder(path)
     lock = FolderLock(path)
     try:
         if log_exists(path):
@@ -182,7 +183,7 @@ def _make(folder: Path, identity: LogIdentity) -> None:
         log_format.META_CREATED: identity.created_ns,
     }
     try:
-        partial.mkdir()
+        make_folder(partial)
         with new_environment(partial) as environment:
             tables = open_tables(environment, partial, create=True)
             with environment.begin(write=True) as transaction:

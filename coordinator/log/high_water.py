@@ -18,6 +18,7 @@ from coordinator.log.format import SEQUENCE_KEY
 from coordinator.log.reading import ReadTransaction, first_and_last_sequence_id
 from coordinator.log.values import check_value
 from protocol.checksum import crc64
+from protocol.private_files import FILE_MODE
 from protocol.varint import Readable
 
 FILE_NAME = "high-water-mark"
@@ -96,7 +97,7 @@ class HighWaterMark:
         """A record is durable. Where this can't be written, the mark stays older than it could be."""
         with contextlib.suppress(OSError):
             if self._descriptor is None:
-                self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
             os.pwrite(self._descriptor, self._encode(sequence_id, check_of(value)), 0)
 
     def remove(self) -> None:

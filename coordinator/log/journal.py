@@ -24,6 +24,7 @@ import msgspec
 from coordinator.core.errors import DamagedLogError, require
 from coordinator.log.environment import LogIdentity, Tables, sync_folder
 from protocol.checksum import crc64
+from protocol.private_files import FILE_MODE
 
 FILE_NAME = "journal"
 PARTIAL_FILE_NAME = "journal.new"  # until it has all its blocks: a journal that is shorter was cut
@@ -108,7 +109,7 @@ class Journal:
         """
         partial = self._path.with_name(PARTIAL_FILE_NAME)
         try:
-            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
             try:
                 if os.pwrite(descriptor, bytes(FILE_SIZE_BYTES), 0) != FILE_SIZE_BYTES:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -20,6 +20,7 @@ from coordinator.log import LogIdentity, check_value
 from coordinator.replay.plan import usable_checkpoints
 from coordinator.replay.source import RecordSource
 from protocol.checksum import crc64
+from protocol.private_files import opener
 
 MAGIC = b"IMMREC1\n"
 _FRONT_SIZE_BYTES = len(MAGIC) + 8
@@ -83,7 +84,7 @@ class RecordedLog:
         """Write a new file; its size in bytes. Raises OSError, FileExistsError among them."""
         packed = zlib.compress(msgspec.msgpack.encode(self._contents), 9)
         data = MAGIC + crc64(packed).to_bytes(8, "little") + packed
-        with path.open("xb") as file:
+        with open(path, "xb", opener=opener) as file:
             file.write(data)
         return len(data)
 

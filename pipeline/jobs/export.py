@@ -45,6 +45,7 @@ from pipeline.reading import Gap, LogRange, close_shared, read_range, whole_rang
 from pipeline.schema import SCHEMAS
 from pipeline.source import PARTITION_SIZE_BYTES, Options, RangeReader, split
 from protocol.checksum import crc64
+from protocol.private_files import FILE_MODE, make_folder, tighten
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -211,7 +212,8 @@ class _Run:
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
                 target = self._folder / path.relative_to(self._staging).parent
-                target.mkdir(parents=True, exist_ok=True)
+                make_folder(target)
+                tighten(path, FILE_MODE)  # the workers of Spark have an umask of their own
                 path.replace(target / f"{RUN_PREFIX}{self._report.run:08d}-{path.name}")
         shutil.rmtree(self._staging, ignore_errors=True)
 
@@ -242,7 +244,7 @@ def _make_folder(folder: Path, tables: list[str]) -> None:
         raise SourceError(f"{folder} is a file: a folder for the export was expected")
     if folder.exists() and any(entry.name != _LOCK for entry in folder.iterdir()):
         raise SourceError(f"{folder} is not empty and holds no export: give a new folder, or that of an export")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     _write_state(folder, {"version": EXPORT_VERSION, "run": 0, "tables": tables, "instances": {}, "exported": {}})
 
 
@@ -252,7 +254,7 @@ def _write_state(folder: Path, state: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield

@@ -24,6 +24,7 @@ from pipeline.reading import LogRange, close_shared, whole_range
 from pipeline.schema import SCHEMAS
 from pipeline.source import PARTITION_SIZE_BYTES, split
 from pipeline.times import first_at
+from protocol.private_files import opener
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -234,7 +235,7 @@ def ranges_frame(spark: SparkSession, ranges: Sequence[LogRange]) -> DataFrame:
 def write_atomically(path: Path, text: str) -> None:
     """All of it or nothing, also when the machine stops."""
     temporary = path.with_name(f"{path.name}.new")
-    with temporary.open("w") as file:
+    with open(temporary, "w", opener=opener) as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

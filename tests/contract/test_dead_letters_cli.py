@@ -252,9 +252,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, dict
     def put(answer: dict[str, Any] | Exception) -> list[tuple[str, dict[str, Any]]]:
         requests: list[tuple[str, dict[str, Any]]] = []
 
-        def query(folder: Path, verb: str, timeout_s: float = 0) -> dict[str, Any]:
-            name, _, argument = verb.partition(" ")
-            requests.append((name, json.loads(argument)))
+        def query(folder: Path, verb: str, timeout_s: float = 0, *, argument: dict[str, Any]) -> dict[str, Any]:
+            requests.append((verb, argument))
             if isinstance(answer, Exception):
                 raise answer
             return answer

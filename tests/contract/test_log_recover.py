@@ -275,7 +275,7 @@ def test_a_running_coordinator(home: Path) -> None:
     assert result.exit_code == 1
     assert "is in use by process" in result.output
     store.close()
-    control.announce(settings.folder, "tcp://127.0.0.1:1")
+    control.announce(settings.folder, Path("/there/is/none"))
     result = recover(home, "--truncate-at", "8", "--yes")
     assert result.exit_code == 1
     assert "error: 'counter' runs, as process" in result.output

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import zmq
 
-from coordinator import control, keys
+from coordinator import keys
 from coordinator.messenger import KeyPair, Messenger, MessengerError, Received, Security
 from coordinator.messenger import listener as messenger_listener
 from coordinator.messenger.envelope import encode_message
@@ -459,21 +459,3 @@ def test_a_secret_that_others_can_read_is_refused(house: House) -> None:
     path.parent.chmod(0o755)
     assert "stay in use" in process.line(f"{path.parent} has mode 0755, expected 0700")
     assert process.status()["security"]["key"] == keys.read_public_keys(house.settings("alice").folder)[0]
-
-
-def test_only_the_owner_may_ask(house: House, parties: Parties) -> None:
-    register(house, "alice")
-    process = house.start("alice")
-    folder = house.settings("alice").folder
-    found = control.running(folder)
-    assert found is not None
-    assert control.token_path(folder).stat().st_mode & 0o777 == 0o600
-    answers: list[list[bytes]] = []
-    stranger = parties.messenger(None)
-    for parts in ([b"status"], [b"status", b""], [b"status", b"0" * 64], []):
-        stranger.send_message(found.control, parts, answers.append)
-    until(lambda: len(answers) == 4)
-    assert all(b'"denied"' in b"".join(parts) and b"epoch" not in b"".join(parts) for parts in answers)
-    control.token_path(folder).write_text("something else")
-    with pytest.raises(control.ControlError, match="gives no answer: a question must bring what stands in"):
-        process.status()

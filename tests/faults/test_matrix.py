@@ -413,7 +413,7 @@ def test_a_start_on_a_full_disk_says_so_in_one_line(scene: Scene) -> None:
     scene.kill()
     disk.fail("write", errno.ENOSPC)
     line = scene.stops_at_the_start("No space left on device", 1)
-    assert "control_token" in line
+    assert "coordinator.json" in line
     disk.work()
     scene.recovers()
 

@@ -178,7 +178,7 @@ def test_log_show_backwards(home: Path) -> None:
 
 def test_what_runs_is_neither_run_again_nor_unregistered(home: Path) -> None:
     path = register(home)
-    control.announce(home / "counter", "tcp://127.0.0.1:1")  # as if this process were it
+    control.announce(home / "counter", Path("/there/is/none"))  # as if this process were it
     pid = os.getpid()
     expected = f"'counter' runs, as process {pid}: 'immortal stop counter' stops it"
     assert error_of(home, "run", "counter", "a:B") == expected

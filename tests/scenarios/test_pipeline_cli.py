@@ -27,6 +27,7 @@ from pipeline.jobs.audit import results_of
 from pipeline.jobs.sources import EXPORT_FILE_NAME, open_fleet
 from protocol.trailer import BatchKind
 from tests.helpers.fleet import STREAM_FAULTS, Found, Plan, cut, damage, flip_byte, plan_fleet, streams_for_faults, trim
+from tests.helpers.strangers import mode, modes
 from tests.helpers.talk_fleet import CLASSES, TALK, app_options, record_talk, write_changed_code
 
 if TYPE_CHECKING:
@@ -153,6 +154,7 @@ def test_each_export_adds_what_is_new(pair: Plan, tmp_path: Path, spark: SparkSe
         report = values("export", folder, "--to", to)
         assert report["run"] == number
         assert archived(spark, to) == logged(folder)
+        assert modes(to) == {}
     assert values("audit", to)["sound"]
     assert values("verify", to)["sound"]
     exported = open_fleet([str(to)])
@@ -348,6 +350,7 @@ def test_a_trace_follows_a_message_through_the_services(home: Path, tmp_path: Pa
     ]
     assert [node["methods"] for node in found["nodes"]] == [["ask"], ["help"], ["answer"]]
     assert "<svg" in picture.read_text()
+    assert (mode(picture), mode(graph)) == ("0600", "0600")
     assert graph.read_text().startswith("digraph")
 
 

@@ -20,6 +20,7 @@ from coordinator.cli import main
 from coordinator.registry import Registry
 from protocol.extensions import ALL_EXTENSIONS, Hello, encode_hello
 from tests.helpers.recorded import Instances, load_module, write_module
+from tests.helpers.strangers import mode
 
 DEADLINE_S = 30.0
 SOURCE = """
@@ -139,6 +140,7 @@ def test_the_state_in_a_file(home: Home, tmp_path: Path) -> None:
     file = tmp_path / "state"
     home.run("replay", "reader", "--state-file", str(file))
     assert file.read_bytes().startswith(b"IMMAPP")
+    assert mode(file) == "0600"
 
 
 def test_other_code_in_place_of_the_apps_own(home: Home) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from coordinator.cli import main
 from coordinator.cli.records import describe_record, record_lines
 from coordinator.core.interfaces import IMPULSES, CheckpointHeader, OutputMark, SourcePosition, Transaction
 from coordinator.log import LoggedValue, create_log
-from coordinator.messenger import Messenger, Received
 from coordinator.registry import Registry
 from protocol.batch import encode_batch
 from protocol.checksum import crc64
@@ -23,6 +21,7 @@ from protocol.extensions import encode_record_time
 from protocol.messages import MessageType, RpcKind, encode_incoming_rpc, encode_message, encode_outgoing_rpc
 from protocol.record import decode_header, encode_record
 from protocol.trailer import BatchKind, BatchSource, OutputMarkEntry, Trailer, encode_trailer
+from tests.helpers.answering import answering
 
 COMMITTER_ID = 77
 TIME_NS = 1_700_000_000_123_456_789
@@ -176,17 +175,9 @@ LIVE: dict[str, Any] = {
 def live(logged: Registry) -> Any:
     """A stand-in for the running coordinator of "counter"."""
     answers = [json.dumps(LIVE).encode()]
-    asked = []
-
-    def answer(received: Received) -> None:
-        asked.append(received.parts)
-        received.reply(*answers)
-
-    token = control.make_token(logged.home / "counter")
-    with Messenger() as messenger:
-        control.announce(logged.home / "counter", messenger.listen("tcp://127.0.0.1:*", answer))
+    with answering(logged.home / "counter", lambda: answers[0]) as asked:
         yield answers
-    assert all(parts == [b"status", token] for parts in asked)
+    assert {one.verb for one in asked} == {"status"}
 
 
 def test_status_of_a_live_one(logged: Registry, live: list[bytes]) -> None:
@@ -215,13 +206,18 @@ def test_an_answer_that_makes_no_sense(logged: Registry, live: list[bytes]) -> N
 
 
 def test_a_coordinator_that_does_not_answer(logged: Registry) -> None:
-    called = threading.Event()
-    with Messenger() as messenger:
-        endpoint = messenger.listen("tcp://127.0.0.1:*", lambda received: called.set())
-        control.announce(logged.home / "counter", endpoint)
-        with pytest.raises(control.ControlError, match=r"gives no answer at tcp://.* within 0\.3 s"):
-            control.query(logged.home / "counter", "status", 0.3)
-    assert called.is_set()
+    no_answer = pytest.raises(control.ControlError, match=r"gives no answer at /.*/control\.sock within 0\.3 s")
+    with answering(logged.home / "counter", lambda: None) as asked, no_answer:
+        control.query(logged.home / "counter", "status", 0.3)
+    assert len(asked) == 1
+
+
+def test_a_coordinator_of_an_earlier_version(logged: Registry) -> None:
+    control.announce(logged.home / "counter", Path("tcp://127.0.0.1:1"))
+    file = control.path(logged.home / "counter")
+    file.write_text(file.read_text().replace("tcp:/", "tcp://"))
+    with pytest.raises(control.ControlError, match="of an earlier version, 'immortal restart counter' ends that"):
+        control.query(logged.home / "counter", "status", 0.3)
 
 
 # --- log -------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,8 @@ def test_all_fields(tmp_path: Path) -> None:
             " peer, peer_template, allow, insecure, app_host, app_port, app_send_port, app_send_mode, app_socket,"
             " app_auth, app_insecure,"
             " log, log_key, keep_checkpoints, keep_log_days, log_trigger_mb, checkpoint_age_s, kills_before_verdict,"
-            " replay_check, rpc_limit_mb, spill_limit_mb, log_limit_mb, disk_free_mb, metrics, app,"
+            " replay_check, rpc_limit_mb, spill_limit_mb, log_limit_mb, disk_free_mb, metrics,"
+            " metrics_token_file, metrics_certificate_file, metrics_key_file, app,"
             " tuning, peers, peer_keys, client_keys",
         ),
         (
@@ -284,11 +286,25 @@ settings_values = st.builds(
 
 @given(settings_values, app_ports)
 def test_what_is_written_reads_the_same(settings: InstanceSettings, ports: tuple[Any, ...]) -> None:
-    import tomllib
-
     settings = dataclasses.replace(settings, **dict(zip(PORT_FIELDS, ports, strict=True)))
     text = settings_text(settings, log=settings.log)
     assert check_settings(tomllib.loads(text), "counter", Path("/home/x/counter.toml"), text) == settings
+
+
+def test_where_the_files_of_the_metrics_are(tmp_path: Path) -> None:
+    text = GOOD + 'metrics_token_file = "token"\nmetrics_certificate_file = "/c"\nmetrics_key_file = "k"\n'
+    settings = read(tmp_path, text)
+    found = (settings.metrics_token_file, settings.metrics_certificate_file, settings.metrics_key_file)
+    assert found == (tmp_path / "token", Path("/c"), tmp_path / "k")
+    written = settings_text(settings, log=None)
+    assert check_settings(tomllib.loads(written), "counter", tmp_path / "counter.toml", written) == settings
+
+
+@pytest.mark.parametrize("given", ["metrics_certificate_file", "metrics_key_file"])
+def test_a_certificate_goes_with_a_key(tmp_path: Path, given: str) -> None:
+    assert error_of(tmp_path, GOOD + f'{given} = "x"\n') == (
+        "counter.toml, line 3: 'metrics_certificate_file' and 'metrics_key_file' go together, one of them is missing"
+    )
 
 
 def test_defaults_are_not_written(tmp_path: Path) -> None:

@@ -46,9 +46,9 @@ STATUS: dict[str, Any] = {
 }
 
 
-def scraped(port: int) -> dict[tuple[str, str], float]:
+def scraped(url: str) -> dict[tuple[str, str], float]:
     """Value by metric and peer, or kind."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
+    with urllib.request.urlopen(url, timeout=20) as answer:
         text = answer.read().decode()
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     assert {sample.labels["instance_name"] for sample in samples} == {"counter"}

@@ -14,6 +14,7 @@ from pipeline.errors import SourceError
 from pipeline.writer import Writer
 from protocol.errors import ImmortalError
 from tests.helpers.pipeline_logs import COMMITTER_ID, Row, message_rows, random_specs
+from tests.helpers.strangers import modes
 
 SPECS = random_specs(1, 12)
 RAW = pa.schema([("instance", pa.string()), ("sequence_id", pa.int64()), ("value", pa.binary())])
@@ -50,6 +51,7 @@ def write(folder: Path, rows: list[Row], schema: pa.Schema = RAW, *, parts: int 
 def test_raw_rows_in_any_order(tmp_path: Path, first: int) -> None:
     rows = raw_rows(first)
     write(tmp_path / "log", [*rows[6:], *reversed(rows[:6])])
+    assert modes(tmp_path) == {}
     with open_reader(tmp_path / "log", "alice") as reader:
         assert [row.value for row in reader.records()] == [row["value"] for row in rows]
         assert reader.identity.committer_id == COMMITTER_ID

@@ -20,7 +20,7 @@ def registry(tmp_path: Path) -> Registry:
 
 
 def announce_this_process(registry: Registry, name: str) -> None:
-    control.announce(registry.home / name, "tcp://127.0.0.1:1")
+    control.announce(registry.home / name, Path("/there/is/none"))
 
 
 def test_register_and_resolve(registry: Registry) -> None:
@@ -277,10 +277,10 @@ def test_home_is_a_file(tmp_path: Path) -> None:
 
 def test_what_a_coordinator_announces(tmp_path: Path) -> None:
     assert control.running(tmp_path) is None
-    control.announce(tmp_path / "counter", "tcp://127.0.0.1:7009")
+    control.announce(tmp_path / "counter", Path("/run/counter/control.sock"))
     found = control.running(tmp_path / "counter")
     assert found is not None
-    assert (found.pid, found.control) == (os.getpid(), "tcp://127.0.0.1:7009")
+    assert (found.pid, found.control) == (os.getpid(), "/run/counter/control.sock")
     control.withdraw(tmp_path / "counter")
     assert control.running(tmp_path / "counter") is None
 

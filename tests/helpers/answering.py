@@ -1,0 +1,52 @@
+"""A stand-in for a running coordinator: it answers what it is told to, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from coordinator import control
+
+
+@contextlib.contextmanager
+def answering(folder: Path, answer: Callable[[], bytes | None]) -> Iterator[list[control.Question]]:
+    """Gives the questions that have come. ``answer``: as it is sent, behind its size; None for silence."""
+    asked: list[control.Question] = []
+    over = threading.Event()
+
+    def serve() -> None:
+        while True:
+            connection, _ = listening.accept()
+            with connection, connection.makefile("rb") as reader:
+                size_bytes = int.from_bytes(reader.read(control.SIZE_SIZE_BYTES), "little")
+                if over.is_set():
+                    return
+                asked.append(msgspec.json.decode(reader.read(size_bytes), type=control.Question))
+                data = answer()
+                if data is None:
+                    over.wait()
+                else:
+                    connection.sendall(control.with_size(data))
+
+    folder.mkdir(exist_ok=True)
+    path = control.socket_path(folder)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
+        listening.bind(str(path))
+        listening.listen()
+        thread = threading.Thread(target=serve)
+        thread.start()
+        control.announce(folder, path)
+        try:
+            yield asked
+        finally:
+            over.set()
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as last:
+                last.connect(str(path))
+            thread.join()
+            control.withdraw(folder)
+            path.unlink()
