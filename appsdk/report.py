@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from appsdk.errors import AppError, HandlerError
+from protocol.shown import printable
 from protocol.verdicts import Verdict, VerdictKind
 
 T = TypeVar("T")
@@ -94,10 +95,7 @@ class FailureReporter:
         if len(self._told) > FAILURE_KINDS_MAX:
             del self._told[next(iter(self._told))]
         others = f" (and {count} more of this kind since the last time)" if count else ""
-        self._say(
-            f"warning: {in_words(verdict)}{others}"
-            + "".join(f"\n{printable(line)}" for line in verdict.trace.split("\n") if line)
-        )
+        self._say("\n".join([f"warning: {in_words(verdict)}{others}", *filter(None, verdict.trace.split("\n"))]))
 
 
 def in_words(verdict: Verdict) -> str:
@@ -107,9 +105,4 @@ def in_words(verdict: Verdict) -> str:
     if verdict.kind is VerdictKind.REFUSED:
         return f"a call {where} is refused: {printable(verdict.text)}; {told}"
     state = "the state is as it was before" if verdict.kind is VerdictKind.UNDONE else "the state stays as it is"
-    return f"{verdict.method} raised {verdict.type_name} {where}: the call fails, {state}; {told}"
-
-
-def printable(text: str) -> str:
-    """``text`` in one line, without what a terminal would act on."""
-    return "".join(one if one.isprintable() else f"\\x{ord(one):02x}" for one in text)
+    return f"{verdict.method} raised {printable(verdict.type_name)} {where}: the call fails, {state}; {told}"

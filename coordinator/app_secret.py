@@ -12,7 +12,7 @@ from pathlib import Path
 
 from protocol.errors import ImmortalError
 
-SECRET_FILE_VARIABLE = "IMMORTAL_APP_SECRET_FILE"
+SECRET_FILE_VARIABLE = "IMMORTAL_APP_SECRET_FILE"  # noqa: S105 (a name)
 FILE_NAME = "app_secret"
 _RANDOM_SIZE_BYTES = 32
 

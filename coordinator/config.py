@@ -76,7 +76,7 @@ class AppSendMode(enum.StrEnum):
 class AppAuth(enum.StrEnum):
     """How an app shows that it is the instance's own."""
 
-    SECRET = "secret"  # that of its coordinator, in its Hello
+    SECRET = "secret"  # noqa: S105 (a name) that of its coordinator, in its Hello
     NONE = "none"  # it need not: for clients that know only the base protocol
 
 

@@ -27,7 +27,7 @@ from protocol.process_file import COORDINATOR_FILE_NAME, SUPERVISOR_FILE_NAME, P
 QUERY_TIMEOUT_S = 5.0
 ALIVE_CHECK_S = 0.25  # how often a waiting query looks whether the coordinator still lives
 READY_VARIABLE = "IMMORTAL_READY_FD"  # a descriptor from the supervisor: a line is written to it at each "ready"
-_TOKEN_FILE_NAME = "control_token"
+_TOKEN_FILE_NAME = "control_token"  # noqa: S105 (a name)
 _TOKEN_SIZE_BYTES = 32
 
 

@@ -73,7 +73,7 @@ def main() -> int:
     try:
         find_java()
     except JavaError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201 (for scripts/setup)
         return 1
     return 0
 

@@ -9,7 +9,7 @@ import click
 
 from coordinator import control
 from coordinator import keys as key_files
-from coordinator.cli.common import echo_json, json_option, name_argument, pass_registry
+from coordinator.cli.common import echo, echo_json, json_option, name_argument, pass_registry
 from coordinator.config import InstanceSettings
 from coordinator.keys import KeysError
 from coordinator.messenger import KeyPair
@@ -59,7 +59,7 @@ def keys(registry: Registry, name: str, make: bool, rotate: bool, retire: bool, 
         echo_json(_json(settings, pairs, callers))
     else:
         if done:
-            click.echo(f"{name}: {done}")
+            echo(f"{name}: {done}")
         _print(registry, settings, pairs, callers)
 
 
@@ -69,9 +69,9 @@ def _show_client(name: str, folder: Path, done: str, *, as_json: bool) -> None:
         echo_json({"name": name, "keys": [pair.public for pair in pairs]} | _files(folder))
         return
     if done:
-        click.echo(f"{name}: {done}")
+        echo(f"{name}: {done}")
     if not pairs:
-        click.echo(f"{name} has no keys ('immortal keys {name} --make --client')")
+        echo(f"{name} has no keys ('immortal keys {name} --make --client')")
     _print_pairs(name, folder, pairs)
 
 
@@ -111,10 +111,10 @@ def _json(settings: InstanceSettings, pairs: tuple[KeyPair, ...], callers: list[
 
 def _print_pairs(name: str, folder: Path, pairs: tuple[KeyPair, ...]) -> None:
     for pair, state in zip(pairs, ("in use", "to be used next"), strict=False):
-        click.echo(f"{name}: {pair.public}  {state}")
+        echo(f"{name}: {pair.public}  {state}")
     if pairs:
-        click.echo(f"  public in {key_files.public_path(folder)}")
-        click.echo(f"  secret in {key_files.secret_path(folder)}")
+        echo(f"  public in {key_files.public_path(folder)}")
+        echo(f"  secret in {key_files.secret_path(folder)}")
 
 
 def _print(
@@ -122,20 +122,20 @@ def _print(
 ) -> None:
     name = settings.name
     if not pairs:
-        click.echo(f"{name} has no keys: its peers reach it in plain ('immortal keys {name} --make')")
+        echo(f"{name} has no keys: its peers reach it in plain ('immortal keys {name} --make')")
     _print_pairs(name, settings.folder, pairs)
     if pairs and key_files.read_public_keys(settings.folder) != tuple(pair.public for pair in pairs):
-        click.echo(f"  the public file differs: 'immortal keys {name} --make' writes it anew")
+        echo(f"  the public file differs: 'immortal keys {name} --make' writes it anew")
     who = "every instance of the registry" if settings.allow is None else f"allow in {registry.path(name)}"
-    click.echo(f"callers: {who}")
+    echo(f"callers: {who}")
     for row in callers:
         if "error" in row:
-            click.echo(f"  {row['name']}: {row['error']}")
+            echo(f"  {row['name']}: {row['error']}")
         elif row["keys"]:
-            click.echo(f"  {row['name']}: {', '.join(row['keys'])}  from {row['from']}")
+            echo(f"  {row['name']}: {', '.join(row['keys'])}  from {row['from']}")
         else:
             refused = ", and so may not call" if pairs else ""
-            click.echo(f"  {row['name']}: no key{refused}")
+            echo(f"  {row['name']}: no key{refused}")
     running = control.running(settings.folder)
     if running is not None and pairs:
-        click.echo(f"its coordinator runs, as process {running.pid}")
+        echo(f"its coordinator runs, as process {running.pid}")
