@@ -52,6 +52,8 @@ SWITCH_INTERVAL_S = 0.0005  # the commit thread gets the interpreter back this s
 STATUS_NO_RECOVERY = 3  # the log can't be replayed as it is: the next start would find the same
 MEASURE_INTERVAL_NS = 500_000_000  # of the log's room: it takes some 20 µs
 MEASURE_SIZE_BYTES = 4 << 20  # ... and after so much was written
+ASK_AGAIN_NS_MIN = 10_000_000  # after an answer that is none; twice as long each time
+ASK_AGAIN_NS_MAX = 5_000_000_000
 CONTROL_ENDPOINT = "tcp://127.0.0.1:*"
 
 
@@ -100,7 +102,9 @@ class Coordinator:
         self._epoll = select.epoll()
         self._app = AppEndpoint(settings, log, self._epoll)
         self._security = PeerSecurity(settings, registry, self._routes.at, log.warning)
-        self._strangers = LimitedLog(log)
+        self._limited = LimitedLog(log)  # what others can cause
+        self._no_answers: dict[str, int] = {}  # by destination: how often in a row
+        self._to_ask_again: list[tuple[int, ef.SendToPeer]] = []  # with when, on the monotonic clock
         self._barred: dict[str, str] = {}  # destinations that must not be connected to, and why
         self._impostors = 0  # frames under another name than that of their key
         self._messenger = Messenger(security=self._security.security)
@@ -196,6 +200,7 @@ class Coordinator:
         if self._due_ns is not None and now_ns >= self._due_ns:
             self._look_for_peers()
             self._look_for_keys()
+            self._look_for_answers(now_ns)
         if self._wake_due_ns is not None and now_ns >= self._wake_due_ns:
             self._wake_due_ns = None
             self._events.append(ev.Tick())
@@ -248,7 +253,10 @@ class Coordinator:
             return 0
         self._messenger_due_ns = self._messenger.next_deadline_ns()
         self._due_ns = _earliest(
-            self._routes.next_deadline_ns(), self._security.next_deadline_ns(), self._strangers.next_deadline_ns()
+            self._routes.next_deadline_ns(),
+            self._security.next_deadline_ns(),
+            self._limited.next_deadline_ns(),
+            *(due_ns for due_ns, _ in self._to_ask_again),
         )
         due_ns = _earliest(
             self._messenger_due_ns,
@@ -341,7 +349,7 @@ class Coordinator:
             self._events.append(ev.PeerMoved(name))
 
     def _look_for_keys(self) -> None:
-        self._strangers.process()
+        self._limited.process()
         if not self._security.look(time.monotonic_ns()):
             return
         security = self._security.security
@@ -369,6 +377,8 @@ class Coordinator:
     def _drop(self, endpoint: str, destination: str) -> None:
         """Forget what is on its way there. What was for others than ``destination`` is sent again."""
         self._messenger.drop(endpoint)
+        dropped = {destination, *self._routes.at(endpoint)}
+        self._to_ask_again = [one for one in self._to_ask_again if one[1].destination not in dropped]
         self._events += [ev.PeerMoved(name) for name in self._routes.at(endpoint) if name != destination]
 
     def _send_to_peer(self, effect: ef.SendToPeer) -> None:
@@ -383,15 +393,31 @@ class Coordinator:
         # an answer that was damaged on its way.
         frame = self._decode(effect.destination, parts) if parts else None
         if frame is None:
+            self._ask_again(effect)
+        else:
+            self._no_answers.pop(effect.destination, None)
+            self._events.append(ev.PeerReplied(effect.destination, effect.tag, frame))
+
+    def _ask_again(self, effect: ef.SendToPeer) -> None:
+        """At once the first time; a peer that goes on without an answer is asked ever more rarely."""
+        count = self._no_answers[effect.destination] = self._no_answers.get(effect.destination, 0) + 1
+        if count == 1:
             self._send_to_peer(effect)
         else:
-            self._events.append(ev.PeerReplied(effect.destination, effect.tag, frame))
+            pause_ns = min(ASK_AGAIN_NS_MIN << min(count, 16), ASK_AGAIN_NS_MAX)
+            self._to_ask_again.append((time.monotonic_ns() + pause_ns, effect))
+
+    def _look_for_answers(self, now_ns: int) -> None:
+        due = [effect for due_ns, effect in self._to_ask_again if due_ns <= now_ns]
+        self._to_ask_again = [one for one in self._to_ask_again if one[0] > now_ns]
+        for effect in due:
+            self._send_to_peer(effect)
 
     def _decode(self, origin: str, parts: list[bytes]) -> PeerFrame | None:
         try:
             return decode_frame(parts)
         except RemoteProtocolError as error:
-            self._log.warning("a frame was dropped", origin=origin, reason=str(error))
+            self._limited.warning("a frame was dropped", kind="frame", origin=origin, reason=str(error))
             return None
 
     def _peer_frame_received(self, received: Received) -> None:
@@ -401,8 +427,9 @@ class Coordinator:
             received.reply()  # its sender sends it again
         elif received.peer is not None and received.peer != frame.sender:
             self._impostors += 1
-            self._strangers.warning(
-                f"a frame was dropped: it says that {frame.sender!r} sends it, its key {received.peer!r}"
+            self._limited.warning(
+                f"a frame was dropped: it says that {frame.sender!r} sends it, its key {received.peer!r}",
+                kind=("sender", received.peer),
             )
         else:
             if frame.frame_type is FrameType.HELLO and (endpoint := self._routes.endpoint(frame.sender)) is not None:
@@ -419,7 +446,7 @@ class Coordinator:
         try:
             frame = decode_client_frame(data)
         except RemoteProtocolError as error:
-            self._strangers.warning(f"a client's frame was dropped: {error}")
+            self._limited.warning(f"a client's frame was dropped: {error}", kind="client")
         else:
             self._events.append(ev.ClientFrameReceived(route, frame))
 
@@ -531,7 +558,11 @@ class Coordinator:
             upgrade_mark.give_up(self._settings.folder, effect.problem)
 
     def _report(self, effect: ef.Report) -> None:
-        getattr(self._log, effect.level)(effect.message, **effect.fields)
+        if effect.kind or effect.level in ("warning", "error"):
+            kind = (effect.kind or effect.message, effect.fields.get("peer"))
+            self._limited.log(effect.level, effect.message, kind=kind, **effect.fields)
+        else:
+            getattr(self._log, effect.level)(effect.message, **effect.fields)
         began = effect.message == "checkpoint taken" and effect.level == "info" and not self._was_ready
         if effect.message == "recovered" or began:
             self._was_ready = True
