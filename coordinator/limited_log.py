@@ -44,7 +44,7 @@ class LimitedLog:
 
     def next_deadline_ns(self) -> int | None:
         """When :meth:`process` is to be called, on the monotonic clock."""
-        return min(map(self._limit.next_ns, self._left_out), default=None)
+        return min(map(self._limit.next_ns, self._left_out)) if self._left_out else None
 
     def process(self) -> None:
         if not self._left_out:

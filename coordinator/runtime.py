@@ -256,7 +256,7 @@ class Coordinator:
             self._routes.next_deadline_ns(),
             self._security.next_deadline_ns(),
             self._limited.next_deadline_ns(),
-            *(due_ns for due_ns, _ in self._to_ask_again),
+            min(due_ns for due_ns, _ in self._to_ask_again) if self._to_ask_again else None,
         )
         due_ns = _earliest(
             self._messenger_due_ns,

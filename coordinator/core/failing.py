@@ -144,7 +144,8 @@ class Failing:
         message_type = message.message_type
         if message_type == MessageType.LEAVING and MessageType.VERDICTS in self.session.extensions:
             self._leaving = True
-            self._report("info", f"the app leaves: {message.data.decode('utf-8', 'replace')}", "the app leaves")
+            why = message.data[:TEXT_CHARACTERS_MAX].decode("utf-8", "replace")
+            self._report("info", f"the app leaves: {why}", "the app leaves")
             return
         if not self._told:
             raise AppProtocolError(
