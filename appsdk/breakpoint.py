@@ -9,6 +9,7 @@ from appsdk.context import Context
 from appsdk.definition import Definition
 from appsdk.delivery import Delivery, Entry
 from appsdk.report import describe_arguments
+from protocol.shown import printable
 
 
 class Breakpoint:
@@ -39,7 +40,7 @@ class Breakpoint:
 
         def run(instance: object, *arguments: Any) -> None:
             self.reached = True
-            print(f"{self}: {name}{describe_arguments(arguments)}", flush=True)
+            print(printable(f"{self}: {name}{describe_arguments(arguments)}"), flush=True)  # noqa: T201
             debugger = Debugger(nosigint=True, skip=["appsdk.*"])  # an async handler is called by the SDK
             debugger.runcall(function, instance, *arguments)
             if debugger.left:

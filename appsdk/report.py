@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from appsdk.errors import AppError, HandlerError
+from protocol.rate_limit import RateLimit
+from protocol.shown import printable
 from protocol.verdicts import Verdict, VerdictKind
 
 T = TypeVar("T")
@@ -17,7 +19,6 @@ T = TypeVar("T")
 ARGUMENT_CHARACTERS_MAX = 200
 ARGUMENT_ITEMS_MAX = 8
 FAILURES_TOLD_EACH_S = 10.0
-FAILURE_KINDS_MAX = 256  # that are counted apart
 
 _OWN_FOLDERS = {os.path.dirname(__file__), "appsdk"}  # the second where a module is compiled
 
@@ -81,23 +82,14 @@ class FailureReporter:
     def __init__(self, say: Callable[[str], None], clock_s: Callable[[], float] = time.monotonic) -> None:
         self._say = say
         self._clock_s = clock_s
-        self._told: dict[tuple[str, str], tuple[float, int]] = {}  # when, and how many since, by method and type
+        self._limit = RateLimit(burst=1, interval_ns=int(FAILURES_TOLD_EACH_S * 1e9))
 
     def failed(self, verdict: Verdict) -> None:
-        kind = (verdict.method, verdict.type_name)
-        told_s, count = self._told.get(kind, (-FAILURES_TOLD_EACH_S, 0))
-        now_s = self._clock_s()
-        if now_s - told_s < FAILURES_TOLD_EACH_S:
-            self._told[kind] = (told_s, count + 1)
+        count = self._limit.admit((verdict.method, verdict.type_name), int(self._clock_s() * 1e9))
+        if count is None:
             return
-        self._told[kind] = (now_s, 0)
-        if len(self._told) > FAILURE_KINDS_MAX:
-            del self._told[next(iter(self._told))]
         others = f" (and {count} more of this kind since the last time)" if count else ""
-        self._say(
-            f"warning: {in_words(verdict)}{others}"
-            + "".join(f"\n{printable(line)}" for line in verdict.trace.split("\n") if line)
-        )
+        self._say("\n".join([f"warning: {in_words(verdict)}{others}", *filter(None, verdict.trace.split("\n"))]))
 
 
 def in_words(verdict: Verdict) -> str:
@@ -107,9 +99,4 @@ def in_words(verdict: Verdict) -> str:
     if verdict.kind is VerdictKind.REFUSED:
         return f"a call {where} is refused: {printable(verdict.text)}; {told}"
     state = "the state is as it was before" if verdict.kind is VerdictKind.UNDONE else "the state stays as it is"
-    return f"{verdict.method} raised {verdict.type_name} {where}: the call fails, {state}; {told}"
-
-
-def printable(text: str) -> str:
-    """``text`` in one line, without what a terminal would act on."""
-    return "".join(one if one.isprintable() else f"\\x{ord(one):02x}" for one in text)
+    return f"{verdict.method} raised {printable(verdict.type_name)} {where}: the call fails, {state}; {told}"

@@ -50,10 +50,11 @@ from appsdk.user_modules import HiddenModules, add_to_path
 from appsdk.watchdog import Watchdog
 from protocol.allocator import keep_freed_memory
 from protocol.errors import ImmortalError
+from protocol.shown import printable_message
 from protocol.verdicts import Verdict
 
 ADDRESS_VARIABLE = "IMMORTAL_APP_ADDRESS"
-SECRET_FILE_VARIABLE = "IMMORTAL_APP_SECRET_FILE"
+SECRET_FILE_VARIABLE = "IMMORTAL_APP_SECRET_FILE"  # noqa: S105 (a name)
 SWITCH_INTERVAL_S = 0.0005  # a hook that computes must not hold up the handlers for 5 ms at a time
 
 
@@ -124,7 +125,7 @@ def load_or_say(target: str) -> type | None:
             trace.tb_frame.f_code.co_filename == __file__ or "importlib" in trace.tb_frame.f_code.co_filename
         ):
             trace = trace.tb_next
-        traceback.print_exception(type(error), error, trace)
+        _show("".join(traceback.format_exception(type(error), error, trace)).rstrip())
         for problem in hidden.problems_of(error):
             say(target, problem)
     return None
@@ -335,7 +336,11 @@ def _check_determinism(definition: Definition, label: str, *, strict: bool) -> N
 
 def say(label: str, text: str) -> None:
     """One message to the user, on stderr."""
-    print(f"app {label}: {text}", file=sys.stderr, flush=True)
+    _show(f"app {label}: {text}")
+
+
+def _show(text: str) -> None:
+    print(printable_message(text), file=sys.stderr, flush=True)  # noqa: T201 (the one place)
 
 
 def run(cls: type, address: str | None = None) -> NoReturn:

@@ -14,6 +14,7 @@ from coordinator.app_listener import AppListener
 from coordinator.config import AppAuth, InstanceSettings
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
+from coordinator.limited_log import LimitedLog
 from coordinator.logs import Events
 
 
@@ -27,6 +28,7 @@ class AppEndpoint:
     def __init__(self, settings: InstanceSettings, log: Events, epoll: select.epoll) -> None:
         self._settings = settings
         self._log = log
+        self._stray = LimitedLog(log)
         self._epoll = epoll
         self._arrivals = select.epoll()
         self._arrivals_due_ns: int | None = None  # as next_deadline_ns() has said
@@ -188,7 +190,7 @@ class AppEndpoint:
             stray = app.peek_sender()
             over = over or stray is not None
             if stray:
-                self._log.warning("the app sent something on the connection that it is only sent to; both are closed")
+                self._stray.warning("the app sent something on the connection that it is only sent to; both are closed")
         if over:
             events.append(self._lose(app))
         return events

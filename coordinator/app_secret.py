@@ -13,7 +13,7 @@ from pathlib import Path
 from protocol.errors import ImmortalError
 from protocol.private_files import make_folder
 
-SECRET_FILE_VARIABLE = "IMMORTAL_APP_SECRET_FILE"
+SECRET_FILE_VARIABLE = "IMMORTAL_APP_SECRET_FILE"  # noqa: S105 (a name)
 FILE_NAME = "app_secret"
 _RANDOM_SIZE_BYTES = 32
 

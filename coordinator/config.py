@@ -83,7 +83,7 @@ class AppAuth(enum.StrEnum):
     """How an app shows that it is the instance's own."""
 
     CHALLENGE = "challenge"  # both prove that they know the coordinator's secret, which is not sent
-    SECRET = "secret"  # or it may show it, in its Hello: for apps that can't answer a challenge
+    SECRET = "secret"  # noqa: S105 (a name) or it may show it, in its Hello: for apps that can't answer a challenge
     NONE = "none"  # it need not: for clients that know only the base protocol
 
 

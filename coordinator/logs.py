@@ -9,11 +9,12 @@ events.info("ready", sequence_id=41, recovery_ms=310)
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from datetime import UTC, datetime
 from typing import Any, TextIO
+
+from protocol.shown import printable, printable_json, printable_lines
 
 LOG_FORMATS = ("human", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -60,11 +61,13 @@ class HumanFormatter(logging.Formatter):
         time = datetime.fromtimestamp(record.created)
         values = " ".join(f"{key}={_shown(value)}" for key, value in _values(record).items() if value is not None)
         instance = getattr(record, "instance", record.name)
-        line = (
+        line = printable(
             f"{time:%H:%M:%S}.{int(record.msecs):03d} {record.levelname.lower():<7} {instance}  {record.getMessage()}"
         )
         line = f"{line}  {values}" if values else line
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        if not record.exc_info:
+            return line
+        return "\n".join([line, *printable_lines(self.formatException(record.exc_info), indent="    ")])
 
 
 class JsonFormatter(logging.Formatter):
@@ -79,7 +82,7 @@ class JsonFormatter(logging.Formatter):
         line = {**line, **{key: value for key, value in _values(record).items() if key not in line}}
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str, ensure_ascii=False)
+        return printable_json(line, default=str)
 
 
 class _NameInstance(logging.Filter):
@@ -99,7 +102,9 @@ def _shown(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.3f}".rstrip("0").rstrip(".")
     text = str(value)
-    return json.dumps(text, ensure_ascii=False) if not text or any(c.isspace() or c in '"=' for c in text) else text
+    if text and text.isprintable() and not any(one in ' "=' for one in text):
+        return text
+    return printable_json(text)
 
 
 def configure(instance: str, *, level: str = "info", log_format: str = "human", stream: TextIO | None = None) -> Events:

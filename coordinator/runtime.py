@@ -107,8 +107,7 @@ class Coordinator:
         self._security = PeerSecurity(settings, registry, self._routes.at, log.warning)
         self._permissions = settings.permissions
         self._auditor = Auditor(AuditLog(settings.folder, log.warning))
-        self._strangers = LimitedLog(log)
-        self._unread = LimitedLog(log)  # frames and answers that make no sense
+        self._limited = LimitedLog(log)  # what others can cause
         self._retries = PeerRetries()
         self._barred: dict[str, str] = {}  # destinations that must not be connected to, and why
         self._impostors = 0  # frames under another name than that of their key
@@ -268,8 +267,7 @@ class Coordinator:
         self._due_ns = _earliest(
             self._routes.next_deadline_ns(),
             self._security.next_deadline_ns(),
-            self._strangers.next_deadline_ns(),
-            self._unread.next_deadline_ns(),
+            self._limited.next_deadline_ns(),
         )
         self._control_due_ns = self._control.next_deadline_ns()
         due_ns = _earliest(
@@ -365,8 +363,7 @@ class Coordinator:
             self._events.append(ev.PeerMoved(name))
 
     def _look_for_keys(self) -> None:
-        self._strangers.process()
-        self._unread.process()
+        self._limited.process()
         changed = self._security.look(time.monotonic_ns())
         if self._security.permissions != self._permissions:
             self._permissions = self._security.permissions
@@ -424,7 +421,10 @@ class Coordinator:
         # an answer that was damaged on its way, or that a later build makes.
         frame = self._decode(effect.destination, parts) if parts else None
         if frame is not None and frame.frame_type is FrameType.UNKNOWN:
-            self._unread.warning(f"an answer of {effect.destination!r} was dropped: {frame.reason} is not known here")
+            self._limited.warning(
+                f"an answer of {effect.destination!r} was dropped: {frame.reason} is not known here",
+                kind=("answer", effect.destination),
+            )
             frame = None
         if frame is None:
             self._retries.add(effect, attempt, time.monotonic_ns())
@@ -435,7 +435,7 @@ class Coordinator:
         try:
             return decode_frame(parts)
         except RemoteProtocolError as error:
-            self._unread.warning(f"a frame was dropped: from {origin}: {error}")
+            self._limited.warning("a frame was dropped", kind="frame", origin=origin, reason=str(error))
             return None
 
     def _peer_frame_received(self, received: Received) -> None:
@@ -445,12 +445,15 @@ class Coordinator:
             received.reply()  # its sender sends it again
         elif frame.frame_type is FrameType.UNKNOWN:  # nobody's name is believed: it is only told what is known here
             sender = received.peer or frame.sender
-            self._unread.warning(f"a frame of {sender!r} was refused: {frame.reason} is not known here")
+            self._limited.warning(
+                f"a frame of {sender!r} was refused: {frame.reason} is not known here", kind=("unknown", sender)
+            )
             self._events.append(ev.PeerFrameReceived(received, frame))
         elif received.peer is not None and received.peer != frame.sender:
             self._impostors += 1
-            self._strangers.warning(
-                f"a frame was dropped: it says that {frame.sender!r} sends it, its key {received.peer!r}"
+            self._limited.warning(
+                f"a frame was dropped: it says that {frame.sender!r} sends it, its key {received.peer!r}",
+                kind=("sender", received.peer),
             )
         else:
             if frame.frame_type is FrameType.HELLO and (endpoint := self._routes.endpoint(frame.sender)) is not None:
@@ -467,7 +470,7 @@ class Coordinator:
         try:
             frame = decode_client_frame(data)
         except RemoteProtocolError as error:
-            self._strangers.warning(f"a client's frame was dropped: {error}")
+            self._limited.warning(f"a client's frame was dropped: {error}", kind="client")
         else:
             self._events.append(ev.ClientFrameReceived(route, frame, route.peer or ""))
 
@@ -569,7 +572,11 @@ class Coordinator:
             upgrade_mark.give_up(self._settings.folder, effect.problem)
 
     def _report(self, effect: ef.Report) -> None:
-        getattr(self._log, effect.level)(effect.message, **effect.fields)
+        if effect.kind or effect.level in ("warning", "error"):
+            kind = (effect.kind or effect.message, effect.fields.get("peer"))
+            self._limited.log(effect.level, effect.message, kind=kind, **effect.fields)
+        else:
+            getattr(self._log, effect.level)(effect.message, **effect.fields)
         began = effect.message == "checkpoint taken" and effect.level == "info" and not self._was_ready
         if effect.message == "recovered" or began:
             self._was_ready = True

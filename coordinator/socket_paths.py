@@ -13,7 +13,7 @@ import stat
 from pathlib import Path
 
 UNIX_PATH_SIZE_BYTES_MAX = 107
-SHORT_FOLDERS = Path("/tmp")  # not TMPDIR: each command may have another one, and it may be deep itself
+SHORT_FOLDERS = Path("/tmp")  # noqa: S108 (secure_folder looks whose it is) not TMPDIR: each command has its own
 _DIGEST_SIZE_BYTES = 12
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import importlib.util
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from pipeline.errors import clear_error
 from pipeline.progress import Progress, progress
 from protocol.errors import ImmortalError
 from protocol.private_files import opener
+from protocol.shown import printable, printable_json, printable_message
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -36,7 +36,7 @@ class FailedError(click.ClickException):
     """Ends a command with one line and status 1."""
 
     def show(self, file: IO[Any] | None = None) -> None:
-        click.echo(f"error: {self.message}", file=file or sys.stderr)
+        click.echo(printable_message(f"error: {self.message}"), file=file or sys.stderr)
 
 
 class _Group(click.Group):
@@ -382,10 +382,10 @@ def what_if(
 
 def _print(as_json: bool, values: Any, lines: Iterator[str]) -> None:
     if as_json:
-        click.echo(json.dumps(values, ensure_ascii=False))
+        click.echo(printable_json(values))
         return
     for line in lines:
-        click.echo(line)
+        click.echo(printable(line))
 
 
 if __name__ == "__main__":

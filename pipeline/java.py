@@ -17,7 +17,7 @@ JAVA_VERSION_MIN = 17
 _VERSION_TIMEOUT_S = 30
 _USUAL_PLACE = Path("/usr/lib/jvm")  # where Linux distributions put them
 _VERSION = re.compile(r'version "(?:1\.)?(\d+)')  # "17.0.9"; up to Java 8 "1.8.0_392"
-_ADVICE = "on Debian: apt-get install openjdk-17-jre-headless (scripts/setup spark does it), or set JAVA_HOME"
+_ADVICE = "on Debian: apt-get install openjdk-17-jre-headless (scripts/setup --system spark does it), or set JAVA_HOME"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def main() -> int:
     try:
         find_java()
     except JavaError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201 (for scripts/setup)
         return 1
     return 0
 

@@ -39,7 +39,7 @@ class Forks:
             pass  # it was done, and nobody is told how it ended
         except ClientError as error:
             self._error = self._error or error
-        except Exception:  # what the handler declares to raise
+        except Exception:  # noqa: S110 (what the handler declares to raise)
             pass
 
     def check(self, timeout_s: float | None) -> None:

@@ -13,6 +13,7 @@ from appsdk.testing.replaying import ReplayDiffers, problems_of
 from coordinator.log import open_reader
 from coordinator.replay.recorded import RecordedLog
 from coordinator.replay.source import RecordSource
+from protocol.shown import printable_message
 
 PathLike = str | os.PathLike[str]
 
@@ -37,7 +38,8 @@ def assert_replays(
         by_name = {other.identity.instance_name: other for other in others}
         problems = list(problems_of(source, definition, by_name))
     if problems:
-        raise ReplayDiffers(f"{definition.name} does not do again what {log} has\n" + "\n".join(problems))
+        said = "\n".join(map(printable_message, problems))  # the log may come from anywhere
+        raise ReplayDiffers(f"{definition.name} does not do again what {log} has\n{said}")
 
 
 def _opened(log: PathLike, stack: ExitStack) -> RecordSource:

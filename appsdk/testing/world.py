@@ -51,7 +51,7 @@ class World:
         self.nodes: dict[str, Node] = {}
         self.reports: list[tuple[str, str]] = []  # (instance, a warning of its coordinator's)
         self.is_closed = False
-        self._random = None if order is None else random.Random(order)
+        self._random = None if order is None else random.Random(order)  # noqa: S311 (from a seed)
         self._outside = self.add(outside.NAME, None)
         self._outside.start()
         self._settle()

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from coordinator import audit as audit_log
-from coordinator.cli.common import echo_json, json_option, name_argument, pass_registry, printable
+from coordinator.cli.common import echo, echo_json, json_option, name_argument, pass_registry
 from coordinator.registry import Registry
 
 _FRONT = ("time", "what", "previous")
@@ -39,19 +39,17 @@ def audit(registry: Registry, name: str, verify: bool, head: str | None, as_json
         if as_json:
             echo_json({**line.entry, "hash": line.hash, **({"problem": line.problem} if line.problem else {})})
         else:
-            click.echo(_in_words(line))
+            echo(_in_words(line))
     if not first_problem and not head_found:
         first_problem = f"no line has the hash {head}: lines were removed, or it is another instance's"
     if verify and as_json:
         echo_json({"sound": not first_problem, "lines": count, "head": newest, "problem": first_problem or None})
     elif first_problem:
-        click.echo(f"error: {first_problem}", err=True)
+        echo(f"error: {first_problem}", err=True)
     elif verify:
-        click.echo(
-            f"sound: {count} lines; the newest has the hash {newest}" if count else "sound: there is no line yet"
-        )
+        echo(f"sound: {count} lines; the newest has the hash {newest}" if count else "sound: there is no line yet")
     elif not count:
-        click.echo(f"nothing to show: {name} has no audit log yet", err=True)
+        echo(f"nothing to show: {name} has no audit log yet", err=True)
     sys.exit(1 if first_problem else 0)
 
 
@@ -59,4 +57,4 @@ def _in_words(line: audit_log.Line) -> str:
     entry: dict[str, Any] = line.entry
     fields = " ".join(f"{key}={value}" for key, value in entry.items() if key not in _FRONT)
     problem = f"  ({line.problem})" if line.problem else ""
-    return printable(f"{entry.get('time', '?')}  {entry.get('what', '?')}  {fields}{problem}")
+    return f"{entry.get('time', '?')}  {entry.get('what', '?')}  {fields}{problem}"

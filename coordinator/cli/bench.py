@@ -21,6 +21,7 @@ from coordinator.cli.bench_calls import print_calls
 from coordinator.cli.bench_failing import print_failing
 from coordinator.cli.bench_fleet import print_fleet
 from coordinator.cli.bench_isolation import as_dict, print_isolation
+from coordinator.cli.common import echo
 
 FLEET_SIZE_MAX = 1000  # of some 60 MiB each
 OUTSTANDING_MAX = 100_000
@@ -147,28 +148,28 @@ def bench(
                 folder=folder,
                 progress=status.update,
             )
-        click.echo(json.dumps(asdict(called))) if as_json else print_calls(called)
+        echo(json.dumps(asdict(called))) if as_json else print_calls(called)
         return
     if failing:
         with console.status("starting") as status:
             failed = measure_failing(state, folder=folder, progress=status.update)
-        click.echo(json.dumps([asdict(row) for row in failed])) if as_json else print_failing(failed)
+        echo(json.dumps([asdict(row) for row in failed])) if as_json else print_failing(failed)
         return
     if isolation:
         with console.status("starting") as status:
             isolated = measure_isolation(folder=folder, progress=status.update)
-        click.echo(json.dumps(as_dict(isolated))) if as_json else print_isolation(isolated)
+        echo(json.dumps(as_dict(isolated))) if as_json else print_isolation(isolated)
         return
     if fleet_size is not None:
         with console.status("starting") as status:
             fleet = measure_fleet(fleet_size, curve=curve, folder=folder, progress=status.update)
-        click.echo(json.dumps(asdict(fleet))) if as_json else print_fleet(fleet)
+        echo(json.dumps(asdict(fleet))) if as_json else print_fleet(fleet)
         return
     if trim:
         with console.status("starting") as status:
             trimmed = measure_trimming(folder=folder, progress=status.update)
         if as_json:
-            click.echo(json.dumps([{**asdict(row), "added_p99_ms": row.added_p99_ms} for row in trimmed]))
+            echo(json.dumps([{**asdict(row), "added_p99_ms": row.added_p99_ms} for row in trimmed]))
         else:
             _print_trim(trimmed)
         return
@@ -177,7 +178,7 @@ def bench(
             sizes, volume_mb=volume_mb, curve=curve, log_key=log_key, folder=folder, progress=status.update
         )
     if as_json:
-        click.echo(json.dumps(asdict(results)))
+        echo(json.dumps(asdict(results)))
     else:
         _print(results)
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import click
 from rich.console import Console
 from rich.table import Table
 
 from coordinator.bench.fleet import FleetResult
+from coordinator.cli.common import echo
 
 
 def print_fleet(result: FleetResult) -> None:
-    click.echo(
+    echo(
         f"{result.instances} instances, each with its app, started in {result.start_s:.1f} s, "
         f"and stopped cleanly in {result.stop_s:.1f} s"
     )
-    click.echo(
+    echo(
         f"{result.calls:,} calls, each instance to {result.neighbours} others, all counted once and in order, "
         f"the last {result.work_s:.2f} s after the last start"
     )

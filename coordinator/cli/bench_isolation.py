@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-import click
 from rich.console import Console
 from rich.table import Table
 
 from coordinator.bench.isolation import OTHERS, RATE, IsolationResult
+from coordinator.cli.common import echo
 
 
 def as_dict(result: IsolationResult) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def print_isolation(result: IsolationResult) -> None:
             f"{window.samples:,}",
         )
     Console().print(table)
-    click.echo(
+    echo(
         f"beside a dead and a stalled one, {len(OTHERS)} receivers have {result.throughput_ratio:.0%} of the calls/s "
         f"and {result.p99_ratio:.2f} times the p99 (medians of the windows)"
     )

@@ -9,8 +9,9 @@ import click
 import msgspec
 
 from appsdk.client import CallRaised, CallTimeout, connect, with_key
-from coordinator.cli.common import FailedError, name_argument, pass_registry
+from coordinator.cli.common import FailedError, echo, name_argument, pass_registry
 from coordinator.registry import Registry
+from protocol.shown import printable_json_text
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -44,7 +45,7 @@ def call(
         except CallTimeout as error:
             remedy = f"; run it again with --key {key}" if key is not None and error.sent else ""
             raise FailedError(f"{error.reason}{remedy}") from None
-    click.echo(msgspec.json.encode(value).decode())
+    echo(printable_json_text(msgspec.json.encode(value).decode()))
 
 
 def _keyed(instance: Any, key: str) -> Any:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import sys
 from collections.abc import Callable
-from typing import IO, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -25,6 +24,10 @@ from coordinator.core.limits import ReplayCheck
 from coordinator.logs import LOG_FORMATS, LOG_LEVELS
 from coordinator.registry import Registry, RegistryError
 from protocol.errors import ImmortalError
+from protocol.shown import printable, printable_json, printable_message
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -33,7 +36,7 @@ class FailedError(click.ClickException):
     """Ends a command with one line and status 1."""
 
     def show(self, file: IO[Any] | None = None) -> None:
-        click.echo(f"error: {self.message}", file=file or sys.stderr)
+        click.echo(printable_message(f"error: {self.message}"), file=file or sys.stderr)
 
 
 class Commands(click.Group):
@@ -197,19 +200,20 @@ def operator_name() -> str:
     return f"{login} (uid {os.getuid()}, process {os.getpid()})"
 
 
-def printable(text: str) -> str:
-    """``text`` from outside, for a terminal: what is no printable character is escaped, line ends as well."""
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+def echo(text: str, *, err: bool = False, file: IO[str] | None = None) -> None:
+    """One line. All that commands print comes through here, or is a :func:`cell`: what is in it came from outside."""
+    click.echo(printable(text), err=err, file=file)
+
+
+def cell(text: str) -> Text:
+    """Of a table: as it is, without rich's markup. It may have lines of ours; names in it were made printable."""
+    from rich.text import Text
+
+    return Text("\n".join(map(printable, text.split("\n"))))
 
 
 pass_registry = click.make_pass_decorator(Registry)
 
 
 def echo_json(value: object) -> None:
-    """On one line, with nothing in it that a terminal obeys."""
-    text = json.dumps(value, ensure_ascii=False)
-    click.echo(text if text.isprintable() else "".join(map(_json_character, text)))
-
-
-def _json_character(character: str) -> str:
-    return character if character.isprintable() else json.dumps(character)[1:-1]
+    echo(printable_json(value))

@@ -17,15 +17,17 @@ from coordinator.cli.common import (
     Commands,
     FailedError,
     app_name,
+    cell,
+    echo,
     message_id,
     name_argument,
     operator_name,
-    printable,
     require_log,
 )
 from coordinator.config import InstanceSettings
 from coordinator.registry import Registry
 from protocol.private_files import opener
+from protocol.shown import printable, printable_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -95,9 +97,9 @@ def _list(settings: InstanceSettings, as_json: bool) -> None:
         found = [_values(letter, reader) for letter in reader.letters()]
         _tell_problems(reader)
     if as_json:
-        click.echo(json.dumps(found))
+        echo(json.dumps(found))
     elif not found:
-        click.echo(f"{settings.name} has no dead letters")
+        echo(f"{settings.name} has no dead letters")
     else:
         from rich.console import Console
 
@@ -120,10 +122,10 @@ def show(settings: InstanceSettings, wanted: MessageId, app: str | None, as_json
             raise _unknown(settings, wanted)
         found = _whole(letter, reader, _decoder(settings, app))
     if as_json:
-        click.echo(json.dumps(found))
+        echo(json.dumps(found))
         return
     for line in _lines(found):
-        click.echo(line)
+        echo(line)
 
 
 @dead_letters.command()
@@ -140,7 +142,7 @@ def export(settings: InstanceSettings, file: Path | None, app: str | None) -> No
         except FileExistsError:
             raise click.UsageError(f"{file} is there already: give another name, or remove it first") from None
         for letter in reader.letters():
-            click.echo(json.dumps(_whole(letter, reader, decoder)), file=out)
+            echo(json.dumps(_whole(letter, reader, decoder)), file=out)
         _tell_problems(reader)
 
 
@@ -155,9 +157,9 @@ def retry(settings: InstanceSettings, ids: Sequence[MessageId], all_of_them: boo
     """
     answer = _ask(settings, "letters-retry", _chosen(settings, ids, all_of_them))
     retried, refused = answer.get("retried", 0), answer.get("refused") or {}
-    click.echo(f"{settings.name}: {_count(retried)} retried")
+    echo(f"{settings.name}: {_count(retried)} retried")
     for one, reason in refused.items():
-        click.echo(printable(f"{one} is not retried: {reason}"), err=True)
+        echo(f"{one} is not retried: {reason}", err=True)
     if refused:
         sys.exit(1)
 
@@ -176,7 +178,7 @@ def drop(settings: InstanceSettings, ids: Sequence[MessageId], all_of_them: bool
         what = "all dead letters" if all_of_them else _count(len(chosen["keys"]))
         click.confirm(f"Drop {what} of {settings.name} for good?", abort=True)
     answer = _ask(settings, "letters-drop", chosen)
-    click.echo(f"{settings.name}: {_count(answer.get('dropped', 0))} dropped")
+    echo(f"{settings.name}: {_count(answer.get('dropped', 0))} dropped")
 
 
 # --- asking the coordinator ------------------------------------------------------------------------------------------
@@ -203,7 +205,7 @@ def _ask(settings: InstanceSettings, verb: str, request: Values) -> Values:
     except control.NotRunningError:
         raise _not_running(settings) from None
     if "error" in answer:
-        raise FailedError(printable(str(answer["error"])))
+        raise FailedError(str(answer["error"]))
     return answer
 
 
@@ -238,7 +240,7 @@ def _decoder(settings: InstanceSettings, app: str | None) -> ArgumentDecoder | N
 
 def _tell_problems(reader: LogReader) -> None:
     for problem in reader.problems:
-        click.echo(f"warning: {problem}", err=True)
+        echo(f"warning: {problem}", err=True)
 
 
 def _values(letter: Letter, reader: LogReader) -> Values:
@@ -310,7 +312,6 @@ def _count(count: int) -> str:
 
 def _table(found: list[Values]) -> Table:
     from rich.table import Table
-    from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("ID", "when", "method", "from", "why"):
@@ -319,7 +320,7 @@ def _table(found: list[Values]) -> Table:
         why = printable(_why(values))
         clipped = why if len(why) <= WHY_SIZE_MAX else f"{why[: WHY_SIZE_MAX - 3]}..."
         cells = (values["id"], values["time"][:19] + "Z", _method(values), values["from"] or "-", clipped)
-        table.add_row(*(Text(printable(cell)) for cell in cells))
+        table.add_row(*(cell(printable(text)) for text in cells))
     return table
 
 
@@ -328,14 +329,14 @@ def _lines(found: Values) -> Iterator[str]:
     yield f"dead letter {found['id']}"
     rows = {"when": found["time"], "method": _method(found), "from": found["from"] or "-", "why": _why(found)}
     if "arguments" in message:
-        rows["arguments"] = json.dumps(message["arguments"], ensure_ascii=False)
+        rows["arguments"] = printable_json(message["arguments"])
     if "bytes" in message:
         rows["bytes"] = message["bytes"]
     if "problem" in message:
         rows["note"] = message["problem"]
     width = max(map(len, rows))
     for title, text in rows.items():
-        yield f"  {title.ljust(width)}  {printable(text)}"
+        yield f"  {title.ljust(width)}  {text}"
     if found["trace"]:
         yield ""
-        yield from (f"  {printable(line)}".rstrip() for line in found["trace"].rstrip("\n").split("\n"))
+        yield from (f"  {line}".rstrip() for line in found["trace"].rstrip("\n").split("\n"))

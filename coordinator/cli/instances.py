@@ -15,6 +15,7 @@ from coordinator.cli.common import (
     app_auth_option,
     app_name,
     app_socket_option,
+    echo,
     insecure_option,
     log_options,
     metrics_option,
@@ -215,8 +216,8 @@ def register(
         does = "listens" if settings.app_send_mode is AppSendMode.LISTEN else "connects, too,"
         app += f" ({does} at {settings.app_send_address})"
         start = f"immortal coordinator {name}"
-    click.echo(f"registered {name}: peers at {settings.peer}, app at {app}")
-    click.echo(f"settings in {_relative(registry.path(name))}; start it with: {start}")
+    echo(f"registered {name}: peers at {settings.peer}, app at {app}")
+    echo(f"settings in {_relative(registry.path(name))}; start it with: {start}")
 
 
 @click.command()
@@ -227,7 +228,7 @@ def unregister(registry: Registry, name: str, delete_log: bool) -> None:
     """Remove an instance's settings; its log stays unless --delete-log is given."""
     log = registry.unregister(name, delete_log=delete_log)
     kept = f"; its log stays in {_relative(log)}" if log.exists() else ""
-    click.echo(f"unregistered {name}{kept}")
+    echo(f"unregistered {name}{kept}")
 
 
 @click.command()

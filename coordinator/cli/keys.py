@@ -11,7 +11,7 @@ import click
 
 from coordinator import control
 from coordinator import keys as key_files
-from coordinator.cli.common import echo_json, instance_name, json_option, pass_registry, printable
+from coordinator.cli.common import echo, echo_json, instance_name, json_option, pass_registry
 from coordinator.config import InstanceSettings
 from coordinator.core.permissions import ANYTHING
 from coordinator.keys import KeysError
@@ -91,7 +91,7 @@ def keys(
         echo_json(_json(settings, pairs, callers))
     else:
         if done:
-            click.echo(f"{name}: {done}")
+            echo(f"{name}: {done}")
         _print(registry, settings, pairs, callers)
 
 
@@ -105,9 +105,9 @@ def _fleet(file: Path, *, make: bool, as_json: bool) -> None:
         echo_json({"done": done, "problems": problems})
     else:
         for line in (*done, *problems):
-            click.echo(printable(line))
+            echo(line)
         if not problems:
-            click.echo(f"{len(fleet.members)} members in {len(fleet.homes)} folders: all keys fit")
+            echo(f"{len(fleet.members)} members in {len(fleet.homes)} folders: all keys fit")
     sys.exit(1 if problems else 0)
 
 
@@ -118,9 +118,9 @@ def _show_other(name: str, role: Role, folder: Path, done: str, *, as_json: bool
         echo_json({"name": name, "role": role, "keys": [pair.public for pair in pairs]} | _files(folder))
         return
     if done:
-        click.echo(f"{name}: {done}")
+        echo(f"{name}: {done}")
     if not pairs:
-        click.echo(f"{name} has no keys ('immortal keys {name} --make --{role}')")
+        echo(f"{name} has no keys ('immortal keys {name} --make --{role}')")
     _print_pairs(name, folder, pairs)
 
 
@@ -169,10 +169,10 @@ def _print_pairs(name: str, folder: Path, pairs: tuple[KeyPair, ...]) -> None:
         known = dates.get(pair.public) or key_files.PublicKey(pair.public)
         made = f", made {known.made}" if known.made else ""
         expires = f", expires {known.expires}" if known.expires else ""
-        click.echo(f"{name}: {pair.public}  {state}{made}{expires}")
+        echo(f"{name}: {pair.public}  {state}{made}{expires}")
     if pairs:
-        click.echo(f"  public in {key_files.public_path(folder)}")
-        click.echo(f"  secret in {key_files.secret_path(folder)}")
+        echo(f"  public in {key_files.public_path(folder)}")
+        echo(f"  secret in {key_files.secret_path(folder)}")
 
 
 def _print(
@@ -180,22 +180,22 @@ def _print(
 ) -> None:
     name = settings.name
     if not pairs:
-        click.echo(f"{name} has no keys: its peers reach it in plain ('immortal keys {name} --make')")
+        echo(f"{name} has no keys: its peers reach it in plain ('immortal keys {name} --make')")
     _print_pairs(name, settings.folder, pairs)
     if pairs and key_files.read_public_keys(settings.folder) != tuple(pair.public for pair in pairs):
-        click.echo(f"  the public file differs: 'immortal keys {name} --make' writes it anew")
+        echo(f"  the public file differs: 'immortal keys {name} --make' writes it anew")
     who = "every instance of the registry" if settings.allow is None else f"allow in {registry.path(name)}"
-    click.echo(f"callers: {who}")
+    echo(f"callers: {who}")
     for row in callers:
         if "error" in row:
-            click.echo(f"  {row['name']}: {row['error']}")
+            echo(f"  {row['name']}: {row['error']}")
         elif row["keys"]:
             role = "" if row["role"] == Role.INSTANCE else f" ({row['role']})"
             may = "" if row["methods"] is None else f"; may call {', '.join(row['methods']) or 'nothing'}"
-            click.echo(f"  {row['name']}{role}: {', '.join(row['keys'])}  from {row['from']}{may}")
+            echo(f"  {row['name']}{role}: {', '.join(row['keys'])}  from {row['from']}{may}")
         else:
             refused = ", and so may not call" if pairs else ""
-            click.echo(f"  {row['name']}: no key{refused}")
+            echo(f"  {row['name']}: no key{refused}")
     running = control.running(settings.folder)
     if running is not None and pairs:
-        click.echo(f"its coordinator runs, as process {running.pid}")
+        echo(f"its coordinator runs, as process {running.pid}")

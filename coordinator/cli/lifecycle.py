@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from coordinator import control, upgrade_mark
-from coordinator.cli.common import FailedError, name_argument, pass_registry
+from coordinator.cli.common import FailedError, echo, name_argument, pass_registry
 from coordinator.config import InstanceSettings
 from coordinator.registry import Registry
 from coordinator.supervisor import RESTART_SIGNAL
@@ -51,14 +51,14 @@ def stop(registry: Registry, name: str, timeout_s: float) -> None:
     found = control.supervisor(settings.folder) or control.running(settings.folder)
     if found is None:
         _refuse_strangers(settings)
-        click.echo(f"{name} does not run")
+        echo(f"{name} does not run")
         return
     with _Process(found) as process:
         process.send(signal.SIGTERM)
         waiting = _Waiting(settings, "stopped", timeout_s)
         while not process.has_ended(POLL_S):
             waiting.go_on()
-    click.echo(f"{name} is stopped{_checkpoint(settings)}")
+    echo(f"{name} is stopped{_checkpoint(settings)}")
 
 
 @click.command()
@@ -85,7 +85,7 @@ def restart(registry: Registry, name: str, timeout_s: float) -> None:
     if mark is not None and mark.pending and (now := upgrade_mark.read(settings.folder)) is not None and now.problem:
         failed = f"the upgrade to version {now.to} failed: {now.problem}"
         raise FailedError(f"{name} is up again with version {status['version']}; {failed}")
-    click.echo(f"{name} is up again: version {status['version']}, process {status['pid']}")
+    echo(f"{name} is up again: version {status['version']}, process {status['pid']}")
 
 
 class _Process:
@@ -145,7 +145,7 @@ class _Waiting:
             )
         if now_s - self._looked_s >= PATIENCE_S:
             self._looked_s = now_s
-            click.echo(f"{name}: waits for {_waits_for(self._settings)}", err=True)
+            echo(f"{name}: waits for {_waits_for(self._settings)}", err=True)
 
 
 def _waits_for(settings: InstanceSettings) -> str:

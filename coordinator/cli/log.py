@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -12,11 +11,11 @@ import click
 from coordinator.cli.common import (
     Commands,
     app_name,
+    echo,
     echo_json,
     json_option,
     name_argument,
     pass_registry,
-    printable,
     require_log,
 )
 from coordinator.config import InstanceSettings
@@ -79,7 +78,7 @@ def show(
                 echo_json(described)
             else:
                 for line in record_lines(described):
-                    click.echo(line)
+                    echo(line)
             shown += 1
             if shown == limit:
                 break
@@ -87,7 +86,7 @@ def show(
     if summary is not None:
         kept = f"records {summary.first_sequence_id} to {summary.last_sequence_id}"
         kept = "no record" if summary.first_sequence_id > summary.last_sequence_id else kept
-        click.echo(f"nothing to show: the log of {name} holds {kept}", err=True)
+        echo(f"nothing to show: the log of {name} holds {kept}", err=True)
 
 
 def _show_audit(settings: InstanceSettings, as_json: bool) -> None:
@@ -98,15 +97,15 @@ def _show_audit(settings: InstanceSettings, as_json: bool) -> None:
     with own_logs.open_reader(settings) as reader:
         entries = reader.audit()
         for problem in reader.problems:
-            click.echo(f"warning: {problem}", err=True)
+            echo(f"warning: {problem}", err=True)
     for entry in entries:
         if as_json:
             said = {"time": time_text(entry.time_ns), "time_ns": entry.time_ns, "who": entry.who, "what": entry.what}
-            click.echo(json.dumps(said))
+            echo_json(said)
         else:
-            click.echo(f"{time_text(entry.time_ns)}  {printable(entry.who)}  {printable(entry.what)}")
+            echo(f"{time_text(entry.time_ns)}  {entry.who}  {entry.what}")
     if not entries:
-        click.echo(f"nothing to show: no operator has changed anything in the log of {settings.name}", err=True)
+        echo(f"nothing to show: no operator has changed anything in the log of {settings.name}", err=True)
 
 
 def _methods(registered: str | None, given: str | None) -> Methods | None:
@@ -122,9 +121,9 @@ def _methods(registered: str | None, given: str | None) -> Methods | None:
     except ReplayError as error:
         if given is not None:
             raise
-        reason = str(error).splitlines()[-1]
-        click.echo(printable(f"note: methods are shown by their numbers: {reason}"), err=True)
-        click.echo("note: give the class with --app MODULE:CLASS, where it can be imported", err=True)
+        reason = str(error).rstrip("\n").split("\n")[-1]
+        echo(f"note: methods are shown by their numbers: {reason}", err=True)
+        echo("note: give the class with --app MODULE:CLASS, where it can be imported", err=True)
         return None
 
 
@@ -146,7 +145,7 @@ def verify(registry: Registry, name: str, as_json: bool) -> None:
     for finding in verification.findings():
         findings.append({"severity": finding.severity.value, "place": finding.place, "message": finding.message})
         if not as_json:
-            click.echo(f"{finding.severity.value}: {finding.message}")
+            echo(f"{finding.severity.value}: {finding.message}")
     if as_json:
         echo_json(
             {
@@ -164,7 +163,7 @@ def verify(registry: Registry, name: str, as_json: bool) -> None:
         )
     else:
         verdict = "sound" if verification.is_sound else "DAMAGED"
-        click.echo(
+        echo(
             f"{name}: {verdict}: {verification.records_checked} records"
             f" ({verification.first_sequence_id} to {verification.last_sequence_id},"
             f" {verification.size_bytes_checked} bytes), {verification.checkpoints_checked} checkpoints;"
@@ -196,13 +195,13 @@ def export(registry: Registry, name: str, file: Path) -> None:
     except OSError as error:
         raise RegistryError(f"{file} can't be written: {error.strerror}") from None
     summary = recorded.summary()
-    click.echo(
+    echo(
         f"{name}: records {summary.first_sequence_id} to {summary.last_sequence_id}, "
         f"{len(summary.checkpoints)} checkpoints: {size_bytes:,} bytes in {file}"
     )
     last = summary.checkpoints[-1].sequence_id if summary.checkpoints else -1
     if last < summary.last_sequence_id:
-        click.echo(
+        echo(
             f"behind record {last} it has calls to compare, and no state: 'immortal checkpoint {name}' before gives one"
         )
 
@@ -231,7 +230,7 @@ def backup(registry: Registry, name: str, folder: Path, as_json: bool) -> None:
     if made.last_sequence_id < made.first_sequence_id:
         kept = "no record"
     checkpoints = "1 checkpoint" if made.checkpoints == 1 else f"{made.checkpoints} checkpoints"
-    click.echo(f"{name}: {kept} ({made.records_copied} of them new), {checkpoints} in {folder}: verified")
+    echo(f"{name}: {kept} ({made.records_copied} of them new), {checkpoints} in {folder}: verified")
 
 
 @log.command()
@@ -262,7 +261,7 @@ def diff(registry: Registry, first: str, second: str, limit: int, as_json: bool)
             echo_json(diff_values(found, (ours, theirs)))
         else:
             for line in diff_lines(found, (ours, theirs), (first, second)):
-                click.echo(printable(line))
+                echo(line)
     sys.exit(0 if found.is_same else 3)
 
 
@@ -321,7 +320,7 @@ def key(registry: Registry, name: str, rotate: bool, accept: bool, off: bool, ye
 
 def _confirm(yes: bool, what: str) -> None:
     if not yes:
-        click.echo(what, err=True)
+        echo(what, err=True)
         click.confirm("Do it?", abort=True, err=True)
 
 
@@ -349,11 +348,11 @@ def _show_key(settings: InstanceSettings, as_json: bool) -> None:
         return
     if marker is None:
         hint = "" if settings.log_key is None else ": the next start gives it a key"
-        click.echo(f"the log of {settings.name} is not authenticated{hint}")
+        echo(f"the log of {settings.name} is not authenticated{hint}")
     else:
         since = f", from record {marker.first_sequence_id} on" if marker.first_sequence_id else ""
-        click.echo(f"the log of {settings.name} is authenticated with key {marker.key_id}{since}")
+        echo(f"the log of {settings.name} is authenticated with key {marker.key_id}{since}")
     for index, one in enumerate(ids):
-        click.echo(f"  key {one}{'  in use' if index == 0 else ''}  in {path}")
+        echo(f"  key {one}{'  in use' if index == 0 else ''}  in {path}")
     if marker is not None and marker.key_id not in ids:
-        click.echo(f"  key {marker.key_id} is NOT in {path}: nothing of the log can be checked")
+        echo(f"  key {marker.key_id} is NOT in {path}: nothing of the log can be checked")

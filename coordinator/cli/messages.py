@@ -12,7 +12,7 @@ import msgspec
 from appsdk.definition import Definition
 from appsdk.proxy import definition_of
 from appsdk.runner import load_or_say
-from coordinator.cli.common import FailedError
+from coordinator.cli.common import FailedError, echo
 from pipeline.arguments import ArgumentDecoder
 from protocol.errors import ImmortalError
 from protocol.messages import IncomingRpc, MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_message
@@ -36,7 +36,7 @@ def decoder_for(given: str | None, registered: str | None) -> ArgumentDecoder | 
                 definition.resolve(names_may_be_missing=False)
                 return ArgumentDecoder(definition)
             except ImmortalError as error:
-                print(f"{app}: {error}", file=sys.stderr)
+                echo(f"{app}: {error}", err=True)
     if given is not None:
         raise FailedError(f"{given} can't be used to decode arguments: see above")
     return None

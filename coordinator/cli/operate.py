@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from coordinator import control, upgrade_mark
-from coordinator.cli.common import FailedError, app_name, echo_json, json_option, name_argument, pass_registry
+from coordinator.cli.common import FailedError, app_name, echo, echo_json, json_option, name_argument, pass_registry
 from coordinator.config import InstanceSettings
 from coordinator.registry import Registry
 from coordinator.upgrade_mark import UpgradeMark
@@ -48,7 +48,7 @@ def checkpoint(registry: Registry, name: str, timeout_s: float, as_json: bool) -
     if as_json:
         echo_json(taken)
     else:
-        click.echo(
+        echo(
             f"{name}: checkpoint {taken['id']} taken, behind record {taken['sequence_id']}: {taken['size_bytes']} bytes"
         )
 
@@ -77,11 +77,11 @@ def upgrade(registry: Registry, name: str, app: str | None, to: int | None, canc
         known = upgrade_mark.read(settings.folder)
         upgrade_mark.clear(settings.folder)
         forgotten = f"the upgrade to version {known.to} is forgotten" if known else "no upgrade is asked for"
-        click.echo(f"{name}: {forgotten}")
+        echo(f"{name}: {forgotten}")
     elif to is None:
         if app is not None:
             raise click.UsageError("--to VERSION is missing: the version that this app brings")
-        click.echo(_state(settings))
+        echo(_state(settings))
     else:
         _mark(settings, to, app)
 
@@ -95,8 +95,8 @@ def _mark(settings: InstanceSettings, to: int, app: str | None) -> None:
         raise FailedError(f"{name!r} is of version {to} already")
     upgrade_mark.write(settings.folder, UpgradeMark(to, app))
     holder = app or settings.app or "its app"
-    click.echo(f"{name}: version {current} becomes version {to} at the next start, with {holder}")
-    click.echo(_next_start(settings))
+    echo(f"{name}: version {current} becomes version {to} at the next start, with {holder}")
+    echo(_next_start(settings))
 
 
 def _next_start(settings: InstanceSettings) -> str:

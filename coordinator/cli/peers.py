@@ -11,6 +11,8 @@ from coordinator import control
 from coordinator.cli.common import (
     Commands,
     FailedError,
+    cell,
+    echo,
     echo_json,
     instance_name,
     json_option,
@@ -19,6 +21,7 @@ from coordinator.cli.common import (
 )
 from coordinator.config import InstanceSettings
 from coordinator.registry import Registry
+from protocol.shown import printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -50,7 +53,7 @@ def show(registry: Registry, name: str, as_json: bool) -> None:
         echo_json({"name": name, "peers": found})
         return
     if not found:
-        click.echo(f"{name} has no peers yet")
+        echo(f"{name} has no peers yet")
         return
     from rich.console import Console
 
@@ -60,7 +63,7 @@ def show(registry: Registry, name: str, as_json: bool) -> None:
     console.print(_table(found))
     for peer, one in found.items():
         if one["error"]:
-            click.echo(f"{peer}: {one['error']}")
+            echo(f"{peer}: {one['error']}")
 
 
 @peers.command()
@@ -85,7 +88,7 @@ def reset(registry: Registry, name: str, peer: str, yes: bool, as_json: bool) ->
     lines = list(_consequences(name, peer, known))
     if not yes:
         for line in lines:
-            click.echo(line, err=as_json)
+            echo(line, err=as_json)
         click.confirm(f"Begin anew with {peer}?", abort=True, err=as_json)
     if not _reset_live(settings, peer):
         _reset_stopped(settings, peer)
@@ -94,8 +97,8 @@ def reset(registry: Registry, name: str, peer: str, yes: bool, as_json: bool) ->
         return
     if yes:
         for line in lines:
-            click.echo(line)
-    click.echo(f"reset: {name} takes the log that {peer} has when they next meet")
+            echo(line)
+    echo(f"reset: {name} takes the log that {peer} has when they next meet")
 
 
 def _nothing_known(name: str, peer: str) -> FailedError:
@@ -207,7 +210,6 @@ def _of_route(routes: Any, name: str) -> Peer:
 
 def _table(found: dict[str, Peer]) -> Table:
     from rich.table import Table
-    from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     numbers = ("made", "sent", "acknowledged", "received", "in memory", "on disk", "in flight", "granted")
@@ -226,7 +228,7 @@ def _table(found: dict[str, Peer]) -> Table:
             _window(one),
             _bytes(one["granted_bytes"]),
         )
-        table.add_row(*(Text(cell) for cell in cells))
+        table.add_row(*map(cell, map(printable, cells)))
     return table
 
 

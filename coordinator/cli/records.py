@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from appsdk.state_tree import to_json, tree
-from coordinator.cli.common import printable
 from coordinator.core.words import Methods, RpcWords, method_name
 from coordinator.log import LoggedValue, verify_value
 from protocol.batch import decode_batch, decode_replayable_batch
@@ -26,6 +25,7 @@ from protocol.messages import (
     decode_outgoing_rpc,
 )
 from protocol.record import HEADER_SIZE_BYTES
+from protocol.shown import printable
 from protocol.trailer import BatchKind
 
 ARGUMENTS_SHOWN_BYTES_MAX = 48

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from coordinator import control
-from coordinator.cli.common import echo_json, json_option, name_argument, pass_registry
+from coordinator.cli.common import echo, echo_json, json_option, name_argument, pass_registry
 from coordinator.config import InstanceSettings
 from coordinator.core.errors import LogLockedError
 from coordinator.core.interfaces import IMPULSES, ONESELF, is_outside
@@ -85,13 +85,14 @@ def _check(settings: InstanceSettings, as_json: bool) -> int:
             }
         )
     else:
-        click.echo(verdict)
+        echo(verdict)
         for finding in findings[:FINDINGS_SHOWN_MAX]:
-            click.echo(f"{finding.severity.value}: {finding.message}")
+            echo(f"{finding.severity.value}: {finding.message}")
         if len(findings) > FINDINGS_SHOWN_MAX:
-            click.echo(f"... and {len(findings) - FINDINGS_SHOWN_MAX} more: 'immortal log verify {settings.name}'")
+            echo(f"... and {len(findings) - FINDINGS_SHOWN_MAX} more: 'immortal log verify {settings.name}'")
         if remedy is not None:
-            click.echo(remedy)
+            for line in remedy.split("\n"):
+                echo(line)
     return 0 if can_recover else 1
 
 
@@ -160,7 +161,7 @@ def _cut(settings: InstanceSettings, sequence_id: int, *, force: bool, yes: bool
         lines = list(_plan_lines(settings.name, plan))
         if not yes:
             for line in lines:
-                click.echo(line, err=as_json)
+                echo(line, err=as_json)
             click.confirm("Cut it off?", abort=True, err=as_json)
         kept = cutter.cut(plan)
     if as_json:
@@ -169,8 +170,8 @@ def _cut(settings: InstanceSettings, sequence_id: int, *, force: bool, yes: bool
         return
     if yes:
         for line in lines:
-            click.echo(line)
-    click.echo(f"cut; what was cut off is kept in {kept}, a log that can be read as any other")
+            echo(line)
+    echo(f"cut; what was cut off is kept in {kept}, a log that can be read as any other")
 
 
 def _judged(cutter: LogCutter, name: str, sequence_id: int, *, force: bool) -> CutPlan:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 import sys
@@ -16,7 +15,15 @@ from typing import Any
 import click
 
 from coordinator import own_logs
-from coordinator.cli.common import app_name, echo_json, json_option, name_argument, pass_registry, trust_pickle_option
+from coordinator.cli.common import (
+    app_name,
+    echo,
+    echo_json,
+    json_option,
+    name_argument,
+    pass_registry,
+    trust_pickle_option,
+)
 from coordinator.cli.progress import progress_bar
 from coordinator.config import InstanceSettings
 from coordinator.log import LogReader, log_exists, open_reader
@@ -28,6 +35,7 @@ from coordinator.replay.summary import CountingSink, summary_json, summary_lines
 from coordinator.replay.verify import stretches, verify_section
 from coordinator.replay.verify_report import Report
 from protocol.private_files import opener
+from protocol.shown import printable_json
 from protocol.verdicts import Verdict
 
 DIVERGED = 3
@@ -135,9 +143,10 @@ def replay(
         echo_json(summary_json(name, result, counted) | ({"state": state} if shows_state else {}))
     else:
         for line in summary_lines(name, result, counted):
-            click.echo(line, err=shows_state)
+            echo(line, err=shows_state)
         if state is not None:
-            click.echo(json.dumps(state, indent=2, ensure_ascii=False))
+            for line in printable_json(state, indent=2).split("\n"):
+                echo(line)
     sys.exit(0 if result.failure is None and not result.news else 1)
 
 
@@ -184,7 +193,7 @@ def verify(
         summary = reader.summary()
         found = stretches(reader, summary, checkpoint_id=checkpoint_id, everything=everything)
         for note in [] if as_json else found.notes:
-            click.echo(f"note: {note}")
+            echo(f"note: {note}")
         for start, end in found.pairs:
             version = start.version if end is None else end.version
             chosen = app or default_app(name, settings.app, summary, version)
@@ -205,7 +214,7 @@ def verify(
                 described.append(report.to_json())
             else:
                 for line in report.lines():
-                    click.echo(line)
+                    echo(line)
     if as_json:
         echo_json(
             {
@@ -218,7 +227,7 @@ def verify(
         )
     else:
         for line in _verdict(name, is_same=is_same, warnings=list(warnings)):
-            click.echo(line)
+            echo(line)
     sys.exit(0 if is_same else DIVERGED)
 
 
@@ -247,7 +256,7 @@ def _state(result: ReplayResult, app: str) -> dict[str, Any]:
 def _announce(name: str) -> Callable[[str], None]:
     def announce(address: str) -> None:
         variable = "" if " " in address else f" (IMMORTAL_APP_ADDRESS={address})"  # two ports are no SDK app's
-        click.echo(f"waiting for an app of {name} at {address}{variable}", err=True)
+        echo(f"waiting for an app of {name} at {address}{variable}", err=True)
 
     return announce
 

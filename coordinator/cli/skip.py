@@ -10,11 +10,11 @@ import click
 from coordinator import control
 from coordinator.cli.common import (
     FailedError,
+    echo,
     message_id,
     name_argument,
     operator_name,
     pass_registry,
-    printable,
     require_log,
 )
 from coordinator.config import InstanceSettings
@@ -46,7 +46,7 @@ def skip(registry: Registry, name: str, message: tuple[int, int], reason: str) -
         )
     if not _skip_live(settings, *message, reason):
         _skip_stopped(settings, *message, reason)
-    click.echo(f"{name}: message {message[1]} of record {message[0]} is skipped")
+    echo(f"{name}: message {message[1]} of record {message[0]} is skipped")
 
 
 def _skip_live(settings: InstanceSettings, sequence_id: int, index: int, reason: str) -> bool:
@@ -59,9 +59,9 @@ def _skip_live(settings: InstanceSettings, sequence_id: int, index: int, reason:
     except control.NotRunningError:
         return False  # it stopped just now
     except control.RefusedError as error:
-        raise FailedError(printable(error.reason)) from None
+        raise FailedError(error.reason) from None
     if not answer.get("skipped"):
-        raise FailedError(printable(str(answer.get("error", f"the coordinator's answer is {answer}"))))
+        raise FailedError(str(answer.get("error", f"the coordinator's answer is {answer}")))
     return True
 
 

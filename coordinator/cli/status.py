@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from coordinator import control, upgrade_mark
-from coordinator.cli.common import echo_json, instance_name, json_option, pass_registry, printable
+from coordinator.cli.common import cell, echo, echo_json, instance_name, json_option, pass_registry
 from coordinator.config import InstanceSettings
 from coordinator.registry import PUBLIC_KEYS_FILE_NAME, Registry
 from protocol.client import CLIENTS
 from protocol.errors import ImmortalError
+from protocol.shown import printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -44,7 +45,7 @@ def status(registry: Registry, name: str | None, as_json: bool) -> None:
     if as_json:
         echo_json(rows if name is None else rows[0])
     elif not rows:
-        click.echo(f"nothing is registered in {registry.home}")
+        echo(f"nothing is registered in {registry.home}")
     else:
         from rich.console import Console
 
@@ -54,10 +55,10 @@ def status(registry: Registry, name: str | None, as_json: bool) -> None:
         console.print(_table(rows))
         for row in rows:
             for problem in _problems(row):
-                click.echo(problem)
+                echo(problem)
         for client in registry.client_names(registry.names()) if name is None else ():
             for reminder in _keys(registry.home / client).get("key_reminders", ()):
-                click.echo(f"{client}: {reminder}")
+                echo(f"{client}: {reminder}")
     sys.exit(1 if any("error" in row for row in rows) else 0)
 
 
@@ -171,7 +172,6 @@ def _failures(summary: LogSummary) -> dict[str, Any]:
 
 def _table(rows: list[dict[str, Any]]) -> Table:
     from rich.table import Table
-    from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     with_clients = any(_clients(row) for row in rows)
@@ -186,10 +186,12 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             _number(row.get("sequence_id")),
             _number(row.get("backlog_records")),
             _checkpoint(row.get("checkpoint")),
-            "\n".join(f"{source} {_number(one.get('position'))}" for source, one in row.get("inputs", {}).items()),
-            "\n".join(f"{to} {_output(one)}" for to, one in row.get("outputs", {}).items()),
+            "\n".join(
+                f"{printable(peer)} {_number(one.get('position'))}" for peer, one in row.get("inputs", {}).items()
+            ),
+            "\n".join(f"{printable(to)} {_output(one)}" for to, one in row.get("outputs", {}).items()),
         )
-        table.add_row(*(Text(cell) for cell in (*cells, *([_clients(row)] if with_clients else []))))
+        table.add_row(*map(cell, (*cells, *([_clients(row)] if with_clients else []))))
     return table
 
 
@@ -263,16 +265,16 @@ def _failed(row: dict[str, Any]) -> Iterator[str]:
     letters, verdicts = row.get("letters") or {}, row.get("verdicts") or {}
     if handling:
         caller = handling.get("caller")
-        who = "itself" if not caller else printable(str(caller))
+        who = "itself" if not caller else str(caller)
         who = f"the client {who[1:]}" if who.startswith(CLIENTS) else who
         by = "" if caller is None else f", called by {who}"
-        what = printable(handling.get("method") or "a message")
+        what = handling.get("method") or "a message"
         yield f"handling {what} for {handling.get('for_s', 0):.0f} s, record {handling.get('record')}{by}"
     if suspect and suspect.get("runs_count"):
         yield f"its app has ended without a word {_times(suspect['runs_count'])}{_place(suspect)}"
     failed = {kind: count for kind, count in verdicts.items() if isinstance(count, int) and count}
     if failed:
-        yield f"calls that failed: {', '.join(f'{count} {printable(kind)}' for kind, count in failed.items())}"
+        yield f"calls that failed: {', '.join(f'{count} {kind}' for kind, count in failed.items())}"
     if letters.get("count"):
         size, dropped = _size(letters.get("bytes", 0)), letters.get("dropped")
         more = f"; dropped for lack of room: {dropped}" if dropped else ""

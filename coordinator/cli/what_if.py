@@ -13,11 +13,11 @@ from coordinator import own_logs
 from coordinator.cli.common import (
     FailedError,
     app_name,
+    echo,
     echo_json,
     json_option,
     name_argument,
     pass_registry,
-    printable,
     trust_pickle_option,
 )
 from coordinator.cli.progress import progress_bar
@@ -109,20 +109,18 @@ def what_if(
                     limit=limit,
                     blob_paths=blob_paths,
                     progress=progress,
-                    announce=lambda side, address: click.echo(
-                        f"waiting for the {side.value} app at {address}", err=True
-                    ),
+                    announce=lambda side, address: echo(f"waiting for the {side.value} app at {address}", err=True),
                 )
         except OutputDivergenceError as error:
             raise FailedError(_divergence_text(error.divergence, name, old_app)) from None
         report = Report(name, apps, outcome, reader, limit, blob_paths)
         for warning in report.warnings:
-            click.echo(warning, err=True)
+            echo(warning, err=True)
         if as_json:
             echo_json(report.values())
         else:
             for line in report.lines():
-                click.echo(printable(line))
+                echo(line)
     sys.exit(report.exit_status)
 
 

@@ -17,6 +17,7 @@ from coordinator.replay.fates import Fate, Fates, failure_in_words, place_in_wor
 from coordinator.replay.findings import Finding
 from coordinator.replay.inspection import diff_states, unanswered
 from coordinator.replay.what_if import WhatIf
+from protocol.shown import printable_lines
 
 SAME, FAILED, DIFFERENT = 0, 1, 3  # exit statuses
 INITIAL_METHOD_ID = -1
@@ -274,14 +275,14 @@ class Report:
         else:
             yield f"{calls} of {method} would fail in another way: {where}; was {failed}; would be {fails}"
         if fates.now is not None:
-            yield from fates.now.trace.splitlines()[-TRACEBACK_LINES_MAX:]
+            yield from printable_lines(fates.now.trace.rstrip("\n"), indent="    ")[-TRACEBACK_LINES_MAX:]
 
     def _exception_lines(self, side: Side) -> Iterator[str]:
         exception = self._exception(side)
         if exception is None:
             return
         yield ""
-        first, *rest = exception["text"].splitlines()
+        first, *rest = exception["text"].rstrip("\n").split("\n")
         if exception["record"] is None:
             yield f"the {side.value} code can't take over the state: {first}"
             yield from rest

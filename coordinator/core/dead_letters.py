@@ -153,7 +153,7 @@ class Operator:
         if count := len(letters) - len(refused):
             self.effects.append(Report("info", f"{who} retries dead letters that were refused", {"count": count}))
         for key, reason in refused.items():
-            self.effects.append(Report("warning", f"{who} can't retry the dead letter {key}: {reason}"))
+            self.effects.append(Report("warning", f"{who} can't retry the dead letter {key}: {reason}", kind="retry"))
 
     # --- a message that stops the app --------------------------------------------------------------------------------
 

@@ -150,11 +150,15 @@ class UpgradeEnded(Struct):
 
 
 class Report(Struct):
-    """A line for the operator. ``level`` is a name of the logging module's, in lower case."""
+    """A line for the operator. ``level`` is a name of the logging module's, in lower case.
+
+    ``kind``: what it is about, where the message has figures, or what others made up; few lines of one are written.
+    """
 
     level: str
     message: str
     fields: Mapping[str, object] = {}
+    kind: str = ""
 
 
 class Stop(Struct):

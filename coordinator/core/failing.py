@@ -124,11 +124,11 @@ class Failing:
         where = message_in_words(verdict.sequence_id, verdict.message_index, verdict.caller)
         if self.give(verdict) is None:
             then = "deploy code that does not end it there"
-            self._report("error", f"{verdict.text} at {where}, which failed before: {then}")
+            self._report("error", f"{verdict.text} at {where}, which failed before: {then}", "failed before")
             return
         then = "its caller is told" if verdict.caller is not None else f"see 'immortal dead-letters {self.name}'"
         text = f"{verdict.method or 'a message'} ({where}) is not called any more: {verdict.text}; {then}"
-        self._report("error", text)
+        self._report("error", text, "not called any more")
 
     def absolve(self, sequence_id: int) -> None:
         """An operator has found what it was."""
@@ -148,7 +148,8 @@ class Failing:
         message_type = message.message_type
         if message_type == MessageType.LEAVING and MessageType.VERDICTS in self.session.extensions:
             self._leaving = True
-            self._report("info", f"the app leaves: {message.data.decode('utf-8', 'replace')}")
+            why = message.data[:TEXT_CHARACTERS_MAX].decode("utf-8", "replace")
+            self._report("info", f"the app leaves: {why}", "the app leaves")
             return
         if not self._told:
             raise AppProtocolError(
@@ -219,14 +220,14 @@ class Failing:
     def _tell_long(self, now_ns: int, *, stopping: bool) -> None:
         least_s = 0.001 if stopping else self.limits.long_handler_s
         if news := self.watch.news(least_s, now_ns):
-            self._report("warning", f"the stop waits for the app: it is {news}" if stopping else news)
+            self._report("warning", f"the stop waits for the app: it is {news}" if stopping else news, "takes long")
 
     def stop_asked(self, now_ns: int) -> None:
         if words := self.watch.in_words(now_ns):
-            self._report("warning", f"the stop waits for the app: it is {words}")
+            self._report("warning", f"the stop waits for the app: it is {words}", "takes long")
 
-    def _report(self, level: str, text: str) -> None:
-        self.effects.append(Report(level, text))
+    def _report(self, level: str, text: str, kind: str) -> None:
+        self.effects.append(Report(level, text, kind=kind))
 
     # --- status ------------------------------------------------------------------------------------------------------
 

@@ -534,7 +534,7 @@ class Machine:
                 self._blob_started(message)
             elif isinstance(message, TooLargeRpc):
                 self._heard_base_app()
-                self._report("error", refuse_too_large(session, message))
+                self._report("error", refuse_too_large(session, message), kind="too large")
             else:
                 self._blob_data(message)
 
@@ -624,7 +624,8 @@ class Machine:
     def _refuse_app(self, error: RemoteProtocolError) -> None:
         """The app broke the protocol: its connection ends; the next one recovers."""
         self._session.refused = True
-        self._report("error", f"the app broke the protocol: {error}; its connection is closed, nothing logged is lost")
+        what = f"the app broke the protocol: {error}; its connection is closed, nothing logged is lost"
+        self._report("error", what, kind="the app broke the protocol")
         self._say(MessageType.REFUSAL, str(error))
         self._effects.append(CloseApp())
 
@@ -786,7 +787,8 @@ class Machine:
         self._checkpoints.abandon()
         self._session.advance(Step.CHECKPOINT_ABANDONED)
         reason = message.data.decode("utf-8", "replace")
-        self._report("error", f"the app could not take its checkpoint: {reason}; the one before stays in use")
+        what = f"the app could not take its checkpoint: {reason}; the one before stays in use"
+        self._report("error", what, kind="no checkpoint")
         if self._final_checkpoint_asked:
             self._say_goodbye()
 
@@ -946,7 +948,7 @@ class Machine:
             self._peers.log_full = room.full
             self._clients.log_full = bool(room.full)
             if room.full:
-                self._report("error", f"no more input is taken from peers, and no impulses: {room.full}")
+                self._report("error", f"no more input is taken from peers, and no impulses: {room.full}", kind="full")
             else:
                 self._report("info", "the log has room again: input is taken from peers, and impulses")
         last = self._checkpoints.last
@@ -1050,8 +1052,8 @@ class Machine:
         self._session.advance(Step.STOP)
         self._effects.append(Stop(error))
 
-    def _report(self, level: str, message: str, fields: dict[str, object] | None = None) -> None:
-        self._effects.append(Report(level, message, fields or {}))
+    def _report(self, level: str, message: str, fields: dict[str, object] | None = None, kind: str = "") -> None:
+        self._effects.append(Report(level, message, fields or {}, kind))
 
     def peers_status(self) -> dict[str, dict[str, object]]:
         """What `immortal peers show` shows of each other instance; plain values."""

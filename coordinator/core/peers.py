@@ -514,9 +514,8 @@ class Peers:
         self._some_failed = True
         self.effects.append(ResetPeer(stream.destination))
         if not told:
-            self.effects.append(
-                Report(level, f"stream stopped: {reason}; its messages are kept", {"peer": stream.destination})
-            )
+            what = f"stream stopped: {reason}; its messages are kept"
+            self.effects.append(Report(level, what, {"peer": stream.destination}, "stopped"))
 
     @property
     def any_failed(self) -> bool:
@@ -672,10 +671,10 @@ class Peers:
         if code is RefusedCode.LOG_FULL:
             pass  # told once, for all peers
         elif code is not RefusedCode.STALE_EPOCH and not told:
-            self.effects.append(Report("error", f"stream refused: {reason}", {"peer": frame.sender}))
+            self.effects.append(Report("error", f"stream refused: {reason}", {"peer": frame.sender}, "refused"))
         elif frame.frame_type is FrameType.HELLO and not told:  # one that was late is no error: its sender knows
             text = problems.perhaps_older(self.name, frame.sender, reason)
-            self.effects.append(Report("warning", f"stream refused: {text}", {"peer": frame.sender}))
+            self.effects.append(Report("warning", f"stream refused: {text}", {"peer": frame.sender}, "refused"))
         return _Reply(FrameType.REFUSED, code=code, reason=reason)
 
     def _add_input(self, stream: InputStream) -> None:

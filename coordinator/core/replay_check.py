@@ -51,7 +51,7 @@ class ReplayPolicy:
         holds = f"what {to!r} has already stays as it was sent, the rest is sent as it is now"
         if to == ONESELF:
             holds = "what the log has stays as it was, the rest is as it is now"
-        self._effects.append(Report("warning", f"{self._in_words(divergence)}; {holds}"))
+        self._effects.append(Report("warning", f"{self._in_words(divergence)}; {holds}", kind=f"diverges {to}"))
 
     def explained(self, error: ImmortalError) -> ImmortalError:
         """In the words of an operator, where it is about a replay."""

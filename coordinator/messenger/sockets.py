@@ -24,6 +24,7 @@ from coordinator.messenger.limits import (
     RECEIVED_PARTS_MAX,
     WARNING_INTERVAL_NS,
 )
+from protocol.rate_limit import RateLimit
 
 logger = logging.getLogger("coordinator.messenger")
 
@@ -72,17 +73,12 @@ class Warnings:
 
     def __init__(self, clock_ns: Callable[[], int]) -> None:
         self._clock_ns = clock_ns
-        self._next_ns: int | None = None
-        self._left_out = 0
+        self._limit = RateLimit(burst=1, interval_ns=WARNING_INTERVAL_NS)
 
     def warn(self, what: str, outcome: str = "dropped") -> None:
-        now_ns = self._clock_ns()
-        if self._next_ns is not None and now_ns < self._next_ns:
-            self._left_out += 1
-            return
-        self._next_ns = now_ns + WARNING_INTERVAL_NS
-        logger.warning("%s; %s (%d more since the last warning)", what, outcome, self._left_out)
-        self._left_out = 0
+        left_out = self._limit.admit(None, self._clock_ns())
+        if left_out is not None:
+            logger.warning("%s; %s (%d more since the last warning)", what, outcome, left_out)
 
 
 def keep_alive(socket: Socket) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from protocol.shown import printable, printable_lines
 from protocol.verdicts import Cause, Verdict, VerdictKind
 
 
@@ -84,7 +85,7 @@ def failure_in_words(verdict: Verdict) -> str:
         how = f"skipped by an operator: {verdict.text}"
     else:
         how = f"{verdict.type_name}: {verdict.text}" if verdict.text else verdict.type_name
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in how)
+    return printable(how)
 
 
 def news_lines(verdicts: Iterable[Verdict]) -> Iterator[list[str]]:
@@ -95,7 +96,7 @@ def news_lines(verdicts: Iterable[Verdict]) -> Iterator[list[str]]:
         more = f" (the first of {group.count:,})" if group.count > 1 else ""
         yield [
             f"{what} did not fail when it was handled, and fails now{more}: {failure_in_words(verdict)}",
-            *verdict.trace.splitlines(),
+            *(printable_lines(verdict.trace.rstrip("\n"), indent="    ") if verdict.trace else ()),
         ]
 
 

@@ -173,7 +173,7 @@ def _died(process: AppProcess, app: AppCommand) -> AppDiedError:
     exit_status = process.wait(LEAVE_S)
     process.take_output()
     ended = "closed its connection" if exit_status is None else f"ended with {exit_text(exit_status)}"
-    said = "".join(f"\n  {line}" for line in process.tail.splitlines())
+    said = "".join(f"\n  {line}" for line in process.tail.rstrip("\n").split("\n") if line)
     return AppDiedError(
         f"the app {app.name} {ended} before the replay was complete{'; it said:' if said else ''}{said}", exit_status
     )

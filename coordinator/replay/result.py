@@ -92,4 +92,4 @@ class ReplayResult:
     @property
     def warnings(self) -> list[str]:
         """What the SDK found in the app's code as it started: one line each."""
-        return [line for line in self.stderr_head.splitlines() if line.startswith("app ") and ": warning: " in line]
+        return [line for line in self.stderr_head.split("\n") if line.startswith("app ") and ": warning: " in line]

@@ -98,7 +98,7 @@ def summary_lines(name: str, result: ReplayResult, counted: CountingSink) -> Ite
     if result.failure is not None:
         failure = result.failure
         yield f"the handler of record {failure.sequence_id}, message {failure.message_index} raised:"
-        yield from (f"  {line}" for line in failure.text.splitlines())
+        yield from (f"  {line}" for line in failure.text.rstrip("\n").split("\n"))
 
 
 def reached(result: ReplayResult) -> str:

@@ -54,7 +54,7 @@ class Report:
         if result.failure is not None:
             failure = result.failure
             yield f"  DIVERGED: the handler of record {failure.sequence_id}, message {failure.message_index} raised:"
-            yield from (f"    {line}" for line in failure.text.splitlines())
+            yield from (f"    {line}" for line in failure.text.rstrip("\n").split("\n"))
         elif section.state is not None:
             yield from (f"  {line}" for line in self._state_lines())
         elif section.state_is_same:

@@ -11,6 +11,8 @@ import matplotlib as mpl
 from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
 from matplotlib.figure import Figure
 
+from protocol.shown import printable
+
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
@@ -139,4 +141,5 @@ def svg_of(figure: Figure) -> str:
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
-    return text[text.index("<svg") :]
+    lines = text[text.index("<svg") :].split("\n")
+    return "\n".join(map(printable, lines))  # names come from logs; XML has no control characters

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 
 from pipeline.jobs.stats import Figures, Stats
 from pipeline.report.charts import SERIES_MAX, bars, matrix, over_time
+from protocol.shown import printable
 
 _ROWS_MAX = 200
 _STYLE = """
@@ -130,7 +131,7 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     for row in rows:
         count += 1
         if count <= _ROWS_MAX:
-            cells = [f'<td class="name">{html.escape(cell)}</td>' for cell in row[:names]]
+            cells = [f'<td class="name">{html.escape(printable(cell))}</td>' for cell in row[:names]]
             lines.append(f"<tr>{''.join([*cells, *(f'<td>{cell}</td>' for cell in row[names:])])}</tr>")
     more = f"<p>... and {count - _ROWS_MAX:,} more; --json has them.</p>" if count > _ROWS_MAX else ""
     head = "".join(f"<th>{html.escape(head)}</th>" for head in heads)

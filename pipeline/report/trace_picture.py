@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 
 from pipeline.jobs.trace import Node, Trace
 from pipeline.report.charts import styled, svg_of
+from protocol.shown import printable
 
 LABELS_MAX = 60
 """With more nodes the picture shows the shape only: text would cover it."""
@@ -38,7 +39,7 @@ def trace_dot(trace: Trace) -> str:
     """For `dot -Tsvg`."""
     lines = ["digraph trace {", "  rankdir=LR; node [shape=box, fontsize=10];"]
     for node in trace.nodes:
-        label = f"{node.instance} record {node.record}\n{', '.join(node.methods)}"
+        label = f"{printable(node.instance)} record {node.record}\n{printable(', '.join(node.methods))}"
         lines.append(f"  n{node.number} [label={_quoted(label)}];")
     for node in trace.nodes:
         if node.parent is not None:

@@ -14,7 +14,7 @@ from appsdk import Immortal, rpc
 from appsdk.errors import HandlerError, RecoveryNeeded
 from appsdk.proxy import definition_of
 from appsdk.report import FailureReporter
-from appsdk.runner import run_connection
+from appsdk.runner import run_connection, say
 from appsdk.testing.wire import AppOutput, call, checkpoint_record, control, initial_record, logged
 from protocol.messages import MessageType
 from protocol.verdicts import Verdict, VerdictKind, decode_handling, decode_verdict
@@ -84,13 +84,12 @@ def test_the_user_sees_what_failed_once_and_then_how_many(capfd: pytest.CaptureF
     assert not has(it.output, MessageType.LEAVING)
 
 
-def test_what_came_from_outside_moves_no_cursor() -> None:
-    said: list[str] = []
+def test_what_came_from_outside_moves_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:
     trace = "    Traceback\n    ValueError: \x1b[2J\x9bforged"
-    FailureReporter(said.append).failed(
+    FailureReporter(lambda text: say("Shelf", text)).failed(
         Verdict(1, 0, VerdictKind.UNDONE, "ValueError", trace=trace, method="Shelf.put")
     )
-    assert said[0].endswith("\n    Traceback\n    ValueError: \\x1b[2J\\x9bforged")
+    assert capsys.readouterr().err.endswith("\n    Traceback\n    ValueError: \\x1b[2J\\x9bforged\n")
 
 
 def test_an_app_that_stops_by_itself_says_so() -> None:
