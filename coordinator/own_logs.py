@@ -161,7 +161,7 @@ def open_log(settings: InstanceSettings) -> LmdbLogStore:
         store = open_log_folder(
             settings.log,
             settings.name,
-            keys=keys if wanted or _is_authenticated(settings) else (),
+            keys=keys if wanted or (keys and _is_authenticated(settings)) else (),
             adopt=not own.any_authenticated,
         )
     try:

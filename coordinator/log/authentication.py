@@ -369,7 +369,7 @@ class SealedTransaction:
         }
 
     def as_transaction(self) -> WriteTransaction:
-        return cast(WriteTransaction, self)
+        return cast(WriteTransaction, cast(object, self))
 
     def finish(self) -> None:
         """Put the seal of what the tables are now, where anything changed."""
