@@ -18,6 +18,8 @@ KINDS = {  # by the beginning of a test's id
     "tests/contract/test_network_faults.py": "network",
     "tests/contract/test_peer_security.py": "kills",
     "tests/security/test_app_port.py": "kills",
+    "tests/security/test_control_port.py": "kills",
+    "tests/security/test_files.py": "kills",
 }
 NOT_QUICK = ("slow", "kills", "cluster", "network")
 # Side by side, what takes long is begun first; the many small ones of the other folders fill what time is left.

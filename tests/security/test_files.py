@@ -57,6 +57,7 @@ def lived(house: House) -> None:
         app.impulse(number)
     app.until(lambda: app.accepted >= 3)
     assert process.status()["checkpoint"]["id"] == 1
+    assert process.count("was open to others") == 0  # it is made so, not mended
 
 
 def test_a_stranger_cannot_read_what_an_instance_writes(house: House) -> None:
