@@ -440,7 +440,7 @@ def test_a_flood_of_connections_to_the_peer_port(house: House, descriptors: int 
 
 
 def test_a_coordinator_takes_the_descriptors_that_it_may_have(house: House) -> None:
-    """Each half-open connection holds one for ten seconds, and the usual 1024 are soon taken."""
+    """Each half-open connection holds one for seconds, and the usual 1024 are soon taken."""
     house.register("bob")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))
