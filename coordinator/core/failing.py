@@ -212,6 +212,10 @@ class Failing:
             verdict = Verdict(*key, VerdictKind.REFUSED, "", text, Cause.FORBIDDEN, method=method, caller=who_waits)
             self.verdicts.give(verdict, group=group)
             given.append(verdict)
+        if not self.forbidden[caller]:
+            self._report(
+                "warning", f"{given[0].text}: the call is refused; further ones of this caller are only counted"
+            )
         self.forbidden[caller] += len(forbidden)
         if self._told:  # else with all others, before the app's first record
             for message in encode_verdicts(given):
