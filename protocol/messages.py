@@ -57,6 +57,7 @@ class MessageType(IntEnum):
     LEAVING = 84
     RETRY_REFUSED = 85
     NUMBERS = 86
+    APP_TIME = 90
 
 
 class RpcKind(IntEnum):

@@ -17,6 +17,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from coordinator.core.clock import RunningTime
 from coordinator.core.effects import Effect, ReplyToClient
 from coordinator.core.group_commit import GroupCommit
 from coordinator.core.interfaces import ONESELF, ClientPosition, OutputBatch, StoredClients
@@ -79,6 +80,7 @@ class Clients:
         effects: list[Effect],
         stored: StoredClients,
         is_ready: Callable[[], bool],
+        running: RunningTime,
     ) -> None:
         self.accepting = True  # not while stopping
         self.replies_count = self.replies_bytes = self.open_count = 0
@@ -88,6 +90,7 @@ class Clients:
         self._log = log
         self._effects = effects
         self._is_ready = is_ready
+        self._running = running
         self._methods = encode_methods({})  # of the app; the last one that was here
         self._forgotten_ns = stored.forgotten_ns
         self._clients: OrderedDict[str, Client] = OrderedDict()  # the one that was unused for longest first
@@ -212,7 +215,7 @@ class Clients:
         self._clients[frame.client_id] = client
         self._clients.move_to_end(frame.client_id)
         group.transaction.clients[frame.client_id] = client.position
-        self._forget_unused(client.time_ns)
+        self._forget_unused()
 
     def _is_busy(self, client: Client, frame: ClientFrame) -> bool:
         while self._undurable and self._undurable[0][0] <= self._log.durable_ticket:
@@ -336,11 +339,13 @@ class Clients:
         self.open_count += client.open_count
         transaction.clients[client_id] = client.position
 
-    def _forget_unused(self, now_ns: int) -> None:
+    def _forget_unused(self) -> None:
+        """A clock that is wrong makes nobody old: only so much time in which the instance ran."""
         limits = self._limits
+        unused_since_ns = self._running.before(limits.client_keep_ns)
         for _ in range(FORGOTTEN_PER_REQUEST):
             client_id, client = next(iter(self._clients.items()))
-            if len(self._clients) <= limits.clients_max and now_ns - client.time_ns <= limits.client_keep_ns:
+            if len(self._clients) <= limits.clients_max and client.time_ns >= unused_since_ns:
                 return
             if client.open_count and len(self._clients) > 1:
                 self._clients.move_to_end(client_id)  # its answer will come

@@ -23,6 +23,7 @@ _WEIGHTS = {
     **dict.fromkeys(CRASHES, 8),
     "slow disk": 4,
     "upgrade": 4,
+    "clock jump": 4,
     "second copy": 0,
 }
 
