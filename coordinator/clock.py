@@ -115,14 +115,14 @@ class InstanceClock:
         if reading.begun_ns is not None:
             self.jumps_count += 1
             self._log.warning(
-                f"the machine's clock is {_way(reading.begun_ns)} of the instance's time: that goes on as before, until"
+                f"the machine's clock is {_way(reading.begun_ns)} the instance's time: that goes on as before, until"
                 f" this has stood for {self._keeper.clock.hold_ns // 1_000_000_000} s, or"
                 f" 'immortal clock {self._name} --accept' says that it is right"
             )
         if reading.taken_ns is not None:
-            then = "is stepped by that" if reading.taken_ns > 0 else "runs 5 % slower until the clock has caught up"
+            then = "is stepped" if reading.taken_ns > 0 else "runs 5 % slower until the clock has caught up"
             self._log.warning(
-                f"the machine's clock is {_way(reading.taken_ns)}, and believed now: the instance's time {then}"
+                f"the machine's clock is {_way(reading.taken_ns)} the instance's time, and believed now: that {then}"
             )
         if reading.ended:
             self._log.info("the machine's clock agrees with the instance's time again")
@@ -190,7 +190,7 @@ def _boot_id() -> str:
 
 
 def _way(ahead_ns: int) -> str:
-    return f"{in_words(abs(ahead_ns))} {'ahead' if ahead_ns > 0 else 'behind'}"
+    return f"{in_words(abs(ahead_ns))} {'ahead of' if ahead_ns > 0 else 'behind'}"
 
 
 def in_words(duration_ns: int) -> str:

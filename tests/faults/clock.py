@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+HOUR, YEAR = timedelta(hours=1), timedelta(days=365.25)
+JUMPS = (HOUR, -HOUR, timedelta(days=3), timedelta(days=-3), 10 * YEAR, -10 * YEAR)
 SOURCE = Path(__file__).with_name("clock_shim.c")
 
 
