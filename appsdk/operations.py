@@ -164,7 +164,7 @@ class Call(_HandlerOperation):
 class Timer(Operation):
     """Done once the time ``detail``, in ns since the Unix epoch, has come.
 
-    ``began_ns``: since when, for one that is to last a while whatever the clock is set to; None: the clock alone counts.
+    ``began_ns``: since when, for one that is to last a while whatever the clock is set to; None: for one that is not.
     """
 
     __slots__ = ("began_ns",)

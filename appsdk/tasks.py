@@ -524,8 +524,8 @@ class Tasks:
         self.context.outbox.impulses.append_own(_write_time, (time_ns, decided) if decided else (time_ns,))
 
     def tell_jump(self, time_ns: int, jumped_ns: int) -> None:
-        """Put it into the log that the clock was stepped by ``jumped_ns``, to ``time_ns``. What sleeps may be in records
-        that are still to come."""
+        """Put it into the log that the clock was stepped by ``jumped_ns``, to ``time_ns``."""
+        # What sleeps may be in records that are still to come.
         if self._scheduled or any(handler.is_async for handler in self.definition.handlers.values()):
             decided = self.clock.decide(time_ns, self._scheduled)
             self.context.outbox.impulses.append_own(_write_time, (time_ns, decided, jumped_ns))

@@ -1,9 +1,9 @@
-"""The clock of one running instance: what the machine's clocks say, what is believed of it, and what outlives a process.
+"""The clock of one running instance: what the machine's clocks say, what of it is believed, and what is kept of that.
 
-The file `clock` in the instance's folder says how the instance's time stands to the machine's steady clock, so a process
-that is started again in a moment when the wall clock is wrong goes on as the one before; and when the instance ran. A
-steady clock counts from the machine's start: after another start of the machine (a boot) the wall clock has to be
-believed. The file is not synced, and may be lost with it: then the log alone says how long the instance has run.
+The file `clock` in the instance's folder says how the instance's time stands to the machine's steady clock, so that a
+process which is started while the wall clock is wrong goes on as the one before; and when the instance ran. A steady
+clock counts from the machine's start: after another start of the machine (a boot) the wall clock has to be believed.
+The file is not synced, and may be lost: then the log alone says how long the instance has run.
 """
 
 from __future__ import annotations

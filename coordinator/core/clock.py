@@ -2,7 +2,7 @@
 
 What is read is the wall clock, which anybody may set, and a steady one, which nobody can: it counts from the machine's
 start (the driver reads both). Between two readings the wall clock may move as far as the steady one did. Whatever else
-it does is a jump: it is held back, and told once; it is taken when it has stood for a while, or when an operator says so.
+it does is a jump: it is held back, and told once. It is taken when it has stood for a while, or an operator says so.
 
     the wall clock agrees within a second    followed, half a millisecond in each second: no step, in any direction
     ... is ahead of that                     held; once taken, a step

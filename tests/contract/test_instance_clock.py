@@ -1,4 +1,4 @@
-"""The clock of an instance from one process to the next: what its file keeps, and what a missing or broken one costs."""
+"""The clock of an instance from one process to the next: what its file keeps, and what a missing one costs."""
 
 from __future__ import annotations
 

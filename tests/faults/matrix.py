@@ -1,4 +1,4 @@
-"""What each failure of a disk, a process or a clock does to each kind of thing on the disk; docs/guarantees.md shows it.
+"""What each failure of a disk, process or clock does to each kind of thing on the disk; docs/guarantees.md shows it.
 
 python -m tests.faults.matrix       prints the table and the list as they stand there
 """
@@ -204,7 +204,8 @@ CELLS: dict[tuple[Fault, Thing], Cell] = {
         RECOVERED, "no client and no key is forgotten for it: nothing is done twice because of a clock"
     ),
     (Fault.CLOCK_JUMP, Thing.CHUNK): Cell(
-        RECOVERED, "what `--keep-log-days` keeps is counted in time in which the instance ran: nothing is trimmed for it"
+        RECOVERED,
+        "what `--keep-log-days` keeps is counted in time in which the instance ran: nothing is trimmed for it",
     ),
     (Fault.CLOCK_JUMP, Thing.REGISTRY): Cell(RECOVERED, "no file there depends on a time"),
     (Fault.CLOCK_JUMP, Thing.SPILL): Cell(RECOVERED, "what waits for a peer has no age: it waits, and is sent once"),

@@ -1,4 +1,4 @@
-"""The machine's clock jumps under real instances: an hour, three days, ten years, in both directions; what sleeps sleeps."""
+"""The machine's clock jumps under real instances, an hour, three days, ten years, ahead and back."""
 
 from __future__ import annotations
 

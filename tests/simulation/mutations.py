@@ -20,7 +20,6 @@ from coordinator.core.checkpointing import Checkpointing
 from coordinator.core.clients import Clients
 from coordinator.core.clock import SteadyClock, Timekeeper
 from coordinator.core.failing import Failing
-from coordinator.core.group_commit import GroupCommit
 from coordinator.core.input_stream import InputStream
 from coordinator.core.machine import Machine
 from coordinator.core.output_stream import OutputStream

@@ -1,4 +1,4 @@
-"""The clock of one machine: it is set at any moment, by any amount; and what its instance makes of it, looked at closely."""
+"""The clock of one machine, which is set at any moment, by any amount; and what its instance makes of it, checked."""
 
 from __future__ import annotations
 
