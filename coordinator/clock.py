@@ -104,8 +104,11 @@ class InstanceClock:
 
         ``accept``: an operator says that the machine's clock is right.
         """
-        self._looked_ns = self._steady_ns()
-        reading = self._keeper.read(self._wall_ns(), self._looked_ns, accept=accept)
+        self._looked_ns = steady_ns = self._steady_ns()
+        wall_ns = self._wall_ns()
+        if not accept and (time_ns := self._keeper.clock.usual(wall_ns, steady_ns)) is not None:
+            return time_ns
+        reading = self._keeper.read(wall_ns, steady_ns, accept=accept)
         if reading.is_news:
             self._tell(reading)
             self._save()
@@ -129,7 +132,7 @@ class InstanceClock:
 
     def look(self) -> None:
         """To be called each LOOK_NS, although nothing happens."""
-        self.now_ns()
+        self.running.reached(self.now_ns())
         if self._looked_ns - self._saved_ns >= SAVE_NS:
             self._save()
 
