@@ -106,7 +106,7 @@ class InstanceClock:
         """
         self._looked_ns = steady_ns = self._steady_ns()
         wall_ns = self._wall_ns()
-        if not accept and (time_ns := self._keeper.clock.usual(wall_ns, steady_ns)) is not None:
+        if not accept and (time_ns := self._keeper.usual(wall_ns, steady_ns)) is not None:
             return time_ns
         reading = self._keeper.read(wall_ns, steady_ns, accept=accept)
         if reading.is_news:

@@ -52,20 +52,11 @@ class SteadyClock:
     held_ns: int | None = None  # by how much the wall clock is ahead, while that is held back
     held_since_ns: int = 0  # on the steady clock
     slowed: bool = False  # the clock behind is taken: time runs slower
-    _steady_ns: int | None = None  # as last read
-
-    def usual(self, wall_ns: int, steady_ns: int) -> int | None:
-        """The time where both clocks agree, which costs little; None: :meth:`read` it."""
-        if self.held_ns is None and self._steady_ns is not None:
-            ahead_ns = wall_ns - steady_ns - self.offset_ns
-            if -NOISE_NS <= ahead_ns <= NOISE_NS:
-                self._steady_ns = steady_ns
-                return steady_ns + self.offset_ns
-        return None
+    read_ns: int | None = None  # when it was read last, on the steady clock
 
     def read(self, wall_ns: int, steady_ns: int) -> Reading:
-        passed_ns = 0 if self._steady_ns is None else max(0, steady_ns - self._steady_ns)
-        self._steady_ns = steady_ns
+        passed_ns = 0 if self.read_ns is None else max(0, steady_ns - self.read_ns)
+        self.read_ns = steady_ns
         ahead_ns = wall_ns - steady_ns - self.offset_ns
         if abs(ahead_ns) <= TOLERANCE_NS:
             most_ns = int(passed_ns * FOLLOWED_PER_NS)
@@ -148,6 +139,16 @@ class Timekeeper:
         self.steps = list(steps)  # those of before, too
         self._told_offset_ns: int | None = None
         self._events: list[ClockMoved] = list(self.steps)
+
+    def usual(self, wall_ns: int, steady_ns: int) -> int | None:
+        """The time where both clocks agree, which costs little; None: :meth:`read` it."""
+        clock = self.clock
+        if clock.held_ns is None and self._told_offset_ns is not None:
+            ahead_ns = wall_ns - steady_ns - clock.offset_ns
+            if -NOISE_NS <= ahead_ns <= NOISE_NS:
+                clock.read_ns = steady_ns
+                return steady_ns + clock.offset_ns
+        return None
 
     def read(self, wall_ns: int, steady_ns: int, *, accept: bool = False) -> Reading:
         """``accept``: an operator says that the wall clock is right."""

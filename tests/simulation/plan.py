@@ -50,6 +50,7 @@ SMALL = Limits(
     chunks_pending_bytes=256,
     checkpoint_trigger_bytes=6000,
     stream_retry_ns=5_000_000,
+    replies_gather_bytes=100,  # less than memory has room for: else the app is not read for the sake of what waits here
     client_keep_ns=1_800_000_000_000,  # a run is shorter, and most jumps of a clock are longer
 )
 """Each of them is met."""
