@@ -16,29 +16,63 @@ _UNUSED_COUNT_MIN = 64
 
 
 class ToldTime(msgspec.Struct, array_like=True, frozen=True):
-    """What the log brings, both in ns since the Unix epoch. ``decided``: see :meth:`Clock.decide`."""
+    """What the log brings, in ns since the Unix epoch. ``decided``: see :meth:`Clock.decide`.
+
+    ``jumped_ns``: the clock was stepped ahead by that, to ``time_ns``; 0: it was not.
+    """
 
     time_ns: int
     decided: dict[int, int] = {}
+    jumped_ns: int = 0
 
 
 class Clock:
-    """``schedules``: when each handler with a schedule is due next, in ns since the Unix epoch, by method ID."""
+    """``schedules``: when each handler with a schedule is due next, in ns since the Unix epoch, by method ID.
+
+    ``jumps``: (since, by): what began before ``since`` is due later by as much, for the clock was stepped in between.
+    """
 
     def __init__(self) -> None:
         self.schedules: dict[int, int] = {}
+        self.jumps: list[tuple[int, int]] = []
+        self.jumped_to_ns = 0  # by the last jump that the log has
         self._timers: dict[int, Timer] = {}
         self._due: list[tuple[int, int]] = []  # a heap of (when, number of the timer), cancelled ones among them
 
     def add(self, timer: Timer) -> None:
         self._timers[timer.number] = timer
-        heapq.heappush(self._due, (timer.detail, timer.number))
+        heapq.heappush(self._due, (self._due_ns(timer), timer.number))
 
     def remove(self, timer: Timer) -> None:
         self._timers.pop(timer.number, None)
         if len(self._due) > 2 * len(self._timers) + _UNUSED_COUNT_MIN:
-            self._due = [(timer.detail, number) for number, timer in self._timers.items()]
-            heapq.heapify(self._due)
+            self._make_heap()
+
+    def _make_heap(self) -> None:
+        self._due = [(self._due_ns(timer), number) for number, timer in self._timers.items()]
+        heapq.heapify(self._due)
+
+    def _due_ns(self, timer: Timer) -> int:
+        began_ns = timer.began_ns
+        if not self.jumps or began_ns is None:
+            return timer.detail
+        return timer.detail + sum(by_ns for since_ns, by_ns in self.jumps if began_ns < since_ns)
+
+    def jumped(self, since_ns: int, by_ns: int, scheduled: Iterable[Handler[Any, Any]]) -> None:
+        """The clock was stepped: what is to last a while, and what runs in each period, is due later by as much."""
+        self.jumps = [*self.jumps_that_count(), (since_ns, by_ns)]
+        self.jumped_to_ns = since_ns
+        self._make_heap()
+        for handler in scheduled:
+            if isinstance(handler.schedule, Period) and handler.method_id in self.schedules:
+                self.schedules[handler.method_id] += by_ns
+
+    def jumps_that_count(self) -> list[tuple[int, int]]:
+        """Those that some timer began before."""
+        if not self.jumps:
+            return []
+        first_ns = min((timer.began_ns for timer in self._timers.values() if timer.began_ns is not None), default=None)
+        return [] if first_ns is None else [jump for jump in self.jumps if first_ns < jump[0]]
 
     def next_due_ns(self, scheduled: Iterable[Handler[Any, Any]]) -> int | None:
         """When there is something to do next; None: never. A schedule that has not begun is due at once."""

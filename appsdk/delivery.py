@@ -60,7 +60,7 @@ class Delivery:
         told: Any = msgspec.msgpack.Decoder(ToldTime).decode
         clock: Entry = (
             lambda data: (told(data),),
-            lambda instance, now: tasks.told_time(now.time_ns, now.decided),
+            lambda instance, now: tasks.told_time(now.time_ns, now.decided, now.jumped_ns),
             "the clock",
         )
         result: Any = msgspec.msgpack.Decoder(EffectResult).decode

@@ -40,7 +40,9 @@ from protocol.errors import RemoteProtocolError
 from protocol.extensions import (
     ALL_EXTENSIONS,
     AppDescription,
+    AppTime,
     Hello,
+    decode_app_time,
     decode_impulses_accepted,
     decode_record_time,
     decode_sources,
@@ -170,6 +172,8 @@ class Dispatcher:
         self._careful: Careful | None = None
         self._sources: list[str] | None = None  # of the batches of the records that come, see Record
         self._batch_sources: Iterator[str] | None = None  # of those of the record that is handled
+        self.time: AppTime | None = None  # of the instance, as the coordinator last told it; None: it never did
+        self._jumps: list[AppTime] = []  # to be logged, once the app is primary
         self._batch_begin = b"", 0, 0  # content, offset, and index of the first message, of what is handled now
         self._work = self._run()
         self.outbox.send(encode_hello(Hello(extensions, definition.label)))
@@ -216,11 +220,11 @@ class Dispatcher:
 
     @property
     def next_due_ns(self) -> int | None:
-        """When a timer is due, by the wall clock in ns since the Unix epoch: then :meth:`tell_time`. None: nothing."""
+        """When a timer is due, in ns since the Unix epoch: then :meth:`tell_time`. None: nothing."""
         return self.tasks.next_due_ns if self._primary else None
 
     def tell_time(self, time_ns: int) -> None:
-        """What the wall clock says, ns since the Unix epoch: it goes into the log, and comes back as input."""
+        """The instance's time, ns since the Unix epoch: it goes into the log, and comes back as input."""
         self.tasks.tell_time(time_ns)
 
     @property
@@ -280,6 +284,8 @@ class Dispatcher:
                 self._sources = decode_sources(data)
             elif message_type == MessageType.CAREFUL:
                 self._careful = decode_careful(data)
+            elif message_type == MessageType.APP_TIME:
+                self._tell_time(decode_app_time(data))
             elif message_type == MessageType.IMPULSES_ACCEPTED:
                 self._extended = True
                 self.outbox.impulses.accept(decode_impulses_accepted(data))
@@ -291,6 +297,20 @@ class Dispatcher:
                 raise RemoteProtocolError(
                     f"a control record holds a message of type {message_type}, which this SDK does not know"
                 )
+
+    def _tell_time(self, time: AppTime) -> None:
+        self.time = time
+        if time.jumped_ns:
+            self._jumps.append(time)
+            self._log_jumps()
+
+    def _log_jumps(self) -> None:
+        """What sleeps is to sleep no less for it: that is for the log to say, to each replay."""
+        if self._primary:
+            for time in self._jumps:
+                if time.time_ns > self.tasks.clock.jumped_to_ns:  # else the log has it
+                    self.tasks.tell_jump(time.time_ns, time.jumped_ns)
+            self._jumps.clear()
 
     def _logged(self, record: Record) -> Iterator[Event]:
         sequence_id = record.header.sequence_id
@@ -625,4 +645,5 @@ class Dispatcher:
         if not self._primary:
             self._primary = True
             self.tasks.effects.start(self._effects)
+            self._log_jumps()
             yield BecamePrimary()

@@ -68,6 +68,8 @@ class SavedTasks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tasks: list[SavedTask] = []
     signals: dict[str, list[bytes]] = {}  # that nobody has waited for yet, by name
     schedules: dict[int, int] = {}  # when each is due next, ns since the Unix epoch, by method ID
+    jumps: list[tuple[int, int]] = []  # of the clock, while timers of before are pending: since when, and by how much
+    jumped_to_ns: int = 0  # the last of all
 
 
 class JournalError(StateError):

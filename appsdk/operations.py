@@ -162,12 +162,16 @@ class Call(_HandlerOperation):
 
 
 class Timer(Operation):
-    """Done once the time ``detail``, in ns since the Unix epoch, has come."""
+    """Done once the time ``detail``, in ns since the Unix epoch, has come.
 
-    __slots__ = ()
+    ``began_ns``: since when, for one that is to last a while whatever the clock is set to; None: for one that is not.
+    """
 
-    def __init__(self, task: Task, due_ns: int) -> None:
+    __slots__ = ("began_ns",)
+
+    def __init__(self, task: Task, due_ns: int, began_ns: int | None = None) -> None:
         super().__init__(task, TIMER, due_ns)
+        self.began_ns = began_ns
 
     def perform(self) -> tuple[bool, bytes] | None:
         return None

@@ -113,7 +113,8 @@ class TaskSelf:
         if not isinstance(duration, timedelta):
             raise UsageError(f"self.sleep({duration!r}): a timedelta was expected, such as timedelta(seconds=5)")
         task = self._immortal_task
-        return _timer(task, task.now_ns() + duration // timedelta(microseconds=1) * 1000)
+        now_ns = task.now_ns()
+        return _timer(task, now_ns + duration // timedelta(microseconds=1) * 1000, now_ns)
 
     def at(self, moment: datetime) -> Wait[None]:
         if not isinstance(moment, datetime) or moment.tzinfo is None:
@@ -156,10 +157,10 @@ class TaskSelf:
         task.continue_as(encoded)
 
 
-def _timer(task: Task, due_ns: int) -> Timer:
+def _timer(task: Task, due_ns: int, began_ns: int | None = None) -> Timer:
     if due_ns > TIME_NS_MAX:
         raise UsageError("a timer can be set up to the year 2262: wait for an earlier time, and then again")
-    return Timer(task, max(due_ns, 0))
+    return Timer(task, max(due_ns, 0), began_ns)
 
 
 def encode_signal(name: object, value: object) -> bytes:

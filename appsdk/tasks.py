@@ -162,6 +162,8 @@ class Tasks:
             tasks=[task.save() for task in self._tasks.values()],
             signals={name: list(values) for name, values in self.events.kept.items()},
             schedules=dict(self.clock.schedules),
+            jumps=self.clock.jumps_that_count(),
+            jumped_to_ns=self.clock.jumped_to_ns,
         )
 
     def restore(self, saved: SavedTasks) -> None:
@@ -173,6 +175,8 @@ class Tasks:
         self.events.forget_all()
         self.clock = Clock()
         self.clock.schedules = dict(saved.schedules)
+        self.clock.jumps = list(saved.jumps)
+        self.clock.jumped_to_ns = saved.jumped_to_ns
         self.events.kept = {name: list(values) for name, values in saved.signals.items()}
         self._next_number = saved.next_number
         self._tasks.clear()
@@ -512,11 +516,13 @@ class Tasks:
 
     # --- time -------------------------------------------------------------------------------------------------------
 
-    def told_time(self, time_ns: int, decided: Mapping[int, int]) -> None:
+    def told_time(self, time_ns: int, decided: Mapping[int, int], jumped_ns: int = 0) -> None:
         """The log says what time it is: timers and schedules up to then are due. Raises HandlerError.
 
-        ``decided``: when schedules by cron expressions are due next.
+        ``decided``: when schedules by cron expressions are due next. ``jumped_ns``: by how much the clock was stepped.
         """
+        if jumped_ns:
+            self.clock.jumped(time_ns, jumped_ns, self._scheduled)
         if self._told_ns is not None and time_ns >= self._told_ns:
             self._told_ns = None
         for handler in self.clock.take_schedules(time_ns, decided, self._scheduled):
@@ -527,7 +533,7 @@ class Tasks:
 
     @property
     def next_due_ns(self) -> int | None:
-        """When :meth:`tell_time` is to be called, by the wall clock; None: not yet, or never."""
+        """When :meth:`tell_time` is to be called; None: not yet, or never."""
         return None if self._told_ns is not None else self.clock.next_due_ns(self._scheduled)
 
     def tell_time(self, time_ns: int) -> None:
@@ -535,3 +541,10 @@ class Tasks:
         self._told_ns = time_ns
         decided = self.clock.decide(time_ns, self._scheduled)
         self.context.outbox.impulses.append_own(_write_time, (time_ns, decided) if decided else (time_ns,))
+
+    def tell_jump(self, time_ns: int, jumped_ns: int) -> None:
+        """Put it into the log that the clock was stepped by ``jumped_ns``, to ``time_ns``."""
+        # What sleeps may be in records that are still to come.
+        if self._scheduled or any(handler.is_async for handler in self.definition.handlers.values()):
+            decided = self.clock.decide(time_ns, self._scheduled)
+            self.context.outbox.impulses.append_own(_write_time, (time_ns, decided, jumped_ns))

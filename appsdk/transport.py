@@ -39,7 +39,8 @@ OUTPUT_PENDING_BYTES_MAX = 4 << 20  # handed to the socket and not taken: beyond
 INPUT_BUFFERED_BYTES_MAX = 8 << 20  # read while no input is handled
 SNAPSHOT_CHUNKS_PENDING_MAX = (1 << 20) // CHUNK_SIZE_BYTES_MAX  # handed to the socket and not taken
 LAST_WORDS_TIMEOUT_S = 5.0  # for what the coordinator is to hear before the app leaves
-TIMER_WAIT_MS_MAX = 10_000  # then the wall clock is looked at again: it may have been set
+_STEADY = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # the one that coordinators read
+TIMER_WAIT_MS_MAX = 10_000  # then the time is looked at again
 SEND_CHUNKS_MAX = 256  # of one sendmsg; the system's own limit is 1024
 UNIX = "unix:"  # in front of the path of a Unix socket
 UNIX_PATH_SIZE_BYTES_MAX = 107  # the kernel's limit
@@ -230,7 +231,7 @@ class Transport:
                         raise RemoteProtocolError("a checkpoint was asked for while another one is on its way")
                     self._snapshot = Snapshot(event.encode)
                 due_ns = self._dispatcher.next_due_ns
-                if due_ns is not None and due_ns <= (now_ns := time.time_ns()):
+                if due_ns is not None and due_ns <= (now_ns := self._now_ns()):
                     self._dispatcher.tell_time(now_ns)
                 self._take(self._dispatcher.data_to_send())
                 self._send()
@@ -397,7 +398,12 @@ class Transport:
         due_ns = self._dispatcher.next_due_ns
         if due_ns is None or self._pending_size_bytes >= OUTPUT_PENDING_BYTES_MAX:
             return None
-        return min(max(0, (due_ns - time.time_ns()) // 1_000_000 + 1), TIMER_WAIT_MS_MAX)
+        return min(max(0, (due_ns - self._now_ns()) // 1_000_000 + 1), TIMER_WAIT_MS_MAX)
+
+    def _now_ns(self) -> int:
+        """The instance's time. Its coordinator has the clock; one that tells no time leaves us with the machine's."""
+        told = self._dispatcher.time
+        return time.time_ns() if told is None else told.time_ns + time.clock_gettime_ns(_STEADY) - told.steady_ns
 
     def _receive(self) -> None:
         try:

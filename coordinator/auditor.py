@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from coordinator.audit import AuditLog
 from coordinator.messenger import Counters, Role, Security
 
-_READ_ONLY = frozenset({"status", "peers"})  # verbs that change nothing
+_READ_ONLY = frozenset({"status", "peers", "clock"})  # verbs that change nothing
 
 
 class Auditor:

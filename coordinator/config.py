@@ -70,6 +70,7 @@ class Tuning:
     peer_buffer_mib_max: int = 64  # outputs in memory that one peer has not acknowledged; more goes to disk
     peer_window_kib_max: int = 16_384  # on their way from or to one peer, unacknowledged
     receive_buffer_mib_max: int = 64  # on their way here, of all peers together
+    clock_hold_s: int = 600  # a jump of the clock is taken when it has stood for so long
 
 
 class AppSendMode(enum.StrEnum):
@@ -402,6 +403,7 @@ _TUNING_CHECKS: Mapping[str, Callable[[object], int]] = {
     "peer_buffer_mib_max": _integer(1, 1 << 20),
     "peer_window_kib_max": _integer(64, 1 << 20),
     "receive_buffer_mib_max": _integer(1, 1 << 20),
+    "clock_hold_s": _integer(1, 7 * 86_400),
 }
 _METRICS_FILES = ("metrics_token_file", "metrics_certificate_file", "metrics_key_file")
 _REQUIRED = ("peer",)

@@ -21,7 +21,6 @@ from coordinator.fault_points import FaultPoint, armed, reach
 JOINED_SIZE_BYTES_MAX = 8 << 20
 """Commits that wait are joined up to this: a sync costs the same for one and for many. With 4 MiB, one-way traffic that
 fills a disk of 250 MB/s loses a third to syncs of 5 ms."""
-DAY_NS = 24 * 3600 * 1_000_000_000
 COMMIT_MEAN_WEIGHT = 0.2  # of the last commit
 TRIM_PAUSE_S = 0.002  # between two steps, so that commits of the loop's thread get their turn
 
@@ -31,8 +30,8 @@ _Job = Commit | WriteCheckpointChunk
 class LogWriter:
     """Writes through ``store``; what is done arrives as events in :meth:`take_done`.
 
-    ``fileno()`` is readable when the thread has finished something. Trimming keeps the newest ``keep_checkpoints`` and
-    what a replay of the last ``keep_log_days`` needs; see :meth:`LogStore.trim`.
+    ``fileno()`` is readable when the thread has finished something. Trimming keeps the newest ``keep_checkpoints``; see
+    :meth:`LogStore.trim`.
     """
 
     def __init__(
@@ -40,12 +39,11 @@ class LogWriter:
         store: LogStore,
         *,
         keep_checkpoints: int | None,
-        keep_log_days: int | None = None,
         inline_size_bytes_max: int,
     ) -> None:
         self._store = store
         self._keep_checkpoints = keep_checkpoints
-        self._keep_log_ns = None if keep_log_days is None else keep_log_days * DAY_NS
+        self._keep_since_ns: int | None = None
         self._inline_size_bytes_max = inline_size_bytes_max
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._on_thread = 0  # jobs handed over and not yet collected
@@ -96,8 +94,10 @@ class LogWriter:
         self._on_thread -= len(events)
         return events
 
-    def trim(self) -> None:
-        """Remove, whenever there is nothing to write, one step after the other of what is not needed any more."""
+    def trim(self, keep_since_ns: int | None = None) -> None:
+        """Remove, whenever there is nothing to write, one step after the other of what is not needed any more: also not
+        for a replay from ``keep_since_ns`` on (ns since the Unix epoch; None: time does not count)."""
+        self._keep_since_ns = keep_since_ns
         if not self._trim.is_set():
             self._trim.set()
             self._jobs.put(None)
@@ -192,8 +192,7 @@ class LogWriter:
     def _trim_step(self) -> None:
         try:
             with self._store_lock:
-                since_ns = None if self._keep_log_ns is None else time.time_ns() - self._keep_log_ns
-                more = self._store.trim(keep_checkpoints=self._keep_checkpoints, keep_since_ns=since_ns)
+                more = self._store.trim(keep_checkpoints=self._keep_checkpoints, keep_since_ns=self._keep_since_ns)
                 reach(FaultPoint.AFTER_TRIM)
         except Exception:
             more = False  # the next commit meets the same failure, and reports it

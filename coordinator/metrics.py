@@ -93,6 +93,9 @@ def metrics_of(name: str, status: Mapping[str, Any]) -> list[Metric]:
     gauge("clients_open_requests", "Requests of clients taken and not answered", clients.get("open_requests"))
     gauge("clients_replies", "Replies kept for clients", clients.get("replies"))
     gauge("clients_replies_bytes", "Size of the replies kept for clients", clients.get("replies_bytes"))
+    clock = status.get("clock") or {}
+    gauge("clock_ahead_seconds", "By how much a jump of the clock is held back; behind: negative", clock.get("ahead_s"))
+    gauge("clock_jumps", "Jumps of the clock since the start", clock.get("jumps"))
     gauge("app_paused", "1 if the app is not read: disk or peers are behind", _flag(status.get("app_paused")))
     log = status.get("log") or {}
     gauge("log_used_bytes", "What the log needs of its file", log.get("used_bytes"))

@@ -22,6 +22,7 @@ from coordinator import control, descriptors, operator_verbs, own_logs, upgrade_
 from coordinator.app_endpoint import AppEndpoint
 from coordinator.audit import AuditLog
 from coordinator.auditor import Auditor
+from coordinator.clock import LOOK_NS, InstanceClock
 from coordinator.config import InstanceSettings
 from coordinator.control_server import Asked, ControlServer
 from coordinator.core import effects as ef
@@ -57,6 +58,7 @@ SWITCH_INTERVAL_S = 0.0005  # the commit thread gets the interpreter back this s
 STATUS_NO_RECOVERY = 3  # the log can't be replayed as it is: the next start would find the same
 MEASURE_INTERVAL_NS = 500_000_000  # of the log's room: it takes some 20 µs
 MEASURE_SIZE_BYTES = 4 << 20  # ... and after so much was written
+DAY_NS = 24 * 3600 * 10**9
 
 
 class Coordinator:
@@ -76,14 +78,17 @@ class Coordinator:
         self._registry = registry
         self._store = store
         self._log = log
+        summary = store.summary()
+        self._clock = InstanceClock(settings.folder, summary, settings.tuning.clock_hold_s * 10**9, log)
         self._machine = Machine(
             settings.name,
-            store.summary(),
+            summary,
             limits_of(settings),
             upgrade_to,
             promote=promote,
             clients=store.clients(),
             permissions=settings.permissions,
+            running=self._clock.running,
         )
         for problem in store.problems:
             log.error(problem)
@@ -92,14 +97,14 @@ class Coordinator:
         self._was_ready = False  # an app was recovered, or begun, in this process
         self._stop_requests = StopRequests()
         self._stop_deadline_ns: int | None = None
-        self._wake_due_ns: int | None = None  # monotonic: the wall clock may be set
-        self._measure_at_ns = 0  # on the monotonic clock
+        self._wake_due_ns: int | None = None  # on the monotonic clock, as all that follows
+        self._clock_due_ns = 0
+        self._measure_at_ns = 0
         self._unmeasured_bytes = 0  # handed to the disk since then
         self._routes = Routes(Discovery(settings, registry), log.warning)
         self._writer = LogWriter(
             store,
             keep_checkpoints=settings.keep_checkpoints,
-            keep_log_days=settings.keep_log_days,
             inline_size_bytes_max=settings.tuning.commit_inline_kib_max << 10,
         )
         self._epoll = select.epoll()
@@ -170,7 +175,7 @@ class Coordinator:
                 app_send_mode=settings.app_send_mode if settings.app_send_port is not None else None,
                 encrypted=self._security.security is not None,
                 runs=compiled.describe(),
-                **{key: self._machine.status(time.time_ns())[key] for key in ("committer_id", "sequence_id")},
+                **{key: self._machine.status(self._clock.now_ns())[key] for key in ("committer_id", "sequence_id")},
             )
             if (warning := insecurity(settings, self._security.security)) is not None:
                 self._log.warning(warning)
@@ -216,8 +221,12 @@ class Coordinator:
         if self._wake_due_ns is not None and now_ns >= self._wake_due_ns:
             self._wake_due_ns = None
             self._events.append(ev.Tick())
+        if now_ns >= self._clock_due_ns:
+            self._clock_due_ns = now_ns + LOOK_NS
+            self._clock.look()
+            self._events += self._clock.take_events()
         if self._stop_deadline_ns is not None and time.monotonic_ns() > self._stop_deadline_ns:
-            at = self._machine.handling_in_words(time.time_ns())
+            at = self._machine.handling_in_words(self._clock.now_ns())
             late = f"the app gave no checkpoint in time{f' (it is {at})' if at else ''}"
             self._log.warning(f"{late}; stopping without one: the log has everything")
             self._machine.stopped = True
@@ -230,10 +239,11 @@ class Coordinator:
     def _handle_events(self) -> None:
         machine = self._machine
         while self._events and not machine.stopped:
-            events, self._events = [*self._app.take_sent(), *self._events], []
+            now_ns = self._clock.now_ns()
+            events, self._events = [*self._clock.take_events(), *self._app.take_sent(), *self._events], []
             self._messenger.hold()
             # The app works on its record while the rest is worked out; nobody waits like that for a reply to a peer.
-            replies = [*self._carry_out(machine.take(events, time.time_ns())), *self._carry_out(machine.advance())]
+            replies = [*self._carry_out(machine.take(events, now_ns)), *self._carry_out(machine.advance())]
             for reply in replies:
                 self._reply_to_peer(reply)
             if self._messenger.has_new or not self._writer.has_inline:
@@ -278,6 +288,7 @@ class Coordinator:
             self._retries.next_deadline_ns(),
             self._stop_deadline_ns,
             self._wake_due_ns,
+            self._clock_due_ns,
             self._measure_at_ns if self._machine.waits_for_room else None,
         )
         return None if due_ns is None else max(0, due_ns - time.monotonic_ns()) / 1e9
@@ -289,7 +300,8 @@ class Coordinator:
         self._writer.submit(effect)
 
     def _trim(self, effect: ef.Trim) -> None:
-        self._writer.trim()
+        days = self._settings.keep_log_days
+        self._writer.trim(None if days is None else self._clock.running.before(days * DAY_NS))
 
     def _answer(self, read: Callable[[], ev.Event]) -> None:
         try:
@@ -501,6 +513,11 @@ class Coordinator:
         self._auditor.operator(f"uid {asked.uid}", asked.verb, asked.argument.decode(errors="replace"))
         if asked.verb == "status":
             asked.answer(self._status())
+        elif asked.verb == "clock":
+            asked.answer(self._clock.status())
+        elif asked.verb == "accept-clock":
+            self._clock.now_ns(accept=True)
+            asked.answer(self._clock.status())
         elif asked.verb == "checkpoint":
             self._events.append(ev.CheckpointRequested())
             asked.answer({"asked": True})
@@ -514,11 +531,11 @@ class Coordinator:
             else:
                 self._events.append(event)  # answered once it is durable
         else:
-            known = ", ".join(("status", "checkpoint", "peers", *operator_verbs.VERBS))
+            known = ", ".join(("status", "checkpoint", "clock", "accept-clock", "peers", *operator_verbs.VERBS))
             asked.answer({"error": f"unknown verb {asked.verb!r}; known: {known}"})
 
     def _status(self) -> dict[str, object]:
-        status = {**self._machine.status(time.time_ns()), "pid": os.getpid()}
+        status = {**self._machine.status(self._clock.now_ns()), "pid": os.getpid(), "clock": self._clock.status()}
         unsent_bytes = status["unsent_bytes"]
         if isinstance(unsent_bytes, int):
             status["unsent_bytes"] = unsent_bytes - self._app.sent_bytes  # of which the machine has not heard
@@ -563,7 +580,7 @@ class Coordinator:
         return peers
 
     def _wake_at(self, effect: ef.WakeAt) -> None:
-        self._wake_due_ns = time.monotonic_ns() + effect.time_ns - time.time_ns()
+        self._wake_due_ns = time.monotonic_ns() + effect.time_ns - self._clock.now_ns()
 
     def _upgrade_ended(self, effect: ef.UpgradeEnded) -> None:
         if effect.problem is None:
@@ -614,6 +631,7 @@ class Coordinator:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)  # stopped already: one more wish must not spoil the exit status
         self._writer.close()
+        self._clock.close()
         self._app.close()
         self._messenger.close()
         control.withdraw(self._settings.folder)  # first: who is waiting for an answer looks there when it is cut off

@@ -37,6 +37,7 @@ ALL_EXTENSIONS = frozenset(
         MessageType.VERDICTS,
         MessageType.CAREFUL,
         MessageType.SOURCES,
+        MessageType.APP_TIME,
     }
 )
 """Those of a coordinator and its app."""
@@ -48,6 +49,7 @@ TRACE_EXTENSIONS = frozenset({MessageType.ORIGINS, MessageType.HANDLER_FAILED, M
 """Those that only a replay for inspection understands."""
 
 _TIME = struct.Struct("<q")
+_APP_TIME = struct.Struct("<qqq")
 RECORD_TIME_SIZE_BYTES = 10
 _RECORD_TIME_FRONT = bytes((18, MessageType.RECORD_TIME))
 
@@ -115,6 +117,30 @@ def decode_record_time(data: Readable, start: int, end: int) -> int:
         raise RemoteProtocolError(f"a RecordTime has {end - start} bytes, 8 were expected")
     (time_ns,) = _TIME.unpack_from(data, start)
     return int(time_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class AppTime:
+    """The time of the instance, ns since the Unix epoch, when the machine's steady clock was at ``steady_ns``.
+
+    ``jumped_ns``: by how much it was stepped there, since the app was last told; 0 where it was not.
+    """
+
+    time_ns: int
+    steady_ns: int
+    jumped_ns: int = 0
+
+
+def encode_app_time(time: AppTime) -> bytes:
+    """A whole AppTime message."""
+    return encode_message(MessageType.APP_TIME, _APP_TIME.pack(time.time_ns, time.steady_ns, time.jumped_ns))
+
+
+def decode_app_time(data: Readable) -> AppTime:
+    """Raises RemoteProtocolError."""
+    if len(data) != _APP_TIME.size:
+        raise RemoteProtocolError(f"an AppTime has {len(data)} bytes, {_APP_TIME.size} were expected")
+    return AppTime(*_APP_TIME.unpack(data))
 
 
 class AppBatch(Struct):

@@ -60,6 +60,7 @@ class MessageType(IntEnum):
     CHALLENGE = 87
     PROOF = 88
     SOURCES = 89
+    APP_TIME = 90
 
 
 class RpcKind(IntEnum):

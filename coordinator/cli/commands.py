@@ -25,6 +25,7 @@ _LOADED_WHEN_ASKED_FOR = {
     "recover": "coordinator.cli.recover:recover",
     "replay": "coordinator.cli.replay:replay",
     "restart": "coordinator.cli.lifecycle:restart",
+    "clock": "coordinator.cli.clock:clock",
     "skip": "coordinator.cli.skip:skip",
     "stop": "coordinator.cli.lifecycle:stop",
     "upgrade": "coordinator.cli.operate:upgrade",

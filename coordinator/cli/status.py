@@ -249,6 +249,9 @@ def _problems(row: dict[str, Any]) -> list[str]:
         )
     if (row.get("log") or {}).get("full"):
         problems.append(f"{row['name']}: no input is taken from peers, and no impulses: {row['log']['full']}")
+    clock = row.get("clock") or {}
+    if clock.get("ahead_s"):
+        problems.append(f"{row['name']}: {clock_problem(clock)} ('immortal clock {row['name']}')")
     if row.get("upgrade_problem"):
         failed = f"the upgrade to version {row['upgrade_to']} failed: {row['upgrade_problem']}"
         problems.append(f"{row['name']}: {failed} ('immortal upgrade {row['name']} --cancel' forgets it)")
@@ -257,6 +260,16 @@ def _problems(row: dict[str, Any]) -> list[str]:
         f"{row['name']} to {to}: {one['error']}" for to, one in row.get("outputs", {}).items() if one.get("error")
     ]
     return problems + ([f"{row['name']}: {row['error']}"] if "error" in row else [])
+
+
+def clock_problem(clock: dict[str, Any]) -> str:
+    """The machine's clock is not the instance's: what is done about that."""
+    ahead_s = clock["ahead_s"]
+    way = f"{_age(abs(ahead_s))} {'ahead of' if ahead_s > 0 else 'behind'} the instance's time"
+    if clock.get("slowed"):
+        return f"the machine's clock is {way}, which runs 5 % slower until both agree"
+    left_s = max(0.0, clock["hold_s"] - clock["held_s"])
+    return f"the machine's clock is {way}, and not believed for {_age(left_s)} more"
 
 
 def _failed(row: dict[str, Any]) -> Iterator[str]:

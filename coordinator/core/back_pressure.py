@@ -60,7 +60,7 @@ class BackPressure:
         told = self._told.get(stream.destination)
         if told is not None and load == told.load:
             told.seen_ns = now_ns
-        if told is not None and load <= told.load and abs(now_ns - told.seen_ns) < CALM_NS:
+        if told is not None and load <= told.load and now_ns - told.seen_ns < CALM_NS:
             return
         if load is Load.IN_MEMORY:
             del self._told[stream.destination]

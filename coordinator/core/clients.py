@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from coordinator.core.allowance import Allowance
+from coordinator.core.clock import RunningTime
 from coordinator.core.effects import Effect, ReplyToClient
 from coordinator.core.group_commit import GroupCommit
 from coordinator.core.intake import Intake
@@ -91,6 +92,7 @@ class Clients:
         stored: StoredClients,
         is_ready: Callable[[], bool],
         intake: Intake,
+        running: RunningTime,
     ) -> None:
         self.accepting = True  # not while stopping
         self.replies_count = self.replies_bytes = self.open_count = 0
@@ -101,6 +103,7 @@ class Clients:
         self._effects = effects
         self._is_ready = is_ready
         self._intake = intake
+        self._running = running
         self._methods = encode_methods({})  # of the app; the last one that was here
         self._forgotten_ns = stored.forgotten_ns
         self._clients: OrderedDict[str, Client] = OrderedDict()  # the one that was unused for longest first
@@ -258,7 +261,7 @@ class Clients:
         self._clients[frame.client_id] = client
         self._clients.move_to_end(frame.client_id)
         group.transaction.clients[frame.client_id] = client.position
-        self._forget_unused(client.time_ns)
+        self._forget_unused()
         if count < new:
             self._say_busy(token, frame, client)
 
@@ -412,11 +415,13 @@ class Clients:
         self._opened(client, client.open_count)
         transaction.clients[client_id] = client.position
 
-    def _forget_unused(self, now_ns: int) -> None:
+    def _forget_unused(self) -> None:
+        """A clock that is wrong makes nobody old: only so much time in which the instance ran."""
         limits = self._limits
+        unused_since_ns = self._running.before(limits.client_keep_ns)
         for _ in range(FORGOTTEN_PER_REQUEST):
             client_id, client = next(iter(self._clients.items()))
-            if len(self._clients) <= limits.clients_max and now_ns - client.time_ns <= limits.client_keep_ns:
+            if len(self._clients) <= limits.clients_max and client.time_ns >= unused_since_ns:
                 return
             if client.open_count and len(self._clients) > 1:
                 self._clients.move_to_end(client_id)  # its answer will come

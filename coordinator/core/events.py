@@ -183,6 +183,17 @@ class Tick(Struct):
     """The moment of a WakeAt has come."""
 
 
+class ClockMoved(Struct):
+    """The first reading of the instance's clock (core/clock.py), and each that differs from what the steady one says.
+
+    ``time_ns``: since the Unix epoch, when the steady clock was at ``steady_ns``. ``jumped_ns``: what of it was a step.
+    """
+
+    time_ns: int
+    steady_ns: int
+    jumped_ns: int = 0
+
+
 class StopRequested(Struct):
     """Stop cleanly: with a checkpoint where there is something to checkpoint."""
 
@@ -213,5 +224,6 @@ Event = (
     | LogFailed
     | CheckpointRequested
     | Tick
+    | ClockMoved
     | StopRequested
 )

@@ -213,9 +213,8 @@ class Failing:
             self.verdicts.give(verdict, group=group)
             given.append(verdict)
         if not self.forbidden[caller]:
-            self._report(
-                "warning", f"{given[0].text}: the call is refused; further ones of this caller are only counted"
-            )
+            text = f"{given[0].text}: the call is refused; further ones of this caller are only counted"
+            self._report("warning", text, "forbidden")
         self.forbidden[caller] += len(forbidden)
         if self._told:  # else with all others, before the app's first record
             for message in encode_verdicts(given):

@@ -36,9 +36,9 @@ class Grants:
         """``peer`` has sent a Batch."""
         self._sent_ns[peer] = now_ns
         active_ns = self._limits.active_ns
-        if abs(now_ns - self._looked_ns) >= active_ns // 10:  # the clock may jump
+        if now_ns - self._looked_ns >= active_ns // 10:
             self._looked_ns = now_ns
-            self._sent_ns = {name: at_ns for name, at_ns in self._sent_ns.items() if abs(now_ns - at_ns) < active_ns}
+            self._sent_ns = {name: at_ns for name, at_ns in self._sent_ns.items() if now_ns - at_ns < active_ns}
 
     def window_bytes(self, peer: str, pending_bytes: int) -> int:
         """What to grant ``peer`` now, while ``pending_bytes`` wait for the disk."""

@@ -14,11 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from coordinator.core import events as ev
+from coordinator.core.app_clock import AppClock
 from coordinator.core.app_messages import Calls, read_calls, refuse_too_large
 from coordinator.core.back_pressure import BackPressure
 from coordinator.core.careful import Watch
 from coordinator.core.checkpointing import Checkpointing
 from coordinator.core.clients import Clients
+from coordinator.core.clock import RunningTime
 from coordinator.core.dead_letters import Operator
 from coordinator.core.effects import (
     CloseApp,
@@ -101,6 +103,7 @@ class Machine:
     ``name``: the instance. ``summary``: its log, as opened. ``upgrade_to``: the version of the app that its next
     recovery is to end in. ``promote``: a recovered app begins to work without a checkpoint first.
     ``clients``: what the log holds of clients. ``permissions``: of callers, by name; others may call all methods.
+    ``running``: when it ran before; by default, always.
     """
 
     def __init__(
@@ -113,12 +116,14 @@ class Machine:
         promote: bool = False,
         clients: StoredClients | None = None,
         permissions: Mapping[str, Permission] | None = None,
+        running: RunningTime | None = None,
     ) -> None:
         self.name = name
         self.limits = limits or Limits()
         self.stopped = False
         self._effects: list[Effect] = []
         self._now_ns = 0
+        self.running = running or RunningTime()
         self._committer_id = summary.committer_id
         self._epoch = summary.epoch
         self._epoch_began_ns = 0
@@ -132,6 +137,7 @@ class Machine:
         self._log.with_record_time = MessageType.RECORD_TIME in (summary.extensions or ())
         rpc_size_bytes_max = self.limits.arguments_bytes_max + RPC_FRONT_SIZE_BYTES_MAX
         self._session = AppSession(summary.committer_id, rpc_size_bytes_max)
+        self._app_clock = AppClock(self._session, self._send_message)
         self._policy = ReplayPolicy(name, self.limits, self._session, self._effects)
         self._permissions = Permissions(name, permissions or {})
         intake = Intake(self._permissions)
@@ -159,6 +165,7 @@ class Machine:
             clients or StoredClients(),
             lambda: self._peers.ready,
             intake,
+            self.running,
         )
         self._impulses = Impulses(summary, self._log, self._peers)
         self._load_ticket = 0  # the commit to wait for before the log is loaded for a new session
@@ -221,20 +228,22 @@ class Machine:
             ev.LogFailed: self._log_failed,
             ev.CheckpointRequested: self._checkpoint_requested,
             ev.Tick: self._tick,
+            ev.ClockMoved: self._clock_moved,
             ev.StopRequested: self._stop_requested,
         }
 
     def handle(self, events: Sequence[ev.Event], now_ns: int) -> list[Effect]:
         """A whole turn: what is to be done now, in order. The three parts are for who has something to do in between.
 
-        ``events``: what has come in, in order. ``now_ns``: wall-clock time, ns since the Unix epoch; it may jump: the
-        times of records never go back.
+        ``events``: what has come in, in order. ``now_ns``: the instance's time (core/clock.py), ns since the Unix
+        epoch. A step of it comes with the event that tells it.
         """
         return [*self.take(events, now_ns), *self.advance(), *self.settle()]
 
     def take(self, events: Sequence[ev.Event], now_ns: int) -> list[Effect]:
         """Take in ``events``: what they ask for by themselves, above all the record that the app waits for."""
         self._now_ns = now_ns
+        self.running.reached(now_ns)
         for event in events:
             if self.stopped:
                 break
@@ -302,6 +311,7 @@ class Machine:
     def _app_connected(self, event: ev.AppConnected) -> None:
         self._session.connect()
         self._session.advance(Step.APP_CONNECTED)
+        self._app_clock.connected()
         # The new epoch's commit is behind all that the last app has sent: once it is durable, so is that.
         group = self._log.append_outside_record(0)
         self._epoch += 1
@@ -318,7 +328,7 @@ class Machine:
         self._peers.restore(None, event.summary, self._epoch, self._epoch_began_ns)
         self._failing.begin(event.summary, -1)
         if self._session.heard:  # else as soon as its Hello is here
-            self._failing.introduce()
+            self._introduce()
         self._session.advance(Step.LOG_IS_NEW)
         self._send_control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
 
@@ -410,12 +420,17 @@ class Machine:
         if session.phase is Phase.REPLAYING:
             if self._waits_for_hello:
                 return
-            self._failing.introduce()
+            self._introduce()
             self._end_replay_if_due()
         if session.phase in GETS_RECORDS and not session.reading and session.fed_sequence_id < self._last_to_feed():
             session.reading = True
             self._effects.append(ReadRecords(session.fed_sequence_id + 1, self.limits.read_size_bytes))
         self._tell_acceptance()
+
+    def _introduce(self) -> None:
+        """What the app is to know before its first record."""
+        self._failing.introduce()
+        self._app_clock.introduce()
 
     @property
     def _waits_for_hello(self) -> bool:
@@ -506,6 +521,9 @@ class Machine:
     def _send_control(self, message_type: MessageType) -> None:
         self._effects.append(SendToApp(self._session.control_record(message_type)))
 
+    def _send_message(self, message_type: MessageType, message: bytes) -> None:
+        self._effects.append(SendToApp(self._session.control_record(message_type, message)))
+
     @property
     def waits_for_peers(self) -> bool:
         """Whether a PeerReplied would change anything now, or may as well come with the next event."""
@@ -549,7 +567,7 @@ class Machine:
             self._permissions.app_came(takes_verdicts=MessageType.VERDICTS in session.extensions)
             if message_type == MessageType.HELLO:
                 if session.phase is Phase.FIRST_START:
-                    self._failing.introduce()
+                    self._introduce()
                 return
         if message_type in _CALLS:
             for calls in read_calls(session, self.name, message):
@@ -900,6 +918,9 @@ class Machine:
     def _tick(self, event: ev.Tick) -> None:
         """Time has passed. Whether a checkpoint is due is looked at in each turn."""
         self._wakes.tick(self._now_ns, self._peers.retry_failed, self._answer_parked)
+
+    def _clock_moved(self, event: ev.ClockMoved) -> None:
+        self._app_clock.moved(event)
 
     # --- the log ---------------------------------------------------------------------------------------------------
 

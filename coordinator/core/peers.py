@@ -269,13 +269,13 @@ class Peers:
         was sent may be spilled anew.
         """
         recent_ns = self.limits.recent_ns
-        if stream.state is not StreamState.OPEN or abs(now_ns - stream.moved_on_ns) >= recent_ns:
+        if stream.state is not StreamState.OPEN or now_ns - stream.moved_on_ns >= recent_ns:
             return False
         if stream.spill.stored_bytes == 0:
             stream.spill_credit_bytes = 0
         return not any(
             other.destination not in (ONESELF, CLIENTS, stream.destination)
-            and abs(now_ns - other.called_ns) < recent_ns
+            and now_ns - other.called_ns < recent_ns
             and not other.spill.active
             for other in self.outputs.values()
         )

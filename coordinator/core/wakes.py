@@ -1,4 +1,4 @@
-"""When the machine is to look at things although nothing happens: times on the wall clock, which may be set."""
+"""When the machine is to look at things although nothing happens: times of the instance (core/clock.py)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ class Wakes:
         if self._spill_ns is None and peers.waits_for_receiver:
             self._spill_ns = now_ns + self.limits.recent_ns
             self._plan()
-
         if self._held_back_ns is None and peers.holds_back:
             self._held_back_ns = now_ns + self.limits.held_back_ns
             self._plan()
@@ -42,12 +41,12 @@ class Wakes:
         """Time has passed. What is to be done about checkpoints and spilling, each turn looks at."""
         if self._checkpoint_ns is not None and now_ns >= self._checkpoint_ns:
             self._checkpoint_ns = None
-        if _is_due(self._spill_ns, self.limits.recent_ns, now_ns):
+        if self._spill_ns is not None and now_ns >= self._spill_ns:
             self._spill_ns = None
-        if _is_due(self._retry_ns, self.limits.stream_retry_ns, now_ns):
+        if self._retry_ns is not None and now_ns >= self._retry_ns:
             self._retry_ns = None
             retry()
-        if _is_due(self._held_back_ns, self.limits.held_back_ns, now_ns):
+        if self._held_back_ns is not None and now_ns >= self._held_back_ns:
             self._held_back_ns = None
             answer_parked()
         self._plan()
@@ -58,10 +57,3 @@ class Wakes:
         due_ns = [at_ns for at_ns in wishes_ns if at_ns is not None]
         if due_ns:
             self.effects.append(WakeAt(min(due_ns)))
-
-
-def _is_due(at_ns: int | None, wait_ns: int, now_ns: int) -> bool:
-    if at_ns is None:
-        return False
-    left_ns = at_ns - now_ns
-    return left_ns <= 0 or left_ns > wait_ns  # more than it ever was: the clock was set back

@@ -11,15 +11,17 @@ from click.testing import CliRunner
 
 from coordinator.bench import trim as bench_trim
 from coordinator.cli import main
+from coordinator.core.clock import RunningTime
 from coordinator.core.interfaces import CheckpointHeader, Transaction
 from coordinator.log import create_log, open_reader
-from coordinator.log_writer import DAY_NS, LogWriter
+from coordinator.log_writer import LogWriter
 from coordinator.registry import Registry
 from protocol.checksum import crc64
 from protocol.record import encode_record
 from protocol.trailer import Trailer, encode_trailer
 
 DEADLINE_S = 20.0
+DAY_NS = 86_400 * 10**9
 DAYS_AGO = {1: 30, 2: 8, 3: 6, 4: 2, 5: 1}  # when each checkpoint was taken
 
 
@@ -34,11 +36,10 @@ def kept_checkpoints(folder: Path, *, keep_checkpoints: int | None, keep_log_day
         store.write_checkpoint_chunk(checkpoint_id, 0, b"blob")
         header = CheckpointHeader(checkpoint_id, checkpoint_id - 1, 4, crc64(b"blob"), now_ns - days * DAY_NS)
         store.commit(Transaction(checkpoint=header))
-    writer = LogWriter(
-        store, keep_checkpoints=keep_checkpoints, keep_log_days=keep_log_days, inline_size_bytes_max=1 << 20
-    )
+    writer = LogWriter(store, keep_checkpoints=keep_checkpoints, inline_size_bytes_max=1 << 20)
+    running = RunningTime(first_ns=now_ns - 400 * DAY_NS, last_ns=now_ns)
     try:
-        writer.trim()
+        writer.trim(None if keep_log_days is None else running.before(keep_log_days * DAY_NS))
         waiting, begun = threading.Event(), time.monotonic()
         while writer.trimming:
             assert not waiting.wait(0.001)

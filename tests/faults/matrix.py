@@ -1,4 +1,4 @@
-"""What each failure of a disk, or of a process, does to each kind of thing on the disk; docs/guarantees.md shows it.
+"""What each failure of a disk, process or clock does to each kind of thing on the disk; docs/guarantees.md shows it.
 
 python -m tests.faults.matrix       prints the table and the list as they stand there
 """
@@ -18,6 +18,7 @@ class Fault(enum.Enum):
     FAILED_SYNC = "failed sync"
     READ_ERROR = "read error"
     SLOW_DISK = "slow disk"
+    CLOCK_JUMP = "clock jump"
 
 
 class Thing(enum.Enum):
@@ -193,6 +194,21 @@ CELLS: dict[tuple[Fault, Thing], Cell] = {
     (Fault.SLOW_DISK, Thing.CHUNK): Cell(RECOVERED, "a checkpoint takes longer; input is accepted meanwhile"),
     (Fault.SLOW_DISK, Thing.REGISTRY): Cell(RECOVERED, "the command takes longer"),
     (Fault.SLOW_DISK, Thing.SPILL): Cell(RECOVERED, "as for records: they share each commit", "its disk is slow"),
+    (Fault.CLOCK_JUMP, Thing.RECORD): Cell(
+        RECOVERED,
+        "an hour, three days or ten years, ahead or back, at any time: records go on in the instance's own time, which"
+        " never goes back, also through a kill in that moment; the jump is told once, and is not believed at first",
+        "the instance's time",
+    ),
+    (Fault.CLOCK_JUMP, Thing.META): Cell(
+        RECOVERED, "no client and no key is forgotten for it: nothing is done twice because of a clock"
+    ),
+    (Fault.CLOCK_JUMP, Thing.CHUNK): Cell(
+        RECOVERED,
+        "what `--keep-log-days` keeps is counted in time in which the instance ran: nothing is trimmed for it",
+    ),
+    (Fault.CLOCK_JUMP, Thing.REGISTRY): Cell(RECOVERED, "no file there depends on a time"),
+    (Fault.CLOCK_JUMP, Thing.SPILL): Cell(RECOVERED, "what waits for a peer has no age: it waits, and is sent once"),
 }
 
 

@@ -19,6 +19,7 @@ from coordinator.log.high_water import FILE_NAME as MARK_FILE_NAME
 from coordinator.log.journal import FILE_NAME
 from protocol.errors import ImmortalError
 from protocol.messages import MessageType
+from tests.faults.clock import ShiftedClock
 from tests.faults.disk import Disk
 from tests.helpers.processes import TOLD, CoordinatorProcess, House, SocketApp
 
@@ -110,6 +111,13 @@ class Scene:
         for name, value in disk.environment.items():
             self.monkeypatch.setenv(name, value)
         return disk
+
+    def clock(self) -> ShiftedClock:
+        """What is started from now on has this clock."""
+        clock = ShiftedClock(self.folder)
+        for name, value in clock.environment.items():
+            self.monkeypatch.setenv(name, value)
+        return clock
 
     def arm(self, point: FaultPoint, action: str = "kill", count: int = 1) -> None:
         """For what is started from now on."""

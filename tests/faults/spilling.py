@@ -14,6 +14,7 @@ from coordinator.core.interfaces import OutputBatch
 from coordinator.fault_points import FaultPoint
 from coordinator.log import Severity, open_reader, spilled, verify_log
 from coordinator.log.journal import FILE_SIZE_BYTES
+from tests.faults.clock import JUMPS
 from tests.faults.disk import read_journal, undone, without_power
 from tests.faults.matrix import Cell, Fault
 from tests.faults.scene import NAME, Scene
@@ -315,4 +316,18 @@ def a_slow_disk_under_what_is_spilled(scene: SpillScene, cell: Cell) -> None:
     scene.spills()
     assert scene.process.status()["commit_ms"] > DELAY_MS / 2
     assert cell.says in " ".join(scene.command("status", NAME).stdout.split())
+    scene.arrives()
+
+
+@shows(Fault.CLOCK_JUMP)
+def a_clock_that_jumps_over_what_is_spilled(scene: SpillScene, cell: Cell) -> None:
+    scene.register()
+    clock = scene.clock()
+    scene.start()
+    scene.spills()
+    for jump in JUMPS:
+        clock.jump(jump)
+        scene.tell(1)
+    scene.kill()
+    scene.recovers()  # with the clock ten years behind
     scene.arrives()

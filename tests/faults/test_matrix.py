@@ -7,25 +7,47 @@ import os
 import random
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+from appsdk.client import connect, with_key
 from coordinator.config import ConfigError
 from coordinator.core.interfaces import IMPULSES
 from coordinator.fault_points import FaultPoint
 from coordinator.log import format as log_format
-from coordinator.log import verify_log
+from coordinator.log import open_reader, verify_log
 from coordinator.registry import Registry
+from protocol.record import decode_header
+from protocol.trailer import decode_trailer
+from tests.faults.clock import JUMPS
 from tests.faults.disk import read_journal, synced_paths, without_power
 from tests.faults.matrix import CELLS, Cell, Fault, Thing, document
 from tests.faults.scene import NAME, Scene
 from tests.faults.spilling import SPILL_SHOWS, SpillScene
+from tests.helpers.cli import Run
 
 GUARANTEES = Path(__file__).parents[2] / "docs" / "guarantees.md"
 BEGIN, END = "<!-- cells -->\n", "<!-- end of cells -->"
 DELAY_MS = 80
+COUNTED = """
+from appsdk import Immortal, rpc
+
+
+class Counted(Immortal):
+    count: int
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @rpc
+    def add(self) -> int:
+        self.count += 1
+        return self.count
+"""
 
 Show = Callable[[Scene, Cell], None]
 SHOWS: dict[tuple[Fault, Thing], Show] = {}
@@ -497,3 +519,100 @@ def a_slow_disk_under_the_registry(scene: Scene, cell: Cell) -> None:
     scene.disk(scene.home).delay("sync", DELAY_MS)
     assert scene.command("register", NAME, "--peer", "tcp://127.0.0.1:*").returncode == 0
     assert Registry(scene.home).load(NAME)
+
+
+# --- a clock that jumps ----------------------------------------------------------------------------------------------
+
+
+@shows(Fault.CLOCK_JUMP, Thing.RECORD)
+def a_clock_that_jumps(scene: Scene, cell: Cell) -> None:
+    clock = scene.clock()
+    scene.register(keep_checkpoints=None)
+    began_ns = time.time_ns()
+    scene.start()
+    for number, jump in enumerate(JUMPS):
+        clock.jump(jump)
+        scene.tell(2)
+        scene.process.until(lambda status: status["clock"]["ahead_s"] != 0)
+        scene.process.line(cell.says)
+        if number == 0:
+            assert cell.says in " ".join(scene.command("status", NAME).stdout.split())
+        if number in (2, 5):
+            scene.kill()  # and it is started while the clock is wrong
+            scene.recovers()
+        clock.jump(timedelta(0))
+        scene.tell(1)
+        scene.process.until(lambda status: status["clock"]["ahead_s"] == 0)
+    scene.kill()
+    with open_reader(scene.log.parent) as reader:
+        last = reader.summary().last_sequence_id
+        times_ns = [time_of(value) for value in reader.read(0, 1 << 20)]
+    assert len(times_ns) == last + 1
+    assert times_ns == sorted(times_ns)
+    assert began_ns <= times_ns[0] <= times_ns[-1] <= time.time_ns()
+
+
+def time_of(value: bytes | memoryview) -> int:
+    header = decode_header(value)
+    return decode_trailer(memoryview(value)[header.size_bytes :], header.check).time_ns
+
+
+@shows(Fault.CLOCK_JUMP, Thing.META)
+def a_clock_that_jumps_and_keys(scene: Scene, cell: Cell) -> None:
+    assert scene.command("register", NAME, "--peer", "tcp://127.0.0.1:*").returncode == 0
+    clock = scene.clock()
+    (scene.folder / "counted.py").write_text(COUNTED)
+    run = Run(scene.folder, NAME, "counted:Counted", "--restart")
+    try:
+        run.line("ready")
+        scene.monkeypatch.setenv("IMMORTAL_HOME", str(scene.home))
+
+        def ask(key: str) -> int:
+            with connect(NAME) as counted:
+                return int(with_key(counted, key).add())
+
+        assert ask("order 1") == 1
+        for count, jump in enumerate(JUMPS, 2):
+            clock.jump(jump)
+            assert ask(f"another {jump}") == count  # forgets those that are old
+            assert ask("order 1") == 1
+        clock.jump(timedelta(0))
+        assert ask("order 1") == 1
+        assert ask("order 2") == len(JUMPS) + 2
+    finally:
+        run.kill()
+
+
+@shows(Fault.CLOCK_JUMP, Thing.CHUNK)
+def a_clock_that_jumps_and_checkpoints(scene: Scene, cell: Cell) -> None:
+    clock = scene.clock()
+    scene.register(keep_log_days=30, keep_checkpoints=1)
+    with scene.house.registry.path(NAME).open("a") as file:
+        file.write("[tuning]\nclock_hold_s = 1\n")
+    scene.start()
+    taken = [1]
+    for jump in JUMPS:
+        clock.jump(jump)
+        scene.tell(1)
+        taken.append(scene.checkpoint())
+    clock.jump(timedelta(days=60))
+    scene.process.until(lambda status: status["clock"]["time_ns"] > time.time_ns() + 59 * 86_400 * 10**9)  # believed
+    scene.tell(1)
+    taken.append(scene.checkpoint())
+    scene.kill()
+    scene.recovers()  # with a checkpoint, and trimming, too
+    scene.kill()
+    with open_reader(scene.log.parent) as reader:
+        summary = reader.summary()
+    assert summary.first_sequence_id == 0
+    assert [header.checkpoint_id for header in summary.checkpoints][: len(taken)] == taken
+
+
+@shows(Fault.CLOCK_JUMP, Thing.REGISTRY)
+def a_clock_that_jumps_under_the_registry(scene: Scene, cell: Cell) -> None:
+    clock = scene.clock()
+    for jump, name in zip(JUMPS[-2:], ("alice", "bob"), strict=True):
+        clock.jump(jump)
+        assert scene.command("register", name, "--peer", "tcp://127.0.0.1:*").returncode == 0
+    clock.jump(timedelta(0))
+    assert Registry(scene.home).names() == ["alice", "bob"]

@@ -127,7 +127,9 @@ class App(Protocol):
     def act(self) -> bool:
         """Something of its own accord; whether there is more to do of that kind."""
 
-    def tell_time(self, wall_ns: int) -> None: ...
+    def time_ns(self, steady_ns: int) -> int: ...
+
+    def tell_time(self, time_ns: int) -> None: ...
 
     @property
     def next_due_ns(self) -> int | None: ...
@@ -378,7 +380,7 @@ class CheckingApp:
             self._careful_until, self._suspect = careful.last_sequence_id, careful.suspect_sequence_id
         elif message_type == MessageType.SOURCES:
             self._sources = decode_sources(data)
-        elif message_type not in (MessageType.GOODBYE, MessageType.REFUSAL):
+        elif message_type not in (MessageType.GOODBYE, MessageType.REFUSAL, MessageType.APP_TIME):
             raise Violation(f"the app of {self.name} got a control message of type {message_type}")
 
     def _call(self, content: bytes, start: int, end: int) -> None:
@@ -562,7 +564,10 @@ class CheckingApp:
                 self._outside.accept(self.name, *impulse)
         self._accepted = count
 
-    def tell_time(self, wall_ns: int) -> None:
+    def time_ns(self, steady_ns: int) -> int:
+        return steady_ns
+
+    def tell_time(self, time_ns: int) -> None:
         """It asks for no time."""
 
     def act(self) -> bool:

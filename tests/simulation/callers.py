@@ -40,6 +40,7 @@ class Caller:
         self.client_id = f"caller{number}"
         self._world = world
         self._rng = world.plan.stream(f"caller {number}")
+        self._pause_ms = self._rng.choice((1, 1, 8))
         self._replies: dict[int, object] = {}
         world.clock.after(self._rng.random() * MS, self._ask)
 
@@ -80,7 +81,7 @@ class Caller:
             if rng.random() >= self._world.plan.loss_rate:
                 late_ns = 3 * MS if rng.random() < 0.1 else 100 * US
                 self._world.clock.after(rng.random() * late_ns, self._arrive, frame)
-        self._world.clock.after((0.3 + rng.random()) * MS, self._ask)
+        self._world.clock.after((0.3 + rng.random()) * MS * self._pause_ms, self._ask)
 
     def _request(self, number: int) -> bytes:
         arguments = msgspec.msgpack.encode((self._number, number))

@@ -62,6 +62,8 @@ EXPECTED = frozenset(
         "upgrade asked for again",
         "time told to the app's clock",
         "record later than the machine's clock",
+        "clock set far away",
+        "jump of the clock taken",
         "async handler waited through a crash",
         *(f"verdict: {kind.name}" for kind in (VerdictKind.REFUSED, VerdictKind.UNDONE, VerdictKind.KEPT)),
         *(f"app died while {phase.value}" for phase in (*GETS_RECORDS, Phase.UPGRADING)),

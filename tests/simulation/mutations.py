@@ -11,12 +11,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from appsdk.clock import Clock as AppTimers
 from appsdk.dispatch import Dispatcher
+from appsdk.tasks import Tasks
+from coordinator.core.app_clock import AppClock
 from coordinator.core.careful import Watch
 from coordinator.core.checkpointing import Checkpointing
 from coordinator.core.clients import Clients
+from coordinator.core.clock import SteadyClock, Timekeeper
 from coordinator.core.failing import Failing
-from coordinator.core.group_commit import GroupCommit
 from coordinator.core.input_stream import InputStream
 from coordinator.core.machine import Machine
 from coordinator.core.output_stream import OutputStream
@@ -184,11 +187,67 @@ MUTATIONS = (
         "            pass",
     ),
     Mutation(
-        "time goes back",
-        GroupCommit,
-        "time_ns",
-        "return max(now_ns, self._last_time_ns)",
-        "return now_ns",
+        "a clock that is set back is followed",
+        SteadyClock,
+        "_take",
+        "if ahead_ns > 0:",
+        "if True:",
+    ),
+    Mutation(
+        "a jump of the clock is believed at once",
+        SteadyClock,
+        "read",
+        "if self.held_ns is None or abs(ahead_ns - self.held_ns) > TOLERANCE_NS:",
+        "if False:",
+    ),
+    Mutation(
+        "time is that of the machine's clock",
+        SteadyClock,
+        "read",
+        "return Reading(steady_ns + self.offset_ns, begun_ns=ahead_ns)",
+        "return Reading(wall_ns, begun_ns=ahead_ns)",
+    ),
+    Mutation(
+        "a jump of the clock counts as time in which the instance ran",
+        Timekeeper,
+        "read",
+        "self.running.begin(time_ns)",
+        "pass",
+    ),
+    Mutation(
+        "clients are forgotten by the clock alone",
+        Clients,
+        "_forget_unused",
+        "self._running.before(limits.client_keep_ns)",
+        "self._running.last_ns - limits.client_keep_ns",
+    ),
+    Mutation(
+        "what sleeps wakes by a jump of the clock",
+        AppTimers,
+        "_due_ns",
+        "if began_ns < since_ns",
+        "if False",
+    ),
+    Mutation(
+        "what runs in each period runs by a jump of the clock",
+        AppTimers,
+        "jumped",
+        "self.schedules[handler.method_id] += by_ns",
+        "pass",
+    ),
+    Mutation(
+        "an app that comes later is not told of jumps",
+        AppClock,
+        "introduce",
+        "self._tell(event)",
+        "pass",
+    ),
+    Mutation(
+        "a checkpoint forgets a jump of the clock",
+        Tasks,
+        "save",
+        "jumps=self.clock.jumps_that_count()",
+        "jumps=[]",
     ),
     Mutation(
         "damage is passed on",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.errors import DamagedLogError, LogError, LogFullError, LogSyncError
+from coordinator.core.events import ClockMoved
 from coordinator.core.machine import Machine
 from coordinator.core.session import Phase
 from coordinator.runtime import check_checkpoint
@@ -25,6 +26,7 @@ from tests.simulation.clock import MS, US
 from tests.simulation.disk import Disk
 from tests.simulation.failing import Death
 from tests.simulation.marks import REPORTS
+from tests.simulation.node_clock import HOLD_NS, NodeClock
 from tests.simulation.trace import Violation, describe, describe_events
 
 if TYPE_CHECKING:
@@ -43,7 +45,8 @@ class Node:
         self.upgrade_to: int | None = None  # the operator's wish
         self.upgrade_fails = False
         self._upgrade_tried = False
-        self.skew_ns = 0  # of the machine's clock
+        self.time = NodeClock(world.clock)
+        self._machine_starts = True  # it was switched off: there is a clock to be believed
         self.stop_asked = False
         self._rng = world.plan.stream(f"node {number}")
         self._clock = world.clock
@@ -90,8 +93,9 @@ class Node:
             self.world.trace.note(self._clock.now_ns, self.name, text)
 
     @property
-    def wall_ns(self) -> int:
-        return self._clock.now_ns + self.skew_ns
+    def now_ns(self) -> int:
+        """The instance's time."""
+        return self.time.now_ns()
 
     @property
     def phase(self) -> Phase:
@@ -113,6 +117,11 @@ class Node:
             self._start_later()
             return
         self.checker.opened(summary)
+        if self._machine_starts:
+            self._machine_starts = False
+            self.time.started_anew(max(summary.last_time_ns, *(one.time_ns for one in summary.checkpoints), 0, 0))
+        else:
+            self.time.process_started()
         current = summary.versions[-1].version if summary.versions else 1
         if self.upgrade_to is not None and self.upgrade_to <= current:
             self.upgrade_to = None  # done, and the coordinator died before it could say so
@@ -123,7 +132,10 @@ class Node:
         self._upgrade_tried = self.upgrade_to is not None
         clients = self.disk.store.clients()
         limits = self.world.plan.limits
-        self.machine = Machine(self.name, summary, limits, self.upgrade_to, promote=promote, clients=clients)
+        running = self.time.running
+        self.machine = Machine(
+            self.name, summary, limits, self.upgrade_to, promote=promote, clients=clients, running=running
+        )
         self.world.starts += 1
         self.note(f"starts, the log ends at record {summary.last_sequence_id}, version {current}, to {self.upgrade_to}")
         self._connect_later()
@@ -196,7 +208,8 @@ class Node:
         self._wake_ns = None
         self.world.network.forget(self)
 
-    def power_off(self) -> None:
+    def power_off(self, *, machine_too: bool = False) -> None:
+        self._machine_starts = self._machine_starts or machine_too
         self._end()
         self._start_later()
 
@@ -253,7 +266,8 @@ class Node:
 
     def _asked_by(self, machine: Machine, events: Sequence[ev.Event]) -> Iterator[ef.Effect]:
         """As the real loop has it: each part when what the one before asks for is carried out."""
-        yield from machine.take(events, self.wall_ns)
+        now_ns = self.now_ns
+        yield from machine.take([*self._clock_events(), *events], now_ns)
         yield from machine.advance()
         if not self._inbox:
             yield from machine.settle()
@@ -324,16 +338,16 @@ class Node:
         due_ns = app.next_due_ns
         if due_ns is not None and (self._time_due_ns is None or due_ns < self._time_due_ns):
             self._time_due_ns = due_ns
-            self._clock.after(max(0, due_ns - self.wall_ns), self._app_timer, self.app_life)
+            self._clock.after(max(0, due_ns - app.time_ns(self._clock.now_ns)), self._app_timer, self.app_life)
 
     def _app_timer(self, app_life: int) -> None:
         if app_life != self.app_life or self.app is None:
             return
         self._time_due_ns = None
         due_ns = self.app.next_due_ns
-        if due_ns is not None and due_ns <= self.wall_ns:
+        if due_ns is not None and due_ns <= (time_ns := self.app.time_ns(self._clock.now_ns)):
             self.world.marks["time told to the app's clock"] += 1
-            self.app.tell_time(self.wall_ns)
+            self.app.tell_time(time_ns)
         self._app_has_run()
 
     def _app_acts(self, app_life: int) -> None:
@@ -384,7 +398,9 @@ class Node:
     def _write(self, effect: ef.Commit | ef.WriteCheckpointChunk) -> None:
         assert self.machine is not None
         if isinstance(effect, ef.Commit) and effect.transaction.records:
-            self.world.marks["record later than the machine's clock"] += self.machine._log._last_time_ns > self.wall_ns
+            self.world.marks["record later than the machine's clock"] += (
+                self.machine._log._last_time_ns > self.time.wall_ns
+            )
         self.disk.jobs.append(effect)
         self._disk_works_later()
 
@@ -486,16 +502,36 @@ class Node:
 
     def _wake_at(self, effect: ef.WakeAt) -> None:
         self._wake_ns = effect.time_ns
-        self._clock.after(max(0, effect.time_ns - self.wall_ns), self._wake, self.life, effect.time_ns)
+        self._clock.after(max(0, effect.time_ns - self.now_ns), self._wake, self.life, effect.time_ns)
 
     def _wake(self, life: int, time_ns: int) -> None:
         if life != self.life or self._wake_ns != time_ns:
             return
-        if self.wall_ns < time_ns:  # the machine's clock was put back
-            self._clock.after(time_ns - self.wall_ns, self._wake, life, time_ns)
+        if (now_ns := self.now_ns) < time_ns:  # it runs slower
+            self._clock.after(time_ns - now_ns, self._wake, life, time_ns)
             return
         self._wake_ns = None
         self.post(ev.Tick())
+
+    def set_clock(self, skew_ns: int) -> None:
+        """The machine's. It is looked at soon, and again when it has stood for long enough."""
+        self.time.jump(skew_ns)
+        for delay_ns in (self._rng.random() * MS, HOLD_NS + self._rng.random() * 2 * MS, 2 * HOLD_NS):
+            self._clock.after(delay_ns, self._look_at_clock)
+
+    def _look_at_clock(self) -> None:
+        if self.machine is not None:
+            self.time.now_ns()
+            for event in self._clock_events():
+                self.post(event)
+
+    def _clock_events(self) -> list[ClockMoved]:
+        events = self.time.take_events()
+        if any(event.jumped_ns for event in events):
+            self.world.marks["jump of the clock taken"] += 1
+            self._time_due_ns = None  # what the app waits for may come sooner than it seemed
+            self._clock.after(0, self._app_timer, self.app_life)
+        return events
 
     def ask_to_stop(self) -> None:
         if self.machine is not None and not self.stop_asked:

@@ -23,6 +23,7 @@ _WEIGHTS = {
     **dict.fromkeys(CRASHES, 8),
     "slow disk": 4,
     "upgrade": 4,
+    "clock jump": 4,
     "second copy": 0,
 }
 
@@ -49,6 +50,8 @@ SMALL = Limits(
     chunks_pending_bytes=256,
     checkpoint_trigger_bytes=6000,
     stream_retry_ns=5_000_000,
+    replies_gather_bytes=100,  # less than memory has room for: else the app is not read for the sake of what waits here
+    client_keep_ns=1_800_000_000_000,  # a run is shorter, and most jumps of a clock are longer
 )
 """Each of them is met."""
 
@@ -107,7 +110,7 @@ def draw(seed: int) -> Plan:
         late_rate=rng.choice((0.05, 0.2)) if rough else 0.0,
         faults=_draw_faults(rng, app),
         limits=_draw_limits(rng),
-        callers=rng.randrange(3) if app == "sdk" else 0,
+        callers=rng.randrange(4) if app == "sdk" else 0,
         keep_checkpoints=rng.choice((1, 2, 2, 3)),
         ends_with_power_failure=rng.random() < 0.25,
     )

@@ -118,6 +118,8 @@ class Worker(Failing):
     def begin(self, number: int) -> tuple[str, str, int]:
         _expect(number not in self.begun, f"deal {number} of {self.me} is begun twice")
         self.begun.append(number)
+        if number == 1:
+            self.oversleep.fork()
         others = self.others
         kind = number % KINDS if self.salt < 0 else (5 * number + self.salt) % (KINDS + KINDS_OF_DEALS)
         return others[number % len(others)], others[(number + 1) % len(others)], kind
@@ -198,6 +200,21 @@ class Worker(Failing):
     def beat(self) -> None:
         self.beats += 1
 
+    # A run lasts a tenth of a second, whatever its clocks say.
+
+    @every("30m")
+    def beat_slowly(self) -> None:
+        Now.life.is_late("half an hour has passed")
+
+    @rpc
+    async def oversleep(self) -> None:
+        await self.sleep(timedelta(minutes=30))
+        await self.overslept()
+
+    @rpc
+    def overslept(self) -> None:
+        Now.life.is_late("somebody has slept for half an hour")
+
 
 def _expect(condition: bool, problem: str) -> None:
     if not condition:
@@ -270,7 +287,7 @@ class SdkApp:
         cls = worker_class(node.name, plan.names, version, plan.salt if plan.fails else -1)
         self.rng, self.failures = random.Random(rng.random()), node.checker.failures
         self._dispatcher = CheckedDispatcher(definition_of(cls), node, rng)
-        self._dispatcher.context.record_time_ns = node.wall_ns  # a first start asks the clock
+        self._dispatcher.context.record_time_ns = node.now_ns  # a first start asks the clock
         self._queue = self._dispatcher.outbox.impulses
         self.context = self._dispatcher.context
         self._impulses: Impulses | None = None
@@ -278,6 +295,10 @@ class SdkApp:
         self._sent: deque[tuple[int, str, int]] = deque()  # (count of all impulses by then, peer, number)
         self._snapshot: deque[bytes] = deque()
         self._take_output()
+
+    def is_late(self, what: str) -> None:
+        """Only where the machine was started with a wrong clock."""
+        _expect(self._node.time.believes_wrong, f"{what} on {self._node.name}")
 
     @property
     def _state(self) -> Any:
@@ -361,8 +382,13 @@ class SdkApp:
     def next_due_ns(self) -> int | None:
         return self._dispatcher.next_due_ns
 
-    def tell_time(self, wall_ns: int) -> None:
-        self._dispatcher.tell_time(wall_ns)
+    def time_ns(self, steady_ns: int) -> int:
+        """As the transport has it: what the coordinator told, and the steady clock."""
+        told = self._dispatcher.time
+        return self._node.now_ns if told is None else told.time_ns + steady_ns - told.steady_ns
+
+    def tell_time(self, time_ns: int) -> None:
+        self._dispatcher.tell_time(time_ns)
         self._take_output()
 
     # --- as a hook does ----------------------------------------------------------------------------------------------

@@ -25,6 +25,8 @@ class Life(Protocol):
     failures: Failures
     context: Context
 
+    def is_late(self, what: str) -> None: ...
+
 
 class Now:
     """Which app is running: all of them share a process here."""

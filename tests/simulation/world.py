@@ -20,6 +20,7 @@ from tests.simulation.failing import calls_that_wait, count_of_answers
 from tests.simulation.marks import Marks
 from tests.simulation.network import Network
 from tests.simulation.node import VERSION_MAX, Node
+from tests.simulation.node_clock import JUMPS_NS, SIMULATED_NS_MAX
 from tests.simulation.plan import CRASHES, DAMAGE, Fault, Plan
 from tests.simulation.sdk_apps import SdkApp
 from tests.simulation.sdk_failing import doom_of as sdk_doom_of
@@ -143,6 +144,8 @@ class World:
         is_quiet = is_quiet and all(caller.is_done for caller in self.callers)
         if self.network.blocked:
             self._calm_since = self.events
+        if self.clock.now_ns - START_NS > SIMULATED_NS_MAX:
+            raise Violation(f"something stands still until the clock says so: {self.describe()}")
         if self.events - self._calm_since > CALM_EVENTS_MAX:
             raise Violation(f"no end in {CALM_EVENTS_MAX} events since the last fault: {self.describe()}")
         if self.next_fault_at is not NO_MORE_FAULTS:
@@ -238,9 +241,19 @@ class World:
         elif kind == "checkpoint":
             node.post(ev.CheckpointRequested())
         elif kind == "clock jump":
-            node.skew_ns += int((share - 0.5) * 40 * MS)
+            self._set_clock(node, share)
         elif kind == "power failure":
             self._fail_power()
+
+    def _set_clock(self, node: Node, share: float) -> None:
+        """A little; or an hour, three days or ten years, in either direction, for a while or for good."""
+        choice = int(share * 7919)
+        sizes_ns = (int(share * 20 * MS), *JUMPS_NS)
+        skew_ns = sizes_ns[choice % len(sizes_ns)] * (1 if choice % 8 < 4 else -1)
+        self.marks["clock set far away"] += abs(skew_ns) > MS * 1000
+        node.set_clock(skew_ns)
+        if choice % 3:
+            self.clock.after(share * 12 * MS, node.set_clock, 0)
 
     def _upgrade(self, node: Node, *, fails: bool, share: float) -> None:
         """The operator stops the instance one way or the other, and starts it with the code of another version."""
@@ -261,7 +274,7 @@ class World:
         for node in self.nodes:
             if node.machine is not None:
                 self.crashes += 1
-                node.power_off()
+                node.power_off(machine_too=True)
 
     def _copy(self, node: Node) -> None:
         """A copy of its log as it is on disk now, and a coordinator on it, beside the first one."""

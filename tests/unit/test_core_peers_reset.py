@@ -551,12 +551,11 @@ def test_a_stopped_stream_is_tried_again_and_goes_on_once_the_other_side_is_mend
     assert state_of(driven)["error"] is None
 
 
-@pytest.mark.parametrize("hours", [-5, 5])
-def test_a_clock_that_is_set_does_not_hold_up_a_stopped_stream(hours: int) -> None:
+def test_a_clock_that_is_stepped_does_not_hold_up_a_stopped_stream() -> None:
     driven = three_of_five()
     driven.reply(FrameType.REFUSED, 0, code=RefusedCode.COMMITTER_CHANGED, reason="another log")
     driven.forget()
-    driven.now_ns += hours * 3600 * 10**9
+    driven.now_ns += 5 * 3600 * 10**9
     driven.handle(ev.Tick())  # two seconds later, by a clock that nobody sets
     assert hellos(driven) == [3]
     driven.reply(FrameType.REFUSED, 0, code=RefusedCode.COMMITTER_CHANGED, reason="another log")

@@ -70,6 +70,7 @@ def test_every_command_of_an_operator_is_in_the_guide() -> None:
         "verify",
         "what-if",
         "upgrade",
+        "clock",
         "run",
         "log",
         "recover",

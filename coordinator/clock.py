@@ -1,0 +1,206 @@
+"""The clock of one running instance: what the machine's clocks say, what of it is believed, and what is kept of that.
+
+The file `clock` in the instance's folder says how the instance's time stands to the machine's steady clock, so that a
+process which is started while the wall clock is wrong goes on as the one before; and when the instance ran. A steady
+clock counts from the machine's start: after another start of the machine (a boot) the wall clock has to be believed.
+The file is not synced, and may be lost: then the log alone says how long the instance has run.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from coordinator.core.clock import Reading, RunningTime, SteadyClock, Timekeeper
+from coordinator.core.events import ClockMoved
+from coordinator.core.interfaces import LogSummary
+from coordinator.logs import Events
+
+FILE_NAME = "clock"
+LOOK_NS = 1_000_000_000  # how often it is looked at, whatever else happens: so a jump is never seen twice only
+SAVE_NS = 60_000_000_000
+FAR_NS = 7 * 86_400 * 1_000_000_000  # more than this between two starts is said
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_STEADY = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # it counts while the machine is suspended, too
+
+
+def steady_ns() -> int:
+    """Since the machine's start: nobody can set it."""
+    return time.clock_gettime_ns(_STEADY)
+
+
+class _Saved(msgspec.Struct):
+    """``boot``: of which start of the machine this is; what comes next holds for that one only."""
+
+    boot: str
+    offset_ns: int
+    held_ns: int | None
+    held_since_ns: int
+    slowed: bool
+    spans: tuple[tuple[int, int], ...]
+    steps: list[ClockMoved] = []
+
+
+class InstanceClock:
+    """``hold_ns``: how long a jump has to stand until it is taken. Reports go to ``log``."""
+
+    def __init__(
+        self,
+        folder: Path,
+        summary: LogSummary,
+        hold_ns: int,
+        log: Events,
+        *,
+        wall_ns: Callable[[], int] = time.time_ns,
+        steady_ns: Callable[[], int] = steady_ns,
+    ) -> None:
+        self.jumps_count = 0
+        self._path = folder / FILE_NAME
+        self._name = folder.name
+        self._log = log
+        self._wall_ns, self._steady_ns = wall_ns, steady_ns
+        self._boot = _boot_id()
+        self._looked_ns = self._saved_ns = steady_ns()
+        self._unsaved_told = False
+        self._keeper = self._continued(summary, hold_ns)
+        self.now_ns()
+        self._save()
+
+    def _continued(self, summary: LogSummary, hold_ns: int) -> Timekeeper:
+        """As the process before had it; time goes on behind the last record at least."""
+        checkpoints_ns = [header.time_ns for header in summary.checkpoints]
+        logged_ns = max(summary.last_time_ns, *checkpoints_ns, 0)
+        saved = self._load()
+        wall_ns = self._wall_ns()
+        clock = SteadyClock(wall_ns - self._looked_ns, hold_ns)
+        if saved is not None and saved.boot == self._boot != "":
+            clock = SteadyClock(saved.offset_ns, hold_ns, saved.held_ns, saved.held_since_ns, saved.slowed)
+        elif logged_ns and wall_ns - logged_ns > FAR_NS:
+            self._log.warning(
+                f"the machine's clock is {in_words(wall_ns - logged_ns)} ahead of the log's last record: since the"
+                " machine was started anew, it is believed; nothing is forgotten or trimmed for it"
+            )
+        clock.offset_ns = max(clock.offset_ns, logged_ns - self._looked_ns)
+        # Without the file, what the log has counts as time in which it ran.
+        spans = saved.spans if saved is not None and saved.spans else ((min(checkpoints_ns, default=0), logged_ns),)
+        running = RunningTime(spans[:-1], *spans[-1])
+        running.begin(self._looked_ns + clock.offset_ns)
+        return Timekeeper(clock, running, saved.steps if saved is not None else ())
+
+    @property
+    def running(self) -> RunningTime:
+        return self._keeper.running
+
+    def take_events(self) -> list[ClockMoved]:
+        """For the core, before it gets the next time."""
+        return self._keeper.take_events()
+
+    def now_ns(self, *, accept: bool = False) -> int:
+        """The instance's time, ns since the Unix epoch. It never goes back.
+
+        ``accept``: an operator says that the machine's clock is right.
+        """
+        self._looked_ns = steady_ns = self._steady_ns()
+        wall_ns = self._wall_ns()
+        if not accept and (time_ns := self._keeper.usual(wall_ns, steady_ns)) is not None:
+            return time_ns
+        reading = self._keeper.read(wall_ns, steady_ns, accept=accept)
+        if reading.is_news:
+            self._tell(reading)
+            self._save()
+        return reading.time_ns
+
+    def _tell(self, reading: Reading) -> None:
+        if reading.begun_ns is not None:
+            self.jumps_count += 1
+            self._log.warning(
+                f"the machine's clock is {_way(reading.begun_ns)} the instance's time: that goes on as before, until"
+                f" this has stood for {self._keeper.clock.hold_ns // 1_000_000_000} s, or"
+                f" 'immortal clock {self._name} --accept' says that it is right"
+            )
+        if reading.taken_ns is not None:
+            then = "is stepped" if reading.taken_ns > 0 else "runs 5 % slower until the clock has caught up"
+            self._log.warning(
+                f"the machine's clock is {_way(reading.taken_ns)} the instance's time, and believed now: that {then}"
+            )
+        if reading.ended:
+            self._log.info("the machine's clock agrees with the instance's time again")
+
+    def look(self) -> None:
+        """To be called each LOOK_NS, although nothing happens."""
+        self.running.reached(self.now_ns())
+        if self._looked_ns - self._saved_ns >= SAVE_NS:
+            self._save()
+
+    def status(self) -> dict[str, object]:
+        """``ahead_s``: of the machine's clock, while that is not believed or waited for; negative: behind."""
+        time_ns, clock = self.now_ns(), self._keeper.clock
+        held_ns = clock.held_ns
+        return {
+            "time_ns": time_ns,
+            "ahead_s": 0.0 if held_ns is None else round(held_ns / 1e9, 3),
+            "held_s": 0.0 if held_ns is None else round((self._looked_ns - clock.held_since_ns) / 1e9, 3),
+            "hold_s": clock.hold_ns // 1_000_000_000,
+            "slowed": clock.slowed,
+            "jumps": self.jumps_count,
+        }
+
+    # --- the file --------------------------------------------------------------------------------------------------
+
+    def _load(self) -> _Saved | None:
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=_Saved)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.MsgspecError) as error:
+            self._log.warning(f"{self._path} can't be read ({error}): it is made anew")
+            return None
+
+    def _save(self) -> None:
+        self._saved_ns = self._looked_ns
+        clock = self._keeper.clock
+        saved = _Saved(
+            self._boot,
+            clock.offset_ns,
+            clock.held_ns,
+            clock.held_since_ns,
+            clock.slowed,
+            self.running.spans,
+            self._keeper.steps,
+        )
+        temporary = self._path.with_name(f".{FILE_NAME}.new")
+        try:
+            temporary.write_bytes(msgspec.json.encode(saved))
+            os.replace(temporary, self._path)
+        except OSError as error:
+            if not self._unsaved_told:
+                self._unsaved_told = True
+                self._log.warning(f"{self._path} can't be written: {error.strerror}")
+
+    def close(self) -> None:
+        self._save()
+
+
+def _boot_id() -> str:
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _way(ahead_ns: int) -> str:
+    return f"{in_words(abs(ahead_ns))} {'ahead of' if ahead_ns > 0 else 'behind'}"
+
+
+def in_words(duration_ns: int) -> str:
+    """Such as "3 days", "1 hour" or "12 s"."""
+    seconds = duration_ns / 1e9
+    for unit, length_s in (("year", 365 * 86_400), ("day", 86_400), ("hour", 3600), ("minute", 60)):
+        if seconds >= 0.95 * length_s:
+            count = round(seconds / length_s, 1)
+            return f"{count:g} {unit}{'' if count == 1 else 's'}"
+    return f"{seconds:.1f} s"

@@ -1,0 +1,172 @@
+"""The time of one instance: it follows the machine's wall clock, and believes no jump of it at once.
+
+What is read is the wall clock, which anybody may set, and a steady one, which nobody can: it counts from the machine's
+start (the driver reads both). Between two readings the wall clock may move as far as the steady one did. Whatever else
+it does is a jump: it is held back, and told once. It is taken when it has stood for a while, or an operator says so.
+
+    the wall clock agrees within a second    followed, half a millisecond in each second: no step, in any direction
+    ... is ahead of that                     held; once taken, a step
+    ... is behind                            held; once taken, time runs 5 % slower until the clock has caught up
+
+So time never goes back, and never stands still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from coordinator.core.events import ClockMoved
+
+TOLERANCE_NS = 1_000_000_000
+"""More is a jump. Leap seconds, and small corrections of a clock that is set by NTP, are less."""
+NOISE_NS = 1_000_000  # not worth correcting: the two clocks are read one after the other
+FOLLOWED_PER_NS = 1 / 2000  # as fast as NTP corrects a clock
+SLOWED_PER_NS = 1 / 20  # while time is ahead of the clock: an hour takes 20 hours
+TOLD_NS = 50_000_000  # the app is told of a difference of this
+STEPS_MAX = 16  # that apps are told of: older ones are in their logs, or of no use
+SPANS_MAX = 1000
+JOINED_NS = 1_000_000_000  # spans with less than this between them count as one
+
+
+@dataclass(slots=True)
+class Reading:
+    """What one look at the clock has brought. Steps and jumps in ns, ahead is positive."""
+
+    time_ns: int  # of the instance, since the Unix epoch
+    begun_ns: int | None = None  # a jump of so much is held back from now on
+    taken_ns: int | None = None  # a jump was taken
+    ended: bool = False  # what was held is over: the clock is right again
+
+    @property
+    def is_news(self) -> bool:
+        return self.begun_ns is not None or self.taken_ns is not None or self.ended
+
+
+@dataclass(slots=True)
+class SteadyClock:
+    """``offset_ns``: the instance's time, less the steady clock. ``hold_ns``: how long a jump has to stand."""
+
+    offset_ns: int
+    hold_ns: int
+    held_ns: int | None = None  # by how much the wall clock is ahead, while that is held back
+    held_since_ns: int = 0  # on the steady clock
+    slowed: bool = False  # the clock behind is taken: time runs slower
+    read_ns: int | None = None  # when it was read last, on the steady clock
+
+    def read(self, wall_ns: int, steady_ns: int) -> Reading:
+        passed_ns = 0 if self.read_ns is None else max(0, steady_ns - self.read_ns)
+        self.read_ns = steady_ns
+        ahead_ns = wall_ns - steady_ns - self.offset_ns
+        if abs(ahead_ns) <= TOLERANCE_NS:
+            most_ns = int(passed_ns * FOLLOWED_PER_NS)
+            self.offset_ns += max(-most_ns, min(ahead_ns, most_ns))
+            ended, self.held_ns, self.slowed = self.held_ns is not None, None, False
+            return Reading(steady_ns + self.offset_ns, ended=ended)
+        if self.held_ns is None or abs(ahead_ns - self.held_ns) > TOLERANCE_NS:
+            self.held_ns, self.held_since_ns, self.slowed = ahead_ns, steady_ns, False
+            return Reading(steady_ns + self.offset_ns, begun_ns=ahead_ns)
+        self.held_ns = ahead_ns
+        if self.slowed:
+            self.offset_ns -= min(-ahead_ns, int(passed_ns * SLOWED_PER_NS))
+        elif steady_ns - self.held_since_ns >= self.hold_ns:
+            return self._take(ahead_ns, steady_ns)
+        return Reading(steady_ns + self.offset_ns)
+
+    def accept(self, wall_ns: int, steady_ns: int) -> Reading:
+        """An operator says that the wall clock is right."""
+        reading = self.read(wall_ns, steady_ns)
+        if self.held_ns is None or self.slowed or reading.taken_ns is not None:
+            return reading
+        return self._take(wall_ns - steady_ns - self.offset_ns, steady_ns)
+
+    def _take(self, ahead_ns: int, steady_ns: int) -> Reading:
+        if ahead_ns > 0:
+            self.offset_ns += ahead_ns
+            self.held_ns = None
+        else:
+            self.slowed = True
+        return Reading(steady_ns + self.offset_ns, taken_ns=ahead_ns)
+
+
+@dataclass(slots=True)
+class RunningTime:
+    """When the instance ran, as spans of its own time: what is to be old must have been so for as long as it ran.
+
+    A jump that was taken, and the time between two starts, are in no span. ``past``: the spans before the one that
+    lasts, as (from, to) in ns, oldest first. As it is made, it has always run.
+    """
+
+    past: tuple[tuple[int, int], ...] = ()
+    first_ns: int = 0
+    last_ns: int = 0
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        return (*self.past, (self.first_ns, self.last_ns))
+
+    def begin(self, time_ns: int) -> None:
+        """From ``time_ns`` on it runs; up to there it had not, since it last did.
+
+        It may have run in what is still to come, by a clock that was wrong, if nothing of that was logged: not counted.
+        """
+        if 0 <= time_ns - self.last_ns <= JOINED_NS:
+            self.last_ns = time_ns
+            return
+        spans = [(first_ns, min(last_ns, time_ns)) for first_ns, last_ns in self.spans if first_ns <= time_ns]
+        self.past = tuple(spans[1 - SPANS_MAX :])
+        self.first_ns = self.last_ns = time_ns
+
+    def reached(self, time_ns: int) -> None:
+        if time_ns > self.last_ns:
+            self.last_ns = time_ns
+
+    def before(self, age_ns: int) -> int:
+        """What is from this time, or earlier, has an age of ``age_ns`` at least; 0 where it has not run for as long."""
+        for first_ns, last_ns in reversed(self.spans):
+            if age_ns <= last_ns - first_ns:
+                return last_ns - age_ns
+            age_ns -= last_ns - first_ns
+        return 0
+
+
+class Timekeeper:
+    """The clock of one instance, when it ran, and what its core is to hear of it."""
+
+    def __init__(self, clock: SteadyClock, running: RunningTime, steps: Iterable[ClockMoved] = ()) -> None:
+        self.clock = clock
+        self.running = running
+        self.steps = list(steps)  # those of before, too
+        self._told_offset_ns: int | None = None
+        self._events: list[ClockMoved] = list(self.steps)
+
+    def usual(self, wall_ns: int, steady_ns: int) -> int | None:
+        """The time where both clocks agree, which costs little; None: :meth:`read` it."""
+        clock = self.clock
+        if clock.held_ns is None and self._told_offset_ns is not None:
+            ahead_ns = wall_ns - steady_ns - clock.offset_ns
+            if -NOISE_NS <= ahead_ns <= NOISE_NS:
+                clock.read_ns = steady_ns
+                return steady_ns + clock.offset_ns
+        return None
+
+    def read(self, wall_ns: int, steady_ns: int, *, accept: bool = False) -> Reading:
+        """``accept``: an operator says that the wall clock is right."""
+        clock = self.clock
+        reading = clock.accept(wall_ns, steady_ns) if accept else clock.read(wall_ns, steady_ns)
+        time_ns, jumped_ns = reading.time_ns, max(0, reading.taken_ns or 0)
+        if jumped_ns:
+            self.running.reached(time_ns - jumped_ns)
+            self.running.begin(time_ns)
+        self.running.reached(time_ns)
+        if jumped_ns or self._told_offset_ns is None or abs(clock.offset_ns - self._told_offset_ns) >= TOLD_NS:
+            self._told_offset_ns = clock.offset_ns
+            self._events.append(ClockMoved(time_ns, steady_ns, jumped_ns))
+            self.steps += self._events[-1:] if jumped_ns else []
+            del self.steps[:-STEPS_MAX]
+        return reading
+
+    def take_events(self) -> list[ClockMoved]:
+        """For the core, before it gets the next time; none where time goes on as it was told."""
+        events, self._events = self._events, []
+        return events
