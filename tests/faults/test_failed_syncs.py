@@ -12,7 +12,7 @@ import pytest
 
 from coordinator.core.interfaces import Transaction
 from coordinator.log import Severity, create_log, open_log, open_reader, verify_log
-from coordinator.log.environment import READERS_FILE_NAME
+from coordinator.log.environment import READERS_FILE_NAME, structure_problems
 from coordinator.log.pages import check_pages
 from tests.faults.disk import Disk
 from tests.faults.sample_log import COMMITTER_ID, NAME, PAGE_SIZE_BYTES, put_checkpoint, put_record
@@ -59,12 +59,12 @@ def test_the_next_first_start_goes_on(scene: Scene) -> None:
     scene.tell(2)
 
 
-def unnamed_log(folder: Path) -> int:
+def unnamed_log(folder: Path, size_bytes: int = 300) -> int:
     """A log whose last transaction says the ID of two before, as one flipped bit can make it; that transaction."""
     store = create_log(folder, NAME, committer_id=COMMITTER_ID, map_size_bytes=1 << 24)
     sequence_id = 0
     while True:
-        put_record(store, sequence_id)
+        put_record(store, sequence_id, size_bytes)
         store.commit(Transaction(epoch=sequence_id))
         transaction_id = store._environment.info()["last_txnid"]
         if sequence_id > 3 and transaction_id & 2:
@@ -98,6 +98,16 @@ def test_the_transaction_counts_whose_meta_page_names_another(tmp_path: Path) ->
     store.close()
     assert check_pages(tmp_path / "data.mdb") is None
     assert [finding for finding in verify_log(tmp_path, NAME).findings() if finding.severity is not Severity.NOTE] == []
+
+
+@pytest.mark.parametrize("size_bytes", [900, 50_000])
+def test_what_earlier_failures_left_behind_its_pages_is_not_taken_for_its_own(tmp_path: Path, size_bytes: int) -> None:
+    """Found by the soak: two pages that nothing used, and `log verify` called the log damaged for good."""
+    unnamed_log(tmp_path, size_bytes)
+    with (tmp_path / "data.mdb").open("ab") as file:
+        file.write(bytes(2 * PAGE_SIZE_BYTES))
+    open_log(tmp_path, NAME, map_size_bytes=1 << 24).close()
+    assert structure_problems(tmp_path / "data.mdb") == []
 
 
 def test_it_is_not_put_right_under_a_reader(tmp_path: Path) -> None:
