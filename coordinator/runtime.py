@@ -464,6 +464,9 @@ class Coordinator:
         elif verb == "reset-peer":
             self._events.append(ev.PeerReset(argument, received))
             return  # answered once it is durable
+        elif verb == "reclaim":
+            self._events.append(ev.Reclaimed(received))
+            return  # answered once it is durable
         elif verb in operator_verbs.VERBS:
             try:
                 self._events.append(
@@ -473,7 +476,7 @@ class Coordinator:
             except (VerbError, LogError) as error:
                 answer = {"error": str(error)}
         else:
-            known = ", ".join(("status", "checkpoint", "peers", "reset-peer", *operator_verbs.VERBS))
+            known = ", ".join(("status", "checkpoint", "peers", "reset-peer", "reclaim", *operator_verbs.VERBS))
             answer = {"error": f"unknown verb {verb!r}; known: {known}"}
         received.reply(json.dumps(answer).encode())
 

@@ -68,6 +68,12 @@ class PeerReset(Struct):
     token: object
 
 
+class Reclaimed(Struct):
+    """An operator says that this log counts, and not the copy that has run; answered by PeerResetDone with ``token``."""
+
+    token: object
+
+
 class LettersDropped(Struct):
     """An operator, ``who``, removes these dead letters (None: all); answered by OperatorAnswered with ``token``."""
 
@@ -186,6 +192,7 @@ Event = (
     | PeerReplied
     | PeerMoved
     | PeerReset
+    | Reclaimed
     | LettersDropped
     | LettersRetried
     | MessageSkipped
