@@ -151,7 +151,7 @@ class _Loss:
     def lines(self, name: str, peer: str) -> Iterator[str]:
         if self.unknown_at_peer is None:
             yield (
-                f"{peer}: what the copy did there is not known, since {peer} is not registered in this folder, or has no"
+                f"{peer}: what the copy did there is not known, since {peer} is not registered in this folder or has no"
                 f" log; 'immortal peers show {peer}' there says how many calls of {name} it has received, and how"
                 f" many of its own {name} has acknowledged"
             )

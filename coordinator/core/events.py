@@ -69,7 +69,7 @@ class PeerReset(Struct):
 
 
 class Reclaimed(Struct):
-    """An operator says that this log counts, and not the copy that has run; answered by PeerResetDone with ``token``."""
+    """An operator says that this log counts, and no copy of it that has run; answered by PeerResetDone."""
 
     token: object
 

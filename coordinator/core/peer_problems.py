@@ -70,4 +70,5 @@ def has_less_than_once(name: str, sender: str, received: int, once: int) -> str:
 
 def perhaps_older(name: str, sender: str, reason: str) -> str:
     """To a Hello that was refused for its epoch."""
-    return f"{reason}; if its log was replaced by an older copy, or a copy has run, restore it, or run {reclaim_command(sender)}"
+    command = reclaim_command(sender)
+    return f"{reason}; if its log was replaced by an older copy, or a copy has run, restore it, or run {command}"
