@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import random
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from appsdk.client import connect, with_key
+from appsdk.client import NotConnectable, connect, with_key
 from appsdk.state import decode_envelope
 from coordinator.log import Severity, open_reader, verify_log
 from coordinator.registry import Registry
@@ -196,9 +197,15 @@ class Shop:
             self._receipts[number] = self._ordering.submit(self._order, number)
 
     def _order(self, number: str) -> int:
-        with connect(self._shop.Shop, "shop", home=self._home, timeout=self.TIMEOUT_S) as shop:
-            receipt: int = with_key(shop, f"order-{number}").place(number, "book")
-            return receipt
+        deadline_s = time.monotonic() + self.TIMEOUT_S
+        while True:
+            try:
+                with connect(self._shop.Shop, "shop", home=self._home, timeout=self.TIMEOUT_S) as shop:
+                    receipt: int = with_key(shop, f"order-{number}").place(number, "book")
+                    return receipt
+            except NotConnectable:  # nobody runs it: it was not sent
+                if time.monotonic() > deadline_s:
+                    raise
 
     def settle(self) -> None:
         (shop,) = self.services
