@@ -28,6 +28,7 @@ from tests.soak.service import COORDINATOR, POLL_S, ROLES, SUPERVISOR, Service, 
 
 SYNCS = ("data-sync", "meta-sync", "journal-sync", "folder-sync")
 MET_TIMEOUT_S = 1.5  # not every call comes in every state
+MET_AT_START_TIMEOUT_S = 6.0  # of both processes, on a busy machine
 FULL_S_MAX = 1.5
 SLOW_S_MAX = 1.0
 PAUSE_S_MAX = 0.4
@@ -193,7 +194,7 @@ class Faults:
             with contextlib.suppress(ImmortalError):  # it may well end at that question
                 control.query(service.settings.folder, "checkpoint", 0.5)
         disk = self._disks[service.name]
-        _pass_s(lambda: not disk.waits, MET_TIMEOUT_S)
+        _pass_s(lambda: not disk.waits, MET_AT_START_TIMEOUT_S if at_start else MET_TIMEOUT_S)
         return "" if disk.work() else what
 
     def _fill(self, service: Service) -> str:
