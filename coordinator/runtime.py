@@ -523,6 +523,8 @@ class Coordinator:
             asked.answer({"asked": True})
         elif asked.verb == "peers":
             asked.answer({"peers": self._peers_status()})
+        elif asked.verb == "reclaim":
+            self._events.append(ev.Reclaimed(asked))  # answered once it is durable
         elif asked.verb in operator_verbs.VERBS:
             try:
                 event = operator_verbs.event_of(asked.verb, asked.argument, asked, self._store, self._machine.letters)
@@ -531,8 +533,8 @@ class Coordinator:
             else:
                 self._events.append(event)  # answered once it is durable
         else:
-            known = ", ".join(("status", "checkpoint", "clock", "accept-clock", "peers", *operator_verbs.VERBS))
-            asked.answer({"error": f"unknown verb {asked.verb!r}; known: {known}"})
+            verbs = ("status", "checkpoint", "clock", "accept-clock", "peers", "reclaim", *operator_verbs.VERBS)
+            asked.answer({"error": f"unknown verb {asked.verb!r}; known: {', '.join(verbs)}"})
 
     def _status(self) -> dict[str, object]:
         status = {**self._machine.status(self._clock.now_ns()), "pid": os.getpid(), "clock": self._clock.status()}

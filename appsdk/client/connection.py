@@ -287,7 +287,7 @@ class Connection:
 
     def next_deadline_s(self) -> float:
         """When :meth:`data_to_send` is to be called, whatever happens."""
-        due_s = [self._idle_due_s]
+        due_s = [self._idle_due_s] if self._talking else []
         if not self._talking or self._names_needed:
             due_s.append(self._hello_due_s)
         if self._asked_s is not None:

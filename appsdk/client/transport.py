@@ -72,6 +72,7 @@ class Transport:
         try:
             socket.connect(self.endpoint)
         except zmq.ZMQError as error:
+            self._watch.close()
             socket.close()
             raise NotConnectable(f"{self.endpoint!r} can't be connected to: {error.strerror}") from None
         self._socket = socket
@@ -183,6 +184,7 @@ class Transport:
 
     def _reopen(self, now_s: float) -> None:
         """At the next endpoint, with what is known of it by now."""
+        self._watch.close()
         self._socket.close()
         self._turn += 1
         try:

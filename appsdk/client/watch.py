@@ -29,12 +29,14 @@ class Watch:
         self.refusals = 0
         self._context = context
         self._count = 0
+        self._watched: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
         self._has_keys = False
 
     def watch(self, socket: zmq.Socket[bytes], *, has_keys: bool) -> None:
         """From now on this one, which has not connected yet."""
         self.close()
+        self._watched = socket
         self._count += 1
         self._has_keys = has_keys
         address = f"inproc://watch-{self._count}"
@@ -77,6 +79,14 @@ class Watch:
             self.problem = "somebody listens there, and does not answer"
 
     def close(self) -> None:
+        """Before the socket that is watched is closed.
+
+        It must not have anything more to tell: ZeroMQ's thread would wait for somebody who listens, for ever, and make
+        no connection any more.
+        """
+        if self._watched is not None:
+            self._watched.disable_monitor()
+            self._watched = None
         if self._monitor is not None:
             self._monitor.close()
             self._monitor = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -33,7 +34,7 @@ Peer = dict[str, Any]
 
 @click.group(cls=Commands)
 def peers() -> None:
-    """Look at an instance's peers, and begin anew with one whose log was wiped or replaced."""
+    """Look at an instance's peers, begin anew with one whose log was wiped or replaced, end what a stale copy began."""
 
 
 @peers.command()
@@ -101,6 +102,80 @@ def reset(registry: Registry, name: str, peer: str, yes: bool, as_json: bool) ->
     echo(f"reset: {name} takes the log that {peer} has when they next meet")
 
 
+@peers.command()
+@name_argument
+@click.option(
+    "--accept-loss", is_flag=True, help="Go on although calls are lost or doubled, or although it is not known."
+)
+@json_option
+@pass_registry
+def reclaim(registry: Registry, name: str, accept_loss: bool, as_json: bool) -> None:
+    """Make the log of NAME the one that counts, after a copy of it has run for a while: all its streams go on.
+
+    Stop the copy first. NAME may be running or stopped; its peers need no command. What the copy has sent stays with
+    those that took it, and what it took of them is lost to NAME: where there is any of it, or where a peer cannot be
+    asked since it is not registered in the same folder, nothing is done without --accept-loss.
+    """
+    settings = registry.load(name)
+    live = _live_peers(settings)
+    own = _stopped_peers(settings, registry) if live is None else live
+    known = {peer: one for peer, one in own.items() if one["committer_id"] is not None}
+    if not known:
+        raise FailedError(f"{name!r} has heard nothing of any peer yet: there is nothing to reclaim")
+    losses = {peer: _Loss.between(one, _as_seen_by(registry, peer, name)) for peer, one in known.items()}
+    told = [line for peer, loss in losses.items() for line in loss.lines(name, peer)]
+    if told and not accept_loss:
+        raise FailedError("\n  ".join([f"nothing was done: with --accept-loss {name!r} goes on, and", *told]))
+    if not _reclaim_live(settings):
+        _reclaim_stopped(settings)
+    if as_json:
+        echo_json({"name": name, "reclaimed": True, "peers": {peer: asdict(loss) for peer, loss in losses.items()}})
+        return
+    for line in told:
+        echo(line)
+    echo(f"reclaimed: the log of {name} counts, its streams with {', '.join(sorted(known))} go on")
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """What a copy has done at one peer, as far as the two logs show it; None: the peer can't be asked."""
+
+    unknown_at_peer: int | None  # calls that the peer has beyond what it acknowledged to this log
+    lost_of_peer: int | None  # calls that the peer sent to the copy, which acknowledged them
+
+    @classmethod
+    def between(cls, own: Peer, other: Peer | None) -> _Loss:
+        if other is None:
+            return cls(None, None)
+        unknown = (other["received"] or 0) + own["offset"] - (own["acknowledged"] or 0)
+        lost = (other["acknowledged"] or 0) - other["offset"] - (own["received"] or 0)
+        return cls(max(unknown, 0), max(lost, 0))
+
+    def lines(self, name: str, peer: str) -> Iterator[str]:
+        if self.unknown_at_peer is None:
+            yield (
+                f"{peer}: what the copy did there is not known, since {peer} is not registered in this folder or has no"
+                f" log; 'immortal peers show {peer}' there says how many calls of {name} it has received, and how"
+                f" many of its own {name} has acknowledged"
+            )
+        if self.unknown_at_peer:
+            yield (
+                f"{peer}: has executed {self.unknown_at_peer} calls of which the log of {name} knows nothing: the copy"
+                f" made them, or {name} did and never heard of it; what {name} has not heard of is sent again"
+            )
+        if self.lost_of_peer:
+            yield f"{peer}: {self.lost_of_peer} of its calls went to the copy, and are lost to {name}"
+
+
+def _as_seen_by(registry: Registry, peer: str, name: str) -> Peer | None:
+    """What the log of ``peer`` says of the streams with ``name``; None where that is not known here."""
+    if peer not in registry.names():
+        return None
+    settings = registry.load(peer)
+    live = _live_peers(settings)
+    return (_stopped_peers(settings, registry) if live is None else live).get(name)
+
+
 def _nothing_known(name: str, peer: str) -> FailedError:
     return FailedError(f"{name!r} has heard nothing of {peer!r} yet: there is nothing to reset")
 
@@ -147,6 +222,25 @@ def _reset_stopped(settings: InstanceSettings, peer: str) -> None:
         if transaction is None:
             raise _nothing_known(settings.name, peer)
         store.commit(transaction)
+    finally:
+        store.close()
+
+
+def _reclaim_live(settings: InstanceSettings) -> bool:
+    """Whether a running coordinator has done it."""
+    if control.running(settings.folder) is None:
+        return False
+    control.query(settings.folder, "reclaim")
+    return True
+
+
+def _reclaim_stopped(settings: InstanceSettings) -> None:
+    from coordinator.core.peer_reset import reclaim_transaction
+    from coordinator.log import open_log
+
+    store = open_log(settings.log, settings.name)
+    try:
+        store.commit(reclaim_transaction(store.summary()))
     finally:
         store.close()
 

@@ -79,6 +79,12 @@ class PeerReset(Struct):
     token: object
 
 
+class Reclaimed(Struct):
+    """An operator says that this log counts, and no copy of it that has run; answered by PeerResetDone."""
+
+    token: object
+
+
 class LettersDropped(Struct):
     """An operator, ``who``, removes these dead letters (None: all); answered by OperatorAnswered with ``token``."""
 
@@ -209,6 +215,7 @@ Event = (
     | PeerReplied
     | PeerMoved
     | PeerReset
+    | Reclaimed
     | LettersDropped
     | LettersRetried
     | MessageSkipped

@@ -94,6 +94,11 @@ class InputStream:
         return self._known(self.epoch) if self.received and 0 <= self._logged_epoch < self.epoch else None
 
     @property
+    def was_reset(self) -> bool:
+        """By an operator, and nothing was taken since: a sender that had more acknowledged is let in as well."""
+        return self._logged_epoch < 0
+
+    @property
     def settled(self) -> bool:
         """All that is taken, and the epoch, are durable."""
         return self.received <= self.durable and self.durable_epoch >= self._logged_epoch

@@ -53,6 +53,7 @@ from coordinator.core.interfaces import (
 )
 from coordinator.core.limits import Limits
 from coordinator.core.log_room import LogRoom
+from coordinator.core.peer_reset import RECLAIM_EPOCHS
 from coordinator.core.peers import Peers
 from coordinator.core.permissions import Permission, Permissions
 from coordinator.core.recovery import Recovery
@@ -181,6 +182,7 @@ class Machine:
         self._healing: Transaction | None = None
         self._waiting_told = False
         self._resets: deque[tuple[int, object]] = deque()  # (commit to wait for, token) of what an operator asked
+        self._reclaims: deque[tuple[int, object]] = deque()  # the same, while their epoch is not durable yet
         self._wakes = Wakes(self.limits, self._effects)
         self._back_pressure = BackPressure(self.limits)
         self._log_room = LogRoom(name, self.limits)
@@ -213,6 +215,7 @@ class Machine:
             ev.PeerReplied: self._peer_replied,
             ev.PeerMoved: self._peer_moved,
             ev.PeerReset: self._peer_reset,
+            ev.Reclaimed: self._reclaimed,
             ev.LettersDropped: self._letters_dropped,
             ev.LettersRetried: self._letters_retried,
             ev.MessageSkipped: self._message_skipped,
@@ -944,6 +947,8 @@ class Machine:
             self._peers.became_durable(transaction.sources.items(), self._now_ns)
         if CLIENTS in transaction.acknowledged:
             self._peers.answers_durable(transaction.acknowledged[CLIENTS])
+        while self._reclaims and self._reclaims[0][0] <= event.ticket:
+            self._reclaim_streams(self._reclaims.popleft()[1])
         while self._resets and self._resets[0][0] <= event.ticket:
             self._effects.append(PeerResetDone(self._resets.popleft()[1], True))
         self._operator.committed(event.ticket)
@@ -1010,6 +1015,22 @@ class Machine:
             return
         self._resets.append((group.ticket, event.token))
         self._report("warning", "what was known of a peer's log is forgotten", {"peer": event.peer})
+
+    def _reclaimed(self, event: ev.Reclaimed) -> None:
+        """First an epoch ahead of the copy's: the greetings with it follow once it is durable."""
+        group = self._log.append_outside_record(0)
+        self._epoch += RECLAIM_EPOCHS
+        self._epoch_began_ns = self._now_ns
+        group.transaction.epoch = self._epoch
+        self._reclaims.append((group.ticket, event.token))
+
+    def _reclaim_streams(self, token: object) -> None:
+        self._peers.epoch, self._peers.epoch_began_ns = self._epoch, self._epoch_began_ns
+        group = self._log.append_outside_record(0)
+        for peer in self._peers.known():
+            group = self._peers.reset(peer, forked=True) or group
+        self._resets.append((group.ticket, token))
+        self._report("warning", "this log counts from now on, and no copy of it", {"epoch": self._epoch})
 
     # --- the operator ------------------------------------------------------------------------------------------------
 

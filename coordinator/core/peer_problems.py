@@ -9,6 +9,10 @@ def reset_command(name: str, peer: str) -> str:
     return f"'immortal peers reset {name} {peer}'"
 
 
+def reclaim_command(name: str) -> str:
+    return f"'immortal peers reclaim {name}'"
+
+
 # --- said by a stream's sender, ``name``, of its receiver -------------------------------------------------------------
 
 
@@ -39,7 +43,7 @@ def refused(name: str, receiver: str, refusal: PeerFrame) -> str:
     text = f"{receiver!r} refuses this instance's messages: {refusal.reason}"
     own, other = reset_command(name, receiver), reset_command(receiver, name)
     if refusal.code == RefusedCode.STALE_EPOCH:  # to the newest frames: this log knows less than was sent before
-        return f"{text}; restore the log of {name!r} that was replaced, or run {own} and {other}"
+        return f"{text}; restore the log of {name!r}, or, where a copy of it has run, run {reclaim_command(name)}"
     if refusal.code not in (RefusedCode.COMMITTER_CHANGED, RefusedCode.ROLLED_BACK):
         return text
     command = own if refusal.code == RefusedCode.ROLLED_BACK else other
@@ -66,5 +70,5 @@ def has_less_than_once(name: str, sender: str, received: int, once: int) -> str:
 
 def perhaps_older(name: str, sender: str, reason: str) -> str:
     """To a Hello that was refused for its epoch."""
-    remedy = f"run {reset_command(sender, name)} and {reset_command(name, sender)}"
-    return f"{reason}; if its log was replaced by an older copy, restore it, or {remedy}"
+    command = reclaim_command(sender)
+    return f"{reason}; if its log was replaced by an older copy, or a copy has run, restore it, or run {command}"

@@ -457,6 +457,10 @@ class Peers:
                 self._greet(stream)
         elif frame.frame_type is FrameType.WELCOME and stream.state is StreamState.GREETING:
             # Compared with what Hello said: an acknowledgement may have overtaken the Welcome since.
+            if frame.position < stream.greeted_position and frame.code == RefusedCode.ROLLED_BACK:
+                stream.reset()  # by the word of its operator, to whom alone the rest is lost
+                self._begin_anew(stream, frame)
+                return
             if frame.position < stream.greeted_position:
                 once = stream.greeted_position
                 self._fail(stream, problems.receiver_older(self.name, destination, frame.position, once))
@@ -536,10 +540,15 @@ class Peers:
 
     # --- a peer with another log, by the operator's word -------------------------------------------------------------
 
-    def reset(self, peer: str) -> Group | None:
+    def known(self) -> list[str]:
+        """The peers whose logs are known."""
+        known = {name for name, stream in self.inputs.items() if stream.committer_id} | self.committer_ids.keys()
+        return sorted(known - {ONESELF, IMPULSES})
+
+    def reset(self, peer: str, *, forked: bool = False) -> Group | None:
         """Let the streams from and to ``peer`` begin anew with whatever log it has; the group that makes it durable.
 
-        None if nothing is known of it.
+        ``forked``: a copy of this log has sent something else. None if nothing is known of it.
         """
         source = self.inputs.get(peer)
         known_source = source is not None and source.committer_id != 0
@@ -549,7 +558,7 @@ class Peers:
         if source is not None and known_source:
             group.transaction.sources[peer] = source.reset()
         if peer in self.committer_ids:
-            self.starts[peer] = group.transaction.stream_starts[peer] = self._pending_start(peer)
+            self.starts[peer] = group.transaction.stream_starts[peer] = self._pending_start(peer, forked)
         stream = self.outputs.get(peer)
         if stream is not None:
             known = self._known_acknowledged.get(peer, 0)  # more than that counts as far as it is made
@@ -559,9 +568,9 @@ class Peers:
             self._greet(stream)
         return group
 
-    def _pending_start(self, peer: str) -> StreamStart:
+    def _pending_start(self, peer: str, forked: bool) -> StreamStart:
         start, stream = self._start(peer), self.outputs.get(peer)
-        forked = stream is not None and stream.forked
+        forked = forked or (stream is not None and stream.forked)
         return replace(start, pending=True, forked=forked or (start.pending and start.forked))
 
     def _begin_anew(self, stream: OutputStream, frame: PeerFrame) -> None:
@@ -649,7 +658,8 @@ class Peers:
         known = self.inputs.get(frame.sender)
         stream = known or InputStream(frame.sender, None)  # kept if it is accepted
         refused = stream.refusal(frame)
-        if refused is None and frame.frame_type is FrameType.HELLO and frame.position > stream.durable:
+        is_ahead = frame.frame_type is FrameType.HELLO and frame.position > stream.durable
+        if refused is None and is_ahead and not stream.was_reset:
             refused = (
                 RefusedCode.ROLLED_BACK,
                 problems.has_less_than_once(self.name, frame.sender, stream.durable, frame.position),
@@ -697,9 +707,10 @@ class Peers:
             if not stream.settled:  # the sender must hear of all that is taken, and nothing older be taken from now on
                 stream.wait_for(stream.received, _ParkedHello(token, frame))
                 return None
-            return _Reply(
-                FrameType.WELCOME, stream.durable, RefusedCode.STALE_EPOCH if stream.forked else RefusedCode.NONE
-            )
+            code = RefusedCode.STALE_EPOCH if stream.forked else RefusedCode.NONE
+            if frame.position > stream.durable:
+                code = RefusedCode.ROLLED_BACK
+            return _Reply(FrameType.WELCOME, stream.durable, code)
         if not self.ready:
             return self._not_ready()
         if frame.frame_type is not FrameType.BATCH:

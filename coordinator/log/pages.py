@@ -242,7 +242,30 @@ class _Walk:
             self._check_newest(replace(self._older, transaction_id=freed_by))
         except PageError as error:
             raise PageError(f"{wrong}, of which {error}") from None
-        return Unnamed(freed_by, self._last_page, freed_by & 1, self._page_size_bytes)
+        return Unnamed(freed_by, self._last_of(self._older), freed_by & 1, self._page_size_bytes)
+
+    def _last_of(self, meta: Meta) -> int:
+        """The last page that it uses or lists as free. What failed before may have left others behind that.
+
+        Where a large table is damaged, which its reader will find: the last one that there is.
+        """
+        self._seen.clear()
+        tables = [(_FREE, meta.free), ("main", meta.main)]
+        last = max((max(pages, default=0) for _, pages in self._free_lists(meta)), default=0)
+        self._seen.clear()
+        try:
+            for name, table in tables:
+                for _, page, node in self._leaves(table, name):
+                    if name == "main":
+                        data = page[node.data_offset : node.data_offset + _DB.size]
+                        tables.append((node.key.decode(errors="replace"), Table.decode(data)))
+                    elif node.flags & _BIG_DATA:
+                        (first,) = struct.unpack_from("=Q", page, node.data_offset)
+                        more = (PAGE_HEADER_SIZE_BYTES + node.size_bytes - 1) // self._page_size_bytes
+                        last = max(last, first + more)
+        except PageError:
+            return self._last_page
+        return max(last, *self._seen)
 
     def _check_table(self, name: bytes, table: Table) -> None:
         shown = name.decode(errors="replace")

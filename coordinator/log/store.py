@@ -482,8 +482,8 @@ class LmdbLogStore:
         self.settle()  # the file may hold entries that count
         made = self._journal.make()
         if made:
+            self._needs_journal = True  # should that commit fail, the next start may find that it did not
             self._write(lambda write: self._put_meta(write, log_format.META_JOURNAL, self._journal.nonce))
-            self._needs_journal = True
         self._has_journal = made
 
     def _append_to_journal(self, transaction: Transaction) -> bool:

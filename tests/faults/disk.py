@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,9 @@ import pytest
 SECTOR_SIZE_BYTES = 512  # what a disk writes whole or not at all
 SOURCE = Path(__file__).with_name("disk_shim.c")
 
-_ENTRY = struct.Struct("=IIQQQQQ")
+_ENTRY = struct.Struct("=IIQQQQQQ")
 _UNDO, _DONE, _SYNC_DONE = 1, 2, 4
+Unsynced = dict[int, list["Write"]]  # by inode, oldest first
 
 
 @functools.cache
@@ -47,17 +49,22 @@ class Disk:
         if journal:
             self.environment["DISK_SHIM_JOURNAL"] = str(self.journal)
 
-    def fail(self, call: str, errno: int) -> None:
+    def keep_journals(self) -> None:
+        """What the power may take is noted by each process for itself: :func:`lose_power`."""
+        self.journal.mkdir()
+        self.environment["DISK_SHIM_JOURNAL"] = str(self.journal)
+
+    def fail(self, call: str, errno: int, *, once: bool = False) -> None:
         """``call``: write, sync, read or any, or one kind of sync (disk_shim.c). From now on, until :meth:`work`."""
-        self._say(f"{call} error {errno}")
+        self._say(f"{call} error {errno}{' once' * once}")
 
-    def fail_late(self, call: str, errno: int) -> None:
+    def fail_late(self, call: str, errno: int, *, once: bool = False) -> None:
         """As :meth:`fail`, and what was to be written is there to be read."""
-        self._say(f"{call} late {errno}")
+        self._say(f"{call} late {errno}{' once' * once}")
 
-    def kill_at(self, call: str, count: int) -> None:
+    def kill_at(self, call: str, count: int, *, once: bool = False) -> None:
         """The process is gone right before its ``count``-th such call."""
-        self._say(f"{call} kill {count}")
+        self._say(f"{call} kill {count}{' once' * once}")
 
     def cannot_read_from(self, offset_bytes: int) -> None:
         """Reads of bytes from there on fail with EIO."""
@@ -66,8 +73,18 @@ class Disk:
     def delay(self, call: str, delay_ms: int) -> None:
         self._say(f"{call} delay {delay_ms}")
 
-    def work(self) -> None:
-        self._control.unlink(missing_ok=True)
+    def work(self) -> bool:
+        """All goes well again; False where what was to happen once has happened."""
+        try:
+            self._control.unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    @property
+    def waits(self) -> bool:
+        """Whether what was to happen once has not happened yet."""
+        return self._control.exists()
 
     def _say(self, text: str) -> None:
         temporary = self._control.with_suffix(".new")
@@ -88,6 +105,7 @@ class Write:
     size_bytes: int
     old: bytes
     file_size_bytes: int  # before it
+    inode: int
 
 
 @dataclass(slots=True)
@@ -102,13 +120,15 @@ def _entries(path: Path) -> Iterator[tuple[int, Write]]:
     """Kind and contents of each entry of a journal; there is none before the first write or sync."""
     data = path.read_bytes() if path.exists() else b""
     position = 0
-    while position < len(data):
-        kind, path_size, number, offset, size, old_size, file_size = _ENTRY.unpack_from(data, position)
+    while position + _ENTRY.size <= len(data):
+        kind, path_size, number, offset, size, old_size, file_size, inode = _ENTRY.unpack_from(data, position)
         position += _ENTRY.size
+        if position + old_size + path_size > len(data):
+            return  # its process was killed while it noted that; it has not written yet
         old = data[position : position + old_size]
         name = data[position + old_size : position + old_size + path_size].decode()
         position += old_size + path_size
-        yield kind, Write(number, name, offset, size, old, file_size)
+        yield kind, Write(number, name, offset, size, old, file_size, inode)
 
 
 def read_journal(path: Path) -> tuple[list[Write], list[Moment]]:
@@ -131,6 +151,43 @@ def read_journal(path: Path) -> tuple[list[Write], list[Moment]]:
 def synced_paths(path: Path) -> list[str]:
     """Of files and folders, in the order in which their syncs ended."""
     return [entry.path for kind, entry in _entries(path) if kind == _SYNC_DONE]
+
+
+def unsynced(journals: Path) -> Unsynced:
+    """The writes that no sync has reached in the end, from a folder with the journals of processes."""
+    pending: Unsynced = {}
+    for kind, entry in chain.from_iterable(_entries(path) for path in sorted(journals.iterdir())):
+        writes = pending.setdefault(entry.inode, [])
+        if kind == _UNDO:
+            if entry.file_size_bytes == 0:
+                writes.clear()  # a new file, perhaps with the number of one that is gone
+            writes.append(entry)
+        elif kind == _DONE:
+            pending[entry.inode] = [one for one in writes if one.number != entry.number]
+        elif kind == _SYNC_DONE:
+            pending[entry.inode] = [one for one in writes if one.number > entry.number]
+    return pending
+
+
+def lose_power(folder: Path, journals: Path, rng: random.Random) -> list[str]:
+    """Put each file of ``folder`` back to what was synced, with some of the rest, as a disk may; those that changed.
+
+    Nobody may have one of them open. Their names stay as they are now. New journals begin with this.
+    """
+    pending = unsynced(journals)
+    changed = []
+    for file in sorted(folder.iterdir() if folder.exists() else ()):
+        writes = pending.get(file.stat().st_ino, []) if file.is_file() else []
+        before = file.read_bytes() if writes else b""
+        after = without_power(bytearray(before), writes, rng) if writes else before
+        if after != before:
+            changed.append(file.name)
+            with file.open("r+b") as same:  # its inode stays
+                same.truncate(len(after))
+                same.write(after)
+    for path in journals.iterdir():
+        path.unlink()
+    return changed
 
 
 def undone(data: bytearray, writes: list[Write]) -> bytearray:

@@ -5,10 +5,12 @@
                               pages, and of its meta page), journal-sync, folder-sync;
                               ACTION: error ERRNO, late ERRNO, delay MILLISECONDS, kill COUNT, from OFFSET
    "late N": the call is made, and then it fails: the bytes are there to be read. "kill N": the process is gone right
-   before the Nth such call since it was loaded. "from N": EIO for what touches bytes from N on.
+   before the Nth such call since it was loaded. "from N": EIO for what touches bytes from N on. With "once" behind the
+   number, the file is taken away by the first call that meets it.
 
    $DISK_SHIM_JOURNAL names a file that gets what it takes to undo each write, and a note of each sync: what a loss of
-   power may take is all that was written since. See tests/faults/disk.py for its format. */
+   power may take is all that was written since. Where it is a folder, each process has a file of its own there; their
+   names are in the order in which the processes began. See tests/faults/disk.py for the format. */
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -21,6 +23,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
@@ -31,7 +34,7 @@ enum { UNDO = 1, DONE = 2, SYNC_BEGUN = 3, SYNC_DONE = 4 };
 
 struct entry { /* then, for UNDO, `old` bytes of what was there, and the path's `path` bytes */
     uint32_t kind, path;
-    uint64_t number, offset, size, old, file_size;
+    uint64_t number, offset, size, old, file_size, inode;
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -65,7 +68,7 @@ static const char *sync_of(int descriptor, const char *path, int own) {
 /* 0; -1 with errno set: the call fails; or the errno with which it fails once it is made. */
 static int meet(const char *call, const char *kind, int index, off_t end) {
     const char *control = getenv("DISK_SHIM_CONTROL");
-    char text[512], name[16], action[16];
+    char text[512], name[16], action[16], times[8];
     long number;
     calls[index]++;
     calls[3]++;
@@ -76,17 +79,19 @@ static int meet(const char *call, const char *kind, int index, off_t end) {
     close(descriptor);
     text[size < 0 ? 0 : size] = 0;
     for (char *rest = text, *line; (line = strsep(&rest, "\n"));) {
-        if (sscanf(line, "%15s %15s %ld", name, action, &number) != 3)
-            continue;
+        int words = sscanf(line, "%15s %15s %ld %7s", name, action, &number, times);
         int any = !strcmp(name, "any");
-        if (!any && strcmp(name, call) && strcmp(name, kind))
+        if (words < 3 || (!any && strcmp(name, call) && strcmp(name, kind)))
             continue;
+        if (!strcmp(action, "kill") && calls[any ? 3 : index] < number)
+            continue;
+        if (words > 3 && !strcmp(times, "once"))
+            unlink(control);
         if (!strcmp(action, "delay")) {
             struct timespec pause = {number / 1000, number % 1000 * 1000000};
             nanosleep(&pause, NULL);
         } else if (!strcmp(action, "kill")) {
-            if (calls[any ? 3 : index] >= number)
-                kill(getpid(), SIGKILL);
+            kill(getpid(), SIGKILL);
         } else if (!strcmp(action, "late")) {
             return (int)number;
         } else if (strcmp(action, "from") || end > number) {
@@ -97,12 +102,28 @@ static int meet(const char *call, const char *kind, int index, off_t end) {
     return 0;
 }
 
+/* Each process numbers its writes behind those of the ones before. */
+static uint64_t next_number(void) {
+    if (!last_number) {
+        struct timespec now;
+        syscall(SYS_clock_gettime, CLOCK_MONOTONIC, &now); /* past any library that bends the clock */
+        last_number = (uint64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+    }
+    return ++last_number;
+}
+
 static int journal(void) {
     static int descriptor = -1;
+    char own[4096];
+    struct stat status;
     const char *path = getenv("DISK_SHIM_JOURNAL");
-    if (descriptor < 0 && path)
-        descriptor = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
-    return descriptor;
+    if (descriptor >= 0 || !path)
+        return descriptor;
+    if (!stat(path, &status) && S_ISDIR(status.st_mode)) {
+        snprintf(own, sizeof own, "%s/%020lu", path, (unsigned long)next_number());
+        path = own;
+    }
+    return descriptor = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
 }
 
 static void note(struct entry entry, const char *path, const char *old) {
@@ -123,15 +144,17 @@ static uint64_t note_write(int descriptor, const char *path, off_t offset, size_
     ssize_t there = reading < 0 ? 0 : REAL(pread)(reading, old, size, offset);
     if (reading >= 0)
         close(reading);
-    struct entry entry = {UNDO, strlen(path), ++last_number, offset, size, there < 0 ? 0 : there, status.st_size};
+    struct entry entry = {UNDO, strlen(path), next_number(),  offset,
+                          size, there < 0 ? 0 : there, status.st_size, status.st_ino};
     note(entry, path, old);
     free(old);
     return entry.number;
 }
 
-static void note_event(int kind, const char *path, uint64_t number) {
-    if (journal() >= 0)
-        note((struct entry){kind, strlen(path), number, 0, 0, 0, 0}, path, "");
+static void note_event(int kind, int descriptor, const char *path, uint64_t number) {
+    struct stat status;
+    if (journal() >= 0 && !fstat(descriptor, &status))
+        note((struct entry){kind, strlen(path), number, 0, 0, 0, 0, status.st_ino}, path, "");
 }
 
 static int syncs_itself(int descriptor) { return (fcntl(descriptor, F_GETFL) & O_DSYNC) != 0; }
@@ -150,7 +173,7 @@ static int syncs_itself(int descriptor) { return (fcntl(descriptor, F_GETFL) & O
     uint64_t number = note_write(descriptor, path, offset, size);                                                      \
     ssize_t result = call;                                                                                             \
     if (own && number && result >= 0 && !late)                                                                         \
-        note_event(DONE, path, number);                                                                                \
+        note_event(DONE, descriptor, path, number);                                                                    \
     pthread_mutex_unlock(&lock);                                                                                       \
     errno = late ? late : errno;                                                                                       \
     return late ? -1 : result
@@ -186,11 +209,11 @@ ssize_t writev(int descriptor, const struct iovec *parts, int count) {
     if (late < 0)                                                                                                      \
         return -1;                                                                                                     \
     pthread_mutex_lock(&lock);                                                                                         \
-    uint64_t upto = last_number;                                                                                       \
+    uint64_t upto = journal() < 0 ? 0 : next_number();                                                                 \
     pthread_mutex_unlock(&lock);                                                                                       \
     int result = call;                                                                                                 \
     if (!result && !late)                                                                                              \
-        note_event(SYNC_DONE, path, upto);                                                                             \
+        note_event(SYNC_DONE, descriptor, path, upto);                                                                 \
     errno = late ? late : errno;                                                                                       \
     return late ? -1 : result
 
@@ -200,7 +223,7 @@ int fsync(int descriptor) { SYNCING(REAL(fsync)(descriptor)); }
 
 #define READING(offset, call)                                                                                                  \
     char path[4096];                                                                                                   \
-    if (is_ours(descriptor, path, sizeof path) && meet("read", "", 2, (offset) + size))                                                     \
+    if (is_ours(descriptor, path, sizeof path) && meet("read", "", 2, (offset) + size))                                \
         return -1;                                                                                                     \
     return call
 

@@ -16,6 +16,9 @@ class Fault(enum.Enum):
     TRUNCATION = "truncation"
     FULL_DISK = "full disk"
     FAILED_SYNC = "failed sync"
+    ONE_SYNC = "one failed sync"
+    LATE_SYNC = "failed sync, bytes readable"
+    LATE_WRITE = "failed write, bytes readable"
     READ_ERROR = "read error"
     SLOW_DISK = "slow disk"
     CLOCK_JUMP = "clock jump"
@@ -49,6 +52,7 @@ class Cell:
 RECOVERED, FALLS_BACK, STOPPED, REFUSED = Outcome.RECOVERED, Outcome.FALLS_BACK, Outcome.STOPPED, Outcome.REFUSED
 RESTORE = "restore the log from a copy that holds all that was acknowledged"
 ROOM = "make room and start again; what was acknowledged is there"
+UNKNOWN = "what is on disk is unknown until it is opened again"
 START = "mend the disk and start again; what was acknowledged is there"
 
 CELLS: dict[tuple[Fault, Thing], Cell] = {
@@ -144,25 +148,58 @@ CELLS: dict[tuple[Fault, Thing], Cell] = {
         "is full: the transaction was not written",
         ROOM,
     ),
-    (Fault.FAILED_SYNC, Thing.RECORD): Cell(
-        STOPPED, "status 1; a sync is never tried again", "what is on disk is unknown until it is opened again", START
-    ),
+    (Fault.FAILED_SYNC, Thing.RECORD): Cell(STOPPED, "status 1; a sync is never tried again", UNKNOWN, START),
     (Fault.FAILED_SYNC, Thing.META): Cell(
         STOPPED,
         "status 1; a sync is never tried again. Where it was that of LMDB's meta page, the next start takes that"
         " transaction for what the log ends with, and says so",
-        "what is on disk is unknown until it is opened again",
+        UNKNOWN,
         START,
     ),
-    (Fault.FAILED_SYNC, Thing.CHUNK): Cell(
-        STOPPED, "status 1; the checkpoints before stay", "what is on disk is unknown until it is opened again", START
-    ),
+    (Fault.FAILED_SYNC, Thing.CHUNK): Cell(STOPPED, "status 1; the checkpoints before stay", UNKNOWN, START),
     (Fault.FAILED_SYNC, Thing.REGISTRY): Cell(
         REFUSED, "the command ends with status 1; the file is as it was", "Input/output error", "mend the disk"
     ),
-    (Fault.FAILED_SYNC, Thing.SPILL): Cell(
-        STOPPED, "status 1; a sync is never tried again", "what is on disk is unknown until it is opened again", START
+    (Fault.FAILED_SYNC, Thing.SPILL): Cell(STOPPED, "status 1; a sync is never tried again", UNKNOWN, START),
+    (Fault.ONE_SYNC, Thing.RECORD): Cell(
+        STOPPED,
+        "as where all fail: of LMDB's pages, of its meta page or of the journal, the disk is not believed again before"
+        " a start has read it",
+        UNKNOWN,
+        START,
     ),
+    (Fault.ONE_SYNC, Thing.META): Cell(STOPPED, "as for records: they share each commit", UNKNOWN, START),
+    (Fault.ONE_SYNC, Thing.CHUNK): Cell(STOPPED, "as for records; the checkpoints before stay", UNKNOWN, START),
+    (Fault.ONE_SYNC, Thing.REGISTRY): Cell(
+        REFUSED,
+        "the command ends with status 1; the file is as it was, or whole where it was the sync of the folder, and then"
+        " the command says so when it is run again",
+        "Input/output error",
+        "run the command again",
+    ),
+    (Fault.ONE_SYNC, Thing.SPILL): Cell(STOPPED, "as for records: they share each commit", UNKNOWN, START),
+    (Fault.LATE_SYNC, Thing.RECORD): Cell(
+        STOPPED,
+        "status 1; what the next start can read of it counts only once that start has made it durable",
+        UNKNOWN,
+        START,
+    ),
+    (Fault.LATE_SYNC, Thing.META): Cell(STOPPED, "as for records: they share each commit", UNKNOWN, START),
+    (Fault.LATE_SYNC, Thing.CHUNK): Cell(STOPPED, "as for records; the checkpoints before stay", UNKNOWN, START),
+    (Fault.LATE_SYNC, Thing.REGISTRY): Cell(REFUSED, "as where one sync fails", "Input/output error", "mend the disk"),
+    (Fault.LATE_SYNC, Thing.SPILL): Cell(STOPPED, "as for records: they share each commit", UNKNOWN, START),
+    (Fault.LATE_WRITE, Thing.RECORD): Cell(
+        STOPPED,
+        "status 1; what the next start can read of it counts only once that start has made it durable",
+        UNKNOWN,
+        START,
+    ),
+    (Fault.LATE_WRITE, Thing.META): Cell(STOPPED, "as for records: they share each commit", UNKNOWN, START),
+    (Fault.LATE_WRITE, Thing.CHUNK): Cell(STOPPED, "as for records; the checkpoints before stay", UNKNOWN, START),
+    (Fault.LATE_WRITE, Thing.REGISTRY): Cell(
+        REFUSED, "the command ends with status 1; the file is as it was", "Input/output error", "mend the disk"
+    ),
+    (Fault.LATE_WRITE, Thing.SPILL): Cell(STOPPED, "as for records: they share each commit", UNKNOWN, START),
     (Fault.READ_ERROR, Thing.RECORD): Cell(
         STOPPED,
         "LMDB reads through a map: the kernel ends the process with SIGBUS, before anything wrong is executed;"

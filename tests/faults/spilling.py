@@ -15,7 +15,7 @@ from coordinator.fault_points import FaultPoint
 from coordinator.log import Severity, open_reader, spilled, verify_log
 from coordinator.log.journal import FILE_SIZE_BYTES
 from tests.faults.clock import JUMPS
-from tests.faults.disk import read_journal, undone, without_power
+from tests.faults.disk import Disk, read_journal, undone, without_power
 from tests.faults.matrix import Cell, Fault
 from tests.faults.scene import NAME, Scene
 from tests.helpers.processes import FORWARD, CoordinatorProcess, SocketApp
@@ -254,8 +254,8 @@ def a_log_truncated_where_calls_are_spilled(scene: SpillScene, cell: Cell) -> No
     scene.arrives()
 
 
-def fails_to_spill(call: str, number: int) -> SpillShow:
-    """A write, or a sync, of the very commit that holds a spilled row fails with that error."""
+def fails_to_spill(fail: Callable[[Disk], None]) -> SpillShow:
+    """A write, or a sync, of the very commit that holds a spilled row fails."""
 
     def show(scene: SpillScene, cell: Cell) -> None:
         scene.register()
@@ -264,7 +264,7 @@ def fails_to_spill(call: str, number: int) -> SpillShow:
         scene.start()
         scene.spills()
         scene.stop_at(FaultPoint.BEFORE_SPILL)
-        disk.fail(call, number)
+        fail(disk)
         scene.goes_on()
         scene.app.until_closed()
         scene.stops(cell.says, 1)
@@ -275,8 +275,11 @@ def fails_to_spill(call: str, number: int) -> SpillShow:
     return show
 
 
-shows(Fault.FULL_DISK)(fails_to_spill("write", errno.ENOSPC))
-shows(Fault.FAILED_SYNC)(fails_to_spill("sync", errno.EIO))
+shows(Fault.FULL_DISK)(fails_to_spill(lambda disk: disk.fail("write", errno.ENOSPC)))
+shows(Fault.FAILED_SYNC)(fails_to_spill(lambda disk: disk.fail("sync", errno.EIO)))
+shows(Fault.ONE_SYNC)(fails_to_spill(lambda disk: disk.fail("sync", errno.EIO, once=True)))
+shows(Fault.LATE_SYNC)(fails_to_spill(lambda disk: disk.fail_late("sync", errno.EIO, once=True)))
+shows(Fault.LATE_WRITE)(fails_to_spill(lambda disk: disk.fail_late("write", errno.EIO, once=True)))
 
 
 @shows(Fault.READ_ERROR)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,16 +14,33 @@ import pytest
 
 from coordinator.core.interfaces import Transaction
 from coordinator.log import Severity, create_log, open_log, open_reader, verify_log
-from coordinator.log.environment import READERS_FILE_NAME
+from coordinator.log.environment import READERS_FILE_NAME, structure_problems
 from coordinator.log.pages import check_pages
-from tests.faults.disk import Disk
+from tests.faults.disk import Disk, shimmed
 from tests.faults.sample_log import COMMITTER_ID, NAME, PAGE_SIZE_BYTES, put_checkpoint, put_record
 from tests.faults.scene import Scene
 
 TRANSACTION_ID_OFFSET_BYTES = 144  # in a meta page
+REPOSITORY = Path(__file__).parents[2]
 PLACES = ("data-sync", "meta-sync", "journal-sync")
 
 Fail = Callable[[Disk, str, int], None]
+
+
+FIRST_SMALL_COMMIT = """
+import os, sys
+from pathlib import Path
+from coordinator.core.errors import LogError
+from coordinator.log import create_log
+from tests.faults.sample_log import COMMITTER_ID, NAME, put_record
+store = create_log(Path(sys.argv[1]), NAME, committer_id=COMMITTER_ID, map_size_bytes=1 << 24)
+Path(os.environ["DISK_SHIM_CONTROL"]).write_text(sys.argv[2])
+try:
+    put_record(store, 0)
+except LogError as error:
+    print(error)
+store.close()
+"""
 
 
 @pytest.fixture
@@ -49,6 +68,21 @@ def test_the_next_start_goes_on(scene: Scene, place: str, fail: Fail) -> None:
         scene.recovers()
 
 
+@pytest.mark.parametrize("what", ["error", "late"])
+@pytest.mark.parametrize("place", ["data-sync", "meta-sync"])
+def test_the_next_start_goes_on_where_it_failed_as_the_journal_was_made(tmp_path: Path, place: str, what: str) -> None:
+    """Found by the soak: the tables may say that there is a journal, and it was removed."""
+    folder = tmp_path / "home" / "log"
+    disk = Disk(tmp_path, folder)
+    command = [sys.executable, "-c", FIRST_SMALL_COMMIT, str(folder), f"{place} {what} {errno.EIO} once"]
+    told = subprocess.run(command, cwd=REPOSITORY, env=shimmed(disk), capture_output=True, text=True, check=True)
+    assert "what is on disk is unknown until it is opened again" in told.stdout
+    store = open_log(folder, NAME, map_size_bytes=1 << 24)
+    put_record(store, store.summary().last_sequence_id + 1)
+    store.close()
+    assert not [one for one in verify_log(folder, NAME).findings() if one.severity is not Severity.NOTE]
+
+
 def test_the_next_first_start_goes_on(scene: Scene) -> None:
     scene.register()
     disk = scene.disk(scene.home)
@@ -59,12 +93,12 @@ def test_the_next_first_start_goes_on(scene: Scene) -> None:
     scene.tell(2)
 
 
-def unnamed_log(folder: Path) -> int:
+def unnamed_log(folder: Path, size_bytes: int = 300) -> int:
     """A log whose last transaction says the ID of two before, as one flipped bit can make it; that transaction."""
     store = create_log(folder, NAME, committer_id=COMMITTER_ID, map_size_bytes=1 << 24)
     sequence_id = 0
     while True:
-        put_record(store, sequence_id)
+        put_record(store, sequence_id, size_bytes)
         store.commit(Transaction(epoch=sequence_id))
         transaction_id = store._environment.info()["last_txnid"]
         if sequence_id > 3 and transaction_id & 2:
@@ -98,6 +132,16 @@ def test_the_transaction_counts_whose_meta_page_names_another(tmp_path: Path) ->
     store.close()
     assert check_pages(tmp_path / "data.mdb") is None
     assert [finding for finding in verify_log(tmp_path, NAME).findings() if finding.severity is not Severity.NOTE] == []
+
+
+@pytest.mark.parametrize("size_bytes", [900, 50_000])
+def test_what_earlier_failures_left_behind_its_pages_is_not_taken_for_its_own(tmp_path: Path, size_bytes: int) -> None:
+    """Found by the soak: two pages that nothing used, and `log verify` called the log damaged for good."""
+    unnamed_log(tmp_path, size_bytes)
+    with (tmp_path / "data.mdb").open("ab") as file:
+        file.write(bytes(2 * PAGE_SIZE_BYTES))
+    open_log(tmp_path, NAME, map_size_bytes=1 << 24).close()
+    assert structure_problems(tmp_path / "data.mdb") == []
 
 
 def test_it_is_not_put_right_under_a_reader(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from coordinator.registry import Registry
 from protocol.record import decode_header
 from protocol.trailer import decode_trailer
 from tests.faults.clock import JUMPS
-from tests.faults.disk import read_journal, synced_paths, without_power
+from tests.faults.disk import Disk, read_journal, synced_paths, without_power
 from tests.faults.matrix import CELLS, Cell, Fault, Thing, document
 from tests.faults.scene import NAME, Scene
 from tests.faults.spilling import SPILL_SHOWS, SpillScene
@@ -375,25 +375,32 @@ def _room(folder: Path) -> int:
     return state.f_bavail * state.f_frsize
 
 
-def fails_at(thing: Thing, call: str, number: int) -> Show:
-    """A write, or a sync, fails with that error while the thing is written."""
+Fail = Callable[[Disk], None]
+
+
+def fails_at(thing: Thing, *fails: Fail) -> Show:
+    """A write, or a sync, fails while the thing is written: in each of these ways, one after the other."""
 
     def show(scene: Scene, cell: Cell) -> None:
         scene.register()
         disk = scene.disk(scene.log.parent)
         scene.start()
+        for fail in fails:
+            fails_once(scene, cell, disk, fail)
+
+    def fails_once(scene: Scene, cell: Cell, disk: Disk, fail: Fail) -> None:
         scene.tell(3)
         if thing is Thing.META:
             scene.kill()
             scene.process = scene.house.start(NAME)
-            disk.fail(call, number)
+            fail(disk)
             scene.house.app(NAME, extended=True).until_closed()
         elif thing is Thing.CHUNK:
-            disk.fail(call, number)
+            fail(disk)
             scene.ask_for_checkpoint()
             scene.app.until_closed()
         else:
-            disk.fail(call, number)
+            fail(disk)
             scene.tell_one()
             scene.app.until_closed()
         scene.stops(cell.says, 1)
@@ -403,9 +410,19 @@ def fails_at(thing: Thing, call: str, number: int) -> Show:
     return show
 
 
+def one_sync(place: str, *, late: bool = False) -> Fail:
+    return lambda disk: (disk.fail_late if late else disk.fail)(place, errno.EIO, once=True)
+
+
+# Small commits go to the journal, large ones and checkpoints to LMDB's pages. More: tests/faults/test_failed_syncs.py.
+PLACES = {Thing.RECORD: ("sync",), Thing.META: ("sync",), Thing.CHUNK: ("data-sync", "meta-sync")}
+
 for _thing in (Thing.RECORD, Thing.META, Thing.CHUNK):
-    shows(Fault.FULL_DISK, _thing)(fails_at(_thing, "write", errno.ENOSPC))
-    shows(Fault.FAILED_SYNC, _thing)(fails_at(_thing, "sync", errno.EIO))
+    shows(Fault.FULL_DISK, _thing)(fails_at(_thing, lambda disk: disk.fail("write", errno.ENOSPC)))
+    shows(Fault.FAILED_SYNC, _thing)(fails_at(_thing, lambda disk: disk.fail("sync", errno.EIO)))
+    shows(Fault.ONE_SYNC, _thing)(fails_at(_thing, *(one_sync(place) for place in PLACES[_thing])))
+    shows(Fault.LATE_SYNC, _thing)(fails_at(_thing, *(one_sync(place, late=True) for place in PLACES[_thing])))
+    shows(Fault.LATE_WRITE, _thing)(fails_at(_thing, lambda disk: disk.fail_late("write", errno.EIO, once=True)))
 
 
 def fails_in_the_registry(call: str, number: int) -> Show:
@@ -426,6 +443,35 @@ def fails_in_the_registry(call: str, number: int) -> Show:
 
 shows(Fault.FULL_DISK, Thing.REGISTRY)(fails_in_the_registry("write", errno.ENOSPC))
 shows(Fault.FAILED_SYNC, Thing.REGISTRY)(fails_in_the_registry("sync", errno.EIO))
+
+
+@shows(Fault.ONE_SYNC, Thing.REGISTRY)
+@shows(Fault.LATE_SYNC, Thing.REGISTRY)
+def one_sync_fails_in_the_registry(scene: Scene, cell: Cell) -> None:
+    scene.register()
+    disk = scene.disk(scene.home)
+    registry = Registry(scene.home)
+    for place, name, is_there in (("other-sync", "bob", False), ("folder-sync", "carol", True)):
+        one_sync(place, late=cell is CELLS[Fault.LATE_SYNC, Thing.REGISTRY])(disk)
+        told = scene.command("register", name, "--peer", "tcp://127.0.0.1:*")
+        assert (told.returncode, told.stderr.count("\n")) == (1, 1), told
+        assert cell.says in told.stderr
+        assert (name in registry.names()) == is_there
+        again = scene.command("register", name, "--peer", "tcp://127.0.0.1:*")
+        assert (again.returncode, "is registered already" in again.stderr) == (int(is_there), is_there)
+        assert registry.load(name).app_port
+
+
+@shows(Fault.LATE_WRITE, Thing.REGISTRY)
+def a_write_fails_late_in_the_registry(scene: Scene, cell: Cell) -> None:
+    scene.register()
+    disk = scene.disk(f"{scene.home}/.bob.toml")
+    disk.fail_late("write", errno.EIO, once=True)
+    told = scene.command("register", "bob", "--peer", "tcp://127.0.0.1:*")
+    assert (told.returncode, told.stderr.count("\n")) == (1, 1), told
+    assert cell.says in told.stderr
+    assert Registry(scene.home).names() == [NAME]
+    assert scene.command("register", "bob", "--peer", "tcp://127.0.0.1:*").returncode == 0
 
 
 def test_a_start_on_a_full_disk_says_so_in_one_line(scene: Scene) -> None:

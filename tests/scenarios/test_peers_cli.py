@@ -20,15 +20,18 @@ from tests.helpers.processes import CoordinatorProcess, House, SocketApp
 class Pair:
     """alice and bob, each of whom forwards to the other."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, extended: bool = False) -> None:
         self.folder = folder
         self.house = House(folder / HOME)
         self.house.register("alice", "bob")
+        self.extended = extended  # the apps say Hello, and hold back nothing that a replay makes
         self.processes: dict[str, CoordinatorProcess] = {}
         self.apps: dict[str, SocketApp] = {}
 
     def start(self, name: str) -> None:
-        self.processes[name], self.apps[name] = self.house.both(name, peer="bob" if name == "alice" else "alice")
+        self.processes[name], self.apps[name] = self.house.both(
+            name, peer="bob" if name == "alice" else "alice", extended=self.extended
+        )
 
     def kill(self, name: str) -> None:
         self.processes[name].kill()
@@ -58,6 +61,17 @@ class Pair:
         app.until(lambda: len(app.state["told"]) >= len(numbers))
         assert app.state["told"] == list(numbers)
 
+    def begin(self) -> None:
+        """Each has called the other."""
+        self.start("bob")
+        self.start("alice")
+        self.forward("alice", 1, 2, 3)
+        self.told("bob", 1, 2, 3)
+        self.forward("bob", 11, 12)
+        self.told("alice", 11, 12)
+        self.acknowledged("alice", 3)
+        self.acknowledged("bob", 2)
+
     def acknowledged(self, name: str, position: int) -> None:
         other = "bob" if name == "alice" else "alice"
         self.processes[name].until(lambda status: status["outputs"][other]["acknowledged"] == position)
@@ -71,14 +85,15 @@ class Pair:
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[Pair]:
     made = Pair(tmp_path)
-    made.start("bob")
-    made.start("alice")
-    made.forward("alice", 1, 2, 3)
-    made.told("bob", 1, 2, 3)
-    made.forward("bob", 11, 12)
-    made.told("alice", 11, 12)
-    made.acknowledged("alice", 3)
-    made.acknowledged("bob", 2)
+    made.begin()
+    yield made
+    made.house.close()
+
+
+@pytest.fixture
+def modern_pair(tmp_path: Path) -> Iterator[Pair]:
+    made = Pair(tmp_path, extended=True)
+    made.begin()
     yield made
     made.house.close()
 
@@ -183,9 +198,9 @@ def test_an_older_copy_of_a_log_needs_a_reset_on_both_sides_and_nothing_else_is_
     line = bob.line("stream refused: 'bob' has 3 messages of 'alice', it once had 5: its log was wiped or replaced by")
     assert "'immortal peers reset alice bob'" in line
     assert "'immortal peers reset alice bob'" in alice.line("stream stopped: 'bob' refuses this instance's messages")
-    both = "run 'immortal peers reset bob alice' and 'immortal peers reset alice bob'"
-    assert both in alice.line("stream refused: epoch 2 of 'bob' has begun twice")
-    assert both in bob.line("stream stopped: 'alice' refuses this instance's messages: epoch 2 of 'bob' has begun")
+    remedy = "run 'immortal peers reclaim bob'"
+    assert remedy in alice.line("stream refused: epoch 2 of 'bob' has begun twice")
+    assert remedy in bob.line("stream stopped: 'alice' refuses this instance's messages: epoch 2 of 'bob' has begun")
     for name, peer in (("alice", "bob"), ("bob", "alice")):
         immortal(pair.folder, "peers", "reset", name, peer, "--yes")
     # 4 and 5 are lost to bob's log, which had acknowledged them; 13 is lost to bob, and stays with alice.
@@ -250,11 +265,115 @@ def test_what_show_shows(pair: Pair) -> None:
     assert (waiting["spilled_bytes"], waiting["held_up"]) == (0, False)
 
 
+class StaleCopy:
+    """A copy of bob's log, made while he was stopped, that runs in his place for a while."""
+
+    def __init__(self, pair: Pair) -> None:
+        self._pair = pair
+        self._log, self._copy, self._original = pair.log("bob"), pair.folder / "copy", pair.folder / "original"
+        pair.stop("bob")
+        shutil.copytree(self._log, self._copy)
+
+    def start(self) -> None:
+        """Bob is not running."""
+        self._log.rename(self._original)
+        self._copy.rename(self._log)
+        self._pair.start("bob")
+
+    def give_way(self) -> None:
+        self._pair.stop("bob")
+        shutil.rmtree(self._log)
+        self._original.rename(self._log)
+
+
+def all_flows(pair: Pair, alice: list[int], bob: list[int]) -> None:
+    pair.forward("alice", 91, 92)
+    pair.forward("bob", 81, 82)
+    pair.told("bob", *bob, 91, 92)
+    pair.told("alice", *alice, 81, 82)
+    for name in ("alice", "bob"):
+        pair.kill(name)
+        pair.start(name)
+    pair.forward("alice", 93)
+    pair.forward("bob", 83)
+    pair.told("bob", *bob, 91, 92, 93)
+    pair.told("alice", *alice, 81, 82, 83)
+    assert_sound(pair)
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_a_copy_that_only_greeted_is_undone_by_one_command_without_loss(modern_pair: Pair, running: bool) -> None:
+    pair = modern_pair
+    copy = StaleCopy(pair)
+    pair.start("bob")
+    pair.forward("alice", 4, 5)
+    pair.told("bob", 1, 2, 3, 4, 5)
+    pair.forward("bob", 13)
+    pair.told("alice", 11, 12, 13)
+    pair.acknowledged("alice", 5)
+    pair.acknowledged("bob", 3)
+    pair.stop("bob")
+    copy.start()
+    for _ in range(2):  # each start is an epoch: the last one is later than any of the original
+        pair.kill("bob")
+        pair.start("bob")
+    pair.forward("alice", 6)
+    pair.processes["alice"].line("stream stopped: 'bob' refuses this instance's messages: 'bob' has 3 messages of")
+    pair.processes["bob"].line("stream stopped: 'alice' has 3 messages of this instance, which has sent only 2")
+    copy.give_way()
+    if running:
+        pair.start("bob")
+        pair.processes["bob"].line("stream stopped: 'alice' refuses this instance's messages: a frame of epoch")
+    said = immortal(pair.folder, "peers", "reclaim", "bob")
+    assert said == "reclaimed: the log of bob counts, its streams with alice go on\n"
+    if not running:
+        pair.start("bob")
+    all_flows(pair, [11, 12, 13], [1, 2, 3, 4, 5, 6])
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_a_copy_that_was_heard_is_undone_once_the_loss_is_accepted(modern_pair: Pair, running: bool) -> None:
+    pair = modern_pair
+    copy = StaleCopy(pair)
+    copy.start()
+    pair.forward("bob", 21, 22)
+    pair.told("alice", 11, 12, 21, 22)
+    pair.forward("alice", 4)
+    pair.told("bob", 1, 2, 3, 4)
+    pair.acknowledged("alice", 4)
+    pair.acknowledged("bob", 4)
+    copy.give_way()
+    if running:
+        pair.start("bob")
+        pair.forward("bob", 13)  # it is alice's third call of bob, where she has the copy's
+        assert "has begun twice" in pair.processes["bob"].line("stream stopped: 'alice' refuses this instance's")
+    said = immortal(pair.folder, "peers", "reclaim", "bob", status=1)
+    assert "nothing was done: with --accept-loss 'bob' goes on, and" in said
+    assert "alice: has executed 2 calls of which the log of bob knows nothing" in said
+    assert "alice: 1 of its calls went to the copy, and are lost to bob" in said
+    answer = json.loads(immortal(pair.folder, "peers", "reclaim", "bob", "--accept-loss", "--json"))
+    assert answer["peers"] == {"alice": {"unknown_at_peer": 2, "lost_of_peer": 1}}
+    if not running:
+        pair.start("bob")
+        pair.forward("bob", 13)
+    all_flows(pair, [11, 12, 21, 22, 13], [1, 2, 3])
+
+
+def test_what_a_copy_did_at_a_peer_that_cannot_be_asked_is_not_known(pair: Pair) -> None:
+    pair.stop("alice")
+    shutil.rmtree(pair.log("alice"))
+    said = immortal(pair.folder, "peers", "reclaim", "bob", status=1)
+    assert "alice: what the copy did there is not known" in said
+    assert not pair.shown("bob")["alice"]["reset_pending"]
+
+
 def test_wrong_calls_are_one_line_each(tmp_path: Path) -> None:
     immortal(tmp_path, "register", "alice", "--peer", "tcp://127.0.0.1:*")
     assert immortal(tmp_path, "peers", "show", "alice") == "alice has no peers yet\n"
     said = immortal(tmp_path, "peers", "reset", "alice", "bob", "--yes", status=1)
     assert said == "error: 'alice' has heard nothing of 'bob' yet: there is nothing to reset\n"
+    said = immortal(tmp_path, "peers", "reclaim", "alice", status=1)
+    assert said == "error: 'alice' has heard nothing of any peer yet: there is nothing to reclaim\n"
     assert "'alice' is no peer of itself" in immortal(tmp_path, "peers", "reset", "alice", "alice", status=2)
     assert "there is no instance 'carol'" in immortal(tmp_path, "peers", "show", "carol", status=1)
     assert "there is no command 'shoe': did you mean 'show'?" in immortal(tmp_path, "peers", "shoe", status=2)

@@ -1,4 +1,4 @@
-"""scripts/soak [--kills N] [--round K] [--seed S] [--workload NAME]..."""
+"""scripts/soak [--kills N | --faults N] [--minutes M] [--round K] [--seed S] [--workload NAME]..."""
 
 from __future__ import annotations
 
@@ -10,71 +10,111 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Protocol
 
+from tests.soak.faults import Faults
 from tests.soak.havoc import Havoc
 from tests.soak.service import SoakError
-from tests.soak.workloads import WORKLOADS
+from tests.soak.workloads import WORKLOADS, Workload
 
 
-def run_round(name: str, kills: int, seed: str) -> tuple[Havoc, str]:
+class Course(Protocol):
+    """What happens to the services of one round; ``counts`` are by what was done, ``beside`` of what does not count."""
+
+    counts: Counter[str]
+    beside: Counter[str]
+
+    def start(self) -> None: ...
+
+    def wreak(self, count: int, deadline_s: float) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def end(self) -> None: ...
+
+
+def run_round(name: str, faults: bool, count: int, deadline_s: float, seed: str) -> tuple[Course, str]:
     """Start, wreak, settle, stop, compare. Raises SoakError; the folder with all logs stays then."""
     rng = random.Random(seed)
     folder = Path(tempfile.mkdtemp(prefix=f"immortal-soak-{name}-"))
-    workload = WORKLOADS[name](folder, rng)
-    havoc = Havoc(workload.services, rng, workload.feed)
+    workload: Workload = WORKLOADS[name](folder, rng)
+    course: Course = (
+        Faults(folder, workload.services, rng, workload.feed)
+        if faults
+        else Havoc(workload.services, rng, workload.feed)
+    )
     try:
-        for service in workload.services:
-            service.start()
-        havoc.wreak(kills)
+        course.start()
+        course.wreak(count, deadline_s)
+        course.finish()
         workload.settle()
         for service in workload.services:
             service.stop()
         found = workload.check()
     except SoakError as error:
-        raise SoakError(f"{name}, seed {seed!r}: {error}\nlogs are kept in {folder}") from error
+        done = ", ".join(f"{count} {what}" for what, count in course.counts.items())
+        raise SoakError(
+            f"{name}, seed {seed!r}, after {done or 'nothing'}: {error}\nlogs are kept in {folder}"
+        ) from error
     finally:
+        course.end()
         for service in workload.services:
             service.end()
     shutil.rmtree(folder)
-    return havoc, found
+    return course, found
+
+
+def by_number(counts: Counter[str]) -> list[tuple[str, int]]:
+    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="scripts/soak", description="Kill processes of the examples, and count.")
-    parser.add_argument("--kills", type=int, default=1000, help="kill -9 in all (default: 1000)")
-    parser.add_argument("--round", type=int, default=50, help="kills before the counts are compared (default: 50)")
+    parser = argparse.ArgumentParser(
+        prog="scripts/soak", description="Kill processes of the examples, and let their disks fail; then count."
+    )
+    parser.add_argument("--kills", type=int, help="kill -9 in all (default: 1000)")
+    parser.add_argument("--faults", type=int, help="in place of kills: faults of all kinds in all")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="no new faults after so long")
+    parser.add_argument("--round", type=int, default=50, help="kills or faults before the counts are compared (50)")
     parser.add_argument("--seed", type=int, default=None, help="draws all; which one it was is printed")
     parser.add_argument("--workload", choices=sorted(WORKLOADS), action="append", help="default: all, in turn")
     options = parser.parse_args()
-    if options.kills < 1 or options.round < 1:
-        parser.error("--kills and --round must be at least 1")
+    if options.kills is not None and options.faults is not None:
+        parser.error("--kills and --faults are two kinds of run: give one of them")
+    faults = options.faults is not None
+    total = options.faults if faults else options.kills or 1000
+    if total < 1 or options.round < 1 or options.minutes <= 0:
+        parser.error("--kills, --faults and --round must be at least 1, --minutes more than 0")
+    if faults and not (shutil.which("cc") or shutil.which("gcc")):
+        parser.error("--faults needs a C compiler, for the disks that fail and the clocks that jump")
     seed = random.randrange(1 << 32) if options.seed is None else options.seed
     names = options.workload or sorted(WORKLOADS)
+    what = "faults" if faults else "kills"
     print(f"seed {seed}", flush=True)
-    kills: Counter[str] = Counter()
-    stops = rounds = 0
+    done: Counter[str] = Counter()
+    beside: Counter[str] = Counter()
+    rounds = 0
     started_s = time.monotonic()
-    while kills.total() < options.kills:
+    deadline_s = started_s + 60 * options.minutes
+    while done.total() < total and time.monotonic() < deadline_s:
         name = names[rounds % len(names)]
         round_started_s = time.monotonic()
         try:
-            havoc, found = run_round(name, min(options.round, options.kills - kills.total()), f"{seed}-{rounds}")
+            count = min(options.round, total - done.total())
+            course, found = run_round(name, faults, count, deadline_s, f"{seed}-{rounds}")
         except SoakError as error:
             print(f"soak: {error}", file=sys.stderr)
             return 1
         rounds += 1
-        kills += havoc.kills
-        stops += havoc.stops
+        done += course.counts
+        beside += course.beside
         took_s = time.monotonic() - round_started_s
-        print(
-            f"round {rounds}: {name}, {havoc.kills.total()} kills, {havoc.stops} stops, {found} ({took_s:.0f} s)",
-            flush=True,
-        )
+        print(f"round {rounds}: {name}, {course.counts.total()} {what}, {found} ({took_s:.0f} s)", flush=True)
     took_s = time.monotonic() - started_s
-    each_s = took_s / kills.total()
-    print(f"{kills.total()} kills and {stops} stops in {rounds} rounds, {took_s:.0f} s: {each_s:.2f} s each")
-    for victim, count in sorted(kills.items(), key=lambda item: -item[1]):
-        print(f"  {count:5} {victim}")
+    each_s = took_s / max(done.total(), 1)
+    print(f"{done.total()} {what} in {rounds} rounds, {took_s:.0f} s: {each_s:.2f} s each")
+    for kind, number in [*by_number(done), *by_number(beside)]:
+        print(f"  {number:5} {kind}")
     return 0
 
 

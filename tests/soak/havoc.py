@@ -47,23 +47,28 @@ IN_TRAFFIC = (
 )
 POINT_TIMEOUT_S = 1.5  # not every point comes in every state: the receiver of a stream may send nothing
 STOPPED_S_MAX = 0.4
+STOP = "stop for a while"
 SHARE_AT_POINTS = 0.3
 SHARE_OF_STOPS = 0.15
 SHARE_IN_RECOVERY = 0.25  # of the kills: without waiting until the last one is recovered from
 
 
 class Havoc:
-    """``kills`` counts kill -9 by victim, ``stops`` SIGSTOPs."""
+    """``counts`` are of kill -9, by victim; ``beside`` of SIGSTOPs."""
 
     def __init__(self, services: Sequence[Service], rng: random.Random, feed: Callable[[], None]) -> None:
         self._services, self._rng, self._feed = services, rng, feed
         self._stopped: list[tuple[float, int, Service, str]] = []  # until when
-        self.kills: Counter[str] = Counter()
-        self.stops = 0
+        self.counts: Counter[str] = Counter()
+        self.beside: Counter[str] = Counter()
 
-    def wreak(self, kills: int) -> None:
-        """Until so many processes were killed. Raises SoakError where a service does not come back."""
-        while self.kills.total() < kills:
+    def start(self) -> None:
+        for service in self._services:
+            service.start()
+
+    def wreak(self, kills: int, deadline_s: float) -> None:
+        """Until so many processes were killed, or time (monotonic) is up. Raises SoakError where one is not started."""
+        while self.counts.total() < kills and time.monotonic() < deadline_s:
             service = self._rng.choice(self._services)
             dice = self._rng.random()
             self._feed()
@@ -76,9 +81,14 @@ class Havoc:
             else:
                 role = self._rng.choices(ROLES, (4, 4, 1))[0]
                 if service.kill(role):
-                    self.kills[role] += 1
+                    self.counts[role] += 1
                 time.sleep(self._rng.uniform(0, 0.05))
+
+    def finish(self) -> None:
         self._continue_all()
+
+    def end(self) -> None:
+        """Nothing of it runs by itself."""
 
     def _wait_until_ready(self, service: Service) -> None:
         wait_for(lambda: self._continue_due() and service.ready, lambda: f"{service.name} is ready\n{service.tail()}")
@@ -88,9 +98,9 @@ class Havoc:
     def _stop(self, service: Service) -> None:
         role = self._rng.choice(ROLES)
         if service.signal(role, signal.SIGSTOP):
-            self.stops += 1
+            self.beside[STOP] += 1
             until_s = time.monotonic() + self._rng.uniform(0.01, STOPPED_S_MAX)
-            heapq.heappush(self._stopped, (until_s, self.stops, service, role))
+            heapq.heappush(self._stopped, (until_s, self.beside[STOP], service, role))
 
     def _continue_due(self) -> bool:
         while self._stopped and self._stopped[0][0] <= time.monotonic():
@@ -123,15 +133,15 @@ class Havoc:
             self._continue_due()
             time.sleep(POLL_S)
         if not service.disarm():
-            self.kills[f"at {point.value!r}"] += 1
+            self.counts[f"at {point.value!r}"] += 1
 
     def _recover(self, service: Service) -> None:
         if service.kill(APP):
-            self.kills[APP] += 1
+            self.counts[APP] += 1
 
     def _start(self, service: Service) -> None:
         if service.kill(COORDINATOR):
-            self.kills[COORDINATOR] += 1
+            self.counts[COORDINATOR] += 1
 
     def _ask_for_a_checkpoint(self, service: Service) -> None:
         with contextlib.suppress(ImmortalError):  # it may be killed at that question

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -45,6 +46,7 @@ class Service:
         self.name = settings.name
         self.output = folder / f"{self.name}.log"
         self.plan = folder / f"{self.name}.plan"
+        self.environment: dict[str, str] = {}  # of its processes, besides that of its run
         self._run = run
         self._pids: dict[str, int] = {}
         self._read_bytes = 0
@@ -64,7 +66,13 @@ class Service:
             self._supervisor = subprocess.Popen(
                 [*command, "--restart", "--log-format", "json"],
                 cwd=self._run.folder,
-                env={**os.environ, "PYTHONPATH": repository, **self._run.environment, VARIABLE: str(self.plan)},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": repository,
+                    **self._run.environment,
+                    **self.environment,
+                    VARIABLE: str(self.plan),
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -88,6 +96,17 @@ class Service:
         if self._supervisor is not None and self._supervisor.poll() is None:
             self._supervisor.kill()
             self._supervisor.wait()
+
+    def cut_power(self) -> None:
+        """All its processes end at once; none is left that could write."""
+        self.look()
+        for pid in (self._pids.get(COORDINATOR), self._pids.get(APP)):
+            if pid is not None and self._is_own(pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self.end()
+        plan = str(self.plan).encode()
+        wait_for(lambda: not _processes_with(plan), lambda: f"all processes of {self.name} have ended")
 
     # --- what is known of it ------------------------------------------------------------------------------------------
 
@@ -190,6 +209,16 @@ class Service:
         except FileNotFoundError:
             return False
         return True
+
+
+def _processes_with(value: bytes) -> list[int]:
+    """Whose environment has it."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it is gone, or somebody else's
+            if value in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+    return found
 
 
 def wait_for(condition: Callable[[], bool], what: Callable[[], str], timeout_s: float = DEADLINE_S) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import random
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,11 +14,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from appsdk.client import connect, with_key
+from appsdk.client import NotConnectable, connect, with_key
 from appsdk.state import decode_envelope
 from coordinator.log import Severity, open_reader, verify_log
 from coordinator.registry import Registry
-from tests.soak.service import APP, SUPERVISOR, Run, Service, SoakError, wait_for
+from tests.soak.service import APP, DEADLINE_S, SUPERVISOR, Run, Service, SoakError, wait_for
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -176,7 +177,8 @@ class Shop:
 
     ORDERS_AT_ONCE = 200
     THREADS = 8
-    TIMEOUT_S = 60.0
+    TIMEOUT_S = 180.0  # the shop may be down for most of it
+    WAITING_MAX = 800
 
     def __init__(self, folder: Path, rng: random.Random) -> None:
         self._shop = _module("shop", EXAMPLES / "http")
@@ -188,14 +190,22 @@ class Shop:
         self.feed()
 
     def feed(self) -> None:
+        if sum(not receipt.done() for receipt in self._receipts.values()) > self.WAITING_MAX:
+            return
         for _ in range(self.ORDERS_AT_ONCE):
             number = str(len(self._receipts))
             self._receipts[number] = self._ordering.submit(self._order, number)
 
     def _order(self, number: str) -> int:
-        with connect(self._shop.Shop, "shop", home=self._home, timeout=self.TIMEOUT_S) as shop:
-            receipt: int = with_key(shop, f"order-{number}").place(number, "book")
-            return receipt
+        deadline_s = time.monotonic() + self.TIMEOUT_S
+        while True:
+            try:
+                with connect(self._shop.Shop, "shop", home=self._home, timeout=self.TIMEOUT_S) as shop:
+                    receipt: int = with_key(shop, f"order-{number}").place(number, "book")
+                    return receipt
+            except NotConnectable:  # nobody runs it: it was not sent
+                if time.monotonic() > deadline_s:
+                    raise
 
     def settle(self) -> None:
         (shop,) = self.services
@@ -203,11 +213,20 @@ class Shop:
         def is_complete() -> bool:
             return shop.ready and all(receipt.done() for receipt in self._receipts.values())
 
-        wait_for(is_complete, lambda: f"{len(self._receipts)} orders are answered\n{shop.tail()}")
-        self._ordering.shutdown()
+        try:
+            wait_for(is_complete, lambda: f"{self._waiting()} are answered\n{shop.tail()}", self.TIMEOUT_S + DEADLINE_S)
+        finally:
+            self._ordering.shutdown(wait=False, cancel_futures=True)
+
+    def _waiting(self) -> str:
+        waiting = [number for number, receipt in self._receipts.items() if not receipt.done()]
+        return f"of {len(self._receipts)} orders the last {len(waiting)} ({', '.join(waiting[:8])} ...)"
 
     def check(self) -> str:
         taken = final_state(self.services[0])["orders"]
+        unanswered = [str(error) for receipt in self._receipts.values() if (error := receipt.exception()) is not None]
+        if unanswered:
+            raise SoakError(f"{len(unanswered)} orders were not answered: {unanswered[:3]}")
         expected = {number: [receipt.result()] for number, receipt in self._receipts.items()}
         if taken != expected:
             wrong = {number: (taken.get(number), one) for number, one in expected.items() if taken.get(number) != one}

@@ -82,6 +82,19 @@ def test_nothing_is_sent_before_the_welcome_but_hello_again() -> None:
     assert talk.types == ["REQUEST"]
 
 
+def test_while_nobody_answers_there_is_something_to_do_at_each_deadline() -> None:
+    """Found by the soak: behind the moment of the first heartbeat it was asked for again and again, at once."""
+    talk = Talk()
+    for _ in range(200):
+        assert talk.types == ["HELLO"] or talk.connection.wants_reopening
+        if talk.connection.wants_reopening:
+            talk.connection.reopened(talk.now_s)
+            assert talk.types == ["HELLO"]
+        assert talk.connection.next_deadline_s() > talk.now_s
+        talk.now_s = talk.connection.next_deadline_s()
+    assert talk.now_s > 130
+
+
 def test_calls_that_wait_share_a_frame_and_say_what_is_acknowledged() -> None:
     talk = opened()
     calls = [talk.call() for _ in range(3)]

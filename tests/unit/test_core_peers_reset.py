@@ -8,7 +8,7 @@ from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.interfaces import SourcePosition, StreamStart
 from coordinator.core.limits import Limits
-from coordinator.core.peer_reset import reset_transaction
+from coordinator.core.peer_reset import RECLAIM_EPOCHS, reclaim_transaction, reset_transaction
 from coordinator.core.session import Phase
 from protocol.messages import MessageType
 from protocol.peer import FrameType, PeerFrame, RefusedCode
@@ -386,7 +386,7 @@ def test_an_older_copy_of_the_sender_may_have_a_lower_epoch_and_is_not_taken_twi
     (warning,) = [text for level, text in driven.reports if level == "warning"]
     assert warning == (
         "stream refused: a frame of epoch 2 of 'b', which has since started epoch 3; if its log was replaced by an "
-        "older copy, restore it, or run 'immortal peers reset b a' and 'immortal peers reset a b'"
+        "older copy, or a copy has run, restore it, or run 'immortal peers reclaim b'"
     )
     reset(driven)
     driven.forget()
@@ -498,6 +498,93 @@ def test_records_of_the_old_log_that_become_durable_late_are_not_the_new_ones() 
     ]
 
 
+# --- this log counts, and no copy of it -----------------------------------------------------------------------------
+
+
+def test_a_sender_that_had_more_acknowledged_is_let_in_once_by_a_reset() -> None:
+    driven = three_of_five()
+    driven.greeted("before", position=4, epoch=3)
+    reset(driven)
+    driven.greeted("after", position=4, epoch=3)
+    driven.greeted("later", position=1, epoch=3)
+    driven.batch("t", 2, rpc(2), epoch=3)
+    driven.greeted("again", position=9, epoch=3)
+    said = [(reply.frame.frame_type, reply.frame.position, reply.frame.code) for reply in driven.of(ef.ReplyToPeer)]
+    assert said == [
+        (FrameType.REFUSED, 0, RefusedCode.ROLLED_BACK),
+        (FrameType.WELCOME, 1, RefusedCode.ROLLED_BACK),
+        (FrameType.WELCOME, 1, RefusedCode.NONE),
+        (FrameType.TRIM_TO, 2, RefusedCode.NONE),
+        (FrameType.REFUSED, 0, RefusedCode.ROLLED_BACK),
+    ]
+
+
+def test_a_reset_lets_in_a_sender_that_had_more_acknowledged_after_a_crash_too() -> None:
+    driven = three_of_five()
+    reset(driven)
+    driven.greeted("welcomed, and then forgotten", position=4, epoch=3)
+    second = driven.crash()
+    second.greeted("h", position=4, epoch=3)
+    assert second.replies == [("h", FrameType.WELCOME, 1)]
+
+
+@pytest.mark.parametrize("crash", [False, True])
+def test_a_sender_goes_on_behind_what_a_receiver_has_that_was_reset(crash: bool) -> None:
+    driven = three_of_five()
+    driven.auto = crash
+    driven.handle(ev.PeerMoved("b"))
+    driven.reply(FrameType.WELCOME, 1, code=RefusedCode.ROLLED_BACK)
+    assert crash or sent(driven) == [], "not before its new numbers are durable"
+    driven.disk_all()
+    assert sent(driven) == [(2, rpc(4) + rpc(5))]
+    if crash:
+        driven = driven.crash()
+        driven.connect(HELLO)
+        driven.data(all_calls() + checkpoint(b"x"))
+        assert hellos(driven) == [1]
+        driven.reply(FrameType.WELCOME, 2)
+        assert sent(driven) == [(3, rpc(5))]
+    assert errors(driven) == []
+
+
+def reclaimed(crash: bool) -> Driven:
+    driven = three_of_five()
+    if not crash:
+        driven.handle(ev.Reclaimed("operator"))
+        return driven
+    driven.store.commit(reclaim_transaction(driven.store.summary()))
+    second = driven.crash()
+    second.connect(HELLO)
+    second.data(all_calls() + checkpoint(b"x"))
+    return second
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_log_that_counts_is_ahead_of_its_copy_and_takes_nothing_of_it_for_its_own(stopped: bool) -> None:
+    driven = reclaimed(stopped)
+    hello = driven.frames(FrameType.HELLO)[-1]
+    assert hello.epoch > RECLAIM_EPOCHS
+    assert hello.position == 0
+    driven.forget()
+    driven.reply(FrameType.WELCOME, 5)  # as many as were made here: two of them are the copy's
+    assert sent(driven) == [(6, rpc(4) + rpc(5))]
+    assert {frame.epoch for frame in driven.frames(FrameType.BATCH)} == {hello.epoch}
+    driven.greeted("h", position=4, epoch=3)
+    assert driven.replies == [("h", FrameType.WELCOME, 1)]
+
+
+def test_nobody_hears_of_the_epoch_of_a_log_that_counts_before_it_is_durable() -> None:
+    driven = three_of_five()
+    driven.auto = False
+    driven.handle(ev.Reclaimed("operator"))
+    assert (hellos(driven), driven.of(ef.PeerResetDone)) == ([], [])
+    driven.disk()
+    assert hellos(driven) == [0]
+    driven.disk_all()
+    assert [done.token for done in driven.of(ef.PeerResetDone)] == ["operator"]
+    assert driven.store.summary().epoch > RECLAIM_EPOCHS
+
+
 # --- this instance was wiped: the words come from the other side -----------------------------------------------------
 
 
@@ -505,7 +592,7 @@ def test_records_of_the_old_log_that_become_durable_late_are_not_the_new_ones() 
     ("code", "command"),
     [
         (RefusedCode.COMMITTER_CHANGED, "'immortal peers reset b a'"),
-        (RefusedCode.STALE_EPOCH, "'immortal peers reset b a'"),
+        (RefusedCode.STALE_EPOCH, "'immortal peers reclaim a'"),
         (RefusedCode.ROLLED_BACK, "'immortal peers reset a b'"),
     ],
 )
