@@ -174,6 +174,7 @@ class InstanceClock:
         )
         temporary = self._path.with_name(f".{FILE_NAME}.new")
         try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)  # the log may be elsewhere
             temporary.write_bytes(msgspec.json.encode(saved))
             os.replace(temporary, self._path)
         except OSError as error:

@@ -126,6 +126,14 @@ def test_a_file_that_cannot_be_written_is_said_once(machine: Machine) -> None:
     assert [line for line in machine.lines if "can't be written" in line] == machine.lines[:1]
 
 
+def test_the_folder_is_made_where_the_log_is_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(tmp_path, monkeypatch)
+    machine.folder = tmp_path / "home" / "alice"
+    machine.start()
+    assert (machine.folder / FILE_NAME).exists()
+    assert machine.lines == []
+
+
 def test_what_was_stepped_is_told_to_the_next_process(machine: Machine) -> None:
     one = machine.start()
     one.take_events()

@@ -73,6 +73,8 @@ def test_the_metrics_of_a_running_instance(start: Start, tmp_path: Path) -> None
             text = answer.read().decode()
         assert 'immortal_up{instance_name="counter"} 1.0' in text
         assert 'immortal_app_connected{instance_name="counter"} 1.0' in text
+        assert 'immortal_clock_ahead_seconds{instance_name="counter"} 0.0' in text
+        assert 'immortal_clock_jumps{instance_name="counter"} 0.0' in text
     finally:
         run.kill()
 
