@@ -19,6 +19,7 @@ from coordinator.core.clock import Reading, RunningTime, SteadyClock, Timekeeper
 from coordinator.core.events import ClockMoved
 from coordinator.core.interfaces import LogSummary
 from coordinator.logs import Events
+from protocol.private_files import make_folder, opener
 
 FILE_NAME = "clock"
 LOOK_NS = 1_000_000_000  # how often it is looked at, whatever else happens: so a jump is never seen twice only
@@ -174,8 +175,9 @@ class InstanceClock:
         )
         temporary = self._path.with_name(f".{FILE_NAME}.new")
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)  # the log may be elsewhere
-            temporary.write_bytes(msgspec.json.encode(saved))
+            make_folder(self._path.parent)  # the log may be elsewhere
+            with open(temporary, "wb", opener=opener) as file:
+                file.write(msgspec.json.encode(saved))
             os.replace(temporary, self._path)
         except OSError as error:
             if not self._unsaved_told:
@@ -184,6 +186,11 @@ class InstanceClock:
 
     def close(self) -> None:
         self._save()
+
+
+def remove(folder: Path) -> None:
+    """Forget when the instance of ``folder`` ran, as its log is gone."""
+    (folder / FILE_NAME).unlink(missing_ok=True)
 
 
 def _boot_id() -> str:

@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from coordinator import socket_paths
 from coordinator.config import write_atomically
 from protocol import process_file
 from protocol.errors import ImmortalError
@@ -80,8 +81,8 @@ def supervisor_path(folder: Path) -> Path:
 
 
 def socket_path(folder: Path) -> Path:
-    """Where the coordinator answers, if a socket can be there."""
-    return folder / SOCKET_FILE_NAME
+    """Where the coordinator answers, if its file system has sockets."""
+    return socket_paths.socket_path(folder, SOCKET_FILE_NAME)
 
 
 def with_size(data: bytes) -> bytes:

@@ -17,7 +17,6 @@ import os
 import select
 import socket
 import struct
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -31,13 +30,11 @@ from coordinator.control import (
     SIZE_SIZE_BYTES,
     SOCKET_FILE_NAME,
     ControlError,
-    ControlFile,
     Question,
-    path,
     socket_path,
     with_size,
 )
-from protocol import process_file
+from coordinator.socket_paths import secure_folder, short_path
 from protocol.private_files import make_folder
 
 CONNECTIONS_MAX = 16  # at once: commands of one operator, and the metrics
@@ -45,7 +42,6 @@ QUESTION_TIMEOUT_S = 5.0  # for a whole question
 ANSWER_TIMEOUT_S = 60.0  # from then on, until the answer is taken: what it asks for must reach the disk first
 _BACKLOG_MAX = 32  # connections that the kernel holds for us while a commit is waited for
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
-_PREFIX = "immortal-"  # of a folder elsewhere, for the socket alone
 _NO_SOCKET_HERE = (errno.EPERM, errno.EOPNOTSUPP)  # what file systems say that have none
 
 _decode = msgspec.json.Decoder(Question).decode
@@ -98,18 +94,18 @@ class ControlServer:
     def listen(self) -> Path:
         """Begin to answer; where. For who holds the lock of the log: what was there before is replaced.
 
-        A folder that can have no socket, or whose name is too long for one, lends its place to a private one in
-        XDG_RUNTIME_DIR or the temporary folder. Raises ControlError.
+        A folder that can have no socket, or whose name is too long for one, lends its place to a short one
+        (coordinator.socket_paths). Raises ControlError.
         """
         try:
-            self._remove_left_over()
             make_folder(self._folder)
+            (self._folder / "control_token").unlink(missing_ok=True)  # of an earlier version
             try:
                 self._listening = _listen(self._path)
             except OSError as error:
-                if error.errno not in (None, *_NO_SOCKET_HERE):  # None: the path is too long
+                if error.errno not in _NO_SOCKET_HERE:
                     raise
-                self._path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_runtime_folder()), SOCKET_FILE_NAME)  # 0700
+                self._path = short_path(self._folder, SOCKET_FILE_NAME)
                 self._listening = _listen(self._path)
             self._inode = self._path.stat().st_ino
         except OSError as error:
@@ -240,28 +236,15 @@ class ControlServer:
         connection.socket.close()
 
     def _remove(self) -> None:
-        """The socket's file, unless it is another one by now, and the folder that was made for it."""
+        """The socket's file, unless it is another one by now."""
         with contextlib.suppress(OSError):
             if self._path.stat().st_ino == self._inode:
                 self._path.unlink()
-            if self._path.parent != self._folder:
-                self._path.parent.rmdir()
-
-    def _remove_left_over(self) -> None:
-        """The socket that a coordinator which was killed had elsewhere; the token of an earlier version."""
-        (self._folder / "control_token").unlink(missing_ok=True)
-        found = process_file.read(path(self._folder), ControlFile)
-        if found is None or process_file.is_living(found):
-            return
-        left_over = Path(found.control)
-        if left_over.name == SOCKET_FILE_NAME and left_over.parent.name.startswith(_PREFIX):
-            with contextlib.suppress(OSError):
-                left_over.unlink()
-                left_over.parent.rmdir()
 
 
 def _listen(path: Path) -> socket.socket:
     """A non-blocking socket that only its owner can connect to. It has its name once it is so. Raises OSError."""
+    secure_folder(path)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     partial = path.with_name(f".{path.name}")
     try:
@@ -276,15 +259,6 @@ def _listen(path: Path) -> socket.socket:
         raise
     listening.setblocking(False)
     return listening
-
-
-def _runtime_folder() -> str | None:
-    """That of this user; None, for the temporary one, where there is none: `sudo` may leave that of another user."""
-    folder = os.environ.get("XDG_RUNTIME_DIR", "")
-    with contextlib.suppress(OSError):
-        if os.stat(folder).st_uid == os.geteuid():
-            return folder
-    return None
 
 
 def _in_ns(delay_s: float) -> int:

@@ -16,7 +16,7 @@ import stat
 from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
 
-from coordinator import app_secret, audit, control, upgrade_mark
+from coordinator import app_secret, audit, clock, control, upgrade_mark
 from coordinator.app_addresses import LOCALHOST, SOCKET_FILE_NAME, hosts_of
 from coordinator.config import (
     KILLS_BEFORE_VERDICT_DEFAULT,
@@ -225,6 +225,7 @@ class Registry:
             if delete_log and settings is not None:
                 _delete_log(settings)
                 audit.remove(folder)
+                clock.remove(folder)
             if settings is not None and not (settings.log / "data.mdb").exists():
                 own_logs.remove(folder)
             self.path(name).unlink(missing_ok=True)

@@ -12,6 +12,8 @@ import os
 import stat
 from pathlib import Path
 
+from protocol.private_files import make_folder
+
 UNIX_PATH_SIZE_BYTES_MAX = 107
 SHORT_FOLDERS = Path("/tmp")  # noqa: S108 (secure_folder looks whose it is) not TMPDIR: each command has its own
 _DIGEST_SIZE_BYTES = 12
@@ -19,25 +21,26 @@ _DIGEST_SIZE_BYTES = 12
 
 def socket_path(folder: Path, file_name: str) -> Path:
     """The path of a socket that is ``folder / file_name`` where that fits; ``folder`` is the instance's."""
-    real = os.path.realpath(folder)
-    path = Path(real, file_name)
-    if len(os.fsencode(path)) <= UNIX_PATH_SIZE_BYTES_MAX:
-        return path
-    digest = hashlib.blake2b(os.fsencode(real), digest_size=_DIGEST_SIZE_BYTES).hexdigest()
+    path = Path(os.path.realpath(folder), file_name)
+    fits = len(os.fsencode(path)) < UNIX_PATH_SIZE_BYTES_MAX  # with a dot in front, while it is made
+    return path if fits else short_path(folder, file_name)
+
+
+def short_path(folder: Path, file_name: str) -> Path:
+    """The path of such a socket where it can't be in ``folder``."""
+    real = os.fsencode(os.path.realpath(folder))
+    digest = hashlib.blake2b(real, digest_size=_DIGEST_SIZE_BYTES).hexdigest()
     return _short_folder() / f"{digest}-{file_name}"
 
 
 def secure_folder(path: Path) -> None:
-    """The folder of a path of :func:`socket_path` is there, and nobody else can put anything into it.
+    """The folder of a socket is there; where it is a short one, nobody else can put anything into it.
 
     Raises OSError, also where a folder of that name is somebody else's.
     """
     folder = path.parent
     if folder != _short_folder():
-        folder.mkdir(parents=True, exist_ok=True)
-        status = folder.stat()
-        if status.st_uid == os.geteuid() and status.st_mode & 0o022:  # as a umask of 002 or 000 has left it
-            folder.chmod(stat.S_IMODE(status.st_mode) & ~0o022)
+        make_folder(folder)
         return
     try:
         folder.mkdir(0o700)

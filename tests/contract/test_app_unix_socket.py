@@ -363,15 +363,6 @@ def test_a_short_folder_is_for_its_owner_alone(tmp_path: Path, monkeypatch: pyte
             secure_folder(path)
 
 
-def test_an_instances_folder_that_others_can_write_to_is_closed_to_them(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a").chmod(0o777)
-    secure_folder(tmp_path / "a" / "app.sock")
-    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o755, "public_keys stay readable"
-    secure_folder(tmp_path / "b" / "app.sock")
-    assert (tmp_path / "b").is_dir()
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
 def test_a_listener_of_another_user_is_not_spoken_to() -> None:
     with tempfile.TemporaryDirectory(prefix="immortal-tests-", dir="/tmp") as folder:

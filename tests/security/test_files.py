@@ -118,7 +118,7 @@ def test_status_of_a_shared_registry_shows_what_the_asking_user_may_see(house: H
     assert "sequence_id" not in said
     house.close()
     said = as_stranger(lambda: run(house.home, "status", "--json").output)
-    assert '"error": "[Errno 13] Permission denied: ' in said
+    assert "Permission denied" in said
     assert "not started yet" in said
 
 
