@@ -436,6 +436,7 @@ class Peers:
             return
         if pending:
             if tag == stream.attempt and frame.frame_type is FrameType.WELCOME:
+                self._note_window(stream, frame)
                 self._begin_anew(stream, frame)
             return
         if not self._is_same_receiver(stream, frame):
@@ -445,7 +446,7 @@ class Peers:
             self._fail_forked(stream, frame.position)
             return
         if frame.frame_type in (FrameType.TRIM_TO, FrameType.WELCOME):
-            stream.window_bytes = frame.count or min(self.limits.peer_window_bytes, self.limits.unsaid_window_bytes)
+            self._note_window(stream, frame)
         if frame.frame_type is FrameType.TRIM_TO:
             self._acknowledge(stream, position)
         elif tag != stream.attempt:
@@ -467,6 +468,10 @@ class Peers:
                 return
             stream.open()
             self._acknowledge(stream, position)
+
+    def _note_window(self, stream: OutputStream, frame: PeerFrame) -> None:
+        unsaid_bytes = min(self.limits.peer_window_bytes, self.limits.unsaid_window_bytes)
+        stream.window_bytes = frame.count or unsaid_bytes
 
     def _fail_forked(self, stream: OutputStream, received: int) -> None:
         sent = stream.sent_through - stream.offset
@@ -581,7 +586,8 @@ class Peers:
         """
         destination = stream.destination
         position = frame.position + stream.offset
-        same = self.committer_ids.get(destination) == frame.committer_id
+        # By numbers of which nothing was ever acknowledged, what a new log has is what late frames brought it.
+        same = stream.acknowledged == stream.offset or self.committer_ids.get(destination) == frame.committer_id
         forked = self._start(destination).forked or frame.code == RefusedCode.STALE_EPOCH
         all_sent = position <= stream.sent_through or self.catching_up
         group = self.log.append_outside_record(0)

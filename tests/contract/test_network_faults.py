@@ -324,7 +324,7 @@ time.time_ns, time.time = jumping, lambda: jumping() / 1e9
 
 
 def test_clocks_that_jump(house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By hours, many times a second, at both ends, over kills of both: and the times in the logs never go back."""
+    """By hours, many times a second, at both ends, over kills: the times in the logs never go back, nor jump."""
     (tmp_path / "sitecustomize.py").write_text(JUMPS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     road = Road(house)
@@ -352,7 +352,9 @@ def test_clocks_that_jump(house: House, tmp_path: Path, monkeypatch: pytest.Monk
             assert times_ns == sorted(times_ns)
             sent_ns = [batch.send_time_ns for trailer in trailers for batch in trailer.batches]
             jumps += sum(abs(later - earlier) > 3600 * 10**9 for earlier, later in itertools.pairwise(sent_ns))
-        assert jumps > 2, "the clocks did not jump"
+        assert not jumps, "a jump was believed"
+        for process in (road.alice_process, road.bob_process):
+            assert process.count("the machine's clock is"), "the clocks did not jump"
 
 
 def trailer_of(value: bytes) -> Trailer:
@@ -370,7 +372,7 @@ def test_a_copy_of_an_instance_that_runs_beside_it_is_told_apart(house: House, t
         road.feed(20)
         road.arrives()
         copied = tmp_path / "copied"
-        shutil.copytree(house.home, copied)
+        shutil.copytree(house.home, copied, ignore=shutil.ignore_patterns("*.sock"))
         path, settings = copied / "alice.toml", house.settings("alice")
         text = path.read_text().replace(f"app_port = {settings.app_port}", f"app_port = {_free_port()}")
         path.write_text(text.replace(settings.peer, f"tcp://127.0.0.1:{_free_port()}"))

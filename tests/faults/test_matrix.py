@@ -459,7 +459,7 @@ def one_sync_fails_in_the_registry(scene: Scene, cell: Cell) -> None:
         assert (name in registry.names()) == is_there
         again = scene.command("register", name, "--peer", "tcp://127.0.0.1:*")
         assert (again.returncode, "is registered already" in again.stderr) == (int(is_there), is_there)
-        assert registry.load(name).app_port
+        assert registry.load(name).peer.startswith("tcp://127.0.0.1:")
 
 
 @shows(Fault.LATE_WRITE, Thing.REGISTRY)
@@ -500,7 +500,9 @@ def a_mapped_page_that_the_disk_does_not_give(scene: Scene, cell: Cell) -> None:
     scene.process.line("the app is gone")
     os.truncate(scene.log, 8192)
     scene.house.app(NAME, extended=True)
-    assert scene.process.ended()[0] == -signal.SIGBUS  # what the supervisor says then: tests/crash/test_supervisor.py
+    # What the supervisor says then: tests/crash/test_supervisor.py. Or a commit has made the file longer by then, and the
+    # page is there, without a record.
+    assert scene.process.ended()[0] in (-signal.SIGBUS, 3)
     scene.log.write_bytes(sound)
     scene.recovers()
 

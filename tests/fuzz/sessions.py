@@ -325,7 +325,8 @@ class Session:
 
     def crash(self) -> None:
         """App and coordinator; all that is durable stays."""
-        self.driven = self.driven.crash()
+        now_ns, self.driven = self.driven.now_ns, self.driven.crash()
+        self.driven.now_ns = now_ns
         self.connect()
         for name in self.positions:
             self.frame(name, FrameType.HELLO, self.positions[name])

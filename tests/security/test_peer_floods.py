@@ -25,7 +25,7 @@ from coordinator import keys
 from coordinator.bench.latency import percentile
 from coordinator.messenger import Messenger, Security
 from coordinator.messenger.envelope import encode_message
-from coordinator.messenger.security import connect_with
+from coordinator.messenger.security import Role, connect_with
 from protocol.client import ClientFrame, ClientFrameType, encode_client_frame, encode_numbers, encode_request
 from protocol.messages import RpcKind, decode_incoming_rpc, encode_attach_to, encode_incoming_rpc, encode_outgoing_rpc
 from protocol.peer import FrameType, PeerFrame, decode_frame, encode_frame
@@ -61,6 +61,7 @@ class Place:
         house.register("alice", "bob", "mallory")
         for name in ("alice", "bob", "mallory"):
             keys.make(house.settings(name).folder)
+        keys.make(house.home / "web", Role.CLIENT)
         self.house = house
         self.process = house.start("bob")
         self.app = house.app("bob", AnsweringApp)
@@ -74,12 +75,12 @@ class Place:
         return Security(pair, {}, lambda endpoint: (self.server_key,))
 
     def dealer(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-        """mallory's, who reads nothing but what is asked for."""
+        """mallory's, as the client web, who reads nothing but what is asked for."""
         dealer: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         dealer.linger = 0
         dealer.setsockopt(zmq.RCVHWM, 1)
         dealer.setsockopt(zmq.SNDTIMEO, 100)
-        connect_with(dealer, keys.read_pairs(self.house.settings("mallory").folder)[0], self.server_key)
+        connect_with(dealer, keys.read_pairs(self.house.home / "web")[0], self.server_key)
         dealer.connect(self.endpoint)
         return dealer
 

@@ -422,7 +422,7 @@ def test_permissions_come_back_as_they_were(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("[allow]\nweb = 'place'", "line 5, field 'allow.web': got \"place\", expected a list of names of methods"),
+        ("[allow]\nweb = 'place'", "line 4, field 'allow.web': got \"place\", expected a list of names of methods"),
         ("[allow]\nweb = ['@query']", "expected a list of names of methods"),
         ("[allow]\nweb = [3]", "expected a list of names of methods"),
         ("[allow]\nweb = {rate = 0}", 'expected a whole number from 1 to 1000000000 as "rate"'),

@@ -251,7 +251,7 @@ def test_a_log_cannot_move_the_cursor_of_who_reads_it(registry: Registry, comman
 def test_a_coordinator_cannot_move_the_cursor_of_who_asks_it(
     registry: Registry, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def answer(folder: Path, question: str, timeout_s: float = 0.0) -> dict[str, Any]:
+    def answer(folder: Path, question: str, timeout_s: float = 0.0, *, argument: object = None) -> dict[str, Any]:
         return {"status": LIVE, "peers": {"peers": {NASTY: PEER}}}.get(
             question, {"retried": 0, "refused": {NASTY: NASTY}}
         )

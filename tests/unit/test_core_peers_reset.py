@@ -785,3 +785,25 @@ def test_only_the_streams_of_that_peer_are_reset() -> None:
     frame = PeerFrame(FrameType.TRIM_TO, "c", "a", 6, 1, 1)
     driven.handle(ev.PeerReplied("c", driven.machine._peers.outputs["c"].attempt, frame))
     assert driven.machine.status(0)["outputs"]["c"]["acknowledged"] == 1  # type: ignore[index]
+
+
+def test_what_late_frames_brought_to_a_new_log_is_not_sent_again() -> None:
+    """They had reached it before anybody saw that it is another one; it had acknowledged nothing by these numbers."""
+    driven = Driven.started()
+    driven.open_stream()
+    for number in (2, 3, 4, 5):
+        driven.data(call("b", number))
+    driven.reply(FrameType.RESEND, 0, **OTHER)
+    reset(driven)
+    driven.forget()
+    driven.reply(FrameType.WELCOME, 2, **OTHER)
+    assert sent(driven) == [(3, rpc(3) + rpc(4) + rpc(5))]
+
+
+def test_the_window_of_a_new_log_holds_from_its_welcome_on() -> None:
+    driven = three_of_five()
+    driven.reply(FrameType.RESEND, 0, **OTHER)
+    reset(driven)
+    driven.forget()
+    driven.reply(FrameType.WELCOME, 0, count=len(rpc(4)), **OTHER)
+    assert sent(driven) == [(1, rpc(4))], "there is room for one of the two"
