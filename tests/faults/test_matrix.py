@@ -500,8 +500,8 @@ def a_mapped_page_that_the_disk_does_not_give(scene: Scene, cell: Cell) -> None:
     scene.process.line("the app is gone")
     os.truncate(scene.log, 8192)
     scene.house.app(NAME, extended=True)
-    # What the supervisor says then: tests/crash/test_supervisor.py. Or a commit has made the file longer by then, and the
-    # page is there, without a record.
+    # What the supervisor says then: tests/crash/test_supervisor.py. Or a commit has made the file longer by then, and
+    # the page is there, without a record.
     assert scene.process.ended()[0] in (-signal.SIGBUS, 3)
     scene.log.write_bytes(sound)
     scene.recovers()

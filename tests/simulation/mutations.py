@@ -45,9 +45,8 @@ MUTATIONS = (
         "a frame is acknowledged before it is durable",
         Peers,
         "_answer",
-        "            self._log(stream, frame.sender, frame, *part)\n        return None",
-        "            self._log(stream, frame.sender, frame, *part)\n"
-        "        return _Reply(FrameType.TRIM_TO, stream.received)",
+        "        self.grants.sent(frame.sender, now_ns)\n        return None",
+        "        self.grants.sent(frame.sender, now_ns)\n        return _Reply(FrameType.TRIM_TO, stream.received)",
     ),
     Mutation(
         "a Welcome names what is not durable",

@@ -21,6 +21,7 @@ from appsdk.copies import Copies
 from appsdk.definition import Definition
 from appsdk.dispatch import BecamePrimary, Dispatcher, Event, MessageFailed, SnapshotBegun
 from appsdk.errors import RecoveryNeeded
+from appsdk.failing import UndoNeededError
 from appsdk.proxy import definition_of
 from appsdk.upgrades import upgrades
 from protocol.messages import MessageType, encode_message
@@ -244,6 +245,9 @@ def worker_class(name: str, names: tuple[str, ...], version: int, salt: int) -> 
     return upgrades(worker_class(name, names, version - 1, salt))(made)
 
 
+REWINDS_MAX = 1000  # for one record: each of its messages fails once at most, and it has some hundred
+
+
 class CheckedDispatcher(Dispatcher):
     """``node``: its checker is told the state behind each record."""
 
@@ -251,8 +255,16 @@ class CheckedDispatcher(Dispatcher):
         self._node = node
         super().__init__(definition, lambda: rng.randbytes(16))
         self._copies = BusyCopies(enabled=rng.random() < 0.8, records_max=rng.randrange(1, 30))
+        self._rewinds = 0  # for the record that is handled
+
+    def _rewind(self, needed: UndoNeededError, record: Record) -> None:
+        self._rewinds += 1
+        if self._rewinds > REWINDS_MAX:
+            raise Violation(f"the app of {self._node.name} is rewound for ever at record {record.header.sequence_id}")
+        super()._rewind(needed, record)
 
     def _logged(self, record: Record) -> Iterator[Event]:
+        self._rewinds = 0
         yield from super()._logged(record)
         self._node.checker.reached_state(record.header.sequence_id, crc32(b"".join(self._encode())))
 
