@@ -99,6 +99,8 @@ class TableReader:
     def _records(self, values: Values, headers: Headers) -> tuple[Columns, Longs]:
         trailers = decode_trailers(values, headers, with_marks=True)
         batches, usual = trailers.batches, headers.usual
+        for rows in (batches, trailers.marks):
+            decode_names(values, headers, rows)  # one that is no UTF-8 makes its record unusual
         record = np.flatnonzero(usual)
         time_ns = trailers.time_ns[record]
         columns = self._constants(
@@ -118,6 +120,7 @@ class TableReader:
     def _outputs(self, values: Values, headers: Headers) -> tuple[Columns, Longs]:
         trailers = decode_trailers(values, headers, with_marks=True)
         marks = trailers.marks
+        decode_names(values, headers, trailers.batches)
         number, names = decode_names(values, headers, marks)
         keep = headers.usual[marks.record]
         marks = Marks(*(getattr(marks, name)[keep] for name in Marks.__dataclass_fields__))

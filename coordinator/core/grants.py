@@ -29,6 +29,7 @@ class Grants:
         self._sent_ns: dict[str, int] = {}  # peers that send: when they did last
         self._looked_ns = 0
         self._granted: dict[str, _Granted] = {}
+        self._began_ns: int | None = None  # when the first peer of this life was heard
         self.now_ns = 0
         self.granted_bytes: dict[str, int] = {}  # as last said
 
@@ -58,13 +59,16 @@ class Grants:
 
     def allowed_bytes(self, peer: str) -> int:
         """What ``peer`` may have on its way here by what it was told; in a life before this one perhaps."""
+        if self._began_ns is None:
+            self._began_ns = self.now_ns
         known = self._granted.get(peer)
-        if known is None:
+        # What a life before this one has said may have reached the peer after what this one did.
+        if known is None or self.now_ns - self._began_ns < self._limits.active_ns:
             return max(self._limits.peer_window_bytes, self._limits.unsaid_window_bytes)
         return known.peak_bytes if self._is_over(known) else max(known.peak_bytes, known.before_bytes)
 
     def _is_over(self, known: _Granted) -> bool:
-        return abs(self.now_ns - known.began_ns) >= self._limits.active_ns  # the clock may jump
+        return self.now_ns - known.began_ns >= self._limits.active_ns
 
     def forget(self, peer: str) -> None:
         for known in (self._sent_ns, self._granted, self.granted_bytes):

@@ -346,7 +346,7 @@ def test_a_peer_that_says_hello_is_connected_to_at_once(tmp_path: Path, monkeypa
     for name in ("RECONNECT_MS_MIN", "RECONNECT_MS_MAX"):
         monkeypatch.setattr(f"coordinator.messenger.link.{name}", 60_000)
     registry = Registry(tmp_path)
-    settings, bob = (registry.register(name, f"ipc://{tmp_path}/{name}") for name in ("alice", "bob"))
+    settings, bob = (registry.register(name, f"ipc://{tmp_path}/{name}.peers") for name in ("alice", "bob"))
     coordinator = Coordinator(settings, registry, MemoryLogStore(), Events("alice"))
     ours, theirs = coordinator._messenger, Messenger()
 

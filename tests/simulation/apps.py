@@ -222,6 +222,7 @@ class CheckingApp:
         self._ticks_sent = 0
         self._impulses: list[tuple[str, int] | None] = []  # (peer, number) by count; None for a tick
         self._accepted = 0
+        self._has_held = False  # calls were held back at the last checkpoint
         self._sources: list[str] | None = None  # of the batches of the next records, as it was told
         self._source: str | None = None  # of the batch that is handled
         self._introduced = plain  # told its verdicts: before its first record
@@ -291,6 +292,7 @@ class CheckingApp:
                 if event.last:
                     self._state = _decode_state(b"".join(self._blob))
                     self._made = self._state.held
+                    self._has_held = bool(self._made)
                     self._state.held = []
                     self._blob = None
             else:
@@ -521,7 +523,9 @@ class CheckingApp:
         return blob
 
     def _checkpoint(self) -> None:
-        self._flush(everything=not self._plain)
+        # What it held back at one checkpoint comes before the next.
+        self._flush(everything=not self._plain or self._has_held)
+        self._has_held = bool(self._made)
         blob = self._blob_of_state()
         self.out += encode_checkpoint(len(blob)) + blob
 
