@@ -62,9 +62,11 @@ class Grants:
         if self._began_ns is None:
             self._began_ns = self.now_ns
         known = self._granted.get(peer)
-        # What a life before this one has said may have reached the peer after what this one did.
-        if known is None or self.now_ns - self._began_ns < self._limits.active_ns:
+        if known is None:
             return max(self._limits.peer_window_bytes, self._limits.unsaid_window_bytes)
+        if self.now_ns - self._began_ns < self._limits.active_ns:
+            # What a life before this one has said may have reached the peer after what this one did.
+            return max(self._limits.peer_window_bytes, known.peak_bytes)
         return known.peak_bytes if self._is_over(known) else max(known.peak_bytes, known.before_bytes)
 
     def _is_over(self, known: _Granted) -> bool:
