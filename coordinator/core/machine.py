@@ -1137,7 +1137,7 @@ class Machine:
             self._checkpoints.last,
             now_ns,
         ) | {
-            **describe_flow(self._back_pressure, self._log_room, self.name, self.limits),
+            **describe_flow(self._back_pressure, self._log_room, self._log, self.name, self.limits),
             **self._failing.describe(now_ns),
             "impulses": self._impulses.count,
             "held_back": dict(self._permissions.held_back),

@@ -69,7 +69,9 @@ def _granted(peers: Peers, source: str) -> dict[str, int]:
     return {} if granted_bytes is None else {"window_bytes": granted_bytes}
 
 
-def describe_flow(pressure: BackPressure, room: LogRoom, name: str, limits: Limits) -> dict[str, object]:
+def describe_flow(
+    pressure: BackPressure, room: LogRoom, log: GroupCommit, name: str, limits: Limits
+) -> dict[str, object]:
     """Whether and for whom the app is held up; the log's room, as last measured."""
     return {
         "app_paused": pressure.paused,
@@ -79,6 +81,7 @@ def describe_flow(pressure: BackPressure, room: LogRoom, name: str, limits: Limi
             "limit_bytes": limits.log_limit_bytes,
             "free_bytes": room.space.free_bytes if room.space else None,
             "full": room.full or None,
+            "pending_bytes": log.pending_bytes,  # on their way to the disk
         },
     }
 

@@ -9,6 +9,7 @@ import random
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from coordinator.core.interfaces import OutputBatch
 from coordinator.fault_points import FaultPoint
@@ -58,10 +59,15 @@ class SpillScene(Scene):
         """So many calls more, the last of which are in the log alone."""
         self.tell(calls)
         self.app.until(lambda: self.app.state["forwarded"] == list(range(1, self.sent + 1)))
-        self.process.until(lambda status: self._all_spilled(status["outputs"].get(PEER, {})))
+        self.process.until(lambda status: self._all_spilled(status["outputs"].get(PEER, {})) and self._is_idle(status))
 
     def _all_spilled(self, output: dict[str, int]) -> bool:
         return output.get("position") == self.sent and output["spilled_bytes"] > 0
+
+    @staticmethod
+    def _is_idle(status: dict[str, Any]) -> bool:
+        """What was spilled is on the disk: else the next fault would meet it, and not what comes next."""
+        return not status["log"]["pending_bytes"]
 
     def start_peer(self) -> SocketApp:
         if self.peer is None:
