@@ -135,7 +135,7 @@ class Disk:
                 return False
             sequence_id = _at(sorted(durable.records), share)
             value = durable.records[sequence_id]
-            size_bytes = int.from_bytes(value[4:8], "little")
+            size_bytes = min(int.from_bytes(value[4:8], "little"), len(value) - 1)  # that may be damaged already
             within = int(share * 7919) % size_bytes
             trailer_offset = size_bytes + int(share * 7919) % (len(value) - size_bytes)
             self.store.damage_record(sequence_id, within if kind == "flip record" else trailer_offset)
