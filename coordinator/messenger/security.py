@@ -43,7 +43,7 @@ class Role(StrEnum):
     INSTANCE = "instance"  # a peer's messages
     CLIENT = "client"  # clients' frames
     OWNER = "owner"  # the key is the receiver's own: clients' frames of whoever can read its secrets
-    OPERATOR = "operator"  # neither: operators ask on the instance's machine, over the control port
+    OPERATOR = "operator"  # neither: operators ask on the instance's machine, at its control socket
 
     def may_send(self, clients_frame: bool) -> bool:
         """A client's frame, or else a peer's message."""
