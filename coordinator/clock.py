@@ -16,7 +16,8 @@ from pathlib import Path
 import msgspec
 
 from coordinator.core.clock import Reading, RunningTime, SteadyClock, Timekeeper
-from coordinator.core.events import ClockMoved
+from coordinator.core.effects import WakeAt
+from coordinator.core.events import ClockMoved, Event, Tick
 from coordinator.core.interfaces import LogSummary
 from coordinator.logs import Events
 from protocol.private_files import make_folder, opener
@@ -60,6 +61,7 @@ class InstanceClock:
         steady_ns: Callable[[], int] = steady_ns,
     ) -> None:
         self.jumps_count = 0
+        self.wake_due_ns: int | None = None  # on the monotonic clock
         self._path = folder / FILE_NAME
         self._name = folder.name
         self._log = log
@@ -130,6 +132,18 @@ class InstanceClock:
             )
         if reading.ended:
             self._log.info("the machine's clock agrees with the instance's time again")
+
+    def wake_at(self, effect: WakeAt) -> None:
+        """A Tick is due when as much time has passed as is left to then, whatever the wall clock does meanwhile."""
+        self.wake_due_ns = time.monotonic_ns() + effect.time_ns - self.now_ns()
+
+    def take_due(self, now_ns: int) -> list[Event]:
+        """What is to be told at ``now_ns`` of the monotonic clock."""
+        events: list[Event] = []
+        if self.wake_due_ns is not None and now_ns >= self.wake_due_ns:
+            self.wake_due_ns = None
+            events.append(Tick())
+        return events
 
     def look(self) -> None:
         """To be called each LOOK_NS, although nothing happens."""

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from appsdk.context import SEED_SIZE_BYTES
 from appsdk.definition import Definition
 from appsdk.testing.app import LocalApp, earlier
 from appsdk.testing.crashes import CrashNow
-from appsdk.testing.memory import checkpoint_chunks
 from appsdk.testing.outside import OutsideApp
 from appsdk.testing.stand_ins import StandInRunner, StandIns
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.machine import Machine
+from coordinator.driver.plain import PlainApp, PlainHost, PlainLog, PlainPeers
+from coordinator.driver.turn import Driver
 from coordinator.log.memory import MemoryLogStore
-from protocol.checksum import crc64
 from protocol.errors import ImmortalError
 
 if TYPE_CHECKING:
@@ -35,20 +35,20 @@ class Node:
         self.effects: StandIns = {}
         self.store = MemoryLogStore(committer_id)
         self.store.clock_ns = lambda: world.now_ns
-        self.machine: Machine | None = None
+        self._driver: Driver | None = None
+        self._log: PlainLog | None = None
         self.app: LocalApp | OutsideApp | None = None
         self.life = 0  # of the coordinator
         self.wake_ns: int | None = None
         self.upgrade_to: int | None = None  # what is wished for, until it is done or given up
         self.failure: ImmortalError | None = None  # why the app is down, or the coordinator
         self._to_app: deque[bytes | memoryview] = deque()
-        self._jobs: deque[ef.Commit | ef.WriteCheckpointChunk] = deque()  # of the disk
-        self._paused = self._closing = False
+        self.paused = self.closing = False
         self._app_is_lost = False  # it has crashed, and the machine is to hear of it
 
     @property
     def is_up(self) -> bool:
-        return self.machine is not None
+        return self._driver is not None
 
     @property
     def local_app(self) -> LocalApp | None:
@@ -59,7 +59,19 @@ class Node:
     def start(self) -> None:
         """Coordinator and app begin, from what the log has."""
         self.failure = None
-        self.machine = Machine(self.name, self.store.summary(), None, self.upgrade_to)
+        machine = Machine(self.name, self.store.summary(), None, self.upgrade_to)
+        inbox: list[ev.Event] = []
+        self._log = PlainLog(self.store, inbox)
+        self._driver = Driver(
+            machine,
+            inbox,
+            _App(self),
+            _Peers(self),
+            self._log,
+            _Clock(self),
+            _Host(self),
+            lambda effect: self.world.crashes.point(self),
+        )
         self.connect()
 
     def connect(self) -> None:
@@ -71,7 +83,7 @@ class Node:
             effects = StandInRunner(self.effects, lambda: self.world.now_ns)
             self.app = LocalApp(self.definition, seed, self.world.now_ns, effects, fails_alone=self.world.fail_alone)
         self.failure = None
-        self._paused = self._closing = False
+        self.paused = self.closing = False
         self.do(lambda: self._handle(ev.AppConnected()))
 
     def crash(self) -> None:
@@ -86,10 +98,9 @@ class Node:
 
     def _end(self) -> None:
         self._drop_app()
-        self.machine = None
+        self._driver = self._log = None
         self.life += 1
         self.wake_ns = None
-        self._jobs.clear()
         self._app_is_lost = False
         self.world.network.forget_sender(self)
 
@@ -122,22 +133,17 @@ class Node:
         self.do(lambda: self._handle(event))
 
     def _handle(self, *events: ev.Event) -> None:
-        following: list[ev.Event] = list(events)
-        while following and self.machine is not None:
-            turn, following = following, []
-            for effect in self.machine.handle(turn, self.world.now_ns):
-                self.world.crashes.point(self)
-                self._carry_out(effect, following)
-                if self.machine is None:
-                    return
+        if self._driver is not None:
+            self._driver.inbox += events
+            self._driver.turn()
 
     def step(self) -> bool:
         """The next thing that this instance has to do; False if there is nothing."""
         if self._to_app:
             self.do(self._app_reads)
-        elif self._jobs:
+        elif self._log is not None and self._log.jobs:
             self.do(self._disk)
-        elif self._closing and self.app is not None:
+        elif self.closing and self.app is not None:
             self.do(self._app_leaves)
         elif not self._app_tells():
             return False
@@ -179,7 +185,7 @@ class Node:
         if (due_ns := app.next_due_ns) is not None and due_ns <= now_ns:
             app.tell_time(now_ns)
         app.take_output()
-        if not app.output or self._paused:
+        if not app.output or self.paused:
             return False
         self.do(self._say)
         return True
@@ -189,7 +195,7 @@ class Node:
 
     def _said(self) -> list[ev.Event]:
         """What the app has to say and may say now, taken out of it."""
-        if self.app is None or not self.app.output or self._paused or self._closing:
+        if self.app is None or not self.app.output or self.paused or self.closing:
             return []
         data = bytes(self.app.output)
         self.app.output.clear()
@@ -197,66 +203,86 @@ class Node:
 
     def _app_leaves(self) -> None:
         self._drop_app()
-        self._closing = False
+        self.closing = False
         self._handle(ev.AppClosed())
 
     def _disk(self) -> None:
-        job = self._jobs.popleft()
-        if isinstance(job, ef.Commit):
-            self.store.commit(job.transaction)
+        assert self._log is not None
+        event = self._log.work()
+        if isinstance(event, ev.Committed):
             self.world.crashes.point(self)
-            self._handle(ev.Committed(job.ticket))
-        else:
-            self.store.write_checkpoint_chunk(job.checkpoint_id, job.index, job.data)
-            self._handle(ev.ChunkWritten(len(job.data)))
+        self._handle(event)
 
-    # --- effects ----------------------------------------------------------------------------------------------------
+    def to_app(self, data: bytes | memoryview) -> None:
+        if self.app is not None and not self.closing:
+            self._to_app.append(data)
 
-    def _carry_out(self, effect: ef.Effect, following: list[ev.Event]) -> None:
-        network = self.world.network
-        match effect:
-            case ef.SendToApp(data):
-                if self.app is not None and not self._closing:
-                    self._to_app.append(data)
-            case ef.Commit() | ef.WriteCheckpointChunk():
-                self._jobs.append(effect)
-            case ef.SendToPeer():
-                network.send(self, effect)
-            case ef.ReplyToPeer():
-                network.reply(self, effect)
-            case ef.ResetPeer(destination):
-                network.forget_sender(self, destination)
-            case ef.LoadLog():
-                following.append(ev.LogLoaded(self.store.summary()))
-            case ef.CheckCheckpoint(header):
-                check = 0
-                for chunk in checkpoint_chunks(self.store, header.checkpoint_id):
-                    check = crc64(chunk, check)
-                problem = None if check == header.check else "its bytes are not those that were written"
-                following.append(ev.CheckpointChecked(header.checkpoint_id, problem))
-            case ef.ReadCheckpointChunk(checkpoint_id, index):
-                following.append(ev.CheckpointChunkRead(self.store.read_checkpoint_chunk(checkpoint_id, index)))
-            case ef.ReadRecords(first_sequence_id, size_bytes_max):
-                following.append(ev.RecordsRead(self.store.read(first_sequence_id, size_bytes_max)))
-            case ef.ReadLetters(keys):
-                letters = [self.store.letter(key) for key in keys]
-                following.append(ev.LettersRead([letter for letter in letters if letter is not None]))
-            case ef.PauseApp():
-                self._paused = True
-            case ef.ResumeApp():
-                self._paused = False
-            case ef.CloseApp():
-                self._closing = True
-            case ef.WakeAt(time_ns):
-                self.wake_ns = time_ns
-            case ef.UpgradeEnded():
-                self.upgrade_to = None
-            case ef.Stop(error):
-                self.store = self.store.crash()
-                self._end()
-                if error is not None:
-                    self.failure = error
-                    raise error
-            case ef.Report(level, message):
-                if level in ("warning", "error"):
-                    self.world.reports.append((self.name, message))
+    # --- what the driver's ports bring here --------------------------------------------------------------------------
+
+    def stopped(self, error: ImmortalError | None) -> None:
+        """The coordinator has ended. Raises ``error``."""
+        self.store = self.store.crash()
+        self._end()
+        if error is not None:
+            self.failure = error
+            raise error
+
+
+class _App(PlainApp):
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def send(self, effect: ef.SendToApp) -> None:
+        self._node.to_app(effect.data)
+
+    def close_app(self, effect: ef.CloseApp) -> None:
+        self._node.closing = True
+
+    def pause(self, effect: ef.PauseApp) -> None:
+        self._node.paused = True
+
+    def resume(self, effect: ef.ResumeApp) -> None:
+        self._node.paused = False
+
+
+class _Peers(PlainPeers):
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def send(self, effect: ef.SendToPeer) -> None:
+        self._node.world.network.send(self._node, effect)
+
+    def reset(self, effect: ef.ResetPeer) -> None:
+        self._node.world.network.forget_sender(self._node, effect.destination)
+
+    def reply(self, effect: ef.ReplyToPeer) -> None:
+        self._node.world.network.reply(self._node, effect)
+
+
+class _Clock:
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def now_ns(self) -> int:
+        return self._node.world.now_ns
+
+    def take_events(self) -> Sequence[ev.Event]:
+        return ()
+
+    def wake_at(self, effect: ef.WakeAt) -> None:
+        self._node.wake_ns = effect.time_ns
+
+
+class _Host(PlainHost):
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def upgrade_ended(self, effect: ef.UpgradeEnded) -> None:
+        self._node.upgrade_to = None
+
+    def report(self, effect: ef.Report) -> None:
+        if effect.level in ("warning", "error"):
+            self._node.world.reports.append((self._node.name, effect.message))
+
+    def stop(self, effect: ef.Stop) -> None:
+        self._node.stopped(effect.error)

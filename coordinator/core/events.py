@@ -164,9 +164,10 @@ class SpilledRead(Struct):
 
 
 class LettersRead(Struct):
-    """Answers ReadLetters."""
+    """Answers ReadLetters; ``problems``: what is wrong with those that can't be read, in words."""
 
     letters: Sequence[Letter]
+    problems: Sequence[str] = ()
 
 
 class LogMeasured(Struct):

@@ -235,16 +235,13 @@ class Machine:
             ev.StopRequested: self._stop_requested,
         }
 
-    def handle(self, events: Sequence[ev.Event], now_ns: int) -> list[Effect]:
-        """A whole turn: what is to be done now, in order. The three parts are for who has something to do in between.
+    def take(self, events: Sequence[ev.Event], now_ns: int) -> list[Effect]:
+        """Take in ``events``: what they ask for by themselves, above all the record that the app waits for.
 
+        A turn (driver/turn.py) is this, :meth:`advance` and :meth:`settle`: for who has something to do in between.
         ``events``: what has come in, in order. ``now_ns``: the instance's time (core/clock.py), ns since the Unix
         epoch. A step of it comes with the event that tells it.
         """
-        return [*self.take(events, now_ns), *self.advance(), *self.settle()]
-
-    def take(self, events: Sequence[ev.Event], now_ns: int) -> list[Effect]:
-        """Take in ``events``: what they ask for by themselves, above all the record that the app waits for."""
         self._now_ns = now_ns
         self.running.reached(now_ns)
         for event in events:
@@ -1041,6 +1038,8 @@ class Machine:
         self._operator.retry(event, self._epoch, self._now_ns)
 
     def _letters_read(self, event: ev.LettersRead) -> None:
+        for problem in event.problems:
+            self._report("error", f"{problem}: it is not retried")
         self._operator.letters_read(event, self._versions.current, self._epoch, self._now_ns)
 
     def _message_skipped(self, event: ev.MessageSkipped) -> None:

@@ -18,12 +18,13 @@ from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.errors import LogError, LogFullError, LogSyncError
 from coordinator.core.interfaces import CheckpointHeader, ImpulseBatch, SourcePosition, Transaction
+from coordinator.driver.reads import problem_of
 from coordinator.log import MemoryLogStore
 from coordinator.log_writer import JOINED_SIZE_BYTES_MAX, LogWriter
 from coordinator.logs import Events
 from coordinator.messenger import Messenger
 from coordinator.registry import Registry
-from coordinator.runtime import Coordinator, check_checkpoint
+from coordinator.runtime import Coordinator
 from protocol.checksum import crc64
 from protocol.peer import FrameType, PeerFrame, encode_frame
 from protocol.record import encode_record
@@ -253,7 +254,7 @@ def test_a_checkpoint_is_compared_with_what_was_written(header: CheckpointHeader
     store.write_checkpoint_chunk(1, 0, b"blob")
     store.write_checkpoint_chunk(1, 1, b"blob")
     store.commit(Transaction(checkpoint=CheckpointHeader(1, -1, 8, crc64(b"blobblob"), 0)))
-    found = check_checkpoint(store, header)
+    found = problem_of(store, header)
     assert found is None if problem is None else problem in (found or "")
 
 
@@ -348,7 +349,7 @@ def test_a_peer_that_says_hello_is_connected_to_at_once(tmp_path: Path, monkeypa
     registry = Registry(tmp_path)
     settings, bob = (registry.register(name, f"ipc://{tmp_path}/{name}.peers") for name in ("alice", "bob"))
     coordinator = Coordinator(settings, registry, MemoryLogStore(), Events("alice"))
-    ours, theirs = coordinator._messenger, Messenger()
+    ours, theirs = coordinator._peers._messenger, Messenger()
 
     def drive(until: Callable[[], bool]) -> None:
         deadline_s = time.monotonic() + DEADLINE_S
@@ -359,8 +360,8 @@ def test_a_peer_that_says_hello_is_connected_to_at_once(tmp_path: Path, monkeypa
             theirs.process()
 
     try:
-        ours.listen(settings.peer, coordinator._peer_frame_received)
-        coordinator._routes.add("bob", 0)
+        coordinator._peers.listen()
+        coordinator._peers.open(ef.OpenPeer("bob"))
         ours.send_message(bob.peer, b"a call")
         theirs.listen(bob.peer, lambda received: received.reply())
         drive(lambda: ours.connected(bob.peer))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from coordinator.core import effects as ef
@@ -12,8 +12,10 @@ from coordinator.core.limits import Limits
 from coordinator.core.machine import Machine
 from coordinator.core.permissions import Permission
 from coordinator.core.session import Phase
+from coordinator.driver.plain import PlainApp, PlainHost, PlainLog, PlainPeers
+from coordinator.driver.ports import Read, Write
+from coordinator.driver.turn import Driver
 from coordinator.log.memory import MemoryLogStore
-from coordinator.runtime import check_checkpoint
 from protocol.extensions import ALL_EXTENSIONS, Hello, decode_record_time, encode_hello
 from protocol.messages import (
     MessageType,
@@ -61,6 +63,55 @@ def attach(destination: str) -> bytes:
     return encode_attach_to(destination)
 
 
+class _App(PlainApp):
+    def __init__(self, driven: Driven) -> None:
+        self._driven = driven
+
+    def send(self, effect: ef.SendToApp) -> None:
+        self._driven.app_bytes += effect.data
+
+
+class _Log(PlainLog):
+    def __init__(self, driven: Driven) -> None:
+        super().__init__(driven.store, [])
+        self._driven = driven
+
+    def submit(self, request: Write | Read) -> None:
+        if not isinstance(request, self._driven.unanswered):
+            super().submit(request)
+
+    def answer(self, request: Read) -> ev.Event:
+        if isinstance(request, ef.CheckCheckpoint) and request.header.checkpoint_id in self._driven.bad_checkpoints:
+            return ev.CheckpointChecked(request.header.checkpoint_id, "bit rot")
+        return super().answer(request)
+
+    def trim(self, effect: ef.Trim) -> None:
+        while self.store.trim(keep_checkpoints=None):
+            pass
+
+    @property
+    def has_inline(self) -> bool:  # type: ignore[override]
+        return self._driven.auto and bool(self.jobs)
+
+    def run_inline(self) -> None:
+        if not self.inbox:
+            self.inbox.append(self.work())
+
+
+class _Clock:
+    def __init__(self, driven: Driven) -> None:
+        self._driven = driven
+
+    def now_ns(self) -> int:
+        return self._driven.now_ns
+
+    def take_events(self) -> Sequence[ev.Event]:
+        return ()
+
+    def wake_at(self, effect: ef.WakeAt) -> None:
+        pass
+
+
 class Driven:
     """One machine, its log, and all that it has asked for. ``auto``: the disk answers as soon as it is asked."""
 
@@ -72,74 +123,49 @@ class Driven:
         auto: bool = True,
         name: str = "a",
         upgrade_to: int | None = None,
+        promote: bool = False,
         permissions: Mapping[str, Permission] | None = None,
     ) -> None:
         self.store = store or MemoryLogStore(COMMITTER_ID)
         self.machine = Machine(
-            name, self.store.summary(), limits, upgrade_to, clients=self.store.clients(), permissions=permissions
+            name,
+            self.store.summary(),
+            limits,
+            upgrade_to,
+            promote=promote,
+            clients=self.store.clients(),
+            permissions=permissions,
         )
         self.auto = auto
         self.now_ns = NOW_NS
-        self.jobs: deque[ef.Commit | ef.WriteCheckpointChunk] = deque()
         self.effects: list[ef.Effect] = []  # all of them, in order
         self.app_bytes = bytearray()  # sent to the current app
-        self.trace: list[str] = []  # events and effects in short, for comparing handshakes
         self.bad_checkpoints: set[int] = set()
+        self.unanswered: tuple[type, ...] = ()  # kinds of reads that the log leaves without an answer
+        self.log = _Log(self)
+        self.driver = Driver(
+            self.machine,
+            self.log.inbox,
+            _App(self),
+            PlainPeers(),
+            self.log,
+            _Clock(self),
+            PlainHost(),
+            self.effects.append,
+        )
 
     # --- events in -------------------------------------------------------------------------------------------------
 
     def handle(self, *events: ev.Event) -> list[ef.Effect]:
         """One turn, and those that the log's answers bring about; the effects of all."""
-        following: list[ev.Event] = list(events)
-        effects: list[ef.Effect] = []
-        while following:
-            turn, following = following, []
-            for effect in self.machine.handle(turn, self.now_ns):
-                effects.append(effect)
-                self._carry_out(effect, following)
-            if self.auto and not following and self.jobs:
-                following = [self._work()]
-        self.effects += effects
-        return effects
-
-    def _carry_out(self, effect: ef.Effect, following: list[ev.Event]) -> None:
-        match effect:
-            case ef.SendToApp(data):
-                self.app_bytes += data
-            case ef.Commit() | ef.WriteCheckpointChunk():
-                self.jobs.append(effect)
-            case ef.LoadLog():
-                following.append(ev.LogLoaded(self.store.summary()))
-            case ef.CheckCheckpoint(header):
-                problem = "bit rot" if header.checkpoint_id in self.bad_checkpoints else None
-                following.append(
-                    ev.CheckpointChecked(header.checkpoint_id, problem or check_checkpoint(self.store, header))
-                )
-            case ef.ReadCheckpointChunk(checkpoint_id, index):
-                following.append(ev.CheckpointChunkRead(self.store.read_checkpoint_chunk(checkpoint_id, index)))
-            case ef.ReadRecords(first, size_bytes_max):
-                following.append(ev.RecordsRead(self.store.read(first, size_bytes_max)))
-            case ef.ReadSpilled(destination, first, last, size_bytes_max):
-                batches = self.store.read_spilled(destination, first, last, size_bytes_max)
-                following.append(ev.SpilledRead(destination, first, batches))
-            case ef.ReadLetters(keys):
-                letters = [self.store.letter(key) for key in keys]
-                following.append(ev.LettersRead([letter for letter in letters if letter is not None]))
-            case ef.Trim():
-                while self.store.trim(keep_checkpoints=None):
-                    pass
-
-    def _work(self) -> ev.Event:
-        job = self.jobs.popleft()
-        if isinstance(job, ef.Commit):
-            self.store.commit(job.transaction)
-            return ev.Committed(job.ticket)
-        self.store.write_checkpoint_chunk(job.checkpoint_id, job.index, job.data)
-        return ev.ChunkWritten(len(job.data))
+        seen = len(self.effects)
+        self.driver.inbox += events
+        self.driver.turn()
+        return self.effects[seen:]
 
     def disk(self) -> list[ef.Effect]:
         """Let the disk finish the one job that has waited longest."""
-        return self.handle(self._work())
+        return self.handle(self.log.work())
 
     def disk_all(self) -> list[ef.Effect]:
         effects: list[ef.Effect] = []
@@ -161,6 +187,11 @@ class Driven:
     def app_took_all(self) -> list[ef.Effect]:
         """The app's socket has taken everything."""
         return self.handle(ev.AppSent(self.machine._session.unsent_bytes))
+
+    @property
+    def jobs(self) -> deque[Write]:
+        """What the disk has been asked for and has not done."""
+        return self.log.jobs
 
     def crash(self, upgrade_to: int | None = None) -> Driven:
         """The next life: what was durable, and nothing else."""

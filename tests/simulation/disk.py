@@ -60,6 +60,14 @@ class Disk:
             return [ev.LogFailed(self._fail(jobs))]
         return self._write(jobs)
 
+    def write_at_once(self, job: Job) -> list[ev.Event]:
+        """Nothing else waits; the answers."""
+        if self.failed:
+            return []
+        if self.fails_next is not None:
+            return [ev.LogFailed(self._fail([job]))]
+        return self._write([job])
+
     def _take_joined(self) -> list[Job]:
         """One job; or several commits in a row, which get one sync."""
         jobs = [self.jobs.popleft()]

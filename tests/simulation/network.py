@@ -147,7 +147,8 @@ class Network:
         waiting = self.unanswered.get((sent.sender.number, sent.effect.destination))
         if waiting is not None:
             waiting.remove(sent)
-        sent.sender.post(ev.PeerReplied(sent.effect.destination, sent.effect.tag, frame))
+        assert sent.sender.peer_side is not None
+        sent.sender.peer_side.replied(ev.PeerReplied(sent.effect.destination, sent.effect.tag, frame))
 
     # --- faults ------------------------------------------------------------------------------------------------------
 

@@ -1,14 +1,11 @@
-"""One instance: the core and the app of its current lives, and the duties of a driver (core/effects.py) towards both.
+"""One instance: the coordinator and the app of its current lives, its disk, its clock, and what operators do to it.
 
-What comes in is handled in turns, as in the real loop: a turn hands over all that has come since the last one, and its
-effects are carried out in their order. The world may let a fault strike between any two of them.
+The driver is the one that runs in service; its ports are made here. The world may let a fault strike before any effect.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
@@ -16,17 +13,17 @@ from coordinator.core.errors import DamagedLogError, LogError, LogFullError, Log
 from coordinator.core.events import ClockMoved
 from coordinator.core.machine import Machine
 from coordinator.core.session import Phase
-from coordinator.runtime import check_checkpoint
+from coordinator.driver.turn import Driver
 from protocol.errors import ImmortalError
-from protocol.peer import FrameType
+from tests.simulation.app_side import AppSide
 from tests.simulation.apps import App
-from tests.simulation.callers import Caller
 from tests.simulation.checkers import Checker
 from tests.simulation.clock import MS, US
 from tests.simulation.disk import Disk
-from tests.simulation.failing import Death
+from tests.simulation.log_side import LogSide
 from tests.simulation.marks import REPORTS
 from tests.simulation.node_clock import HOLD_NS, NodeClock
+from tests.simulation.peer_side import PeerSide
 from tests.simulation.trace import Violation, describe, describe_events
 
 if TYPE_CHECKING:
@@ -38,8 +35,6 @@ VERSION_MAX = 3
 class Node:
     def __init__(self, world: World, number: int, name: str, disk: Disk, checker: Checker) -> None:
         self.world, self.number, self.name, self.disk, self.checker = world, number, name, disk, checker
-        self.machine: Machine | None = None
-        self.app: App | None = None
         self.life = 0  # of the coordinator
         self.app_life = 0
         self.upgrade_to: int | None = None  # the operator's wish
@@ -50,43 +45,14 @@ class Node:
         self.stop_asked = False
         self._rng = world.plan.stream(f"node {number}")
         self._clock = world.clock
-        self._inbox: list[ev.Event] = []
-        self._turn_due = self._reading = self._writing = self._acting = self._disk_busy = False
-        self._connecting = False
-        self._to_app: deque[bytes] = deque()
-        self._to_core = bytearray()
-        self._app_closing = False
-        self._app_slow = 1  # times as slow as usual
-        self._slow = 1  # the coordinator's process
-        self._paused = False
-        self._time_due_ns: int | None = None
+        self._turn_due = self._connecting = False
+        self._slow = 1  # the coordinator's process: times as slow as usual
+        self._driver: Driver | None = None
+        self._app_side: AppSide | None = None
+        self.peer_side: PeerSide | None = None
+        self._log_side: LogSide | None = None
+        self._stopped: ef.Stop | None = None
         self._wake_ns: int | None = None
-        self._carry_out: dict[type, Callable[[Any], None]] = {
-            ef.SendToApp: self._send_to_app,
-            ef.CloseApp: self._close_app,
-            ef.PauseApp: self._pause_app,
-            ef.ResumeApp: self._resume_app,
-            ef.Commit: self._write,
-            ef.WriteCheckpointChunk: self._write,
-            ef.Trim: self._trim,
-            ef.LoadLog: self._load_log,
-            ef.CheckCheckpoint: self._check_checkpoint,
-            ef.ReadCheckpointChunk: self._read_chunk,
-            ef.ReadRecords: self._read_records,
-            ef.ReadSpilled: self._read_spilled,
-            ef.ReadLetters: self._read_letters,
-            ef.OpenPeer: self._nothing,
-            ef.SendToPeer: self._send_to_peer,
-            ef.ResetPeer: self._reset_peer,
-            ef.PeerResetDone: self._nothing,
-            ef.OperatorAnswered: self._nothing,
-            ef.ReplyToPeer: self._reply_to_peer,
-            ef.ReplyToClient: self._reply_to_client,
-            ef.WakeAt: self._wake_at,
-            ef.UpgradeEnded: self._upgrade_ended,
-            ef.Report: self._report,
-            ef.Stop: self._stop,
-        }
 
     def note(self, text: str) -> None:
         if self.world.trace is not None:
@@ -96,6 +62,18 @@ class Node:
     def now_ns(self) -> int:
         """The instance's time."""
         return self.time.now_ns()
+
+    @property
+    def machine(self) -> Machine | None:
+        return None if self._driver is None else self._driver.machine
+
+    @property
+    def app(self) -> App | None:
+        return None if self._app_side is None else self._app_side.app
+
+    @property
+    def waits_for_app(self) -> bool:
+        return self._driver is not None and self._driver.machine.waits_for_app
 
     @property
     def phase(self) -> Phase:
@@ -133,8 +111,15 @@ class Node:
         clients = self.disk.store.clients()
         limits = self.world.plan.limits
         running = self.time.running
-        self.machine = Machine(
+        machine = Machine(
             self.name, summary, limits, self.upgrade_to, promote=promote, clients=clients, running=running
+        )
+        self._app_side = AppSide(self, self._rng)
+        self.peer_side = PeerSide(self, self._rng)
+        inbox: list[ev.Event] = []
+        self._log_side = LogSide(self, self._rng, inbox)
+        self._driver = Driver(
+            machine, inbox, self._app_side, self.peer_side, self._log_side, _ClockSide(self), self, self._observe
         )
         self.world.starts += 1
         self.note(f"starts, the log ends at record {summary.last_sequence_id}, version {current}, to {self.upgrade_to}")
@@ -154,56 +139,37 @@ class Node:
         self._connecting = False
         versions = self.machine._versions
         self.checker.app_begins()
-        self.app = self.world.make_app(self, versions.upgrade_to or versions.current)
-        self.app.fails_upgrade = self.upgrade_fails
+        app = self.world.make_app(self, versions.upgrade_to or versions.current)
+        app.fails_upgrade = self.upgrade_fails
         self.app_life += 1
-        self._to_app.clear()
-        self._to_core.clear()
-        self._app_closing = self._paused = self._reading = self._writing = self._acting = False
-        self._app_slow = 15 if self._rng.random() < 0.2 else 1
-        self._time_due_ns = None
-        self.post(ev.AppConnected())
-        self._app_has_run()
+        assert self._app_side is not None
+        self._app_side.begin(app)
 
     def crash_app(self) -> None:
         """Its connection ends; what it had sent may still be read, or not."""
-        if self.app is None:
-            return
-        if self._to_core and not self._paused and self._rng.random() < 0.5:
-            self.post(ev.AppData(bytes(self._to_core)))
-        self._app_is_gone()
-
-    def _app_is_gone(self) -> None:
-        self.app = None
-        self.app_life += 1
-        self._to_app.clear()
-        self._to_core.clear()
-        self.post(ev.AppClosed())
+        if self._app_side is not None:
+            self._app_side.crash()
 
     def crash(self, *, app_first: bool) -> None:
         """The coordinator's process ends, and its app with it, sooner or later."""
         if self.machine is None:
             return
-        if self.app is not None and not app_first:
-            try:
-                for data in self._to_app:  # it works on until it sees that its coordinator is gone
-                    self.app.receive(data)
-            except Death:
-                pass
+        if self._app_side is not None and not app_first:
+            self._app_side.outlive_coordinator()
         self._end()
         self._start_later()
 
     def _end(self) -> None:
+        for side in (self._app_side, self.peer_side, self._log_side):
+            if side is not None:
+                side.end()
         lost = self.disk.crash()
         self.world.marks["writes lost in a crash"] += lost > 0
         self.note(f"is down, {lost} writes are lost")
         self.life += 1
         self.app_life += 1
-        self.machine = self.app = None
-        self._inbox.clear()
-        self._to_app.clear()
-        self._to_core.clear()
-        self._turn_due = self._connecting = self._disk_busy = False
+        self._driver = self._app_side = self.peer_side = self._log_side = self._stopped = None
+        self._turn_due = self._connecting = False
         self.stop_asked = False
         self._wake_ns = None
         self.world.network.forget(self)
@@ -230,284 +196,70 @@ class Node:
 
     # --- turns -------------------------------------------------------------------------------------------------------
 
-    def post(self, event: ev.Event) -> None:
-        """Something has come in: it is handled in the next turn."""
-        self._inbox.append(event)
+    def post(self, *events: ev.Event) -> None:
+        """Something has come in: it is handled in this turn, or in the next."""
+        if self._driver is None or not events:
+            return
+        self._driver.inbox += events
         if not self._turn_due:
             self._turn_due = True
             self._clock.after(self._rng.random() * 15 * US * self._slow, self._turn, self.life)
 
     def _turn(self, life: int) -> None:
-        if life != self.life:
+        if life != self.life or self._driver is None:
+            return
+        world = self.world
+        if world.trace is not None:
+            self.note(f"<- {describe_events(self._driver.inbox)}")
+        world.turns += 1
+        try:
+            self._driver.turn()
+        except _StruckError:
             return
         self._turn_due = False
-        world = self.world
-        while self._inbox:
-            machine = self.machine
-            if machine is None:
-                return
-            events, self._inbox = self._inbox, []
-            if world.trace is not None:
-                self.note(f"<- {describe_events(events)}")
-            world.turns += 1
-            for effect in self._asked_by(machine, events):
-                world.effects += 1
-                if world.effects >= world.next_fault_at:
-                    world.strike(self, effect)
-                    if self.machine is not machine:
-                        return
-                if world.trace is not None:
-                    self.note(f"-> {describe(effect)}")
-                self._carry_out[type(effect)](effect)
-                if self.machine is not machine:
-                    return
-        if self.app is None and not self._connecting and not self.stop_asked:
+        self.post(*self._take_inbox())
+        if self._stopped is not None:
+            error = self._stopped.error
+            self._expect_stop(error)
+            self._end()
+            self._start_later()
+        elif self.app is None and not self._connecting and not self.stop_asked:
             self._connect_later()
 
-    def _asked_by(self, machine: Machine, events: Sequence[ev.Event]) -> Iterator[ef.Effect]:
-        """As the real loop has it: each part when what the one before asks for is carried out."""
-        now_ns = self.now_ns
-        yield from machine.take([*self._clock_events(), *events], now_ns)
-        yield from machine.advance()
-        if not self._inbox:
-            yield from machine.settle()
+    def _take_inbox(self) -> list[ev.Event]:
+        """What is left for another turn."""
+        assert self._driver is not None
+        left = self._driver.inbox[:]
+        self._driver.inbox.clear()
+        return left
 
-    def _nothing(self, effect: ef.Effect) -> None:
-        pass
+    def may_be_struck(self, effect: ef.Effect, *, moments: int = 1) -> None:
+        """A fault may strike before ``effect`` is carried out, which takes so many moments.
 
-    # --- the app -----------------------------------------------------------------------------------------------------
+        Raises _StruckError if this process is no more.
+        """
+        world, life = self.world, self.life
+        world.effects += moments
+        if world.effects >= world.next_fault_at:
+            world.strike(self, effect)
+            if self.life != life:
+                raise _StruckError
 
-    def _send_to_app(self, effect: ef.SendToApp) -> None:
-        self.checker.given_to_app(effect.data)
-        if self.app is None or self._app_closing:
-            return
-        self._to_app.append(bytes(effect.data))
-        if not self._reading:
-            self._reading = True
-            self._clock.after(self._rng.random() * 60 * US * self._app_slow, self._app_reads, self.app_life)
-
-    def _app_reads(self, app_life: int) -> None:
-        if app_life != self.app_life or self.app is None:
-            return
-        self._reading = False
-        pending = self._to_app
-        if pending:
-            spread = self._rng.random()
-            if spread < 0.6:
-                data = b"".join(pending)
-                pending.clear()
-            else:
-                data = pending.popleft()
-                if spread > 0.9 and len(data) > 1:
-                    cut = 1 + int(self._rng.random() * (len(data) - 1))
-                    pending.appendleft(data[cut:])
-                    data = data[:cut]
-            try:
-                self.app.receive(data)
-            except Death:
-                self._app_dies()
-                return
-            self.post(ev.AppSent(len(data)))
-            self._app_has_run()
-        if pending:
-            self._reading = True
-            self._clock.after(self._rng.random() * 60 * US * self._app_slow, self._app_reads, app_life)
-        elif self._app_closing:
-            self._app_is_gone()
-
-    def _app_dies(self) -> None:
-        """Something that it handles has ended its process. All that it had put out is on its way."""
-        assert self.app is not None
-        self.world.marks[f"app died while {self.phase.value}"] += 1
-        self.note("the app dies")
-        data = bytes(self._to_core + self.app.out)
-        if data and not self._paused:
-            self.post(ev.AppData(data))
-        self._app_is_gone()
-
-    def _app_has_run(self) -> None:
-        app = self.app
-        assert app is not None
-        if app.out:
-            self._to_core += app.out
-            app.out.clear()
-            self._app_writes_later()
-        if app.is_restless and not self._acting:
-            self._acting = True
-            self._clock.after(self._rng.random() * 150 * US, self._app_acts, self.app_life)
-        due_ns = app.next_due_ns
-        if due_ns is not None and (self._time_due_ns is None or due_ns < self._time_due_ns):
-            self._time_due_ns = due_ns
-            self._clock.after(max(0, due_ns - app.time_ns(self._clock.now_ns)), self._app_timer, self.app_life)
-
-    def _app_timer(self, app_life: int) -> None:
-        if app_life != self.app_life or self.app is None:
-            return
-        self._time_due_ns = None
-        due_ns = self.app.next_due_ns
-        if due_ns is not None and due_ns <= (time_ns := self.app.time_ns(self._clock.now_ns)):
-            self.world.marks["time told to the app's clock"] += 1
-            self.app.tell_time(time_ns)
-        self._app_has_run()
-
-    def _app_acts(self, app_life: int) -> None:
-        if app_life != self.app_life or self.app is None:
-            return
-        more = self.app.act()
-        self._app_has_run()
-        self._acting = more
-        if more:
-            self._clock.after(20 * US + self._rng.random() * 250 * US, self._app_acts, app_life)
-
-    def _app_writes_later(self) -> None:
-        if self._to_core and not self._writing and not self._paused and not self._app_closing:
-            self._writing = True
-            self._clock.after(self._rng.random() * 40 * US, self._app_writes, self.app_life)
-
-    def _app_writes(self, app_life: int) -> None:
-        if app_life != self.app_life:
-            return
-        self._writing = False
-        if self._paused or self._app_closing:
-            return
-        size_bytes = len(self._to_core)
-        if self._rng.random() < 0.3:
-            size_bytes = 1 + int(self._rng.random() * size_bytes)
-        self.post(ev.AppData(bytes(self._to_core[:size_bytes])))
-        del self._to_core[:size_bytes]
-        self._app_writes_later()
-
-    def _close_app(self, effect: ef.CloseApp) -> None:
-        if self.app is None:
-            return
-        self._app_closing = True
-        if not self._reading:
-            self._reading = True
-            self._clock.after(20 * US, self._app_reads, self.app_life)
-
-    def _pause_app(self, effect: ef.PauseApp) -> None:
-        self.world.marks["app paused"] += 1
-        self._paused = True
-
-    def _resume_app(self, effect: ef.ResumeApp) -> None:
-        self._paused = False
-        self._app_writes_later()
-
-    # --- the log -----------------------------------------------------------------------------------------------------
-
-    def _write(self, effect: ef.Commit | ef.WriteCheckpointChunk) -> None:
-        assert self.machine is not None
-        if isinstance(effect, ef.Commit) and effect.transaction.records:
-            self.world.marks["record later than the machine's clock"] += (
-                self.machine._log._last_time_ns > self.time.wall_ns
-            )
-        self.disk.jobs.append(effect)
-        self._disk_works_later()
-
-    def _trim(self, effect: ef.Trim) -> None:
-        self.disk.trimming = True
-        self._disk_works_later()
-
-    def _disk_works_later(self) -> None:
-        if not self._disk_busy and (self.disk.jobs or self.disk.trimming):
-            self._disk_busy = True
-            self._clock.after(self.disk.latency_ns(), self._disk_works, self.life)
-
-    def _disk_works(self, life: int) -> None:
-        if life != self.life:
-            return
-        self._disk_busy = False
-        for event in self.disk.work():
-            self.post(event)
-        self._disk_works_later()
-
-    def _answer(self, read: Callable[[], ev.Event]) -> None:
-        """Reads are answered in the same turn, as by the real loop."""
-        try:
-            self._inbox.append(read())
-        except LogError as error:
-            self._inbox.append(ev.LogFailed(error))
-
-    def _load_log(self, effect: ef.LoadLog) -> None:
-        self._answer(self._loaded)
-
-    def _loaded(self) -> ev.Event:
-        summary = self.disk.store.summary()
-        outputs = summary.checkpoints[-1].outputs if summary.checkpoints else {}
-        for batch in summary.impulses:
-            mark = outputs.get(batch.destination)
-            if mark is None or batch.first_position > mark.position:
-                self.world.marks["impulse put back by a replay"] += 1
-        return ev.LogLoaded(summary)
-
-    def _check_checkpoint(self, effect: ef.CheckCheckpoint) -> None:
-        try:
-            problem = check_checkpoint(self.disk.store, effect.header)
-        except LogError as error:
-            problem = str(error)
-        if problem is not None:
-            if not self.disk.damaged:
-                raise Violation(
-                    f"{self.name}: checkpoint {effect.header.checkpoint_id} is not what was written: {problem}"
-                )
-            self.damage_told = True
-        self._inbox.append(ev.CheckpointChecked(effect.header.checkpoint_id, problem))
-
-    def _read_chunk(self, effect: ef.ReadCheckpointChunk) -> None:
-        store = self.disk.store
-        self._answer(lambda: ev.CheckpointChunkRead(store.read_checkpoint_chunk(effect.checkpoint_id, effect.index)))
-
-    def _read_records(self, effect: ef.ReadRecords) -> None:
-        store = self.disk.store
-        self._answer(lambda: ev.RecordsRead(store.read(effect.first_sequence_id, effect.size_bytes_max)))
-
-    def _read_spilled(self, effect: ef.ReadSpilled) -> None:
-        self.world.marks["spilled messages read"] += 1
-        first, last, size_bytes_max = effect.first_position, effect.last_position, effect.size_bytes_max
-        read = self.disk.store.read_spilled
-        self._answer(
-            lambda: ev.SpilledRead(effect.destination, first, read(effect.destination, first, last, size_bytes_max))
-        )
-
-    def _read_letters(self, effect: ef.ReadLetters) -> None:
-        self.world.marks["refused letters looked for"] += 1
-        letters = [self.disk.store.letter(key) for key in effect.keys]
-        self._inbox.append(ev.LettersRead([letter for letter in letters if letter is not None]))
-
-    # --- peers -------------------------------------------------------------------------------------------------------
-
-    def _send_to_peer(self, effect: ef.SendToPeer) -> None:
-        self.checker.sent_to_peer(effect)
-        self.world.network.send(self, effect)
-
-    def _reset_peer(self, effect: ef.ResetPeer) -> None:
-        self.world.network.give_up(self, effect.destination)
-
-    def _reply_to_peer(self, effect: ef.ReplyToPeer) -> None:
-        self.checker.answered(effect)
-        frame = effect.frame
-        if frame.frame_type is FrameType.RESEND:
-            self.world.marks["Resend"] += 1
-        elif frame.frame_type is FrameType.REFUSED:
-            self.world.refused(self, frame)
-        self.world.network.reply(effect)
-
-    def _reply_to_client(self, effect: ef.ReplyToClient) -> None:
-        caller = effect.token
-        assert isinstance(caller, Caller)
-        self.world.marks["caller answered"] += 1
-        caller.replied(effect)
+    def _observe(self, effect: ef.Effect) -> None:
+        self.may_be_struck(effect)
+        if self.world.trace is not None:
+            self.note(f"-> {describe(effect)}")
 
     # --- time, the operator and the end ------------------------------------------------------------------------------
 
-    def _wake_at(self, effect: ef.WakeAt) -> None:
+    def wake_at(self, effect: ef.WakeAt) -> None:
         self._wake_ns = effect.time_ns
-        self._clock.after(max(0, effect.time_ns - self.now_ns), self._wake, self.life, effect.time_ns)
+        self._clock.after(max(0, effect.time_ns - self.time.now_ns()), self._wake, self.life, effect.time_ns)
 
     def _wake(self, life: int, time_ns: int) -> None:
         if life != self.life or self._wake_ns != time_ns:
             return
-        if (now_ns := self.now_ns) < time_ns:  # it runs slower
+        if (now_ns := self.time.now_ns()) < time_ns:  # it runs slower
             self._clock.after(time_ns - now_ns, self._wake, life, time_ns)
             return
         self._wake_ns = None
@@ -522,15 +274,13 @@ class Node:
     def _look_at_clock(self) -> None:
         if self.machine is not None:
             self.time.now_ns()
-            for event in self._clock_events():
-                self.post(event)
+            self.post(*self.clock_events())
 
-    def _clock_events(self) -> list[ClockMoved]:
+    def clock_events(self) -> list[ClockMoved]:
         events = self.time.take_events()
-        if any(event.jumped_ns for event in events):
+        if any(event.jumped_ns for event in events) and self._app_side is not None:
             self.world.marks["jump of the clock taken"] += 1
-            self._time_due_ns = None  # what the app waits for may come sooner than it seemed
-            self._clock.after(0, self._app_timer, self.app_life)
+            self._clock.after(0, self._app_side.look_at_clock)
         return events
 
     def ask_to_stop(self) -> None:
@@ -538,25 +288,28 @@ class Node:
             self.stop_asked = True
             self.post(ev.StopRequested())
 
-    def _upgrade_ended(self, effect: ef.UpgradeEnded) -> None:
+    def upgrade_ended(self, effect: ef.UpgradeEnded) -> None:
         if effect.problem is not None and not self.upgrade_fails:
             raise Violation(f"{self.name}: the upgrade to {effect.version} failed: {effect.problem}")
         self.upgrade_to = None
         self.upgrade_fails = False
         self.world.upgrades += effect.problem is None
 
-    def _report(self, effect: ef.Report) -> None:
+    def report(self, effect: ef.Report) -> None:
         for words, mark in REPORTS.items():
             if words in effect.message:
                 self.world.marks[mark] += 1
         if effect.level == "error":
             self.world.error_told(self, effect.message)
 
-    def _stop(self, effect: ef.Stop) -> None:
-        error = effect.error
-        self._expect_stop(error)
-        self._end()
-        self._start_later()
+    def stop(self, effect: ef.Stop) -> None:
+        self._stopped = effect
+
+    def peer_reset_done(self, effect: ef.PeerResetDone) -> None:
+        pass
+
+    def operator_answered(self, effect: ef.OperatorAnswered) -> None:
+        pass
 
     def _expect_stop(self, error: ImmortalError | None) -> None:
         marks = self.world.marks
@@ -577,12 +330,25 @@ class Node:
     @property
     def is_quiet(self) -> bool:
         """Nothing of it is on its way anywhere."""
-        machine, app = self.machine, self.app
-        if machine is None or app is None or self.phase is not Phase.NORMAL or not app.is_done:
+        driver, app, log_side = self._driver, self._app_side, self._log_side
+        if driver is None or app is None or log_side is None or self.phase is not Phase.NORMAL:
             return False
-        if self._inbox or self.disk.jobs or self._to_app or self._to_core or app.out:
+        if driver.inbox or not app.is_quiet or not log_side.is_quiet:
             return False
+        machine = driver.machine
         log = machine._log
         if log.durable_sequence_id > machine._session.fed_sequence_id or not log.open.empty:
             return False
         return all(stream.acknowledged >= stream.position for stream in machine._peers.outputs.values())
+
+
+class _StruckError(Exception):
+    """The process has ended in the middle of a turn."""
+
+
+class _ClockSide:
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self.now_ns = node.time.now_ns
+        self.take_events = node.clock_events
+        self.wake_at = node.wake_at

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
-from coordinator.core.machine import Machine
 from coordinator.core.session import Phase
 from protocol.peer import FrameType
 from tests.helpers.core import HELLO, Driven, attach, call, checkpoint, rpc
@@ -14,8 +13,7 @@ PRIMARY = (-1, "BECOMING_PRIMARY")
 
 def promoted(driven: Driven) -> Driven:
     """Its next life, connected."""
-    second = driven.crash()
-    second.machine = Machine("a", second.store.summary(), promote=True)
+    second = Driven(driven.store.crash(), promote=True)
     second.connect(HELLO)
     return second
 

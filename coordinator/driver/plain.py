@@ -1,0 +1,119 @@
+"""Ports of worlds in memory: each does the least that its duty allows. What a world makes of it, it overrides."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from coordinator.core import effects as ef
+from coordinator.core import events as ev
+from coordinator.core.interfaces import LogStore
+from coordinator.driver.ports import Read, Write
+from coordinator.driver.reads import answer
+
+
+class PlainApp:
+    """Nobody is there."""
+
+    def send(self, effect: ef.SendToApp) -> None:
+        pass
+
+    def close_app(self, effect: ef.CloseApp) -> None:
+        pass
+
+    def pause(self, effect: ef.PauseApp) -> None:
+        pass
+
+    def resume(self, effect: ef.ResumeApp) -> None:
+        pass
+
+    def flush(self) -> Sequence[ev.Event]:
+        return ()
+
+    def take_sent(self) -> Sequence[ev.Event]:
+        return ()
+
+
+class PlainPeers:
+    """What is sent goes nowhere, and answers never wait."""
+
+    has_new = False
+    replies_wait = False
+
+    def open(self, effect: ef.OpenPeer) -> None:
+        pass
+
+    def send(self, effect: ef.SendToPeer) -> None:
+        pass
+
+    def reset(self, effect: ef.ResetPeer) -> None:
+        pass
+
+    def reply(self, effect: ef.ReplyToPeer) -> None:
+        pass
+
+    def reply_to_client(self, effect: ef.ReplyToClient) -> None:
+        pass
+
+    def hold(self) -> None:
+        pass
+
+    def flush(self, *, patient: bool) -> None:
+        pass
+
+    def receive(self) -> None:
+        pass
+
+
+class PlainLog:
+    """Over ``store``. Writes wait for :meth:`work`; reads are answered at once, into ``inbox``."""
+
+    has_inline = False
+
+    def __init__(self, store: LogStore, inbox: list[ev.Event]) -> None:
+        self.store = store
+        self.inbox = inbox
+        self.jobs: deque[Write] = deque()
+
+    def submit(self, request: Write | Read) -> None:
+        if isinstance(request, ef.Commit | ef.WriteCheckpointChunk):
+            self.jobs.append(request)
+        else:
+            self.inbox.append(self.answer(request))
+
+    def answer(self, request: Read) -> ev.Event:
+        return answer(self.store, request)
+
+    def work(self) -> ev.Event:
+        """Do the write that has waited longest; its answer."""
+        job = self.jobs.popleft()
+        if isinstance(job, ef.Commit):
+            self.store.commit(job.transaction)
+            return ev.Committed(job.ticket)
+        self.store.write_checkpoint_chunk(job.checkpoint_id, job.index, job.data)
+        return ev.ChunkWritten(len(job.data))
+
+    def trim(self, effect: ef.Trim) -> None:
+        pass
+
+    def run_inline(self) -> None:
+        pass
+
+
+class PlainHost:
+    """Nobody listens."""
+
+    def peer_reset_done(self, effect: ef.PeerResetDone) -> None:
+        pass
+
+    def operator_answered(self, effect: ef.OperatorAnswered) -> None:
+        pass
+
+    def upgrade_ended(self, effect: ef.UpgradeEnded) -> None:
+        pass
+
+    def report(self, effect: ef.Report) -> None:
+        pass
+
+    def stop(self, effect: ef.Stop) -> None:
+        pass

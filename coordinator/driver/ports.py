@@ -1,0 +1,109 @@
+"""What a driver needs from outside: the app, the peers, the log, the clock, and who runs the coordinator.
+
+Each method that takes an effect (core/effects.py) has that effect's duty. In service sockets, files and threads are
+behind these ports; in the simulation, made worlds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from coordinator.core import effects as ef
+from coordinator.core.events import Event
+
+Write = ef.Commit | ef.WriteCheckpointChunk
+Read = ef.LoadLog | ef.CheckCheckpoint | ef.ReadCheckpointChunk | ef.ReadRecords | ef.ReadSpilled | ef.ReadLetters
+
+
+class AppPort(Protocol):
+    """One app at a time. What comes from it goes into the driver's inbox."""
+
+    def send(self, effect: ef.SendToApp, /) -> None:
+        """To the app that is connected, behind all that was sent before; to nobody where none is, or it is closing."""
+
+    def close_app(self, effect: ef.CloseApp, /) -> None: ...
+
+    def pause(self, effect: ef.PauseApp, /) -> None: ...
+
+    def resume(self, effect: ef.ResumeApp, /) -> None: ...
+
+    def flush(self) -> Sequence[Event]:
+        """Hand over what was sent, as far as it is taken now; what has come of it, but for :meth:`take_sent`."""
+
+    def take_sent(self) -> Sequence[Event]:
+        """How much the app has taken since the last call: with whatever comes next, if nobody waits for it."""
+
+
+class PeerPort(Protocol):
+    """Other instances, and clients. What comes from them goes into the driver's inbox."""
+
+    def open(self, effect: ef.OpenPeer, /) -> None: ...
+
+    def send(self, effect: ef.SendToPeer, /) -> None:
+        """At least once, in any order, until it is answered; nothing goes out before :meth:`flush`."""
+
+    def reset(self, effect: ef.ResetPeer, /) -> None: ...
+
+    def reply(self, effect: ef.ReplyToPeer, /) -> None: ...
+
+    def reply_to_client(self, effect: ef.ReplyToClient, /) -> None: ...
+
+    def hold(self) -> None:
+        """A turn begins that ends in :meth:`flush`."""
+
+    @property
+    def has_new(self) -> bool:
+        """There is something to send since the last :meth:`flush`."""
+
+    def flush(self, *, patient: bool) -> None:
+        """Send all there is. ``patient``: answers may stay where they are until something else is to be done."""
+
+    @property
+    def replies_wait(self) -> bool:
+        """There may be answers that nobody has been in a hurry for."""
+
+    def receive(self) -> None:
+        """Put them into the inbox."""
+
+
+class LogPort(Protocol):
+    """The log. Each request is answered by an event in the inbox, at once or later: writes in their order."""
+
+    def submit(self, request: Write | Read, /) -> None:
+        """Raises nothing: what fails is answered by LogFailed."""
+
+    def trim(self, effect: ef.Trim, /) -> None: ...
+
+    @property
+    def has_inline(self) -> bool:
+        """There is something for :meth:`run_inline`."""
+
+    def run_inline(self) -> None:
+        """Do now what is too small for a thread."""
+
+
+class ClockPort(Protocol):
+    """The instance's time; see core/clock.py."""
+
+    def now_ns(self) -> int:
+        """Since the Unix epoch."""
+
+    def take_events(self) -> Sequence[Event]:
+        """What :meth:`now_ns` has found out and the machine is to hear before that time."""
+
+    def wake_at(self, effect: ef.WakeAt, /) -> None: ...
+
+
+class HostPort(Protocol):
+    """Who runs the coordinator: what an operator asked for and what one is to know."""
+
+    def peer_reset_done(self, effect: ef.PeerResetDone, /) -> None: ...
+
+    def operator_answered(self, effect: ef.OperatorAnswered, /) -> None: ...
+
+    def upgrade_ended(self, effect: ef.UpgradeEnded, /) -> None: ...
+
+    def report(self, effect: ef.Report, /) -> None: ...
+
+    def stop(self, effect: ef.Stop, /) -> None: ...

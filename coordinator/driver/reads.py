@@ -1,0 +1,65 @@
+"""What a log answers to a machine that reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from coordinator.core import effects as ef
+from coordinator.core import events as ev
+from coordinator.core.errors import DamagedLogError, LogError
+from coordinator.core.interfaces import CheckpointHeader, LogStore
+from coordinator.driver.ports import Read
+from protocol.checksum import crc64
+from protocol.verdicts import MessageKey
+
+
+def answer(store: LogStore, asked: Read) -> ev.Event:
+    """What ``store`` has for ``asked``; LogFailed where it can't be read."""
+    try:
+        match asked:
+            case ef.LoadLog():
+                return ev.LogLoaded(store.summary())
+            case ef.CheckCheckpoint(header):
+                return ev.CheckpointChecked(header.checkpoint_id, problem_of(store, header))
+            case ef.ReadCheckpointChunk(checkpoint_id, index):
+                return ev.CheckpointChunkRead(store.read_checkpoint_chunk(checkpoint_id, index))
+            case ef.ReadRecords(first_sequence_id, size_bytes_max):
+                return ev.RecordsRead(store.read(first_sequence_id, size_bytes_max))
+            case ef.ReadSpilled(destination, first, last, size_bytes_max):
+                batches = store.read_spilled(destination, first, last, size_bytes_max)
+                return ev.SpilledRead(destination, first, batches)
+            case ef.ReadLetters(keys):
+                return _letters(store, keys)
+    except LogError as error:
+        return ev.LogFailed(error)
+
+
+def problem_of(store: LogStore, header: CheckpointHeader) -> str | None:
+    """What is wrong with the blob of ``header``'s checkpoint; None if every byte is what was written."""
+    size_bytes = check = index = 0
+    while size_bytes < header.size_bytes:
+        try:
+            chunk = store.read_checkpoint_chunk(header.checkpoint_id, index)
+        except LogError as error:
+            return str(error)
+        if not chunk:
+            return f"it has {size_bytes} bytes, {header.size_bytes} were written"
+        size_bytes += len(chunk)
+        check = crc64(chunk, check)
+        index += 1
+    if size_bytes != header.size_bytes or check != header.check:
+        return f"its check is {check:016x} over {size_bytes} bytes, {header.check:016x} was written"
+    return None
+
+
+def _letters(store: LogStore, keys: Sequence[MessageKey]) -> ev.LettersRead:
+    letters, problems = [], []
+    for key in keys:
+        try:
+            letter = store.letter(key)
+        except DamagedLogError as error:
+            problems.append(str(error))
+        else:
+            if letter is not None:
+                letters.append(letter)
+    return ev.LettersRead(letters, problems)

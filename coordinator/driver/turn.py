@@ -1,0 +1,119 @@
+"""The one interpreter of a machine's effects, and the order of a turn's duties.
+
+A turn hands the machine all that has come in, and carries out what it asks for. The app gets its record before anything
+else is worked out; nobody waits like that for a reply to a peer, so those come behind. What is written at once comes
+when everything else is under way; what that brings is handled in the same turn. What can wait is looked at last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from coordinator.core import effects as ef
+from coordinator.core.events import Event
+from coordinator.core.machine import Machine
+from coordinator.driver.ports import AppPort, ClockPort, HostPort, LogPort, PeerPort
+
+Action = Callable[[Any], None]
+Observer = Callable[[ef.Effect], None]
+
+
+class Driver:
+    """Drives ``machine`` through its ports.
+
+    ``inbox``: what has come in, in order; whoever has something appends it, also during a turn. ``observer``: is shown
+    each effect before it is carried out; what it raises ends the turn there, as a crash would.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        inbox: list[Event],
+        app: AppPort,
+        peers: PeerPort,
+        log: LogPort,
+        clock: ClockPort,
+        host: HostPort,
+        observer: Observer | None = None,
+    ) -> None:
+        self.machine = machine
+        self.inbox = inbox
+        self._app, self._peers, self._log, self._clock = app, peers, log, clock
+        self._actions: dict[type, Action] = {
+            ef.SendToApp: app.send,
+            ef.CloseApp: app.close_app,
+            ef.PauseApp: app.pause,
+            ef.ResumeApp: app.resume,
+            ef.Commit: log.submit,
+            ef.WriteCheckpointChunk: log.submit,
+            ef.LoadLog: log.submit,
+            ef.CheckCheckpoint: log.submit,
+            ef.ReadCheckpointChunk: log.submit,
+            ef.ReadRecords: log.submit,
+            ef.ReadSpilled: log.submit,
+            ef.ReadLetters: log.submit,
+            ef.Trim: log.trim,
+            ef.OpenPeer: peers.open,
+            ef.SendToPeer: peers.send,
+            ef.ResetPeer: peers.reset,
+            ef.ReplyToPeer: peers.reply,
+            ef.ReplyToClient: peers.reply_to_client,
+            ef.WakeAt: clock.wake_at,
+            ef.PeerResetDone: host.peer_reset_done,
+            ef.OperatorAnswered: host.operator_answered,
+            ef.UpgradeEnded: host.upgrade_ended,
+            ef.Report: host.report,
+            ef.Stop: host.stop,
+        }
+        self._observer = observer
+
+    def turn(self) -> None:
+        """Handle all that has come in, and all that this brings about at once."""
+        self._handle_events()
+        if self._peers.replies_wait and not self.machine.stopped:
+            self._peers.receive()
+            self._handle_events()
+
+    def _handle_events(self) -> None:
+        machine, inbox = self.machine, self.inbox
+        app, peers, log, clock = self._app, self._peers, self._log, self._clock
+        while inbox and not machine.stopped:
+            now_ns = clock.now_ns()
+            events = [*clock.take_events(), *app.take_sent(), *inbox]
+            inbox.clear()
+            peers.hold()
+            replies = self._carry_out(machine.take(events, now_ns))
+            replies += self._carry_out(machine.advance())
+            for reply in replies:
+                self._act(reply)
+            if peers.has_new or not log.has_inline:
+                self._flush_peers()
+            if log.has_inline:
+                log.run_inline()
+            if not inbox:
+                self._carry_out(machine.settle())
+        self._flush_peers()
+
+    def _carry_out(self, effects: Sequence[ef.Effect]) -> list[ef.Effect]:
+        """All but the replies to peers, which are returned."""
+        replies: list[ef.Effect] = []
+        if not effects:
+            return replies
+        for effect in effects:
+            if type(effect) is ef.ReplyToPeer:
+                replies.append(effect)
+            else:
+                self._act(effect)
+        self.inbox += self._app.flush()
+        if self.machine.waits_for_app:
+            self.inbox += self._app.take_sent()
+        return replies
+
+    def _act(self, effect: ef.Effect) -> None:
+        if self._observer is not None:
+            self._observer(effect)
+        self._actions[type(effect)](effect)
+
+    def _flush_peers(self) -> None:
+        self._peers.flush(patient=not self.machine.waits_for_peers)

@@ -1,0 +1,81 @@
+"""The log as the driver has it: writes go to the writer, reads are answered at once, its room is measured."""
+
+from __future__ import annotations
+
+from coordinator.clock import InstanceClock
+from coordinator.core import effects as ef
+from coordinator.core import events as ev
+from coordinator.core.errors import LogError
+from coordinator.core.interfaces import LogStore
+from coordinator.driver.ports import Read, Write
+from coordinator.driver.reads import answer
+from coordinator.fault_points import FaultPoint, reach
+from coordinator.log_writer import LogWriter
+from coordinator.logs import Events
+
+MEASURE_INTERVAL_NS = 500_000_000  # of the log's room: it takes some 20 µs
+MEASURE_SIZE_BYTES = 4 << 20  # ... and after so much was written
+
+_READS = {
+    ef.LoadLog: FaultPoint.LOG_LOADED,
+    ef.ReadCheckpointChunk: FaultPoint.CHECKPOINT_READ,
+    ef.ReadRecords: FaultPoint.RECORDS_READ,
+    ef.ReadSpilled: FaultPoint.SPILL_READ,
+}
+
+
+class LogEndpoint:
+    """``keep_ns``: how long history is kept, counted in the time in which the instance ran; None: no matter how old."""
+
+    def __init__(
+        self,
+        store: LogStore,
+        writer: LogWriter,
+        clock: InstanceClock,
+        log: Events,
+        keep_ns: int | None,
+        inbox: list[ev.Event],
+    ) -> None:
+        self._store, self._writer, self._clock, self._log, self._inbox = store, writer, clock, log, inbox
+        self._keep_ns = keep_ns
+        self._unmeasured_bytes = 0  # handed to the disk since it was measured
+        self.measure_at_ns = 0  # on the monotonic clock
+
+    def submit(self, request: Write | Read) -> None:
+        if isinstance(request, ef.Commit):
+            self._unmeasured_bytes += request.size_bytes
+            self._writer.submit(request)
+        elif isinstance(request, ef.WriteCheckpointChunk):
+            self._writer.submit(request)
+        else:
+            if (point := _READS.get(type(request))) is not None:
+                reach(point)
+            self._inbox.append(answer(self._store, request))
+            if isinstance(request, ef.LoadLog):
+                for problem in self._store.problems:
+                    self._log.error(problem)
+
+    def trim(self, effect: ef.Trim) -> None:
+        self._writer.trim(None if self._keep_ns is None else self._clock.running.before(self._keep_ns))
+
+    @property
+    def has_inline(self) -> bool:
+        return self._writer.has_inline
+
+    def run_inline(self) -> None:
+        self._inbox += self._writer.run_inline()
+
+    def collect(self) -> None:
+        """The writer's descriptor is readable."""
+        self._inbox += self._writer.take_done()
+
+    def measure(self, now_ns: int) -> None:
+        """Now and then while the log changes, and while it has too little room: a trim makes some."""
+        if now_ns < self.measure_at_ns and self._unmeasured_bytes < MEASURE_SIZE_BYTES:
+            return
+        self._unmeasured_bytes = 0
+        self.measure_at_ns = now_ns + MEASURE_INTERVAL_NS
+        try:
+            self._inbox.append(ev.LogMeasured(self._store.space()))
+        except LogError as error:
+            self._inbox.append(ev.LogFailed(error))

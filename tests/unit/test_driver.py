@@ -1,0 +1,147 @@
+"""The order of a turn's duties."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from coordinator.core import effects as ef
+from coordinator.core import events as ev
+from coordinator.core.machine import Machine
+from coordinator.driver.plain import PlainApp, PlainHost, PlainLog, PlainPeers
+from coordinator.driver.turn import Driver
+from coordinator.log.memory import MemoryLogStore
+from protocol.peer import FrameType, PeerFrame
+from tests.helpers.core import HELLO, NOW_NS, attach, call, first_start, rpc
+
+
+class _App(PlainApp):
+    def __init__(self, done: list[str]) -> None:
+        self._done = done
+        self.sent: list[ev.Event] = []
+
+    def send(self, effect: ef.SendToApp) -> None:
+        self._done.append("app")
+
+    def take_sent(self) -> Sequence[ev.Event]:
+        sent, self.sent = self.sent, []
+        return sent
+
+
+class _Peers(PlainPeers):
+    def __init__(self, done: list[str], inbox: list[ev.Event]) -> None:
+        self._done, self._inbox = done, inbox
+        self.patience: list[bool] = []
+        self.has_new = False
+        self.waiting: list[ev.Event] = []
+
+    def send(self, effect: ef.SendToPeer) -> None:
+        self._done.append(f"to peer: {effect.frame.frame_type.name}")
+        self.has_new = True
+
+    def reply(self, effect: ef.ReplyToPeer) -> None:
+        self._done.append(f"reply: {effect.frame.frame_type.name}")
+        self.has_new = True
+
+    def flush(self, *, patient: bool) -> None:
+        if self.has_new:
+            self._done.append("flush")
+        self.has_new = False
+        self.patience.append(patient)
+
+    @property
+    def replies_wait(self) -> bool:  # type: ignore[override]
+        return bool(self.waiting)
+
+    def receive(self) -> None:
+        self._done.append("answers taken")
+        self._inbox += self.waiting
+        self.waiting.clear()
+
+
+class _Log(PlainLog):
+    """Small commits are written inside the turn."""
+
+    def __init__(self, done: list[str], inbox: list[ev.Event]) -> None:
+        super().__init__(MemoryLogStore(1), inbox)
+        self._done = done
+
+    @property
+    def has_inline(self) -> bool:  # type: ignore[override]
+        return bool(self.jobs)
+
+    def run_inline(self) -> None:
+        while self.jobs:
+            self._done.append("written")
+            self.inbox.append(self.work())
+
+
+class _Clock:
+    def now_ns(self) -> int:
+        return NOW_NS
+
+    def take_events(self) -> Sequence[ev.Event]:
+        return ()
+
+    def wake_at(self, effect: ef.WakeAt) -> None:
+        pass
+
+
+class Turns:
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        inbox: list[ev.Event] = []
+        self.app, self.peers, self.log = _App(self.done), _Peers(self.done, inbox), _Log(self.done, inbox)
+        self.machine = Machine("a", self.log.store.summary())
+        self.driver = Driver(self.machine, inbox, self.app, self.peers, self.log, _Clock(), PlainHost())
+        self.turn(ev.AppConnected())
+        self.turn(ev.AppData(HELLO + first_start()))
+
+    def turn(self, *events: ev.Event) -> list[str]:
+        self.done.clear()
+        self.driver.inbox += events
+        self.driver.turn()
+        return self.done
+
+    def frame(self, frame_type: FrameType, position: int, **fields: object) -> PeerFrame:
+        return PeerFrame(frame_type, "b", "a", 77, 1, position, **fields)  # type: ignore[arg-type]
+
+
+def test_a_call_is_answered_behind_its_record_and_within_the_turn_that_wrote_it() -> None:
+    turns = Turns()
+    turns.turn(ev.PeerFrameReceived("hello", turns.frame(FrameType.HELLO, 0)))
+    batch = turns.frame(FrameType.BATCH, 1, count=1, payload=rpc(7), time_ns=5)
+    assert turns.turn(ev.PeerFrameReceived("token", batch)) == ["written", "app", "reply: TRIM_TO", "flush"]
+
+
+def test_what_goes_to_a_peer_leaves_before_the_disk_is_waited_for() -> None:
+    turns = Turns()
+    turns.turn(ev.AppData(attach("b")))
+    assert turns.turn(ev.AppData(call("b", 1) + call("", 2))) == ["to peer: HELLO", "flush", "written", "app"]
+
+
+def test_answers_that_nobody_is_in_a_hurry_for_are_taken_when_all_else_is_done() -> None:
+    turns = Turns()
+    turns.turn(ev.AppData(attach("b") + call("b", 1)))
+    tag = turns.machine._peers.outputs["b"].attempt
+    welcome = PeerFrame(FrameType.WELCOME, "b", "a", 77, 1, 0)
+    turns.peers.waiting = [ev.PeerReplied("b", tag, welcome)]
+    done = turns.turn(ev.AppData(call("", 2)))
+    assert done == ["written", "app", "answers taken", "to peer: BATCH", "flush", "written"]
+    assert turns.peers.patience[-1] is not turns.machine.waits_for_peers
+
+
+def test_what_the_app_has_taken_is_told_with_what_comes_next() -> None:
+    turns = Turns()
+    turns.app.sent = [ev.AppSent(turns.machine._session.unsent_bytes)]
+    turns.turn()
+    assert turns.machine._session.unsent_bytes > 0, "nobody waits for it"
+    turns.turn(ev.Tick())
+    assert turns.machine._session.unsent_bytes == 0
+
+
+def test_after_a_stop_nothing_is_handled() -> None:
+    turns = Turns()
+    turns.turn(ev.StopRequested(), ev.AppClosed())
+    assert turns.machine.stopped
+    assert turns.turn(ev.AppConnected()) == []
+    assert turns.driver.inbox == [ev.AppConnected()]
