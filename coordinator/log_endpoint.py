@@ -1,6 +1,14 @@
-"""The log as the driver has it: writes go to the writer, reads are answered at once, its room is measured."""
+"""The log as the driver has it: writes go to the writer, reads are answered at once, its room is measured.
+
+Only a checkpoint that is read whole is read beside the loop: with gigabytes of state that takes seconds, in which peers
+and operators want their answers.
+"""
 
 from __future__ import annotations
+
+import os
+import threading
+from collections import deque
 
 from coordinator.clock import InstanceClock
 from coordinator.core import effects as ef
@@ -8,7 +16,7 @@ from coordinator.core import events as ev
 from coordinator.core.errors import LogError
 from coordinator.core.interfaces import LogStore
 from coordinator.driver.ports import Read, Write
-from coordinator.driver.reads import answer
+from coordinator.driver.reads import answer, problem_of
 from coordinator.fault_points import FaultPoint, reach
 from coordinator.log_writer import LogWriter
 from coordinator.logs import Events
@@ -38,6 +46,9 @@ class LogEndpoint:
     ) -> None:
         self._store, self._writer, self._clock, self._log, self._inbox = store, writer, clock, log, inbox
         self._keep_ns = keep_ns
+        self._checks: list[threading.Thread] = []
+        self._answers: deque[ev.Event] = deque()  # appended to by the threads
+        self._closing = False
         self._unmeasured_bytes = 0  # handed to the disk since it was measured
         self.measure_at_ns = 0  # on the monotonic clock
 
@@ -47,6 +58,10 @@ class LogEndpoint:
             self._writer.submit(request)
         elif isinstance(request, ef.WriteCheckpointChunk):
             self._writer.submit(request)
+        elif isinstance(request, ef.CheckCheckpoint):
+            thread = threading.Thread(target=self._check, args=(request,), name="checkpoint-check", daemon=True)
+            self._checks.append(thread)
+            thread.start()
         else:
             if (point := _READS.get(type(request))) is not None:
                 reach(point)
@@ -65,9 +80,32 @@ class LogEndpoint:
     def run_inline(self) -> None:
         self._inbox += self._writer.run_inline()
 
+    def fileno(self) -> int:
+        """Readable when there is something to :meth:`collect`."""
+        return self._writer.fileno()
+
     def collect(self) -> None:
-        """The writer's descriptor is readable."""
         self._inbox += self._writer.take_done()
+        while self._answers:
+            self._inbox.append(self._answers.popleft())
+        self._checks = [thread for thread in self._checks if thread.is_alive()]
+
+    def _check(self, request: ef.CheckCheckpoint) -> None:
+        header = request.header
+        try:
+            problem = problem_of(self._store, header, lambda: self._closing)
+        except Exception as error:  # it must be answered: the machine would wait for ever
+            problem = repr(error)
+        self._answers.append(ev.CheckpointChecked(header.checkpoint_id, problem))
+        if not self._closing:
+            os.eventfd_write(self.fileno(), 1)
+
+    def close(self) -> None:
+        """Finish what was to be written; what is read is not wanted any more."""
+        self._closing = True
+        for thread in self._checks:
+            thread.join()
+        self._writer.close()
 
     def measure(self, now_ns: int) -> None:
         """Now and then while the log changes, and while it has too little room: a trim makes some."""

@@ -96,21 +96,21 @@ class Coordinator:
         self._epoll = select.epoll()
         self._app = AppEndpoint(settings, log, self._epoll)
         self._peers = PeerEndpoint(settings, registry, log, self._limited, post)
-        self._writer = LogWriter(
+        writer = LogWriter(
             store,
             keep_checkpoints=settings.keep_checkpoints,
             inline_size_bytes_max=settings.tuning.commit_inline_kib_max << 10,
         )
         keep_ns = None if settings.keep_log_days is None else settings.keep_log_days * DAY_NS
-        self._log_endpoint = LogEndpoint(store, self._writer, self._clock, log, keep_ns, self._inbox)
+        self._log_endpoint = LogEndpoint(store, writer, self._clock, log, keep_ns, self._inbox)
         self._auditor = Auditor(AuditLog(settings.folder, log.warning))
         self._control = ControlServer(settings.folder)
         self._operator = OperatorEndpoint(
-            machine, self._app, self._peers, store, self._writer, self._clock, self._auditor, post
+            machine, self._app, self._peers, store, writer, self._clock, self._auditor, post
         )
         self.peer_reset_done, self.operator_answered = self._operator.peer_reset_done, self._operator.operator_answered
         self._driver = Driver(machine, self._inbox, self._app, self._peers, self._log_endpoint, self._clock, self)
-        self._peers_fileno, self._writer_fileno = self._peers.fileno(), self._writer.fileno()
+        self._peers_fileno, self._log_fileno = self._peers.fileno(), self._log_endpoint.fileno()
         self._control_fileno = self._control.fileno()
         self._epoll.register(self._control_fileno, select.EPOLLIN)
 
@@ -124,7 +124,7 @@ class Coordinator:
             self._wake_receiver, self._wake_sender = socket.socketpair()
             self._catch_signals()
             self._wake_fileno = self._wake_receiver.fileno()
-            for descriptor in (self._peers_fileno, self._writer_fileno, self._wake_fileno):
+            for descriptor in (self._peers_fileno, self._log_fileno, self._wake_fileno):
                 self._epoll.register(descriptor, select.EPOLLIN)
             control.announce(settings.folder, control_path)
             reach(FaultPoint.ANNOUNCED)
@@ -160,7 +160,7 @@ class Coordinator:
         ready = dict(self._epoll.poll(self._timeout_s()))
         now_ns = time.monotonic_ns()
         inbox, app, peers = self._inbox, self._app, self._peers
-        if self._writer_fileno in ready:
+        if self._log_fileno in ready:
             self._log_endpoint.collect()
         if self._wake_fileno in ready:
             self._wake_receiver.recv(64)
@@ -259,7 +259,7 @@ class Coordinator:
         self._auditor.close(error=None if self._error is None else str(self._error))
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)  # stopped already: one more wish must not spoil the exit status
-        self._writer.close()
+        self._log_endpoint.close()
         self._clock.close()
         self._app.close()
         self._peers.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
@@ -34,10 +34,17 @@ def answer(store: LogStore, asked: Read) -> ev.Event:
         return ev.LogFailed(error)
 
 
-def problem_of(store: LogStore, header: CheckpointHeader) -> str | None:
-    """What is wrong with the blob of ``header``'s checkpoint; None if every byte is what was written."""
+def problem_of(
+    store: LogStore, header: CheckpointHeader, is_given_up: Callable[[], bool] = lambda: False
+) -> str | None:
+    """What is wrong with the blob of ``header``'s checkpoint; None if every byte is what was written.
+
+    ``is_given_up``: looked at before each chunk; nobody wants to know any more.
+    """
     size_bytes = check = index = 0
     while size_bytes < header.size_bytes:
+        if is_given_up():
+            return "nobody waited until it was read"
         try:
             chunk = store.read_checkpoint_chunk(header.checkpoint_id, index)
         except LogError as error:

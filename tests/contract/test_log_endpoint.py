@@ -1,0 +1,98 @@
+"""The log as the driver has it, with a real writer: who waits for what."""
+
+from __future__ import annotations
+
+import select
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from coordinator.core import effects as ef
+from coordinator.core import events as ev
+from coordinator.core.interfaces import CheckpointHeader, Transaction
+from coordinator.log.memory import MemoryLogStore
+from coordinator.log_endpoint import LogEndpoint
+from coordinator.log_writer import LogWriter
+from coordinator.logs import Events
+from protocol.checksum import crc64
+
+BLOB = b"a state of many gigabytes"
+HEADER = CheckpointHeader(1, -1, len(BLOB), crc64(BLOB), 0)
+WAIT_S = 20
+
+
+class SlowStore(MemoryLogStore):
+    """Its chunks come when they are let through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.let_through = threading.Event(), threading.Event()
+
+    def read_checkpoint_chunk(self, checkpoint_id: int, index: int) -> bytes:
+        self.asked.set()
+        assert self.let_through.wait(WAIT_S)
+        return super().read_checkpoint_chunk(checkpoint_id, index)
+
+
+class Log:
+    def __init__(self) -> None:
+        self.store = SlowStore()
+        self.store.write_checkpoint_chunk(1, 0, BLOB)
+        self.store.commit(Transaction(checkpoint=HEADER))
+        self.inbox: list[ev.Event] = []
+        self.writer = LogWriter(self.store, keep_checkpoints=None, inline_size_bytes_max=1 << 16)
+        clock = None  # asked where something is trimmed
+        self.endpoint = LogEndpoint(self.store, self.writer, clock, Events("a"), None, self.inbox)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def log() -> Iterator[Log]:
+    log = Log()
+    yield log
+    log.store.let_through.set()
+    log.endpoint.close()
+
+
+def test_a_checkpoint_is_read_whole_beside_the_loop(log: Log) -> None:
+    log.endpoint.submit(ef.CheckCheckpoint(HEADER))
+    assert log.store.asked.wait(WAIT_S)
+    log.endpoint.submit(ef.LoadLog())
+    assert [type(event) for event in log.inbox] == [ev.LogLoaded], "what is asked meanwhile is answered"
+    log.inbox.clear()
+    log.store.let_through.set()
+    assert select.select([log.endpoint], [], [], WAIT_S)[0]
+    log.endpoint.collect()
+    assert log.inbox == [ev.CheckpointChecked(1, None)]
+
+
+def test_a_commit_on_the_thread_and_a_check_are_both_answered(log: Log) -> None:
+    log.store.let_through.set()
+    log.endpoint.submit(ef.CheckCheckpoint(HEADER))
+    log.endpoint.submit(ef.WriteCheckpointChunk(2, 0, b"x"))
+    while len(log.inbox) < 2:
+        assert select.select([log.endpoint], [], [], WAIT_S)[0]
+        log.endpoint.collect()
+    assert {type(event) for event in log.inbox} == {ev.CheckpointChecked, ev.ChunkWritten}
+
+
+def test_a_check_that_nobody_waits_for_ends_with_the_log(log: Log) -> None:
+    many = CheckpointHeader(1, -1, 1 << 50, 0, 0)
+    log.store.read_checkpoint_chunk = lambda checkpoint_id, index: b"more and more"  # type: ignore[method-assign]
+    log.endpoint.submit(ef.CheckCheckpoint(many))
+    log.endpoint.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "checkpoint-check"]
+    log.endpoint = Log().endpoint  # one that the fixture can close
+
+
+def test_what_cannot_be_read_is_a_damaged_checkpoint(log: Log) -> None:
+    def fails(checkpoint_id: int, index: int) -> bytes:
+        raise OSError("the disk is gone")
+
+    log.store.read_checkpoint_chunk = fails  # type: ignore[method-assign]
+    log.endpoint.submit(ef.CheckCheckpoint(HEADER))
+    assert select.select([log.endpoint], [], [], WAIT_S)[0]
+    log.endpoint.collect()
+    (event,) = log.inbox
+    assert isinstance(event, ev.CheckpointChecked)
+    assert "the disk is gone" in (event.problem or "")
