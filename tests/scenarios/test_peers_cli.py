@@ -12,7 +12,7 @@ import pytest
 
 from coordinator.core.limits import Limits
 from coordinator.fault_points import VARIABLE, FaultPoint
-from coordinator.log import verify_log
+from coordinator.log.verify import verify_log
 from tests.helpers.cli import HOME, immortal
 from tests.helpers.processes import CoordinatorProcess, House, SocketApp
 
