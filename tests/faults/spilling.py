@@ -119,7 +119,7 @@ class SpillScene(Scene):
         )
 
     def goes_on(self) -> None:
-        self.process.process.send_signal(signal.SIGCONT)
+        self.process.resume()
 
     def row_at(self, number: int) -> int:
         """Where in the log's file the one row with that call's argument is."""
