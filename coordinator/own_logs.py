@@ -47,7 +47,7 @@ class OwnLogs:
             self.is_kept = False
             return
         except (OSError, UnicodeDecodeError) as error:
-            raise LogKeyError(f"{self.path} cannot be read: {error}") from None
+            raise LogKeyError(f"{self.path} cannot be read: {_reason(error)}") from None
         for line in lines:
             match line.split():
                 case [committer_id, created_ns, *rest] if rest in ([], [_AUTHENTICATED]):
@@ -117,7 +117,7 @@ def read_keys(settings: InstanceSettings) -> tuple[LogKey, ...]:
     except (FileNotFoundError, NotADirectoryError):
         return ()
     except (OSError, UnicodeDecodeError) as error:
-        raise LogKeyError(f"the key of the log in {path} cannot be read: {error}") from None
+        raise LogKeyError(f"the key of the log in {path} cannot be read: {_reason(error)}") from None
     try:
         keys = tuple(LogKey(bytes.fromhex(line)) for line in lines)
     except ValueError:
@@ -256,3 +256,8 @@ def _write_secretly(path: Path, text: str) -> None:
         write_atomically(path, text.encode(), mode=0o600)
     except OSError as error:
         raise LogKeyError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _reason(error: OSError | UnicodeDecodeError) -> str:
+    """Without the path: it was named already."""
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)

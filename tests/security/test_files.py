@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import subprocess
 import sys
@@ -118,8 +119,11 @@ def test_status_of_a_shared_registry_shows_what_the_asking_user_may_see(house: H
     assert "sequence_id" not in said
     house.close()
     said = as_stranger(lambda: run(house.home, "status", "--json").output)
-    assert "Permission denied" in said
-    assert "not started yet" in said
+    error = f"{house.home}/alice/keys/own_logs cannot be read: Permission denied"
+    assert json.loads(said) == [
+        {"name": "alice", "phase": "unknown", "error": error},
+        {"name": "bob", "phase": "not started yet"},
+    ]
 
 
 def test_a_log_of_an_earlier_version_is_tightened_and_it_is_said_once(house: House) -> None:
