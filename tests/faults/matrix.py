@@ -54,6 +54,14 @@ RESTORE = "restore the log from a copy that holds all that was acknowledged"
 ROOM = "make room and start again; what was acknowledged is there"
 UNKNOWN = "what is on disk is unknown until it is opened again"
 START = "mend the disk and start again; what was acknowledged is there"
+NOT_DURABLE = Cell(
+    STOPPED,
+    "status 1; what the next start can read of it counts only once that start has made it durable",
+    UNKNOWN,
+    START,
+)
+SHARES_ITS_COMMIT = Cell(STOPPED, "as for records: they share each commit", UNKNOWN, START)
+LEAVES_THOSE_BEFORE = Cell(STOPPED, "as for records; the checkpoints before stay", UNKNOWN, START)
 
 CELLS: dict[tuple[Fault, Thing], Cell] = {
     (Fault.PROCESS_KILL, Thing.RECORD): Cell(
@@ -168,8 +176,8 @@ CELLS: dict[tuple[Fault, Thing], Cell] = {
         UNKNOWN,
         START,
     ),
-    (Fault.ONE_SYNC, Thing.META): Cell(STOPPED, "as for records: they share each commit", UNKNOWN, START),
-    (Fault.ONE_SYNC, Thing.CHUNK): Cell(STOPPED, "as for records; the checkpoints before stay", UNKNOWN, START),
+    (Fault.ONE_SYNC, Thing.META): SHARES_ITS_COMMIT,
+    (Fault.ONE_SYNC, Thing.CHUNK): LEAVES_THOSE_BEFORE,
     (Fault.ONE_SYNC, Thing.REGISTRY): Cell(
         REFUSED,
         "the command ends with status 1; the file is as it was, or whole where it was the sync of the folder, and then"
@@ -177,29 +185,19 @@ CELLS: dict[tuple[Fault, Thing], Cell] = {
         "Input/output error",
         "run the command again",
     ),
-    (Fault.ONE_SYNC, Thing.SPILL): Cell(STOPPED, "as for records: they share each commit", UNKNOWN, START),
-    (Fault.LATE_SYNC, Thing.RECORD): Cell(
-        STOPPED,
-        "status 1; what the next start can read of it counts only once that start has made it durable",
-        UNKNOWN,
-        START,
-    ),
-    (Fault.LATE_SYNC, Thing.META): Cell(STOPPED, "as for records: they share each commit", UNKNOWN, START),
-    (Fault.LATE_SYNC, Thing.CHUNK): Cell(STOPPED, "as for records; the checkpoints before stay", UNKNOWN, START),
+    (Fault.ONE_SYNC, Thing.SPILL): SHARES_ITS_COMMIT,
+    (Fault.LATE_SYNC, Thing.RECORD): NOT_DURABLE,
+    (Fault.LATE_SYNC, Thing.META): SHARES_ITS_COMMIT,
+    (Fault.LATE_SYNC, Thing.CHUNK): LEAVES_THOSE_BEFORE,
     (Fault.LATE_SYNC, Thing.REGISTRY): Cell(REFUSED, "as where one sync fails", "Input/output error", "mend the disk"),
-    (Fault.LATE_SYNC, Thing.SPILL): Cell(STOPPED, "as for records: they share each commit", UNKNOWN, START),
-    (Fault.LATE_WRITE, Thing.RECORD): Cell(
-        STOPPED,
-        "status 1; what the next start can read of it counts only once that start has made it durable",
-        UNKNOWN,
-        START,
-    ),
-    (Fault.LATE_WRITE, Thing.META): Cell(STOPPED, "as for records: they share each commit", UNKNOWN, START),
-    (Fault.LATE_WRITE, Thing.CHUNK): Cell(STOPPED, "as for records; the checkpoints before stay", UNKNOWN, START),
+    (Fault.LATE_SYNC, Thing.SPILL): SHARES_ITS_COMMIT,
+    (Fault.LATE_WRITE, Thing.RECORD): NOT_DURABLE,
+    (Fault.LATE_WRITE, Thing.META): SHARES_ITS_COMMIT,
+    (Fault.LATE_WRITE, Thing.CHUNK): LEAVES_THOSE_BEFORE,
     (Fault.LATE_WRITE, Thing.REGISTRY): Cell(
         REFUSED, "the command ends with status 1; the file is as it was", "Input/output error", "mend the disk"
     ),
-    (Fault.LATE_WRITE, Thing.SPILL): Cell(STOPPED, "as for records: they share each commit", UNKNOWN, START),
+    (Fault.LATE_WRITE, Thing.SPILL): SHARES_ITS_COMMIT,
     (Fault.READ_ERROR, Thing.RECORD): Cell(
         STOPPED,
         "LMDB reads through a map: the kernel ends the process with SIGBUS, before anything wrong is executed;"

@@ -29,26 +29,12 @@ from tests.faults.disk import Disk, read_journal, synced_paths, without_power
 from tests.faults.matrix import CELLS, Cell, Fault, Thing, document
 from tests.faults.scene import NAME, Scene
 from tests.faults.spilling import SPILL_SHOWS, SpillScene
+from tests.helpers.apps import COUNTER
 from tests.helpers.cli import Run
 
 GUARANTEES = Path(__file__).parents[2] / "docs" / "guarantees.md"
 BEGIN, END = "<!-- cells -->\n", "<!-- end of cells -->"
 DELAY_MS = 80
-COUNTED = """
-from appsdk import Immortal, rpc
-
-
-class Counted(Immortal):
-    count: int
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    @rpc
-    def add(self) -> int:
-        self.count += 1
-        return self.count
-"""
 
 Show = Callable[[Scene, Cell], None]
 SHOWS: dict[tuple[Fault, Thing], Show] = {}
@@ -613,8 +599,8 @@ def time_of(value: bytes | memoryview) -> int:
 def a_clock_that_jumps_and_keys(scene: Scene, cell: Cell) -> None:
     assert scene.command("register", NAME, "--peer", "tcp://127.0.0.1:*").returncode == 0
     clock = scene.clock()
-    (scene.folder / "counted.py").write_text(COUNTED)
-    run = Run(scene.folder, NAME, "counted:Counted", "--restart")
+    (scene.folder / "counter.py").write_text(COUNTER)
+    run = Run(scene.folder, NAME, "counter:Counter", "--restart")
     try:
         run.line("ready")
         scene.monkeypatch.setenv("IMMORTAL_HOME", str(scene.home))
