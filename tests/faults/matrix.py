@@ -6,6 +6,7 @@ python -m tests.faults.matrix       prints the table and the list as they stand 
 from __future__ import annotations
 
 import enum
+import textwrap
 from dataclasses import dataclass
 
 
@@ -257,7 +258,7 @@ def table() -> str:
 
 
 def details() -> str:
-    """Each cell in a line, in Markdown."""
+    """Each cell in an item of a list, in Markdown."""
     parts = []
     for fault in Fault:
         lines = [f"**{fault.value[0].upper()}{fault.value[1:]}**", ""]
@@ -268,7 +269,7 @@ def details() -> str:
                 line += f' It says "{cell.says}".'
             if cell.way_out:
                 line += f" Way out: {cell.way_out}."
-            lines.append(line)
+            lines += textwrap.wrap(line, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
