@@ -51,12 +51,12 @@ def run(home: Path, *arguments: str | Path) -> Result:
 
 
 def lived(house: House) -> None:
-    """An instance with keys, a journal, a checkpoint, secrets, sockets; running."""
+    """An instance with keys, a journal, a checkpoint, records 0 to 3, secrets, sockets; running."""
     assert run(house.home, "register", "alice", "--peer", "tcp://127.0.0.1:*", "--app-auth", "none").exit_code == 0
     process, app = house.both("alice", extended=True)
-    for number in range(3):
+    for number in (1, 2, 3):  # a record of its own each
         app.impulse(number)
-    app.until(lambda: app.accepted >= 3)
+        app.until(lambda number=number: app.accepted == number)
     assert process.status()["checkpoint"]["id"] == 1
     assert process.count("was open to others") == 0  # it is made so, not mended
 
