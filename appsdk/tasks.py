@@ -476,18 +476,12 @@ class Tasks:
                 number_raw, *rest = _take_call_number(data)
                 number, value = msgspec.msgpack.decode(number_raw, type=int), encoder.encode(rest)
         except (msgspec.DecodeError, ValueError, IndexError, UnicodeDecodeError) as error:
-            context = self.context
-            text = f"an answer that can't be read: {error}"
-            raise HandlerError(
-                f"record {context.sequence_id}, message {context.message_index}: {text}; the app stops",
-                context.sequence_id,
-                context.message_index,
-                refusal("an answer", None, Cause.UNREADABLE, text),
-            ) from None
+            raise self._wrong_answer(Cause.UNREADABLE, f"an answer that can't be read: {error}") from None
         if (call := self.calls.get(number)) is not None:
             if not self._was_called(call):
                 if self._failed_wait is None:
-                    raise self._wrong_answer(number)
+                    text = f"an answer of {self.context.source!r} to call {number}, which went to somebody else"
+                    raise self._wrong_answer(Cause.SENDER, text)
                 return
             self._resolve(call, kind is _RAISED, value)
             if self._queue:
@@ -498,14 +492,13 @@ class Tasks:
         source = self.context.source
         return not source or source == call.target.destination
 
-    def _wrong_answer(self, number: int) -> HandlerError:
+    def _wrong_answer(self, cause: Cause, text: str) -> HandlerError:
         context = self.context
-        text = f"an answer of {context.source!r} to call {number}, which went to somebody else"
         return HandlerError(
             f"record {context.sequence_id}, message {context.message_index}: {text}; the app stops",
             context.sequence_id,
             context.message_index,
-            refusal("an answer", None, Cause.SENDER, text),
+            refusal("an answer", None, cause, text),
         )
 
     def effect_done(self, result: EffectResult) -> None:

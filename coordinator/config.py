@@ -9,7 +9,6 @@ line and the field: a typo must not become a default.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import enum
 import os
 import re
@@ -414,6 +413,8 @@ _REQUIRED = ("peer",)
 
 def near_miss(word: str, known: Iterable[str]) -> str:
     """ ": did you mean 'x'?" when ``word`` looks like a known one, else nothing."""
+    import difflib  # needed for a misspelt word only
+
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f": did you mean {close[0]!r}?" if close else ""
 

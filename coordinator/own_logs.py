@@ -12,14 +12,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from coordinator.config import LOG_KEY_FILE, InstanceSettings, write_atomically
 from coordinator.core.interfaces import LogStore
 from coordinator.foreign_state import refuse_pickle_in
-from coordinator.log import LmdbLogStore, LogIdentity, LogReader, LogVerification, create_log, log_exists, verify_log
+from coordinator.log import LmdbLogStore, LogIdentity, LogReader, create_log, log_exists
 from coordinator.log import open_log as open_log_folder
 from coordinator.log import open_reader as open_folder_reader
 from coordinator.log.authentication import KEY_SIZE_BYTES, LogKey, LogKeyError, not_authenticated
+
+if TYPE_CHECKING:
+    from coordinator.log.verify import LogVerification
 
 FOLDER_NAME = "keys"  # with the pairs of coordinator.keys
 KEY_FILE_NAME = "log_key"
@@ -43,7 +47,7 @@ class OwnLogs:
             self.is_kept = False
             return
         except (OSError, UnicodeDecodeError) as error:
-            raise LogKeyError(f"{self.path} cannot be read: {error}") from None
+            raise LogKeyError(f"{self.path} cannot be read: {_reason(error)}") from None
         for line in lines:
             match line.split():
                 case [committer_id, created_ns, *rest] if rest in ([], [_AUTHENTICATED]):
@@ -113,7 +117,7 @@ def read_keys(settings: InstanceSettings) -> tuple[LogKey, ...]:
     except (FileNotFoundError, NotADirectoryError):
         return ()
     except (OSError, UnicodeDecodeError) as error:
-        raise LogKeyError(f"the key of the log in {path} cannot be read: {error}") from None
+        raise LogKeyError(f"the key of the log in {path} cannot be read: {_reason(error)}") from None
     try:
         keys = tuple(LogKey(bytes.fromhex(line)) for line in lines)
     except ValueError:
@@ -210,7 +214,9 @@ def open_reader(settings: InstanceSettings, *, trust_pickle: bool = False, check
 
 
 def verify(settings: InstanceSettings) -> LogVerification:
-    """As :func:`coordinator.log.verify_log`, with the instance's keys."""
+    """As :func:`coordinator.log.verify.verify_log`, with the instance's keys."""
+    from coordinator.log.verify import verify_log  # here, since a coordinator, which opens its log with us, never does
+
     own = OwnLogs(settings.folder)
     return verify_log(settings.log, settings.name, keys=read_keys(settings), must_be_authentic=own.any_authenticated)
 
@@ -250,3 +256,8 @@ def _write_secretly(path: Path, text: str) -> None:
         write_atomically(path, text.encode(), mode=0o600)
     except OSError as error:
         raise LogKeyError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _reason(error: OSError | UnicodeDecodeError) -> str:
+    """Without the path: it was named already."""
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from itertools import count
 
 from coordinator.core.interfaces import LogSummary
-from coordinator.log import LogIdentity, MemoryLogStore
+from coordinator.log import LogIdentity
 from coordinator.log.format import FORMAT_VERSION
+from coordinator.log.memory import MemoryLogStore
 
 READ_SIZE_BYTES = 1 << 20
 

@@ -7,45 +7,45 @@ import importlib
 import click
 
 from coordinator.cli.common import Commands
-from coordinator.cli.instances import coordinator, register, run, unregister
-from coordinator.cli.log import log
-from coordinator.cli.status import status
 from coordinator.registry import HOME_DEFAULT, HOME_VARIABLE, Registry
 from protocol import compiled
 
-_LOADED_WHEN_ASKED_FOR = {
+_PLACES = {
     "audit": "coordinator.cli.audit:audit",
     "bench": "coordinator.cli.bench:bench",
     "call": "coordinator.cli.call:call",
     "checkpoint": "coordinator.cli.operate:checkpoint",
+    "clock": "coordinator.cli.clock:clock",
+    "coordinator": "coordinator.cli.coordinator:coordinator",
     "dead-letters": "coordinator.cli.dead_letters:dead_letters",
     "keys": "coordinator.cli.keys:keys",
+    "log": "coordinator.cli.log:log",
     "peers": "coordinator.cli.peers:peers",
     "pipeline": "pipeline.cli:pipeline",
     "recover": "coordinator.cli.recover:recover",
+    "register": "coordinator.cli.instances:register",
     "replay": "coordinator.cli.replay:replay",
     "restart": "coordinator.cli.lifecycle:restart",
-    "clock": "coordinator.cli.clock:clock",
+    "run": "coordinator.cli.instances:run",
     "skip": "coordinator.cli.skip:skip",
+    "status": "coordinator.cli.status:status",
     "stop": "coordinator.cli.lifecycle:stop",
+    "unregister": "coordinator.cli.instances:unregister",
     "upgrade": "coordinator.cli.operate:upgrade",
     "verify": "coordinator.cli.replay:verify",
     "what-if": "coordinator.cli.what_if:what_if",
 }
-"""What needs modules that the everyday commands do not: they start faster without."""
+"""Each is loaded when it is asked for: what runs one, a coordinator above all, need not hold the others."""
 
 
 class _Main(Commands):
-    """Loads some commands only when they are asked for."""
-
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), *_LOADED_WHEN_ASKED_FOR])
+        return sorted(_PLACES)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        place = _LOADED_WHEN_ASKED_FOR.get(name)
-        if place is None:
-            return super().get_command(ctx, name)
-        module_name, _, attribute = place.partition(":")
+        if name not in _PLACES:
+            return None
+        module_name, _, attribute = _PLACES[name].partition(":")
         command = getattr(importlib.import_module(module_name), attribute)
         return command if isinstance(command, click.Command) else None
 
@@ -66,11 +66,3 @@ class _Main(Commands):
 def main(ctx: click.Context, home: str) -> None:
     """Virtual resiliency: services that survive kill -9 with nothing lost and nothing doubled."""
     ctx.obj = Registry(home)
-
-
-main.add_command(register)
-main.add_command(unregister)
-main.add_command(run)
-main.add_command(coordinator)
-main.add_command(status)
-main.add_command(log)

@@ -18,7 +18,9 @@ from coordinator.registry import Registry, RegistryError
 from protocol.client import CLIENTS
 
 if TYPE_CHECKING:
-    from coordinator.log import CutPlan, LogCutter, LogVerification, LostMessages
+    from coordinator.log.cut import LogCutter
+    from coordinator.log.cut_plan import CutPlan, LostMessages
+    from coordinator.log.verify import LogVerification
 
 FINDINGS_SHOWN_MAX = 20
 
@@ -124,7 +126,8 @@ def _verdict(name: str, verification: LogVerification) -> str:
 
 def _remedy(settings: InstanceSettings, verification: LogVerification) -> str:
     from coordinator import own_logs
-    from coordinator.log import CutRefusedError, LogCutter
+    from coordinator.log.cut import LogCutter
+    from coordinator.log.cut_plan import CutRefusedError
 
     stop = _stop(verification)
     if stop is None or verification.identity is None:
@@ -153,7 +156,7 @@ def _remedy(settings: InstanceSettings, verification: LogVerification) -> str:
 
 def _cut(settings: InstanceSettings, sequence_id: int, *, force: bool, yes: bool, as_json: bool) -> None:
     from coordinator import own_logs
-    from coordinator.log import LogCutter
+    from coordinator.log.cut import LogCutter
 
     control.refuse_running(settings.folder)
     with LogCutter(settings.log, settings.name, own_logs.read_keys(settings)) as cutter:
@@ -176,7 +179,7 @@ def _cut(settings: InstanceSettings, sequence_id: int, *, force: bool, yes: bool
 
 def _judged(cutter: LogCutter, name: str, sequence_id: int, *, force: bool) -> CutPlan:
     """Raises CutRefusedError; where --force would help, it says what that would do."""
-    from coordinator.log import CutRefusedError
+    from coordinator.log.cut_plan import CutRefusedError
 
     try:
         return cutter.plan(sequence_id, force=force)

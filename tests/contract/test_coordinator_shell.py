@@ -19,7 +19,7 @@ from coordinator.core import events as ev
 from coordinator.core.errors import LogError, LogFullError, LogSyncError
 from coordinator.core.interfaces import CheckpointHeader, ImpulseBatch, SourcePosition, Transaction
 from coordinator.driver.reads import problem_of
-from coordinator.log import MemoryLogStore
+from coordinator.log.memory import MemoryLogStore
 from coordinator.log_writer import JOINED_SIZE_BYTES_MAX, LogWriter
 from coordinator.logs import Events
 from coordinator.messenger import Messenger

@@ -10,8 +10,11 @@ import pytest
 
 from coordinator.core.errors import DamagedLogError
 from coordinator.core.interfaces import ClientPosition, LogStore, StoredClients, Transaction
-from coordinator.log import LmdbLogStore, MemoryLogStore, Severity, create_log, open_log, verify_log
+from coordinator.log import LmdbLogStore, create_log, open_log
 from coordinator.log import format as log_format
+from coordinator.log.findings import Severity
+from coordinator.log.memory import MemoryLogStore
+from coordinator.log.verify import verify_log
 from protocol.client import caller_of
 from protocol.record import encode_record
 from protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer

@@ -20,19 +20,12 @@ from coordinator.core.interfaces import (
     Transaction,
     VersionStart,
 )
-from coordinator.log import (
-    CutPlan,
-    CutRefusedError,
-    LmdbLogStore,
-    LogCutter,
-    LostMessages,
-    Severity,
-    create_log,
-    open_log,
-    open_reader,
-    verify_log,
-)
+from coordinator.log import LmdbLogStore, create_log, open_log, open_reader
 from coordinator.log import format as log_format
+from coordinator.log.cut import LogCutter
+from coordinator.log.cut_plan import CutPlan, CutRefusedError, LostMessages
+from coordinator.log.findings import Severity
+from coordinator.log.verify import verify_log
 from protocol.checksum import crc64
 from protocol.record import encode_record
 from protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
@@ -359,7 +352,7 @@ def test_cutting_twice(log: Path) -> None:
 CRASH = """
 import os, sys
 import coordinator.log.cut as cut_module
-from coordinator.log import LogCutter
+from coordinator.log.cut import LogCutter
 where, log = sys.argv[1:]
 def crash_behind(function):
     def crashing(*arguments):

@@ -22,9 +22,11 @@ from coordinator.core.interfaces import (
     StreamStart,
     Transaction,
 )
-from coordinator.log import LmdbLogStore, Severity, create_log, open_log, open_reader, verify_log
+from coordinator.log import LmdbLogStore, create_log, open_log, open_reader
 from coordinator.log import format as log_format
 from coordinator.log.environment import check_data_file, structure_problems
+from coordinator.log.findings import Severity
+from coordinator.log.verify import verify_log
 from protocol.checksum import crc64
 from protocol.record import encode_record
 from protocol.trailer import BatchKind, BatchSource, OutputMarkEntry, Trailer, encode_trailer
@@ -535,7 +537,8 @@ def test_a_file_that_is_short_by_free_pages_only(tmp_path: Path) -> None:
 OPEN_AND_READ = """
 import sys
 from coordinator.core.errors import LogError
-from coordinator.log import open_log, verify_log
+from coordinator.log import open_log
+from coordinator.log.verify import verify_log
 folder = sys.argv[1]
 print("findings", len(list(verify_log(folder).findings())))
 """

@@ -11,8 +11,10 @@ from click.testing import CliRunner, Result
 from coordinator import control
 from coordinator.cli import main
 from coordinator.core.interfaces import CheckpointHeader, SourcePosition, Transaction
-from coordinator.log import Severity, create_log, open_log, open_reader, verify_log
+from coordinator.log import create_log, open_log, open_reader
 from coordinator.log import format as log_format
+from coordinator.log.findings import Severity
+from coordinator.log.verify import verify_log
 from coordinator.registry import Registry
 from protocol.checksum import crc64
 from protocol.record import encode_record

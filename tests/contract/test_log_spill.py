@@ -19,9 +19,11 @@ from coordinator.core.interfaces import (
     SpilledExtent,
     Transaction,
 )
-from coordinator.log import MemoryLogStore, create_log, open_log, open_reader, verify_log
+from coordinator.log import create_log, open_log, open_reader
 from coordinator.log import format as log_format
 from coordinator.log import reading as log_reading
+from coordinator.log.memory import MemoryLogStore
+from coordinator.log.verify import verify_log
 from protocol.messages import decode_messages, encode_incoming_rpc
 
 COMMITTER_ID = 77

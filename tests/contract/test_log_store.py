@@ -33,18 +33,11 @@ from coordinator.core.interfaces import (
     Transaction,
     VersionStart,
 )
-from coordinator.log import (
-    LmdbLogStore,
-    LogCutter,
-    MemoryLogStore,
-    TrimmedError,
-    create_log,
-    open_log,
-    open_reader,
-    verify_log,
-    verify_value,
-)
+from coordinator.log import LmdbLogStore, TrimmedError, create_log, open_log, open_reader, verify_value
 from coordinator.log import format as log_format
+from coordinator.log.cut import LogCutter
+from coordinator.log.memory import MemoryLogStore
+from coordinator.log.verify import verify_log
 from protocol.checksum import crc64
 from protocol.record import encode_record
 from protocol.trailer import BatchSource, Trailer, encode_trailer

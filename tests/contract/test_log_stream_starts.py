@@ -10,8 +10,10 @@ import pytest
 from coordinator.core.errors import DamagedLogError
 from coordinator.core.interfaces import LogStore, SourcePosition, StreamStart, Transaction
 from coordinator.core.peer_reset import reset_transaction
-from coordinator.log import LmdbLogStore, MemoryLogStore, create_log, open_log, open_reader, verify_log
+from coordinator.log import LmdbLogStore, create_log, open_log, open_reader
 from coordinator.log import format as log_format
+from coordinator.log.memory import MemoryLogStore
+from coordinator.log.verify import verify_log
 
 
 @pytest.fixture(params=["memory", "lmdb"])

@@ -18,21 +18,16 @@ from coordinator.core.interfaces import (
     Transaction,
     VersionStart,
 )
-from coordinator.log import (
-    LmdbLogStore,
-    LogCutter,
-    MemoryLogStore,
-    Severity,
-    create_log,
-    open_log,
-    open_reader,
-    verify_log,
-)
+from coordinator.log import LmdbLogStore, create_log, open_log, open_reader
 from coordinator.log import format as log_format
+from coordinator.log.cut import LogCutter
 from coordinator.log.environment import LogIdentity
+from coordinator.log.findings import Severity
 from coordinator.log.high_water import FILE_NAME as MARK_FILE_NAME
 from coordinator.log.journal import FILE_NAME
+from coordinator.log.memory import MemoryLogStore
 from coordinator.log.verdicts import verdict_rows
+from coordinator.log.verify import verify_log
 from coordinator.replay.recorded import RecordedLog
 from protocol.checksum import crc64
 from protocol.record import encode_record

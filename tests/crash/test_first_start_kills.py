@@ -67,9 +67,11 @@ def test_a_kill_at_any_step_leaves_nothing_or_all_of_it(house: House, step: Call
         assert (again.blob, again.logged) == (BLOB, [0])
     else:
         assert step is not durable
-        later = (MessageType.VERDICTS, MessageType.APP_TIME)  # which wait for the Hello
-        told_types = [one for one in again.types if one not in later]
-        assert told_types == [MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT]
+        again.until(MessageType.APP_TIME)
+        assert again.types == [
+            MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT,
+            *(MessageType.VERDICTS, MessageType.APP_TIME),  # these wait for the Hello
+        ]
         again.socket.sendall(INITIAL)
     again.checkpoint(BLOB)
     process.until(lambda status: status["phase"] == "normal" and status["sequence_id"] == 0)

@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import random
-import shutil
 import struct
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
-import pytest
+from tests.faults.shims import library
 
 SECTOR_SIZE_BYTES = 512  # what a disk writes whole or not at all
-SOURCE = Path(__file__).with_name("disk_shim.c")
 
 _ENTRY = struct.Struct("=IIQQQQQQ")
 _UNDO, _DONE, _SYNC_DONE = 1, 2, 4
 Unsynced = dict[int, list["Write"]]  # by inode, oldest first
-
-
-@functools.cache
-def library() -> Path:
-    """The compiled shim; the test is skipped where there is no compiler."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("no C compiler to make the failing disk with")
-    path = Path(tempfile.mkdtemp(prefix="immortal-disk-")) / "disk_shim.so"
-    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", path, SOURCE, "-ldl", "-lpthread"], check=True)
-    return path
 
 
 class Disk:
@@ -42,7 +26,7 @@ class Disk:
         self._control = folder / "disk-control"
         self.journal = folder / "disk-journal"
         self.environment = {
-            "LD_PRELOAD": str(library()),
+            "LD_PRELOAD": library("disk_shim"),
             "DISK_SHIM_MATCH": str(match),
             "DISK_SHIM_CONTROL": str(self._control),
         }

@@ -6,6 +6,7 @@ python -m tests.faults.matrix       prints the table and the list as they stand 
 from __future__ import annotations
 
 import enum
+import textwrap
 from dataclasses import dataclass
 
 
@@ -54,6 +55,14 @@ RESTORE = "restore the log from a copy that holds all that was acknowledged"
 ROOM = "make room and start again; what was acknowledged is there"
 UNKNOWN = "what is on disk is unknown until it is opened again"
 START = "mend the disk and start again; what was acknowledged is there"
+NOT_DURABLE = Cell(
+    STOPPED,
+    "status 1; what the next start can read of it counts only once that start has made it durable",
+    UNKNOWN,
+    START,
+)
+SHARES_ITS_COMMIT = Cell(STOPPED, "as for records: they share each commit", UNKNOWN, START)
+LEAVES_THOSE_BEFORE = Cell(STOPPED, "as for records; the checkpoints before stay", UNKNOWN, START)
 
 CELLS: dict[tuple[Fault, Thing], Cell] = {
     (Fault.PROCESS_KILL, Thing.RECORD): Cell(
@@ -168,8 +177,8 @@ CELLS: dict[tuple[Fault, Thing], Cell] = {
         UNKNOWN,
         START,
     ),
-    (Fault.ONE_SYNC, Thing.META): Cell(STOPPED, "as for records: they share each commit", UNKNOWN, START),
-    (Fault.ONE_SYNC, Thing.CHUNK): Cell(STOPPED, "as for records; the checkpoints before stay", UNKNOWN, START),
+    (Fault.ONE_SYNC, Thing.META): SHARES_ITS_COMMIT,
+    (Fault.ONE_SYNC, Thing.CHUNK): LEAVES_THOSE_BEFORE,
     (Fault.ONE_SYNC, Thing.REGISTRY): Cell(
         REFUSED,
         "the command ends with status 1; the file is as it was, or whole where it was the sync of the folder, and then"
@@ -177,29 +186,19 @@ CELLS: dict[tuple[Fault, Thing], Cell] = {
         "Input/output error",
         "run the command again",
     ),
-    (Fault.ONE_SYNC, Thing.SPILL): Cell(STOPPED, "as for records: they share each commit", UNKNOWN, START),
-    (Fault.LATE_SYNC, Thing.RECORD): Cell(
-        STOPPED,
-        "status 1; what the next start can read of it counts only once that start has made it durable",
-        UNKNOWN,
-        START,
-    ),
-    (Fault.LATE_SYNC, Thing.META): Cell(STOPPED, "as for records: they share each commit", UNKNOWN, START),
-    (Fault.LATE_SYNC, Thing.CHUNK): Cell(STOPPED, "as for records; the checkpoints before stay", UNKNOWN, START),
+    (Fault.ONE_SYNC, Thing.SPILL): SHARES_ITS_COMMIT,
+    (Fault.LATE_SYNC, Thing.RECORD): NOT_DURABLE,
+    (Fault.LATE_SYNC, Thing.META): SHARES_ITS_COMMIT,
+    (Fault.LATE_SYNC, Thing.CHUNK): LEAVES_THOSE_BEFORE,
     (Fault.LATE_SYNC, Thing.REGISTRY): Cell(REFUSED, "as where one sync fails", "Input/output error", "mend the disk"),
-    (Fault.LATE_SYNC, Thing.SPILL): Cell(STOPPED, "as for records: they share each commit", UNKNOWN, START),
-    (Fault.LATE_WRITE, Thing.RECORD): Cell(
-        STOPPED,
-        "status 1; what the next start can read of it counts only once that start has made it durable",
-        UNKNOWN,
-        START,
-    ),
-    (Fault.LATE_WRITE, Thing.META): Cell(STOPPED, "as for records: they share each commit", UNKNOWN, START),
-    (Fault.LATE_WRITE, Thing.CHUNK): Cell(STOPPED, "as for records; the checkpoints before stay", UNKNOWN, START),
+    (Fault.LATE_SYNC, Thing.SPILL): SHARES_ITS_COMMIT,
+    (Fault.LATE_WRITE, Thing.RECORD): NOT_DURABLE,
+    (Fault.LATE_WRITE, Thing.META): SHARES_ITS_COMMIT,
+    (Fault.LATE_WRITE, Thing.CHUNK): LEAVES_THOSE_BEFORE,
     (Fault.LATE_WRITE, Thing.REGISTRY): Cell(
         REFUSED, "the command ends with status 1; the file is as it was", "Input/output error", "mend the disk"
     ),
-    (Fault.LATE_WRITE, Thing.SPILL): Cell(STOPPED, "as for records: they share each commit", UNKNOWN, START),
+    (Fault.LATE_WRITE, Thing.SPILL): SHARES_ITS_COMMIT,
     (Fault.READ_ERROR, Thing.RECORD): Cell(
         STOPPED,
         "LMDB reads through a map: the kernel ends the process with SIGBUS, before anything wrong is executed;"
@@ -259,7 +258,7 @@ def table() -> str:
 
 
 def details() -> str:
-    """Each cell in a line, in Markdown."""
+    """Each cell in an item of a list, in Markdown."""
     parts = []
     for fault in Fault:
         lines = [f"**{fault.value[0].upper()}{fault.value[1:]}**", ""]
@@ -270,7 +269,7 @@ def details() -> str:
                 line += f' It says "{cell.says}".'
             if cell.way_out:
                 line += f" Way out: {cell.way_out}."
-            lines.append(line)
+            lines += textwrap.wrap(line, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 

@@ -13,8 +13,10 @@ from typing import Any
 
 from coordinator.core.interfaces import OutputBatch
 from coordinator.fault_points import FaultPoint
-from coordinator.log import Severity, open_reader, spilled, verify_log
+from coordinator.log import open_reader, spilled
+from coordinator.log.findings import Severity
 from coordinator.log.journal import FILE_SIZE_BYTES
+from coordinator.log.verify import verify_log
 from tests.faults.clock import JUMPS
 from tests.faults.disk import Disk, read_journal, undone, without_power
 from tests.faults.matrix import Cell, Fault
@@ -117,7 +119,7 @@ class SpillScene(Scene):
         )
 
     def goes_on(self) -> None:
-        self.process.process.send_signal(signal.SIGCONT)
+        self.process.resume()
 
     def row_at(self, number: int) -> int:
         """Where in the log's file the one row with that call's argument is."""

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from coordinator.core.interfaces import Transaction
-from coordinator.log import Severity, create_log, open_log, open_reader, verify_log
+from coordinator.log import create_log, open_log, open_reader
 from coordinator.log.environment import READERS_FILE_NAME, structure_problems
+from coordinator.log.findings import Severity
 from coordinator.log.pages import check_pages
+from coordinator.log.verify import verify_log
 from tests.faults.disk import Disk, shimmed
 from tests.faults.sample_log import COMMITTER_ID, NAME, PAGE_SIZE_BYTES, put_checkpoint, put_record
 from tests.faults.scene import Scene

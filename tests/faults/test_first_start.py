@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from coordinator.core.errors import DamagedLogError, LogFormatError
-from coordinator.log import Severity, create_log, log_exists, open_log, verify_log
+from coordinator.log import create_log, log_exists, open_log
 from coordinator.log.environment import Tables, new_environment
+from coordinator.log.findings import Severity
+from coordinator.log.verify import verify_log
 from tests.faults.disk import Disk, shimmed
 from tests.faults.sample_log import COMMITTER_ID, NAME, PAGE_SIZE_BYTES, put_record
 from tests.faults.scene import Scene

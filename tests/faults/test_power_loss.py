@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.log import Severity, open_log, verify_log
+from coordinator.log import open_log
+from coordinator.log.findings import Severity
+from coordinator.log.verify import verify_log
 from tests.faults.disk import Disk, Write, read_journal, shimmed, undone, without_power
 from tests.faults.sample_log import NAME, record
 

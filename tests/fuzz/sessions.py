@@ -26,6 +26,7 @@ from protocol.messages import (
     encode_incoming_rpc,
 )
 from protocol.peer import FrameType, PeerFrame
+from tests.fuzz.fields import Fields
 from tests.helpers.core import Driven
 
 HOUR_NS = 3600 * 10**9
@@ -110,31 +111,11 @@ METHODS = ("note", "hit", "add", "boom", "ask", "wait_long", "nap", "pay", "tota
 IDS = tuple(method_id_of_name(name) for name in METHODS)
 
 
-class Bytes:
-    """An input, taken apart; where it ends, zeros follow."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-        self._offset = 0
-
-    @property
-    def left(self) -> bool:
-        return self._offset < len(self._data)
-
-    def piece(self, size_bytes: int) -> bytes:
-        taken = self._data[self._offset : self._offset + size_bytes]
-        self._offset += size_bytes
-        return taken
-
-    def number(self) -> int:
-        return int.from_bytes(self.piece(1), "little")
-
-
 class Session:
     """One run of one input."""
 
     def __init__(self, data: bytes) -> None:
-        self.data = Bytes(data)
+        self.data = Fields(data)
         self.driven = Driven(name="a")
         self.begun_ns = self.driven.now_ns
         self.positions = {"honest": 0, "evil": 0, "ghost": 0}  # sent so far, of each peer

@@ -58,35 +58,13 @@ from protocol.messages import (
 from protocol.peer import FrameType, PeerFrame, decode_frame, encode_frame
 from protocol.readers import BlobData, BlobStart, Message, MessageReader, Record, RecordReader
 from protocol.record import HEADER_SIZE_BYTES
+from tests.fuzz.fields import Fields
 from tests.fuzz.sessions import session
 from tests.helpers.core import HELLO, PEER_COMMITTER_ID, Driven, arguments, first_start
 
 FRAME_CHECK = slice(36, 44)
 RECORD_CHECK = slice(8, 16)
 Target = Callable[[bytes], None]
-
-
-class Fields:
-    """Takes bytes apart into small numbers and pieces; where they end, zeros follow."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-        self._offset = 0
-
-    @property
-    def left(self) -> bool:
-        return self._offset < len(self._data)
-
-    def piece(self, size_bytes: int) -> bytes:
-        taken = self._data[self._offset : self._offset + size_bytes]
-        self._offset += size_bytes
-        return taken
-
-    def number(self, size_bytes: int = 1) -> int:
-        return int.from_bytes(self.piece(size_bytes), "little")
-
-    def one_of(self, *choices: object) -> object:
-        return choices[self.number() % len(choices)]
 
 
 # --- the messenger ---------------------------------------------------------------------------------------------------
@@ -253,7 +231,9 @@ def client_frame(data: bytes) -> None:
     with contextlib.suppress(RemoteProtocolError):
         decode_methods(found.payload)
     if found.frame_type is ClientFrameType.PING:
-        assert len(found.asked_numbers()) <= found.count
+        sent = [int.from_bytes(found.payload[at : at + 8], "little") for at in range(0, len(found.payload), 8)]
+        assert len(sent) == found.count
+        assert found.asked_numbers() == sorted(set(sent), key=sent.index)
     with contextlib.suppress(RemoteProtocolError):
         check_batch(logged_calls(found.payload, found.count, "c", 1), found.count)
 

@@ -100,6 +100,14 @@ class CoordinatorProcess:
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGTERM)
 
+    def pause(self) -> None:
+        """It stands still until :meth:`resume`; what is sent to it waits in its sockets."""
+        self.process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
     def status(self) -> dict[str, Any]:
         return control.query(self.settings.folder, "status")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from coordinator.bench.fleet import measure_fleet
 
-RESIDENT_MIB_MAX = 42  # of an idle coordinator 40 are wanted, and some 39.5 seen; a busy machine counts a little more
+RESIDENT_MIB_MAX = 40  # wanted of an idle coordinator
 PROCESSOR_PERCENT_MAX = 0.5
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from coordinator.core.limits import Limits
 from coordinator.fault_points import VARIABLE, FaultPoint
-from coordinator.log import verify_log
+from coordinator.log.verify import verify_log
 from tests.helpers.cli import HOME, immortal
 from tests.helpers.processes import CoordinatorProcess, House, SocketApp
 
@@ -71,6 +71,15 @@ class Pair:
         self.told("alice", 11, 12)
         self.acknowledged("alice", 3)
         self.acknowledged("bob", 2)
+
+    def go_on(self) -> None:
+        """Two calls more of alice's, one more of bob's."""
+        self.forward("alice", 4, 5)
+        self.told("bob", 1, 2, 3, 4, 5)
+        self.forward("bob", 13)
+        self.told("alice", 11, 12, 13)
+        self.acknowledged("alice", 5)
+        self.acknowledged("bob", 3)
 
     def acknowledged(self, name: str, position: int) -> None:
         other = "bob" if name == "alice" else "alice"
@@ -183,12 +192,7 @@ def test_an_older_copy_of_a_log_needs_a_reset_on_both_sides_and_nothing_else_is_
     older = pair.folder / "older"
     shutil.copytree(pair.log("bob"), older)
     pair.start("bob")
-    pair.forward("alice", 4, 5)
-    pair.told("bob", 1, 2, 3, 4, 5)
-    pair.forward("bob", 13)
-    pair.told("alice", 11, 12, 13)
-    pair.acknowledged("alice", 5)
-    pair.acknowledged("bob", 3)
+    pair.go_on()
     pair.wipe("bob")
     shutil.copytree(older, pair.log("bob"))
     pair.start("bob")
@@ -306,12 +310,7 @@ def test_a_copy_that_only_greeted_is_undone_by_one_command_without_loss(modern_p
     pair = modern_pair
     copy = StaleCopy(pair)
     pair.start("bob")
-    pair.forward("alice", 4, 5)
-    pair.told("bob", 1, 2, 3, 4, 5)
-    pair.forward("bob", 13)
-    pair.told("alice", 11, 12, 13)
-    pair.acknowledged("alice", 5)
-    pair.acknowledged("bob", 3)
+    pair.go_on()
     pair.stop("bob")
     copy.start()
     for _ in range(2):  # each start is an epoch: the last one is later than any of the original

@@ -13,9 +13,10 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 
 from coordinator.core.interfaces import CheckpointHeader, Transaction
-from coordinator.log import create_log, open_reader, verify_log
+from coordinator.log import create_log, open_reader
 from coordinator.log import format as log_format
 from coordinator.log.environment import open_environment, open_tables
+from coordinator.log.verify import verify_log
 from pipeline.errors import clear_error
 from protocol.checksum import crc64
 from protocol.messages import RpcKind

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import subprocess
 import sys
@@ -50,12 +51,12 @@ def run(home: Path, *arguments: str | Path) -> Result:
 
 
 def lived(house: House) -> None:
-    """An instance with keys, a journal, a checkpoint, secrets, sockets; running."""
+    """An instance with keys, a journal, a checkpoint, records 0 to 3, secrets, sockets; running."""
     assert run(house.home, "register", "alice", "--peer", "tcp://127.0.0.1:*", "--app-auth", "none").exit_code == 0
     process, app = house.both("alice", extended=True)
-    for number in range(3):
+    for number in (1, 2, 3):  # a record of its own each
         app.impulse(number)
-    app.until(lambda: app.accepted >= 3)
+        app.until(lambda number=number: app.accepted == number)
     assert process.status()["checkpoint"]["id"] == 1
     assert process.count("was open to others") == 0  # it is made so, not mended
 
@@ -118,8 +119,11 @@ def test_status_of_a_shared_registry_shows_what_the_asking_user_may_see(house: H
     assert "sequence_id" not in said
     house.close()
     said = as_stranger(lambda: run(house.home, "status", "--json").output)
-    assert "Permission denied" in said
-    assert "not started yet" in said
+    error = f"{house.home}/alice/keys/own_logs cannot be read: Permission denied"
+    assert json.loads(said) == [
+        {"name": "alice", "phase": "unknown", "error": error},
+        {"name": "bob", "phase": "not started yet"},
+    ]
 
 
 def test_a_log_of_an_earlier_version_is_tightened_and_it_is_said_once(house: House) -> None:

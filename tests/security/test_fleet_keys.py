@@ -17,10 +17,11 @@ from coordinator.config import ConfigError
 from coordinator.core.permissions import ANYTHING, Permission
 from coordinator.keys import KeysError, PublicFile, PublicKey
 from coordinator.messenger import Messenger, Role, Security
-from coordinator.peer_security import LOOK_NS, PeerSecurity
+from coordinator.peer_security import PeerSecurity
 from coordinator.registry import Registry
 from protocol.peer import FrameType, PeerFrame, encode_frame
 from tests.helpers.processes import House
+from tests.helpers.watched import Watched
 
 TODAY = date(2026, 11, 22)
 DAY = timedelta(days=1)
@@ -85,27 +86,6 @@ def test_the_status_reminds(tmp_path: Path) -> None:
     assert "--expires goes with" in run(tmp_path, "keys", "counter", "--expires", soon, status=2)
 
 
-class Watched:
-    """The security of "alice", on a day that can be set."""
-
-    def __init__(self, registry: Registry) -> None:
-        self.today = TODAY
-        self.now_ns = 0
-        self.warnings: list[str] = []
-        self.it = PeerSecurity(
-            registry.load("alice"), registry, lambda endpoint: [endpoint], self.warnings.append, lambda: self.today
-        )
-
-    def look(self) -> bool:
-        self.now_ns += LOOK_NS
-        return self.it.look(self.now_ns)
-
-    @property
-    def callers(self) -> set[str]:
-        assert self.it.security is not None
-        return set(self.it.security.callers.values()) - {"alice"}
-
-
 @pytest.fixture
 def registry(tmp_path: Path) -> Registry:
     registry = Registry(tmp_path)
@@ -117,8 +97,7 @@ def registry(tmp_path: Path) -> Registry:
 
 
 def test_an_expired_key_does_not_get_in_and_is_not_called(registry: Registry) -> None:
-    watched = Watched(registry)
-    watched.look()
+    watched = Watched(registry, TODAY)
     assert (watched.callers, watched.it.barrier("bob")) == ({"bob"}, None)
     watched.today += DAY
     assert watched.look(), "open connections are looked at again"
@@ -133,9 +112,7 @@ def test_an_expired_key_does_not_get_in_and_is_not_called(registry: Registry) ->
 
 
 def test_an_expired_key_stays_out_when_its_file_becomes_unreadable(registry: Registry) -> None:
-    watched = Watched(registry)
-    watched.today += DAY
-    watched.look()
+    watched = Watched(registry, TODAY + DAY)
     keys.public_path(registry.home / "bob").write_text("nonsense")
     watched.look()
     assert watched.callers == set()

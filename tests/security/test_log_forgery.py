@@ -10,13 +10,16 @@ import pytest
 
 from coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError
 from coordinator.core.interfaces import AuditEntry, SpilledBatch, Transaction
-from coordinator.log import LmdbLogStore, LogCutter, Severity, create_log, open_log, open_reader, verify_log
+from coordinator.log import LmdbLogStore, create_log, open_log, open_reader
 from coordinator.log import format as log_format
 from coordinator.log.authentication import ForgedLogError, LogKey, LogKeyError
 from coordinator.log.backup import BackupError, back_up
+from coordinator.log.cut import LogCutter
+from coordinator.log.findings import Severity
 from coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
 from coordinator.log.journal import FILE_NAME as JOURNAL
 from coordinator.log.journal import decode_entry, encode_entry
+from coordinator.log.verify import verify_log
 from tests.faults.sample_log import CHUNKS, COMMITTER_ID, NAME, put_checkpoint, put_record, read_contents, write_log
 from tests.security import log_forger as forger
 

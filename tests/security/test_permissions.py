@@ -27,6 +27,7 @@ from protocol.extensions import AppDescription
 from protocol.messages import RpcKind, encode_incoming_rpc
 from protocol.peer import FrameType, PeerFrame, RefusedCode
 from protocol.verdicts import Cause, Verdict, VerdictKind
+from tests.helpers.apps import COUNTER
 from tests.helpers.cli import HOME, Run, immortal
 from tests.helpers.clients import Ledger, request, said
 from tests.helpers.core import COMMITTER_ID, PEER_COMMITTER_ID, Driven
@@ -439,25 +440,11 @@ def test_permissions_that_make_no_sense_are_refused(tmp_path: Path, text: str, p
 
 # --- real processes ---------------------------------------------------------------------------------------------------
 
-COUNTER = """
-from appsdk import CallRefused, Immortal, peer, rpc
+SHOP = (
+    COUNTER
+    + """
 
-
-class Counter(Immortal):
-    count: int
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    @rpc
-    def add(self) -> int:
-        self.count += 1
-        return self.count
-
-    @rpc
-    def reset(self) -> int:
-        self.count = 0
-        return self.count
+from appsdk import CallRefused, peer
 
 
 class Shop(Immortal):
@@ -476,11 +463,12 @@ class Shop(Immortal):
             return f"{count}: {error}"
         return "reset"
 """
+)
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "shop.py").write_text(COUNTER)
+    (tmp_path / "shop.py").write_text(SHOP)
     monkeypatch.setenv("IMMORTAL_HOME", str(tmp_path / HOME))
     return tmp_path
 

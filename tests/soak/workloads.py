@@ -16,7 +16,9 @@ import msgspec
 
 from appsdk.client import NotConnectable, connect, with_key
 from appsdk.state import decode_envelope
-from coordinator.log import Severity, open_reader, verify_log
+from coordinator.log import open_reader
+from coordinator.log.findings import Severity
+from coordinator.log.verify import verify_log
 from coordinator.registry import Registry
 from tests.soak.service import APP, DEADLINE_S, SUPERVISOR, Run, Service, SoakError, wait_for
 

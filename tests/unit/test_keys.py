@@ -14,9 +14,10 @@ from coordinator.cli import main
 from coordinator.config import ConfigError, override
 from coordinator.keys import KeysError
 from coordinator.messenger import KeyPair
-from coordinator.peer_security import LOOK_NS, KeyBook, PeerSecurity, check_start, insecurity, is_local
+from coordinator.peer_security import KeyBook, check_start, insecurity, is_local
 from coordinator.registry import Registry
 from coordinator.supervisor import coordinator_command
+from tests.helpers.watched import Watched
 
 KEY = "x" * 40
 
@@ -39,29 +40,6 @@ def registry(tmp_path: Path) -> Registry:
 def add(registry: Registry, name: str, text: str) -> None:
     path = registry.path(name)
     path.write_text(text + "\n" + path.read_text())
-
-
-class Watched:
-    """The security of "alice", and what it warns of."""
-
-    def __init__(self, registry: Registry) -> None:
-        self.warnings: list[str] = []
-        self.now_ns = 0
-        settings = registry.load("alice")
-        self.it = PeerSecurity(settings, registry, lambda endpoint: [endpoint], self.warnings.append)
-        self.it.look(self.now_ns)
-
-    def look(self) -> bool:
-        self.now_ns += LOOK_NS
-        return self.it.look(self.now_ns)
-
-    @property
-    def callers(self) -> set[str]:
-        """Without the instance itself, whose keys its owner's clients show."""
-        assert self.it.security is not None
-        names = set(self.it.security.callers.values())
-        assert "alice" in names
-        return names - {"alice"}
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

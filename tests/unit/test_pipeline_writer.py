@@ -9,7 +9,8 @@ import pytest
 from pyspark.sql.pandas.types import from_arrow_schema
 
 from coordinator.core.errors import DamagedLogError
-from coordinator.log import open_reader, verify_log
+from coordinator.log import open_reader
+from coordinator.log.verify import verify_log
 from pipeline.errors import SourceError
 from pipeline.writer import Writer
 from protocol.errors import ImmortalError

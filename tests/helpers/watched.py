@@ -1,0 +1,35 @@
+"""The keys that an instance knows, as its coordinator sees them, without one that runs."""
+
+from __future__ import annotations
+
+from datetime import date
+
+from coordinator import keys
+from coordinator.peer_security import LOOK_NS, PeerSecurity
+from coordinator.registry import Registry
+
+
+class Watched:
+    """The security of "alice", and what it warns of. ``today``: a day that can be set."""
+
+    def __init__(self, registry: Registry, today: date | None = None) -> None:
+        self.today = today or keys.today()
+        self.warnings: list[str] = []
+        self.now_ns = 0
+        settings = registry.load("alice")
+        self.it = PeerSecurity(
+            settings, registry, lambda endpoint: [endpoint], self.warnings.append, lambda: self.today
+        )
+        self.it.look(self.now_ns)
+
+    def look(self) -> bool:
+        self.now_ns += LOOK_NS
+        return self.it.look(self.now_ns)
+
+    @property
+    def callers(self) -> set[str]:
+        """Without the instance itself, whose keys its owner's clients show."""
+        assert self.it.security is not None
+        names = set(self.it.security.callers.values())
+        assert "alice" in names
+        return names - {"alice"}
