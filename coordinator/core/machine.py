@@ -235,7 +235,7 @@ class Machine:
             ev.StopRequested: self._stop_requested,
         }
 
-    def take(self, events: Sequence[ev.Event], now_ns: int) -> list[Effect]:
+    def take(self, events: Sequence[ev.Event], now_ns: int) -> Sequence[Effect]:
         """Take in ``events``: what they ask for by themselves, above all the record that the app waits for.
 
         A turn (driver/turn.py) is this, :meth:`advance` and :meth:`settle`: for who has something to do in between.
@@ -256,16 +256,16 @@ class Machine:
                     self._stop(self._policy.explained(error))
         return self._take_effects()
 
-    def advance(self) -> list[Effect]:
+    def advance(self) -> Sequence[Effect]:
         """Behind each :meth:`take`: what is possible now, be it to read, to send or to commit."""
         return self._guarded(self._advance)
 
-    def settle(self) -> list[Effect]:
+    def settle(self) -> Sequence[Effect]:
         """Behind the last :meth:`advance` of a turn: what is looked at once all else is under way. It commits and sends
         to peers nothing."""
         return self._guarded(self._settle)
 
-    def _guarded(self, part: Callable[[], None]) -> list[Effect]:
+    def _guarded(self, part: Callable[[], None]) -> Sequence[Effect]:
         if not self.stopped:
             try:
                 part()
@@ -273,7 +273,9 @@ class Machine:
                 self._stop(self._policy.explained(error))
         return self._take_effects()
 
-    def _take_effects(self) -> list[Effect]:
+    def _take_effects(self) -> Sequence[Effect]:
+        if not self._effects:
+            return ()
         effects = self._effects[:]
         self._effects.clear()
         return effects

@@ -419,6 +419,16 @@ class OutputStream:
         self.error = reason
 
     @property
+    def is_idle(self) -> bool:
+        """Nothing is to be done for it, or waited for, until something comes from the app or the receiver."""
+        return (
+            self.state is StreamState.OPEN
+            and not (self._unsent or self._in_flight or self.called or self.moved_on)
+            and not self.spill.active
+            and not self.spill.kept_bytes
+        )
+
+    @property
     def wants_reply(self) -> bool:
         """Whether something here is held up until the receiver answers."""
         return (

@@ -94,6 +94,7 @@ class Peers:
     _freed_bytes: int = 0  # spilled and acknowledged since trim_ticket
     _greeted: OrderedDict[str, None] = field(default_factory=OrderedDict)  # senders of which nothing was taken yet
     _refused: OrderedDict[str, str] = field(default_factory=OrderedDict)  # of senders without a stream: why
+    _busy: dict[str, OutputStream] = field(default_factory=dict)  # all that are not idle are in it
     grants: Grants = field(init=False)
 
     def __post_init__(self) -> None:
@@ -121,8 +122,7 @@ class Peers:
         self.catching_up = header is not None
         for destination, position in summary.acknowledged.items():
             self._known_acknowledged[destination] = max(position, self._known_acknowledged.get(destination, 0))
-        self.outputs.clear()
-        self._moved.clear()
+        self._forget_streams()
         self._checks.clear()
         self.held = False
         outputs: Mapping[str, OutputMark] = header.outputs if header else {}
@@ -170,7 +170,7 @@ class Peers:
         return self._known_acknowledged.get(destination, 0)
 
     def _add_output(self, destination: str, stream: OutputStream) -> OutputStream:
-        self.outputs[destination] = stream
+        self.outputs[destination] = self._busy[destination] = stream
         if destination in (ONESELF, CLIENTS):
             stream.state = StreamState.OPEN
         else:
@@ -183,8 +183,8 @@ class Peers:
         return self.starts.get(destination, StreamStart())
 
     def output(self, destination: str) -> OutputStream:
-        """The stream to ``destination``, opened if it is new."""
-        stream = self.outputs.get(destination)
+        """The stream to ``destination``, opened if it is new; the next :meth:`send` looks at it."""
+        stream = self._touched(destination)
         if stream is not None:
             return stream
         acknowledged = self._acknowledged(destination)
@@ -201,6 +201,13 @@ class Peers:
                 begins_now=not self.catching_up,
             ),
         )
+
+    def _touched(self, destination: str) -> OutputStream | None:
+        """The stream to ``destination``, if there is one, of which something is about to change."""
+        stream = self.outputs.get(destination)
+        if stream is not None:
+            self._busy[destination] = stream
+        return stream
 
     def _greet(self, stream: OutputStream) -> None:
         stream.state = StreamState.GREETING
@@ -281,19 +288,19 @@ class Peers:
         )
 
     def spilled_read(self, destination: str, first_position: int, batches: Sequence[OutputBatch]) -> None:
-        stream = self.outputs.get(destination)
+        stream = self._touched(destination)
         if stream is not None:
             stream.spilled_read(first_position, batches)
 
     @property
     def kept_bytes(self) -> int:
         """Spilled to the log and not acknowledged, all streams together."""
-        return sum([stream.spill.kept_bytes for stream in self.outputs.values()])
+        return sum([stream.spill.kept_bytes for stream in self._busy.values()])
 
     @property
     def full(self) -> list[str]:
         """The destinations for which memory holds more than it may: what is spilled has reached its limit too."""
-        return [destination for destination, stream in self.outputs.items() if stream.memory_is_full]
+        return [destination for destination, stream in self._busy.items() if stream.memory_is_full]
 
     @property
     def spill_is_full(self) -> bool:
@@ -311,12 +318,16 @@ class Peers:
         for destination in self.outputs:
             if destination not in (ONESELF, CLIENTS):
                 self.effects.append(ResetPeer(destination))
-        self.outputs.clear()
-        self._moved.clear()
+        self._forget_streams()
+
+    def _forget_streams(self) -> None:
+        for known in (self.outputs, self._busy, self._moved):
+            known.clear()
 
     def finish_replay(self, *, all_sent: bool) -> None:
         """The app has replayed what it was to; :meth:`OutputStream.finish_replay`. Raises DivergenceError."""
         self._open_all_called()
+        self._busy.update(self.outputs)
         self.catching_up = not all_sent
         for destination, stream in self.outputs.items():
             if all_sent:
@@ -328,6 +339,7 @@ class Peers:
     def heal_cut(self) -> Transaction:
         """As :meth:`finish_replay`, where the log was cut; what must become durable before anything is sent."""
         self._open_all_called()
+        self._busy.update(self.outputs)
         self.catching_up = False
         self.held = True
         transaction = Transaction(cut_healed=True)
@@ -344,6 +356,7 @@ class Peers:
 
     def replay_is_behind(self) -> bool:
         """The replay has not made yet all that the log's marks and kept impulses say that there was."""
+        self._busy.update(self.outputs)
         kept = [stream.has_kept_impulses for stream in self.outputs.values()]  # all of them: a mark may wait for one
         return any(kept) or any(check.waits for check in self._checks.values())
 
@@ -367,12 +380,12 @@ class Peers:
         durable_ticket = self.log.durable_ticket
         self.wants_replies = False
         self.waits_for_receiver = False
-        for stream in self.outputs.values():
+        for stream in self._busy.values():
             if stream.called:
                 stream.called, stream.called_ns = False, now_ns
             if stream.moved_on:
                 stream.moved_on, stream.moved_on_ns = False, now_ns
-        for destination, stream in self.outputs.items():
+        for destination, stream in self._busy.items():
             if destination == CLIENTS:
                 continue
             if stream.spill.active:
@@ -392,6 +405,8 @@ class Peers:
                 self.effects.append(SendToPeer(destination, stream.attempt, frame))
             if destination != ONESELF and stream.wants_reply:
                 self.wants_replies = True
+        for destination in [destination for destination, stream in self._busy.items() if stream.is_idle]:
+            del self._busy[destination]
 
     def take_answers(self) -> list[OutputBatch]:
         """The app's new answers to clients; under the same conditions as :meth:`send`."""
@@ -401,7 +416,7 @@ class Peers:
     def answers_durable(self, position: int) -> None:
         """The replies up to this position of the stream to CLIENTS are in the log."""
         self._known_acknowledged[CLIENTS] = max(position, self._known_acknowledged.get(CLIENTS, 0))
-        if (stream := self.outputs.get(CLIENTS)) is not None:
+        if (stream := self._touched(CLIENTS)) is not None:
             stream.acknowledge(position)
 
     def new_marks(self, ticket: int) -> dict[str, OutputMark]:
@@ -421,7 +436,7 @@ class Peers:
 
     def replied(self, destination: str, tag: int, frame: PeerFrame) -> None:
         """A receiver has answered."""
-        stream = self.outputs.get(destination)
+        stream = self._touched(destination)
         if stream is None or stream.state in (StreamState.CLOSED, StreamState.FAILED) or tag < stream.first_tag:
             return
         pending = self._start(destination).pending
@@ -528,17 +543,17 @@ class Peers:
 
     @property
     def any_failed(self) -> bool:
-        return self._some_failed and any(stream.state is StreamState.FAILED for stream in self.outputs.values())
+        return self._some_failed and any(stream.state is StreamState.FAILED for stream in self._busy.values())
 
     def retry_failed(self) -> None:
         """What stopped them may have been mended at the other end: ask again."""
-        for stream in self.outputs.values():
+        for stream in self._busy.values():
             if stream.state is StreamState.FAILED:
                 self._greet(stream)
 
     def moved(self, destination: str) -> None:
         """Nothing of what is on its way there will arrive: ask how much has. A stopped stream waits for its turn."""
-        stream = self.outputs.get(destination)
+        stream = self._touched(destination)
         if stream is not None and stream.state in (StreamState.OPEN, StreamState.GREETING):
             stream.give_up_in_flight()
             self._greet(stream)
@@ -564,7 +579,7 @@ class Peers:
             group.transaction.sources[peer] = source.reset()
         if peer in self.committer_ids:
             self.starts[peer] = group.transaction.stream_starts[peer] = self._pending_start(peer, forked)
-        stream = self.outputs.get(peer)
+        stream = self._touched(peer)
         if stream is not None:
             known = self._known_acknowledged.get(peer, 0)  # more than that counts as far as it is made
             stream.acknowledged = max(known, min(stream.acknowledged, stream.position))
@@ -801,8 +816,8 @@ class Peers:
             position = known.position
             tokens = stream.became_durable(position, known.epoch)
             if source == ONESELF:
-                if ONESELF in self.outputs:
-                    self.outputs[ONESELF].acknowledge(position)
+                if (own := self._touched(ONESELF)) is not None:
+                    own.acknowledge(position)
                 continue
             if self.accepting:
                 for token in tokens:
