@@ -199,7 +199,9 @@ class Failing:
         self.checkpoints.wanted = self.checkpoints.wanted or full
         return full
 
-    def refuse(self, group: Group, forbidden: Sequence[tuple[int, str]], caller: str, who_waits: str) -> None:
+    def refuse(
+        self, group: Group, forbidden: Sequence[tuple[int, str]], caller: str, who_waits: str, why: str = ""
+    ) -> None:
         """``caller`` may not make these of the calls that were added to ``group`` last: (index among them, method).
 
         They are no dead letters: else a caller could push out those of others.
@@ -207,7 +209,7 @@ class Failing:
         first = sum([batch.count for batch in group.batches[:-1]])
         given: list[Verdict] = []
         for index, method in forbidden:
-            text = f"{caller!r} may not call {method!r} of {self.name!r}"
+            text = f"{caller!r} may not call {method!r} of {self.name!r}{why}"
             key = self.log.open_sequence_id, first + index
             verdict = Verdict(*key, VerdictKind.REFUSED, "", text, Cause.FORBIDDEN, method=method, caller=who_waits)
             self.verdicts.give(verdict, group=group)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.core.group_commit import Group
 from coordinator.core.permissions import Permissions
+from protocol.extensions import QUERIES
 
 if TYPE_CHECKING:  # it needs the streams, which need this
     from coordinator.core.failing import Failing
@@ -38,4 +39,5 @@ class Intake:
         """These calls of ``caller`` were just added to ``group``: those that it may not make get their verdicts."""
         forbidden = self.permissions.forbidden(caller, calls)
         if forbidden and self.failing is not None:
-            self.failing.refuse(group, forbidden, caller, who_waits)
+            why = f"; its app marks no method as {QUERIES}" if self.permissions.lacks_queries(caller) else ""
+            self.failing.refuse(group, forbidden, caller, who_waits, why)

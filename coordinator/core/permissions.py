@@ -12,13 +12,14 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-from protocol.extensions import AppDescription
+from protocol.extensions import QUERIES, AppDescription
 from protocol.messages import RpcKind, decode_messages
 from protocol.varint import decode_zigzag_int
 
 
 class Permission(Struct, frozen=True):
-    """What one caller may do. ``methods``: the names of those that it may call; None: all.
+    """What one caller may do. ``methods``: the names of those that it may call, QUERIES for all that only read; None:
+    all.
 
     ``rate``: calls in a second; ``concurrent``: a client's calls that are not answered yet; None: any number.
     """
@@ -60,6 +61,7 @@ class Permissions:
         self._name = name
         self._given: dict[str, Permission] = {}
         self._names: Mapping[int, str] | None = None  # of the app's own methods; None: it has not said any
+        self._queries: frozenset[int] = frozenset()  # those that only read
         self._takes_verdicts = False
         self._allowed: dict[str, frozenset[int]] = {}  # method IDs, of who may not call all of them
         self._buckets: dict[str, _Bucket] = {}  # of who has a rate
@@ -87,15 +89,23 @@ class Permissions:
             for (destination, method_id), name in description.methods.items()
             if destination == ""
         }
+        self._queries = frozenset(method_id for destination, method_id in description.methods if destination == QUERIES)
         self._look_up()
 
     def _look_up(self) -> None:
-        names = self._names or {}
         self._allowed = {
-            caller: frozenset(method_id for method_id, name in names.items() if name in permission.methods)
+            caller: self._method_ids(permission.methods)
             for caller, permission in self._given.items()
             if permission.methods is not None
         }
+
+    def _method_ids(self, allowed: frozenset[str]) -> frozenset[int]:
+        named = frozenset(method_id for method_id, name in (self._names or {}).items() if name in allowed)
+        return named | self._queries if QUERIES in allowed else named
+
+    def lacks_queries(self, caller: str) -> bool:
+        """``caller`` may call queries, and the app says of no method that it is one."""
+        return QUERIES in (self._given.get(caller, ANYTHING).methods or ()) and not self._queries
 
     def limits(self, caller: str) -> bool:
         """It may not call all methods."""

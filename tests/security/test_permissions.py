@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from appsdk.client import CallRefused, connect
+from appsdk import query
+from appsdk.client import CalleeFailed, CallRefused, connect
 from appsdk.dispatch import Dispatcher
 from appsdk.proxy import definition_of
 from coordinator import keys
@@ -23,7 +24,7 @@ from coordinator.log.memory import MemoryLogStore
 from coordinator.registry import Registry
 from protocol.batch import check_batch
 from protocol.client import ClientCode
-from protocol.extensions import AppDescription
+from protocol.extensions import QUERIES, AppDescription
 from protocol.messages import RpcKind, encode_incoming_rpc
 from protocol.peer import FrameType, PeerFrame, RefusedCode
 from protocol.verdicts import Cause, Verdict, VerdictKind
@@ -40,9 +41,12 @@ ONLY_ADD = {name: Permission(frozenset({"add"})) for name in ("b", "web")}
 class Guarded:
     """An instance called "a" with an app of the SDK, whose callers "b" and "web" may call ``add`` alone."""
 
-    def __init__(self, permissions: dict[str, Permission] | None = None, limits: Limits | None = None) -> None:
+    def __init__(
+        self, permissions: dict[str, Permission] | None = None, limits: Limits | None = None, app: type = Ledger
+    ) -> None:
         self.permissions = ONLY_ADD if permissions is None else permissions
         self.limits = limits
+        self.definition = definition_of(app)
         self._begin(MemoryLogStore(COMMITTER_ID))
 
     def _begin(self, store: MemoryLogStore) -> None:
@@ -58,7 +62,7 @@ class Guarded:
         """The app does all that there is for it; what it has noted so far."""
         if self.app is None:
             self.driven.connect()
-            self.app = Dispatcher(METHODS, lambda: bytes(16))
+            self.app = Dispatcher(self.definition, lambda: bytes(16))
         for _ in range(10):
             given = bytes(self.driven.app_bytes)
             self.driven.app_bytes.clear()
@@ -274,6 +278,102 @@ def test_an_app_that_takes_no_verdicts_cannot_be_protected_and_its_limited_calle
     assert permissions.why_waiting("c") == ""
 
 
+# --- queries ----------------------------------------------------------------------------------------------------------
+
+
+class Read(Ledger):
+    """Two methods only read; one of them says so and does not."""
+
+    @query
+    def length(self, token: int) -> int:
+        return len(self.entries) + token
+
+    @query
+    def cheat(self, token: int) -> int:
+        self.entries.append(token)
+        return len(self.entries)
+
+
+READ = definition_of(Read)
+LENGTH, CHEAT = READ.handlers["length"].method_id, READ.handlers["cheat"].method_id
+QUERIES_ONLY = {name: Permission(frozenset({QUERIES})) for name in ("b", "web")}
+
+
+def test_who_may_query_can_query_and_nothing_else() -> None:
+    guarded = Guarded(QUERIES_ONLY, app=Read)
+    guarded.serve()
+    guarded.greet()
+    methods = [handler.method_id for name, handler in READ.handlers.items() if name not in ("length", "cheat")]
+    assert len(methods) >= 4
+    peers = [waiting(number, 1, method_id) for number, method_id in enumerate([*methods, LENGTH, 999], 1)]
+    guarded.send(1, *peers, *[fork(1, method_id) for method_id in methods])
+    guarded.driven.handle(by("web", request("t", 1, *[requested(1, one) for one in (*methods, LENGTH)])))
+    assert guarded.serve() == []
+    assert {verdict.cause for verdict in guarded.verdicts} == {Cause.FORBIDDEN}
+    assert len(guarded.verdicts) == 3 * len(methods) + 1
+    replies = {
+        number: reply
+        for _, kind, what in said(guarded.driven.effects)
+        if kind == "REPLY"
+        for number, reply in what.items()
+    }
+    assert [number for number, (kind, _) in replies.items() if kind == 1] == [len(methods) + 1]
+
+
+def test_a_query_that_cheats_changes_nothing_for_who_may_only_query() -> None:
+    guarded = Guarded(QUERIES_ONLY, app=Read)
+    guarded.serve()
+    guarded.greet()
+    guarded.send(1, fork(5, CHEAT), waiting(1, 5, CHEAT), fork(1, LENGTH))
+    assert guarded.serve() == []
+    assert [(verdict.kind, verdict.type_name) for verdict in guarded.verdicts] == [
+        (VerdictKind.UNDONE, "QueryError"),
+        (VerdictKind.UNDONE, "QueryError"),
+    ]
+
+
+def test_who_may_call_by_name_can_not_query() -> None:
+    guarded = Guarded(app=Read)
+    guarded.serve()
+    guarded.greet()
+    guarded.send(1, fork(1), fork(2, LENGTH))
+    assert guarded.serve() == [1]
+    assert [verdict.text for verdict in guarded.verdicts] == ["'b' may not call 'length' of 'a'"]
+
+
+def test_queries_and_names_can_be_allowed_together() -> None:
+    guarded = Guarded({"b": Permission(frozenset({QUERIES, "add"}))}, app=Read)
+    guarded.serve()
+    guarded.greet()
+    guarded.send(1, fork(1), fork(2, LENGTH), fork(3, REFUSE))
+    assert guarded.serve() == [1]
+    assert [verdict.message_index for verdict in guarded.verdicts] == [2]
+
+
+def test_where_the_app_has_no_queries_who_may_query_is_told_so() -> None:
+    """One of an SDK that knows of none, say."""
+    guarded = Guarded(QUERIES_ONLY)
+    guarded.serve()
+    guarded.greet()
+    guarded.send(1, fork(1))
+    assert guarded.serve() == []
+    assert [verdict.text for verdict in guarded.verdicts] == [
+        "'b' may not call 'add' of 'a'; its app marks no method as @query"
+    ]
+
+
+def test_no_query_is_taken_before_the_app_has_said_which_those_are() -> None:
+    guarded = Guarded(QUERIES_ONLY, app=Read)
+    guarded.serve()
+    guarded.greet()
+    guarded.crash()
+    (again,) = guarded.send(1, fork(1, LENGTH))
+    assert (again.frame_type, again.position) == (FrameType.RESEND, 0)
+    guarded.greet()
+    guarded.serve()
+    assert guarded.send(1, fork(1, LENGTH))[0].frame_type is FrameType.TRIM_TO
+
+
 # --- how many ---------------------------------------------------------------------------------------------------------
 
 SECOND_NS = 1_000_000_000
@@ -403,15 +503,18 @@ def settings_with(folder: Path, text: str) -> Any:
 
 
 def test_permissions_come_back_as_they_were(tmp_path: Path) -> None:
-    text = '[allow]\nweb = ["place", "total"]\nbob = "*"\nnobody = []\nslow = {rate = 5}\n'
+    text = (
+        '[allow]\nweb = ["place", "total"]\nbob = "*"\nnobody = []\nreports = ["@query", "place"]\nslow = {rate = 5}\n'
+    )
     text += 'few = {methods = ["place"], concurrent = 2}\n'
     settings, registry = settings_with(tmp_path, text)
-    assert settings.allow == ("web", "bob", "nobody", "slow", "few")
+    assert settings.allow == ("web", "bob", "nobody", "reports", "slow", "few")
     assert settings.permissions == {
         "web": Permission(frozenset({"place", "total"})),
         "nobody": Permission(frozenset()),
         "slow": Permission(rate=5),
         "few": Permission(frozenset({"place"}), concurrent=2),
+        "reports": Permission(frozenset({QUERIES, "place"})),
     }
     from coordinator.config import settings_text
 
@@ -423,7 +526,8 @@ def test_permissions_come_back_as_they_were(tmp_path: Path) -> None:
     ("text", "problem"),
     [
         ("[allow]\nweb = 'place'", "line 4, field 'allow.web': got \"place\", expected a list of names of methods"),
-        ("[allow]\nweb = ['@query']", "expected a list of names of methods"),
+        ("[allow]\nweb = ['@rpc']", 'expected a list of names of methods, .* with "@query" for all that only read'),
+        ("[allow]\nweb = '@query'", "expected a list of names of methods"),
         ("[allow]\nweb = [3]", "expected a list of names of methods"),
         ("[allow]\nweb = {rate = 0}", 'expected a whole number from 1 to 1000000000 as "rate"'),
         ("[allow]\nweb = {concurrent = true}", 'as "concurrent"'),
@@ -440,7 +544,7 @@ def test_permissions_that_make_no_sense_are_refused(tmp_path: Path, text: str, p
 # --- real processes ---------------------------------------------------------------------------------------------------
 
 COUNTER = """
-from appsdk import CallRefused, Immortal, peer, rpc
+from appsdk import CallRefused, CalleeFailed, Immortal, peer, query, rpc
 
 
 class Counter(Immortal):
@@ -459,6 +563,15 @@ class Counter(Immortal):
         self.count = 0
         return self.count
 
+    @query
+    def total(self) -> int:
+        return self.count
+
+    @query
+    def cheat(self) -> int:
+        self.count += 1
+        return self.count
+
 
 class Shop(Immortal):
     counter = peer(Counter, "counter")
@@ -475,6 +588,16 @@ class Shop(Immortal):
         except CallRefused as error:
             return f"{count}: {error}"
         return "reset"
+
+    @rpc
+    async def look(self) -> str:
+        said = [f"total {await self.counter.total()}"]
+        for method in (self.counter.add, self.counter.cheat):
+            try:
+                said.append(f"{await method()}")
+            except (CallRefused, CalleeFailed) as error:
+                said.append(f"{type(error).__name__}: {error}")
+        return "; ".join(said)
 """
 
 
@@ -529,3 +652,40 @@ def test_peers_and_clients_are_kept_to_their_methods_by_real_processes(
         immortal(
             folder, "what-if", name, "--app", f"shop:{name.capitalize()}"
         )  # no code was asked, so it is no difference
+
+
+def test_who_may_query_can_query_and_nothing_else_of_real_processes(
+    folder: Path, runs: Callable[[str, str], Run]
+) -> None:
+    """Peers and clients; over a crash of both processes; and each replay does the same."""
+    for name in ("counter", "shop"):
+        immortal(folder, "register", name, "--peer", "tcp://127.0.0.1:*")
+    immortal(folder, "keys", "web", "--make", "--client")
+    settings = folder / HOME / "counter.toml"
+    settings.write_text(settings.read_text() + '\n[allow]\nshop = ["@query"]\nweb = ["@query"]\n')
+    counter, shop = runs("counter", "shop:Counter"), runs("shop", "shop:Shop")
+    counter.line("ready")
+    shop.line("ready")
+    assert "may call @query" in immortal(folder, "keys", "counter")
+    assert immortal(folder, "call", "counter", "add").strip() == "1", "its owner's call"
+    cheated = "Counter.cheat is a query, which only reads, and has changed self.count"
+    for _ in range(2):
+        total, added, cheat = json.loads(immortal(folder, "call", "shop", "look")).split("; ")
+        assert total == "total 1"
+        assert added == "CallRefused: Counter.add was refused: 'shop' may not call 'add' of 'counter'"
+        assert cheat.startswith("CalleeFailed: ")
+        assert cheated in cheat
+        with connect("counter", identity="web") as client:
+            assert client.total() == 1
+            with pytest.raises(CallRefused, match="'web' may not call 'add' of 'counter'"):
+                client.add()
+            with pytest.raises(CalleeFailed, match=cheated):
+                client.cheat()
+            assert client.total() == 1
+        counter.kill()
+        counter = runs("counter", "shop:Counter")
+        counter.line("ready")
+    assert shop.stop() == counter.stop() == 0
+    for name in ("counter", "shop"):
+        immortal(folder, "log", "verify", name)
+        immortal(folder, "verify", name, "--all", "--app", f"shop:{name.capitalize()}")
