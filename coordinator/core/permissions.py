@@ -8,7 +8,7 @@ of who may not call all of them wait.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
@@ -21,7 +21,7 @@ class Permission(Struct, frozen=True):
     """What one caller may do. ``methods``: the names of those that it may call, QUERIES for all that only read; None:
     all.
 
-    ``rate``: calls in a second; ``concurrent``: a client's calls that are not answered yet; None: any number.
+    ``rate``: calls in a second; ``concurrent``: calls that are not answered yet; None: any number.
     """
 
     methods: frozenset[str] | None = None
@@ -62,7 +62,7 @@ class Permissions:
         self._given: dict[str, Permission] = {}
         self._names: Mapping[int, str] | None = None  # of the app's own methods; None: it has not said any
         self._queries: frozenset[int] = frozenset()  # those that only read
-        self._takes_verdicts = False
+        self.takes_verdicts = False  # the app does; one that does not can't be kept from carrying out a call
         self._allowed: dict[str, frozenset[int]] = {}  # method IDs, of who may not call all of them
         self._buckets: dict[str, _Bucket] = {}  # of who has a rate
         self.held_back: Counter[str] = Counter()  # how often calls of a caller had to wait, since the start
@@ -79,8 +79,8 @@ class Permissions:
         self._look_up()
 
     def app_came(self, *, takes_verdicts: bool) -> None:
-        """An app has said its first word; one that takes no verdicts can't be kept from carrying out a call."""
-        self._takes_verdicts = takes_verdicts
+        """An app has said its first word."""
+        self.takes_verdicts = takes_verdicts
 
     def describe(self, description: AppDescription) -> None:
         """What the app says that its methods are called."""
@@ -113,7 +113,7 @@ class Permissions:
 
     def why_waiting(self, caller: str) -> str:
         """Why the calls of ``caller`` can't be judged yet, in words; "" if they can."""
-        if caller not in self._allowed or (self._names is not None and self._takes_verdicts):
+        if caller not in self._allowed or (self._names is not None and self.takes_verdicts):
             return ""
         return (
             f"{self._name!r} lets {caller!r} call some methods only, and its app has not said yet which those are (one "
@@ -132,13 +132,17 @@ class Permissions:
         bucket.fill(now_ns)
         return bucket.is_low
 
-    def first_of(self, caller: str, calls: bytes, count: int, open_count: int, now_ns: int) -> tuple[int, int]:
+    def first_of(self, caller: str, calls: bytes, count: int, open_count: int | None, now_ns: int) -> tuple[int, int]:
         """How many of the ``count`` packed RPC messages may be taken now, and where they end; they count as taken.
 
-        ``open_count``: calls of ``caller`` that are not answered yet.
+        ``open_count``: calls of a client that are not answered yet. None: of a peer, whose open calls hold nothing back
+        (:mod:`coordinator.core.open_calls`).
         """
-        bucket, permission = self._buckets.get(caller), self._given.get(caller, ANYTHING)
-        concurrent = permission.concurrent
+        bucket, concurrent = self._buckets.get(caller), None
+        if open_count is None:
+            open_count = 0
+        else:
+            concurrent = self._given.get(caller, ANYTHING).concurrent
         if bucket is None and concurrent is None:
             return count, len(calls)
         if bucket is not None:
@@ -163,10 +167,17 @@ class Permissions:
         allowed = self._allowed.get(caller)
         if allowed is None:
             return []
-        names = self._names or {}
         found = []
         for index, (_, start, _) in enumerate(decode_messages(calls)):
             method_id = decode_zigzag_int(calls, start + 1)[0]
             if method_id not in allowed and calls[start] == RpcKind.CALL:
-                found.append((index, names.get(method_id) or f"method {method_id}"))
+                found.append((index, self._name_of(method_id)))
         return found
+
+    def methods_of(self, calls: bytes, indices: Sequence[int]) -> list[tuple[int, str]]:
+        """Of packed RPC messages those with these indices: (index, what its method is called)."""
+        messages = list(decode_messages(calls)) if indices else []
+        return [(index, self._name_of(decode_zigzag_int(calls, messages[index][1] + 1)[0])) for index in indices]
+
+    def _name_of(self, method_id: int) -> str:
+        return (self._names or {}).get(method_id) or f"method {method_id}"
