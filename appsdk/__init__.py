@@ -3,7 +3,7 @@
 from appsdk import errors
 from appsdk.effects import EffectContext, Retry, effect_context
 from appsdk.errors import CalleeFailed, CallRefused, EffectFailed
-from appsdk.handlers import cron, every, impulse, initial, on_primary, rpc
+from appsdk.handlers import cron, every, impulse, initial, on_primary, query, rpc
 from appsdk.immortal import Immortal
 from appsdk.proxy import Impulses, peer
 from appsdk.runner import run
@@ -29,6 +29,7 @@ __all__ = [
     "initial",
     "on_primary",
     "peer",
+    "query",
     "rpc",
     "run",
     "upgrades",

@@ -18,9 +18,10 @@ from datetime import UTC, datetime, timedelta
 from types import CodeType, FrameType
 from typing import Any
 
-from appsdk.errors import UsageError
+from appsdk.errors import AS_RPC, QueryError, UsageError
 
 SEED_SIZE_BYTES = 16
+QUERY_RUNS = 1  # in place of the handlers' thread while a query runs: no thread has this ID, so no calls are made
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -96,7 +97,7 @@ class Context:
         self.source: str | None = ""  # who sent what is handled; "": the instance's own side; None: it is not known
         self.record_time_ns: int | None = None
         self.slice_end = 0  # where in the record the delivery pauses; the outbox sets it to 0 to pause it at once
-        self.handling_thread_id = 0  # of the handlers' thread while a handler runs, else 0: who may call
+        self.handling_thread_id = 0  # of the handlers' thread while a handler runs, else 0 or QUERY_RUNS: who may call
         self._streams: dict[tuple[bytes, bytes], random.Random] = {}
         self._streams_of = (-1, 0)
 
@@ -121,6 +122,8 @@ class Context:
     def random_at(self, frame: FrameType, purpose: bytes = b"random") -> random.Random:
         """The stream of the place that ``frame`` is at; within one message it goes on where it was."""
         self.require_handler_thread(f"self.{purpose.decode()}")
+        if self.handling_thread_id == QUERY_RUNS:
+            raise QueryError(f"self.{purpose.decode()}: a query only reads, and draws nothing: {AS_RPC}")
         moment = (self.sequence_id, self.message_index)
         if self._streams_of != moment:
             self._streams_of = moment

@@ -76,8 +76,9 @@ class Definition:
         return any(handler.is_async for handler in self.handlers.values())
 
     def policy(self, handler: Handler[Any, Any]) -> OnError:
-        """What becomes of the state when ``handler`` raises what it does not declare."""
-        return handler.on_error or self.on_error
+        """What becomes of the state when ``handler`` raises what it does not declare. Of a query nothing is kept."""
+        policy = handler.on_error or self.on_error
+        return "undo" if handler.is_query and policy == "keep" else policy
 
     @property
     def can_undo(self) -> bool:

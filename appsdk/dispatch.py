@@ -131,7 +131,8 @@ class Dispatcher:
     ``extensions``, ``make_outbox``, ``make_delivery`` and ``make_tasks`` are others where a run is looked at more
     closely.
     ``keeps_large_copies``: a state of any size can be put back without another start. ``fails_alone`` False: a message
-    that fails stops the app, as for a test that is to fail with it.
+    that fails stops the app, as for a test that is to fail with it. ``compares_queries``: the state is compared around
+    each query, whatever that costs.
     """
 
     def __init__(
@@ -147,6 +148,7 @@ class Dispatcher:
         keeps_large_copies: bool = False,
         fails_alone: bool = True,
         make_tasks: Callable[[Context], Tasks] = Tasks,
+        compares_queries: bool = False,
     ) -> None:
         for one in definition.chain:
             one.resolve(names_may_be_missing=False)
@@ -155,6 +157,7 @@ class Dispatcher:
         self.context = Context(b"")
         self.outbox = self.context.outbox = make_outbox(self.context, wake)
         self.tasks = self.context.tasks = make_tasks(self.context)
+        self.tasks.queries.compares_all = compares_queries
         self._main_definition = definition
         self._draw_seed = draw_seed
         self._effects = effects
@@ -474,6 +477,7 @@ class Dispatcher:
         self._failures.repeat(needed, [*copy.tail, record], len(copy.blob) + copy.tail_size_bytes, self._delivery)
         self.outbox.back_to_copy()
         self.tasks.effects.pause()
+        self.tasks.queries.passed = needed.verdict.key[:2]
         envelope, state = decode_envelope(copy.blob)
         self._next_sequence_id = envelope.sequence_id + 1
         self.context.sequence_id, self.context.record_time_ns = envelope.sequence_id, envelope.record_time_ns
@@ -497,6 +501,7 @@ class Dispatcher:
     def _take_copy(self, pieces: Sequence[bytes]) -> None:
         """The state as it is now, behind all calls made so far."""
         self.outbox.begin_copy()
+        self.tasks.queries.state_size_bytes = sum(map(len, pieces))
         self._copies.take(pieces, self._next_sequence_id - 1)
         self._failures.forget_up_to(self._copies.sequence_id(self._next_sequence_id - 1))
 
@@ -645,5 +650,6 @@ class Dispatcher:
         if not self._primary:
             self._primary = True
             self.tasks.effects.start(self._effects)
+            self.tasks.queries.is_live = True
             self._log_jumps()
             yield BecamePrimary()

@@ -3,6 +3,7 @@
     AppError
       DefinitionError    the class is not an app that could be replayed: raised where the class is made
       UsageError         a call that is not possible here: from the wrong thread, outside a handler, too large
+        QueryError       a query has done more than read
       StateError         the state can't be written into a checkpoint, or a checkpoint can't be read back
       HandlerError       a logged input can't be handled: replay would only repeat it, so the app stops
       CallRefused        a call can't be made: raised in the async handler that waits for it
@@ -51,6 +52,13 @@ class DefinitionError(AppError, TypeError):
 
 class UsageError(AppError):
     """A call that is not possible where it was made."""
+
+
+class QueryError(UsageError):
+    """A ``@query`` method has changed the state, or tried to call, signal or draw; the message says what it did."""
+
+
+AS_RPC = "make the method an @rpc, or leave this out"
 
 
 class StateError(AppError):

@@ -1,8 +1,8 @@
-"""``@rpc``, ``@impulse``, ``@every``, ``@cron``, ``@initial``, ``@on_primary``: what they check and put into the class.
+"""``@rpc``, ``@query``, ``@impulse``, ``@every``, ``@cron``, ``@initial``, ``@on_primary``: what they check.
 
-A handler becomes a :class:`Handler`, a property whose value, read from an instance, is a :class:`BoundHandler`: calling
-it is a plain call, ``.fork(...)`` sends the call through the log; an ``async def`` handler gets another ``self``, of
-which :mod:`appsdk.task_self` tells. (A property with a getter written in C: reading
+In the class a handler becomes a :class:`Handler`, a property whose value, read from an instance, is a
+:class:`BoundHandler`: calling it is a plain call, ``.fork(...)`` sends the call through the log; an ``async def``
+handler gets another ``self``, of which :mod:`appsdk.task_self` tells. (A property with a getter written in C: reading
 ``self.count`` costs 60 ns, with a Python ``__get__`` it would be 75.)
 """
 
@@ -115,6 +115,7 @@ class Handler(property, Generic[P, R]):
         self.name = getattr(function, "__name__", repr(function))
         self.signature = check_function(function, decorator)
         self.is_async = inspect.iscoroutinefunction(function)
+        self.is_query = decorator == "query"
         self.raises = checked_raises(f"{self.name}: @{decorator}", raises)
         self.schedule = schedule
         self.on_error = None if on_error is None else checked_on_error(f"{self.name}: @{decorator}", on_error)
@@ -244,6 +245,28 @@ def rpc(
 
 
 @overload
+def query(function: Callable[Concatenate[Any, P], R], /) -> Handler[P, R]: ...
+@overload
+def query(*, id: int = ..., raises: Raises = ...) -> _Decorator: ...
+def query(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    id: int | None = None,  # noqa: A002
+    raises: Raises = (),
+) -> Any:
+    """A method that only reads: called as those of :func:`rpc`, with the same options.
+
+    It is a plain ``def``, which answers at once. It sets and changes no attributes (but :data:`~appsdk.Transient`
+    ones), makes no calls, signals and random draws: it then fails with QueryError, and the state is as before it.
+    The settings can allow a caller all queries of an instance at once: ``reports = ["@query"]``. Raises
+    DefinitionError.
+    """
+    decorator = _Decorator("query", id, raises)
+    return decorator if function is None else decorator(function)
+
+
+@overload
 def impulse(function: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], /) -> AsyncHandler[P, R]: ...
 @overload
 def impulse(function: Callable[Concatenate[Any, P], R], /) -> Handler[P, R]: ...
@@ -310,6 +333,11 @@ class _Decorator:
             schedule=self._schedule,
             on_error=self._on_error,
         )
+        if handler.is_query and handler.is_async:
+            raise DefinitionError(
+                f"{function.__qualname__}: @query belongs on a plain 'def', which answers at once: a handler that "
+                f"waits is part of the state: make it an @rpc"
+            )
         if self._schedule and any(
             parameter.default is inspect.Parameter.empty for parameter in handler.signature.parameters.values()
         ):

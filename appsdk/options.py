@@ -11,6 +11,7 @@ from appsdk.errors import EXIT_NOT_RUNNABLE, AppError
 
 STRICT_VARIABLE = "IMMORTAL_STRICT"
 TRACE_VARIABLE = "IMMORTAL_TRACE"
+CHECK_QUERIES_VARIABLE = "IMMORTAL_CHECK_QUERIES"
 BREAK_VARIABLE = "IMMORTAL_BREAK"
 REWOUND_VARIABLE = "IMMORTAL_REWOUND"
 
@@ -24,11 +25,13 @@ class OptionError(AppError):
 @dataclass(frozen=True, slots=True)
 class RunOptions:
     """``strict``: no start with findings of :mod:`appsdk.determinism`. ``trace``: say what made each call.
-    ``stop``: where to start the debugger. ``rewound``: a call has failed in the life before, and may again: the state
-    is kept in memory once more, however large it is."""
+    ``checks_queries``: with ``trace``, the state is compared around each query. ``stop``: where to start the debugger.
+    ``rewound``: a call has failed in the life before, and may again: the state is kept in memory once more, however
+    large it is."""
 
     strict: bool = False
     trace: bool = False
+    checks_queries: bool = False
     stop: Breakpoint | None = None
     rewound: bool = False
 
@@ -42,6 +45,7 @@ def run_options(
     return RunOptions(
         strict=strict or _flag(environment, STRICT_VARIABLE),
         trace=trace or _flag(environment, TRACE_VARIABLE),
+        checks_queries=_flag(environment, CHECK_QUERIES_VARIABLE),
         stop=_breakpoint(where, stop) if stop else None,
         rewound=_flag(environment, REWOUND_VARIABLE),
     )

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from appsdk.codec import bind_arguments, encoder
-from appsdk.context import Context
-from appsdk.errors import Disconnected, UsageError
+from appsdk.context import QUERY_RUNS, Context
+from appsdk.errors import AS_RPC, Disconnected, QueryError, UsageError
 from protocol.errors import RemoteProtocolError
 from protocol.limits import MESSAGE_SIZE_BYTES_MAX
 from protocol.messages import MessageType, RpcKind, RpcType, encode_attach_to, encode_message, encode_name
@@ -301,6 +301,8 @@ def _not_in_handler(context: Context, name: Name) -> UsageError:
             f"{name}.fork: from a hook or another thread calls are impulses, since no replay would repeat them: "
             f"impulses.{name.rpartition('.')[2]}(...), or impulses.to(self.<peer>).{name.rpartition('.')[2]}(...)"
         )
+    if context.handling_thread_id == QUERY_RUNS:
+        return QueryError(f"{name}.fork: a query only reads, and calls nobody: {AS_RPC}")
     return UsageError(
         f"{name}.fork: only handlers send calls (@rpc, @impulse and @initial methods): what __init__, prepare, "
         f"checkpoint, restore and upgrade do is not in the log; use an @initial method for calls at the first start"

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
+from itertools import chain
 from operator import attrgetter
 from types import MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
@@ -19,6 +20,7 @@ from appsdk.context import Context
 from appsdk.errors import DefinitionError, UsageError
 from appsdk.handlers import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID, BoundHandler, Handler, definition_key
 from appsdk.outbox import ImpulseQueue, make_writer
+from protocol.extensions import QUERIES
 from protocol.limits import NAME_SIZE_BYTES_MAX
 from protocol.messages import RpcType
 
@@ -83,10 +85,11 @@ class Peer(property):
 def method_names(definition: Definition) -> dict[tuple[str, int], str]:
     """What people call the methods that a class has (destination "") and can call: (destination, method ID) to name.
 
+    Those that only read are there once more, under the group QUERIES in place of a destination.
     Without those of a peer whose class can't be found (yet): its first call will say so.
     """
     initial = f"{definition.name}.{definition.initial or 'initial'}"
-    found = [("", INITIAL_METHOD_ID, initial), *_handler_names("", definition)]
+    found = [("", INITIAL_METHOD_ID, initial), *_handler_names("", definition), *_query_names(definition)]
     if definition.has_tasks or any(handler.schedule for handler in definition.handlers.values()):
         found.append(("", CLOCK_METHOD_ID, "the clock"))
     if definition.has_tasks:
@@ -98,13 +101,26 @@ def method_names(definition: Definition) -> dict[tuple[str, int], str]:
 
 
 def all_method_names(definition: Definition) -> dict[tuple[str, int], str]:
-    """Also those of the classes that it takes over from; where both name a method, the newer one's."""
-    return {key: name for one in reversed(definition.chain) for key, name in method_names(one).items()}
+    """Also those of the classes that it takes over from; where both name a method, the newer one's.
+
+    A query is one that is none but a query in all of them: which class runs is not known to who may call it.
+    """
+    names = {key: name for one in reversed(definition.chain) for key, name in method_names(one).items()}
+    for handler in chain.from_iterable(one.handlers.values() for one in definition.chain):
+        if not handler.is_query:
+            names.pop((QUERIES, handler.method_id), None)
+    return names
 
 
 def _handler_names(destination: str, definition: Definition) -> Iterator[tuple[str, int, str]]:
     for handler in definition.handlers.values():
         yield destination, handler.method_id, handler.function.__qualname__
+
+
+def _query_names(definition: Definition) -> Iterator[tuple[str, int, str]]:
+    for handler in definition.handlers.values():
+        if handler.is_query:
+            yield QUERIES, handler.method_id, handler.function.__qualname__
 
 
 def _clipped(name: str) -> str:

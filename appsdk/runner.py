@@ -145,6 +145,7 @@ def run_connection(
     connect_timeout_s: float = CONNECT_TIMEOUT_S,
     *,
     trace: bool = False,
+    checks_queries: bool = False,
     stop: Breakpoint | None = None,
     secret_file: str | None = None,
     rewound: bool = False,
@@ -161,7 +162,9 @@ def run_connection(
     try:
         if secret_file:
             authenticate(connection, read_secret(secret_file), address)
-        return _run_connected(definition, connection, address, trace=trace, stop=stop, rewound=rewound)
+        return _run_connected(
+            definition, connection, address, trace=trace, checks_queries=checks_queries, stop=stop, rewound=rewound
+        )
     finally:
         connection.close()
 
@@ -172,6 +175,7 @@ def _run_connected(
     address: str,
     *,
     trace: bool,
+    checks_queries: bool,
     stop: Breakpoint | None,
     rewound: bool,
 ) -> str:
@@ -185,6 +189,7 @@ def _run_connected(
         effects=effects,
         make_delivery=Delivery if stop is None else stop.make_delivery,
         keeps_large_copies=rewound or trace,  # a replay that is looked at is not started again
+        compares_queries=checks_queries and trace,  # to a recovery queries are as right as they were in service
     )
     for cls in {cls for one in definition.chain for cls in one.cls.__mro__}:
         if cls.__module__ != "builtins" and (file_name := inspect.getsourcefile(cls)):
@@ -292,6 +297,7 @@ def _run_to_status(
             address,
             connect_timeout_s,
             trace=options.trace,
+            checks_queries=options.checks_queries,
             stop=options.stop,
             secret_file=secret_file or os.environ.get(SECRET_FILE_VARIABLE),
             rewound=options.rewound,

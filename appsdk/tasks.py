@@ -22,15 +22,16 @@ import msgspec
 
 from appsdk.clock import Clock
 from appsdk.codec import ArgumentCodec, encoder
-from appsdk.context import Context
+from appsdk.context import QUERY_RUNS, Context
 from appsdk.effect_waits import EffectResult, WaitingEffects
-from appsdk.errors import HandlerError, UsageError
+from appsdk.errors import AS_RPC, HandlerError, QueryError, UsageError
 from appsdk.failures import answer_of, encode_failed, failure_of, forked, reference, refusal, verdict_on
 from appsdk.handlers import CLOCK_METHOD_ID, Handler
 from appsdk.journal import WAYS_OUT, JournalError, SavedTask, SavedTasks, declared_name, encode_raised
 from appsdk.operations import NOTHING, Call, Event, Operation, Target
 from appsdk.outbox import Send, make_writer
 from appsdk.proxy import Peer, make_fork
+from appsdk.queries import Queries
 from appsdk.report import handler_failed
 from appsdk.task import Task
 from appsdk.task_self import encode_signal, event_decoder
@@ -115,6 +116,7 @@ class Tasks:
         self.calls: dict[int, Call] = {}
         self.clock = Clock()
         self.effects = WaitingEffects(context)
+        self.queries = Queries(context)
         self.events = Events(lambda action: self._queue.append(action), self._signalled)
         self._queue: deque[Callable[[], None]] = deque()
         self._tasks: dict[int, Task] = {}
@@ -137,6 +139,7 @@ class Tasks:
         self.members.clear()
         self.peer_targets.clear()
         self.instance = instance
+        self.queries.use(definition.state())
         self._scheduled = [handler for handler in definition.handlers.values() if handler.schedule]
         if saved is not None:
             self.restore(saved)
@@ -218,6 +221,8 @@ class Tasks:
 
     def signal(self, name: str, value: Any) -> None:
         """Of a ``def`` handler."""
+        if self.context.handling_thread_id == QUERY_RUNS:
+            raise QueryError(f"self.signal: a query only reads, and signals nobody: {AS_RPC}")
         if threading.get_ident() != self.context.handling_thread_id:
             raise UsageError(
                 "self.signal: only handlers signal: what hooks, __init__, prepare and upgrade do is not in the log; "
@@ -232,7 +237,10 @@ class Tasks:
     ) -> tuple[bool, bytes]:
         """Run a ``def`` handler for somebody who ``waits``: (whether it raised, what for them). Raises HandlerError."""
         try:
-            value = handler.function(self.instance, *arguments)
+            if handler.is_query:
+                value = self.queries.run(handler, self.instance, *arguments)
+            else:
+                value = handler.function(self.instance, *arguments)
         except (Exception, SystemExit) as error:
             if (declared := declared_name(handler.raises, error)) is None:
                 raise self._failed(handler, arguments, error) from error
@@ -338,7 +346,7 @@ class Tasks:
                 self.drain()
 
             return run
-        function: Callable[..., None] = handler.function
+        function: Callable[..., None] = partial(self.queries.run, handler) if handler.is_query else handler.function
         return self.waking(function) if wakes else function
 
     def waking(self, function: Callable[..., None]) -> Callable[..., None]:

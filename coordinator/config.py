@@ -25,6 +25,7 @@ from coordinator.core.permissions import ANYTHING, Permission
 from coordinator.fault_points import FaultPoint, reach
 from coordinator.socket_paths import UNIX_PATH_SIZE_BYTES_MAX, socket_path
 from protocol.errors import ImmortalError
+from protocol.extensions import QUERIES
 from protocol.limits import ARGUMENTS_SIZE_MIB_DEFAULT, ARGUMENTS_SIZE_MIB_MAX
 from protocol.private_files import FILE_MODE
 
@@ -321,12 +322,16 @@ def permission_of(value: object) -> Permission:
         return Permission(methods, *(_number_of_calls(value.get(key), key) for key in ("rate", "concurrent")))
     if value == "*":
         return ANYTHING
-    if not isinstance(value, list) or not all(isinstance(name, str) and name.isidentifier() for name in value):
+    if not isinstance(value, list) or not all(_is_method(name) for name in value):
         raise _WrongValueError(
-            'a list of names of methods, such as ["place", "total"], or "*" for all of them; or a table with '
-            '"methods", "rate" (calls in a second) and "concurrent" (open calls of a client)'
+            'a list of names of methods, such as ["place", "total"], with "@query" for all that only read, or "*" for '
+            'all of them; or a table with "methods", "rate" (calls in a second) and "concurrent" (open calls)'
         )
     return Permission(frozenset(value))
+
+
+def _is_method(name: object) -> bool:
+    return isinstance(name, str) and (name.isidentifier() or name == QUERIES)
 
 
 def _number_of_calls(value: object, key: str) -> int | None:

@@ -130,6 +130,15 @@ def metrics_of(name: str, status: Mapping[str, Any]) -> list[Metric]:
         received.add_metric([name, peer], one["position"])
         if one.get("window_bytes") is not None:
             granted.add_metric([name, peer], one["window_bytes"])
+    labels = ["instance_name", "caller"]
+    by_caller: dict[str, CounterMetricFamily | GaugeMetricFamily] = {
+        "forbidden": CounterMetricFamily("immortal_refused_calls", "Calls that the caller may not make", labels=labels),
+        "held_back": CounterMetricFamily("immortal_held_back", "Times that the caller had to wait", labels=labels),
+        "open_calls": GaugeMetricFamily("immortal_open_calls", "Calls of a limited peer not answered", labels=labels),
+    }
+    for key, counted in by_caller.items():
+        for caller, count in (status.get(key) or {}).items():
+            counted.add_metric([name, caller], float(count))
     held_up = GaugeMetricFamily(
         "immortal_held_up", "1 if the app is held up for the peer", labels=["instance_name", "peer"]
     )
@@ -162,7 +171,7 @@ def metrics_of(name: str, status: Mapping[str, Any]) -> list[Metric]:
         for key, family in families.items():
             if one.get(key) is not None:
                 family.add_metric([name, peer], float(one[key]))
-    return [*metrics, verdicts, lost, received, granted, held_up, *families.values()]
+    return [*metrics, verdicts, lost, received, granted, held_up, *by_caller.values(), *families.values()]
 
 
 def _flag(value: object) -> float:

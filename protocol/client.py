@@ -270,6 +270,18 @@ def decode_caller(data: bytes, start: int, end: int) -> Caller | None:
     return Caller(name, number, method_id)
 
 
+def decode_answered_number(data: bytes, start: int, end: int) -> int | None:
+    """Of the answer in the RPC ``data[start:end]`` the number of the call; None if it is no answer, or has none."""
+    try:
+        _, offset = decode_zigzag_int(data, start + 1)
+        if data[start] == RpcKind.CALL:
+            return None
+        _, offset = _array(data, offset + 1, end)
+        return _integer(data, offset, end)[0]
+    except RemoteProtocolError:
+        return None
+
+
 REFUSED_CALL = "~refused"
 """The name under which a client gets what keeps its call from being made; no exception has it. Arguments: [reason]."""
 

@@ -183,11 +183,17 @@ def decode_impulses_accepted(data: Readable) -> int:
     return count
 
 
+QUERIES = "@query"
+"""The group of an app's methods that only read: in an AppDescription in place of a destination, as no instance is
+called so; in the settings in place of the methods' names."""
+
+
 @dataclass(frozen=True, slots=True)
 class AppDescription:
-    """What an app says of itself, for people: its version, and the names of the methods that it has and calls.
+    """What an app says of itself: its version, and the names of the methods that it has and calls.
 
     ``methods``: (destination, method ID) to a name such as "Counter.count"; the destination "" is the app itself.
+    Those of its own that only read are there once more, with QUERIES as the destination.
     """
 
     version: int = 1

@@ -46,7 +46,7 @@ class Cause(IntEnum):
     UNREADABLE = 3  # no call at all
     TRIPPED = 4  # the method has failed so often in a row that it is not called any more
     SENDER = 5  # the answer is not from the instance that was called
-    FORBIDDEN = 6  # its caller may not call the method, as its coordinator's settings say
+    FORBIDDEN = 6  # its caller may not call the method, or has too many calls open, as its coordinator's settings say
 
 
 MessageKey: TypeAlias = tuple[int, int, int, int]

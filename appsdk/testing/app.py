@@ -53,7 +53,12 @@ class LocalApp:
         self._effects = effects
         make_dispatcher = TracingDispatcher if trace else Dispatcher
         self.dispatcher = make_dispatcher(
-            definition, lambda: seed, effects=effects, keeps_large_copies=True, fails_alone=fails_alone
+            definition,
+            lambda: seed,
+            effects=effects,
+            keeps_large_copies=True,
+            fails_alone=fails_alone,
+            compares_queries=True,
         )
         # The clock is the record's; before there is one, the context's own: it is not to look at the real one.
         self.dispatcher.context.record_time_ns = now_ns

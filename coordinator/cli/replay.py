@@ -177,9 +177,9 @@ def verify(
 ) -> None:
     """Prove that NAME does again what it did: replay it from checkpoint to checkpoint, and compare.
 
-    Compared are the calls that it makes, with the marks in the log, and its state, with the next checkpoint. What lies
-    behind the last checkpoint is replayed too. The exit status is 0 if all is the same, 3 if it is not, 1 if it could
-    not be found out.
+    Compared are the calls that it makes, with the marks in the log, its state, with the next checkpoint, and its state
+    around each query, which may not change it. What lies behind the last checkpoint is replayed too. The exit status is
+    0 if all is the same, 3 if it is not, 1 if it could not be found out.
     """
     if checkpoint_id is not None and everything:
         raise click.UsageError("--checkpoint and --all: give one of the two")
@@ -202,7 +202,7 @@ def verify(
                     reader,
                     start,
                     end,
-                    AppCommand.of(chosen, settings=settings),
+                    AppCommand.of(chosen, checks_queries=True, settings=settings),
                     receivers=receivers,
                     progress=advance,
                     announce=_announce(name),

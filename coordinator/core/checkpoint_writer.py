@@ -19,6 +19,7 @@ class CheckpointWriter:
         version: int,
         outputs: Mapping[str, OutputMark],
         unacknowledged: Mapping[str, Sequence[OutputBatch]],
+        open_calls: Mapping[str, Sequence[int]],
         chunk_size_bytes: int,
     ) -> None:
         self.checkpoint_id = checkpoint_id
@@ -26,6 +27,7 @@ class CheckpointWriter:
         self.version = version
         self._outputs = outputs
         self._unacknowledged = unacknowledged
+        self._open_calls = open_calls
         self._chunk_size_bytes = chunk_size_bytes
         self._pieces: list[bytes] = []
         self._pieces_bytes = 0
@@ -58,4 +60,5 @@ class CheckpointWriter:
             self._outputs,
             self._unacknowledged,
             self.version,
+            self._open_calls,
         )

@@ -51,12 +51,13 @@ class Checkpointing:
         version: int,
         outputs: Mapping[str, OutputMark],
         unacknowledged: Mapping[str, Sequence[OutputBatch]],
+        open_calls: Mapping[str, Sequence[int]],
     ) -> int:
         """Its state is that behind the record ``sequence_id``, and as far as ``outputs``; its ID."""
         checkpoint_id = self._next_id
         self._next_id += 1
         self._writer = CheckpointWriter(
-            checkpoint_id, sequence_id, version, outputs, unacknowledged, self._limits.chunk_size_bytes
+            checkpoint_id, sequence_id, version, outputs, unacknowledged, open_calls, self._limits.chunk_size_bytes
         )
         return checkpoint_id
 

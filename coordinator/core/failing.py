@@ -199,15 +199,15 @@ class Failing:
         self.checkpoints.wanted = self.checkpoints.wanted or full
         return full
 
-    def refuse(self, group: Group, forbidden: Sequence[tuple[int, str]], caller: str, who_waits: str) -> None:
-        """``caller`` may not make these of the calls that were added to ``group`` last: (index among them, method).
+    def refuse(self, group: Group, refused: Sequence[tuple[int, str, str]], caller: str, who_waits: str) -> None:
+        """``caller`` may not make these of the calls that were added to ``group`` last.
 
+        ``refused``: (index among them, method, why).
         They are no dead letters: else a caller could push out those of others.
         """
         first = sum([batch.count for batch in group.batches[:-1]])
         given: list[Verdict] = []
-        for index, method in forbidden:
-            text = f"{caller!r} may not call {method!r} of {self.name!r}"
+        for index, method, text in refused:
             key = self.log.open_sequence_id, first + index
             verdict = Verdict(*key, VerdictKind.REFUSED, "", text, Cause.FORBIDDEN, method=method, caller=who_waits)
             self.verdicts.give(verdict, group=group)
@@ -215,7 +215,7 @@ class Failing:
         if not self.forbidden[caller]:
             text = f"{given[0].text}: the call is refused; further ones of this caller are only counted"
             self._report("warning", text, "forbidden")
-        self.forbidden[caller] += len(forbidden)
+        self.forbidden[caller] += len(refused)
         if self._told:  # else with all others, before the app's first record
             for message in encode_verdicts(given):
                 self._send(MessageType.VERDICTS, message)

@@ -132,7 +132,8 @@ class CheckpointHeader:
 
     The blob is the app's state after the record ``sequence_id`` (-1: before any record), as the app's version
     ``version`` writes it. ``outputs`` and ``unacknowledged`` are the output streams at that moment: replay continues
-    them from there.
+    them from there. ``open_calls``: the numbers of calls that are not answered yet, by caller, of the callers that may
+    have so many at once.
     """
 
     checkpoint_id: int
@@ -143,6 +144,7 @@ class CheckpointHeader:
     outputs: Mapping[str, OutputMark] = field(default_factory=dict)
     unacknowledged: Mapping[str, Sequence[OutputBatch]] = field(default_factory=dict)
     version: int = 1
+    open_calls: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

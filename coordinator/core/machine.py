@@ -55,7 +55,7 @@ from coordinator.core.limits import Limits
 from coordinator.core.log_room import LogRoom
 from coordinator.core.peer_reset import RECLAIM_EPOCHS
 from coordinator.core.peers import Peers
-from coordinator.core.permissions import Permission, Permissions
+from coordinator.core.permissions import Permission
 from coordinator.core.recovery import Recovery
 from coordinator.core.replay_check import ReplayPolicy
 from coordinator.core.session import (
@@ -140,8 +140,8 @@ class Machine:
         self._session = AppSession(summary.committer_id, rpc_size_bytes_max)
         self._app_clock = AppClock(self._session, self._send_message)
         self._policy = ReplayPolicy(name, self.limits, self._session, self._effects)
-        self._permissions = Permissions(name, permissions or {})
-        intake = Intake(self._permissions)
+        self._intake = intake = Intake(name, permissions or {}, recovers=summary.extensions is not None)
+        self._permissions = intake.permissions
         self._peers = Peers(
             name,
             summary.committer_id,
@@ -358,6 +358,7 @@ class Machine:
         self._healing = None
         self._waiting_told = self._unproved = self._behind = False
         self._peers.restore(header, summary, self._epoch, self._epoch_began_ns)
+        self._intake.open_calls.restore(header.open_calls, header.sequence_id)
         self._failing.begin(summary, header.sequence_id)
         record = encode_record(self._committer_id, CHECKPOINT_SEQUENCE_ID, encode_checkpoint(header.size_bytes))
         self._send(record)
@@ -398,6 +399,7 @@ class Machine:
             trailer = decode_trailer(memoryview(value)[header.size_bytes :], header.check)
             if replaying:
                 self._peers.expect(header.sequence_id, record, trailer)
+                self._intake.replayed(header.sequence_id, record, trailer.batches)
             session.fed_sequence_id = header.sequence_id
             self._send_record(record, trailer.batches)
 
@@ -482,6 +484,7 @@ class Machine:
         session = self._session
         session.advance(Step.PROMOTED)
         self._unproved = True
+        self._replay_is_known()  # but for what the last calls come to: for a moment, more may count as open than are
         self._send_control(MessageType.BECOMING_PRIMARY)
         self._report("info", "recovered", {"epoch": self._epoch, "sequence_id": session.fed_sequence_id})
 
@@ -678,6 +681,7 @@ class Machine:
         session.advance(Step.APP_LOST)
         session.connect()
         self._log.forget_app()
+        self._intake.open_calls.is_known = not self._peers.ready  # if it is, the next app recovers
         self._peers.forget_outputs()
         self._checkpoints.abandon()
         self._checkpoints.wanted = False
@@ -720,6 +724,7 @@ class Machine:
         self._begin_checkpoint()
 
     def _finish_replay(self) -> None:
+        self._replay_is_known()
         if self._cut:
             self._healing = self._peers.heal_cut()
             self._clients.lose_open()
@@ -728,6 +733,12 @@ class Machine:
         all_sent = self._app_flushes or self._behind
         self._peers.finish_replay(all_sent=all_sent)
         self._behind = not all_sent and self._policy.compares and self._peers.replay_is_behind()
+
+    def _replay_is_known(self) -> None:
+        """A recovery has made all answers once more that there were."""
+        if not self._intake.open_calls.is_known:
+            self._intake.open_calls.is_known = True
+            self._answer_parked()
 
     def _begin_checkpoint(self) -> None:
         session = self._session
@@ -745,6 +756,7 @@ class Machine:
             version,
             {name: stream.mark for name, stream in outputs.items()},
             {name: stream.unacknowledged for name, stream in outputs.items() if stream.memory_bytes},
+            self._intake.open_calls.open_at(session.checkpoint_sequence_id),
         )
         if self._final_checkpoint_asked:
             self._final_checkpoint_id = checkpoint_id
@@ -991,7 +1003,7 @@ class Machine:
         self._clients.received(event.token, event.frame, self._now_ns, event.caller)
 
     def _permissions_changed(self, event: ev.PermissionsChanged) -> None:
-        self._permissions.change(event.given)
+        self._intake.change(event.given)
         self._answer_parked()
 
     def _answer_parked(self) -> None:
@@ -1142,6 +1154,7 @@ class Machine:
             **self._failing.describe(now_ns),
             "impulses": self._impulses.count,
             "held_back": dict(self._permissions.held_back),
+            "open_calls": self._intake.open_calls.counts,
             "clients": self._clients.describe(),
             "version": self._versions.current,
             "upgrade_to": self._versions.upgrade_to,

@@ -245,6 +245,7 @@ class Peers:
         )
 
     def append(self, destination: str, count: int, payload: bytes) -> None:
+        self.intake.open_calls.answered(destination, payload)
         self.output(destination).append(count, payload, self.held_ticket)
         self._moved.add(destination)
 
@@ -574,6 +575,7 @@ class Peers:
         known_source = source is not None and source.committer_id != 0
         if peer in (ONESELF, IMPULSES) or not (known_source or peer in self.committer_ids):
             return None
+        self.intake.open_calls.forget(peer)
         group = self.log.append_outside_record(0)
         if source is not None and known_source:
             group.transaction.sources[peer] = source.reset()
@@ -636,7 +638,7 @@ class Peers:
         self._respond(token, frame, now_ns)
 
     def _must_wait(self, sender: str, now_ns: int) -> bool:
-        return not self.ready or bool(self.intake.why_waiting(sender)) or self.intake.must_wait(sender, now_ns)
+        return not self.ready or bool(self.intake.why_peer_waits(sender)) or self.intake.must_wait(sender, now_ns)
 
     @property
     def holds_back(self) -> bool:
@@ -653,7 +655,7 @@ class Peers:
         newest needs no answer."""
         sender = hello.frame.sender
         if sender not in self._parked and len(self._parked) >= self.limits.parked_senders_max:
-            self._reply(hello.token, sender, self._not_ready(self.intake.why_waiting(sender)))
+            self._reply(hello.token, sender, self._not_ready(self.intake.why_peer_waits(sender)))
             return
         parked = self._parked.setdefault(sender, deque(maxlen=self.limits.parked_hellos_max))
         parked.append(hello)
@@ -738,7 +740,7 @@ class Peers:
             return _Reply(
                 FrameType.REFUSED, code=RefusedCode.MALFORMED, reason=f"unexpected frame {frame.frame_type.name}"
             )
-        if self.intake.why_waiting(frame.sender):
+        if self.intake.why_peer_waits(frame.sender):
             return _Reply(FrameType.RESEND, 0)  # it greets again, and is answered once its calls can be judged
         if self.intake.is_full(frame.sender):
             return self._not_ready(f"{self.name!r} takes a checkpoint: too many calls that were refused are behind it")

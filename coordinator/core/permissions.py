@@ -8,19 +8,20 @@ of who may not call all of them wait.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from protocol.extensions import AppDescription
+from protocol.extensions import QUERIES, AppDescription
 from protocol.messages import RpcKind, decode_messages
 from protocol.varint import decode_zigzag_int
 
 
 class Permission(Struct, frozen=True):
-    """What one caller may do. ``methods``: the names of those that it may call; None: all.
+    """What one caller may do. ``methods``: the names of those that it may call, QUERIES for all that only read; None:
+    all.
 
-    ``rate``: calls in a second; ``concurrent``: a client's calls that are not answered yet; None: any number.
+    ``rate``: calls in a second; ``concurrent``: calls that are not answered yet; None: any number.
     """
 
     methods: frozenset[str] | None = None
@@ -60,7 +61,8 @@ class Permissions:
         self._name = name
         self._given: dict[str, Permission] = {}
         self._names: Mapping[int, str] | None = None  # of the app's own methods; None: it has not said any
-        self._takes_verdicts = False
+        self._queries: frozenset[int] = frozenset()  # those that only read
+        self.takes_verdicts = False  # the app does; one that does not can't be kept from carrying out a call
         self._allowed: dict[str, frozenset[int]] = {}  # method IDs, of who may not call all of them
         self._buckets: dict[str, _Bucket] = {}  # of who has a rate
         self.held_back: Counter[str] = Counter()  # how often calls of a caller had to wait, since the start
@@ -77,8 +79,8 @@ class Permissions:
         self._look_up()
 
     def app_came(self, *, takes_verdicts: bool) -> None:
-        """An app has said its first word; one that takes no verdicts can't be kept from carrying out a call."""
-        self._takes_verdicts = takes_verdicts
+        """An app has said its first word."""
+        self.takes_verdicts = takes_verdicts
 
     def describe(self, description: AppDescription) -> None:
         """What the app says that its methods are called."""
@@ -87,15 +89,23 @@ class Permissions:
             for (destination, method_id), name in description.methods.items()
             if destination == ""
         }
+        self._queries = frozenset(method_id for destination, method_id in description.methods if destination == QUERIES)
         self._look_up()
 
     def _look_up(self) -> None:
-        names = self._names or {}
         self._allowed = {
-            caller: frozenset(method_id for method_id, name in names.items() if name in permission.methods)
+            caller: self._method_ids(permission.methods)
             for caller, permission in self._given.items()
             if permission.methods is not None
         }
+
+    def _method_ids(self, allowed: frozenset[str]) -> frozenset[int]:
+        named = frozenset(method_id for method_id, name in (self._names or {}).items() if name in allowed)
+        return named | self._queries if QUERIES in allowed else named
+
+    def lacks_queries(self, caller: str) -> bool:
+        """``caller`` may call queries, and the app says of no method that it is one."""
+        return QUERIES in (self._given.get(caller, ANYTHING).methods or ()) and not self._queries
 
     def limits(self, caller: str) -> bool:
         """It may not call all methods."""
@@ -103,7 +113,7 @@ class Permissions:
 
     def why_waiting(self, caller: str) -> str:
         """Why the calls of ``caller`` can't be judged yet, in words; "" if they can."""
-        if caller not in self._allowed or (self._names is not None and self._takes_verdicts):
+        if caller not in self._allowed or (self._names is not None and self.takes_verdicts):
             return ""
         return (
             f"{self._name!r} lets {caller!r} call some methods only, and its app has not said yet which those are (one "
@@ -122,13 +132,17 @@ class Permissions:
         bucket.fill(now_ns)
         return bucket.is_low
 
-    def first_of(self, caller: str, calls: bytes, count: int, open_count: int, now_ns: int) -> tuple[int, int]:
+    def first_of(self, caller: str, calls: bytes, count: int, open_count: int | None, now_ns: int) -> tuple[int, int]:
         """How many of the ``count`` packed RPC messages may be taken now, and where they end; they count as taken.
 
-        ``open_count``: calls of ``caller`` that are not answered yet.
+        ``open_count``: calls of a client that are not answered yet. None: of a peer, whose open calls hold nothing back
+        (:mod:`coordinator.core.open_calls`).
         """
-        bucket, permission = self._buckets.get(caller), self._given.get(caller, ANYTHING)
-        concurrent = permission.concurrent
+        bucket, concurrent = self._buckets.get(caller), None
+        if open_count is None:
+            open_count = 0
+        else:
+            concurrent = self._given.get(caller, ANYTHING).concurrent
         if bucket is None and concurrent is None:
             return count, len(calls)
         if bucket is not None:
@@ -153,10 +167,17 @@ class Permissions:
         allowed = self._allowed.get(caller)
         if allowed is None:
             return []
-        names = self._names or {}
         found = []
         for index, (_, start, _) in enumerate(decode_messages(calls)):
             method_id = decode_zigzag_int(calls, start + 1)[0]
             if method_id not in allowed and calls[start] == RpcKind.CALL:
-                found.append((index, names.get(method_id) or f"method {method_id}"))
+                found.append((index, self._name_of(method_id)))
         return found
+
+    def methods_of(self, calls: bytes, indices: Sequence[int]) -> list[tuple[int, str]]:
+        """Of packed RPC messages those with these indices: (index, what its method is called)."""
+        messages = list(decode_messages(calls)) if indices else []
+        return [(index, self._name_of(decode_zigzag_int(calls, messages[index][1] + 1)[0])) for index in indices]
+
+    def _name_of(self, method_id: int) -> str:
+        return (self._names or {}).get(method_id) or f"method {method_id}"

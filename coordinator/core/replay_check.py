@@ -5,7 +5,7 @@ How many calls are made, and in which order, is strict either way: what a receiv
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableSequence, Sequence
+from collections.abc import Container, Iterator, MutableSequence, Sequence
 
 from coordinator.core.effects import Effect, Report
 from coordinator.core.errors import DivergenceError
@@ -69,7 +69,15 @@ class ReplayPolicy:
 
 def own_calls(record: memoryview, batches: Sequence[BatchSource]) -> Iterator[OutputBatch]:
     """The calls to oneself in a logged ``record``, whose trailer has ``batches``."""
-    if not any(batch.kind == BatchKind.STREAM and batch.name == ONESELF for batch in batches):
+    for batch, calls in stream_batches(record, batches, (ONESELF,)):
+        yield OutputBatch(batch.first_position, batch.count, calls)
+
+
+def stream_batches(
+    record: memoryview, batches: Sequence[BatchSource], senders: Container[str]
+) -> Iterator[tuple[BatchSource, bytes]]:
+    """What these instances have sent of a logged ``record``, whose trailer has ``batches``: packed RPC messages."""
+    if not any(batch.kind == BatchKind.STREAM and batch.name in senders for batch in batches):
         return
     sources = iter(batches)
     offset = HEADER_SIZE_BYTES
@@ -77,8 +85,8 @@ def own_calls(record: memoryview, batches: Sequence[BatchSource]) -> Iterator[Ou
         message_type, start, end = decode_message(record, offset)
         if message_type in _INPUT:
             batch = next(sources)
-            if batch.kind == BatchKind.STREAM and batch.name == ONESELF:
+            if batch.kind == BatchKind.STREAM and batch.name in senders:
                 single = message_type == MessageType.RPC
                 begin = offset if single else start + decode_batch(record[start:end])[1]
-                yield OutputBatch(batch.first_position, batch.count, bytes(record[begin:end]))
+                yield batch, bytes(record[begin:end])
         offset = end

@@ -81,6 +81,7 @@ class _HeaderPayload(msgspec.Struct, array_like=True, forbid_unknown_fields=True
     outputs_size_bytes: int
     outputs_check: int
     version: int
+    open_calls: dict[str, list[int]] = {}  # left out where it is empty: older versions know nothing of it
 
 
 _HEADER = msgspec.msgpack.Decoder(_HeaderPayload)
@@ -209,8 +210,10 @@ def encode_header(header: CheckpointHeader, chunk_count: int, outputs: bytes) ->
         outputs_size_bytes=len(outputs),
         outputs_check=crc64(outputs),
         version=header.version,
+        open_calls={caller: list(numbers) for caller, numbers in header.open_calls.items()},
     )
-    return seal(b"checkpoints", SEQUENCE_KEY.pack(header.checkpoint_id), payload)
+    fields = msgspec.structs.astuple(payload)
+    return seal(b"checkpoints", SEQUENCE_KEY.pack(header.checkpoint_id), fields if payload.open_calls else fields[:-1])
 
 
 def decode_header(key: bytes, value: bytes) -> StoredHeader:
@@ -224,6 +227,7 @@ def decode_header(key: bytes, value: bytes) -> StoredHeader:
         payload.time_ns,
         {name: OutputMark(*mark) for name, mark in payload.outputs.items()},
         version=payload.version,
+        open_calls=payload.open_calls,
     )
     return StoredHeader(header, payload.chunk_count, payload.outputs_size_bytes, payload.outputs_check)
 

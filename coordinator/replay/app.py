@@ -35,11 +35,13 @@ class AppCommand:
         app: str,
         *,
         strict: bool = False,
+        checks_queries: bool = False,
         break_at: tuple[int, int | None] | None = None,
         settings: InstanceSettings | None = None,
     ) -> AppCommand:
         """An SDK app, "module:Class", in trace mode; BY_HAND: none is started, and it comes in as ``settings`` say.
 
+        ``checks_queries``: the state is compared around each query.
         ``break_at``: (record, message): pdb stops before the handler of that message, in the caller's terminal.
         """
         if app == BY_HAND:
@@ -55,6 +57,7 @@ class AppCommand:
         environment = {"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
         # What the caller's environment says is meant for an app in service.
         environment |= {"IMMORTAL_STRICT": "", "IMMORTAL_BREAK": ""}
+        environment["IMMORTAL_CHECK_QUERIES"] = "1" if checks_queries else ""
         return cls(app, argv, environment, foreground=break_at is not None)
 
     @property

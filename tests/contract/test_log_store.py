@@ -301,6 +301,14 @@ def test_impulses_are_removed_before_new_ones_are_written(bench: Bench) -> None:
     assert list(bench.reopen().summary().impulses) == [moved]
 
 
+def test_a_checkpoint_keeps_the_calls_that_were_open(bench: Bench) -> None:
+    bench.store.write_checkpoint_chunk(1, 0, b"one")
+    header = CheckpointHeader(1, -1, 3, crc64(b"one"), 1, open_calls={"bob": [3, 9]})
+    bench.store.commit(Transaction(checkpoint=header))
+    assert bench.store.summary().checkpoints[-1].open_calls == {"bob": [3, 9]}
+    assert bench.reopen().summary().checkpoints[-1].open_calls == {"bob": [3, 9]}
+
+
 def test_versions_in_the_order_in_which_they_began(bench: Bench) -> None:
     write_checkpoint(bench.store, 1, -1, [b"one"], version=1)
     starts = [

@@ -24,7 +24,7 @@ DEADLINE_S = 30.0
 SOURCE = """
 import random
 import time
-from appsdk import Immortal, impulse, peer, rpc
+from appsdk import Immortal, impulse, peer, query, rpc
 
 
 class Store(Immortal):
@@ -103,6 +103,14 @@ class Sets(Sound):
         if key == "tell":
             for tag in self.tags:
                 self.store.keep.fork(str(tag), 0.0)
+
+
+class Peeking(Sound):
+    @query
+    def look(self, key: str) -> int:
+        if key:
+            self.sizes[key] = 0
+        return len(self.sizes)
 """
 
 
@@ -223,6 +231,39 @@ def test_the_time_in_the_state_is_found_and_the_attribute_named(home: Home) -> N
     assert [difference["path"] for difference in section["state"]] == ["last"]
     assert not section["state_is_same"]
     assert section["output_divergences"] == []
+
+
+def test_a_query_that_changed_the_state_unseen_is_found_and_named(home: Home) -> None:
+    """In service a state of this size is not compared around each query; a time travel shows it as it was."""
+
+    def run(app: RecordedInstance) -> None:
+        puts(*(f"{number:0100}" for number in range(90)))(app)
+        for key in ("", "x", ""):
+            app.impulse("look", key)
+        app.checkpoint()
+
+    home.record("Peeking", run)
+    lines = home.verify(status=3).stdout.splitlines()
+    assert any(
+        "Peeking.look is a query, which only reads, and has changed self.sizes: make it an @rpc method" in line
+        for line in lines
+    ), lines
+    (section,) = home.json(status=3)["sections"]
+    assert [failed["method"] for failed in section["failed_now"]] == ["Peeking.look"]
+    arguments = ["replay", "app", "--checkpoint", "1", "--state", "--json"]
+    shown = CliRunner().invoke(main, ["--home", str(home.folder), *arguments])
+    assert shown.exit_code == 0, shown.output
+    assert json.loads(shown.stdout)["state"]["state"]["sizes"]["x"] == 0
+
+
+def test_queries_that_only_read_are_the_same(home: Home) -> None:
+    def run(app: RecordedInstance) -> None:
+        puts("a", "checkpoint", "b")(app)
+        app.impulse("look", "")
+        puts("checkpoint", "c")(app)
+
+    home.record("Peeking", run)
+    assert home.verify("--all", status=0).stdout.endswith("app: the same\n")
 
 
 def test_random_arguments_are_found_with_their_record_and_what_made_them(home: Home) -> None:

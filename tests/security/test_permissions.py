@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,20 +11,23 @@ from typing import Any
 import msgspec
 import pytest
 
-from appsdk.client import CallRefused, connect
+from appsdk import peer, query, rpc
+from appsdk.client import CalleeFailed, CallRefused, connect
 from appsdk.dispatch import Dispatcher
 from appsdk.proxy import definition_of
 from coordinator import keys
 from coordinator.config import ConfigError
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
+from coordinator.core.intake import Intake
 from coordinator.core.limits import Limits
+from coordinator.core.open_calls import OpenCalls
 from coordinator.core.permissions import Permission, Permissions
 from coordinator.log.memory import MemoryLogStore
 from coordinator.registry import Registry
 from protocol.batch import check_batch
 from protocol.client import ClientCode
-from protocol.extensions import AppDescription
+from protocol.extensions import QUERIES, AppDescription
 from protocol.messages import RpcKind, encode_incoming_rpc
 from protocol.peer import FrameType, PeerFrame, RefusedCode
 from protocol.verdicts import Cause, Verdict, VerdictKind
@@ -41,9 +45,12 @@ ONLY_ADD = {name: Permission(frozenset({"add"})) for name in ("b", "web")}
 class Guarded:
     """An instance called "a" with an app of the SDK, whose callers "b" and "web" may call ``add`` alone."""
 
-    def __init__(self, permissions: dict[str, Permission] | None = None, limits: Limits | None = None) -> None:
+    def __init__(
+        self, permissions: dict[str, Permission] | None = None, limits: Limits | None = None, app: type = Ledger
+    ) -> None:
         self.permissions = ONLY_ADD if permissions is None else permissions
         self.limits = limits
+        self.definition = definition_of(app)
         self._begin(MemoryLogStore(COMMITTER_ID))
 
     def _begin(self, store: MemoryLogStore) -> None:
@@ -59,7 +66,7 @@ class Guarded:
         """The app does all that there is for it; what it has noted so far."""
         if self.app is None:
             self.driven.connect()
-            self.app = Dispatcher(METHODS, lambda: bytes(16))
+            self.app = Dispatcher(self.definition, lambda: bytes(16))
         for _ in range(10):
             given = bytes(self.driven.app_bytes)
             self.driven.app_bytes.clear()
@@ -275,6 +282,102 @@ def test_an_app_that_takes_no_verdicts_cannot_be_protected_and_its_limited_calle
     assert permissions.why_waiting("c") == ""
 
 
+# --- queries ----------------------------------------------------------------------------------------------------------
+
+
+class Read(Ledger):
+    """Two methods only read; one of them says so and does not."""
+
+    @query
+    def length(self, token: int) -> int:
+        return len(self.entries) + token
+
+    @query
+    def cheat(self, token: int) -> int:
+        self.entries.append(token)
+        return len(self.entries)
+
+
+READ = definition_of(Read)
+LENGTH, CHEAT = READ.handlers["length"].method_id, READ.handlers["cheat"].method_id
+QUERIES_ONLY = {name: Permission(frozenset({QUERIES})) for name in ("b", "web")}
+
+
+def test_who_may_query_can_query_and_nothing_else() -> None:
+    guarded = Guarded(QUERIES_ONLY, app=Read)
+    guarded.serve()
+    guarded.greet()
+    methods = [handler.method_id for name, handler in READ.handlers.items() if name not in ("length", "cheat")]
+    assert len(methods) >= 4
+    peers = [waiting(number, 1, method_id) for number, method_id in enumerate([*methods, LENGTH, 999], 1)]
+    guarded.send(1, *peers, *[fork(1, method_id) for method_id in methods])
+    guarded.driven.handle(by("web", request("t", 1, *[requested(1, one) for one in (*methods, LENGTH)])))
+    assert guarded.serve() == []
+    assert {verdict.cause for verdict in guarded.verdicts} == {Cause.FORBIDDEN}
+    assert len(guarded.verdicts) == 3 * len(methods) + 1
+    replies = {
+        number: reply
+        for _, kind, what in said(guarded.driven.effects)
+        if kind == "REPLY"
+        for number, reply in what.items()
+    }
+    assert [number for number, (kind, _) in replies.items() if kind == 1] == [len(methods) + 1]
+
+
+def test_a_query_that_cheats_changes_nothing_for_who_may_only_query() -> None:
+    guarded = Guarded(QUERIES_ONLY, app=Read)
+    guarded.serve()
+    guarded.greet()
+    guarded.send(1, fork(5, CHEAT), waiting(1, 5, CHEAT), fork(1, LENGTH))
+    assert guarded.serve() == []
+    assert [(verdict.kind, verdict.type_name) for verdict in guarded.verdicts] == [
+        (VerdictKind.UNDONE, "QueryError"),
+        (VerdictKind.UNDONE, "QueryError"),
+    ]
+
+
+def test_who_may_call_by_name_can_not_query() -> None:
+    guarded = Guarded(app=Read)
+    guarded.serve()
+    guarded.greet()
+    guarded.send(1, fork(1), fork(2, LENGTH))
+    assert guarded.serve() == [1]
+    assert [verdict.text for verdict in guarded.verdicts] == ["'b' may not call 'length' of 'a'"]
+
+
+def test_queries_and_names_can_be_allowed_together() -> None:
+    guarded = Guarded({"b": Permission(frozenset({QUERIES, "add"}))}, app=Read)
+    guarded.serve()
+    guarded.greet()
+    guarded.send(1, fork(1), fork(2, LENGTH), fork(3, REFUSE))
+    assert guarded.serve() == [1]
+    assert [verdict.message_index for verdict in guarded.verdicts] == [2]
+
+
+def test_where_the_app_has_no_queries_who_may_query_is_told_so() -> None:
+    """One of an SDK that knows of none, say."""
+    guarded = Guarded(QUERIES_ONLY)
+    guarded.serve()
+    guarded.greet()
+    guarded.send(1, fork(1))
+    assert guarded.serve() == []
+    assert [verdict.text for verdict in guarded.verdicts] == [
+        "'b' may not call 'add' of 'a'; its app marks no method as @query"
+    ]
+
+
+def test_no_query_is_taken_before_the_app_has_said_which_those_are() -> None:
+    guarded = Guarded(QUERIES_ONLY, app=Read)
+    guarded.serve()
+    guarded.greet()
+    guarded.crash()
+    (again,) = guarded.send(1, fork(1, LENGTH))
+    assert (again.frame_type, again.position) == (FrameType.RESEND, 0)
+    guarded.greet()
+    guarded.serve()
+    assert guarded.send(1, fork(1, LENGTH))[0].frame_type is FrameType.TRIM_TO
+
+
 # --- how many ---------------------------------------------------------------------------------------------------------
 
 SECOND_NS = 1_000_000_000
@@ -392,6 +495,317 @@ def test_open_calls_are_counted_over_a_restart(few: Guarded) -> None:
     assert few.serve() == [0, 1, 2]
 
 
+# --- calls of peers that wait for answers -----------------------------------------------------------------------------
+
+
+class Patient(Ledger):
+    """Some calls end when somebody says so."""
+
+    @rpc
+    async def hold(self, token: int) -> int:
+        await self.event("go")
+        return token
+
+    @rpc
+    def go(self, token: int) -> None:
+        self.signal("go")
+
+
+PATIENT = definition_of(Patient)
+HOLD, GO = PATIENT.handlers["hold"].method_id, PATIENT.handlers["go"].method_id
+TWO = {"b": Permission(concurrent=2)}
+
+
+@pytest.fixture
+def patient() -> Guarded:
+    made = Guarded(TWO, app=Patient)
+    made.serve()
+    made.greet()
+    made.greet("c")
+    made.driven.forget()
+    return made
+
+
+def open_calls(guarded: Guarded) -> int:
+    found: int = guarded.driven.machine.status(0)["open_calls"]["b"]
+    return found
+
+
+def test_a_peer_cannot_have_more_open_calls_than_it_may(patient: Guarded) -> None:
+    sent = [waiting(number, number, HOLD) for number in range(1, 5)]
+    (answer,) = patient.send(1, *sent, fork(7))
+    assert (answer.frame_type, answer.position) == (FrameType.TRIM_TO, 5), "the stream goes on"
+    assert patient.serve() == [7]
+    assert [(one.cause, one.message_index, one.text) for one in patient.verdicts] == [
+        (Cause.FORBIDDEN, index, "'b' has 2 calls of 'a' open, and may have no more") for index in (2, 3)
+    ]
+    assert patient.verdicts[0].method == "hold"
+    assert patient.driven.machine.forbidden == {"b": 2}
+    patient.send(1, fork(0, GO), name="c")
+    patient.serve()
+    assert open_calls(patient) == 1
+    patient.send(6, waiting(5, 5, HOLD), waiting(6, 6, HOLD))
+    patient.serve()
+    assert patient.driven.machine.forbidden == {"b": 3}
+
+
+def test_a_peer_gains_nothing_by_giving_its_calls_one_number(patient: Guarded) -> None:
+    patient.send(1, *[waiting(1, 1, HOLD)] * 5)
+    patient.serve()
+    assert (open_calls(patient), patient.driven.machine.forbidden) == (2, {"b": 3})
+    patient.driven.handle(ev.CheckpointRequested())
+    patient.serve()
+    patient.crash()
+    patient.serve()
+    patient.greet("c")
+    assert open_calls(patient) == 2
+    patient.send(1, fork(0, GO), name="c")
+    patient.serve()
+    assert open_calls(patient) == 1
+
+
+def test_who_is_above_its_open_calls_is_told(patient: Guarded) -> None:
+    patient.send(1, *[waiting(number, number, HOLD) for number in range(1, 4)])
+    patient.serve()
+    patient.driven.reply(FrameType.WELCOME, 0)
+    (batch,) = patient.driven.frames(FrameType.BATCH)
+    check_batch(batch.payload, 1)
+    assert RpcKind.RAISED in batch.payload[:4]
+    assert b"~refused" in batch.payload
+    assert b"'b' has 2 calls of 'a' open" in batch.payload
+
+
+def test_only_calls_that_wait_for_an_answer_count(patient: Guarded) -> None:
+    answered = encode_incoming_rpc(ADD, 0, msgspec.msgpack.encode((1, 2)), RpcKind.RETURNED_VALUE)
+    patient.send(1, *[fork(number) for number in range(5)], *[answered] * 5, waiting(1, 1, HOLD), waiting(2, 2, HOLD))
+    patient.send(1, *[waiting_of("c", number, HOLD) for number in range(5)], name="c")
+    assert open_calls(patient) == 2
+    patient.serve()
+    assert patient.driven.machine.forbidden == {}
+
+
+def waiting_of(caller: str, number: int, method_id: int) -> bytes:
+    return encode_incoming_rpc(method_id, 0, msgspec.msgpack.encode((caller, number, number)))
+
+
+def test_what_stands_behind_a_call_too_many_is_taken() -> None:
+    """The reason why it is refused and not held back: behind it may be the answer that all the others wait for."""
+
+    class Back(Ledger):
+        b = peer(Ledger, "b")
+
+        @rpc
+        async def ask_back(self, token: int) -> int:
+            return await self.b.add(token)
+
+    guarded = Guarded(TWO, app=Back)
+    ask = definition_of(Back).handlers["ask_back"].method_id
+    guarded.serve()
+    guarded.greet()
+    guarded.send(1, *[waiting(number, number, ask) for number in range(1, 4)])
+    guarded.serve()
+    assert open_calls(guarded) == 2
+    answers_of_b = [
+        encode_incoming_rpc(ADD, 0, msgspec.msgpack.encode((number, 9)), RpcKind.RETURNED_VALUE)
+        for number in guarded.app.tasks.calls  # type: ignore[union-attr]
+    ]
+    assert len(answers_of_b) == 2
+    guarded.send(4, waiting(4, 4, ask), *answers_of_b)
+    guarded.serve()
+    assert open_calls(guarded) == 0
+
+
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_a_peers_open_calls_are_counted_over_a_crash(patient: Guarded, *, checkpoint: bool) -> None:
+    patient.send(1, waiting(1, 1, HOLD), waiting(2, 2, HOLD), waiting(3, 3, HOLD))
+    patient.serve()
+    if checkpoint:
+        patient.driven.handle(ev.CheckpointRequested())
+        patient.serve()
+    patient.send(1, fork(0, GO), name="c")
+    patient.serve()
+    patient.send(4, waiting(4, 4, HOLD), waiting(5, 5, HOLD))
+    patient.crash()
+    assert patient.greet() == [], "it is not known yet what is open"
+    (again,) = patient.send(6, waiting(6, 6, HOLD))
+    assert (again.frame_type, again.position) == (FrameType.RESEND, 0)
+    assert patient.greet("c")[0].frame_type is FrameType.WELCOME, "others need not wait"
+    patient.driven.effects.clear()
+    patient.serve()
+    assert [frame.position for frame in answers(patient.driven.effects) if frame.receiver == "b"] == [5]
+    assert open_calls(patient) == 2
+    patient.send(6, waiting(6, 6, HOLD))
+    assert patient.driven.machine.forbidden == {"b": 1}
+
+
+def test_an_app_that_is_gone_answers_nobody_and_its_limited_callers_wait(patient: Guarded) -> None:
+    patient.send(1, waiting(1, 1, HOLD), waiting(2, 2, ADD))
+    patient.serve()
+    patient.driven.handle(ev.AppClosed())
+    patient.app = None
+    assert patient.send(2, waiting(3, 3, HOLD))[0].frame_type is FrameType.RESEND
+    assert patient.greet() == []
+    assert patient.send(1, fork(5), name="c")[0].frame_type is FrameType.TRIM_TO, "others need not wait"
+    patient.driven.effects.clear()
+    patient.serve()
+    assert [frame.position for frame in answers(patient.driven.effects) if frame.receiver == "b"] == [2]
+    assert open_calls(patient) == 1
+    patient.send(2, fork(0, GO), name="c")
+    patient.serve()
+    assert open_calls(patient) == 0
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_open_calls_are_counted_as_a_simple_model_does(seed: int) -> None:
+    """Any order of calls, answers, checkpoints and crashes, of the app alone and of both."""
+    draw = random.Random(seed)
+    reuses_numbers = seed % 3 == 0
+    limit = draw.choice([1, 2, 5])
+    guarded = Guarded({"b": Permission(concurrent=limit)}, app=Patient)
+    guarded.serve()
+    for name in ("b", "c"):
+        guarded.greet(name)
+    held = 0  # calls that are open until somebody says "go"
+    at_once = 0  # those that the app answers as soon as it comes to them: refused ones, too
+    position, number, gone, said_go = 1, 0, 1, 0
+    for _ in range(60):
+        action = draw.choice(["call", "call", "call", "go", "serve", "checkpoint", "app dies", "crash"])
+        if action == "call":
+            calls, beyond, holds, others = [], 0, 0, 0
+            for _ in range(draw.randint(1, 4)):
+                number += 1
+                kind = draw.choice([HOLD, ADD, None])
+                calls.append(fork(number) if kind is None else waiting(1 if reuses_numbers else number, number, kind))
+                if kind is None:
+                    continue
+                is_beyond = held + at_once + holds + others >= limit
+                beyond += is_beyond
+                holds += kind == HOLD and not is_beyond
+                others += kind != HOLD or is_beyond
+            before = guarded.driven.machine.forbidden.get("b", 0)
+            (answer,) = guarded.send(position, *calls)
+            if guarded.app is None:
+                assert answer.frame_type is FrameType.RESEND
+                continue
+            position, held, at_once = position + len(calls), held + holds, at_once + others
+            assert guarded.driven.machine.forbidden.get("b", 0) - before == beyond
+        elif action == "go":
+            guarded.send(gone, fork(0, GO), name="c")
+            gone, said_go = gone + 1, said_go + 1
+        elif action == "checkpoint":
+            guarded.driven.handle(ev.CheckpointRequested())
+        elif action == "app dies" and guarded.app is not None:
+            guarded.driven.handle(ev.AppClosed())
+            guarded.app = None
+        elif action == "crash":
+            guarded.crash()
+            guarded.greet("c")
+        if action in ("serve", "crash"):
+            guarded.serve()
+            guarded.greet()
+            at_once, ended = 0, min(said_go, held)
+            held, said_go = held - ended, said_go - ended
+        if guarded.app is not None:
+            assert open_calls(guarded) == held + at_once, action
+
+
+def test_a_checkpoint_has_the_open_calls_up_to_its_record() -> None:
+    """Later ones come with their records; or not at all, where the log is cut."""
+    calls = OpenCalls({"b": Permission(concurrent=5), "c": Permission(concurrent=5)}, is_known=True)
+    assert calls.taken("b", waiting(1, 1) + fork(2) + waiting(3, 3), 5) == []
+    assert calls.taken("b", waiting(4, 4), 6) == []
+    calls.answered("b", encode_incoming_rpc(ADD, 0, msgspec.msgpack.encode((1, 2)), RpcKind.RETURNED_VALUE))
+    assert (calls.open_at(4), calls.open_at(5), calls.open_at(6)) == ({}, {"b": [3]}, {"b": [3, 4]})
+    recovering = OpenCalls({"b": Permission(concurrent=5)}, is_known=False)
+    recovering.restore({"b": [3], "gone": [1]}, 5)
+    recovering.replayed("b", waiting(4, 4), 6)
+    assert recovering.open_at(6) == {"b": [3, 4]}
+
+
+def test_another_log_of_a_peer_has_nothing_open(patient: Guarded) -> None:
+    patient.send(1, waiting(1, 1, HOLD), waiting(2, 2, HOLD))
+    patient.serve()
+    patient.driven.handle(ev.PeerReset("b", None))
+    assert open_calls(patient) == 0
+
+
+def test_a_limit_that_is_set_later_counts_from_then_on(patient: Guarded) -> None:
+    patient.driven.handle(ev.PermissionsChanged({}))
+    patient.send(1, *[waiting(number, number, HOLD) for number in range(1, 6)])
+    patient.serve()
+    patient.driven.handle(ev.PermissionsChanged(TWO))
+    patient.send(6, *[waiting(number, number, HOLD) for number in range(6, 9)])
+    patient.serve()
+    assert (open_calls(patient), patient.driven.machine.forbidden) == (2, {"b": 1})
+
+
+def test_a_refused_call_is_open_until_its_caller_is_told() -> None:
+    """Whatever it is refused for: the answers of all of them look the same."""
+    guarded = Guarded({"b": Permission(frozenset({"hold"}), concurrent=2)}, app=Patient)
+    guarded.serve()
+    guarded.greet()
+    guarded.send(1, waiting(1, 1, ADD), waiting(2, 2, ADD), waiting(3, 3, HOLD))
+    assert open_calls(guarded) == 3
+    assert guarded.serve() == []
+    assert open_calls(guarded) == 0
+    guarded.send(4, *[waiting(number, number, HOLD) for number in (4, 5, 6)])
+    guarded.serve()
+    assert ["may not call" in one.text for one in guarded.verdicts] == [True, True, False, False]
+    assert open_calls(guarded) == 2
+    guarded.send(7, waiting(7, 7, ADD))
+    assert "may not call" in guarded.verdicts[-1].text, "what will not change is said first"
+
+
+def test_a_peer_with_a_limit_waits_for_an_app_that_can_leave_calls_out() -> None:
+    intake = Intake("a", TWO, recovers=False)
+    assert "lets 'b' have 2 calls open at once" in intake.why_peer_waits("b")
+    assert (intake.why_peer_waits("c"), intake.why_waiting("b")) == ("", "")
+    intake.permissions.app_came(takes_verdicts=True)
+    assert intake.why_peer_waits("b") == ""
+
+
+def test_refusals_beyond_a_limit_do_not_fill_the_memory() -> None:
+    guarded = Guarded(TWO, limits=Limits(verdicts_max=10), app=Patient)
+    guarded.serve()
+    guarded.greet()
+    guarded.send(1, *[waiting(number, number, HOLD) for number in range(1, 13)])
+    (refused,) = guarded.send(13, waiting(13, 13, HOLD))
+    assert (refused.frame_type, refused.code) == (FrameType.REFUSED, RefusedCode.NOT_READY)
+
+
+def test_a_peer_within_its_limit_of_real_processes_and_one_beyond(
+    folder: Path, runs: Callable[[str, str], Run]
+) -> None:
+    """Over a crash of the callee: what is open stays counted, what is answered makes room."""
+    for name in ("gate", "crowd"):
+        immortal(folder, "register", name, "--peer", "tcp://127.0.0.1:*")
+        immortal(folder, "keys", name, "--make")
+    settings = folder / HOME / "gate.toml"
+    settings.write_text(settings.read_text() + "\n[allow]\ncrowd = {concurrent = 2}\n")
+    gate, crowd = runs("gate", "shop:Gate"), runs("crowd", "shop:Crowd")
+    gate.line("ready")
+    crowd.line("ready")
+
+    def enter(count: int, inside: int, refused: int) -> None:
+        immortal(folder, "call", "crowd", "enter_all", str(count))
+        counts = immortal(folder, "call", "crowd", "wait_for", str(inside), str(refused))
+        assert json.loads(counts) == [inside, refused]
+
+    enter(5, 0, 3)
+    assert '"open_calls": {"crowd": 2}' in json.dumps(json.loads(immortal(folder, "status", "gate", "--json")))
+    gate.kill()
+    gate = runs("gate", "shop:Gate")
+    gate.line("ready")
+    enter(2, 0, 5)
+    immortal(folder, "call", "gate", "open")
+    enter(0, 2, 5)
+    enter(2, 4, 5)
+    assert crowd.stop() == gate.stop() == 0
+    for name in ("gate", "crowd"):
+        immortal(folder, "log", "verify", name)
+        immortal(folder, "verify", name, "--all", "--app", f"shop:{name.capitalize()}")
+
+
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 
@@ -404,15 +818,18 @@ def settings_with(folder: Path, text: str) -> Any:
 
 
 def test_permissions_come_back_as_they_were(tmp_path: Path) -> None:
-    text = '[allow]\nweb = ["place", "total"]\nbob = "*"\nnobody = []\nslow = {rate = 5}\n'
+    text = (
+        '[allow]\nweb = ["place", "total"]\nbob = "*"\nnobody = []\nreports = ["@query", "place"]\nslow = {rate = 5}\n'
+    )
     text += 'few = {methods = ["place"], concurrent = 2}\n'
     settings, registry = settings_with(tmp_path, text)
-    assert settings.allow == ("web", "bob", "nobody", "slow", "few")
+    assert settings.allow == ("web", "bob", "nobody", "reports", "slow", "few")
     assert settings.permissions == {
         "web": Permission(frozenset({"place", "total"})),
         "nobody": Permission(frozenset()),
         "slow": Permission(rate=5),
         "few": Permission(frozenset({"place"}), concurrent=2),
+        "reports": Permission(frozenset({QUERIES, "place"})),
     }
     from coordinator.config import settings_text
 
@@ -424,7 +841,8 @@ def test_permissions_come_back_as_they_were(tmp_path: Path) -> None:
     ("text", "problem"),
     [
         ("[allow]\nweb = 'place'", "line 4, field 'allow.web': got \"place\", expected a list of names of methods"),
-        ("[allow]\nweb = ['@query']", "expected a list of names of methods"),
+        ("[allow]\nweb = ['@rpc']", 'expected a list of names of methods, .* with "@query" for all that only read'),
+        ("[allow]\nweb = '@query'", "expected a list of names of methods"),
         ("[allow]\nweb = [3]", "expected a list of names of methods"),
         ("[allow]\nweb = {rate = 0}", 'expected a whole number from 1 to 1000000000 as "rate"'),
         ("[allow]\nweb = {concurrent = true}", 'as "concurrent"'),
@@ -441,10 +859,74 @@ def test_permissions_that_make_no_sense_are_refused(tmp_path: Path, text: str, p
 # --- real processes ---------------------------------------------------------------------------------------------------
 
 SHOP = (
-    COUNTER
+    "from appsdk import CalleeFailed, CallRefused, peer, query\n"
+    + COUNTER
     + """
+    @query
+    def total(self) -> int:
+        return self.count
 
-from appsdk import CallRefused, peer
+    @query
+    def cheat(self) -> int:
+        self.count += 1
+        return self.count
+
+
+class Gate(Immortal):
+    opened: bool
+
+    def __init__(self) -> None:
+        self.opened = False
+
+    @rpc
+    async def enter(self) -> None:
+        await self.event("open")
+
+    @rpc
+    def open(self) -> None:
+        for _ in range(9):
+            self.signal("open")
+
+
+class Crowd(Immortal):
+    gate = peer(Gate, "gate")
+    inside: int
+    refused: int
+
+    def __init__(self) -> None:
+        self.inside = 0
+        self.refused = 0
+
+    @rpc
+    async def enter(self) -> None:
+        try:
+            await self.gate.enter()
+        except CallRefused as error:
+            assert "'crowd' has 2 calls of 'gate' open, and may have no more" in str(error)
+            await self.note(False)
+        else:
+            await self.note(True)
+
+    @rpc
+    def note(self, inside: bool) -> None:
+        self.inside += inside
+        self.refused += not inside
+        self.signal("noted")
+
+    @rpc
+    def enter_all(self, count: int) -> None:
+        for _ in range(count):
+            self.enter.fork()
+
+    @query
+    def counts(self) -> list[int]:
+        return [self.inside, self.refused]
+
+    @rpc
+    async def wait_for(self, inside: int, refused: int) -> list[int]:
+        while (counts := await self.counts())[0] < inside or counts[1] < refused:
+            await self.event("noted")
+        return counts
 
 
 class Shop(Immortal):
@@ -462,6 +944,16 @@ class Shop(Immortal):
         except CallRefused as error:
             return f"{count}: {error}"
         return "reset"
+
+    @rpc
+    async def look(self) -> str:
+        said = [f"total {await self.counter.total()}"]
+        for method in (self.counter.add, self.counter.cheat):
+            try:
+                said.append(f"{await method()}")
+            except (CallRefused, CalleeFailed) as error:
+                said.append(f"{type(error).__name__}: {error}")
+        return "; ".join(said)
 """
 )
 
@@ -517,3 +1009,40 @@ def test_peers_and_clients_are_kept_to_their_methods_by_real_processes(
         immortal(
             folder, "what-if", name, "--app", f"shop:{name.capitalize()}"
         )  # no code was asked, so it is no difference
+
+
+def test_who_may_query_can_query_and_nothing_else_of_real_processes(
+    folder: Path, runs: Callable[[str, str], Run]
+) -> None:
+    """Peers and clients; over a crash of both processes; and each replay does the same."""
+    for name in ("counter", "shop"):
+        immortal(folder, "register", name, "--peer", "tcp://127.0.0.1:*")
+    immortal(folder, "keys", "web", "--make", "--client")
+    settings = folder / HOME / "counter.toml"
+    settings.write_text(settings.read_text() + '\n[allow]\nshop = ["@query"]\nweb = ["@query"]\n')
+    counter, shop = runs("counter", "shop:Counter"), runs("shop", "shop:Shop")
+    counter.line("ready")
+    shop.line("ready")
+    assert "may call @query" in immortal(folder, "keys", "counter")
+    assert immortal(folder, "call", "counter", "add").strip() == "1", "its owner's call"
+    cheated = "Counter.cheat is a query, which only reads, and has changed self.count"
+    for _ in range(2):
+        total, added, cheat = json.loads(immortal(folder, "call", "shop", "look")).split("; ")
+        assert total == "total 1"
+        assert added == "CallRefused: Counter.add was refused: 'shop' may not call 'add' of 'counter'"
+        assert cheat.startswith("CalleeFailed: ")
+        assert cheated in cheat
+        with connect("counter", identity="web") as client:
+            assert client.total() == 1
+            with pytest.raises(CallRefused, match="'web' may not call 'add' of 'counter'"):
+                client.add()
+            with pytest.raises(CalleeFailed, match=cheated):
+                client.cheat()
+            assert client.total() == 1
+        counter.kill()
+        counter = runs("counter", "shop:Counter")
+        counter.line("ready")
+    assert shop.stop() == counter.stop() == 0
+    for name in ("counter", "shop"):
+        immortal(folder, "log", "verify", name)
+        immortal(folder, "verify", name, "--all", "--app", f"shop:{name.capitalize()}")

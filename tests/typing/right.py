@@ -6,7 +6,21 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import assert_type
 
-from appsdk import Immortal, Impulses, Retry, Winner, cron, every, impulse, initial, on_primary, peer, rpc, upgrades
+from appsdk import (
+    Immortal,
+    Impulses,
+    Retry,
+    Winner,
+    cron,
+    every,
+    impulse,
+    initial,
+    on_primary,
+    peer,
+    query,
+    rpc,
+    upgrades,
+)
 from appsdk.testing import Environment, Instance, Pending, assert_replays, crash_everywhere
 
 
@@ -41,6 +55,15 @@ class Bank(Immortal):
     async def quote(self, account: str) -> float:
         return 1.0
 
+    @query
+    def balance(self, account: str) -> int:
+        assert_type(self.total(), int)
+        return self.accounts[account]
+
+    @query(raises=[InsufficientFundsError], id=7)
+    def total(self, above: int = 0) -> int:
+        return sum(self.accounts.values())
+
 
 class Teller(Immortal):
     bank = peer(Bank, "bank")
@@ -66,6 +89,8 @@ class Teller(Immortal):
         assert_type(await self.bank.debit(account, amount), int)
         assert_type(await self.late.quote(account), float)
         assert_type(await self.other(account), str)
+        assert_type(await self.bank.balance(account), int)
+        assert_type(await self.bank.total(above=3), int)
         assert_type(await self.gather(self.bank.debit(account), self.bank.quote(account)), tuple[int, float])
         assert_type(await self.race(self.bank.debit(account), self.bank.debit(account, 2)), Winner[int])
         assert_type((await self.race(self.bank.debit(account), self.sleep(timedelta(hours=1)))).index, int)
@@ -117,6 +142,7 @@ def test_transfer(immortal_env: Environment) -> None:
     assert_type(bank.call(Bank.debit, "ann", 5), int)
     assert_type(bank.call(Bank.debit, "ann", amount=5), int)
     assert_type(bank.call(Bank.quote, "ann"), float)
+    assert_type(bank.call(Bank.balance, "ann"), int)
     assert_type(teller.begin(Teller.transfer, "ann", 5), Pending[bool])
     assert_type(teller.begin(Teller.transfer, "ann", 5).result(patience=timedelta(days=1)), bool)
     teller.send(Teller.later, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import assert_type
 
-from appsdk import Immortal, rpc
+from appsdk import Immortal, query, rpc
 
 
 class Counter(Immortal):
@@ -18,10 +18,16 @@ class Counter(Immortal):
     def clear(self) -> None:
         self.total = 0
 
+    @query
+    def look(self) -> int:
+        return self.total
+
     @rpc
     async def twice(self, number: int) -> int:
         assert_type(await self.count(number), int)  # pyright: "int" is not awaitable
         await self.clear()  # pyright: "None" is not awaitable
+        assert_type(await self.look(), int)  # pyright: "int" is not awaitable
+        assert_type(await self.look.step(), int)
         both = await self.gather(self.count(1), self.count(2))  # pyright: "int" is not assignable to "Awaitable[A@gather]"
         assert_type(await self.count.step(number), int)
         assert_type(await self.clear.step(), None)

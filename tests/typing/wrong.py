@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from appsdk import Immortal, Impulses, impulse, on_primary, peer, rpc, upgrades
+from appsdk import Immortal, Impulses, impulse, on_primary, peer, query, rpc, upgrades
 from appsdk.client import connect
 from appsdk.testing import Environment, assert_replays, crash_everywhere
 
@@ -23,6 +23,14 @@ class Bank(Immortal):
     @rpc
     async def quote(self, account: str) -> float:
         return 1.0
+
+    @query
+    def balance(self, account: str) -> int:
+        return 1
+
+    @query(on_error="keep")  # wrong: of a query nothing is kept
+    def total(self) -> int:
+        return 1
 
 
 class Teller(Immortal):
@@ -54,6 +62,8 @@ class Teller(Immortal):
         text: str = await self.bank.debit(account)  # wrong: the result is an int
         await self.bank.debit(account, "5")  # wrong: a str for an int
         await self.bank.credit(account)  # wrong: no such method
+        balance: str = await self.bank.balance(account)  # wrong: the result is an int
+        await self.bank.balance(5)  # wrong: an int for a str
         half: int = await self.bank.quote(account)  # wrong: the result is a float
         also: int = await self.other(account)  # wrong: the result is a str
         pair: tuple[int, int] = await self.gather(self.bank.debit(account), self.bank.quote(account))  # wrong: a float
@@ -67,7 +77,7 @@ class Teller(Immortal):
         await self.effect.options(timeout=5)(fetch, "x")  # wrong: no timedelta
         self.signal(5, True)  # wrong: the name is no str
         await self.event(5, bool)  # wrong: the name is no str
-        print(text, half, also, pair, first, event)
+        print(text, half, also, pair, first, event, balance)
         return 5  # wrong: no bool
 
     @rpc

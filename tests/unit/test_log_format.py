@@ -132,3 +132,13 @@ def test_a_header() -> None:
     assert log_format.encode_outputs({}) == b""
     with pytest.raises(DamagedLogError):
         log_format.decode_header(log_format.SEQUENCE_KEY.pack(4), value)
+
+
+def test_a_header_with_open_calls() -> None:
+    """Only where there are any, so that other logs are read by versions that know nothing of them."""
+    header = CheckpointHeader(3, 1, 0, 0, 5, version=7, open_calls={"bob": [4, 1 << 40]})
+    key = log_format.SEQUENCE_KEY.pack(3)
+    value = log_format.encode_header(header, 0, b"")
+    assert log_format.decode_header(key, value).header == header
+    assert value[8:9] == b"\x9b"  # an array of 11
+    assert value.endswith(b"\x07\x81\xa3bob\x92\x04\xcf" + (1 << 40).to_bytes(8, "big"))

@@ -37,6 +37,9 @@ STATUS: dict[str, Any] = {
         }
     },
     "verdicts": {"undone": 7, "killed": 0},
+    "forbidden": {"web": 3},
+    "held_back": {"web": 4},
+    "open_calls": {"reader": 2},
     "letters": {"count": 2, "bytes": 300, "lost": 1},
     "suspect": {"record": 12, "message": None, "runs": 2},
     "handling": {"method": "Orders.place", "for_s": 12.5, "record": 12, "message": 0, "caller": None},
@@ -46,13 +49,18 @@ STATUS: dict[str, Any] = {
 }
 
 
+LABELS = ("peer", "caller", "kind")
+
+
 def scraped(url: str) -> dict[tuple[str, str], float]:
-    """Value by metric and peer, or kind."""
+    """Value by metric and peer, caller or kind."""
     with urllib.request.urlopen(url, timeout=20) as answer:
         text = answer.read().decode()
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     assert {sample.labels["instance_name"] for sample in samples} == {"counter"}
-    return {(one.name, one.labels.get("peer", one.labels.get("kind", ""))): one.value for one in samples}
+    return {
+        (one.name, next((one.labels[key] for key in LABELS if key in one.labels), "")): one.value for one in samples
+    }
 
 
 def test_what_is_served() -> None:
@@ -76,6 +84,9 @@ def test_what_is_served() -> None:
         ("immortal_handling_seconds", ""): 12.5,
         ("immortal_verdicts_total", "undone"): 7,
         ("immortal_verdicts_total", "killed"): 0,
+        ("immortal_refused_calls_total", "web"): 3,
+        ("immortal_held_back_total", "web"): 4,
+        ("immortal_open_calls", "reader"): 2,
         ("immortal_received_messages_total", "reader"): 500,
         ("immortal_sent_messages_total", "feeder"): 20,
         ("immortal_acknowledged_messages_total", "feeder"): 18,

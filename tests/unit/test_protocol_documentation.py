@@ -36,6 +36,7 @@ from protocol.client import (
 )
 from protocol.extensions import (
     ALL_EXTENSIONS,
+    QUERIES,
     REPORTS,
     SECRET_SIZE_BYTES_MAX,
     TRACE_EXTENSIONS,
@@ -127,6 +128,9 @@ BYTES = {
     "SnapshotBegin": encode_message(MessageType.SNAPSHOT_BEGIN),
     "SnapshotChunk, ab": encode_message(MessageType.SNAPSHOT_CHUNK, b"ab"),
     "SnapshotEnd, complete": encode_message(MessageType.SNAPSHOT_END),
+    "AppDescription: version 1, its own method 3, which only reads": encode_app_description(
+        AppDescription(1, {("", 3): "Till.total", (QUERIES, 3): "Till.total"})
+    ),
     "AppDescription: version 2, its own method 3, the method 5 of feeder": encode_app_description(
         AppDescription(2, {("", 3): "Counter.add", ("feeder", 5): "Feeder.reply"})
     ),

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from appsdk.testing import Environment
+
 GUIDE = (Path(__file__).parents[2] / "docs" / "guide" / "sdk.md").read_text()
 PROGRAMS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", GUIDE, re.DOTALL))
 
@@ -26,7 +28,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_the_programs_of_the_guide(programs: dict[str, Any]) -> None:
-    assert sorted(programs) == ["archive", "catalogue", "lottery", "own_form", "wordcount", "wordcount2"]
+    assert sorted(programs) == ["archive", "catalogue", "lottery", "own_form", "till", "wordcount", "wordcount2"]
     counter = programs["wordcount"].Counter()
     counter.count("a b a")
     assert counter.words == {"a": 2, "b": 1}
@@ -51,3 +53,13 @@ def test_the_programs_of_the_guide(programs: dict[str, Any]) -> None:
     archive = programs["archive"].Archive()
     archive.store("name", "text")
     assert archive.documents == {"name": "text"}
+
+
+def test_the_queries_of_the_guide(programs: dict[str, Any]) -> None:
+    till_class = programs["till"].Till
+    with Environment() as env:
+        till = env.start(till_class, "till")
+        till.call(till_class.sell, "pen", 3)
+        assert till.call(till_class.total) == till.call(till_class.sold_of, "pen") == 3
+        with pytest.raises(KeyError):
+            till.call(till_class.sold_of, "ink")
