@@ -57,6 +57,10 @@ RECEIVED_PARTS_MAX = PARTS_MAX + 2  # with the routing ID in front, and one too 
 # A reply travels as one part: its parts together.
 REPLY_SIZE_BYTES_MAX = 255 * 2**20
 
+# ZeroMQ's threads. Each connection belongs to the one that has fewest: 8 MiB of one peer take it 10 ms and more to
+# decrypt, and only those that share its thread wait for that.
+IO_THREADS = 4
+
 # Below it, a part is cheaper to copy than to share with ZeroMQ's thread.
 LARGE_PART_SIZE_BYTES = 32 * 1024
 
