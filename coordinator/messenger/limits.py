@@ -100,8 +100,7 @@ HANDSHAKE_TIMEOUT_MS = 3_000
 CONNECT_HANDSHAKE_TIMEOUT_MS = 10_000
 
 # What a connection may bring before it is known who it is: a handshake with CURVE has some 600 bytes. It is looked at
-# so often: at the full speed of a loopback connection some MiB come meanwhile, all strangers together, since one
-# thread of ZeroMQ's reads them all.
+# so often: at the full speed of a loopback connection some MiB come meanwhile, all strangers together.
 HANDSHAKE_SIZE_BYTES_MAX = 8 * 1024
 HANDSHAKE_LOOK_MS = 5
 HANDSHAKE_PLAIN_GRACE_MS = 50

@@ -7,10 +7,11 @@ import pytest
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.limits import Limits
+from coordinator.core.turns import Turns
 from protocol.batch import decode_batch
 from protocol.client import ClientFrame, ClientFrameType
 from protocol.messages import decode_incoming_rpc, decode_messages
-from protocol.peer import FrameType, RefusedCode
+from protocol.peer import FrameType, PeerFrame, RefusedCode
 from tests.helpers.core import Driven, rpc
 
 TURN_BYTES = 250
@@ -135,15 +136,60 @@ def test_two_with_large_batches_do_not_pass_the_pause_to_each_other() -> None:
     driven = driven_with()
     send(driven, "c", 1, small(100))
     driven.disk_all()
-    for sender in "bd":
-        for position in (1, 2):
-            send(driven, sender, position, large(position))
+    for position, number in ((1, 1), (2, 2), (3, 3)):
+        send(driven, "b", position, large(number))
+    for position, number in ((1, 11), (2, 12)):
+        send(driven, "d", position, large(number))
     send(driven, "c", 2, small(101))
     driven.now_ns += 10 * MS
     assert until_all_durable(driven) == ["s100", "l1", "s101"]
     driven.now_ns += 40 * MS
     driven.handle(ev.Tick())
-    assert until_all_durable(driven) == ["l2", "l1", "l2"], "one after the other: b's, d's, d's; nobody waits for them"
+    assert until_all_durable(driven) == ["l2", "l11", "l3", "l12"], (
+        "one after the other, in turns; nobody waits for them"
+    )
+
+
+def test_what_comes_behind_a_batch_that_waits_waits_too() -> None:
+    driven = driven_with()
+    send(driven, "c", 1, small(100))
+    driven.disk_all()
+    send(driven, "b", 1, large(1))
+    send(driven, "b", 2, large(2))
+    send(driven, "c", 2, small(101))
+    driven.now_ns += 10 * MS
+    driven.disk_all()
+    send(driven, "b", 3, small(3))
+    assert not driven.jobs
+    driven.now_ns += 40 * MS
+    driven.handle(ev.Tick())
+    assert until_all_durable(driven)[-2:] == ["l2", "s3"]
+    assert {kind for token, kind, _ in driven.replies if str(token).startswith("b")} == {FrameType.TRIM_TO}
+
+
+def test_what_waited_keeps_to_a_window_that_has_shrunk_meanwhile() -> None:
+    turns = Turns(LIMITS)
+    frames = [PeerFrame(FrameType.BATCH, "b", "a", 7, 1, number, 1, 5, small(number)) for number in (1, 2)]
+    for frame in frames:
+        turns.wait(frame.position, frame)
+    size_bytes, pending_bytes = len(small(1)), 0
+
+    def pending(sender: str) -> int:
+        return pending_bytes
+
+    def allowed(sender: str) -> int:
+        return 2 * size_bytes - 1
+
+    first = turns.next(pending, allowed, 10**12)
+    assert first is not None
+    assert first.frame is frames[0], "one batch always"
+    pending_bytes = size_bytes
+    assert turns.next(pending, allowed, 10**12) is None
+    pending_bytes = 0
+    second = turns.next(pending, allowed, 10**12)
+    assert second is not None
+    assert second.frame is frames[1]
+    assert (turns.waiting_bytes, turns.waiting_of("b")) == (0, (0, 0))
 
 
 def test_who_has_sent_nothing_for_long_holds_nobody_back() -> None:
