@@ -62,6 +62,12 @@ class Limits:
     grant_bytes_min: int = 64 << 10
     """A peer is granted at least this, so that none is ever shut out."""
 
+    turn_bytes: int = 1 * MIB
+    """Of one sender on its way to the disk, or one batch of it, while others send, too: what they wait for at most."""
+
+    turn_pause_ns_max: int = 1_000_000_000
+    """After a larger batch that others had to wait for, until the next one, at most."""
+
     active_ns: int = 10_000_000_000
     """A peer that has sent nothing for so long gives its share of the budget to the others."""
 

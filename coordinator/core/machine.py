@@ -72,7 +72,7 @@ from coordinator.core.status import describe, describe_flow, describe_peers
 from coordinator.core.verdicts import Verdicts
 from coordinator.core.versions import Versions
 from coordinator.core.wakes import Wakes
-from protocol.client import CLIENTS
+from protocol.client import CLIENTS, ClientFrameType
 from protocol.errors import ImmortalError, RemoteProtocolError
 from protocol.extensions import (
     REPORTS,
@@ -285,6 +285,8 @@ class Machine:
         self._feed()
         if self._impulses.held_bytes and not self._impulses_wait:
             self._impulses.let_in(self._epoch, self._now_ns)
+        if self._peers.turns.waiting_bytes:
+            self._peers.take_turns(self._now_ns)
         self._peers.send(self._now_ns)
         for answers in self._peers.take_answers():
             self._clients.answered(answers)
@@ -940,6 +942,7 @@ class Machine:
 
     def _committed(self, event: ev.Committed) -> None:
         group = self._log.committed(event.ticket)
+        self._peers.turns.committed(event.ticket, self._now_ns)
         transaction = group.transaction
         session = self._session
         if group.impulses_accepted:
@@ -1000,6 +1003,8 @@ class Machine:
         self._peers.received(event.token, event.frame, self._now_ns)
 
     def _client_frame_received(self, event: ev.ClientFrameReceived) -> None:
+        if event.frame.frame_type is ClientFrameType.REQUEST:
+            self._peers.turns.heard(CLIENTS, self._now_ns)
         self._clients.received(event.token, event.frame, self._now_ns, event.caller)
 
     def _permissions_changed(self, event: ev.PermissionsChanged) -> None:

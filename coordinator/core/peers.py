@@ -35,6 +35,7 @@ from coordinator.core.limits import Limits
 from coordinator.core.output_check import OutputCheck
 from coordinator.core.output_stream import OutputStream, StreamState
 from coordinator.core.replay_check import ReplayPolicy, own_calls
+from coordinator.core.turns import Turns
 from protocol.batch import encode_batch
 from protocol.client import CLIENTS
 from protocol.errors import RemoteProtocolError
@@ -96,9 +97,11 @@ class Peers:
     _refused: OrderedDict[str, str] = field(default_factory=OrderedDict)  # of senders without a stream: why
     _busy: dict[str, OutputStream] = field(default_factory=dict)  # all that are not idle are in it
     grants: Grants = field(init=False)
+    turns: Turns = field(init=False)
 
     def __post_init__(self) -> None:
         self.grants = Grants(self.limits)
+        self.turns = Turns(self.limits)
 
     def load_inputs(self, summary: LogSummary) -> None:
         for source, known in summary.sources.items():
@@ -635,7 +638,41 @@ class Peers:
         if frame.frame_type is FrameType.HELLO and self._must_wait(frame.sender, now_ns):
             self._park(_ParkedHello(token, frame))
             return
+        if frame.frame_type is FrameType.BATCH and self._waits_for_turn(token, frame, now_ns):
+            return
         self._respond(token, frame, now_ns)
+
+    def _waits_for_turn(self, token: object, frame: PeerFrame, now_ns: int) -> bool:
+        """Whether a Batch is held back for others, or refused since its sender has too much here."""
+        sender, size_bytes = frame.sender, len(frame.payload)
+        stream = self.inputs.get(sender)
+        if stream is None:
+            return False
+        self.turns.heard(sender, now_ns)
+        if not self.turns.must_wait(sender, size_bytes, stream.pending_bytes, now_ns):
+            return False
+        count, waiting_bytes = self.turns.waiting_of(sender)
+        here_bytes, allowed_bytes = stream.pending_bytes + waiting_bytes, self.grants.allowed_bytes(sender)
+        refusal = None
+        if stream.waiting_count + count >= self.limits.waiting_frames_max:
+            refusal = self._too_many(stream, stream.waiting_count + count)
+        elif here_bytes and here_bytes + size_bytes > allowed_bytes:
+            refusal = self._too_much(stream, here_bytes, size_bytes, allowed_bytes)
+        if refusal is None:
+            self.turns.wait(token, frame)
+        else:
+            self._reply(token, sender, refusal)
+        return True
+
+    def take_turns(self, now_ns: int) -> None:
+        """Take the batches that have their turn now. While stopping, none."""
+        self.grants.now_ns = now_ns
+        while self.accepting and (waiting := self.turns.next(self._pending_bytes, self.grants.allowed_bytes, now_ns)):
+            self._respond(waiting.token, waiting.frame, now_ns)
+
+    def _pending_bytes(self, sender: str) -> int:
+        stream = self.inputs.get(sender)
+        return 0 if stream is None else stream.pending_bytes
 
     def _must_wait(self, sender: str, now_ns: int) -> bool:
         return not self.ready or bool(self.intake.why_peer_waits(sender)) or self.intake.must_wait(sender, now_ns)
@@ -723,7 +760,7 @@ class Peers:
     def _answer(self, token: object, frame: PeerFrame, now_ns: int) -> _Reply | None:
         stream = self.inputs.get(frame.sender) or InputStream(frame.sender, None)
         if stream.waiting_count >= self.limits.waiting_frames_max:
-            return self._beyond_window(stream, f"{stream.waiting_count} frames wait to be acknowledged")
+            return self._too_many(stream, stream.waiting_count)
         if frame.frame_type is FrameType.HELLO:
             if (known := stream.new_epoch()) is not None:
                 self.log.append_outside_record(0).transaction.sources[frame.sender] = known
@@ -757,18 +794,24 @@ class Peers:
             first_position, count, payload = part
             allowed_bytes = self.grants.allowed_bytes(frame.sender)
             if stream.pending_bytes and stream.pending_bytes + len(payload) > allowed_bytes:
-                on_its_way = f"{stream.pending_bytes} bytes wait for the disk and {len(payload)} more came"
-                return self._beyond_window(stream, f"{on_its_way}; {allowed_bytes} were granted")
+                return self._too_much(stream, stream.pending_bytes, len(payload), allowed_bytes)
             taken, end = self.intake.first_of(frame.sender, payload, count, now_ns)
             if taken:
-                self._log(
-                    stream, frame.sender, frame, first_position, taken, payload if taken == count else payload[:end]
-                )
+                payload = payload if taken == count else payload[:end]
+                group = self._log(stream, frame.sender, frame, first_position, taken, payload)
+                self.turns.took(frame.sender, len(payload), group.ticket, now_ns)
             if taken < count:
                 return _Reply(FrameType.RESEND, 0)  # it greets again, and is answered once it may call again
         stream.wait_for(last_position, token)
         self.grants.sent(frame.sender, now_ns)
         return None
+
+    def _too_many(self, stream: InputStream, count: int) -> _Reply:
+        return self._beyond_window(stream, f"{count} frames wait to be acknowledged")
+
+    def _too_much(self, stream: InputStream, here_bytes: int, more_bytes: int, allowed_bytes: int) -> _Reply:
+        on_its_way = f"{here_bytes} bytes wait for the disk and {more_bytes} more came"
+        return self._beyond_window(stream, f"{on_its_way}; {allowed_bytes} were granted")
 
     def _beyond_window(self, stream: InputStream, reason: str) -> _Reply:
         if not stream.told_beyond:
@@ -780,7 +823,7 @@ class Peers:
 
     def _log(
         self, stream: InputStream, source: str, frame: PeerFrame, first_position: int, count: int, payload: bytes
-    ) -> None:
+    ) -> Group:
         front = encode_batch(payload, count)
         group = self.log.append(
             (front, payload) if front else (payload,),
@@ -791,18 +834,21 @@ class Peers:
         group.transaction.sources[source] = stream.take(frame, first_position + count - 1, len(payload))
         if source != ONESELF:
             self.intake.taken(group, payload, source, source)
+        return group
 
     def _take_own(self, first_position: int, count: int, payload: bytes, now_ns: int) -> None:
         frame = self._frame(FrameType.BATCH, ONESELF, first_position, count=count, time_ns=now_ns)
         self._log(self.input(ONESELF), ONESELF, frame, first_position, count, payload)
 
     def _reply(self, token: object, receiver: str, reply: _Reply) -> None:
-        grants = reply.frame_type in (FrameType.WELCOME, FrameType.TRIM_TO)
+        window_bytes = 0
+        if reply.frame_type in (FrameType.WELCOME, FrameType.TRIM_TO):
+            window_bytes = self.grants.window_bytes(receiver, self.log.pending_bytes + self.turns.waiting_bytes)
         frame = self._frame(
             reply.frame_type,
             receiver,
             reply.position,
-            count=self.grants.window_bytes(receiver, self.log.pending_bytes) if grants else 0,
+            count=window_bytes,
             code=reply.code,
             reason=reply.reason,
         )

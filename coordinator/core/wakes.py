@@ -20,6 +20,7 @@ class Wakes:
     _retry_ns: int | None = None  # for streams that have stopped
     _spill_ns: int | None = None  # for streams whose receivers are waited for
     _held_back_ns: int | None = None  # for senders that have used up their rate
+    _turn_ns: int | None = None  # for batches that wait for their turn
 
     def checkpoint_at(self, time_ns: int) -> None:
         self._checkpoint_ns = time_ns
@@ -36,9 +37,13 @@ class Wakes:
         if self._held_back_ns is None and peers.holds_back:
             self._held_back_ns = now_ns + self.limits.held_back_ns
             self._plan()
+        if self._turn_ns is None and (turn_ns := peers.turns.due_ns(now_ns)) is not None:
+            self._turn_ns = turn_ns
+            self._plan()
 
     def tick(self, now_ns: int, retry: Callable[[], None], answer_parked: Callable[[], None]) -> None:
-        """Time has passed. What is to be done about checkpoints and spilling, each turn looks at."""
+        """Time has passed. What is to be done about checkpoints, spilling and turns is looked at
+        anyway."""
         if self._checkpoint_ns is not None and now_ns >= self._checkpoint_ns:
             self._checkpoint_ns = None
         if self._spill_ns is not None and now_ns >= self._spill_ns:
@@ -49,11 +54,13 @@ class Wakes:
         if self._held_back_ns is not None and now_ns >= self._held_back_ns:
             self._held_back_ns = None
             answer_parked()
+        if self._turn_ns is not None and now_ns >= self._turn_ns:
+            self._turn_ns = None
         self._plan()
 
     def _plan(self) -> None:
         """One WakeAt takes the place of the one before: the next of all that is waited for."""
-        wishes_ns = (self._checkpoint_ns, self._retry_ns, self._spill_ns, self._held_back_ns)
+        wishes_ns = (self._checkpoint_ns, self._retry_ns, self._spill_ns, self._held_back_ns, self._turn_ns)
         due_ns = [at_ns for at_ns in wishes_ns if at_ns is not None]
         if due_ns:
             self.effects.append(WakeAt(min(due_ns)))

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias, cast
 
 import lmdb
 import msgspec
+from blake3 import blake3
 
 from coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError
 from coordinator.log import format as log_format
@@ -90,8 +91,12 @@ class Macs:
         def base(purpose: str, size_bytes: int) -> hashlib.blake2b:
             return hashlib.blake2b(key=secret, person=purpose.encode(), digest_size=size_bytes)
 
-        self._record = base("record", MAC_SIZE_BYTES)
-        self._chunk = base("chunk", MAC_SIZE_BYTES)
+        def bulk(purpose: str) -> blake3:
+            """For what may be large: BLAKE3 takes a seventh of the time for a MiB."""
+            return blake3(key=base(purpose, blake3.key_size).digest())
+
+        self._record = bulk("record")
+        self._chunk = bulk("chunk")
         self._tag = base("tag", MAC_SIZE_BYTES)
         self._mark = base("mark", MAC_SIZE_BYTES)
         self._rows = {table: base(table, _ROW_MAC_SIZE_BYTES) for table in SUMMED_TABLES}
@@ -103,13 +108,13 @@ class Macs:
         mac = self._record.copy()
         mac.update(before)
         mac.update(value)
-        return mac.digest()
+        return mac.digest(MAC_SIZE_BYTES)
 
     def chunk(self, key: bytes, value: Readable) -> bytes:
         mac = self._chunk.copy()
         mac.update(key)  # all keys of chunks are of one size
         mac.update(value)
-        return mac.digest()
+        return mac.digest(MAC_SIZE_BYTES)
 
     def row(self, table: str, key: bytes, value: Readable) -> int:
         mac = self._rows[table].copy()

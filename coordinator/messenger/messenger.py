@@ -29,7 +29,7 @@ import zmq
 from coordinator.messenger.envelope import NOOP
 from coordinator.messenger.errors import MessengerClosedError, MessengerError
 from coordinator.messenger.gate import Gate
-from coordinator.messenger.limits import IN_FLIGHT_MAX, PATIENCE_NS, SPAN_MAX, TURNS_MAX
+from coordinator.messenger.limits import IN_FLIGHT_MAX, IO_THREADS, PATIENCE_NS, SPAN_MAX, TURNS_MAX
 from coordinator.messenger.link import Link
 from coordinator.messenger.listener import ClientLoop, ClientReply, Listener, Reply, ServerLoop
 from coordinator.messenger.outbox import Outbox, ReplyCallback, RetryPolicy
@@ -65,7 +65,7 @@ class Messenger:
     ) -> None:
         if not 1 <= in_flight_max <= SPAN_MAX:
             raise MessengerError(f"in_flight_max is {in_flight_max}, expected 1 to {SPAN_MAX}")
-        self._context: Context = zmq.Context() if context is None else context
+        self._context: Context = zmq.Context(io_threads=IO_THREADS) if context is None else context
         self._owns_context = context is None
         self.incarnation = random_module.SystemRandom().getrandbits(64) if incarnation is None else incarnation
         self._clock_ns = clock_ns

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 
+from blake3 import blake3
+
 from coordinator.log.authentication import SUMMED_TABLES, LogKey, Macs, Marker
 from coordinator.log.environment import LogIdentity
 
@@ -19,6 +21,10 @@ def mac(purpose: bytes, size_bytes: int, *parts: bytes) -> bytes:
     return hashlib.blake2b(b"".join(parts), key=own, person=purpose, digest_size=size_bytes).digest()
 
 
+def bulk_mac(purpose: bytes, *parts: bytes) -> bytes:
+    return blake3(b"".join(parts), key=mac(purpose, 32)).digest()[:16]
+
+
 def test_the_id_of_a_key() -> None:
     assert LogKey(SECRET).id == hashlib.blake2b(SECRET, person=b"immortal key id", digest_size=8).hexdigest()
     assert LogKey.new() != LogKey.new()
@@ -27,9 +33,18 @@ def test_the_id_of_a_key() -> None:
 def test_records_and_chunks() -> None:
     assert MACS.genesis == mac(b"genesis", 16)
     first = MACS.record(MACS.genesis, b"value")
-    assert first == mac(b"record", 16, MACS.genesis, b"value")
-    assert MACS.record(first, memoryview(b"next")) == mac(b"record", 16, first, b"next")
-    assert MACS.chunk(bytes(12), b"data") == mac(b"chunk", 16, bytes(12), b"data")
+    assert first == bulk_mac(b"record", MACS.genesis, b"value")
+    assert MACS.record(first, memoryview(b"next")) == bulk_mac(b"record", first, b"next")
+    assert MACS.chunk(bytes(12), b"data") == bulk_mac(b"chunk", bytes(12), b"data")
+
+
+def test_a_large_record_counts_to_its_last_byte_and_is_not_changed_by_how_it_is_held() -> None:
+    value = bytes(range(256)) * 4096
+    whole = MACS.record(MACS.genesis, value)
+    assert whole == MACS.record(MACS.genesis, memoryview(bytearray(value)))
+    for changed in (value[:-1], value + b"\0", value[:-1] + b"\0", b"\1" + value[1:]):
+        assert MACS.record(MACS.genesis, changed) != whole
+    assert MACS.record(bytes(16), value) != whole
 
 
 def test_rows_tags_seal_and_mark() -> None:
