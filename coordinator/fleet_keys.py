@@ -24,15 +24,16 @@ from typing import Annotated
 from msgspec import Struct
 
 from coordinator import keys
-from coordinator.config import ConfigError, near_miss, text_with_allow, write_atomically
+from coordinator.config import ConfigError, near_miss, write_atomically
 from coordinator.config.reading import read_table, read_toml
-from coordinator.config.values import Callers, says, whole
+from coordinator.config.values import Callers, kind, says, whole
+from coordinator.config.writing import text_with_allow
 from coordinator.core.permissions import ANYTHING, Permission
 from coordinator.keys import KeysError, PublicFile
 from coordinator.messenger import Role
 from coordinator.registry import HOME_DEFAULT, Registry, UnknownInstanceError
 
-_Home = Annotated[str, says("Its registry folder, relative to the fleet's file.", expected="a path")]
+_Home = Annotated[str, kind("FOLDER", "a path"), says("Its registry folder, relative to the fleet's file.")]
 _Days = Annotated[int, whole(1, 36_500, "days")]
 
 

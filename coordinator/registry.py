@@ -19,21 +19,10 @@ from typing import Any
 
 from coordinator import app_secret, audit, clock, control, upgrade_mark
 from coordinator.app_addresses import LOCALHOST, SOCKET_FILE_NAME, hosts_of
-from coordinator.config import (
-    AppAuth,
-    ConfigError,
-    InstanceSettings,
-    check_app,
-    check_instance_name,
-    check_settings,
-    file_values,
-    near_miss,
-    read_settings,
-    settings_text,
-    split_tcp,
-    text_with_app,
-    write_atomically,
-)
+from coordinator.config import AppAuth, ConfigError, InstanceSettings, check_instance_name, near_miss, split_tcp
+from coordinator.config.reading import check_settings, read_settings
+from coordinator.config.values import check_app
+from coordinator.config.writing import file_values, settings_text, text_with_app, write_atomically
 from coordinator.socket_paths import socket_path
 from protocol.errors import ImmortalError
 from protocol.file_lock import holder_of, open_lock, take

@@ -10,7 +10,8 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from coordinator.config import ConfigError, InstanceSettings, check_app, check_instance_name, near_miss
+from coordinator.config import ConfigError, InstanceSettings, check_instance_name, near_miss
+from coordinator.config.values import check_app
 from coordinator.logs import LOG_FORMATS, LOG_LEVELS
 from coordinator.registry import Registry, RegistryError
 from protocol.errors import ImmortalError

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
+from coordinator.app_addresses import UNIX
 from coordinator.config import InstanceSettings
 from coordinator.config.setting import Setting, settings_of
 from coordinator.config.values import WrongValueError
@@ -44,17 +45,19 @@ class _Text(click.ParamType):  # type: ignore[type-arg]  # generic in newer vers
         self._setting = setting
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        about = self._setting.about
+        about, meant = self._setting.about, value
         if "free" in about:
             return value  # for the registry to complete, and to judge
-        typed: str = about["typed"](value) if "typed" in about else value
+        if "path" in about and value not in ("", UNIX, about.get("bare")):
+            prefix = UNIX if value.startswith(UNIX) else ""
+            meant = prefix + os.path.abspath(value.removeprefix(prefix))
         try:
-            self._setting.value_of(typed)
+            self._setting.value_of(meant)
         except WrongValueError as error:
             self.fail(f"got {value!r}, expected {error}", param, ctx)
-        if about.get("is_folder") and os.path.isfile(typed):
-            self.fail(f"{typed} is a file, expected a folder", param, ctx)
-        return typed
+        if about.get("path") == "folder" and os.path.isfile(meant):
+            self.fail(f"{meant} is a file, expected a folder", param, ctx)
+        return meant
 
 
 def _option(setting: Setting, default: str | None = None) -> Callable[[_Function], _Function]:

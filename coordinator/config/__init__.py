@@ -10,42 +10,30 @@ from coordinator.config.reading import check_settings, line_of, near_miss, read_
 from coordinator.config.schema import AppAuth, AppSendMode, InstanceSettings, Tuning
 from coordinator.config.values import (
     LOG_KEY_FILE,
-    NAME_PLACE,
     ConfigError,
-    check_app,
     check_instance_name,
-    permission_of,
     split_tcp,
 )
 from coordinator.config.writing import (
-    file_values,
     override,
     settings_text,
-    text_with_allow,
-    text_with_app,
     write_atomically,
 )
 
 __all__ = [
     "LOG_KEY_FILE",
-    "NAME_PLACE",
     "AppAuth",
     "AppSendMode",
     "ConfigError",
     "InstanceSettings",
     "Tuning",
-    "check_app",
     "check_instance_name",
     "check_settings",
-    "file_values",
     "line_of",
     "near_miss",
     "override",
-    "permission_of",
     "read_settings",
     "settings_text",
     "split_tcp",
-    "text_with_allow",
-    "text_with_app",
     "write_atomically",
 ]

@@ -3,16 +3,18 @@
 ``Meta.extra`` of a kind or of a setting may say:
 
     expected    what a value must be, in words, where the type does not say it
-    read        a function from the value in the file to that of the attribute; it raises WrongValueError
+    read        a function in place of msgspec's: from the value in a file to the attribute; it raises WrongValueError
     table       a kind that may stand there instead, as a table
     unit        of a number
     none        the word in the file that stands for None
     default     in words, where the default is worked out, or None
-    free        what at the end of an option's text is for 'immortal register' to choose
-    metavar     what an option's help calls the value
-    bare        the value of an option that is given without one
-    is_folder   an option refuses the path of a file
-    typed       a function from what was typed in a shell to what stands in the file
+
+and for an option:
+
+    metavar     what its help calls the value
+    free        what its text may end with: 'immortal register' chooses
+    bare        its value where it is given without one
+    path        "file" or "folder": it is relative to the working directory
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ NAME_PLACE = "{name}"  # in peer_template
 IPC_PATH_SIZE_MAX = 107  # bytes; the kernel's limit for the path of a Unix socket
 LOG_KEY_FILE = "file"  # as log_key: a key in the instance's own folder
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _APP = r"\A[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*\Z"
 _PUBLIC_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _TCP = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9][A-Za-z0-9._%-]*):(?P<port>\d{1,5}|\*)")
@@ -57,7 +59,7 @@ def check_instance_name(name: str) -> str:
             f"the instance name {name[:20]!r}... has {len(name)} characters,"
             f" at most {INSTANCE_NAME_SIZE_MAX} are allowed"
         )
-    if not _NAME.fullmatch(name) or name.endswith(".toml"):
+    if not re.fullmatch(_NAME, name) or name.endswith(".toml"):
         raise ConfigError(
             f"{name!r} is no instance name: letters, digits, '-', '_' and '.', starting with a letter or digit,"
             " not ending in '.toml'"
@@ -153,15 +155,6 @@ def _path(value: object) -> Path:
     return Path(value)
 
 
-def _names(value: object) -> tuple[str, ...]:
-    if not isinstance(value, list):
-        raise WrongValueError
-    try:
-        return tuple(check_instance_name(str(name)) for name in value)
-    except ConfigError:
-        raise WrongValueError from None
-
-
 def _public_keys(value: object) -> tuple[str, ...]:
     found = value if isinstance(value, list) else [value]
     if not found or not all(isinstance(key, str) and _PUBLIC_KEY.fullmatch(key) for key in found):
@@ -169,27 +162,14 @@ def _public_keys(value: object) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _absolute(path: str) -> str:
-    return os.path.abspath(path) if path else path
-
-
-def _absolute_socket(address: str) -> str:
-    path = address.removeprefix(UNIX)
-    return f"{UNIX}{os.path.abspath(path)}" if path not in ("", address) else address
-
-
-def _absolute_key(path: str) -> str:
-    return path if path == LOG_KEY_FILE else _absolute(path)
-
-
 def whole(least: int, most: int, unit: str = "", **more: Any) -> Meta:
     """A whole number in a range; see above for ``more``."""
     return Meta(ge=least, le=most, extra={"unit": unit, **more})
 
 
-def kind(expected: str, **more: Any) -> Meta:
-    """What a kind of value is; see above for ``more``."""
-    return Meta(extra={"expected": expected, **more})
+def kind(metavar: str, expected: str, **more: Any) -> Meta:
+    """What a kind of value is; see above."""
+    return Meta(extra={"metavar": metavar, "expected": expected, **more})
 
 
 def says(text: str, **more: Any) -> Meta:
@@ -200,59 +180,52 @@ def says(text: str, **more: Any) -> Meta:
     return Meta(description=text, extra=more)
 
 
+Name = Annotated[str, Meta(pattern=rf"\A(?!.*\.toml\Z){_NAME}\Z", max_length=INSTANCE_NAME_SIZE_MAX)]
 Port = Annotated[int, whole(1, 65_535, free="*")]
 Endpoint = Annotated[
     str,
     kind(
-        'an endpoint such as "tcp://127.0.0.1:7001" or "ipc:///run/counter.sock"',
-        read=_endpoint,
-        free=":*",
-        metavar="ENDPOINT",
+        "ENDPOINT", 'an endpoint such as "tcp://127.0.0.1:7001" or "ipc:///run/counter.sock"', read=_endpoint, free=":*"
     ),
 ]
 PeerTemplate = Annotated[
     str,
     kind(
+        "ENDPOINT",
         f'an endpoint with {NAME_PLACE} in it, such as "tcp://{NAME_PLACE}.example:7400"',
         read=_peer_template,
-        metavar="ENDPOINT",
     ),
 ]
 Host = Annotated[
     str,
     Meta(pattern=r"\A[^\s/\[\]*]+\Z"),
-    kind('an address such as "127.0.0.1", or "localhost" for both loopbacks', metavar="HOST"),
+    kind("HOST", 'an address such as "127.0.0.1", or "localhost" for both loopbacks'),
 ]
 AppSocket = Annotated[
     str,
-    kind(
-        '"unix:" and an absolute path, such as "unix:/run/counter.sock"',
-        read=_app_socket,
-        typed=_absolute_socket,
-        metavar="unix:PATH",
-    ),
+    kind("unix:PATH", '"unix:" and an absolute path, such as "unix:/run/counter.sock"', read=_app_socket, path="file"),
 ]
-App = Annotated[str, Meta(pattern=_APP), kind('"module:Class"', metavar="MODULE:CLASS")]
+App = Annotated[str, Meta(pattern=_APP), kind("MODULE:CLASS", '"module:Class"')]
 HostPort = Annotated[
-    str, kind('HOST:PORT such as "127.0.0.1:9400" (HOST:* takes a free port)', read=_metrics, metavar="HOST:PORT")
+    str, kind("HOST:PORT", 'HOST:PORT such as "127.0.0.1:9400" (HOST:* takes a free port)', read=_metrics)
 ]
-File = Annotated[Path, kind("a path", read=_path, typed=_absolute, metavar="FILE")]
-Folder = Annotated[Path, kind("a path", read=_path, typed=_absolute, metavar="FOLDER", is_folder=True)]
+File = Annotated[Path, kind("FILE", "a path", read=_path, path="file")]
+Folder = Annotated[Path, kind("FOLDER", "a path", read=_path, path="folder")]
 LogKey = Annotated[
     str,
     Meta(pattern=rf"\A({LOG_KEY_FILE}|/[^\0]*)\Z"),
-    kind(f'"{LOG_KEY_FILE}", or the absolute path of a file', typed=_absolute_key, bare=LOG_KEY_FILE, metavar="[FILE]"),
+    kind("[FILE]", f'"{LOG_KEY_FILE}", or the absolute path of a file', bare=LOG_KEY_FILE, path="file"),
 ]
 PublicKeys = Annotated[
-    tuple[str, ...], kind("a public key, 40 characters of Z85, or a list of them", read=_public_keys)
+    tuple[str, ...], kind("", "a public key, 40 characters of Z85, or a list of them", read=_public_keys)
 ]
-Grant = Annotated[Permission, kind("the methods that it may call", read=permission_of)]
+Grant = Annotated[Permission, kind("", "the methods that it may call", read=permission_of)]
 Callers = Annotated[
-    tuple[str, ...],
+    tuple[Name, ...],
     kind(
+        "",
         'a list of instance names, such as ["reader", "feeder"], or a table [allow] of names and the methods that each '
         'may call, such as reader = ["total"]',
-        read=_names,
         table=Mapping[str, Grant],
     ),
 ]
