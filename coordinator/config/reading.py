@@ -86,7 +86,8 @@ def _read(source: Source, setting: Setting, key: str, value: Any, table: str) ->
                 check_instance_name(each)
             except ConfigError as error:
                 raise ConfigError(f"{source.place(each, name)}, table [{name}]: {error}") from None
-        return {each: _read(source, setting.of_each, each, said, name) for each, said in value.items()}
+        of_each = setting.of_each
+        return {each: _read(source, of_each, each, said, name) for each, said in value.items()}
     try:
         return setting.value_of(value)
     except WrongValueError as error:

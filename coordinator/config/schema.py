@@ -89,7 +89,7 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
         Endpoint, says("Where peers reach it; 'immortal register' takes a free port for tcp://127.0.0.1:*.")
     ]
     peer_template: Annotated[
-        PeerTemplate | None, says("Where all peers are that are neither in [peers] nor registered.", default="nowhere")
+        PeerTemplate | None, says("Where all peers are that are neither in [peers] nor registered.")
     ] = None
     allow: Annotated[
         Callers | None, says("The peers and clients that may call, and what.", default="all that are registered")
@@ -132,8 +132,7 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
         LogKey | None,
         says(
             "Authenticate its log with a key, in HOME/NAME/keys/log_key (file) or in another file: nobody else can "
-            "write it then.",
-            default="not authenticated",
+            "write it then."
         ),
     ] = None
     keep_checkpoints: Annotated[
@@ -166,9 +165,7 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
         ),
     ] = None
     rpc_limit_mb: Annotated[
-        int,
-        whole(1, ARGUMENTS_SIZE_MIB_MAX, "MiB"),
-        says("The arguments of one call of its app may have so many MiB."),
+        int, whole(1, ARGUMENTS_SIZE_MIB_MAX, "MiB"), says("The arguments of one call of its app may have so many MiB.")
     ] = ARGUMENTS_SIZE_MIB_DEFAULT
     spill_limit_mb: Annotated[
         int,
@@ -185,20 +182,14 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
         says("A log whose disk has less than this left takes no input from peers either."),
     ] = 0
     metrics: Annotated[
-        HostPort | None,
-        says("Where Prometheus finds what 'immortal status' shows; HOST:* is a free port.", default="nowhere"),
+        HostPort | None, says("Where Prometheus finds what 'immortal status' shows; HOST:* is a free port.")
     ] = None
-    metrics_token_file: Annotated[
-        File | None, says("Who asks for the metrics must bring what is in this file.", default="nobody need")
-    ] = None
+    metrics_token_file: Annotated[File | None, says("Who asks for the metrics must bring what is in this file.")] = None
     metrics_certificate_file: Annotated[
-        File | None,
-        says("The metrics are served with TLS, by this certificate and metrics_key_file.", default="without TLS"),
+        File | None, says("The metrics are served with TLS, by this certificate and metrics_key_file.")
     ] = None
-    metrics_key_file: Annotated[File | None, says("The key of metrics_certificate_file.", default="without TLS")] = None
-    app: Annotated[
-        App | None, says("What 'immortal run' runs; it writes down the one of the last run.", default="none yet")
-    ] = None
+    metrics_key_file: Annotated[File | None, says("The key of metrics_certificate_file.")] = None
+    app: Annotated[App | None, says("What 'immortal run' runs; it writes down the one of the last run.")] = None
     tuning: Annotated[Tuning, says("Limits that few will ever change.")] = field(default_factory=Tuning)
     peers: Annotated[Mapping[str, Endpoint], says("Where peers are that are no part of the registry, by name.")] = (
         field(default_factory=dict)

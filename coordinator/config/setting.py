@@ -50,8 +50,8 @@ class Setting(Struct, frozen=True, kw_only=True):
     @property
     def default_text(self) -> str:
         """The default as it stands in a file, or what is so without the setting."""
-        known = str(self.about.get("default") or self.in_file(self.default))
-        return known.lower() if self.type is bool else known
+        text = str(self.about.get("default", self.in_file(self.default)))
+        return text.lower() if self.type is bool or self.default is None else text
 
     @property
     def of_each(self) -> Setting:
