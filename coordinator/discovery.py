@@ -10,7 +10,8 @@ import enum
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from coordinator.config import NAME_PLACE, ConfigError, InstanceSettings, check_instance_name
+from coordinator.config import ConfigError, InstanceSettings, check_instance_name
+from coordinator.config.values import NAME_PLACE
 from coordinator.registry import Registry, UnknownInstanceError
 from protocol.errors import ImmortalError
 

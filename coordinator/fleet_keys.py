@@ -15,47 +15,43 @@ Secrets stay where they are made. Each folder gets the public files of those who
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-import msgspec
+from msgspec import Struct
 
 from coordinator import keys
-from coordinator.config import (
-    ConfigError,
-    check_instance_name,
-    near_miss,
-    permission_of,
-    text_with_allow,
-    write_atomically,
-)
+from coordinator.config import ConfigError, near_miss, write_atomically
+from coordinator.config.reading import read_table, read_toml
+from coordinator.config.values import Callers, kind, says, whole
+from coordinator.config.writing import text_with_allow
 from coordinator.core.permissions import ANYTHING, Permission
 from coordinator.keys import KeysError, PublicFile
 from coordinator.messenger import Role
 from coordinator.registry import HOME_DEFAULT, Registry, UnknownInstanceError
 
-_DAYS_MAX = 36_500
+_Home = Annotated[str, kind("FOLDER", "a path"), says("Its registry folder, relative to the fleet's file.")]
+_Days = Annotated[int, whole(1, 36_500, "days")]
 
 
-class _Client(msgspec.Struct, forbid_unknown_fields=True):
-    home: str = HOME_DEFAULT
+class _Client(Struct):
+    home: _Home = HOME_DEFAULT
 
 
-class _Instance(msgspec.Struct, forbid_unknown_fields=True):
-    home: str = HOME_DEFAULT
-    allow: list[str] | dict[str, Any] = msgspec.field(default_factory=list)
+class _Instance(Struct):
+    home: _Home = HOME_DEFAULT
+    allow: Annotated[Callers, says("Who may call it, and what.")] = ()
 
 
-class _File(msgspec.Struct, forbid_unknown_fields=True):
-    instances: dict[str, _Instance] = {}
-    clients: dict[str, _Client] = {}
-    operators: dict[str, _Client] = {}
-    expires_days: int | None = None
-    age_days_max: int | None = None
+class _File(Struct):
+    instances: Annotated[Mapping[str, _Instance], says("The instances, by name.")] = {}
+    clients: Annotated[Mapping[str, _Client], says("The clients, by name.")] = {}
+    operators: Annotated[Mapping[str, _Client], says("The operators, by name.")] = {}
+    expires_days: Annotated[_Days | None, says("How long keys that are made may be used.", default="for ever")] = None
+    age_days_max: Annotated[_Days | None, says("Older keys are to be rotated.", default="none for its age")] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,47 +100,27 @@ class Fleet:
 def read(path: Path) -> Fleet:
     """Raises ConfigError."""
     try:
-        file = msgspec.convert(tomllib.loads(path.read_text("utf-8")), _File)
-    except OSError as error:
+        values, source = read_toml(path)
+    except FileNotFoundError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: no valid TOML: {error}") from None
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    for field, days in (("expires_days", file.expires_days), ("age_days_max", file.age_days_max)):
-        if days is not None and not 1 <= days <= _DAYS_MAX:
-            raise ConfigError(f"{path}, field {field!r}: got {days}, expected a whole number from 1 to {_DAYS_MAX}")
+    file = _File(**read_table(source, _File, values))
     members: dict[str, Member] = {}
     tables = ((Role.INSTANCE, file.instances), (Role.CLIENT, file.clients), (Role.OPERATOR, file.operators))
     for role, table in tables:
         for name, given in table.items():
-            try:
-                check_instance_name(name)
-            except ConfigError as error:
-                raise ConfigError(f"{path}, table [{role}s]: {error}") from None
             if name in members:
                 raise ConfigError(f"{path}: {name!r} stands there twice, as {members[name].role} and as {role}")
-            allow = given.allow if isinstance(given, _Instance) else {}
+            allow = given.allow if isinstance(given, _Instance) else ()
             home = (path.absolute().parent / given.home).resolve()
-            members[name] = Member(name, role, home, _permissions(f"{path}, field 'instances.{name}.allow", allow))
+            permissions = allow if isinstance(allow, Mapping) else dict.fromkeys(allow, ANYTHING)
+            members[name] = Member(name, role, home, permissions)
     for member in members.values():
         for caller in member.allow:
             if caller not in members or caller == member.name:
                 hint = near_miss(caller, members) or f": there are {', '.join(sorted(members))}"
-                raise ConfigError(f"{path}, field 'instances.{member.name}.allow': {caller!r} is no other member{hint}")
+                place = source.field(caller, f"instances.{member.name}.allow")
+                raise ConfigError(f"{place}: {caller!r} is no other member{hint}")
     return Fleet(members, file.expires_days, file.age_days_max)
-
-
-def _permissions(place: str, allow: list[str] | dict[str, Any]) -> Mapping[str, Permission]:
-    if isinstance(allow, list):
-        return dict.fromkeys(allow, ANYTHING)
-    found: dict[str, Permission] = {}
-    for caller, value in allow.items():
-        try:
-            found[caller] = permission_of(value)
-        except ValueError as error:
-            raise ConfigError(f"{place}.{caller}': got {value!r}, expected {error}") from None
-    return found
 
 
 # --- making -----------------------------------------------------------------------------------------------------------

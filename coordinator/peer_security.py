@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
 from datetime import date
+
+from msgspec import structs
 
 from coordinator import keys
 from coordinator.app_addresses import is_loopback
@@ -133,7 +134,7 @@ class PeerSecurity:
         pairs: tuple[KeyPair, ...] = ()
         try:
             settings = self._registry.load(self._settings.name)
-            self._settings = replace(
+            self._settings = structs.replace(
                 self._settings,
                 allow=settings.allow,
                 permissions=settings.permissions,

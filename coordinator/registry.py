@@ -15,23 +15,14 @@ import socket
 import stat
 from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
+from typing import Any
 
 from coordinator import app_secret, audit, clock, control, upgrade_mark
 from coordinator.app_addresses import LOCALHOST, SOCKET_FILE_NAME, hosts_of
-from coordinator.config import (
-    KILLS_BEFORE_VERDICT_DEFAULT,
-    ConfigError,
-    InstanceSettings,
-    check_app,
-    check_instance_name,
-    check_settings,
-    near_miss,
-    read_settings,
-    settings_text,
-    split_tcp,
-    text_with_app,
-    write_atomically,
-)
+from coordinator.config import AppAuth, ConfigError, InstanceSettings, check_instance_name, near_miss, split_tcp
+from coordinator.config.reading import check_settings, read_settings
+from coordinator.config.values import check_app
+from coordinator.config.writing import file_values, settings_text, text_with_app, write_atomically
 from coordinator.socket_paths import socket_path
 from protocol.errors import ImmortalError
 from protocol.file_lock import holder_of, open_lock, take
@@ -113,37 +104,13 @@ class Registry:
         """The endpoint where the coordinator of ``name`` is reached. Raises UnknownInstanceError, ConfigError."""
         return self.load(name).peer
 
-    def register(
-        self,
-        name: str,
-        peer: str,
-        *,
-        app_port: int | None = None,
-        app_host: str = LOCALHOST,
-        app_send_port: int | None = None,
-        app_send_mode: str | None = None,
-        app_socket: str | None = None,
-        app_auth: str | None = None,
-        log: Path | None = None,
-        log_key: str | None = None,
-        keep_checkpoints: int | None = 2,
-        keep_log_days: int | None = None,
-        log_trigger_mb: int | None = None,
-        checkpoint_age_s: int | None = None,
-        kills_before_verdict: int | None = KILLS_BEFORE_VERDICT_DEFAULT,
-        replay_check: str | None = None,
-        rpc_limit_mb: int | None = None,
-        spill_limit_mb: int | None = None,
-        log_limit_mb: int | None = None,
-        disk_free_mb: int | None = None,
-    ) -> InstanceSettings:
+    def register(self, name: str, peer: str, **given: Any) -> InstanceSettings:
         """Write the settings of a new instance. `*` as the port of ``peer`` takes a free one.
 
-        ``app_port``: where its app connects over TCP; 0 takes a free one, as None does where the rest asks for a port
-        (two ports, another host, a client of the base protocol). ``app_send_port``: for an app that uses two, as well.
-        ``app_send_mode``: "connect" or "listen". ``app_socket``: "unix:" and an absolute path. ``app_auth``:
-        "challenge", "secret" or "none"; by default "none" for two ports. ``log_key``: "file", or an absolute path: its
-        log is authenticated with the key that lies there.
+        ``given``: other settings, as attributes of InstanceSettings or as in a file; None stands for the word that
+        means it, or else for the default. "*" or 0 as ``app_port`` or ``app_send_port`` takes a free one, as None does
+        for ``app_port`` where the rest asks for a port (two ports, another host, a client of the base protocol).
+        ``log`` is relative to the working directory.
 
         Raises ConfigError for a wrong value, RegistryError when the name is taken.
         """
@@ -155,56 +122,37 @@ class Registry:
                     f"the instance {name!r} is registered already, in {path}: 'immortal status {name}' shows it,"
                     f" 'immortal unregister {name}' removes it"
                 )
-            taken = self._ports_taken()
-            values: dict[str, object] = {"peer": peer}
-            address = split_tcp(peer)
-            if address is not None and address[1] == 0:
-                port = free_port((address[0],), taken)
-                values["peer"] = peer.removesuffix("*") + str(port)
-                taken.add(port)
-            elif address is not None:
-                taken.add(address[1])
-            app_hosts = hosts_of(app_host)
-            if app_port is None and (app_send_port is not None or app_host != LOCALHOST or app_auth == "none"):
-                app_port = 0
-            if app_port is not None:
-                app_port = app_port or free_port(app_hosts, taken)
-                values |= {"app_host": app_host, "app_port": app_port}
-                taken.add(app_port)
-            if app_send_port is not None:
-                values["app_send_port"] = app_send_port or free_port(app_hosts, taken)
-            if app_send_mode is not None:
-                values["app_send_mode"] = app_send_mode
-            if app_socket is not None:
-                values["app_socket"] = app_socket
-            if app_auth is not None:
-                values["app_auth"] = app_auth
-            if log_key is not None:
-                values["log_key"] = log_key
-            values["keep_checkpoints"] = "all" if keep_checkpoints is None else keep_checkpoints
-            if keep_log_days is not None:
-                values["keep_log_days"] = keep_log_days
-            if log_trigger_mb is not None:
-                values["log_trigger_mb"] = log_trigger_mb
-            if checkpoint_age_s is not None:
-                values["checkpoint_age_s"] = checkpoint_age_s
-            values["kills_before_verdict"] = "never" if kills_before_verdict is None else kills_before_verdict
-            if replay_check is not None:
-                values["replay_check"] = replay_check
-            if rpc_limit_mb is not None:
-                values["rpc_limit_mb"] = rpc_limit_mb
-            sizes = {"spill_limit_mb": spill_limit_mb, "log_limit_mb": log_limit_mb, "disk_free_mb": disk_free_mb}
-            values |= {key: size for key, size in sizes.items() if size is not None}
-            if log is not None:
-                values["log"] = str(log.absolute())
+            values = self._with_ports({"peer": peer, **file_values(given)})
+            if "log" in values:
+                values["log"] = os.path.abspath(values["log"])
             settings = check_settings(values, name, path)
             peer_address = split_tcp(settings.peer)
             if peer_address is not None and peer_address[1] in (settings.app_port, settings.app_send_port):
                 raise ConfigError(f"the app of {name!r} and its peers cannot both use port {peer_address[1]}")
             self._refuse_shared_log(settings)
-            text = settings_text(settings, log=settings.log if log is not None else None)
+            text = settings_text(settings, log=settings.log if "log" in values else None)
             write_atomically(path, text.encode(), mode=PUBLIC_FILE_MODE)
         return settings
+
+    def _with_ports(self, values: dict[str, Any]) -> dict[str, Any]:
+        """``values`` with free ports where they ask for some."""
+        taken = self._ports_taken()
+        address = split_tcp(values["peer"])
+        if address is not None and address[1] == 0:
+            port = free_port((address[0],), taken)
+            values["peer"] = values["peer"].removesuffix("*") + str(port)
+            taken.add(port)
+        elif address is not None:
+            taken.add(address[1])
+        if values.keys() & {"app_host", "app_send_port"} or values.get("app_auth") == AppAuth.NONE:
+            values.setdefault("app_port", "*")
+        keys = ("app_port", "app_send_port")
+        taken.update(values[key] for key in keys if isinstance(values.get(key), int))
+        for key in keys:
+            if values.get(key) in (0, "*"):
+                values[key] = free_port(hosts_of(values.get("app_host", LOCALHOST)), taken)
+                taken.add(values[key])
+        return values
 
     def unregister(self, name: str, *, delete_log: bool = False) -> Path:
         """Remove the settings of ``name``, its keys, and its log where that is asked for; returns the log's folder.

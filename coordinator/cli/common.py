@@ -10,17 +10,8 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from coordinator.app_addresses import UNIX
-from coordinator.config import (
-    AppAuth,
-    ConfigError,
-    InstanceSettings,
-    check_app,
-    check_app_socket,
-    check_instance_name,
-    near_miss,
-)
-from coordinator.core.limits import ReplayCheck
+from coordinator.config import ConfigError, InstanceSettings, check_instance_name, near_miss
+from coordinator.config.values import check_app
 from coordinator.logs import LOG_FORMATS, LOG_LEVELS
 from coordinator.registry import Registry, RegistryError
 from protocol.errors import ImmortalError
@@ -78,45 +69,6 @@ def app_name(ctx: click.Context, parameter: click.Parameter, value: str | None) 
         raise click.BadParameter(str(error)) from None
 
 
-def app_socket(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """A click callback: unix:PATH, with the path made absolute."""
-    if value is None:
-        return None
-    if value.startswith(UNIX) and value != UNIX:
-        value = UNIX + os.path.abspath(value.removeprefix(UNIX))
-    try:
-        return check_app_socket(value)
-    except ConfigError as error:
-        raise click.BadParameter(str(error)) from None
-
-
-def app_auth_option(default: str) -> Callable[[Function], Function]:
-    return click.option(
-        "--app-auth",
-        type=click.Choice([auth.value for auth in AppAuth]),
-        help="challenge: its app and the coordinator prove to each other that they know a secret; secret: the app may "
-        f"send it instead; none: for clients that know only the base protocol.  [default: {default}]",
-    )
-
-
-def replay_check_option(default: str) -> Callable[[Function], Function]:
-    return click.option(
-        "--replay-check",
-        type=click.Choice([check.value for check in ReplayCheck]),
-        help="What of a recovery's replay must be as it was: all calls; how many and their order, while other contents "
-        f"are a warning; nothing.  [default: {default}]",
-    )
-
-
-def app_socket_option(function: Function) -> Function:
-    return click.option(
-        "--app-socket",
-        metavar="unix:PATH",
-        callback=app_socket,
-        help="The Unix socket for its app.  [default: HOME/NAME/app.sock]",
-    )(function)
-
-
 def message_id(ctx: click.Context, parameter: click.Parameter, value: Any) -> Any:
     """A click callback: SEQ:INDEX, or some of them, as (record, message)."""
     if value is None:
@@ -144,14 +96,6 @@ def log_options(function: Function) -> Function:
     )(function)
 
 
-def insecure_option(function: Function) -> Function:
-    return click.option(
-        "--insecure",
-        is_flag=True,
-        help="Let it talk in plain, and to anybody, where keys are missing, also to other machines.",
-    )(function)
-
-
 def promote_option(function: Function) -> Function:
     return click.option(
         "--promote",
@@ -165,12 +109,6 @@ def trust_pickle_option(function: Function) -> Function:
         "--trust-pickle",
         is_flag=True,
         help="Read states that pickle wrote also of a log that this home did not make: that runs what is in them.",
-    )(function)
-
-
-def metrics_option(function: Function) -> Function:
-    return click.option(
-        "--metrics", metavar="HOST:PORT", help="Where Prometheus finds what 'status' shows; HOST:* is a free port."
     )(function)
 
 

@@ -3,49 +3,36 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import click
 
-from coordinator.cli.common import (
-    app_auth_option,
-    app_socket_option,
-    insecure_option,
-    log_options,
-    metrics_option,
-    name_argument,
-    pass_registry,
-    promote_option,
-    replay_check_option,
-    trust_pickle_option,
-)
-from coordinator.config import AppAuth, override
-from coordinator.core.limits import ReplayCheck
+from coordinator.cli.common import log_options, name_argument, pass_registry, promote_option, trust_pickle_option
+from coordinator.cli.setting_options import said, start_option
+from coordinator.config import override
 from coordinator.registry import Registry
 
 
 @click.command()
 @name_argument
-@app_socket_option
-@app_auth_option("that of the settings")
-@insecure_option
+@start_option("app_socket")
+@start_option("app_auth")
+@start_option("insecure")
 @promote_option
-@replay_check_option("that of the settings")
-@metrics_option
+@start_option("replay_check")
+@start_option("metrics")
 @trust_pickle_option
 @log_options
 @pass_registry
 def coordinator(
     registry: Registry,
+    /,
     name: str,
-    app_socket: str | None,
-    app_auth: str | None,
-    insecure: bool,
     promote: bool,
-    replay_check: str | None,
-    metrics: str | None,
     trust_pickle: bool,
     log_format: str,
     log_level: str,
+    **options: Any,
 ) -> None:
     """Run a coordinator alone, for an app that is started by other means.
 
@@ -54,16 +41,6 @@ def coordinator(
     from coordinator.logs import configure
     from coordinator.runtime import run_coordinator
 
-    settings = registry.load(name)
-    if app_socket is not None:
-        settings = override(settings, app_socket=app_socket)
-    if app_auth is not None:
-        settings = override(settings, app_auth=AppAuth(app_auth))
-    if insecure:
-        settings = override(settings, insecure=True)
-    if metrics is not None:
-        settings = override(settings, metrics=metrics)
-    if replay_check is not None:
-        settings = override(settings, replay_check=ReplayCheck(replay_check))
+    settings = override(registry.load(name), **said(options))
     configure(name, level=log_level, log_format=log_format)
     sys.exit(run_coordinator(settings, registry, promote=promote, trust_pickle=trust_pickle))

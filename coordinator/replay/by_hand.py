@@ -8,7 +8,8 @@ from __future__ import annotations
 import select
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+
+from msgspec import structs
 
 from coordinator.app_addresses import host_port
 from coordinator.app_connection import AppConnection
@@ -31,7 +32,7 @@ def accept_two_ports(
     """
     port = free_port((HOST,), set())
     send_port = free_port((HOST,), {port})
-    own = replace(settings, app_host=HOST, app_port=port, app_send_port=send_port, app_socket=None)
+    own = structs.replace(settings, app_host=HOST, app_port=port, app_send_port=send_port, app_socket=None)
     does = "it listens" if own.app_send_mode is AppSendMode.LISTEN else "it connects too"
     epoll = stack.enter_context(select.epoll())
     listener = AppListener(own, Events("replay"), epoll)

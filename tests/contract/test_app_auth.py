@@ -5,7 +5,6 @@ What a false coordinator gets, and what an attacker tries at the handshake, is i
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import socket
@@ -19,6 +18,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from msgspec import structs
 
 from appsdk.authenticate import authenticate
 from appsdk.errors import ConnectError
@@ -238,7 +238,7 @@ def test_over_ipv6(house: House) -> None:
     process = guarded(house)
     with stranger(process.settings, hello(OTHER_SECRET), "::1") as one:
         assert only_refusal(all_that_came(one))
-    settings = dataclasses.replace(process.settings, app_host="::1")
+    settings = structs.replace(process.settings, app_host="::1")
     app = SocketApp(settings, house._apps, extended=True, secret=secret_of(settings)).ready()
     app.impulse(1)
     app.until(lambda: app.accepted == 1)
@@ -534,7 +534,7 @@ def test_nobody_else_is_let_in_by_default(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"app_auth": "never"}, 'got "never", expected "challenge" or "secret" or "none"'),
+        ({"app_auth": "never"}, 'got "never", expected "challenge", "secret" or "none"'),
         ({"app_auth": "secret", "app_send_port": 0}, """got "secret", expected "none" beside an 'app_send_port'"""),
         ({"app_auth": "challenge", "app_send_port": 0}, """got "challenge", expected "none" beside an"""),
         ({"app_socket": "unix:/a", "app_send_port": 0}, "it goes without an 'app_send_port'"),

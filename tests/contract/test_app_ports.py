@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import select
 import socket
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from msgspec import structs
 
 from coordinator import app_dialer, app_listener
 from coordinator.app_addresses import hosts_of
@@ -73,7 +73,7 @@ class TwoPortApp(SocketApp):
         **options: Any,
     ) -> None:
         self.drip = drip
-        self.settings = dataclasses.replace(process.settings, app_host=host)
+        self.settings = structs.replace(process.settings, app_host=host)
         self.listening: socket.socket | None = None
         self.listening_host = listening_host or host
         incoming = None
@@ -322,7 +322,7 @@ def test_both_loopbacks_serve_the_app(house: House, host: str) -> None:
     house.register("alice")
     process = house.start("alice")
     assert f"app=127.0.0.1:{process.settings.app_port}" in process.line("coordinator started")
-    settings = dataclasses.replace(process.settings, app_host=host)
+    settings = structs.replace(process.settings, app_host=host)
     app = SocketApp(settings, house._apps).ready()
     app.impulse(1)
     app.until(lambda: app.state["forwarded"] == [1])
@@ -510,4 +510,4 @@ def test_run_gives_the_app_an_address_that_each_machine_has(house: House) -> Non
     settings = house.settings("alice")
     assert settings.app_host == "localhost"
     assert address(settings) == "127.0.0.1:7002"
-    assert address(dataclasses.replace(settings, app_host="::1")) == "[::1]:7002"
+    assert address(structs.replace(settings, app_host="::1")) == "[::1]:7002"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from coordinator.config import (
     AppAuth,
@@ -286,7 +286,7 @@ settings_values = st.builds(
 
 @given(settings_values, app_ports)
 def test_what_is_written_reads_the_same(settings: InstanceSettings, ports: tuple[Any, ...]) -> None:
-    settings = dataclasses.replace(settings, **dict(zip(PORT_FIELDS, ports, strict=True)))
+    settings = structs.replace(settings, **dict(zip(PORT_FIELDS, ports, strict=True)))
     text = settings_text(settings, log=settings.log)
     assert check_settings(tomllib.loads(text), "counter", Path("/home/x/counter.toml"), text) == settings
 
@@ -311,7 +311,7 @@ def test_defaults_are_not_written(tmp_path: Path) -> None:
     for good in (GOOD, 'peer = "tcp://127.0.0.1:7001"\n'):
         settings = read(tmp_path, good)
         assert settings_text(settings, log=None) == good
-    assert "log = " in settings_text(dataclasses.replace(settings, log=Path("/x")), log=Path("/x"))
+    assert "log = " in settings_text(structs.replace(settings, log=Path("/x")), log=Path("/x"))
 
 
 def test_a_failed_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,55 @@
+"""register, unregister."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from coordinator.cli.common import echo, name_argument, pass_registry
+from coordinator.cli.setting_options import register_options, said
+from coordinator.config import AppSendMode
+from coordinator.registry import Registry
+
+
+@click.command()
+@name_argument
+@register_options
+@pass_registry
+def register(registry: Registry, /, name: str, **options: Any) -> None:
+    """Write the settings of a new instance, and make its keys."""
+    from coordinator import keys, own_logs
+
+    given = said(options)
+    if "app_send_mode" in given and "app_send_port" not in given:
+        raise click.UsageError("--app-send-mode needs --app-send-port, the port that it is about")
+    settings = registry.register(name, **given)
+    keys.make(settings.folder)
+    own_logs.OwnLogs(settings.folder).begin()
+    app = " and ".join(settings.app_addresses)
+    start = f"immortal run {name} MODULE:CLASS"
+    if settings.app_send_port is not None:
+        does = "listens" if settings.app_send_mode is AppSendMode.LISTEN else "connects, too,"
+        app += f" ({does} at {settings.app_send_address})"
+        start = f"immortal coordinator {name}"
+    echo(f"registered {name}: peers at {settings.peer}, app at {app}")
+    echo(f"settings in {_relative(registry.path(name))}; start it with: {start}")
+
+
+@click.command()
+@name_argument
+@click.option("--delete-log", is_flag=True, help="Delete its log as well: its whole state, for good.")
+@pass_registry
+def unregister(registry: Registry, name: str, delete_log: bool) -> None:
+    """Remove an instance's settings; its log stays unless --delete-log is given."""
+    log = registry.unregister(name, delete_log=delete_log)
+    kept = f"; its log stays in {_relative(log)}" if log.exists() else ""
+    echo(f"unregistered {name}{kept}")
+
+
+def _relative(path: Path) -> str:
+    """As a person would write it, where that is shorter."""
+    relative = os.path.relpath(path)
+    return relative if not relative.startswith("..") else str(path)

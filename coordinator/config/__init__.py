@@ -1,0 +1,39 @@
+"""The settings of one instance: a TOML file, read strictly, written whole or not at all.
+
+    peer = "tcp://127.0.0.1:7001"       where other coordinators reach this one
+
+Everything else has a default. A file that says something which is not understood is an error that names the file, the
+line and the field: a typo must not become a default. Every setting stands in :mod:`coordinator.config.schema`, once.
+"""
+
+from coordinator.config.reading import check_settings, line_of, near_miss, read_settings
+from coordinator.config.schema import AppAuth, AppSendMode, InstanceSettings, Tuning
+from coordinator.config.values import (
+    LOG_KEY_FILE,
+    ConfigError,
+    check_instance_name,
+    split_tcp,
+)
+from coordinator.config.writing import (
+    override,
+    settings_text,
+    write_atomically,
+)
+
+__all__ = [
+    "LOG_KEY_FILE",
+    "AppAuth",
+    "AppSendMode",
+    "ConfigError",
+    "InstanceSettings",
+    "Tuning",
+    "check_instance_name",
+    "check_settings",
+    "line_of",
+    "near_miss",
+    "override",
+    "read_settings",
+    "settings_text",
+    "split_tcp",
+    "write_atomically",
+]

@@ -1,0 +1,216 @@
+"""A settings file is read strictly: what is not understood is an error that names the file, the line and the field."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from coordinator.app_addresses import LOCALHOST, is_loopback
+from coordinator.config.schema import AppAuth, InstanceSettings
+from coordinator.config.setting import Setting, setting_of, settings_of
+from coordinator.config.values import ConfigError, WrongValueError, check_instance_name
+from coordinator.core.permissions import ANYTHING
+
+
+def near_miss(word: str, known: Iterable[str]) -> str:
+    """ ": did you mean 'x'?" when ``word`` looks like a known one, else nothing."""
+    import difflib  # here: few words are wrong
+
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f": did you mean {close[0]!r}?" if close else ""
+
+
+class Source(Struct, frozen=True):
+    """A file, and its text for the lines in errors; "" where there is none."""
+
+    path: Path
+    text: str = ""
+
+    def place(self, key: str, table: str = "") -> str:
+        """Where ``key`` of ``table`` is set; where that is not found, the table itself."""
+        line = line_of(self.text, key, table)
+        if line is None and table:
+            parent, _, last = table.rpartition(".")
+            return self.place(last, parent)
+        return f"{self.path}, line {line}" if line else str(self.path)
+
+    def field(self, key: str, table: str = "") -> str:
+        return f"{self.place(key, table)}, field {_dotted(table, key)!r}"
+
+
+def read_toml(path: Path) -> tuple[dict[str, Any], Source]:
+    """Raises ConfigError, and FileNotFoundError if there is none."""
+    try:
+        text = path.read_text("utf-8")
+        return tomllib.loads(text), Source(path, text)
+    except FileNotFoundError:
+        raise
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}, byte {error.start}: the file is not UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(_syntax_error(path, text, str(error))) from None
+
+
+def read_table(source: Source, schema: type[Struct], values: Mapping[str, Any], table: str = "") -> dict[str, Any]:
+    """The attributes that ``values`` give, those of ``schema``. Raises ConfigError."""
+    settings = settings_of(schema)
+    for key in values:
+        if key not in settings:
+            hint = near_miss(key, settings) or f": known are {', '.join(settings)}"
+            raise ConfigError(f"{source.field(key, table)}: unknown field{hint}")
+    found = {key: _read(source, settings[key], key, value, table) for key, value in values.items()}
+    for setting in settings.values():
+        if setting.is_required and setting.name not in found:
+            raise ConfigError(f"{source.path}: the field {_dotted(table, setting.name)!r} is missing")
+    return found
+
+
+def _read(source: Source, setting: Setting, key: str, value: Any, table: str) -> Any:
+    if isinstance(value, dict) and "table" in setting.about:
+        setting = setting_of(setting.about["table"])
+    name = _dotted(table, key)
+    if setting.is_table and not isinstance(value, dict):
+        raise ConfigError(f"{source.field(key, table)}: got {_shown(value)}, expected a table [{name}]")
+    if setting.schema is not None:
+        return setting.schema(**read_table(source, setting.schema, value, name))
+    if setting.is_table:  # of names
+        for each in value:
+            try:
+                check_instance_name(each)
+            except ConfigError as error:
+                raise ConfigError(f"{source.place(each, name)}, table [{name}]: {error}") from None
+        of_each = setting.of_each
+        return {each: _read(source, of_each, each, said, name) for each, said in value.items()}
+    try:
+        return setting.value_of(value)
+    except WrongValueError as error:
+        raise ConfigError(f"{source.field(key, table)}: got {_shown(value)}, expected {error}") from None
+
+
+def read_settings(path: Path, name: str) -> InstanceSettings:
+    """Read and check the settings file of ``name``. Raises ConfigError, and FileNotFoundError if there is none."""
+    values, source = read_toml(path)
+    return check_settings(values, name, path, source.text)
+
+
+def check_settings(values: Mapping[str, Any], name: str, path: Path, text: str = "") -> InstanceSettings:
+    """The settings that ``values`` give. ``path`` is their file, ``text`` its text (for the lines in errors).
+
+    Paths are relative to the folder of the file. Raises ConfigError.
+    """
+    source = Source(path, text)
+    given = read_table(source, InstanceSettings, values)
+    _check_keys(given, source)
+    _check_app_ports(given, source)
+    given.setdefault("app_auth", default_app_auth(given.get("app_send_port")))
+    _check_app_auth(given, source)
+    _check_metrics_files(given, source)
+    if isinstance(allowed := given.get("allow"), dict):
+        limited = {caller: permission for caller, permission in allowed.items() if permission != ANYTHING}
+        given |= {"allow": tuple(allowed), "permissions": limited}
+    folder = path.parent / check_instance_name(name)
+    given.setdefault("log", folder / "log")
+    given |= {key: path.parent / value for key, value in given.items() if isinstance(value, Path)}
+    return InstanceSettings(name=name, folder=folder, **given)
+
+
+# --- what settings say about each other -------------------------------------------------------------------------------
+
+
+def default_app_auth(app_send_port: int | None) -> AppAuth:
+    """Two ports are for clients that know only the base protocol, which has no secret."""
+    return AppAuth.CHALLENGE if app_send_port is None else AppAuth.NONE
+
+
+def _check_keys(given: Mapping[str, Any], source: Source) -> None:
+    if both := given.get("peer_keys", {}).keys() & given.get("client_keys", {}).keys():
+        field = source.field(min(both), "client_keys")
+        raise ConfigError(f"{field}: it stands under [peer_keys] too; a name is an instance's or a client's")
+
+
+def _check_metrics_files(given: Mapping[str, Any], source: Source) -> None:
+    together = ("metrics_certificate_file", "metrics_key_file")
+    alone = [file for file in together if file in given]
+    if len(alone) == 1:
+        raise ConfigError(
+            f"{source.place(alone[0])}: {' and '.join(map(repr, together))} go together, one of them is missing"
+        )
+
+
+def _check_app_ports(given: Mapping[str, Any], source: Source) -> None:
+    if "app_send_mode" in given and "app_send_port" not in given:
+        raise ConfigError(f"{source.field('app_send_mode')}: it needs an 'app_send_port', the port that it is about")
+    for needs in ("app_send_port", "app_host"):
+        if needs in given and "app_port" not in given:
+            raise ConfigError(f"{source.field(needs)}: it needs an 'app_port'; without, the app has a Unix socket")
+    if "app_send_port" in given and given["app_send_port"] == given["app_port"]:
+        raise ConfigError(
+            f"{source.field('app_send_port')}: got {given['app_port']}, expected another port than 'app_port'"
+            " (without 'app_send_port' one connection serves both directions)"
+        )
+
+
+def _check_app_auth(given: Mapping[str, Any], source: Source) -> None:
+    auth, two_ports = given["app_auth"], "app_send_port" in given
+    if two_ports and auth is not AppAuth.NONE:
+        raise ConfigError(
+            f'{source.field("app_auth")}: got {_shown(str(auth))}, expected "none" beside an'
+            " 'app_send_port': at the second port nothing is shown that a proof could stand in"
+        )
+    if two_ports and "app_socket" in given:
+        raise ConfigError(
+            f"{source.field('app_socket')}: one connection to it serves both directions, so it goes without an"
+            " 'app_send_port'"
+        )
+    host = given.get("app_host", LOCALHOST)
+    if auth is AppAuth.NONE and not is_loopback(host) and not given.get("app_insecure"):
+        raise ConfigError(
+            f'{source.field("app_host")}: with app_auth "none" whoever reaches {host} could be the app of this'
+            ' instance: take a loopback address, or app_auth = "challenge"; if it is meant, say app_insecure = true'
+        )
+
+
+# --- places in errors -------------------------------------------------------------------------------------------------
+
+
+def _dotted(table: str, key: str) -> str:
+    return f"{table}.{key}" if table else key
+
+
+def _shown(value: object) -> str:
+    shown = f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
+    return shown if len(shown) <= 80 else f"{shown[:77]}..."
+
+
+def line_of(text: str, key: str, table: str = "") -> int | None:
+    """The line, from 1, where ``key`` of ``table`` is set; tomllib does not tell. None if it is not found."""
+    current = ""
+    spelled = rf"(?:{re.escape(key)}|\"{re.escape(key)}\"|'{re.escape(key)}')"
+    setting = re.compile(rf"\s*{spelled}\s*[.=]")
+    header = re.compile(r"\s*\[\[?\s*[\"']?([^\]\"']+?)[\"']?\s*\]")
+    for number, line in enumerate(text.splitlines(), 1):
+        if match := header.match(line):
+            current = match[1]
+            if f"{current}.".startswith(f"{_dotted(table, key)}."):
+                return number
+        elif current == table and setting.match(line):
+            return number
+    return None
+
+
+def _syntax_error(path: Path, text: str, message: str) -> str:
+    match = re.search(r"\(at line (\d+), column (\d+)\)", message)
+    if match is None:  # "at end of document"
+        return f"{path}, line {max(1, len(text.splitlines()))}: no valid TOML: {message}"
+    reason = message[: match.start()].strip()
+    lines = text.splitlines()
+    line = int(match[1])
+    content = lines[line - 1].strip() if line <= len(lines) else ""
+    return f"{path}, line {line}, column {match[2]}: no valid TOML: {reason}" + (f": {content[:80]}" if content else "")

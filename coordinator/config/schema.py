@@ -1,0 +1,233 @@
+"""Every setting of an instance: one line each, from which all else comes.
+
+What stands here is checked when a settings file is read, is written back, is an option of 'immortal register' where it
+has one value, and stands in the table of docs/guide/settings.md. A new setting is one more field.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+from msgspec import Struct, field
+
+from coordinator.app_addresses import LOCALHOST, SOCKET_FILE_NAME, UNIX, host_port
+from coordinator.config.values import (
+    App,
+    AppSocket,
+    Callers,
+    Endpoint,
+    File,
+    Folder,
+    Host,
+    HostPort,
+    LogKey,
+    PeerTemplate,
+    Port,
+    PublicKeys,
+    says,
+    whole,
+)
+from coordinator.core.limits import ReplayCheck
+from coordinator.core.permissions import Permission
+from coordinator.socket_paths import socket_path
+from protocol.limits import ARGUMENTS_SIZE_MIB_DEFAULT, ARGUMENTS_SIZE_MIB_MAX
+
+
+class AppSendMode(enum.StrEnum):
+    """What the app of a two-port instance does at its second port, from which it is sent to."""
+
+    CONNECT = "connect"
+    LISTEN = "listen"
+
+
+class AppAuth(enum.StrEnum):
+    """How an app shows that it is the instance's own."""
+
+    CHALLENGE = "challenge"  # both prove that they know the coordinator's secret, which is not sent
+    SECRET = "secret"  # noqa: S105 (a name) or it may show it, in its Hello: for apps that can't answer a challenge
+    NONE = "none"  # it need not: for clients that know only the base protocol
+
+
+class Tuning(Struct, frozen=True):
+    """Limits that few will ever change: the table [tuning]."""
+
+    group_size_kib_max: Annotated[int, whole(1, 1 << 20, "KiB"), says("Input that one commit makes durable.")] = 1024
+    commit_inline_kib_max: Annotated[
+        int, whole(0, 1 << 20, "KiB"), says("Larger groups are committed on a thread.")
+    ] = 32
+    peer_buffer_mib_max: Annotated[
+        int, whole(1, 1 << 20, "MiB"), says("Outputs in memory that one peer has not acknowledged; more goes to disk.")
+    ] = 64
+    peer_window_kib_max: Annotated[
+        int, whole(64, 1 << 20, "KiB"), says("On their way from or to one peer, not acknowledged.")
+    ] = 16_384
+    receive_buffer_mib_max: Annotated[
+        int, whole(1, 1 << 20, "MiB"), says("On their way here, of all peers together.")
+    ] = 64
+    clock_hold_s: Annotated[
+        int, whole(1, 7 * 86_400, "seconds"), says("A jump of the clock is taken when it has stood for so long.")
+    ] = 600
+
+
+_Checkpoints = Annotated[int, whole(1, 1_000_000, none="all")]  # what is meant beyond this is "all"
+_Days = Annotated[int, whole(1, 36_500, "days")]  # a hundred years: beyond it keep_checkpoints = "all" is meant
+_Age = Annotated[int, whole(1, 366 * 86_400, "seconds")]
+_Kills = Annotated[int, whole(1, 1000, none="never")]
+_LogSize = Annotated[int, whole(1, 1 << 30, "MiB")]
+
+
+class InstanceSettings(Struct, frozen=True, kw_only=True):
+    """One instance. What says nothing of itself stands in no file."""
+
+    name: str
+    folder: Path  # of its files of the running time, and of its log unless ``log`` says otherwise
+
+    peer: Annotated[
+        Endpoint, says("Where peers reach it; 'immortal register' takes a free port for tcp://127.0.0.1:*.")
+    ]
+    peer_template: Annotated[
+        PeerTemplate | None, says("Where all peers are that are neither in [peers] nor registered.")
+    ] = None
+    allow: Annotated[
+        Callers | None, says("The peers and clients that may call, and what.", default="all that are registered")
+    ] = None
+    insecure: Annotated[
+        bool, says("Let it talk in plain, and to anybody, where keys are missing, also to other machines.")
+    ] = False
+    app_host: Annotated[Host, says("The address of the ports for its app.")] = LOCALHOST
+    app_port: Annotated[
+        Port | None,
+        says(
+            "Where its app may connect over TCP; 'immortal register' takes a free port for *.",
+            default="by a Unix socket alone; * with app_send_port, app_host or app_auth none",
+        ),
+    ] = None
+    app_send_port: Annotated[
+        Port | None,
+        says(
+            "For an app that uses two ports: where it is sent to; 'immortal register' takes a free one for *.",
+            default="app_port for both",
+        ),
+    ] = None
+    app_send_mode: Annotated[
+        AppSendMode, says("What the app does at app_send_port: connect, or listen until its coordinator connects.")
+    ] = AppSendMode.CONNECT
+    app_socket: Annotated[AppSocket | None, says("The Unix socket for its app.", default="HOME/NAME/app.sock")] = None
+    app_auth: Annotated[
+        AppAuth,
+        says(
+            "challenge: its app and the coordinator prove to each other that they know a secret; secret: the app may "
+            "send it instead; none: for clients that know only the base protocol.",
+            default="challenge, with app_send_port none",
+        ),
+    ] = AppAuth.CHALLENGE
+    app_insecure: Annotated[bool, says("app_auth none is meant, although others than this machine reach app_host.")] = (
+        False
+    )
+    log: Annotated[Folder, says("The log's folder.", default="HOME/NAME/log")]
+    log_key: Annotated[
+        LogKey | None,
+        says(
+            "Authenticate its log with a key, in HOME/NAME/keys/log_key (file) or in another file: nobody else can "
+            "write it then."
+        ),
+    ] = None
+    keep_checkpoints: Annotated[
+        _Checkpoints | None, says("How many are kept, with the log after the oldest of them; all: for time travel.")
+    ] = 2  # the newest, and one to fall back on
+    keep_log_days: Annotated[
+        _Days | None,
+        says(
+            "Keep beside them what it takes to replay the last so many days; with keep_checkpoints all: only that.",
+            default="time does not count",
+        ),
+    ] = None
+    log_trigger_mb: Annotated[int, whole(1, 1 << 30, "MiB"), says("A checkpoint is taken after so much log.")] = 1024
+    checkpoint_age_s: Annotated[
+        _Age | None,
+        says(
+            "A checkpoint is taken when the last one is so old and there is anything new.", default="age does not count"
+        ),
+    ] = None
+    kills_before_verdict: Annotated[
+        _Kills | None,
+        says("A message that ends so many runs of the app in a row is not given to it again; never: it always is."),
+    ] = 3  # once may be chance, twice bad luck
+    replay_check: Annotated[
+        ReplayCheck | None,
+        says(
+            "What of a recovery's replay must be as it was: all calls; how many and their order, while other contents "
+            "are a warning; nothing.",
+            default="strict, counts for an app that says no Hello",
+        ),
+    ] = None
+    rpc_limit_mb: Annotated[
+        int, whole(1, ARGUMENTS_SIZE_MIB_MAX, "MiB"), says("The arguments of one call of its app may have so many MiB.")
+    ] = ARGUMENTS_SIZE_MIB_DEFAULT
+    spill_limit_mb: Annotated[
+        int,
+        whole(0, 1 << 30, "MiB"),
+        says("Calls that wait for peers may take so much of the disk; beyond it the app is slowed."),
+    ] = 4096
+    log_limit_mb: Annotated[
+        _LogSize | None,
+        says("A log of more than this takes no input from peers until the app catches up.", default="no limit"),
+    ] = None
+    disk_free_mb: Annotated[
+        int,
+        whole(0, 1 << 30, "MiB"),
+        says("A log whose disk has less than this left takes no input from peers either."),
+    ] = 0
+    metrics: Annotated[
+        HostPort | None, says("Where Prometheus finds what 'immortal status' shows; HOST:* is a free port.")
+    ] = None
+    metrics_token_file: Annotated[File | None, says("Who asks for the metrics must bring what is in this file.")] = None
+    metrics_certificate_file: Annotated[
+        File | None, says("The metrics are served with TLS, by this certificate and metrics_key_file.")
+    ] = None
+    metrics_key_file: Annotated[File | None, says("The key of metrics_certificate_file.")] = None
+    app: Annotated[App | None, says("What 'immortal run' runs; it writes down the one of the last run.")] = None
+    tuning: Annotated[Tuning, says("Limits that few will ever change.")] = field(default_factory=Tuning)
+    peers: Annotated[Mapping[str, Endpoint], says("Where peers are that are no part of the registry, by name.")] = (
+        field(default_factory=dict)
+    )
+    peer_keys: Annotated[
+        Mapping[str, PublicKeys], says("Public keys of peers that no registry file gives, by name.")
+    ] = field(default_factory=dict)
+    client_keys: Annotated[
+        Mapping[str, PublicKeys], says("Public keys of clients that no registry file gives, by name.")
+    ] = field(default_factory=dict)
+
+    permissions: Mapping[str, Permission] = field(
+        default_factory=dict
+    )  # of those in ``allow`` that may not do everything
+
+    @property
+    def app_address(self) -> str | None:
+        """``HOST:PORT`` where the app connects over TCP; None if there is no port."""
+        return None if self.app_port is None else host_port(self.app_host, self.app_port)
+
+    @property
+    def app_unix_address(self) -> str | None:
+        """``unix:PATH`` of its Unix socket: that of the settings, or app.sock in its folder. None: ports alone.
+
+        That is where there are two of them, and for a client of the base protocol, which has one and proves nothing.
+        """
+        if self.app_socket is not None:
+            return self.app_socket
+        if self.app_send_port is not None or (self.app_port is not None and self.app_auth is AppAuth.NONE):
+            return None
+        return f"{UNIX}{socket_path(self.folder, SOCKET_FILE_NAME)}"
+
+    @property
+    def app_addresses(self) -> list[str]:
+        """Where the app may connect, the nearest first."""
+        return [address for address in (self.app_unix_address, self.app_address) if address is not None]
+
+    @property
+    def app_send_address(self) -> str | None:
+        """``HOST:PORT`` of the second port; None if there is none."""
+        return None if self.app_send_port is None else host_port(self.app_host, self.app_send_port)

@@ -1,0 +1,236 @@
+"""The kinds of values that settings have: each a type with what msgspec checks of it, and what it can't.
+
+``Meta.extra`` of a kind or of a setting may say:
+
+    expected    what a value must be, in words, where the type does not say it
+    read        a function in place of msgspec's: from the value in a file to the attribute; it raises WrongValueError
+    table       a kind that may stand there instead, as a table
+    unit        of a number
+    none        the word in the file that stands for None
+    default     in words, where the default is worked out, or None
+
+and for an option:
+
+    metavar     what its help calls the value
+    free        what its text may end with: 'immortal register' chooses
+    bare        its value where it is given without one
+    path        "file" or "folder": it is relative to the working directory
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from coordinator.app_addresses import UNIX
+from coordinator.core.permissions import ANYTHING, Permission
+from coordinator.socket_paths import UNIX_PATH_SIZE_BYTES_MAX
+from protocol.errors import ImmortalError
+from protocol.extensions import QUERIES
+
+INSTANCE_NAME_SIZE_MAX = 64  # characters; the name is a file name, and part of each message between coordinators
+CALLS_MAX = 1_000_000_000  # in a second, or open: what is meant beyond this is no limit
+NAME_PLACE = "{name}"  # in peer_template
+IPC_PATH_SIZE_MAX = 107  # bytes; the kernel's limit for the path of a Unix socket
+LOG_KEY_FILE = "file"  # as log_key: a key in the instance's own folder
+
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_APP = r"\A[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*\Z"
+_PUBLIC_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+_TCP = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9][A-Za-z0-9._%-]*):(?P<port>\d{1,5}|\*)")
+
+
+class ConfigError(ImmortalError):
+    """A setting is not what it must be."""
+
+
+class WrongValueError(ValueError):
+    """A value is not what it must be. ``str`` of it is what was expected; nothing: what its kind says."""
+
+
+def check_instance_name(name: str) -> str:
+    """``name``, if an instance can have it; ConfigError otherwise."""
+    if len(name) > INSTANCE_NAME_SIZE_MAX:
+        raise ConfigError(
+            f"the instance name {name[:20]!r}... has {len(name)} characters,"
+            f" at most {INSTANCE_NAME_SIZE_MAX} are allowed"
+        )
+    if not re.fullmatch(_NAME, name) or name.endswith(".toml"):
+        raise ConfigError(
+            f"{name!r} is no instance name: letters, digits, '-', '_' and '.', starting with a letter or digit,"
+            " not ending in '.toml'"
+        )
+    return name
+
+
+def check_app(app: str) -> str:
+    """``app``, if it has the form "module:Class"; ConfigError otherwise."""
+    if not re.search(_APP, app):
+        raise ConfigError(f'{app!r} names no app: expected "module:Class"')
+    return app
+
+
+def split_tcp(endpoint: str) -> tuple[str, int] | None:
+    """(host without brackets, port) of a tcp endpoint; port 0 stands for `*`. None for any other text."""
+    match = _TCP.fullmatch(endpoint)
+    if match is None or match["host"] == "*":
+        return None
+    port = 0 if match["port"] == "*" else int(match["port"])
+    if port > 65535 or (port == 0 and match["port"] != "*"):
+        return None
+    return match["host"].strip("[]"), port
+
+
+def permission_of(value: object) -> Permission:
+    """What a value of the table [allow] means; ValueError says what was expected."""
+    if isinstance(value, dict):
+        if unknown := set(value) - {"methods", "rate", "concurrent"}:
+            raise WrongValueError(f'"methods", "rate" and "concurrent", not "{min(unknown)}"')
+        methods = permission_of(value.get("methods", "*")).methods
+        return Permission(methods, *(_number_of_calls(value.get(key), key) for key in ("rate", "concurrent")))
+    if value == "*":
+        return ANYTHING
+    if not isinstance(value, list) or not all(_is_method(name) for name in value):
+        raise WrongValueError(
+            'a list of names of methods, such as ["place", "total"], with "@query" for all that only read, or "*" for '
+            'all of them; or a table with "methods", "rate" (calls in a second) and "concurrent" (open calls)'
+        )
+    return Permission(frozenset(value))
+
+
+def _is_method(name: object) -> bool:
+    return isinstance(name, str) and (name.isidentifier() or name == QUERIES)
+
+
+def _number_of_calls(value: object, key: str) -> int | None:
+    if value is not None and (type(value) is not int or not 1 <= value <= CALLS_MAX):
+        raise WrongValueError(f'a whole number from 1 to {CALLS_MAX} as "{key}"')
+    return value if isinstance(value, int) else None
+
+
+def _endpoint(value: object) -> str:
+    if not isinstance(value, str):
+        raise WrongValueError
+    if value.startswith("ipc://"):
+        path = value.removeprefix("ipc://")
+        if len(path.encode()) > IPC_PATH_SIZE_MAX:
+            raise WrongValueError(f"a path of at most {IPC_PATH_SIZE_MAX} bytes behind ipc://")
+        if not path or "\0" in path:
+            raise WrongValueError
+        return value
+    address = split_tcp(value)
+    if address is None:
+        raise WrongValueError
+    if address[1] == 0:
+        raise WrongValueError("an endpoint with its port (`*` is for 'immortal register' alone)")
+    return value
+
+
+def _peer_template(value: object) -> str:
+    """An endpoint as soon as a name stands for {name}."""
+    if not isinstance(value, str) or NAME_PLACE not in value:
+        raise WrongValueError
+    _endpoint(value.replace(NAME_PLACE, "x"))
+    return value
+
+
+def _app_socket(value: object) -> str:
+    if not isinstance(value, str) or not value.startswith(f"{UNIX}/") or "\0" in value:
+        raise WrongValueError
+    size_bytes = len(os.fsencode(value.removeprefix(UNIX)))
+    if size_bytes > UNIX_PATH_SIZE_BYTES_MAX:
+        raise WrongValueError(f"a path of at most {UNIX_PATH_SIZE_BYTES_MAX} bytes behind {UNIX}, it has {size_bytes}")
+    return value
+
+
+def _metrics(value: object) -> str:
+    if not isinstance(value, str) or split_tcp(f"tcp://{value}") is None:
+        raise WrongValueError
+    return value
+
+
+def _path(value: object) -> Path:
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise WrongValueError
+    return Path(value)
+
+
+def _public_keys(value: object) -> tuple[str, ...]:
+    found = value if isinstance(value, list) else [value]
+    if not found or not all(isinstance(key, str) and _PUBLIC_KEY.fullmatch(key) for key in found):
+        raise WrongValueError
+    return tuple(found)
+
+
+def whole(least: int, most: int, unit: str = "", **more: Any) -> Meta:
+    """A whole number in a range; see above for ``more``."""
+    return Meta(ge=least, le=most, extra={"unit": unit, **more})
+
+
+def kind(metavar: str, expected: str, **more: Any) -> Meta:
+    """What a kind of value is; see above."""
+    return Meta(extra={"metavar": metavar, "expected": expected, **more})
+
+
+def says(text: str, **more: Any) -> Meta:
+    """What a setting is for, in a sentence or more for 'immortal register --help' and the docs; see above for ``more``.
+
+    A field of a schema without it is no setting.
+    """
+    return Meta(description=text, extra=more)
+
+
+Name = Annotated[str, Meta(pattern=rf"\A(?!.*\.toml\Z){_NAME}\Z", max_length=INSTANCE_NAME_SIZE_MAX)]
+Port = Annotated[int, whole(1, 65_535, free="*")]
+Endpoint = Annotated[
+    str,
+    kind(
+        "ENDPOINT", 'an endpoint such as "tcp://127.0.0.1:7001" or "ipc:///run/counter.sock"', read=_endpoint, free=":*"
+    ),
+]
+PeerTemplate = Annotated[
+    str,
+    kind(
+        "ENDPOINT",
+        f'an endpoint with {NAME_PLACE} in it, such as "tcp://{NAME_PLACE}.example:7400"',
+        read=_peer_template,
+    ),
+]
+Host = Annotated[
+    str,
+    Meta(pattern=r"\A[^\s/\[\]*]+\Z"),
+    kind("HOST", 'an address such as "127.0.0.1", or "localhost" for both loopbacks'),
+]
+AppSocket = Annotated[
+    str,
+    kind("unix:PATH", '"unix:" and an absolute path, such as "unix:/run/counter.sock"', read=_app_socket, path="file"),
+]
+App = Annotated[str, Meta(pattern=_APP), kind("MODULE:CLASS", '"module:Class"')]
+HostPort = Annotated[
+    str, kind("HOST:PORT", 'HOST:PORT such as "127.0.0.1:9400" (HOST:* takes a free port)', read=_metrics)
+]
+File = Annotated[Path, kind("FILE", "a path", read=_path, path="file")]
+Folder = Annotated[Path, kind("FOLDER", "a path", read=_path, path="folder")]
+LogKey = Annotated[
+    str,
+    Meta(pattern=rf"\A({LOG_KEY_FILE}|/[^\0]*)\Z"),
+    kind("[FILE]", f'"{LOG_KEY_FILE}", or the absolute path of a file', bare=LOG_KEY_FILE, path="file"),
+]
+PublicKeys = Annotated[
+    tuple[str, ...], kind("", "a public key, 40 characters of Z85, or a list of them", read=_public_keys)
+]
+Grant = Annotated[Permission, kind("", "the methods that it may call", read=permission_of)]
+Callers = Annotated[
+    tuple[Name, ...],
+    kind(
+        "",
+        'a list of instance names, such as ["reader", "feeder"], or a table [allow] of names and the methods that each '
+        'may call, such as reader = ["total"]',
+        table=Mapping[str, Grant],
+    ),
+]
