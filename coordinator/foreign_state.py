@@ -9,7 +9,7 @@ from coordinator.core.errors import DamagedCheckpointError, LogError
 from protocol.state_envelope import PICKLE, serializer_of
 
 if TYPE_CHECKING:
-    from coordinator.replay.source import RecordSource
+    from coordinator.log.source import RecordSource
 
 
 class PickleRefusedError(LogError):

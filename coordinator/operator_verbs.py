@@ -68,7 +68,7 @@ def event_of(verb: str, argument: bytes | str, token: object, store: LogStore, k
 
 def _message(store: LogStore, sequence_id: int, message_index: int) -> bytes | None:
     """The message as it is in the log; None if there is none. Raises VerbError, LogError."""
-    from coordinator.replay.contents import message_at, record_of  # replays are no part of a coordinator's start
+    from coordinator.log.contents import message_at, record_of  # replays are no part of a coordinator's start
 
     summary = store.summary()
     if message_index < 0 or not summary.first_sequence_id <= sequence_id <= summary.last_sequence_id:

@@ -11,9 +11,9 @@ from appsdk.immortal import Immortal
 from appsdk.proxy import definition_of
 from appsdk.testing.replaying import ReplayDiffers, problems_of
 from coordinator.log import open_reader
-from coordinator.replay.recorded import RecordedLog
-from coordinator.replay.source import RecordSource
+from coordinator.log.source import RecordSource
 from protocol.shown import printable_message
+from replay.recorded import RecordedLog
 
 PathLike = str | os.PathLike[str]
 

@@ -21,8 +21,8 @@ from appsdk.testing.memory import MemorySource
 from appsdk.testing.node import Node
 from appsdk.testing.world import World
 from coordinator.core import events as ev
-from coordinator.replay.recorded import RecordedLog
 from protocol.verdicts import Verdict
+from replay.recorded import RecordedLog
 
 if TYPE_CHECKING:
     from appsdk.definition import Definition

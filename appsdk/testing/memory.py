@@ -23,7 +23,7 @@ def checkpoint_chunks(store: MemoryLogStore, checkpoint_id: int) -> Iterator[byt
 
 
 class MemorySource:
-    """A :class:`coordinator.replay.RecordSource` over the log of the instance ``name``."""
+    """A :class:`replay.RecordSource` over the log of the instance ``name``."""
 
     def __init__(self, name: str, store: MemoryLogStore) -> None:
         self._store = store

@@ -16,20 +16,20 @@ from coordinator.core.errors import require
 from coordinator.core.interfaces import CheckpointHeader
 from coordinator.core.words import call_in_words
 from coordinator.foreign_state import refuse_pickle
-from coordinator.replay.contents import message_at, record_of
-from coordinator.replay.inspection import DIFFERENCES_MAX
-from coordinator.replay.plan import ReplayPlan, plan_route
-from coordinator.replay.positions import KeptImpulses, Outputs
-from coordinator.replay.result import ReplayResult, Sink
-from coordinator.replay.session import BlobPiece, Ended, Event, ReplaySession, VerdictGiven
-from coordinator.replay.source import RecordSource
-from coordinator.replay.verify import CheckingSink, Section, StateFinding, stretches
-from coordinator.replay.verify_report import Report
+from coordinator.log.contents import message_at, record_of
+from coordinator.log.source import RecordSource
 from protocol.checksum import crc64
 from protocol.errors import ImmortalError
 from protocol.record import decode_header
 from protocol.trailer import decode_trailer
 from protocol.verdicts import Verdict
+from replay.inspection import DIFFERENCES_MAX
+from replay.plan import ReplayPlan, plan_route
+from replay.positions import KeptImpulses, Outputs
+from replay.result import ReplayResult, Sink
+from replay.session import BlobPiece, Ended, Event, ReplaySession, VerdictGiven
+from replay.verify import CheckingSink, Section, StateFinding, stretches
+from replay.verify_report import Report
 
 BLAMED_MESSAGES_MAX = 3  # of a record, that are shown
 
@@ -141,7 +141,7 @@ def verify_section(
     definition: Definition,
     receivers: Mapping[str, RecordSource],
 ) -> Section:
-    """As :func:`coordinator.replay.verify.verify_section`, with the class ``definition`` in this process.
+    """As :func:`replay.verify.verify_section`, with the class ``definition`` in this process.
 
     Raises AppError for a state that can't be restored, and its like.
     """

@@ -110,8 +110,8 @@ def _show_audit(settings: InstanceSettings, as_json: bool) -> None:
 
 def _methods(registered: str | None, given: str | None) -> Methods | None:
     """What the class names; None where none is known. Raises ReplayError for one that was given and can't be found."""
-    from coordinator.replay import ReplayError
-    from coordinator.replay.inspection import method_names
+    from replay import ReplayError
+    from replay.inspection import method_names
 
     app = given or registered
     if app is None:
@@ -184,7 +184,7 @@ def export(registry: Registry, name: str, file: Path) -> None:
     settings = registry.load(name)
     require_log(settings)
     from coordinator import own_logs
-    from coordinator.replay.recorded import RecordedLog
+    from replay.recorded import RecordedLog
 
     with own_logs.open_reader(settings) as reader:
         recorded = RecordedLog.of(reader)
@@ -252,7 +252,7 @@ def diff(registry: Registry, first: str, second: str, limit: int, as_json: bool)
     from coordinator.cli.log_diff import diff_lines, diff_values
     from coordinator.cli.progress import progress_bar
     from coordinator.log import open_reader
-    from coordinator.replay.log_diff import diff_logs
+    from replay.log_diff import diff_logs
 
     with open_reader(folders[0]) as ours, open_reader(folders[1]) as theirs:
         with progress_bar("comparing") as progress:

@@ -8,7 +8,7 @@ from typing import Any
 from coordinator.cli.records import describe_record, record_lines, time_text
 from coordinator.core.interfaces import CheckpointHeader
 from coordinator.log import LoggedValue, LogReader
-from coordinator.replay.log_diff import DAMAGE, LogDiff, RecordDifference
+from replay.log_diff import DAMAGE, LogDiff, RecordDifference
 
 Pair = tuple[str, str]
 

@@ -28,15 +28,15 @@ from coordinator.cli.progress import progress_bar
 from coordinator.config import InstanceSettings
 from coordinator.log import LogReader, log_exists, open_reader
 from coordinator.registry import Registry, RegistryError
-from coordinator.replay import BY_HAND, AppCommand, ReplayError, ReplayPlan, ReplayResult, plan_route, run_replay
-from coordinator.replay.apps import default_app
-from coordinator.replay.inspection import show_state
-from coordinator.replay.summary import CountingSink, summary_json, summary_lines
-from coordinator.replay.verify import stretches, verify_section
-from coordinator.replay.verify_report import Report
 from protocol.private_files import opener
 from protocol.shown import printable_json
 from protocol.verdicts import Verdict
+from replay import BY_HAND, AppCommand, ReplayError, ReplayPlan, ReplayResult, plan_route, run_replay
+from replay.apps import default_app
+from replay.inspection import show_state
+from replay.summary import CountingSink, summary_json, summary_lines
+from replay.verify import stretches, verify_section
+from replay.verify_report import Report
 
 DIVERGED = 3
 

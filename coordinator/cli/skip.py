@@ -83,7 +83,7 @@ def _skip_stopped(settings: InstanceSettings, sequence_id: int, index: int, reas
 def _verdict(store: LogStore, name: str, sequence_id: int, index: int, reason: str) -> Verdict:
     """Raises FailedError where that message can't be skipped."""
     from coordinator.cli.messages import rpc_of, waiting_caller
-    from coordinator.replay.contents import batches, message_at, record_of
+    from coordinator.log.contents import batches, message_at, record_of
     from protocol.messages import MessageType, RpcKind
     from protocol.verdicts import LETTER_SIZE_BYTES_MAX, Verdict, VerdictKind
 

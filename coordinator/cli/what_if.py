@@ -25,10 +25,10 @@ from coordinator.cli.what_if_report import Report
 from coordinator.core.output_check import Divergence, OutputDivergenceError
 from coordinator.log import log_exists
 from coordinator.registry import Registry, RegistryError
-from coordinator.replay import BY_HAND, OWN_VERSION, AppCommand
-from coordinator.replay.apps import default_app
-from coordinator.replay.compare import Side
-from coordinator.replay.what_if import plan_what_if, run_what_if
+from replay import BY_HAND, OWN_VERSION, AppCommand
+from replay.apps import default_app
+from replay.compare import Side
+from replay.what_if import plan_what_if, run_what_if
 
 
 class _Version(click.ParamType):  # type: ignore[type-arg]

@@ -10,14 +10,14 @@ from typing import Any
 
 from coordinator.core.errors import LogError
 from coordinator.core.words import Methods, RpcWords, call_in_words, counted_method_in_words, method_name
-from coordinator.replay import AppCommand, RecordSource, ReplayError, ReplayResult
-from coordinator.replay.compare import Key, Kind, Side
-from coordinator.replay.contents import message_at, record_of
-from coordinator.replay.fates import Fate, Fates, failure_in_words, place_in_words, verdict_values
-from coordinator.replay.findings import Finding
-from coordinator.replay.inspection import diff_states, unanswered
-from coordinator.replay.what_if import WhatIf
+from coordinator.log.contents import message_at, record_of
 from protocol.shown import printable_lines
+from replay import AppCommand, RecordSource, ReplayError, ReplayResult
+from replay.compare import Key, Kind, Side
+from replay.fates import Fate, Fates, failure_in_words, place_in_words, verdict_values
+from replay.findings import Finding
+from replay.inspection import diff_states, unanswered
+from replay.what_if import WhatIf
 
 SAME, FAILED, DIFFERENT = 0, 1, 3  # exit statuses
 INITIAL_METHOD_ID = -1

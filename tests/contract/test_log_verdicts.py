@@ -28,11 +28,11 @@ from coordinator.log.journal import FILE_NAME
 from coordinator.log.memory import MemoryLogStore
 from coordinator.log.verdicts import verdict_rows
 from coordinator.log.verify import verify_log
-from coordinator.replay.recorded import RecordedLog
 from protocol.checksum import crc64
 from protocol.record import encode_record
 from protocol.trailer import Trailer, encode_trailer
 from protocol.verdicts import Cause, Verdict, VerdictKind
+from replay.recorded import RecordedLog
 from tests.helpers.format_4 import journal_of_format_4
 
 COMMITTER_ID = 77

@@ -18,18 +18,6 @@ from coordinator.core.errors import AppProtocolError
 from coordinator.core.limits import Limits
 from coordinator.log import LogReader, create_log, open_reader, verify_value
 from coordinator.registry import Registry
-from coordinator.replay import (
-    BY_HAND,
-    AppCommand,
-    AppDiedError,
-    ReplayError,
-    ReplayPlan,
-    ReplayResult,
-    SharedSource,
-    Sink,
-    run_replay,
-)
-from coordinator.replay.inspection import diff_states, show_state
 from protocol.checksum import crc64
 from protocol.extensions import Origin
 from protocol.messages import (
@@ -42,6 +30,18 @@ from protocol.messages import (
 from protocol.readers import Record, RecordReader
 from protocol.record import decode_header
 from protocol.trailer import Trailer
+from replay import (
+    BY_HAND,
+    AppCommand,
+    AppDiedError,
+    ReplayError,
+    ReplayPlan,
+    ReplayResult,
+    SharedSource,
+    Sink,
+    run_replay,
+)
+from replay.inspection import diff_states, show_state
 from tests.helpers.core import Driven, checkpoint, first_start, records
 from tests.helpers.recorded import Instances, load_module, write_module
 
@@ -363,7 +363,7 @@ def test_following_goes_on_with_what_is_logged_meanwhile(tmp_path: Path) -> None
 import sys
 from pathlib import Path
 from coordinator.log import open_reader
-from coordinator.replay import AppCommand, ReplayPlan, Sink, run_replay
+from replay import AppCommand, ReplayPlan, Sink, run_replay
 
 class Told(Sink):
     def record(self, sequence_id, value, trailer):
@@ -494,7 +494,7 @@ LOOKER_ON = """
 import sys
 from pathlib import Path
 from coordinator.log import open_reader
-from coordinator.replay import AppCommand, ReplayPlan, Sink, run_replay
+from replay import AppCommand, ReplayPlan, Sink, run_replay
 
 class Slow(Sink):
     made_bytes = 0

@@ -18,16 +18,16 @@ from appsdk.inspection import unanswered
 from appsdk.proxy import definition_of
 from appsdk.testing.replaying import LocalReplay
 from coordinator.log import open_reader
-from coordinator.replay.contents import rpcs
-from coordinator.replay.numbers import NumbersAhead
-from coordinator.replay.plan import ReplayPlan
-from coordinator.replay.result import Sink
-from coordinator.replay.session import Event, NumbersDrawn
-from coordinator.replay.source import RecordSource
+from coordinator.log.contents import rpcs
+from coordinator.log.source import RecordSource
 from protocol.extensions import Origin
 from protocol.messages import RpcKind, RpcType
 from protocol.numbers import Draw, decode_numbers
 from protocol.record import decode_header
+from replay.numbers import NumbersAhead
+from replay.plan import ReplayPlan
+from replay.result import Sink
+from replay.session import Event, NumbersDrawn
 from tests.helpers.waiting import EffectsByHand, WaitingInstances
 
 Op = tuple[str, int]  # what, and its argument

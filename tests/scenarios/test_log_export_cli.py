@@ -6,7 +6,7 @@ from pathlib import Path
 
 from appsdk.testing import assert_replays
 from coordinator.log import open_reader
-from coordinator.replay.recorded import RecordedLog
+from replay.recorded import RecordedLog
 from tests.helpers.bank_apps import Bank, Teller
 from tests.helpers.cli import HOME, immortal
 from tests.helpers.recorded import Instances

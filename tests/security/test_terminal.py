@@ -26,7 +26,6 @@ from coordinator.core.interfaces import AuditEntry, Transaction
 from coordinator.log import create_log
 from coordinator.logs import configure
 from coordinator.registry import Registry
-from coordinator.replay.fates import failure_in_words, news_lines
 from pipeline.cli import _print as print_of_pipeline
 from pipeline.jobs.stats import BinStats, Figures, MethodStats, ServiceStats, Stats, TalkerStats
 from pipeline.jobs.trace import Node, Trace
@@ -38,6 +37,7 @@ from protocol.record import encode_record
 from protocol.shown import printable, printable_json, printable_lines, printable_message
 from protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
 from protocol.verdicts import Cause, Verdict, VerdictKind
+from replay.fates import failure_in_words, news_lines
 
 COMMITTER_ID = 77
 NASTY = (

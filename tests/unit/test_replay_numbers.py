@@ -6,9 +6,9 @@ import threading
 
 import pytest
 
-from coordinator.replay import numbers
-from coordinator.replay.numbers import NumbersAhead
 from protocol.numbers import Draw, pack_numbers
+from replay import numbers
+from replay.numbers import NumbersAhead
 
 
 def data(sequence_id: int) -> bytes:

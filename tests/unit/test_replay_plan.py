@@ -9,8 +9,8 @@ import pytest
 from coordinator.core.errors import DamagedCheckpointError
 from coordinator.core.interfaces import CheckpointHeader, LogSummary, VersionStart
 from coordinator.log import LogIdentity
-from coordinator.replay import ReplayError, ReplayPlan, Route, plan_route
-from coordinator.replay.apps import default_app
+from replay import ReplayError, ReplayPlan, Route, plan_route
+from replay.apps import default_app
 
 
 class Source:

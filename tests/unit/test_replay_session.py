@@ -8,9 +8,6 @@ import pytest
 
 from coordinator.core.errors import AppProtocolError
 from coordinator.core.interfaces import CheckpointHeader, ImpulseBatch, LogSummary, OutputMark, VersionStart
-from coordinator.replay import OWN_VERSION, Route, UpgradeFailedError
-from coordinator.replay.positions import KeptImpulses, Outputs
-from coordinator.replay.session import BlobPiece, Ended, Event, NumbersDrawn, Phase, ReplaySession, Tells, VerdictGiven
 from protocol.errors import RemoteProtocolError
 from protocol.extensions import (
     ALL_EXTENSIONS,
@@ -40,6 +37,9 @@ from protocol.readers import BlobData, BlobStart, Record, RecordReader
 from protocol.record import encode_record
 from protocol.trailer import BatchSource, Trailer
 from protocol.verdicts import Handling, Verdict, VerdictKind, decode_verdicts, encode_handling, encode_verdict
+from replay import OWN_VERSION, Route, UpgradeFailedError
+from replay.positions import KeptImpulses, Outputs
+from replay.session import BlobPiece, Ended, Event, NumbersDrawn, Phase, ReplaySession, Tells, VerdictGiven
 
 COMMITTER_ID = 7
 HEADER = CheckpointHeader(2, 10, 4, 0, 0, {"b": OutputMark(5, 0)})

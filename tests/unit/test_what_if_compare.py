@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from coordinator.replay.compare import (
+from protocol.messages import RpcType, encode_incoming_rpc
+from replay.compare import (
     WINDOW_MESSAGES_MAX,
     Comparison,
     Difference,
@@ -12,8 +13,7 @@ from coordinator.replay.compare import (
     Side,
     method_of,
 )
-from coordinator.replay.spool import MemoryBudget, Spool
-from protocol.messages import RpcType, encode_incoming_rpc
+from replay.spool import MemoryBudget, Spool
 
 COUNT, LOG = 10, 20
 

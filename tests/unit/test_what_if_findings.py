@@ -6,9 +6,9 @@ import random
 
 import msgspec
 
-from coordinator.replay.compare import Difference, Kind
-from coordinator.replay.findings import Findings
 from protocol.messages import RpcType, encode_incoming_rpc
+from replay.compare import Difference, Kind
+from replay.findings import Findings
 
 
 def call(method_id: int, *arguments: object) -> bytes:

@@ -8,17 +8,17 @@ from typing import Any
 
 from coordinator.core.output_check import Divergence
 from coordinator.core.words import Methods, RpcWords, call_in_words, divergence_in_words, method_name
-from coordinator.replay.contents import message_at, record_of
-from coordinator.replay.fates import news_lines, news_values
-from coordinator.replay.inspection import DIFFERENCES_MAX
-from coordinator.replay.plan import place_of
-from coordinator.replay.receivers import Difference
-from coordinator.replay.source import RecordSource
-from coordinator.replay.summary import failure_json
-from coordinator.replay.verify import OutputFinding, Section
+from coordinator.log.contents import message_at, record_of
+from coordinator.log.source import RecordSource
 from protocol.errors import ImmortalError
 from protocol.extensions import Origin
 from protocol.messages import decode_incoming_rpc, decode_message
+from replay.fates import news_lines, news_values
+from replay.inspection import DIFFERENCES_MAX
+from replay.plan import place_of
+from replay.receivers import Difference
+from replay.summary import failure_json
+from replay.verify import OutputFinding, Section
 
 CALL_SIZE_MAX = 2000  # characters of a call that is shown whole
 _VALUE_SIZE_MAX = 200  # characters of one value of a state

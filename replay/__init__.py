@@ -8,12 +8,13 @@ Nothing is sent to anybody, the log is only read, and the app never becomes prim
 
 from __future__ import annotations
 
-from coordinator.replay.app import BY_HAND, AppCommand
-from coordinator.replay.errors import AppDiedError, ReplayError, UpgradeFailedError
-from coordinator.replay.host import run_replay
-from coordinator.replay.plan import OWN_VERSION, ReplayPlan, Route, plan_route
-from coordinator.replay.result import ReplayResult, Sink
-from coordinator.replay.source import RecordSource, SharedSource
+from coordinator.log.source import RecordSource
+from replay.app import BY_HAND, AppCommand
+from replay.errors import AppDiedError, ReplayError, UpgradeFailedError
+from replay.host import run_replay
+from replay.plan import OWN_VERSION, ReplayPlan, Route, plan_route
+from replay.result import ReplayResult, Sink
+from replay.source import SharedSource
 
 __all__ = [
     "BY_HAND",

@@ -17,7 +17,7 @@ from coordinator.app_listener import AppListener
 from coordinator.config import AppSendMode, InstanceSettings
 from coordinator.logs import Events
 from coordinator.registry import free_port
-from coordinator.replay.errors import ReplayError
+from replay.errors import ReplayError
 
 HOST = "127.0.0.1"
 LOOK_DELAY_S = 0.1

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from coordinator.core.interfaces import CheckpointHeader
-from coordinator.replay.source import RecordSource
+from coordinator.log.source import RecordSource
 from protocol.extensions import AppDescription, HandlerFailure, Origin
 from protocol.trailer import Trailer
 from protocol.verdicts import Verdict
@@ -39,7 +39,7 @@ class Sink:
         """Impulses that were sent there at these positions; no replay makes them. ``payload`` b"": not kept."""
 
     def numbers(self, sequence_id: int | None, data: bytes, *, complete: bool) -> None:
-        """The app tells what it draws: see :class:`coordinator.replay.session.NumbersDrawn`."""
+        """The app tells what it draws: see :class:`replay.session.NumbersDrawn`."""
 
     def verdict(self, verdict: Verdict) -> None:
         """A message has failed alone. Also what was made before it may still come."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coordinator.core.interfaces import LogSummary
-from coordinator.replay.errors import ReplayError
+from replay.errors import ReplayError
 
 
 def default_app(name: str, registered: str | None, summary: LogSummary, version: int) -> str:

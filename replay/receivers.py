@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from coordinator.replay.contents import batches, record_of
-from coordinator.replay.source import RecordSource
+from coordinator.log.contents import batches, record_of
+from coordinator.log.source import RecordSource
 from protocol.batch import offset_after
 from protocol.messages import decode_message
 from protocol.trailer import BatchKind, decode_trailer

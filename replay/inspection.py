@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from coordinator.replay.errors import ReplayError
+from replay.errors import ReplayError
 
 DIFFERENCES_MAX = 20
 

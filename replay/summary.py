@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from coordinator.core.words import Methods, counted_method_in_words
-from coordinator.replay.fates import news_lines, news_values
-from coordinator.replay.plan import place_of
-from coordinator.replay.result import ReplayResult, Sink
 from protocol.extensions import Origin
 from protocol.messages import decode_message
 from protocol.varint import decode_zigzag_int
+from replay.fates import news_lines, news_values
+from replay.plan import place_of
+from replay.result import ReplayResult, Sink
 
 
 class CountingSink(Sink):

@@ -17,10 +17,10 @@ import msgspec
 from coordinator.core.errors import LogError, LogFormatError
 from coordinator.core.interfaces import LogSummary
 from coordinator.log import LogIdentity, check_value
-from coordinator.replay.plan import usable_checkpoints
-from coordinator.replay.source import RecordSource
+from coordinator.log.source import RecordSource
 from protocol.checksum import crc64
 from protocol.private_files import opener
+from replay.plan import usable_checkpoints
 
 MAGIC = b"IMMREC1\n"
 _FRONT_SIZE_BYTES = len(MAGIC) + 8

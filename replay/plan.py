@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from coordinator.core.errors import LogError
 from coordinator.core.interfaces import CheckpointHeader, LogSummary, VersionStart
-from coordinator.replay.errors import ReplayError
-from coordinator.replay.source import RecordSource
+from coordinator.log.source import RecordSource
+from replay.errors import ReplayError
 
 OWN_VERSION = 0
 """As ``ReplayPlan.upgrade_to``: the version of the app's own class, whatever that is."""

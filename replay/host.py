@@ -19,20 +19,20 @@ from coordinator.app_listener import listen_unix, prepare
 from coordinator.config import AppAuth
 from coordinator.core.interfaces import LogSummary
 from coordinator.foreign_state import refuse_pickle
+from coordinator.log.source import RecordSource
 from coordinator.logs import Events
-from coordinator.replay.app import AppCommand
-from coordinator.replay.by_hand import accept_two_ports
-from coordinator.replay.errors import AppDiedError, ReplayError
-from coordinator.replay.plan import ReplayPlan, Route, plan_route
-from coordinator.replay.positions import KeptImpulses, Outputs
-from coordinator.replay.process import LEAVE_S, AppProcess, exit_text
-from coordinator.replay.result import ReplayResult, Sink
-from coordinator.replay.session import BlobPiece, Ended, Event, NumbersDrawn, ReplaySession, Tells, VerdictGiven
-from coordinator.replay.source import RecordSource
 from coordinator.socket_paths import SHORT_FOLDERS
 from protocol.checksum import crc64
 from protocol.record import decode_header
 from protocol.trailer import decode_trailer
+from replay.app import AppCommand
+from replay.by_hand import accept_two_ports
+from replay.errors import AppDiedError, ReplayError
+from replay.plan import ReplayPlan, Route, plan_route
+from replay.positions import KeptImpulses, Outputs
+from replay.process import LEAVE_S, AppProcess, exit_text
+from replay.result import ReplayResult, Sink
+from replay.session import BlobPiece, Ended, Event, NumbersDrawn, ReplaySession, Tells, VerdictGiven
 
 APP_WINDOW_SIZE_BYTES = 4 << 20  # handed over for the app and not yet taken by its socket
 CONNECT_TIMEOUT_S = 120.0  # for an app that was started: its module may load much

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from coordinator.app_secret import SECRET_FILE_VARIABLE
 from coordinator.parent_death import die_with_parent
-from coordinator.replay.app import AppCommand
-from coordinator.replay.errors import ReplayError
+from replay.app import AppCommand
+from replay.errors import ReplayError
 
 HEAD_SIZE_BYTES = 64 << 10  # of what the app says: the SDK's warnings come first
 TAIL_SIZE_BYTES = 64 << 10  # ... and what it died of last

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from coordinator.replay.errors import ReplayError
 from protocol.batch import decode_batch, decode_replayable_batch, encode_batch, encode_replayable_batch, offset_after
-from protocol.errors import RemoteProtocolError
+from protocol.errors import ImmortalError, RemoteProtocolError
 from protocol.messages import (
     IncomingRpc,
     MessageType,
@@ -23,6 +22,10 @@ from protocol.readers import Record
 from protocol.record import HEADER_SIZE_BYTES, decode_header, encode_record
 
 _NO_INPUT = (MessageType.RECORD_TIME, MessageType.INSTANCE_NAME)  # in front of the batches, and not counted
+
+
+class NoSuchMessageError(ImmortalError):
+    """A record has fewer messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,7 @@ def rpcs(payload: bytes) -> Iterator[tuple[bytes, IncomingRpc]]:
 
 
 def with_first_messages(record: Record, count: int) -> bytes:
-    """The record with only its first ``count`` messages. Raises ReplayError if it has fewer."""
+    """The record with only its first ``count`` messages. Raises NoSuchMessageError if it has fewer."""
     content = record.content
     parts = []
     left = count
@@ -97,7 +100,7 @@ def with_first_messages(record: Record, count: int) -> bytes:
         offset = end
     if left:
         has = count - left
-        raise ReplayError(
+        raise NoSuchMessageError(
             f"record {record.header.sequence_id} has no message {count - 1}: "
             + (f"its {has} messages are counted from 0 to {has - 1}" if has else "it holds none")
         )

@@ -20,10 +20,7 @@ from coordinator.core import session as coordinator_session
 from coordinator.core.app_messages import read_calls
 from coordinator.core.errors import AppProtocolError, require
 from coordinator.core.interfaces import LogSummary
-from coordinator.replay.contents import record_of, with_first_messages
-from coordinator.replay.errors import UpgradeFailedError
-from coordinator.replay.plan import OWN_VERSION, Route
-from coordinator.replay.positions import KeptImpulses, Outputs, StreamPositions
+from coordinator.log.contents import NoSuchMessageError, record_of, with_first_messages
 from protocol.extensions import (
     AppDescription,
     HandlerFailure,
@@ -41,6 +38,9 @@ from protocol.readers import BlobData, BlobStart, Message, MessageReader
 from protocol.record import CHECKPOINT_SEQUENCE_ID, CONTROL_SEQUENCE_ID, decode_header, encode_record
 from protocol.trailer import Trailer
 from protocol.verdicts import MessageKey, Verdict, decode_verdict, encode_verdicts
+from replay.errors import ReplayError, UpgradeFailedError
+from replay.plan import OWN_VERSION, Route
+from replay.positions import KeptImpulses, Outputs, StreamPositions
 
 Tells = Callable[[Verdict], bool]
 """Which verdicts of the log the app is told. What it is not told of it calls again."""
@@ -228,7 +228,10 @@ class ReplaySession:
         if (sources := self._app.sources_record(trailer.batches)) is not None:
             self._output.append(sources)
         if header.sequence_id == self._last_sequence_id and last_message is not None:
-            self._output.append(with_first_messages(record_of(value), last_message + 1))
+            try:
+                self._output.append(with_first_messages(record_of(value), last_message + 1))
+            except NoSuchMessageError as error:
+                raise ReplayError(str(error)) from None
             self.messages += last_message + 1
         else:
             self._output.append(memoryview(value)[: header.size_bytes])

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from coordinator.core.interfaces import CheckpointHeader, LogSummary
 from coordinator.log import LoggedValue, LogReader, verify_value
-from coordinator.replay.contents import batches
+from coordinator.log.contents import batches
 from protocol.messages import decode_messages
 from protocol.record import HEADER_SIZE_BYTES
 from protocol.trailer import Trailer

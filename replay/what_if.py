@@ -15,22 +15,23 @@ from pathlib import Path
 
 from coordinator.core.interfaces import OutputBatch, OutputMark
 from coordinator.core.output_check import OutputCheck
-from coordinator.replay.app import AppCommand
-from coordinator.replay.compare import Comparison, Key, Outputs, Side
-from coordinator.replay.errors import ReplayError, UpgradeFailedError
-from coordinator.replay.fates import Fates, changed_fates, failure_in_words
-from coordinator.replay.findings import Findings
-from coordinator.replay.host import run_replay
-from coordinator.replay.numbers import NumbersAhead
-from coordinator.replay.plan import ReplayPlan, Route, plan_route
-from coordinator.replay.result import ReplayResult, Sink
-from coordinator.replay.source import RecordSource, SharedSource
-from coordinator.replay.spool import MemoryBudget, Spool
+from coordinator.log.source import RecordSource
 from protocol.batch import offset_after
 from protocol.checksum import crc64
 from protocol.extensions import HandlerFailure, Origin
 from protocol.trailer import Trailer
 from protocol.verdicts import Cause, Verdict
+from replay.app import AppCommand
+from replay.compare import Comparison, Key, Outputs, Side
+from replay.errors import ReplayError, UpgradeFailedError
+from replay.fates import Fates, changed_fates, failure_in_words
+from replay.findings import Findings
+from replay.host import run_replay
+from replay.numbers import NumbersAhead
+from replay.plan import ReplayPlan, Route, plan_route
+from replay.result import ReplayResult, Sink
+from replay.source import SharedSource
+from replay.spool import MemoryBudget, Spool
 
 AHEAD_SIZE_BYTES_MAX = 16 << 20  # of outputs that one side has made and the other has not: beyond it ...
 AHEAD_PAUSE_S = 0.05  # ... it pauses so long at each batch, no longer: an app may be waiting to say its last words

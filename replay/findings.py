@@ -7,8 +7,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from coordinator.core.words import RpcWords
-from coordinator.replay.compare import Difference, Key, Kind
 from protocol.messages import IncomingRpc, decode_incoming_rpc, decode_message
+from replay.compare import Difference, Key, Kind
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,17 +16,17 @@ from typing import Any
 from coordinator.core.interfaces import ONESELF, CheckpointHeader, LogSummary, OutputBatch, OutputMark
 from coordinator.core.output_check import Divergence, OutputCheck, OutputDivergenceError
 from coordinator.foreign_state import refuse_pickle
-from coordinator.replay.app import AppCommand
-from coordinator.replay.errors import ReplayError
-from coordinator.replay.host import run_replay
-from coordinator.replay.inspection import DIFFERENCES_MAX, diff_states
-from coordinator.replay.plan import ReplayPlan, blob_problem, usable_checkpoints
-from coordinator.replay.receivers import Difference, Witness, received
-from coordinator.replay.result import ReplayResult, Sink
-from coordinator.replay.source import RecordSource
+from coordinator.log.source import RecordSource
 from protocol.checksum import crc64
 from protocol.extensions import Origin
 from protocol.trailer import Trailer
+from replay.app import AppCommand
+from replay.errors import ReplayError
+from replay.host import run_replay
+from replay.inspection import DIFFERENCES_MAX, diff_states
+from replay.plan import ReplayPlan, blob_problem, usable_checkpoints
+from replay.receivers import Difference, Witness, received
+from replay.result import ReplayResult, Sink
 
 MARKS_AHEAD_MAX = 1 << 20  # of records that the app was given: one that is so far behind makes too little
 ORIGINS_KEPT_MAX = 1 << 16  # runs, of each stream: beyond it a report names no origin

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.replay import ReplayError
-from coordinator.replay.contents import batches, message_at, record_of, with_first_messages
+from coordinator.log.contents import NoSuchMessageError, batches, message_at, record_of, with_first_messages
 from protocol.batch import encode_batch, encode_replayable_batch
 from protocol.errors import RemoteProtocolError
 from protocol.extensions import encode_record_time
@@ -87,9 +86,9 @@ def test_a_cut_batch_gives_its_own_counts() -> None:
 
 
 def test_a_record_with_fewer_messages_says_how_many_it_has() -> None:
-    with pytest.raises(ReplayError, match="record 12 has no message 7: its 7 messages are counted from 0 to 6"):
+    with pytest.raises(NoSuchMessageError, match="record 12 has no message 7: its 7 messages are counted from 0 to 6"):
         with_first_messages(record(), 8)
-    with pytest.raises(ReplayError, match="record 12 has no message 0: it holds none"):
+    with pytest.raises(NoSuchMessageError, match="record 12 has no message 0: it holds none"):
         with_first_messages(record(TIME), 1)
 
 

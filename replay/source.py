@@ -1,29 +1,12 @@
-"""What a replay reads of a log, and how two replays of one process share it."""
+"""How two replays of one process share a log."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import Protocol
 
 from coordinator.core.interfaces import LogSummary
-from coordinator.log import LogIdentity
-
-
-class RecordSource(Protocol):
-    """A log open for reading: :class:`coordinator.log.LogReader` is one."""
-
-    identity: LogIdentity
-    problems: list[str]
-    """What the last summary had to leave out, in words."""
-    trusts_pickle: bool
-    """Whether a state in it that pickle wrote may be read, which runs what is in it."""
-
-    def summary(self) -> LogSummary: ...
-
-    def values(self, first_sequence_id: int, last_sequence_id: int | None = None) -> Iterator[bytes]: ...
-
-    def checkpoint_chunks(self, checkpoint_id: int) -> Iterator[bytes]: ...
+from coordinator.log.source import RecordSource
 
 
 class SharedSource:

@@ -10,7 +10,7 @@ from typing import IO
 
 import msgspec
 
-from coordinator.replay.compare import Key, Outputs
+from replay.compare import Key, Outputs
 
 _SIZE = struct.Struct("<Q")
 _encode = msgspec.msgpack.Encoder().encode
