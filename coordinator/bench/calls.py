@@ -21,6 +21,7 @@ from coordinator.bench.call_workload import Measured, Run, decode_measured, enco
 from coordinator.bench.disk import append_latencies
 from coordinator.bench.latency import percentile
 from coordinator.bench.processes import BenchError, Service, cpu_s, register, start_module
+from coordinator.bench.turns import TurnCosts, measure_turns
 
 CALL_APPS = {"caller": "coordinator.bench.call_apps:Caller", "callee": "coordinator.bench.call_apps:Callee"}
 IMMORTAL, GRPC_ASYNCIO, GRPC_THREADS = "immortal", "grpc asyncio", "grpc threads"
@@ -70,6 +71,7 @@ class CallResults:
     ratios: list[Ratio]
     disk_p50_us: Spread  # append and fdatasync of DISK_BLOCK_SIZE_BYTES
     disk_p99_us: Spread
+    turns: TurnCosts
     grpcio: str | None  # its version; None: it is not installed
 
 
@@ -151,6 +153,7 @@ def run_call_benchmark(
             ratios,
             _spread([1e6 * percentile(ordered, 50) for ordered in disk]),
             _spread([1e6 * percentile(ordered, 99) for ordered in disk]),
+            measure_turns(),
             grpcio,
         )
 

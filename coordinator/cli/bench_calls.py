@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from coordinator.bench.calls import DISK_BLOCK_SIZE_BYTES, GRPC_INSTALL, CallResults, Spread
+from coordinator.bench.turns import IDLE_PEERS
 
 
 def print_calls(results: CallResults) -> None:
@@ -35,6 +36,12 @@ def print_calls(results: CallResults) -> None:
     console.print(
         f"the disk alone: append + fdatasync of {DISK_BLOCK_SIZE_BYTES >> 10} KiB: p50 "
         f"{results.disk_p50_us.median:,.0f} µs, p99 {results.disk_p99_us.median:,.0f} µs"
+    )
+    few, many = IDLE_PEERS
+    console.print(
+        f"without sockets, disk and wake-ups, CPU: {results.turns.awaited_us:,.0f} µs an awaited call; in the core "
+        f"{results.turns.few_peers_us:,.0f} µs a call to one of {few} peers, {results.turns.many_peers_us:,.0f} µs to "
+        f"one of {many:,}"
     )
 
 

@@ -100,6 +100,22 @@ class PlainLog:
         pass
 
 
+class SetClock:
+    """Stands at ``time_ns`` (ns since the Unix epoch) until that is set, and wakes nobody."""
+
+    def __init__(self, time_ns: int) -> None:
+        self.time_ns = time_ns
+
+    def now_ns(self) -> int:
+        return self.time_ns
+
+    def take_events(self) -> Sequence[ev.Event]:
+        return ()
+
+    def wake_at(self, effect: ef.WakeAt) -> None:
+        pass
+
+
 class PlainHost:
     """Nobody listens."""
 

@@ -44,6 +44,9 @@ def test_calls_in_json(tmp_path: Path) -> None:
     }
     assert all(is_sensible(one[what]) for one in results["ratios"] for what in ("p50", "p99", "calls_per_s"))
     assert is_sensible(results["disk_p50_us"])
+    turns = results["turns"]
+    assert set(turns) == {"awaited_us", "few_peers_us", "many_peers_us"}
+    assert all(0 < value < 100_000 for value in turns.values())
     assert (results["size_bytes"], results["repeats"]) == (100, 2)
     assert list(tmp_path.iterdir()) == []
 

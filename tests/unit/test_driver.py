@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.machine import Machine
-from coordinator.driver.plain import PlainApp, PlainHost, PlainLog, PlainPeers
+from coordinator.driver.plain import PlainApp, PlainHost, PlainLog, PlainPeers, SetClock
 from coordinator.driver.turn import Driver
 from coordinator.log.memory import MemoryLogStore
 from protocol.peer import FrameType, PeerFrame
@@ -75,24 +75,13 @@ class _Log(PlainLog):
             self.inbox.append(self.work())
 
 
-class _Clock:
-    def now_ns(self) -> int:
-        return NOW_NS
-
-    def take_events(self) -> Sequence[ev.Event]:
-        return ()
-
-    def wake_at(self, effect: ef.WakeAt) -> None:
-        pass
-
-
 class Turns:
     def __init__(self) -> None:
         self.done: list[str] = []
         inbox: list[ev.Event] = []
         self.app, self.peers, self.log = _App(self.done), _Peers(self.done, inbox), _Log(self.done, inbox)
         self.machine = Machine("a", self.log.store.summary())
-        self.driver = Driver(self.machine, inbox, self.app, self.peers, self.log, _Clock(), PlainHost())
+        self.driver = Driver(self.machine, inbox, self.app, self.peers, self.log, SetClock(NOW_NS), PlainHost())
         self.turn(ev.AppConnected())
         self.turn(ev.AppData(HELLO + first_start()))
 
