@@ -35,7 +35,7 @@ from coordinator.core.limits import Limits
 from coordinator.core.output_check import OutputCheck
 from coordinator.core.output_stream import OutputStream, StreamState
 from coordinator.core.replay_check import ReplayPolicy, own_calls
-from coordinator.core.turns import Turns
+from coordinator.core.turns import Turns, Waiting
 from protocol.batch import encode_batch
 from protocol.client import CLIENTS
 from protocol.errors import RemoteProtocolError
@@ -646,22 +646,24 @@ class Peers:
         """Whether a Batch is held back for others, or refused since its sender has too much here."""
         sender, size_bytes = frame.sender, len(frame.payload)
         stream = self.inputs.get(sender)
-        if stream is None:
-            return False
+        if stream is None or frame.position + frame.count - 1 <= stream.received:
+            return False  # nothing new
         self.turns.heard(sender, now_ns)
         if not self.turns.must_wait(sender, size_bytes, stream.pending_bytes, now_ns):
             return False
         count, waiting_bytes = self.turns.waiting_of(sender)
         here_bytes, allowed_bytes = stream.pending_bytes + waiting_bytes, self.grants.allowed_bytes(sender)
-        refusal = None
-        if stream.waiting_count + count >= self.limits.waiting_frames_max:
-            refusal = self._too_many(stream, stream.waiting_count + count)
-        elif here_bytes and here_bytes + size_bytes > allowed_bytes:
-            refusal = self._too_much(stream, here_bytes, size_bytes, allowed_bytes)
-        if refusal is None:
+        too_many = stream.waiting_count + count >= self.limits.waiting_frames_max
+        if not too_many and not (here_bytes and here_bytes + size_bytes > allowed_bytes):
             self.turns.wait(token, frame)
+        elif not self.turns.goes_on(frame, stream.received):
+            # Sent again, or cut in other pieces: that is no more than it may send. It begins behind what was taken.
+            for waiting in (*self.turns.take_all(sender), Waiting(token, frame)):
+                self._reply(waiting.token, sender, _Reply(FrameType.RESEND, stream.received))
+        elif too_many:
+            self._reply(token, sender, self._too_many(stream, stream.waiting_count + count))
         else:
-            self._reply(token, sender, refusal)
+            self._reply(token, sender, self._too_much(stream, here_bytes, size_bytes, allowed_bytes))
         return True
 
     def take_turns(self, now_ns: int) -> None:

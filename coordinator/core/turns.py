@@ -91,6 +91,21 @@ class Turns:
         """(batches, bytes)"""
         return len(self._waiting.get(sender, ())), self._waiting_bytes.get(sender, 0)
 
+    def goes_on(self, frame: PeerFrame, received: int) -> bool:
+        """Whether what waits of its sender, and ``frame`` behind it, go on behind ``received`` without a gap or
+        anything twice."""
+        position = received + 1
+        for one in self._waiting.get(frame.sender, ()):
+            if one.frame.position != position:
+                return False
+            position += one.frame.count
+        return frame.position == position
+
+    def take_all(self, sender: str) -> list[Waiting]:
+        """What waits of ``sender`` waits no more."""
+        self.waiting_bytes -= self._waiting_bytes.pop(sender, 0)
+        return list(self._waiting.pop(sender, ()))
+
     def next(self, pending: Callable[[str], int], allowed: Callable[[str], int], now_ns: int) -> Waiting | None:
         """The next batch that has its turn. ``allowed``: what a sender may have pending, apart from others."""
         for sender, waiting in self._waiting.items():

@@ -43,6 +43,7 @@ EXPECTED = frozenset(
         "commit written at once",
         "read answered late",
         "answer kept back",
+        "batch waited for its turn",
         "writes lost in a crash",
         "stopped: disk full",
         "stopped: sync fails",

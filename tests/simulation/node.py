@@ -218,6 +218,7 @@ class Node:
             return
         self._turn_due = False
         peers = self._driver.machine._peers
+        world.marks["batch waited for its turn"] += peers.turns.waiting_bytes > 0
         for destination, stream in peers.outputs.items():
             if destination not in peers._busy and not stream.is_idle:
                 raise Violation(f"{self.name} would not look at its stream to {destination!r}")

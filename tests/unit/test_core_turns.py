@@ -271,3 +271,48 @@ def test_a_clock_that_goes_back_ends_a_pause() -> None:
     driven.now_ns -= 2 * LIMITS.turn_pause_ns_max
     driven.handle(ev.Tick())
     assert "l2" in until_all_durable(driven)
+
+
+# --- found by the simulation: what is sent again is no more than what may be sent -------------------------------------
+
+
+def with_window(frames: int) -> Driven:
+    """A window for so many small frames; one of another sender is on its way, two of "b" are, the others wait."""
+    window_bytes = frames * len(small(1))
+    limits = Limits(
+        turn_bytes=TURN_BYTES, group_size_bytes=100, peer_window_bytes=window_bytes, unsaid_window_bytes=window_bytes
+    )
+    driven = driven_with(limits)
+    send(driven, "c", 1, small(100))
+    for position in range(1, 5):
+        send(driven, "b", position, small(position))
+    return driven
+
+
+def refused(driven: Driven) -> list[object]:
+    return [effect.token for effect in driven.of(ef.ReplyToPeer) if effect.frame.frame_type is FrameType.REFUSED]
+
+
+def test_frames_that_come_again_are_sent_back_where_there_is_no_room_for_them() -> None:
+    driven = with_window(5)
+    for position in (3, 4):  # by the messenger, since they are not answered yet
+        send(driven, "b", position, small(position))
+    assert refused(driven) == []
+    resent = [
+        token for token, frame_type, position in driven.replies if (frame_type, position) == (FrameType.RESEND, 2)
+    ]
+    assert sorted(map(str, resent)) == ["b3", "b3", "b4", "b4"], "each of them has an answer"
+    assert driven.machine._peers.turns.waiting_bytes == 0
+    driven.disk_all()
+    for position in (3, 4):
+        send(driven, "b", position, small(position))
+    driven.disk_all()
+    assert driven.machine._peers.inputs["b"].durable == 4
+
+
+def test_what_is_here_already_does_not_wait() -> None:
+    driven = with_window(5)
+    for _ in range(4):
+        send(driven, "b", 1, small(1))
+    assert refused(driven) == []
+    assert driven.machine._peers.turns.waiting_bytes == 2 * len(small(1)), "only what is new waits"
