@@ -19,6 +19,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from appsdk.call_sites import SiteRule
 from appsdk.context import Context
 from appsdk.copies import Copies
 from appsdk.definition import Definition
@@ -539,6 +540,7 @@ class Dispatcher:
         envelope, state = decode_envelope(blob)
         self._use(class_that_restores(self._main_definition, envelope))
         self.context.seed = envelope.seed
+        self.context.sites.use(SiteRule(envelope.site_rule))
         self._next_sequence_id = envelope.sequence_id + 1
         self.context.sequence_id = envelope.sequence_id
         self.context.record_time_ns = envelope.record_time_ns
@@ -636,6 +638,7 @@ class Dispatcher:
             record_time_ns=self.context.record_time_ns,
             instance_name=self.context.instance_name,
             tasks=self.tasks.save(),
+            site_rule=self.context.sites.rule,
         )
         return encode_envelope(envelope), state
 
