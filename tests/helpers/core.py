@@ -151,7 +151,7 @@ class Driven:
             self.log,
             _Clock(self),
             PlainHost(),
-            self.effects.append,
+            lambda effect: self.effects.append(effect),
         )
 
     # --- events in -------------------------------------------------------------------------------------------------
