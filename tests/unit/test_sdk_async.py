@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from appsdk import Immortal, Winner, every, impulse, initial, peer, rpc
+from appsdk.call_sites import SiteRule
 from appsdk.errors import HandlerError, UpgradeError, UsageError
 from appsdk.inspection import inspect_state
 from appsdk.journal import JournalError
@@ -978,6 +979,7 @@ def test_an_app_without_async_handlers_has_nothing_of_it(tmp_path: Path) -> None
     assert dispatcher.next_due_ns is None
     assert dispatcher.tasks.save() is None
     assert dispatcher._delivery._entries[5][1] is definition_of(Plain).handlers["add"].function
+    dispatcher.context.sites.use(SiteRule.LINE)  # a log from before the other rule
     assert b"".join(dispatcher._encode())[6] == 1  # the version that older SDKs read
     one.close()
 
