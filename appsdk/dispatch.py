@@ -163,6 +163,7 @@ class Dispatcher:
         self._reader = RecordReader()
         self._extended = False  # the coordinator has used an extension, so it took our Hello
         self._primary = False
+        self.forks_next = True  # False: the child of the last checkpoint hung
         self._upgraded = False  # the next TakeCheckpoint completes it, unless more records come
         self._awaiting_initial = False
         self._blob: list[bytes] = []
@@ -606,12 +607,13 @@ class Dispatcher:
                 self.outbox.send(encode_message(MessageType.RETRY_REFUSED))
             yield OutputReady()
             yield from self._become_primary()
-        elif self.definition.checkpoint_mode == "fork" and self._primary and self._extended:
+        elif self.definition.checkpoint_mode == "fork" and self.forks_next and self._primary and self._extended:
             self.outbox.close_batches()
             self.outbox.send(encode_message(MessageType.SNAPSHOT_BEGIN))
             yield SnapshotBegun(self._encode)
         else:
             self._checkpoint()
+            self.forks_next = True
             yield OutputReady()
 
     def _checkpoint(self) -> None:
