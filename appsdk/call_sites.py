@@ -9,32 +9,26 @@ from __future__ import annotations
 
 import dis
 import linecache
-from enum import IntEnum
 from types import CodeType, FrameType
+
+from appsdk.rules import Rules
 
 _COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 _SKIPPED = ("EXTENDED_ARG", "CALL")  # a call, of getattr(), is two instructions in Python 3.11, the frame at the first
 
 
-class SiteRule(IntEnum):
-    """How places are named. A log keeps the rule that it was begun with; its checkpoints say which."""
-
-    LINE = 1  # the function's qualified name and the text of the line
-    FUNCTION = 2  # the function's qualified name and the method that is called
-
-
 class CallSites:
     """Names the places in the code that draw."""
 
     def __init__(self) -> None:
-        self.rule = SiteRule.FUNCTION
+        self.rules = Rules.SECOND
         self._sites: dict[tuple[CodeType, int], bytes] = {}
         self._lines: dict[str, list[str]] = {}
 
-    def use(self, rule: SiteRule) -> None:
-        """From here on places are named by ``rule``."""
-        self.rule = rule
+    def use(self, rules: Rules) -> None:
+        """From here on places are named by ``rules``."""
+        self.rules = rules
         self._sites.clear()
 
     def load(self, file_name: str) -> None:
@@ -43,7 +37,7 @@ class CallSites:
             self._lines[file_name] = linecache.getlines(file_name)
 
     def site(self, frame: FrameType) -> bytes:
-        by_line = self.rule is SiteRule.LINE
+        by_line = self.rules is Rules.FIRST
         key = frame.f_code, frame.f_lineno if by_line else frame.f_lasti
         site = self._sites.get(key)
         if site is None:

@@ -19,7 +19,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from appsdk.call_sites import SiteRule
 from appsdk.context import Context
 from appsdk.copies import Copies
 from appsdk.definition import Definition
@@ -33,6 +32,7 @@ from appsdk.journal import SavedTasks
 from appsdk.outbox import Chunk, Outbox, encode_call, make_writer
 from appsdk.proxy import all_method_names
 from appsdk.report import call_user_code
+from appsdk.rules import Rules
 from appsdk.state import Envelope, decode_envelope, encode_envelope
 from appsdk.tasks import Tasks
 from appsdk.upgrades import class_that_restores, guarded, moved, upgrade_path, upgraded
@@ -541,7 +541,7 @@ class Dispatcher:
         envelope, state = decode_envelope(blob)
         self._use(class_that_restores(self._main_definition, envelope))
         self.context.seed = envelope.seed
-        self.context.sites.use(SiteRule(envelope.site_rule))
+        self.context.sites.use(Rules(envelope.rules))
         self._next_sequence_id = envelope.sequence_id + 1
         self.context.sequence_id = envelope.sequence_id
         self.context.record_time_ns = envelope.record_time_ns
@@ -640,7 +640,7 @@ class Dispatcher:
             record_time_ns=self.context.record_time_ns,
             instance_name=self.context.instance_name,
             tasks=self.tasks.save(),
-            site_rule=self.context.sites.rule,
+            rules=self.context.sites.rules,
         )
         return encode_envelope(envelope), state
 

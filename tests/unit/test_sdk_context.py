@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 from appsdk import Immortal, rpc
-from appsdk.call_sites import SiteRule
 from appsdk.context import Context
 from appsdk.errors import StateError, UsageError
 from appsdk.immortal import attach
+from appsdk.rules import Rules
 from appsdk.state import FRONT, Envelope, decode_envelope, encode_envelope
 from appsdk.testing.wire import call, logged
 from tests.helpers.sdk import first_start, recover
@@ -48,7 +48,7 @@ def dice(
     message_index: int = 0,
     committer_id: int = 7,
     seed: bytes = SEED,
-    rule: SiteRule = SiteRule.FUNCTION,
+    rule: Rules = Rules.SECOND,
 ) -> Dice:
     made = Dice()
     context = Context(seed)
@@ -69,7 +69,7 @@ def test_golden_values() -> None:
     # A change of these would make every log that is replayed diverge.
     assert dice().kept() == KEPT
     assert str(dice().name()) == NAME
-    by_line = dice(rule=SiteRule.LINE)
+    by_line = dice(rule=Rules.FIRST)
     assert by_line.kept() == KEPT_BY_LINE
     assert str(by_line.name()) == NAME_BY_LINE
 
@@ -227,17 +227,17 @@ class Drawing(Immortal):
 
 def test_a_log_keeps_the_rule_that_it_was_begun_with() -> None:
     drawn = {}
-    for rule in SiteRule:
-        begun = Envelope(class_name="Drawing", serializer="msgspec", seed=SEED, sequence_id=3, site_rule=rule)
+    for rule in Rules:
+        begun = Envelope(class_name="Drawing", serializer="msgspec", seed=SEED, sequence_id=3, rules=rule)
         blob = encode_envelope(begun) + msgspec.msgpack.encode({"numbers": []})
         life = recover(Drawing, blob, logged(4, [call(1)]))
         drawn[rule] = life.dispatcher.instance.numbers
         envelope, _ = decode_envelope(life.output.blobs[-1])
-        assert envelope.site_rule == rule
+        assert envelope.rules == rule
         again = recover(Drawing, life.output.blobs[-1], logged(5, [call(1)]))
-        assert decode_envelope(again.output.blobs[-1])[0].site_rule == rule
-    assert drawn[SiteRule.LINE] != drawn[SiteRule.FUNCTION]
-    assert drawn[SiteRule.LINE] == DRAWN_BY_LINE
+        assert decode_envelope(again.output.blobs[-1])[0].rules == rule
+    assert drawn[Rules.FIRST] != drawn[Rules.SECOND]
+    assert drawn[Rules.FIRST] == DRAWN_BY_LINE
 
 
 def test_a_checkpoint_of_before_says_no_rule_and_means_lines() -> None:
@@ -251,13 +251,13 @@ def test_a_checkpoint_of_before_says_no_rule_and_means_lines() -> None:
 
 def test_a_new_log_has_the_new_rule_and_earlier_sdks_refuse_it() -> None:
     blob = first_start(Drawing).output.blobs[-1]
-    assert decode_envelope(blob)[0].site_rule == SiteRule.FUNCTION
+    assert decode_envelope(blob)[0].rules == Rules.SECOND
     assert blob[6] == 3  # they read 1 and 2
 
 
 def test_a_rule_that_is_not_known_is_refused() -> None:
-    blob = encode_envelope(Envelope(class_name="D", serializer="msgspec", seed=SEED, sequence_id=3, site_rule=9))
-    with pytest.raises(StateError, match=r"follow rule 9, this SDK knows rules 1 to 2: start the app with the version"):
+    blob = encode_envelope(Envelope(class_name="D", serializer="msgspec", seed=SEED, sequence_id=3, rules=9))
+    with pytest.raises(StateError, match=r"follows rules 9, this SDK knows 1 to 2: start the app with the version"):
         decode_envelope(blob)
 
 
