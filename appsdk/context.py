@@ -2,22 +2,21 @@
 
 The time is that of the record. A random stream belongs to one call site within one message: it is seeded from the
 app's seed (drawn at the first start, kept in the checkpoint), the committer ID, the record, the message's index in it,
-and the place that draws (the function's qualified name and the text of its line). So a new call elsewhere shifts no
-other stream.
+and the place that draws (:mod:`appsdk.call_sites`). So a new call elsewhere shifts no other stream.
 """
 
 from __future__ import annotations
 
 import hashlib
-import linecache
 import random
 import threading
 import time
 import uuid
 from datetime import UTC, datetime, timedelta
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
+from appsdk.call_sites import CallSites
 from appsdk.errors import AS_RPC, QueryError, UsageError
 
 SEED_SIZE_BYTES = 16
@@ -28,32 +27,6 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 def datetime_of(time_ns: int) -> datetime:
     """``time_ns`` (since the Unix epoch) as an aware UTC datetime, to the microsecond below."""
     return _EPOCH + timedelta(microseconds=time_ns // 1000)
-
-
-class CallSites:
-    """Names the places in the code that draw: stable against changes elsewhere in the same file."""
-
-    def __init__(self) -> None:
-        self._sites: dict[tuple[CodeType, int], bytes] = {}
-        self._lines: dict[str, list[str]] = {}
-
-    def load(self, file_name: str) -> None:
-        """Remember the text of a file as it is now: later it may have been edited under a running app."""
-        if file_name not in self._lines:
-            self._lines[file_name] = linecache.getlines(file_name)
-
-    def site(self, frame: FrameType) -> bytes:
-        code, line_number = frame.f_code, frame.f_lineno
-        site = self._sites.get((code, line_number))
-        if site is None:
-            self.load(code.co_filename)
-            lines = self._lines[code.co_filename]
-            if 0 < line_number <= len(lines):
-                place = lines[line_number - 1].strip()
-            else:  # no source at hand
-                place = f"+{line_number - code.co_firstlineno}"
-            site = self._sites[code, line_number] = f"{code.co_qualname}\n{place}".encode()
-        return site
 
 
 class Context:

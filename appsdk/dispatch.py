@@ -32,6 +32,7 @@ from appsdk.journal import SavedTasks
 from appsdk.outbox import Chunk, Outbox, encode_call, make_writer
 from appsdk.proxy import all_method_names
 from appsdk.report import call_user_code
+from appsdk.rules import Rules
 from appsdk.state import Envelope, decode_envelope, encode_envelope
 from appsdk.tasks import Tasks
 from appsdk.upgrades import class_that_restores, guarded, moved, upgrade_path, upgraded
@@ -165,6 +166,7 @@ class Dispatcher:
         self._reader = RecordReader()
         self._extended = False  # the coordinator has used an extension, so it took our Hello
         self._primary = False
+        self.forks_next = True  # False: the child of the last checkpoint hung
         self._upgraded = False  # the next TakeCheckpoint completes it, unless more records come
         self._awaiting_initial = False
         self._blob: list[bytes] = []
@@ -544,6 +546,7 @@ class Dispatcher:
         envelope, state = decode_envelope(blob)
         self._use(class_that_restores(self._main_definition, envelope))
         self.context.seed = envelope.seed
+        self.context.sites.use(Rules(envelope.rules))
         self._next_sequence_id = envelope.sequence_id + 1
         self.context.sequence_id = envelope.sequence_id
         self.context.record_time_ns = envelope.record_time_ns
@@ -609,12 +612,13 @@ class Dispatcher:
                 self.outbox.send(encode_message(MessageType.RETRY_REFUSED))
             yield OutputReady()
             yield from self._become_primary()
-        elif self.definition.checkpoint_mode == "fork" and self._primary and self._extended:
+        elif self.definition.checkpoint_mode == "fork" and self.forks_next and self._primary and self._extended:
             self.outbox.close_batches()
             self.outbox.send(encode_message(MessageType.SNAPSHOT_BEGIN))
             yield SnapshotBegun(self._encode)
         else:
             self._checkpoint()
+            self.forks_next = True
             yield OutputReady()
 
     def _checkpoint(self) -> None:
@@ -641,6 +645,7 @@ class Dispatcher:
             record_time_ns=self.context.record_time_ns,
             instance_name=self.context.instance_name,
             tasks=self.tasks.save(),
+            rules=self.context.sites.rules,
         )
         return encode_envelope(envelope), state
 

@@ -3,6 +3,11 @@
 The child has a copy of the process's memory and of its one thread; it shares pages with its parent until one of them
 writes. It encodes, writes and leaves: no handler of the parent's runs in it, no file of the parent's is open in it.
 
+A lock that another thread held at the fork stays held in the child. Python's own and those of the C library are made
+anew there; one of a library or of the user's, which encoding the state may need, is not. Python 3.12 warns of each fork
+beside threads for that reason. Here there is always one, so the warning says nothing: a child that is silent for
+SILENCE_S_MAX is killed instead, and the next checkpoint is taken without one.
+
 What is in the pipe is a kind (1 byte), a size (8 bytes, little endian), then that many bytes: the blob, or a text.
 """
 
@@ -15,6 +20,7 @@ import gc
 import os
 import signal
 import struct
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -23,6 +29,7 @@ from appsdk.errors import StateError
 
 CHUNK_SIZE_BYTES_MAX = 256 << 10
 PIPE_SIZE_BYTES = 1 << 20  # what an ordinary user may ask for
+SILENCE_S_MAX = 120.0  # without a byte where there is room for one: 1 GiB is encoded in 3 s, the first byte comes then
 _FRONT = struct.Struct("<BQ")
 _BLOB, _STATE_ERROR, _PROBLEM = 0, 1, 2
 
@@ -69,11 +76,14 @@ class SnapshotReader:
 class Snapshot:
     """One child and the pipe from it. ``encode`` makes the pieces of the blob; it raises StateError.
 
-    ``reason`` says, once :meth:`read` has returned no bytes, why there is no blob; "" if it is whole.
+    ``reason`` says, once :meth:`read` has returned no bytes, why there is no blob; "" if it is whole. ``has_hung``: it
+    was silent for too long, and was killed. Times are monotonic, in seconds.
     """
 
     def __init__(self, encode: Callable[[], Sequence[bytes]]) -> None:
         self.reason = ""
+        self.has_hung = False
+        self.silent_since_s = time.monotonic()
         self._reader = SnapshotReader()
         self._child = self._pipe = -1
         self._thaw = False
@@ -97,8 +107,7 @@ class Snapshot:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             with warnings.catch_warnings():
-                # Python 3.12 warns of forks beside threads: the child takes no lock that one of them could hold.
-                warnings.simplefilter("ignore", DeprecationWarning)
+                warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: see above
                 self._child = os.fork()
                 if not self._child:
                     _run_child(encode, writer, parent, prctl)
@@ -120,13 +129,34 @@ class Snapshot:
             try:
                 data = os.read(self._pipe, CHUNK_SIZE_BYTES_MAX)
             except BlockingIOError:
-                return None
+                if self.time_left_s() > 0:
+                    return None
+                self._give_up()
+                return b""
+            self.silent_since_s = time.monotonic()
             if not data:
                 how = self._end()
                 self.reason = self._reader.end(how)
             elif blob := self._reader.receive_data(data):
                 return blob
         return b""
+
+    def time_left_s(self) -> float:
+        """Until the child has been silent for too long."""
+        return self.silent_since_s + SILENCE_S_MAX - time.monotonic()
+
+    def not_read(self) -> None:
+        """There is no room for what the child writes: its silence begins when there is."""
+        self.silent_since_s = time.monotonic()
+
+    def _give_up(self) -> None:
+        self.close()
+        self.has_hung = True
+        self.reason = (
+            f"the process that encoded the state said nothing for {SILENCE_S_MAX:g} s and was killed. Perhaps it "
+            "waited for a lock that another thread of the app held as it began. The next checkpoint is encoded in the "
+            "app"
+        )
 
     def _end(self) -> str:
         """Take the child's place in the process table away; how it ended."""

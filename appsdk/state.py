@@ -23,6 +23,7 @@ import msgspec
 from appsdk.codec import encoder, resolve_hints, unsupported_type
 from appsdk.errors import DefinitionError, StateError
 from appsdk.journal import SavedTasks
+from appsdk.rules import Rules
 from protocol.state_envelope import FRONT, MAGIC
 
 T = TypeVar("T")
@@ -40,6 +41,7 @@ VERIFIED_STATE_SIZE_BYTES_MAX = 64 << 20  # reading back takes 2-3 times as long
 
 _VERSION = 1
 _VERSION_WITH_TASKS = 2  # an SDK that knows nothing of them must not lose them
+_VERSION_WITH_RULES = 3  # an SDK that knows no other rules than the first must not go by those
 
 WAYS_OUT = (
     "write 'def checkpoint(self) -> bytes' and 'def restore(self, blob: bytes) -> None' of your own, "
@@ -58,11 +60,15 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     record_time_ns: int | None = None  # of the last record handled; None: unknown
     instance_name: str = ""  # what the log calls the instance
     tasks: SavedTasks | None = None  # async handlers that wait
+    rules: int = Rules.FIRST  # for the log's whole life
 
 
 def encode_envelope(envelope: Envelope) -> bytes:
     header = encoder.encode(envelope)
-    version = _VERSION if envelope.tasks is None else _VERSION_WITH_TASKS
+    if envelope.rules != Rules.FIRST:
+        version = _VERSION_WITH_RULES
+    else:
+        version = _VERSION if envelope.tasks is None else _VERSION_WITH_TASKS
     return FRONT.pack(MAGIC, version, 0, len(header)) + header
 
 
@@ -77,9 +83,9 @@ def decode_envelope(blob: bytes) -> tuple[Envelope, memoryview]:
         raise StateError(
             f"the checkpoint starts with {bytes(blob[:6])!r}, not {MAGIC!r}: it was made by another kind of app"
         )
-    if version not in (_VERSION, _VERSION_WITH_TASKS):
+    if not _VERSION <= version <= _VERSION_WITH_RULES:
         raise StateError(
-            f"the checkpoint has version {version}, this SDK reads versions {_VERSION} and {_VERSION_WITH_TASKS}: "
+            f"the checkpoint has version {version}, this SDK reads versions {_VERSION} to {_VERSION_WITH_RULES}: "
             f"start the app with the version of the SDK that wrote it"
         )
     end = FRONT.size + header_size_bytes
@@ -87,6 +93,11 @@ def decode_envelope(blob: bytes) -> tuple[Envelope, memoryview]:
         envelope = msgspec.msgpack.decode(memoryview(blob)[FRONT.size : end], type=Envelope)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise StateError(f"the checkpoint's header can't be read: {error}") from None
+    if envelope.rules not in tuple(Rules):
+        raise StateError(
+            f"the checkpoint follows rules {envelope.rules}, this SDK knows {min(Rules)} to {max(Rules)}: "
+            f"start the app with the version of the SDK that wrote it"
+        )
     return envelope, memoryview(blob)[end:]
 
 

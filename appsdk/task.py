@@ -238,8 +238,7 @@ class Task(Fibers):
         except HandlerError as error:
             raise self.stop(error) from error
         except (Exception, SystemExit) as error:
-            self._abandoned = Abandoned(error)
-            raise self._abandoned from error
+            raise self.abandon(error) from error
         if outcome is not None:
             operation.complete(*self._take_outcome(operation, *outcome))
 
@@ -286,6 +285,11 @@ class Task(Fibers):
             raise self.stop(self._mismatch(self._steps_count + 1, self._rebuild.next_entry, "continue_as"))
         self._continuation = ContinueAs(arguments)
         raise self._continuation
+
+    def abandon(self, error: BaseException) -> Abandoned:
+        """Whatever the coroutines do about what is to be raised: the handler ends with ``error``."""
+        self._abandoned = self._abandoned or Abandoned(error)
+        return self._abandoned
 
     def stop(self, error: AppError) -> Stopped:
         """Whatever the coroutines do about what is to be raised: the app stops with ``error``."""

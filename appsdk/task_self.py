@@ -142,8 +142,15 @@ class TaskSelf:
     def signal(self, name: str, value: Any = None) -> None:
         task = self._immortal_task
         encoded = encode_signal(name, value)
-        if not task.is_silent:
-            task.tasks.events.signal(name, encoded)
+        if task.is_silent:
+            return
+        tasks = task.tasks
+        if tasks.signals_have_limit:
+            try:
+                tasks.events.require_room(name, encoded)
+            except UsageError as error:  # the handler ends, whatever it catches: a rebuild would not refuse it again
+                raise task.abandon(error) from error
+        tasks.events.signal(name, encoded)
 
     def continue_as(self, *arguments: Any, **keywords: Any) -> NoReturn:
         task = self._immortal_task

@@ -25,6 +25,7 @@ from appsdk.codec import ArgumentCodec, encoder
 from appsdk.context import QUERY_RUNS, Context
 from appsdk.effect_waits import EffectResult, WaitingEffects
 from appsdk.errors import AS_RPC, HandlerError, QueryError, UsageError
+from appsdk.events import Events
 from appsdk.failures import answer_of, encode_failed, failure_of, forked, reference, refusal, verdict_on
 from appsdk.handlers import CLOCK_METHOD_ID, Handler
 from appsdk.journal import WAYS_OUT, JournalError, SavedTask, SavedTasks, declared_name, encode_raised
@@ -33,6 +34,7 @@ from appsdk.outbox import Send, make_writer
 from appsdk.proxy import Peer, make_fork
 from appsdk.queries import Queries
 from appsdk.report import handler_failed
+from appsdk.rules import Rules
 from appsdk.task import Task
 from appsdk.task_self import encode_signal, event_decoder
 from appsdk.waits import Fiber
@@ -59,49 +61,6 @@ _RETURNED_VALUE, _RETURNED_NOTHING, _RAISED = RpcKind.RETURNED_VALUE, RpcKind.RE
 _decode_value = msgspec.msgpack.Decoder(_ReturnedValue).decode
 _decode_nothing = msgspec.msgpack.Decoder(_ReturnedNothing).decode
 _write_time = make_writer("the clock", CLOCK_METHOD_ID, RpcType.IMPULSE)
-
-
-class Events:
-    """Waits for events, the oldest first, and signals that nobody has waited for yet."""
-
-    def __init__(self, later: Callable[[Callable[[], None]], None], resolve: Callable[[Event, bytes], None]) -> None:
-        self.kept: dict[str, list[bytes]] = {}
-        self._waiting: dict[str, dict[int, Event]] = {}  # by name and number
-        self._later = later
-        self._resolve = resolve
-
-    def add(self, event: Event) -> None:
-        self._waiting.setdefault(event.name, {})[event.number] = event
-
-    def remove(self, event: Event) -> None:
-        waiting = self._waiting.get(event.name, {})
-        waiting.pop(event.number, None)
-        if not waiting:
-            self._waiting.pop(event.name, None)
-
-    def forget_all(self) -> None:
-        self.kept.clear()
-        self._waiting.clear()
-
-    def sort(self) -> None:
-        """After a rebuild: those that waited first come first again."""
-        self._waiting = {name: dict(sorted(waiting.items())) for name, waiting in self._waiting.items()}
-
-    def signal(self, name: str, value: bytes) -> None:
-        self._later(partial(self._give, name, value))
-
-    def offer(self, name: str) -> None:
-        """Somebody waits: the oldest signal that was kept is for it."""
-        if kept := self.kept.get(name):
-            self.signal(name, kept.pop(0))
-            if not kept:
-                del self.kept[name]
-
-    def _give(self, name: str, value: bytes) -> None:
-        for event in self._waiting.get(name, {}).values():
-            self._resolve(event, value)
-            return
-        self.kept.setdefault(name, []).append(value)
 
 
 class Tasks:
@@ -175,12 +134,11 @@ class Tasks:
         self.ready.clear()
         self.calls.clear()
         self.effects.forget_all()
-        self.events.forget_all()
         self.clock = Clock()
         self.clock.schedules = dict(saved.schedules)
         self.clock.jumps = list(saved.jumps)
         self.clock.jumped_to_ns = saved.jumped_to_ns
-        self.events.kept = {name: list(values) for name, values in saved.signals.items()}
+        self.events.restore(saved.signals)
         self._next_number = saved.next_number
         self._tasks.clear()
         for one in saved.tasks:
@@ -199,6 +157,10 @@ class Tasks:
 
     def codec(self, handler: Handler[Any, Any]) -> ArgumentCodec:
         return self.definition.codec(handler)
+
+    @property
+    def signals_have_limit(self) -> bool:
+        return self.context.sites.rules is not Rules.FIRST
 
     def target(self, destination: str, handler: Handler[Any, Any], called: Handler[Any, Any]) -> Target:
         return Target(destination, handler, called, self.codec(called))
@@ -228,7 +190,10 @@ class Tasks:
                 "self.signal: only handlers signal: what hooks, __init__, prepare and upgrade do is not in the log; "
                 "send an impulse to a handler that does it"
             )
-        self.events.signal(name, encode_signal(name, value))
+        encoded = encode_signal(name, value)
+        if self.signals_have_limit:
+            self.events.require_room(name, encoded)
+        self.events.signal(name, encoded)
         if not self.definition.has_tasks:  # so nobody waits, and nobody else lets it through
             self.drain()
 

@@ -345,12 +345,15 @@ class Transport:
 
     def _relay(self, snapshot: Snapshot) -> None:
         """Put what the child has written behind the output, as far as there is room for it."""
+        if not self._snapshot_has_room():
+            snapshot.not_read()
         while self._snapshot_has_room():
             chunk = snapshot.read()
             if chunk is None:
                 return
             if not chunk:
                 self._snapshot = None
+                self._dispatcher.forks_next = not snapshot.has_hung
                 self._take([encode_message(MessageType.SNAPSHOT_END, snapshot.reason.encode())])
                 return
             front = encode_zigzag(1 + len(chunk)) + bytes((MessageType.SNAPSHOT_CHUNK,))
@@ -383,7 +386,7 @@ class Transport:
             self._poll.register(self._connection, interest)
             self._interest = interest
         self._poll_snapshot()
-        for descriptor, happened in self._poll.poll(self._time_to_timer_ms()):
+        for descriptor, happened in self._poll.poll(self._time_to_wait_ms()):
             if descriptor == self._waker.fileno():
                 self._waker.clear()
                 continue
@@ -394,11 +397,15 @@ class Transport:
             if happened & ~select.POLLOUT:
                 self._receive()
 
-    def _time_to_timer_ms(self) -> int | None:
+    def _time_to_wait_ms(self) -> int | None:
+        """Until a timer is due, or a child has been silent for too long."""
+        times_ms = []
         due_ns = self._dispatcher.next_due_ns
-        if due_ns is None or self._pending_size_bytes >= OUTPUT_PENDING_BYTES_MAX:
-            return None
-        return min(max(0, (due_ns - self._now_ns()) // 1_000_000 + 1), TIMER_WAIT_MS_MAX)
+        if due_ns is not None and self._pending_size_bytes < OUTPUT_PENDING_BYTES_MAX:
+            times_ms.append(min(max(0, (due_ns - self._now_ns()) // 1_000_000 + 1), TIMER_WAIT_MS_MAX))
+        if self._snapshot is not None and self._snapshot_polled >= 0:
+            times_ms.append(max(0, int(1000 * self._snapshot.time_left_s()) + 1))
+        return min(times_ms, default=None)
 
     def _now_ns(self) -> int:
         """The instance's time. Its coordinator has the clock; one that tells no time leaves us with the machine's."""

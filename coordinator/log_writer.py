@@ -51,6 +51,8 @@ class LogWriter:
         self._done: deque[Event] = deque()  # appended to by the thread
         self._store_lock = threading.Lock()
         self._trim = threading.Event()
+        self._trims_count = 0  # asked for
+        self._trim_lock = threading.Lock()  # between asking for one and taking the last for done
         self._closing = False
         self._kept: WriteCheckpointChunk | None = None  # taken while looking for a commit to join
         self.commit_s = 0.0  # what a commit takes, with its sync: a running mean over the last few
@@ -97,10 +99,12 @@ class LogWriter:
     def trim(self, keep_since_ns: int | None = None) -> None:
         """Remove, whenever there is nothing to write, one step after the other of what is not needed any more: also not
         for a replay from ``keep_since_ns`` on (ns since the Unix epoch; None: time does not count)."""
-        self._keep_since_ns = keep_since_ns
-        if not self._trim.is_set():
-            self._trim.set()
-            self._jobs.put(None)
+        with self._trim_lock:
+            self._keep_since_ns = keep_since_ns
+            self._trims_count += 1
+            if not self._trim.is_set():
+                self._trim.set()
+                self._jobs.put(None)
 
     @property
     def trimming(self) -> bool:
@@ -130,10 +134,8 @@ class LogWriter:
                 self._store.write_checkpoint_chunk(job.checkpoint_id, job.index, job.data)
                 reach(FaultPoint.AFTER_CHUNK)
                 return ChunkWritten(len(job.data))
-        except LogError as error:
-            return LogFailed(error)
         except Exception as error:  # it must not end the thread: the machine would wait for its answer for ever
-            return LogFailed(LogError(f"a write to the log failed: {error!r}"))
+            return _failed(error)
 
     def _run(self) -> None:
         while True:
@@ -158,8 +160,11 @@ class LogWriter:
         joined = job
         if len(commits) > 1:
             joined = Commit(commits[-1].ticket, Transaction(), size_bytes)
-            for commit in commits:
-                joined.transaction.absorb(commit.transaction)
+            try:
+                for commit in commits:
+                    joined.transaction.absorb(commit.transaction)
+            except Exception as error:  # as in _write
+                return [_failed(error)]
         event = self._write(joined)
         return [Committed(commit.ticket) for commit in commits] if isinstance(event, Committed) else [event]
 
@@ -190,14 +195,20 @@ class LogWriter:
             return None
 
     def _trim_step(self) -> None:
+        trims_count = self._trims_count  # before the step looks at what there is
         try:
             with self._store_lock:
                 more = self._store.trim(keep_checkpoints=self._keep_checkpoints, keep_since_ns=self._keep_since_ns)
                 reach(FaultPoint.AFTER_TRIM)
         except Exception:
             more = False  # the next commit meets the same failure, and reports it
-        if not more:
-            self._trim.clear()
+        with self._trim_lock:
+            if not more and trims_count == self._trims_count:
+                self._trim.clear()
+
+
+def _failed(error: Exception) -> LogFailed:
+    return LogFailed(error if isinstance(error, LogError) else LogError(f"a write to the log failed: {error!r}"))
 
 
 # Fault points of a commit: of any, of an epoch's, of a checkpoint's, of a version's, of a reset stream's, of a spill's.

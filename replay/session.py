@@ -129,9 +129,10 @@ class ReplaySession:
         self._upgraded_to: int | None = None  # and no record since
         self.app_leaves = False
         """The app was said goodbye to: it closes the connection itself."""
+        self._impulses = summary.impulses_by_destination()
         self._streams = {
             destination: self._stream(destination)
-            for destination in sorted({*route.checkpoint.outputs, *(batch.destination for batch in summary.impulses)})
+            for destination in sorted({*route.checkpoint.outputs, *self._impulses})
         }
         if not summary.extensions:  # the log of an app of the base protocol, which says no Hello
             self._begin()
@@ -360,8 +361,8 @@ class ReplaySession:
             yield from stream.append(calls.count, calls.payload, origins)
 
     def _stream(self, destination: str) -> StreamPositions:
-        impulses = [batch for batch in self._summary.impulses if batch.destination == destination]
-        return StreamPositions(destination, self._route.checkpoint.outputs.get(destination), impulses)
+        outputs = self._route.checkpoint.outputs
+        return StreamPositions(destination, outputs.get(destination), self._impulses.get(destination, ()))
 
     # --- checkpoints, in one piece or beside the app's work -----------------------------------------------------------
 

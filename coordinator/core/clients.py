@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush, heapreplace
 
 from coordinator.core.allowance import Allowance
 from coordinator.core.clock import RunningTime
@@ -69,6 +70,8 @@ class Client:
     token: object = None  # where it was last heard
     owner: str = ""  # whose keys have used the ID first
     again: Allowance | None = None  # of what it may be told again
+    used: int = 0  # grows with each use of any client
+    holds: bool = False  # it is among those that have replies
 
     @property
     def open_count(self) -> int:
@@ -107,6 +110,9 @@ class Clients:
         self._methods = encode_methods({})  # of the app; the last one that was here
         self._forgotten_ns = stored.forgotten_ns
         self._clients: OrderedDict[str, Client] = OrderedDict()  # the one that was unused for longest first
+        # Those that have replies: (used, then; ID; client), a heap. Who has none any more is left out when it is met.
+        self._holders: list[tuple[int, str, Client]] = []
+        self._uses = 0
         self._outgoing: dict[str, dict[int, Reply]] = {}  # by client and number
         self._again = Allowance(limits.again_bytes, 0)
         self._asked: set[str] = set()  # who has sent a PING in this turn
@@ -120,7 +126,7 @@ class Clients:
 
     def _load(self, stored: StoredClients) -> None:
         for client_id, known in sorted(stored.positions.items(), key=lambda item: (item[1].time_ns, item[0])):
-            self._clients[client_id] = Client(known.number, known.released, known.time_ns, owner=known.owner)
+            self._use(client_id, Client(known.number, known.released, known.time_ns, owner=known.owner))
         for (client_id, number), data in sorted(stored.replies.items()):
             client = self._clients.get(client_id)
             if client is None or not client.released < number <= client.number:
@@ -129,7 +135,7 @@ class Clients:
                 client.gone.add(number)
                 self._gone_count += 1
             else:
-                self._keep(client, number, data)
+                self._keep(client_id, client, number, data)
         for client in self._clients.values():
             self._opened(client, client.open_count)
 
@@ -258,12 +264,18 @@ class Clients:
         client.number = frame.number + repeated + count - 1
         client.time_ns = self._log.time_ns(now_ns)
         self._opened(client, count)
-        self._clients[frame.client_id] = client
-        self._clients.move_to_end(frame.client_id)
+        self._use(frame.client_id, client)
         group.transaction.clients[frame.client_id] = client.position
         self._forget_unused()
         if count < new:
             self._say_busy(token, frame, client)
+
+    def _use(self, client_id: str, client: Client) -> None:
+        """It is the one now that was used last."""
+        self._uses += 1
+        client.used = self._uses
+        self._clients[client_id] = client
+        self._clients.move_to_end(client_id)
 
     def _say_busy(self, token: object, frame: ClientFrame, client: Client) -> None:
         """What is behind the client's number is to be sent again later."""
@@ -335,15 +347,20 @@ class Clients:
             return 0  # a replay has made it again; or it counts as lost, and the client may have been told so
         self._opened(client, -1)
         data = bytes((reply.kind,)) + reply.value
-        self._keep(client, number, data)
+        self._keep(client_id, client, number, data)
         self._log.open.transaction.replies[client_id, number] = data
         if client.token is not None:
             self._outgoing.setdefault(client_id, {})[number] = reply
         self._stay_within(client_id, client)
         return len(data)
 
-    def _keep(self, client: Client, number: int, data: bytes) -> None:
+    def _keep(self, client_id: str, client: Client, number: int, data: bytes) -> None:
         client.replies[number] = data
+        if not client.holds:
+            client.holds = True
+            heappush(self._holders, (client.used, client_id, client))
+            if len(self._holders) > 2 * len(self._clients):  # of those that were forgotten, most
+                self._leave_out_empty()
         client.size_bytes += len(data) + REPLY_OVERHEAD_BYTES
         self.replies_count += 1
         self.replies_bytes += len(data) + REPLY_OVERHEAD_BYTES
@@ -364,7 +381,7 @@ class Clients:
             for number in range(client.released + 1, client.number + 1) if client.open_count else ():
                 if number not in client.replies and number not in client.gone:
                     self._opened(client, -1)
-                    self._keep(client, number, _LOST)
+                    self._keep(client_id, client, number, _LOST)
                     self._log.open.transaction.replies[client_id, number] = _LOST
                     if client.token is not None:
                         self._outgoing.setdefault(client_id, {})[number] = Reply(number, ReplyKind.LOST)
@@ -378,11 +395,32 @@ class Clients:
         ):
             self._let_go(client_id, client)
         if self.replies_bytes > limits.replies_bytes:
-            for other_id, other in self._clients.items():
-                while other.replies and self.replies_bytes > limits.replies_bytes and other is not client:
-                    self._let_go(other_id, other)
-                if self.replies_bytes <= limits.replies_bytes or other is client:
-                    break
+            self._let_go_of_unused(client)
+
+    def _leave_out_empty(self) -> None:
+        for _, _, client in self._holders:
+            client.holds = bool(client.replies)
+        self._holders = [holder for holder in self._holders if holder[2].holds]
+        heapify(self._holders)
+
+    def _let_go_of_unused(self, answered: Client) -> None:
+        """Of replies of those unused for longest, until the rest is within the limit; not of the last one for
+        ``answered``."""
+        holders = self._holders
+        passed_over = None
+        while holders and self.replies_bytes > self._limits.replies_bytes:
+            used, client_id, client = holders[0]
+            if not client.replies:
+                heappop(holders)
+                client.holds = False
+            elif client.used != used:
+                heapreplace(holders, (client.used, client_id, client))
+            elif client is answered and len(client.replies) == 1:
+                passed_over = heappop(holders)
+            else:
+                self._let_go(client_id, client)
+        if passed_over is not None:
+            heappush(holders, passed_over)
 
     def _let_go(self, client_id: str, client: Client) -> None:
         """Of the oldest reply."""
@@ -424,7 +462,7 @@ class Clients:
             if len(self._clients) <= limits.clients_max and client.time_ns >= unused_since_ns:
                 return
             if client.open_count and len(self._clients) > 1:
-                self._clients.move_to_end(client_id)  # its answer will come
+                self._use(client_id, client)  # its answer will come
                 continue
             del self._clients[client_id]
             transaction = self._log.open.transaction

@@ -6,29 +6,40 @@ To oneself they are logged input like any; to others they take their place in th
 from __future__ import annotations
 
 from coordinator.core.app_messages import Calls
+from coordinator.core.errors import AppProtocolError
 from coordinator.core.group_commit import Group, GroupCommit
 from coordinator.core.interfaces import IMPULSES, ONESELF, LogSummary, SourcePosition
+from coordinator.core.limits import Limits
 from coordinator.core.peers import Peers
 from protocol.batch import encode_batch
 from protocol.trailer import BatchKind, BatchSource
+
+HELD_OVERHEAD_BYTES = 300  # of Python's objects around a batch that is held
 
 
 class Impulses:
     """Those of one instance. ``count``: that it has sent to itself, in all its life."""
 
-    def __init__(self, summary: LogSummary, log: GroupCommit, peers: Peers) -> None:
+    def __init__(self, summary: LogSummary, limits: Limits, log: GroupCommit, peers: Peers) -> None:
         known = summary.sources.get(IMPULSES)
         self.count = known.position if known else 0
         self.held_bytes = 0
         self._held: list[Calls] = []  # that must not be taken yet
+        self._held_bytes_max = limits.held_impulses_bytes + limits.arguments_bytes_max
         self._committer_id = summary.committer_id
         self._log = log
         self._peers = peers
 
     def hold(self, calls: Calls) -> None:
-        """Keep them until there is room in the log, or the app's upgrade is confirmed."""
+        """Keep them until there is room in the log, or the app's upgrade is confirmed. Raises AppProtocolError."""
+        if self.held_bytes > self._held_bytes_max:
+            raise AppProtocolError(
+                f"the app's impulses that wait take {self.held_bytes} bytes, {self._held_bytes_max} is the most: "
+                f"before it sends more it is to wait for ImpulsesAccepted, which comes once the log has room or the "
+                f"upgrade is confirmed"
+            )
         self._held.append(calls)
-        self.held_bytes += len(calls.payload)
+        self.held_bytes += len(calls.payload) + HELD_OVERHEAD_BYTES
 
     def let_in(self, epoch: int, now_ns: int) -> None:
         """Take what was held."""

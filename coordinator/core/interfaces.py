@@ -300,6 +300,12 @@ class LogSummary:
     )  # the size in bytes of each that is kept, oldest first
     suspect: Suspect = NO_SUSPECT
 
+    def impulses_by_destination(self) -> dict[str, list[ImpulseBatch]]:
+        found: dict[str, list[ImpulseBatch]] = {}
+        for batch in self.impulses:
+            found.setdefault(batch.destination, []).append(batch)
+        return found
+
 
 class LogStore(Protocol):
     """A durable log. One writer; writes come from one thread at a time, reads may come beside them."""

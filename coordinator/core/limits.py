@@ -74,6 +74,11 @@ class Limits:
     arguments_bytes_max: int = ARGUMENTS_SIZE_MIB_DEFAULT * MIB
     """Of one RPC from the app. It is held in memory whole, several times."""
 
+    held_impulses_bytes: int = 64 * MIB
+    """Impulses that must not be taken yet, beside one of the largest size, each batch with what it takes to keep it.
+    The SDK has 4 MiB of them on their way. An app that sends on is turned away: to read no more of it would hold up the
+    checkpoint that makes room."""
+
     log_limit_bytes: int | None = None
     """The log's size: above this, input from peers is refused and impulses wait until a checkpoint has made room."""
 

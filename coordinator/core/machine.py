@@ -168,7 +168,7 @@ class Machine:
             intake,
             self.running,
         )
-        self._impulses = Impulses(summary, self._log, self._peers)
+        self._impulses = Impulses(summary, self.limits, self._log, self._peers)
         self._load_ticket = 0  # the commit to wait for before the log is loaded for a new session
         self._extensions = summary.extensions
         self._recovery = Recovery(name)

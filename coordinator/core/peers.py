@@ -131,7 +131,8 @@ class Peers:
         outputs: Mapping[str, OutputMark] = header.outputs if header else {}
         if header is not None and self.policy.compares:
             self._checks = {name: OutputCheck(name, mark, self.policy.differs) for name, mark in outputs.items()}
-        names = set(outputs) | {batch.destination for batch in summary.impulses}
+        impulses = summary.impulses_by_destination()
+        names = {*outputs, *impulses}
         for destination in sorted(names):
             self._add_output(
                 destination,
@@ -141,7 +142,7 @@ class Peers:
                     mark=outputs.get(destination),
                     unacknowledged=header.unacknowledged.get(destination, ()) if header else (),
                     acknowledged=self._acknowledged(destination),
-                    impulses=[batch for batch in summary.impulses if batch.destination == destination],
+                    impulses=impulses.get(destination, ()),
                     attempt=epoch << 32,
                     check=self._check(destination),
                     spilled=summary.spilled.get(destination, ()),

@@ -46,6 +46,7 @@ class Conversation:
     newest first, ``peer`` the name that its key stands for."""
 
     __slots__ = (
+        "_whole",
         "incarnation",
         "kept",
         "link_id",
@@ -72,6 +73,7 @@ class Conversation:
         self.routes = [b""]
         self.tracker = DuplicateTracker(span_max)
         self.replies: dict[int, StoredReply] = {}  # by message ID, oldest reply first
+        self._whole: OrderedDict[int, None] = OrderedDict()  # those that were not let go
         self.replies_size_bytes = 0
         self.kept = Kept()
         self.replies_size_bytes_max = replies_size_bytes_max
@@ -93,6 +95,8 @@ class Conversation:
             else:
                 acknowledged = [known for known in self.replies if known < lowest_pending_id]
             self._count(-sum([self.replies.pop(known).size_bytes for known in acknowledged]))
+            for known in acknowledged:
+                self._whole.pop(known, None)
         return sighting
 
     def keep_reply(self, message_id: int, destination_callback_id: int, parts: tuple[bytes, ...]) -> None:
@@ -101,17 +105,16 @@ class Conversation:
             return
         size_bytes = sum(map(len, parts)) + REPLY_OVERHEAD_BYTES
         self.replies[message_id] = StoredReply(destination_callback_id, parts, size_bytes)
+        self._whole[message_id] = None
         self._count(size_bytes)
-        if self.replies_size_bytes > self.replies_size_bytes_max:
-            self._let_go_of_oldest()
+        while self.replies_size_bytes > self.replies_size_bytes_max and self._whole:
+            self._let_go(self._whole.popitem(last=False)[0])
 
-    def _let_go_of_oldest(self) -> None:
-        for message_id, reply in self.replies.items():
-            if reply.parts is not None:
-                self.replies[message_id] = StoredReply(reply.destination_callback_id, None, REPLY_OVERHEAD_BYTES)
-                self._count(REPLY_OVERHEAD_BYTES - reply.size_bytes)
-                if self.replies_size_bytes <= self.replies_size_bytes_max:
-                    return
+    def _let_go(self, message_id: int) -> None:
+        """Only that there was a reply is remembered."""
+        reply = self.replies[message_id]
+        self.replies[message_id] = StoredReply(reply.destination_callback_id, None, REPLY_OVERHEAD_BYTES)
+        self._count(REPLY_OVERHEAD_BYTES - reply.size_bytes)
 
     def _count(self, size_bytes: int) -> None:
         self.replies_size_bytes += size_bytes

@@ -17,7 +17,7 @@ from coordinator.app_listener import AppListenError, listen
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.errors import LogError, LogFullError, LogSyncError
-from coordinator.core.interfaces import CheckpointHeader, ImpulseBatch, SourcePosition, Transaction
+from coordinator.core.interfaces import CheckpointHeader, ImpulseBatch, SourcePosition, Transaction, VersionStart
 from coordinator.driver.reads import problem_of
 from coordinator.log.memory import MemoryLogStore
 from coordinator.log_writer import JOINED_SIZE_BYTES_MAX, LogWriter
@@ -187,6 +187,44 @@ def test_a_failed_join_answers_with_its_error(store: Store, writer: LogWriter) -
     store.gate.set()
     assert isinstance(collected(writer, 1)[0], ev.LogFailed)
     assert store.done == []
+
+
+def test_commits_that_cannot_be_joined_are_answered_and_the_thread_lives(store: Store, writer: LogWriter) -> None:
+    # The exception ended the thread, and the machine waited for ever.
+    store.gate.clear()
+    writer.submit(commit(1, 101))
+    assert store.entered.wait(DEADLINE_S)
+    for number in (2, 3):
+        writer.submit(ef.Commit(number, Transaction(version=VersionStart(number, 0)), 101))
+    store.gate.set()
+    committed, failed = collected(writer, 2)
+    assert committed == ev.Committed(1)
+    assert isinstance(failed, ev.LogFailed)
+    assert "two versions begin in one transaction" in str(failed.error)
+    assert store.done == ["commit 1"]
+    writer.submit(commit(4, 101))
+    assert collected(writer, 1) == [ev.Committed(4)]
+
+
+def test_a_trim_that_is_asked_for_during_the_last_step_is_done(store: Store, writer: LogWriter) -> None:
+    again = threading.Event()
+    asked: list[int | None] = []
+
+    def trim(*, keep_checkpoints: int | None, keep_since_ns: int | None = None) -> bool:
+        asked.append(keep_since_ns)
+        if len(asked) == 1:
+            writer.trim(2)  # the loop's thread asks, when this step has looked at what there is
+        else:
+            again.set()
+        return False
+
+    store.trim = trim  # type: ignore[method-assign]
+    writer.trim(1)
+    assert again.wait(DEADLINE_S)
+    writer.submit(commit(1, 101))
+    collected(writer, 1)
+    assert asked == [1, 2]
+    assert not writer.trimming
 
 
 def test_commits_that_wait_share_a_sync_up_to_a_size(store: Store, writer: LogWriter) -> None:

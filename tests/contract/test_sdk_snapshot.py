@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import appsdk.snapshot
 import appsdk.transport
 from appsdk import Immortal, Impulses, on_primary, peer, rpc
 from appsdk.errors import EXIT_HANDLER_FAILED, Disconnected, StateError
@@ -223,6 +224,60 @@ def test_a_child_that_is_killed_ends_its_snapshot_only(monkeypatch: pytest.Monke
         assert run_connection(definition_of(WaitsInChild), it.address) == "stopping"
     assert reason_of(it.output) == "the process that encoded the state was killed by signal 9 before it was done"
     assert no_child_is_left()
+
+
+PARENT = os.getpid()
+
+
+class HangsInChild(Own):
+    """As where another thread held a lock at the fork: nobody lets go of it in the child."""
+
+    def checkpoint(self) -> bytes:
+        if os.getpid() != PARENT:
+            threading.Event().wait()
+        return super().checkpoint()
+
+
+def test_a_child_that_hangs_is_killed_and_the_next_checkpoint_is_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(appsdk.snapshot, "SILENCE_S_MAX", 0.5)
+
+    def script(it: ScriptedCoordinator) -> None:
+        it.start_first()
+        it.send(logged(1, [call(2, 0, "a")]) + TAKE)
+        it.read_until(snapshot_ended)
+        it.send(logged(2, [call(2, 1, "b")]) + TAKE)
+        it.read_until(lambda output: len(output.blobs) == 2)
+        it.send(TAKE)  # and the one behind that again beside the handlers
+        it.read_until(lambda output: types_of(output).count(MessageType.SNAPSHOT_END) == 2)
+        it.send(GOODBYE)
+
+    with coordinator(script) as it:
+        assert run_connection(definition_of(HangsInChild), it.address) == "stopping"
+    said = reason_of(it.output)
+    assert said.startswith("the process that encoded the state said nothing for 0.5 s and was killed. ")
+    assert said.endswith("The next checkpoint is encoded in the app")
+    assert recover(HangsInChild, it.output.blobs[1]).dispatcher.instance.texts == {0: "a", 1: "b"}
+    assert no_child_is_left()
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_child_that_is_not_read_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [1000.0]
+    monkeypatch.setattr(appsdk.snapshot.time, "monotonic", lambda: now_s[0])
+    snapshot = Snapshot(lambda: [bytes(4 << 20)])  # more than its pipe holds
+    try:
+        now_s[0] += 10 * appsdk.snapshot.SILENCE_S_MAX
+        snapshot.not_read()
+        received = 0
+        while (data := snapshot.read()) != b"":
+            received += len(data or b"")
+            now_s[0] += appsdk.snapshot.SILENCE_S_MAX / 2 if data else 0
+            if data is None:
+                select.select([snapshot], [], [], WAIT_S)
+    finally:
+        snapshot.close()
+    assert received == 4 << 20
+    assert (snapshot.reason, snapshot.has_hung) == ("", False)
 
 
 def test_a_child_ends_with_the_connection() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import msgspec
@@ -205,6 +206,74 @@ def test_of_all_clients_those_unused_for_longest_lose_their_replies() -> None:
         driven.data(answer(1, "0123456789", client_id=client_id))
     assert said(driven.handle(ping("x", 1, client_id="x")))[1][2] == {1: (0, b"")}
     assert said(driven.handle(ping("z", 1, client_id="z")))[1][2] == {1: (1, packed("0123456789"))}
+
+
+def test_the_oldest_client_loses_replies_as_well_though_one_has_just_come_for_it() -> None:
+    # What came for the one that was unused for longest was kept beyond the limit: nobody was before it.
+    driven = started(Limits(replies_bytes=1000))
+    driven.handle(request("x", 1, *[call(1)] * 10, client_id="x"))
+    driven.handle(request("y", 1, call(1), client_id="y"))
+    driven.data(answer(1, "0123456789", client_id="y"))
+    for number in range(1, 11):
+        driven.data(answer(number, "0123456789", client_id="x"))
+        status = driven.machine.status(0)["clients"]
+        assert status["replies_bytes"] <= 1000  # type: ignore[index]
+    assert said(driven.handle(ping("y", 1, client_id="y")))[1][2] == {1: (1, packed("0123456789"))}
+    kept = said(driven.handle(ping("x", *range(1, 11), client_id="x")))[1][2]
+    assert [number for number, (kind, _) in kept.items() if kind] == [8, 9, 10]
+
+
+class Counted(OrderedDict[str, Any]):
+    """Counts what is looked at when it is gone through."""
+
+    looked_at = 0
+
+    def items(self) -> Any:
+        for item in super().items():
+            self.looked_at += 1
+            yield item
+
+
+def test_clients_without_replies_are_not_gone_through_for_each_answer() -> None:
+    driven = started(Limits(replies_bytes=1000))
+    clients = driven.machine._clients
+    clients._clients = counted = Counted()
+    count = 100
+    for number in range(count):
+        driven.handle(request("t", 1, call(1), client_id=f"idle {number}"))
+        driven.data(answer(1, 1, client_id=f"idle {number}"))
+        driven.handle(ping("t", client_id=f"idle {number}", acknowledged=1))
+    counted.looked_at = 0
+    for number in range(count):
+        driven.handle(request("t", 1, call(1), client_id=f"busy {number}"))
+        driven.data(answer(1, "0123456789", client_id=f"busy {number}"))
+    assert driven.machine.status(0)["clients"]["replies"] == 4  # type: ignore[index]
+    assert counted.looked_at <= 2 * count
+    assert len(clients._holders) <= 5, "who has no replies any more is not remembered"
+
+
+def test_of_forgotten_clients_nothing_is_left() -> None:
+    driven = started(Limits(clients_max=3))
+    clients = driven.machine._clients
+    for number in range(100):
+        driven.now_ns += 10
+        driven.handle(request("t", 1, call(1), client_id=f"{number}", time_ns=driven.now_ns))
+        driven.data(answer(1, 1, client_id=f"{number}"))
+        assert len(clients) <= 4
+        assert len(clients._holders) <= 8
+    assert {client_id for _, client_id, client in clients._holders if client.replies} == {"97", "98", "99"}
+
+
+def test_who_calls_again_is_not_the_one_that_was_unused_for_longest() -> None:
+    driven = started(Limits(replies_bytes=500))
+    for client_id in "xy":
+        driven.handle(request(client_id, 1, call(1), client_id=client_id))
+        driven.data(answer(1, "0123456789", client_id=client_id))
+    driven.handle(request("x", 2, call(1), client_id="x"))
+    driven.handle(request("z", 1, call(1), client_id="z"))
+    driven.data(answer(1, "0123456789", client_id="z"))
+    assert said(driven.handle(ping("x", 1, client_id="x")))[1][2] == {1: (1, packed("0123456789"))}
+    assert said(driven.handle(ping("y", 1, client_id="y")))[1][2] == {1: (0, b"")}
 
 
 def test_a_forgotten_client_is_not_taken_for_a_new_one() -> None:

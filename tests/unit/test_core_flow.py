@@ -437,6 +437,31 @@ def test_an_app_that_floods_a_full_log_with_impulses_is_not_read_but_for_its_che
     assert pauses(driven)[-1] == "ResumeApp"
 
 
+def test_an_app_that_goes_on_sending_impulses_that_wait_is_turned_away() -> None:
+    # While it has something to do it must be read, and what it sent was held in memory without end.
+    driven = Driven.started(
+        limits=replace(FULL, log_pending_bytes=100, held_impulses_bytes=10_000, arguments_bytes_max=100)
+    )
+    driven.batch("t1", 1, rpc(1))
+    driven.app_took_all()
+    driven.handle(ev.LogMeasured(NO_ROOM))
+    assert driven.phase is Phase.CHECKPOINTING
+    sent_count = 0
+    while not driven.of(ef.CloseApp):
+        driven.data(call("", 1, rpc_type=2))  # a few bytes each: what it takes to keep them counts
+        sent_count += 1
+        assert sent_count <= 100
+    assert sent_count > 10
+    assert pauses(driven) == []
+    (refusal,) = [message for _, message in driven.reports if "broke the protocol" in message]
+    assert "impulses that wait take" in refusal
+    assert "ImpulsesAccepted" in refusal
+    driven.close()
+    driven.recover()
+    driven.handle(ev.LogMeasured(ROOM))
+    assert driven.machine.status(0)["impulses"] == 0, "nobody was told that they were accepted"
+
+
 def test_when_a_checkpoint_makes_room() -> None:
     room = LogRoom("a", FULL)
     last = CheckpointHeader(1, 100, 0, 0, 0)

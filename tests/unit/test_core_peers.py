@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.errors import DivergenceError
+from coordinator.core.interfaces import ImpulseBatch
 from coordinator.core.limits import Limits
 from coordinator.core.session import Phase
 from protocol.extensions import Hello, decode_sources, encode_hello
@@ -707,3 +710,25 @@ def test_a_recovery_shows_no_stream_that_never_was() -> None:
     second.recover()
     status = second.machine.status(0)
     assert (status["inputs"], status["outputs"]) == ({}, {})
+
+
+class Counted(list[ImpulseBatch]):
+    """Counts what is looked at when it is gone through."""
+
+    looked_at = 0
+
+    def __iter__(self) -> Iterator[ImpulseBatch]:
+        for batch in super().__iter__():
+            self.looked_at += 1
+            yield batch
+
+
+def test_a_restore_goes_through_the_kept_impulses_once_however_many_receivers_there_are() -> None:
+    driven = Driven.started()
+    names = [f"peer {number}" for number in range(50)]
+    kept = Counted(ImpulseBatch(name, position, 1, rpc(position)) for position in (1, 2) for name in names)
+    peers = driven.machine._peers
+    peers.forget_outputs()
+    peers.restore(None, replace(driven.store.summary(), impulses=kept), 2)
+    assert kept.looked_at <= 2 * len(kept)
+    assert {len(peers.outputs[name]._kept_impulses) for name in names} == {2}

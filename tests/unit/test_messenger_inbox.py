@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from coordinator.messenger.duplicates import Sighting
-from coordinator.messenger.inbox import Conversation, Inbox
+from coordinator.messenger.inbox import Conversation, Inbox, StoredReply
 from coordinator.messenger.limits import PEER_CONVERSATIONS_MAX, PEER_REPLIES_SIZE_BYTES_MAX, REPLY_OVERHEAD_BYTES
 
 
@@ -52,6 +54,32 @@ def test_beyond_the_limit_the_oldest_bytes_are_let_go_but_not_that_there_was_a_r
     assert talk.replies[1].parts == ()
     assert talk.replies[3].parts == talk.replies[4].parts == (b"xxxx",)
     assert talk.replies_size_bytes == 8 + 4 * REPLY_OVERHEAD_BYTES
+
+
+class Counted(dict[int, StoredReply]):
+    """Counts what is looked at when it is gone through."""
+
+    looked_at = 0
+
+    def items(self) -> Any:
+        for item in super().items():
+            self.looked_at += 1
+            yield item
+
+
+def test_what_was_let_go_is_not_gone_through_again() -> None:
+    # Each reply beyond the limit went through all that had been let go before it.
+    talk = conversation(replies_size_bytes_max=1)
+    talk.replies = counted = Counted()
+    count = 300
+    for message_id in range(1, count + 1):
+        talk.see(message_id, 1)
+        talk.keep_reply(message_id, 0, (b"x",))
+    assert len(counted) == count
+    assert sum(reply.parts is not None for reply in counted.values()) == 0
+    assert counted.looked_at <= 2 * count
+    talk.see(count + 1, count + 1)
+    assert (talk.replies, talk.replies_size_bytes, len(talk._whole)) == ({}, 0, 0)
 
 
 def test_a_sender_that_never_acknowledges_cannot_make_it_grow() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -11,11 +12,13 @@ from typing import Any
 
 import pytest
 
+import appsdk.events
 from appsdk import Immortal, Winner, every, impulse, initial, peer, rpc
 from appsdk.errors import HandlerError, UpgradeError, UsageError
 from appsdk.inspection import inspect_state
 from appsdk.journal import JournalError
 from appsdk.proxy import definition_of
+from appsdk.rules import Rules
 from appsdk.testing import Environment
 from appsdk.upgrades import upgrades
 from tests.helpers.waiting import WaitingInstances
@@ -259,6 +262,17 @@ class Teller(Base):
         self.signal(name, "sent")
         await self.sleep(timedelta(seconds=1))
         self.bank.credit.fork("b", 10)
+
+    @impulse
+    def approve_often(self, name: str, count: int) -> None:
+        for number in range(count):
+            self.signal(name, number)
+
+    @impulse
+    async def signals_anyway(self, name: str) -> None:
+        with contextlib.suppress(UsageError):
+            self.signal(name, 1)
+        await self.note("still here")
 
     @impulse
     async def signals(self, name: str) -> None:
@@ -586,6 +600,70 @@ def test_signals_that_nobody_waits_for_are_kept_in_order(two: WaitingInstances) 
     two["teller"].impulse("wait", "x", "any")
     assert log(two) == ["x 1", "x 2"]
     assert two.waiting_count("teller") == 1
+
+
+@pytest.fixture
+def few_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(appsdk.events, "KEPT_SIGNALS_MAX", 3, raising=False)
+    monkeypatch.setattr(appsdk.events, "KEPT_SIGNALS_BYTES_MAX", 1000, raising=False)
+
+
+TOO_MANY = r"3 signals of 3 bytes wait for nobody, and with this one there would be more than 3"
+
+
+@pytest.mark.usefixtures("few_signals")
+def test_signals_that_nobody_waits_for_have_a_limit(two: WaitingInstances) -> None:
+    two["teller"].impulses([("approve", (name, 1)) for name in "xyz"])
+    with pytest.raises(HandlerError, match=TOO_MANY):
+        two["teller"].impulse("approve", "x", 2)
+
+
+@pytest.mark.usefixtures("few_signals")
+def test_who_waits_gets_a_signal_however_many_wait_for_nobody(two: WaitingInstances) -> None:
+    two["teller"].impulse("wait", "awaited", "any")
+    two["teller"].impulses([("approve", (name, 1)) for name in "xyz"])
+    two["teller"].impulse("approve", "awaited", 2)
+    assert log(two) == ["awaited 2"]
+    two["teller"].impulse("wait", "x", "any")
+    assert log(two) == ["awaited 2", "x 1"]
+    two["teller"].impulse("approve", "x", 3)  # there is room again
+    two["teller"].checkpoint()
+    two.crash("teller")
+    with pytest.raises(HandlerError, match=TOO_MANY):
+        two["teller"].impulse("approve", "x", 2)
+
+
+@pytest.mark.usefixtures("few_signals")
+def test_many_signals_of_one_handler_count_before_they_are_given(two: WaitingInstances) -> None:
+    two["teller"].impulse("wait", "x", "any")
+    with pytest.raises(HandlerError, match=r"signals .* wait for nobody"):
+        two["teller"].impulse("approve_often", "x", 5)
+
+
+@pytest.mark.usefixtures("few_signals")
+def test_large_signals_count_by_their_bytes(two: WaitingInstances) -> None:
+    two["teller"].impulse("approve", "x", "x" * 900)
+    with pytest.raises(HandlerError, match=r"1 signals of 903 bytes wait for nobody, .* or 1000 bytes"):
+        two["teller"].impulse("approve", "x", "x" * 900)
+
+
+@pytest.mark.usefixtures("few_signals")
+def test_an_async_handler_with_a_signal_too_many_ends_whatever_it_catches(two: WaitingInstances) -> None:
+    # Run again from its journal it signals nothing, so it could not be refused again.
+    two["teller"].impulses([("approve", (name, 1)) for name in "xyz"])
+    with pytest.raises(HandlerError, match=TOO_MANY):
+        two["teller"].impulse("signals_anyway", "x")
+    assert log(two) == []
+
+
+@pytest.mark.usefixtures("few_signals")
+def test_a_log_of_the_first_rules_keeps_all_signals(two: WaitingInstances) -> None:
+    two["teller"].dispatcher.context.sites.use(Rules.FIRST)
+    two["teller"].impulses([("approve", ("x", number)) for number in range(5)])
+    two["teller"].checkpoint()
+    two.crash("teller")
+    two["teller"].impulse("approve", "x", 5)
+    assert len(two["teller"].dispatcher.tasks.events.kept["x"]) == 6
 
 
 @pytest.mark.parametrize("crashing", [False, True])
@@ -978,6 +1056,7 @@ def test_an_app_without_async_handlers_has_nothing_of_it(tmp_path: Path) -> None
     assert dispatcher.next_due_ns is None
     assert dispatcher.tasks.save() is None
     assert dispatcher._delivery._entries[5][1] is definition_of(Plain).handlers["add"].function
+    dispatcher.context.sites.use(Rules.FIRST)  # a log from before the other rule
     assert b"".join(dispatcher._encode())[6] == 1  # the version that older SDKs read
     one.close()
 

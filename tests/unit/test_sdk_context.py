@@ -8,12 +8,17 @@ import uuid
 from types import FunctionType
 from typing import Any
 
+import msgspec
 import pytest
 
 from appsdk import Immortal, rpc
 from appsdk.context import Context
-from appsdk.errors import UsageError
+from appsdk.errors import StateError, UsageError
 from appsdk.immortal import attach
+from appsdk.rules import Rules
+from appsdk.state import FRONT, Envelope, decode_envelope, encode_envelope
+from appsdk.testing.wire import call, logged
+from tests.helpers.sdk import first_start, recover
 
 SEED = bytes(range(16))
 
@@ -38,9 +43,16 @@ class Dice(Immortal):
         return self.uuid4()
 
 
-def dice(sequence_id: int = 3, message_index: int = 0, committer_id: int = 7, seed: bytes = SEED) -> Dice:
+def dice(
+    sequence_id: int = 3,
+    message_index: int = 0,
+    committer_id: int = 7,
+    seed: bytes = SEED,
+    rule: Rules = Rules.SECOND,
+) -> Dice:
     made = Dice()
     context = Context(seed)
+    context.sites.use(rule)
     context.committer_id, context.sequence_id, context.message_index = committer_id, sequence_id, message_index
     attach(made, context)
     return made
@@ -57,6 +69,9 @@ def test_golden_values() -> None:
     # A change of these would make every log that is replayed diverge.
     assert dice().kept() == KEPT
     assert str(dice().name()) == NAME
+    by_line = dice(rule=Rules.FIRST)
+    assert by_line.kept() == KEPT_BY_LINE
+    assert str(by_line.name()) == NAME_BY_LINE
 
 
 def test_every_part_of_the_moment_matters() -> None:
@@ -100,12 +115,150 @@ def test_adding_a_call_elsewhere_shifts_no_other_stream() -> None:
     assert before(dice()) == after(dice())
 
 
-def test_without_source_the_line_offset_counts() -> None:
+LAID_OUT = {
+    "a line that is broken": (
+        "def draw(self):\n    return self.random.choice('abcdefghijklmnop'), self.random.randrange(10**9)\n",
+        "def draw(self):\n    return (\n        self.random.choice(\n            'abcdefghijklmnop',\n        ),\n"
+        "        self.random.randrange(10**9),\n    )\n",
+    ),
+    "a comment and other quotes": (
+        "def draw(self):\n    return self.random.choice('abc'), self.uuid4()\n",
+        '# what\ndef draw(self):\n    # one of three\n    return self.random.choice("abc"), self.uuid4()  # !\n',
+    ),
+    "two statements on one line": (
+        "def draw(self):\n    a = self.random.random(); b = self.random.random()\n    return a, b\n",
+        "def draw(self):\n    a = self.random.random()\n    b = self.random.random()\n    return a, b\n",
+    ),
+    "a loop": (
+        "def draw(self):\n    found = []\n    while self.random.random() < 0.9: found.append(self.uuid4())\n"
+        "    return found\n",
+        "def draw(self):\n    found = []\n    while (\n        self.random.random() < 0.9\n    ):\n"
+        "        found.append(self.uuid4())\n    return found\n",
+    ),
+    "a finally, which is compiled twice": (
+        "def draw(self):\n    found = []\n    for one in range(3):\n        try:\n            if one == 1: 1 / 0\n"
+        "        except ZeroDivisionError: pass\n        finally: found += [self.random.random()]\n    return found\n",
+        "def draw(self):\n    found = []\n    for one in range(3):\n        try:\n            if one == 1:\n"
+        "                1 / 0\n        except ZeroDivisionError:\n            pass\n        finally:\n"
+        "            found += [\n                self.random.random()\n            ]\n    return found\n",
+    ),
+    "lambdas and comprehensions": (
+        "def draw(self):\n    return [(lambda: self.random.random())() for _ in 'ab'], {self.uuid4() for _ in 'ab'}, "
+        "(lambda: self.random.random())(), list(self.random.random() for _ in 'ab')\n",
+        "def draw(self):\n    return (\n        [(lambda: self.random.random())() for _ in 'ab'],\n"
+        "        {\n            self.uuid4()\n            for _ in 'ab'\n        },\n"
+        "        (lambda: self.random.random())(),\n        list(self.random.random() for _ in 'ab'),\n    )\n",
+    ),
+    "functions in functions, and decorated ones": (
+        "def twice(function):\n    def run(self): return self.random.random(), function(self), function(self)\n"
+        "    return run\n\n@twice\ndef draw(self):\n    def inner(): return self.random.random()\n"
+        "    return inner(), self.random.random()\n",
+        "def twice(function):\n    def run(self):\n        return (\n            self.random.random(),\n"
+        "            function(self),\n            function(self),\n        )\n\n    return run\n\n\n@twice\n"
+        "def draw(self):\n    def inner():\n        return self.random.random()\n\n"
+        "    return (\n        inner(),\n        self.random.random(),\n    )\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", LAID_OUT)
+def test_how_a_function_is_laid_out_changes_no_number(what: str) -> None:
+    one, other = LAID_OUT[what]
+    assert compiled(one)(dice()) == compiled(other)(dice())
+
+
+def without_source(source: str) -> Any:
     namespace: dict[str, Any] = {}
-    exec(compile("def draw(self):\n    return self.random.random()\n", "<nowhere>", "exec"), namespace)
-    moved: dict[str, Any] = {}
-    exec(compile("\n\ndef draw(self):\n    return self.random.random()\n", "<nowhere else>", "exec"), moved)
-    assert namespace["draw"](dice()) == moved["draw"](dice())
+    exec(compile(source, "<nowhere>", "exec"), namespace)
+    return namespace["draw"]
+
+
+@pytest.mark.parametrize("what", LAID_OUT)
+def test_code_without_its_source_draws_the_same(what: str) -> None:
+    for source in LAID_OUT[what]:
+        assert without_source(source)(dice()) == compiled(source)(dice())
+
+
+def test_a_hot_place_is_the_place_that_it_was() -> None:
+    # Python rewrites code that has run often, and then says another position of the same instruction.
+    draw, one = compiled(LAID_OUT["a line that is broken"][0]), dice()
+    first = draw(one)
+    for index in range(1, 100):
+        one._immortal_context.message_index = index
+        draw(one)
+    one._immortal_context.message_index = 0
+    assert draw(one) == first
+
+
+def test_a_comprehension_is_part_of_its_function() -> None:
+    # Python 3.12 makes no function of it any more.
+    loop = "def draw(self):\n    found = []\n    for _ in 'abc': found.append(self.random.random())\n    return found\n"
+    draw = compiled("def draw(self):\n    return [self.random.random() for _ in 'abc']\n")
+    assert draw(dice()) == compiled(loop)(dice())
+
+
+def test_another_function_or_method_is_another_place() -> None:
+    draws = "lambda self: self.random.getrandbits(64)", "lambda self: self.random.randbytes(8)"
+    classes = f"class A:\n    a = {draws[0]}\n    b = {draws[1]}\nclass B:\n    a = {draws[0]}\n"
+    source = f"{classes}draw = lambda self: (A.a(self), B.a(self))"
+    one, other = compiled(source)(dice())
+    assert one != other
+    draw = compiled("def draw(self):\n    return self.random.getrandbits(64), self.random.randbytes(8)\n")
+    first, second = draw(dice())
+    assert first.to_bytes(8, "little") != second
+
+
+def test_what_has_no_frame_draws_as_part_of_its_caller() -> None:
+    # As a helper does that Cython has compiled.
+    by_attribute = "from operator import attrgetter\ndef draw(self):\n    return attrgetter('random')(self).random()\n"
+    assert compiled(by_attribute)(dice()) == compiled("def draw(self):\n    return self.random.random()\n")(dice())
+
+
+class Drawing(Immortal):
+    numbers: list[int]
+
+    def __init__(self) -> None:
+        self.numbers = []
+
+    @rpc(id=1)
+    def draw(self) -> None:
+        self.numbers.append(self.random.randrange(10**9))
+
+
+def test_a_log_keeps_the_rule_that_it_was_begun_with() -> None:
+    drawn = {}
+    for rule in Rules:
+        begun = Envelope(class_name="Drawing", serializer="msgspec", seed=SEED, sequence_id=3, rules=rule)
+        blob = encode_envelope(begun) + msgspec.msgpack.encode({"numbers": []})
+        life = recover(Drawing, blob, logged(4, [call(1)]))
+        drawn[rule] = life.dispatcher.instance.numbers
+        envelope, _ = decode_envelope(life.output.blobs[-1])
+        assert envelope.rules == rule
+        again = recover(Drawing, life.output.blobs[-1], logged(5, [call(1)]))
+        assert decode_envelope(again.output.blobs[-1])[0].rules == rule
+    assert drawn[Rules.FIRST] != drawn[Rules.SECOND]
+    assert drawn[Rules.FIRST] == DRAWN_BY_LINE
+
+
+def test_a_checkpoint_of_before_says_no_rule_and_means_lines() -> None:
+    header = msgspec.msgpack.encode({"class_name": "Drawing", "serializer": "msgspec", "seed": SEED, "sequence_id": 3})
+    state = msgspec.msgpack.encode({"numbers": []})
+    blob = FRONT.pack(b"IMMAPP", 1, 0, len(header)) + header + state
+    life = recover(Drawing, blob, logged(4, [call(1)]))
+    assert life.dispatcher.instance.numbers == DRAWN_BY_LINE
+    assert life.output.blobs[-1][6] == 1, "earlier SDKs read it, and draw the same"
+
+
+def test_a_new_log_has_the_new_rule_and_earlier_sdks_refuse_it() -> None:
+    blob = first_start(Drawing).output.blobs[-1]
+    assert decode_envelope(blob)[0].rules == Rules.SECOND
+    assert blob[6] == 3  # they read 1 and 2
+
+
+def test_a_rule_that_is_not_known_is_refused() -> None:
+    blob = encode_envelope(Envelope(class_name="D", serializer="msgspec", seed=SEED, sequence_id=3, rules=9))
+    with pytest.raises(StateError, match=r"follows rules 9, this SDK knows 1 to 2: start the app with the version"):
+        decode_envelope(blob)
 
 
 def test_other_threads_are_sent_to_the_real_thing() -> None:
@@ -137,5 +290,8 @@ def test_time_is_the_records() -> None:
         one.now()
 
 
-KEPT = [252, 324]
-NAME = "9a72526c-6c47-4b1b-b4dd-4686ca5f3f34"
+KEPT = [416, 384]
+NAME = "86962863-a9b6-42d4-8925-c3e8c679a0c3"
+DRAWN_BY_LINE = [780626578]
+KEPT_BY_LINE = [252, 324]
+NAME_BY_LINE = "9a72526c-6c47-4b1b-b4dd-4686ca5f3f34"

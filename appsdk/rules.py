@@ -1,0 +1,15 @@
+"""What the SDK does in a way that each replay has to do again, and may do otherwise in a log that is begun today."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Rules(IntEnum):
+    """A log keeps the rules that it was begun with; its checkpoints say which."""
+
+    FIRST = 1
+    """A random stream for the function's qualified name and the text of the line. Signals are kept without a limit."""
+
+    SECOND = 2
+    """... for the function's qualified name and the method that is called. Signals that wait for nobody are limited."""
