@@ -13,7 +13,7 @@ from appsdk import Immortal, peer, rpc
 from appsdk.testing import Environment, ReplayDiffers, assert_replays
 from coordinator.core.errors import LogFormatError
 from tests.helpers.bank_apps import Bank, RichBank, Teller
-from tests.helpers.recorded import Instances
+from tests.helpers.recorded import Instances, load_module, write_module
 
 numbers = itertools.count(1)
 
@@ -238,3 +238,41 @@ def test_a_copy_of_a_log_folder_replays(tmp_path: Path) -> None:
     assert_replays(tmp_path / "bank" / "log", Bank)
     with pytest.raises(ReplayDiffers, match=r"accounts\['ann'\]: then 115, now 130"):
         assert_replays(tmp_path / "bank" / "log", Generous)
+
+
+DRAWS = """
+from appsdk import Immortal, peer, rpc
+from tests.unit.test_testing_replays import Sink
+
+
+class Draws(Immortal):
+    sink = peer(Sink, "sink")
+
+    @rpc
+    def draw(self, sides: int) -> None:
+        BODY
+"""
+WRITTEN = "for _ in range(3): self.sink.put.fork(self.random.random() * sides + self.random.choice([1, 2, 3]))"
+FORMATTED = """for _ in range(3):  # as a formatter has it
+            self.sink.put.fork(
+                self.random.random() * sides
+                + self.random.choice(
+                    [1, 2, 3],
+                )
+            )"""
+
+
+def test_a_log_is_replayed_by_code_that_was_formatted_since(tmp_path: Path) -> None:
+    classes = []
+    for number, body in enumerate((WRITTEN, FORMATTED)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        classes.append(load_module(folder, write_module(folder, DRAWS.replace("BODY", body))).Draws)
+    written, formatted = classes
+    with Environment() as env:
+        sink, draws = env.start(Sink, "sink"), env.start(written, "draws")
+        draws.call(written.draw, 6)
+        assert len(set(sink.state.values)) == 3
+        draws.export_log(tmp_path / "draws.log")
+        sink.export_log(tmp_path / "sink.log")
+    assert_replays(tmp_path / "draws.log", formatted, receivers=[tmp_path / "sink.log"])
