@@ -9,8 +9,8 @@ from enum import IntEnum
 from coordinator.core.effects import Report
 from coordinator.core.interfaces import ONESELF
 from coordinator.core.limits import MIB, Limits
-from coordinator.core.output_stream import OutputStream, StreamState
-from coordinator.core.peers import Peers
+from coordinator.core.streams.output_stream import OutputStream, StreamState
+from coordinator.core.streams.peers import Peers
 
 CALM_NS = 10_000_000_000  # a peer's state is told as better only when it has been so for this long
 

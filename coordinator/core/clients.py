@@ -24,9 +24,9 @@ from coordinator.core.allowance import Allowance
 from coordinator.core.clock import RunningTime
 from coordinator.core.effects import Effect, ReplyToClient
 from coordinator.core.group_commit import GroupCommit
-from coordinator.core.intake import Intake
 from coordinator.core.interfaces import ONESELF, ClientPosition, OutputBatch, StoredClients
 from coordinator.core.limits import Limits
+from coordinator.core.streams.intake import Intake
 from protocol.batch import encode_batch
 from protocol.client import (
     CLIENTS,

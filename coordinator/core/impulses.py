@@ -8,7 +8,7 @@ from __future__ import annotations
 from coordinator.core.app_messages import Calls
 from coordinator.core.group_commit import Group, GroupCommit
 from coordinator.core.interfaces import IMPULSES, ONESELF, LogSummary, SourcePosition
-from coordinator.core.peers import Peers
+from coordinator.core.streams.peers import Peers
 from protocol.batch import encode_batch
 from protocol.trailer import BatchKind, BatchSource
 

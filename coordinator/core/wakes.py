@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from coordinator.core.effects import Effect, WakeAt
 from coordinator.core.limits import Limits
-from coordinator.core.peers import Peers
+from coordinator.core.streams.peers import Peers
 
 
 @dataclass(slots=True)

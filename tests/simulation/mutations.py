@@ -20,10 +20,10 @@ from coordinator.core.checkpointing import Checkpointing
 from coordinator.core.clients import Clients
 from coordinator.core.clock import SteadyClock, Timekeeper
 from coordinator.core.failing import Failing
-from coordinator.core.input_stream import InputStream
 from coordinator.core.machine import Machine
-from coordinator.core.output_stream import OutputStream
-from coordinator.core.peers import Peers
+from coordinator.core.streams.input_stream import InputStream
+from coordinator.core.streams.output_stream import OutputStream
+from coordinator.core.streams.peers import Peers
 from coordinator.core.verdicts import Verdicts
 from coordinator.core.versions import Versions
 from coordinator.log.memory import MemoryLogStore

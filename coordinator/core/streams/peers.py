@@ -12,12 +12,8 @@ from itertools import chain
 
 from msgspec import Struct
 
-from coordinator.core import peer_problems as problems
 from coordinator.core.effects import Effect, OpenPeer, ReadSpilled, ReplyToPeer, Report, ResetPeer, SendToPeer
-from coordinator.core.grants import Grants
 from coordinator.core.group_commit import Group, GroupCommit
-from coordinator.core.input_stream import InputStream
-from coordinator.core.intake import Intake
 from coordinator.core.interfaces import (
     IMPULSES,
     ONESELF,
@@ -33,9 +29,13 @@ from coordinator.core.interfaces import (
 )
 from coordinator.core.limits import Limits
 from coordinator.core.output_check import OutputCheck
-from coordinator.core.output_stream import OutputStream, StreamState
 from coordinator.core.replay_check import ReplayPolicy, own_calls
-from coordinator.core.turns import Turns
+from coordinator.core.streams import problems
+from coordinator.core.streams.grants import Grants
+from coordinator.core.streams.input_stream import InputStream
+from coordinator.core.streams.intake import Intake
+from coordinator.core.streams.output_stream import OutputStream, StreamState
+from coordinator.core.streams.turns import Turns
 from protocol.batch import encode_batch
 from protocol.client import CLIENTS
 from protocol.errors import RemoteProtocolError

@@ -27,7 +27,7 @@ from coordinator.core.interfaces import ONESELF, ImpulseBatch, OutputBatch, Outp
 from coordinator.core.limits import Limits
 from coordinator.core.output_check import OutputCheck
 from coordinator.core.pieces import behind, fitting
-from coordinator.core.spill import Spill
+from coordinator.core.streams.spill import Spill
 from protocol.batch import offset_after
 from protocol.checksum import crc64
 from protocol.client import CLIENTS
