@@ -9,7 +9,6 @@ from coordinator.core.app_messages import Calls
 from coordinator.core.group_commit import Group, GroupCommit
 from coordinator.core.interfaces import IMPULSES, ONESELF, LogSummary, SourcePosition
 from coordinator.core.streams.peers import Peers
-from protocol.batch import encode_batch
 from protocol.trailer import BatchKind, BatchSource
 
 
@@ -53,10 +52,8 @@ class Impulses:
 
     def log_own(self, count: int, payload: bytes, epoch: int, now_ns: int) -> Group:
         """Into the log, for the own app; the group that makes them durable."""
-        front = encode_batch(payload, count)
         source = BatchSource(BatchKind.IMPULSES, ONESELF, self.count + 1, count, now_ns)
-        chunks = (front, payload) if front else (payload,)
-        group = self._log.append(chunks, len(front) + len(payload), source, from_app=True)
+        group = self._peers.delivery.deliver_own(source, payload).group
         self.count += count
         group.transaction.sources[IMPULSES] = SourcePosition(self._committer_id, epoch, self.count)
         return group

@@ -165,7 +165,7 @@ class Machine:
             self._effects,
             clients or StoredClients(),
             lambda: self._peers.ready,
-            intake,
+            self._peers.delivery,
             self.running,
         )
         self._impulses = Impulses(summary, self._log, self._peers)

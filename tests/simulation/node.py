@@ -219,7 +219,7 @@ class Node:
         self._turn_due = False
         peers = self._driver.machine._peers
         for destination, stream in peers.outputs.items():
-            if destination not in peers._busy and not stream.is_idle:
+            if destination not in peers.busy and not stream.is_idle:
                 raise Violation(f"{self.name} would not look at its stream to {destination!r}")
         self.post(*self._take_inbox())
         if self._stopped is not None:
