@@ -214,7 +214,7 @@ def _reset_live(settings: InstanceSettings, peer: str) -> bool:
 
 def _reset_stopped(settings: InstanceSettings, peer: str) -> None:
     from coordinator import own_logs
-    from coordinator.core.peer_reset import reset_transaction
+    from coordinator.core.streams.reset import reset_transaction
 
     store = own_logs.open_log(settings)
     try:
@@ -235,7 +235,7 @@ def _reclaim_live(settings: InstanceSettings) -> bool:
 
 
 def _reclaim_stopped(settings: InstanceSettings) -> None:
-    from coordinator.core.peer_reset import reclaim_transaction
+    from coordinator.core.streams.reset import reclaim_transaction
     from coordinator.log import open_log
 
     store = open_log(settings.log, settings.name)

@@ -9,8 +9,8 @@ from enum import IntEnum
 from coordinator.core.effects import Report
 from coordinator.core.interfaces import ONESELF
 from coordinator.core.limits import MIB, Limits
-from coordinator.core.output_stream import OutputStream, StreamState
-from coordinator.core.peers import Peers
+from coordinator.core.streams.output_stream import OutputStream, StreamState
+from coordinator.core.streams.peers import Peers
 
 CALM_NS = 10_000_000_000  # a peer's state is told as better only when it has been so for this long
 
@@ -39,13 +39,17 @@ class BackPressure:
 
     def look(self, peers: Peers, now_ns: int) -> Iterable[Report]:
         """What has changed for the streams, in words for the operator."""
-        self.held_up_for = peers.full
-        if self.held_up_for or self._told or peers.kept_bytes:
+        if not (peers.busy or self._told):  # nothing waits for anybody
+            self.held_up_for = []
+            return ()
+        spilling = peers.spilling
+        self.held_up_for = spilling.full
+        if self.held_up_for or self._told or spilling.kept_bytes:
             return self._look(peers, now_ns)
         return ()
 
     def _look(self, peers: Peers, now_ns: int) -> Iterator[Report]:
-        spill_is_full = bool(self.held_up_for) and peers.spill_is_full
+        spill_is_full = bool(self.held_up_for) and peers.spilling.is_full
         for destination, stream in peers.outputs.items():
             load = self._load(stream, spill_is_full)
             if destination != ONESELF and (load or destination in self._told):

@@ -25,10 +25,9 @@ from coordinator.core.allowance import Allowance
 from coordinator.core.clock import RunningTime
 from coordinator.core.effects import Effect, ReplyToClient
 from coordinator.core.group_commit import GroupCommit
-from coordinator.core.intake import Intake
 from coordinator.core.interfaces import ONESELF, ClientPosition, OutputBatch, StoredClients
 from coordinator.core.limits import Limits
-from protocol.batch import encode_batch
+from coordinator.core.streams.delivery import Delivery
 from protocol.client import (
     CLIENTS,
     KNOWN_TO_COORDINATORS,
@@ -94,7 +93,7 @@ class Clients:
         effects: list[Effect],
         stored: StoredClients,
         is_ready: Callable[[], bool],
-        intake: Intake,
+        delivery: Delivery,
         running: RunningTime,
     ) -> None:
         self.accepting = True  # not while stopping
@@ -105,7 +104,8 @@ class Clients:
         self._log = log
         self._effects = effects
         self._is_ready = is_ready
-        self._intake = intake
+        self._delivery = delivery
+        self._intake = delivery.intake
         self._running = running
         self._methods = encode_methods({})  # of the app; the last one that was here
         self._forgotten_ns = stored.forgotten_ns
@@ -246,21 +246,14 @@ class Clients:
             self._say(token, frame, ClientFrameType.REFUSED, code=ClientCode.MALFORMED, reason=str(error))
             return
         new = frame.count - repeated
-        count, end = self._intake.first_of(caller, calls, new, now_ns, self._open_by[caller])
-        if count < new:
-            calls = calls[:end]
-        if not count:
+        source = BatchSource(BatchKind.CLIENT, caller_of(frame.client_id), frame.number + repeated, new, frame.time_ns)
+        delivered = self._delivery.deliver(source, calls, caller, now_ns, self._open_by[caller])
+        if delivered is None:
             self._say_busy(token, frame, client)
             return
-        front = encode_batch(calls, count)
-        size_bytes = len(front) + len(calls)
-        source = BatchSource(
-            BatchKind.CLIENT, caller_of(frame.client_id), frame.number + repeated, count, frame.time_ns
-        )
-        group = self._log.append((front, calls) if front else (calls,), size_bytes, source)
-        self._intake.taken(group, calls, caller, source.name)
-        self._undurable.append((group.ticket, size_bytes))
-        self._undurable_bytes += size_bytes
+        group, count = delivered.group, delivered.count
+        self._undurable.append((group.ticket, delivered.record_size_bytes))
+        self._undurable_bytes += delivered.record_size_bytes
         client.number = frame.number + repeated + count - 1
         client.time_ns = self._log.time_ns(now_ns)
         self._opened(client, count)

@@ -19,8 +19,8 @@ from coordinator.core.errors import AppProtocolError
 from coordinator.core.group_commit import Group, GroupCommit
 from coordinator.core.interfaces import NO_SUSPECT, UNKNOWN, LogSummary, Suspect, Transaction
 from coordinator.core.limits import Limits
-from coordinator.core.peers import Peers
 from coordinator.core.session import SENDS_CALLS, AppSession
+from coordinator.core.streams.peers import Peers
 from coordinator.core.verdicts import Verdicts
 from coordinator.core.words import Methods
 from protocol.messages import MessageType

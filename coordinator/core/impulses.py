@@ -10,8 +10,7 @@ from coordinator.core.errors import AppProtocolError
 from coordinator.core.group_commit import Group, GroupCommit
 from coordinator.core.interfaces import IMPULSES, ONESELF, LogSummary, SourcePosition
 from coordinator.core.limits import Limits
-from coordinator.core.peers import Peers
-from protocol.batch import encode_batch
+from coordinator.core.streams.peers import Peers
 from protocol.trailer import BatchKind, BatchSource
 
 HELD_OVERHEAD_BYTES = 300  # of Python's objects around a batch that is held
@@ -64,10 +63,8 @@ class Impulses:
 
     def log_own(self, count: int, payload: bytes, epoch: int, now_ns: int) -> Group:
         """Into the log, for the own app; the group that makes them durable."""
-        front = encode_batch(payload, count)
         source = BatchSource(BatchKind.IMPULSES, ONESELF, self.count + 1, count, now_ns)
-        chunks = (front, payload) if front else (payload,)
-        group = self._log.append(chunks, len(front) + len(payload), source, from_app=True)
+        group = self._peers.delivery.deliver_own(source, payload).group
         self.count += count
         group.transaction.sources[IMPULSES] = SourcePosition(self._committer_id, epoch, self.count)
         return group

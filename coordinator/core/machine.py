@@ -42,7 +42,6 @@ from coordinator.core.errors import AppProtocolError, DivergenceError
 from coordinator.core.failing import Failing
 from coordinator.core.group_commit import Group, GroupCommit
 from coordinator.core.impulses import Impulses
-from coordinator.core.intake import Intake
 from coordinator.core.interfaces import (
     ONESELF,
     CheckpointHeader,
@@ -53,8 +52,6 @@ from coordinator.core.interfaces import (
 )
 from coordinator.core.limits import Limits
 from coordinator.core.log_room import LogRoom
-from coordinator.core.peer_reset import RECLAIM_EPOCHS
-from coordinator.core.peers import Peers
 from coordinator.core.permissions import Permission
 from coordinator.core.recovery import Recovery
 from coordinator.core.replay_check import ReplayPolicy
@@ -69,6 +66,9 @@ from coordinator.core.session import (
     Step,
 )
 from coordinator.core.status import describe, describe_flow, describe_peers
+from coordinator.core.streams.intake import Intake
+from coordinator.core.streams.peers import Peers
+from coordinator.core.streams.reset import RECLAIM_EPOCHS
 from coordinator.core.verdicts import Verdicts
 from coordinator.core.versions import Versions
 from coordinator.core.wakes import Wakes
@@ -165,7 +165,7 @@ class Machine:
             self._effects,
             clients or StoredClients(),
             lambda: self._peers.ready,
-            intake,
+            self._peers.delivery,
             self.running,
         )
         self._impulses = Impulses(summary, self.limits, self._log, self._peers)

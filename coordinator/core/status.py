@@ -9,8 +9,8 @@ from coordinator.core.group_commit import GroupCommit
 from coordinator.core.interfaces import ONESELF, CheckpointHeader
 from coordinator.core.limits import Limits
 from coordinator.core.log_room import LogRoom
-from coordinator.core.peers import Peers
 from coordinator.core.session import GETS_RECORDS, AppSession, Phase
+from coordinator.core.streams.peers import Peers
 from protocol.client import CLIENTS
 
 

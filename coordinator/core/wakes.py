@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from coordinator.core.effects import Effect, WakeAt
 from coordinator.core.limits import Limits
-from coordinator.core.peers import Peers
+from coordinator.core.streams.peers import Peers
 
 
 @dataclass(slots=True)
@@ -28,13 +28,13 @@ class Wakes:
 
     def look_after(self, peers: Peers, now_ns: int) -> None:
         """Wake for streams that have stopped, and for those that wait for their receivers."""
-        if self._retry_ns is None and peers.any_failed:
+        if self._retry_ns is None and peers.outbound.any_failed:
             self._retry_ns = now_ns + self.limits.stream_retry_ns
             self._plan()
-        if self._spill_ns is None and peers.waits_for_receiver:
+        if self._spill_ns is None and peers.spilling.waits_for_receiver:
             self._spill_ns = now_ns + self.limits.recent_ns
             self._plan()
-        if self._held_back_ns is None and peers.holds_back:
+        if self._held_back_ns is None and peers.inbound.holds_back:
             self._held_back_ns = now_ns + self.limits.held_back_ns
             self._plan()
         if self._turn_ns is None and (turn_ns := peers.turns.due_ns(now_ns)) is not None:

@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.core.errors import DamagedLogError
 from coordinator.core.interfaces import LogStore, SourcePosition, StreamStart, Transaction
-from coordinator.core.peer_reset import reset_transaction
+from coordinator.core.streams.reset import reset_transaction
 from coordinator.log import LmdbLogStore, create_log, open_log, open_reader
 from coordinator.log import format as log_format
 from coordinator.log.memory import MemoryLogStore

@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from coordinator.core.interfaces import OutputBatch, OutputMark, SpilledBatch, Transaction
 from coordinator.core.limits import Limits
-from coordinator.core.output_stream import OutputStream, StreamState
 from coordinator.core.pieces import behind, cut, fitting
+from coordinator.core.streams.output_stream import OutputStream, StreamState
 from coordinator.log.memory import MemoryLogStore
 from protocol.batch import check_batch
 from protocol.checksum import crc64

@@ -210,7 +210,7 @@ def test_names_that_are_refused_leave_nothing() -> None:
         driven.handle(ev.PeerFrameReceived("t", batch))
     peers = driven.machine._peers
     assert peers.inputs == before
-    assert len(peers._refused) <= Limits().refused_senders_max
+    assert len(peers.senders.refused) <= Limits().refused_senders_max
     assert peers.grants.granted_bytes == {}
 
 

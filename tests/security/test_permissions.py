@@ -19,10 +19,10 @@ from coordinator import keys
 from coordinator.config import ConfigError
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
-from coordinator.core.intake import Intake
 from coordinator.core.limits import Limits
 from coordinator.core.open_calls import OpenCalls
 from coordinator.core.permissions import Permission, Permissions
+from coordinator.core.streams.intake import Intake
 from coordinator.log.memory import MemoryLogStore
 from coordinator.registry import Registry
 from protocol.batch import check_batch

@@ -20,10 +20,11 @@ from coordinator.core.checkpointing import Checkpointing
 from coordinator.core.clients import Clients
 from coordinator.core.clock import SteadyClock, Timekeeper
 from coordinator.core.failing import Failing
-from coordinator.core.input_stream import InputStream
 from coordinator.core.machine import Machine
-from coordinator.core.output_stream import OutputStream
-from coordinator.core.peers import Peers
+from coordinator.core.streams.handshake import Handshake
+from coordinator.core.streams.inbound import Inbound
+from coordinator.core.streams.input_stream import InputStream
+from coordinator.core.streams.output_stream import OutputStream
 from coordinator.core.verdicts import Verdicts
 from coordinator.core.versions import Versions
 from coordinator.log.memory import MemoryLogStore
@@ -43,16 +44,16 @@ class Mutation:
 MUTATIONS = (
     Mutation(
         "a frame is acknowledged before it is durable",
-        Peers,
+        Inbound,
         "_answer",
         "        self.grants.sent(frame.sender, now_ns)\n        return None",
         "        self.grants.sent(frame.sender, now_ns)\n        return _Reply(FrameType.TRIM_TO, stream.received)",
     ),
     Mutation(
         "a Welcome names what is not durable",
-        Peers,
-        "_answer",
-        "stream.wait_for(stream.received, _ParkedHello(token, frame))\n                return None",
+        Inbound,
+        "_answer_hello",
+        "stream.wait_for(stream.received, _ParkedHello(token, frame))\n            return None",
         "return _Reply(FrameType.WELCOME, stream.received)",
     ),
     Mutation(
@@ -138,10 +139,10 @@ MUTATIONS = (
     ),
     Mutation(
         "a record's positions become durable after it",
-        Peers,
-        "_log",
-        "        group.transaction.sources[source]",
-        "        self.log.close_group().transaction.sources[source]",
+        Inbound,
+        "_took",
+        "        delivered.group.transaction.sources[",
+        "        self._end.log.close_group().transaction.sources[",
     ),
     Mutation(
         "the first record becomes durable before the first checkpoint",
@@ -180,7 +181,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what was on its way is not sent again",
-        Peers,
+        Handshake,
         "replied",
         "            stream.give_up_in_flight()",
         "            pass",
@@ -311,7 +312,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an older copy of a log is not found out",
-        Peers,
+        Handshake,
         "replied",
         "position > stream.sent_through",
         "position > stream.position",

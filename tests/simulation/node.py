@@ -220,7 +220,7 @@ class Node:
         peers = self._driver.machine._peers
         world.marks["batch waited for its turn"] += peers.turns.waiting_bytes > 0
         for destination, stream in peers.outputs.items():
-            if destination not in peers._busy and not stream.is_idle:
+            if destination not in peers.busy and not stream.is_idle:
                 raise Violation(f"{self.name} would not look at its stream to {destination!r}")
         self.post(*self._take_inbox())
         if self._stopped is not None:

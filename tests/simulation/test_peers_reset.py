@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordinator.core import events as ev
-from coordinator.core.peer_reset import reset_transaction
+from coordinator.core.streams.reset import reset_transaction
 from coordinator.log.memory import MemoryLogStore
 from protocol.peer import PeerFrame
 from tests.simulation.checkers import Checker

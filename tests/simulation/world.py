@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.machine import Machine
-from coordinator.core.output_stream import StreamState
+from coordinator.core.streams.output_stream import StreamState
 from coordinator.log.memory import MemoryLogStore
 from protocol.peer import PeerFrame, RefusedCode
 from tests.simulation.apps import App, CheckingApp, Outside, doom_of

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from coordinator.core.output_stream import OutputStream
+from coordinator.core.streams.output_stream import OutputStream
 from protocol.peer import FrameType
 from tests.helpers.core import Driven, attach, call
 

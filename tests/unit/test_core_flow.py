@@ -8,11 +8,11 @@ from dataclasses import replace
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.errors import DivergenceError
-from coordinator.core.grants import Grants
 from coordinator.core.interfaces import CheckpointHeader, LogSpace, SpilledBatch, Transaction
 from coordinator.core.limits import Limits
 from coordinator.core.log_room import LogRoom
 from coordinator.core.session import Phase
+from coordinator.core.streams.grants import Grants
 from protocol.messages import decode_incoming_rpc, decode_messages, encode_outgoing_rpc
 from protocol.peer import FrameType, RefusedCode
 from tests.helpers.core import HELLO, Driven, attach, call, checkpoint, rpc

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.core.input_stream import InputStream
 from coordinator.core.interfaces import SourcePosition
+from coordinator.core.streams.input_stream import InputStream
 from protocol.batch import CallRules
 from protocol.errors import RemoteProtocolError
 from protocol.peer import FrameType, PeerFrame, RefusedCode

@@ -7,7 +7,7 @@ import pytest
 from coordinator.core.errors import DivergenceError
 from coordinator.core.interfaces import ImpulseBatch, OutputBatch, OutputMark
 from coordinator.core.limits import Limits
-from coordinator.core.output_stream import OutputStream, StreamState
+from coordinator.core.streams.output_stream import OutputStream, StreamState
 from protocol.checksum import crc64
 from tests.helpers.core import rpc
 

@@ -8,8 +8,8 @@ from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.interfaces import SourcePosition, StreamStart
 from coordinator.core.limits import Limits
-from coordinator.core.peer_reset import RECLAIM_EPOCHS, reclaim_transaction, reset_transaction
 from coordinator.core.session import Phase
+from coordinator.core.streams.reset import RECLAIM_EPOCHS, reclaim_transaction, reset_transaction
 from protocol.messages import MessageType
 from protocol.peer import FrameType, PeerFrame, RefusedCode
 from tests.helpers.core import HELLO, PEER_COMMITTER_ID, Driven, arguments, attach, call, checkpoint, first_start, rpc

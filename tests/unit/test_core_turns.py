@@ -7,7 +7,7 @@ import pytest
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.limits import Limits
-from coordinator.core.turns import Turns
+from coordinator.core.streams.turns import Turns
 from protocol.batch import decode_batch
 from protocol.client import ClientFrame, ClientFrameType
 from protocol.messages import decode_incoming_rpc, decode_messages

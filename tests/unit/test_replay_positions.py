@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from coordinator.core.interfaces import ImpulseBatch, OutputMark
 from coordinator.core.limits import Limits
-from coordinator.core.output_stream import OutputStream
+from coordinator.core.streams.output_stream import OutputStream
 from protocol.extensions import Origin
 from protocol.messages import encode_incoming_rpc
 from replay.positions import KeptImpulses, Outputs, StreamPositions, cut_origins

@@ -27,7 +27,7 @@ from coordinator.core.interfaces import ONESELF, ImpulseBatch, OutputBatch, Outp
 from coordinator.core.limits import Limits
 from coordinator.core.output_check import OutputCheck
 from coordinator.core.pieces import behind, fitting
-from coordinator.core.spill import Spill
+from coordinator.core.streams.spill import Spill
 from protocol.batch import offset_after
 from protocol.checksum import crc64
 from protocol.client import CLIENTS
@@ -76,8 +76,8 @@ class OutputStream:
         self.greeted_position = 0  # what Hello said, in the receiver's positions
         self.window_bytes = limits.peer_window_bytes  # what the receiver grants
         self.spill = Spill(limits.spill_row_bytes, spilled)
-        self.called = self.moved_on = False  # since Peers last looked: by the app, by the receiver
-        self.called_ns = self.moved_on_ns = 0  # when Peers last saw that
+        self.called = self.moved_on = False  # since Outbound last looked: by the app, by the receiver
+        self.called_ns = self.moved_on_ns = 0  # when it last saw that
         self.spill_credit_bytes = 0  # what may be spilled because as much was sent: while the app is to be slowed
         self._may_spill = destination not in (ONESELF, CLIENTS)  # those go to the log as they are
         # Since the replay is complete: the last one sent, by it or before it; a stream that no replay made sent none.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 
 from coordinator.core.interfaces import SourcePosition
-from coordinator.core.peer_problems import sender_swapped
+from coordinator.core.streams.problems import sender_swapped
 from protocol.batch import CallRules, offset_after
 from protocol.peer import FrameType, PeerFrame, RefusedCode
 from protocol.senders import from_peer

@@ -1,0 +1,1 @@
+"""The streams of one instance: to others, from others, and to itself."""

@@ -1,0 +1,212 @@
+"""The output streams: what the app sends goes in, frames to the receivers come out.
+
+A stream to oneself is one of them, whose receiver is the own log. The answers to clients are another, which goes to the
+log as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from coordinator.core.effects import OpenPeer, ResetPeer, SendToPeer
+from coordinator.core.interfaces import ONESELF, OutputBatch, OutputMark
+from coordinator.core.streams.expected import Expected
+from coordinator.core.streams.handshake import Handshake
+from coordinator.core.streams.inbound import Inbound
+from coordinator.core.streams.intake import Intake
+from coordinator.core.streams.local_end import LocalEnd
+from coordinator.core.streams.output_stream import OutputStream, StreamState
+from coordinator.core.streams.receivers import Receivers
+from coordinator.core.streams.spilling import Spilling
+from protocol.client import CLIENTS
+from protocol.peer import FrameType, PeerFrame
+
+
+class Outbound:
+    """``streams``: all of them, by destination; ``busy``: those that are not idle, and perhaps others."""
+
+    def __init__(
+        self,
+        end: LocalEnd,
+        receivers: Receivers,
+        handshake: Handshake,
+        expected: Expected,
+        inbound: Inbound,
+        intake: Intake,
+    ) -> None:
+        self.streams: dict[str, OutputStream] = {}
+        self.busy: dict[str, OutputStream] = {}
+        self.spilling = Spilling(end, self.streams, self.busy)
+        self._end = end
+        self._receivers = receivers
+        self._handshake = handshake
+        self._expected = expected
+        self._inbound = inbound
+        self._intake = intake
+        self._moved: set[str] = set()  # those that may have a new mark
+
+    # --- which there are ---------------------------------------------------------------------------------------------
+
+    def stream(self, destination: str) -> OutputStream:
+        """The stream to ``destination``, opened if it is new; the next :meth:`send` looks at it."""
+        stream = self.touched(destination)
+        if stream is not None:
+            return stream
+        return self.add(
+            OutputStream(
+                destination,
+                self._end.limits,
+                acknowledged=self.acknowledged(destination),
+                attempt=self._end.epoch << 32,
+                check=self._expected.check(destination),
+                spilled=self._expected.take_spilled(destination),
+                begins_now=not self._end.catching_up,
+            ),
+        )
+
+    def touched(self, destination: str) -> OutputStream | None:
+        """The stream to ``destination``, if there is one, of which something is about to change."""
+        stream = self.streams.get(destination)
+        if stream is not None:
+            self.busy[destination] = stream
+        return stream
+
+    def acknowledged(self, destination: str) -> int:
+        """The position up to which the receiver is known to have the stream."""
+        if destination == ONESELF:
+            return self._inbound.stream(ONESELF).durable
+        return self._receivers.acknowledged.get(destination, 0)
+
+    def add(self, stream: OutputStream) -> OutputStream:
+        destination = stream.destination
+        self.streams[destination] = self.busy[destination] = stream
+        if destination in (ONESELF, CLIENTS):
+            stream.state = StreamState.OPEN
+        else:
+            stream.offset = self._receivers.start(destination).offset
+            self._end.effects.append(OpenPeer(destination))
+            self._handshake.greet(stream)
+        return stream
+
+    def forget(self) -> None:
+        """The app is gone: its outputs will come again, by replay."""
+        for destination in self.streams:
+            if destination not in (ONESELF, CLIENTS):
+                self._end.effects.append(ResetPeer(destination))
+        self.forget_streams()
+
+    def forget_streams(self) -> None:
+        for known in (self.streams, self.busy, self._moved):
+            known.clear()
+
+    # --- from the app ------------------------------------------------------------------------------------------------
+
+    def append(self, destination: str, count: int, payload: bytes) -> None:
+        """The app's next ``count`` messages to ``destination``."""
+        self._intake.open_calls.answered(destination, payload)
+        self.stream(destination).append(count, payload, self._end.held_ticket)
+        self._moved.add(destination)
+
+    def new_marks(self, ticket: int) -> dict[str, OutputMark]:
+        """The marks of the streams that have moved since this was last asked, for the commit ``ticket``.
+
+        None from behind a verdict that only a later commit holds: without it a replay would make something else.
+        """
+        marks: dict[str, OutputMark] = {}
+        if self._end.held_ticket > ticket:
+            return marks
+        for destination in sorted(self._moved):
+            mark = self.streams[destination].take_new_mark(ticket)
+            if mark is not None:
+                marks[destination] = mark
+                self._moved.discard(destination)
+        return marks
+
+    # --- to the receivers --------------------------------------------------------------------------------------------
+
+    def send(self, now_ns: int) -> None:
+        """Put on their way all batches that may go now; none before the first checkpoint is durable: they follow it."""
+        end, busy, spilling = self._end, self.busy, self.spilling
+        if not end.ready or end.held:
+            return
+        durable_ticket = end.log.durable_ticket
+        end.wants_replies = spilling.waits_for_receiver = False
+        if not busy:
+            return
+        for stream in busy.values():
+            if stream.called:
+                stream.called, stream.called_ns = False, now_ns
+            if stream.moved_on:
+                stream.moved_on, stream.moved_on_ns = False, now_ns
+        for destination, stream in busy.items():
+            if destination == CLIENTS:
+                continue
+            if stream.spill.active:
+                spilling.look(stream, now_ns)
+            while (batch := stream.next_batch(durable_ticket)) is not None:
+                if destination == ONESELF:
+                    self._inbound.take_own(batch, now_ns)
+                    continue
+                frame = end.frame(
+                    FrameType.BATCH,
+                    destination,
+                    batch.first_position - stream.offset,
+                    count=batch.count,
+                    time_ns=now_ns,
+                    payload=batch.payload,
+                )
+                end.effects.append(SendToPeer(destination, stream.attempt, frame))
+            if destination != ONESELF and stream.wants_reply:
+                end.wants_replies = True
+        for destination in [destination for destination, stream in busy.items() if stream.is_idle]:
+            del busy[destination]
+
+    def take_answers(self) -> list[OutputBatch]:
+        """The app's new answers to clients; under the same conditions as :meth:`send`."""
+        stream = self.streams.get(CLIENTS)
+        if stream is None or not self._end.ready or self._end.held:
+            return []
+        return stream.take_all(self._end.log.durable_ticket)
+
+    def spilled_read(self, destination: str, first_position: int, batches: Sequence[OutputBatch]) -> None:
+        """What was asked for by ReadSpilled."""
+        stream = self.touched(destination)
+        if stream is not None:
+            stream.spilled_read(first_position, batches)
+
+    # --- from the receivers ------------------------------------------------------------------------------------------
+
+    def replied(self, destination: str, tag: int, frame: PeerFrame) -> None:
+        """A receiver has answered."""
+        stream = self.touched(destination)
+        if stream is not None:
+            self._handshake.replied(stream, tag, frame)
+
+    def moved(self, destination: str) -> None:
+        """Nothing of what is on its way there will arrive."""
+        stream = self.touched(destination)
+        if stream is not None:
+            self._handshake.moved(stream)
+
+    def own_became_durable(self) -> None:
+        """Of the stream to oneself, perhaps: its receiver is the own log."""
+        source, stream = self._inbound.streams.get(ONESELF), self.streams.get(ONESELF)
+        if source is not None and stream is not None and source.durable > stream.acknowledged:
+            self.busy[ONESELF] = stream
+            stream.acknowledge(source.durable)
+
+    def answers_durable(self, position: int) -> None:
+        """The replies up to this position of the stream to CLIENTS are in the log."""
+        self._receivers.heard_of(CLIENTS, position)
+        if (stream := self.touched(CLIENTS)) is not None:
+            stream.acknowledge(position)
+
+    @property
+    def any_failed(self) -> bool:
+        return self._handshake.some_failed and any(stream.state is StreamState.FAILED for stream in self.busy.values())
+
+    def retry_failed(self) -> None:
+        """What stopped them may have been mended at the other end: ask again."""
+        for stream in self.busy.values():
+            if stream.state is StreamState.FAILED:
+                self._handshake.greet(stream)

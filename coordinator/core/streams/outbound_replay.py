@@ -1,0 +1,126 @@
+"""The output streams while a replay makes their messages again: from what a checkpoint has of them to the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from coordinator.core.interfaces import ONESELF, CheckpointHeader, LogSummary, OutputMark, Transaction
+from coordinator.core.streams.expected import Expected
+from coordinator.core.streams.handshake import Handshake
+from coordinator.core.streams.inbound import Inbound
+from coordinator.core.streams.local_end import LocalEnd
+from coordinator.core.streams.outbound import Outbound
+from coordinator.core.streams.output_stream import OutputStream, StreamState
+from coordinator.core.streams.receivers import Receivers
+from protocol.client import CLIENTS
+
+
+class OutboundReplay:
+    """A replay begins with :meth:`restore`, and ends with :meth:`finish` or :meth:`heal_cut`."""
+
+    def __init__(
+        self,
+        end: LocalEnd,
+        receivers: Receivers,
+        handshake: Handshake,
+        expected: Expected,
+        inbound: Inbound,
+        outbound: Outbound,
+    ) -> None:
+        self._end = end
+        self._receivers = receivers
+        self._handshake = handshake
+        self._expected = expected
+        self._inbound = inbound
+        self._outbound = outbound
+
+    def restore(
+        self, header: CheckpointHeader | None, summary: LogSummary, epoch: int, epoch_began_ns: int = 0
+    ) -> None:
+        """Output streams as they were at a checkpoint; replay and kept impulses continue them."""
+        end, outbound, expected = self._end, self._outbound, self._expected
+        end.epoch = epoch
+        end.epoch_began_ns = epoch_began_ns
+        end.catching_up = header is not None
+        end.held = False
+        self._receivers.load(summary.acknowledged)
+        outbound.forget_streams()
+        expected.begin(header, summary.spilled)
+        outputs: Mapping[str, OutputMark] = header.outputs if header else {}
+        impulses = summary.impulses_by_destination()
+        for destination in sorted({*outputs, *impulses}):
+            outbound.add(
+                OutputStream(
+                    destination,
+                    end.limits,
+                    mark=outputs.get(destination),
+                    unacknowledged=header.unacknowledged.get(destination, ()) if header else (),
+                    acknowledged=outbound.acknowledged(destination),
+                    impulses=impulses.get(destination, ()),
+                    attempt=epoch << 32,
+                    check=expected.check(destination),
+                    spilled=expected.take_spilled(destination),
+                ),
+            )
+
+    def finish(self, *, all_sent: bool) -> None:
+        """The app has replayed what it was to; :meth:`OutputStream.finish_replay`. Raises DivergenceError."""
+        for destination, stream in self._all_at_end(catching_up=not all_sent):
+            if all_sent:
+                self._give_back_unmade(stream)
+            stream.finish_replay(all_sent=all_sent)
+            if destination not in (ONESELF, CLIENTS):
+                self._receivers.note_acknowledged(stream)
+
+    def heal_cut(self) -> Transaction:
+        """As :meth:`finish`, where the log was cut; what must become durable before anything is sent."""
+        transaction = Transaction(cut_healed=True)
+        self._end.held = True
+        for destination, stream in self._all_at_end(catching_up=False):
+            end_position = stream.position
+            rows, replaced = stream.heal_cut()
+            transaction.impulses += rows
+            transaction.impulses_removed += [(destination, position) for position in replaced]
+            if destination not in (ONESELF, CLIENTS):
+                transaction.spilled_ends[destination] = end_position
+                self._receivers.note_acknowledged(stream)
+        return transaction
+
+    def _all_at_end(self, *, catching_up: bool) -> list[tuple[str, OutputStream]]:
+        self._open_all_called()
+        self._touch_all()
+        self._end.catching_up = catching_up
+        return [*self._outbound.streams.items()]
+
+    def is_behind(self) -> bool:
+        """The replay has not made yet all that the log's marks and kept impulses say that there was."""
+        self._touch_all()
+        streams = self._outbound.streams.values()
+        kept = [stream.has_kept_impulses for stream in streams]  # all of them: a mark may wait for one
+        return any(kept) or self._expected.has_more
+
+    def unheard(self) -> list[str]:
+        """The receivers that were called before and have not said yet how much they have."""
+        self._open_all_called()
+        streams = self._outbound.streams.items()
+        return [destination for destination, stream in streams if stream.state is StreamState.GREETING]
+
+    def _touch_all(self) -> None:
+        self._outbound.busy.update(self._outbound.streams)
+
+    def _open_all_called(self) -> None:
+        """Streams that were used count as well if the replay does not call there at all."""
+        called = [*self._receivers.acknowledged, *self._expected.destinations]
+        own = self._inbound.streams.get(ONESELF)
+        if own is not None and own.durable:
+            called.append(ONESELF)
+        for destination in called:
+            self._outbound.stream(destination)
+
+    def _give_back_unmade(self, stream: OutputStream) -> None:
+        """The replay is complete, and the receiver has more: then this log is an older copy, and that stream stops."""
+        known = self._receivers.acknowledged.get(stream.destination, 0)
+        if stream.destination != ONESELF and known <= stream.end_of_replay < stream.acknowledged:
+            received = stream.acknowledged - stream.offset
+            stream.acknowledged = stream.end_of_replay
+            self._handshake.fail_forked(stream, received)

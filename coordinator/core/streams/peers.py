@@ -1,0 +1,75 @@
+"""All streams of one instance: to others, from others, and to itself; what the machine asks, and which part does it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from coordinator.core.interfaces import SourcePosition, StreamStart
+from coordinator.core.replay_check import ReplayPolicy
+from coordinator.core.streams.delivery import Delivery
+from coordinator.core.streams.expected import Expected
+from coordinator.core.streams.handshake import Handshake
+from coordinator.core.streams.inbound import Inbound
+from coordinator.core.streams.intake import Intake
+from coordinator.core.streams.local_end import LocalEnd
+from coordinator.core.streams.outbound import Outbound
+from coordinator.core.streams.outbound_replay import OutboundReplay
+from coordinator.core.streams.receivers import Receivers
+from coordinator.core.streams.reset import Reset
+
+
+@dataclass
+class Peers(LocalEnd):
+    """Made of its parts, of which each knows only those above it."""
+
+    committer_ids: dict[str, int] = field(kw_only=True)  # of receivers, once seen
+    policy: ReplayPolicy = field(kw_only=True)  # for what a replay makes
+    intake: Intake = field(kw_only=True)
+    starts: dict[str, StreamStart] = field(kw_only=True, default_factory=dict)  # of the streams that were reset
+
+    def __post_init__(self) -> None:
+        self.delivery = Delivery(self.log, self.intake)
+        self.inbound = inbound = Inbound(self, self.delivery)
+        receivers = Receivers(self, self.committer_ids, self.starts)
+        handshake = Handshake(self, receivers)
+        expected = Expected(self, self.policy)
+        self.outbound = outbound = Outbound(self, receivers, handshake, expected, inbound, self.intake)
+        replay = OutboundReplay(self, receivers, handshake, expected, inbound, outbound)
+        reset = Reset(self, receivers, handshake, inbound, outbound, self.intake.open_calls)
+
+        self.senders, self.grants, self.turns = inbound.senders, inbound.grants, inbound.turns
+        self.load_inputs = inbound.senders.load
+        self.inputs, self.input = inbound.streams, inbound.stream
+        self.received = inbound.received
+        self.take_turns = inbound.take_turns
+        self.became_ready = inbound.became_ready
+        self.answer_parked = inbound.answer_parked
+
+        self.spilling = outbound.spilling
+        self.outputs, self.output, self.busy = outbound.streams, outbound.stream, outbound.busy
+        self.append = outbound.append
+        self.new_marks = outbound.new_marks
+        self.send = outbound.send
+        self.take_answers = outbound.take_answers
+        self.answers_durable = outbound.answers_durable
+        self.spilled_read = outbound.spilled_read
+        self.replied = outbound.replied
+        self.moved = outbound.moved
+        self.retry_failed = outbound.retry_failed
+        self.forget_outputs = outbound.forget
+
+        self.restore = replay.restore
+        self.expect = expected.record
+        self.replay_is_behind = replay.is_behind
+        self.unheard = replay.unheard
+        self.finish_replay = replay.finish
+        self.heal_cut = replay.heal_cut
+
+        self.known = reset.known
+        self.reset = reset.reset
+
+    def became_durable(self, sources: Iterable[tuple[str, SourcePosition]], now_ns: int) -> None:
+        """Records up to these positions are on disk: acknowledge them."""
+        self.inbound.became_durable(sources, now_ns)
+        self.outbound.own_became_durable()
