@@ -7,6 +7,7 @@ to one destination and all impulses or none.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NoReturn
 
 from msgspec import Struct
 
@@ -30,12 +31,19 @@ from protocol.messages import (
 from protocol.peer import PAYLOAD_SIZE_BYTES_MAX
 from protocol.readers import Message, TooLargeRpc
 
+CALLS = frozenset({MessageType.RPC, MessageType.RPC_BATCH, MessageType.STREAM_BATCH, MessageType.IMPULSE_BATCH})
+
 
 class Calls(Struct):
     destination: str
     count: int
     payload: bytes
     impulses: bool
+
+
+def late_hello(message: Message) -> NoReturn:
+    """A Hello that is not the first message, which :meth:`AppSession.hear` takes."""
+    raise AppProtocolError("a Hello must be the app's first message")
 
 
 def read_calls(session: AppSession, own_name: str, message: Message) -> Iterator[Calls]:

@@ -1,0 +1,76 @@
+"""A stop that an operator asks for: the app has its time for a last checkpoint, and is said goodbye to.
+
+NOT_ASKED --StopRequested--> ASKED --TakeCheckpoint sent--> LAST_CHECKPOINT --durable, or there is none--> GOODBYE
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from coordinator.core.app_outbox import AppOutbox
+from coordinator.core.effects import CloseApp
+from coordinator.core.session import AppSession
+from coordinator.core.turn import Turn
+from protocol.messages import MessageType
+
+
+class Stage(IntEnum):
+    NOT_ASKED = 0
+    ASKED = 1  # no input is taken any more
+    LAST_CHECKPOINT = 2  # the app was asked for its last one: it gets no more records
+    GOODBYE = 3  # it was told that this is the end
+
+
+class Stopping:
+    """``stage``: it only ever rises. An app that is lost on the way ends it."""
+
+    def __init__(self, session: AppSession, outbox: AppOutbox, turn: Turn) -> None:
+        self.stage = Stage.NOT_ASKED
+        self._last_checkpoint_id = 0
+        self._session = session
+        self._outbox = outbox
+        self._turn = turn
+
+    @property
+    def asked(self) -> bool:
+        return self.stage is not Stage.NOT_ASKED
+
+    @property
+    def takes_last_checkpoint(self) -> bool:
+        """The app has been asked for it."""
+        return self.stage >= Stage.LAST_CHECKPOINT
+
+    @property
+    def said_goodbye(self) -> bool:
+        return self.stage is Stage.GOODBYE
+
+    @property
+    def is_over(self) -> bool:
+        """All is said, and sent."""
+        return self.stage is Stage.GOODBYE and self._session.unsent_bytes <= 0
+
+    def checkpoint_asked(self) -> None:
+        """A checkpoint is asked for now: it is the last one if a stop is asked for."""
+        if self.stage is Stage.ASKED:
+            self.stage = Stage.LAST_CHECKPOINT
+
+    def checkpoint_began(self, checkpoint_id: int) -> None:
+        if self.stage is Stage.LAST_CHECKPOINT:
+            self._last_checkpoint_id = checkpoint_id
+
+    def checkpoint_durable(self, checkpoint_id: int) -> None:
+        if checkpoint_id == self._last_checkpoint_id:
+            self._say_goodbye()
+
+    def checkpoint_failed(self) -> None:
+        """The app has none to give; the one before is there."""
+        if self.stage is Stage.LAST_CHECKPOINT:
+            self._say_goodbye()
+
+    def _say_goodbye(self) -> None:
+        self.stage = Stage.GOODBYE
+        self.say_why()
+        self._turn.effects.append(CloseApp())
+
+    def say_why(self) -> None:
+        self._outbox.say(MessageType.GOODBYE, "the coordinator was asked to stop")
