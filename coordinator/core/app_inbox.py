@@ -11,7 +11,6 @@ from coordinator.core.checkpoint_taking import CheckpointTaking
 from coordinator.core.clients import Clients
 from coordinator.core.dead_letters import Operator
 from coordinator.core.effects import CloseApp, OpenPeer
-from coordinator.core.epoch import Epoch
 from coordinator.core.errors import AppProtocolError
 from coordinator.core.failing import Failing
 from coordinator.core.impulses import Impulses
@@ -42,7 +41,6 @@ class AppInbox:
         turn: Turn,
         outbox: AppOutbox,
         session: AppSession,
-        epoch: Epoch,
         peers: Peers,
         clients: Clients,
         impulses: Impulses,
@@ -59,7 +57,6 @@ class AppInbox:
         self._turn = turn
         self._outbox = outbox
         self._session = session
-        self._epoch = epoch
         self._peers = peers
         self._clients = clients
         self._impulses = impulses
@@ -155,12 +152,12 @@ class AppInbox:
             elif self._impulses_wait or impulses.held_bytes:
                 impulses.hold(calls)
             else:
-                impulses.take(calls, self._epoch.number, self._turn.now_ns)
+                impulses.take(calls)
 
     def let_impulses_in(self) -> None:
-        """Those that were held back, if they need not wait any more."""
-        if self._impulses.held_bytes and not self._impulses_wait:
-            self._impulses.let_in(self._epoch.number, self._turn.now_ns)
+        """Those that are held back, if they need not wait any more."""
+        if not self._impulses_wait:
+            self._impulses.let_in()
 
     @property
     def _impulses_wait(self) -> bool:

@@ -32,6 +32,7 @@ from protocol.peer import PAYLOAD_SIZE_BYTES_MAX
 from protocol.readers import Message, TooLargeRpc
 
 CALLS = frozenset({MessageType.RPC, MessageType.RPC_BATCH, MessageType.STREAM_BATCH, MessageType.IMPULSE_BATCH})
+_DEMULTIPLEXED = frozenset({MessageType.STREAM_BATCH, MessageType.IMPULSE_BATCH})
 
 
 class Calls(Struct):
@@ -54,7 +55,7 @@ def read_calls(session: AppSession, own_name: str, message: Message) -> Iterator
             f"the app sent a call in the phase {session.phase.value!r}: "
             f"calls may come behind the first checkpoint, or during and after a replay"
         )
-    if message_type in (MessageType.STREAM_BATCH, MessageType.IMPULSE_BATCH):
+    if message_type in _DEMULTIPLEXED:
         if message_type not in session.extensions:
             raise AppProtocolError(f"the app sent extension {message_type}, which its Hello did not ask for")
         batch = decode_app_batch(message.data)

@@ -16,7 +16,7 @@ from coordinator.core.failing import Failing
 from coordinator.core.group_commit import Group, GroupCommit
 from coordinator.core.intake import Intake
 from coordinator.core.interfaces import ONESELF, CheckpointHeader, VersionStart
-from coordinator.core.lifecycle import Lifecycle, Proof
+from coordinator.core.lifecycle import BEHIND, Lifecycle
 from coordinator.core.peers import Peers
 from coordinator.core.session import AWAITING_CHECKPOINT, AppSession, Phase, Step
 from coordinator.core.stopping import Stopping
@@ -47,11 +47,12 @@ class CheckpointTaking:
     wakes: Wakes
 
     def ask_if_due(self) -> None:
+        """To be called while the app has time for one, and none waits to become durable."""
         session, checkpoints, stopping = self.session, self.checkpoints, self.stopping
-        if session.phase is not Phase.NORMAL or stopping.takes_last_checkpoint or not checkpoints.settled:
+        if stopping.takes_last_checkpoint:
             return
         logged_bytes = self.log.logged_bytes
-        if stopping.asked or self.lifecycle.proof is Proof.BEHIND or checkpoints.is_due(logged_bytes, self.turn.now_ns):
+        if stopping.asked or self.lifecycle.proof is BEHIND or checkpoints.is_due(logged_bytes, self.turn.now_ns):
             checkpoints.asked(logged_bytes)
             stopping.checkpoint_asked()
             session.advance(Step.CHECKPOINT_ASKED)
@@ -72,7 +73,7 @@ class CheckpointTaking:
             if self.upgrades.is_new():
                 self.lifecycle.finish_replay()
             return  # only the checkpoint that confirms an upgrade is kept
-        if session.phase is Phase.BECOMING_PRIMARY or self.lifecycle.proof is Proof.BEHIND:
+        if session.phase is Phase.BECOMING_PRIMARY or self.lifecycle.proof is BEHIND:
             self.lifecycle.finish_replay()
         self._begin()
 

@@ -9,11 +9,11 @@ from coordinator.core.app_outbox import AppOutbox
 from coordinator.core.effects import ReadRecords
 from coordinator.core.group_commit import Group, GroupCommit
 from coordinator.core.intake import Intake
-from coordinator.core.lifecycle import Lifecycle, Proof
+from coordinator.core.lifecycle import BEHIND, Lifecycle
 from coordinator.core.limits import Limits
 from coordinator.core.peers import Peers
 from coordinator.core.recovery import Recovery
-from coordinator.core.session import GETS_RECORDS, RECOVERED, AppSession, Phase, Step
+from coordinator.core.session import GETS_RECORDS, RECOVERED, RECOVERING, WORKS, AppSession, Phase, Step
 from coordinator.core.stopping import Stopping
 from coordinator.core.turn import Turn
 from coordinator.core.versions import Versions
@@ -38,18 +38,11 @@ class Feeding:
     def feed(self) -> None:
         """Give the app what it may have and has room for."""
         session = self.session
-        if session.phase is Phase.LOADING:
-            self.lifecycle.load_if_due()
-            return
-        if self._is_full or session.reading or self.stopping.takes_last_checkpoint:
-            return
-        if session.phase is Phase.RESTORING:
-            self._read_blob()
-        if session.phase is Phase.REPLAYING:
-            if session.waits_for_hello:
+        if session.phase in RECOVERING:
+            if not self._recover():
                 return
-            self.lifecycle.introduce()
-            self.lifecycle.end_replay_if_due()
+        elif session.reading or self._takes_none:
+            return
         if (
             session.fed_sequence_id < self.log.durable_sequence_id  # most of the time it has all of them
             and session.phase in GETS_RECORDS
@@ -61,19 +54,38 @@ class Feeding:
         if session.acceptances:
             self.outbox.acceptances()
 
+    def _recover(self) -> bool:
+        """Go on with the recovery; whether more may be given to the app in this turn."""
+        session = self.session
+        if session.phase is Phase.LOADING:
+            self.lifecycle.load_if_due()
+            return False
+        if session.reading or self._takes_none:
+            return False
+        if session.phase is Phase.RESTORING:
+            self._read_blob()
+        if session.phase is Phase.REPLAYING:
+            if session.waits_for_hello:
+                return False
+            self.lifecycle.introduce()
+            self.lifecycle.end_replay_if_due()
+        return True
+
     @property
-    def _is_full(self) -> bool:
-        """The app has enough to read."""
-        return self.session.unsent_bytes >= self.limits.app_window_bytes
+    def _takes_none(self) -> bool:
+        """The app has enough to read, or its last checkpoint to take."""
+        return self.session.unsent_bytes >= self.limits.app_window_bytes or self.stopping.takes_last_checkpoint
 
     def _last_sequence_id(self) -> int:
         """The last record that the app may be given now."""
         session = self.session
+        if self.lifecycle.proof is BEHIND:
+            return session.replay_target  # of a later one's calls nobody could tell those that are still missing
+        if session.phase in WORKS:
+            return self.log.durable_sequence_id
         if session.phase is Phase.REPLAYING:
             return self.versions.replay_bound(session.replay_target)
-        if self.lifecycle.proof is Proof.BEHIND or (session.phase is Phase.BECOMING_PRIMARY and not session.flushes):
-            return session.replay_target  # of a later one's calls nobody could tell those that are still missing
-        return self.log.durable_sequence_id
+        return self.log.durable_sequence_id if session.flushes else session.replay_target  # as above
 
     # --- the blob ----------------------------------------------------------------------------------------------------
 
@@ -126,8 +138,7 @@ class Feeding:
             and group.sequence_id == session.fed_sequence_id + 1
             and session.phase in RECOVERED
             and group.sequence_id <= self._last_sequence_id()
-            and not self._is_full
-            and not self.stopping.takes_last_checkpoint
+            and not self._takes_none
         ):
             session.fed_sequence_id = group.sequence_id
             self.outbox.record(group.record, group.batches)

@@ -39,6 +39,9 @@ class Proof(Enum):
     BEHIND = "it holds something back, which is still to come"
 
 
+BEHIND = Proof.BEHIND  # each turn asks
+
+
 @dataclass(slots=True)
 class Lifecycle:
     """``promote``: a recovered app begins to work without a checkpoint first."""
@@ -192,7 +195,8 @@ class Lifecycle:
     # --- the proof: all is made that the log knows of ----------------------------------------------------------------
 
     def look_whether_behind(self) -> None:
-        if self.proof is Proof.BEHIND and not self.peers.replay_is_behind():
+        """Whether what was behind has come."""
+        if not self.peers.replay_is_behind():
             self.proof = Proof.COMPLETE
 
     def prove_promotion(self) -> None:

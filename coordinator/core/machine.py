@@ -23,7 +23,7 @@ from coordinator.core.checkpointing import Checkpointing
 from coordinator.core.clients import Clients
 from coordinator.core.clock import RunningTime
 from coordinator.core.dead_letters import Operator
-from coordinator.core.effects import CloseApp, Commit, Effect, PauseApp, ResumeApp, Stop, Trim
+from coordinator.core.effects import Commit, Effect, Stop, Trim
 from coordinator.core.epoch import Epoch
 from coordinator.core.failing import Failing
 from coordinator.core.feeding import Feeding
@@ -31,7 +31,7 @@ from coordinator.core.group_commit import GroupCommit
 from coordinator.core.impulses import Impulses
 from coordinator.core.intake import Intake
 from coordinator.core.interfaces import LogSummary, StoredClients
-from coordinator.core.lifecycle import Lifecycle
+from coordinator.core.lifecycle import BEHIND, Lifecycle
 from coordinator.core.limits import Limits
 from coordinator.core.log_room import LogRoom
 from coordinator.core.peers import Peers
@@ -39,9 +39,9 @@ from coordinator.core.permissions import Permission
 from coordinator.core.recovery import Recovery
 from coordinator.core.replay_check import ReplayPolicy
 from coordinator.core.resets import Resets
-from coordinator.core.session import INTRODUCED, RECOVERED, WORKS, AppSession, Phase, Step
+from coordinator.core.session import INTRODUCED, NORMAL, RECOVERED, WORKS, AppSession, Phase, Step
 from coordinator.core.status import describe, describe_flow, describe_peers
-from coordinator.core.stopping import Stage, Stopping
+from coordinator.core.stopping import Stopping
 from coordinator.core.turn import Turn
 from coordinator.core.upgrades import Upgrades
 from coordinator.core.verdicts import Verdicts
@@ -92,7 +92,7 @@ class Machine:
             summary.committer_id, limits.arguments_bytes_max + RPC_FRONT_SIZE_BYTES_MAX, summary.extensions
         )
         self._outbox = outbox = AppOutbox(session, turn)
-        self._app_clock = app_clock = AppClock(session, outbox.control)
+        app_clock = AppClock(session, outbox.control)
         self._policy = policy = ReplayPolicy(name, limits, session, turn.effects)
         self._intake = intake = Intake(name, permissions or {}, recovers=summary.extensions is not None)
         self._peers = peers = Peers(
@@ -121,11 +121,10 @@ class Machine:
             intake,
             self.running,
         )
-        self._impulses = Impulses(summary, limits, log, peers)
+        self._impulses = Impulses(summary, limits, log, peers, epoch, turn)
         self._checkpoints = Checkpointing(limits, summary.checkpoints)
         self._versions = Versions(summary.versions, upgrade_to)
         self._wakes = Wakes(limits, turn.effects)
-        self._back_pressure = BackPressure(limits)
         self._log_room = LogRoom(name, limits)
         verdicts = Verdicts(summary, limits, log)
         watch = Watch(summary.suspect, limits.kills_max)
@@ -133,9 +132,12 @@ class Machine:
             name, limits, log, session, peers, self._checkpoints, turn.effects, verdicts, watch
         )
         intake.failing = failing
-        self._operator = Operator(failing, verdicts, self._impulses, self._log_room, turn.effects)
+        self._operator = Operator(failing, verdicts, self._impulses, self._log_room, self._versions, turn)
         self._resets = Resets(log, peers, epoch, turn)
-        self._stopping = Stopping(session, outbox, turn)
+        self._stopping = stopping = Stopping(outbox, turn)
+        self._back_pressure = BackPressure(
+            limits, session, log, peers, self._checkpoints, self._impulses, stopping, turn
+        )
         self._upgrades = Upgrades(self._versions, session, outbox, self._operator, epoch, turn)
         recovery = Recovery(name)
         self._lifecycle = Lifecycle(
@@ -166,7 +168,7 @@ class Machine:
             self._versions,
             recovery,
             self._lifecycle,
-            self._stopping,
+            stopping,
         )
         self._taking = CheckpointTaking(
             name,
@@ -180,7 +182,7 @@ class Machine:
             self._checkpoints,
             self._upgrades,
             self._lifecycle,
-            self._stopping,
+            stopping,
             self._wakes,
         )
         self._inbox = AppInbox(
@@ -188,7 +190,6 @@ class Machine:
             turn,
             outbox,
             session,
-            epoch,
             peers,
             self._clients,
             self._impulses,
@@ -199,7 +200,7 @@ class Machine:
             self._lifecycle,
             self._taking,
             self._upgrades,
-            self._stopping,
+            stopping,
         )
         self._handlers: dict[type, Callable[[Any], None]] = {
             ev.AppConnected: self._lifecycle.connected,
@@ -213,9 +214,9 @@ class Machine:
             ev.PeerMoved: self._peer_moved,
             ev.PeerReset: self._resets.peer_reset,
             ev.Reclaimed: self._resets.reclaimed,
-            ev.LettersDropped: self._letters_dropped,
-            ev.LettersRetried: self._letters_retried,
-            ev.MessageSkipped: self._message_skipped,
+            ev.LettersDropped: self._operator.drop,
+            ev.LettersRetried: self._operator.retry,
+            ev.MessageSkipped: self._operator.skip,
             ev.Committed: self._committed,
             ev.ChunkWritten: self._chunk_written,
             ev.LogLoaded: self._lifecycle.log_loaded,
@@ -223,7 +224,7 @@ class Machine:
             ev.CheckpointChunkRead: self._feeding.checkpoint_chunk_read,
             ev.RecordsRead: self._feeding.records_read,
             ev.SpilledRead: self._spilled_read,
-            ev.LettersRead: self._letters_read,
+            ev.LettersRead: self._operator.letters_read,
             ev.LogMeasured: self._log_measured,
             ev.LogFailed: self._log_failed,
             ev.CheckpointRequested: self._checkpoint_requested,
@@ -277,36 +278,37 @@ class Machine:
 
     def _advance(self, now_ns: int) -> None:
         peers, clients = self._peers, self._clients
-        self._lifecycle.look_whether_behind()
+        if self._lifecycle.proof is BEHIND:
+            self._lifecycle.look_whether_behind()
         self._feeding.feed()
-        self._inbox.let_impulses_in()
+        if self._impulses.held_bytes:
+            self._inbox.let_impulses_in()
         if peers.turns.waiting_bytes:
             peers.take_turns(now_ns)
         peers.send(now_ns)
         for answers in peers.take_answers():
             clients.answered(answers)
         clients.flush()
-        if self._log.commits_next:
+        while self._log.commits_next:
             self._commit(now_ns)
 
     def _settle(self, now_ns: int) -> None:
-        self._taking.ask_if_due()
-        self._push_back(now_ns)
+        if self._session.phase is NORMAL and self._checkpoints.settled:
+            self._taking.ask_if_due()
+        self._back_pressure.look()
         self._wakes.look_after(self._peers, now_ns)
-        if self._stopping.is_over:
+        if self._stopping.said_goodbye and self._session.unsent_bytes <= 0:
             self._stop(None)
 
     # --- the log -----------------------------------------------------------------------------------------------------
 
     def _commit(self, now_ns: int) -> None:
         log = self._log
-        marked = self._session.phase in WORKS
-        while log.commits_next:
-            # Marks are new once only: they are taken when there is a record to hold them.
-            marks = self._peers.new_marks(log.next_ticket) if marked and log.seals_next else {}
-            group = log.next_commit(now_ns, marks)
-            if group is not None:
-                self._turn.effects.append(Commit(group.ticket, group.transaction, group.size_bytes))
+        # Marks are new once only: they are taken when there is a record to hold them.
+        marked = self._session.phase in WORKS and log.seals_next
+        group = log.next_commit(now_ns, self._peers.new_marks(log.next_ticket) if marked else {})
+        if group is not None:
+            self._turn.effects.append(Commit(group.ticket, group.transaction, group.size_bytes))
 
     def _committed(self, event: ev.Committed) -> None:
         ticket, now_ns, peers = event.ticket, self._turn.now_ns, self._peers
@@ -433,52 +435,13 @@ class Machine:
         """Time has passed. Whether a checkpoint is due is looked at in each turn."""
         self._wakes.tick(self._turn.now_ns, self._peers.retry_failed, self._answer_parked)
 
-    # --- the operator ------------------------------------------------------------------------------------------------
-
-    def _letters_dropped(self, event: ev.LettersDropped) -> None:
-        self._operator.drop(event, self._turn.now_ns)
-
-    def _letters_retried(self, event: ev.LettersRetried) -> None:
-        self._operator.retry(event, self.epoch.number, self._turn.now_ns)
-
-    def _letters_read(self, event: ev.LettersRead) -> None:
-        for problem in event.problems:
-            self._turn.report("error", f"{problem}: it is not retried")
-        self._operator.letters_read(event, self._versions.current, self.epoch.number, self._turn.now_ns)
-
-    def _message_skipped(self, event: ev.MessageSkipped) -> None:
-        if self._operator.skip(event, self._turn.now_ns):
-            self._session.refused = True
-            self._turn.effects.append(CloseApp())
-
-    # --- back-pressure and the end -----------------------------------------------------------------------------------
-
-    def _push_back(self, now_ns: int) -> None:
-        limits, pressure, log = self.limits, self._back_pressure, self._log
-        self._turn.effects += pressure.look(self._peers, now_ns)
-        full = (
-            log.from_app_bytes > limits.log_pending_bytes
-            or self._checkpoints.chunks_pending_bytes > limits.chunks_pending_bytes
-            # ... the last checkpoint comes behind what the app has sent
-            or (bool(pressure.held_up_for) and not self._stopping.asked)
-            or (self._impulses.held_bytes > limits.log_pending_bytes and self._app_has_nothing_to_do)
-        )
-        if full != pressure.paused and self._session.phase is not Phase.WAITING:
-            pressure.paused = full
-            self._turn.effects.append(PauseApp() if full else ResumeApp())
-
-    @property
-    def _app_has_nothing_to_do(self) -> bool:
-        """Nobody waits for what the app sends: no record is on its way to it, no checkpoint from it."""
-        session = self._session
-        caught_up = session.fed_sequence_id == self._log.durable_sequence_id and session.unsent_bytes <= 0
-        return caught_up and session.phase is Phase.NORMAL and not self._stopping.asked
+    # --- the end -----------------------------------------------------------------------------------------------------
 
     def _stop_requested(self, event: ev.StopRequested) -> None:
         stopping = self._stopping
         if stopping.asked:
             return
-        stopping.stage = Stage.ASKED
+        stopping.ask()
         self._peers.accepting = self._clients.accepting = False
         self._failing.stop_asked(self._turn.now_ns)
         if self._session.phase not in RECOVERED:

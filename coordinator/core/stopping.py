@@ -9,7 +9,6 @@ from enum import IntEnum
 
 from coordinator.core.app_outbox import AppOutbox
 from coordinator.core.effects import CloseApp
-from coordinator.core.session import AppSession
 from coordinator.core.turn import Turn
 from protocol.messages import MessageType
 
@@ -22,40 +21,32 @@ class Stage(IntEnum):
 
 
 class Stopping:
-    """``stage``: it only ever rises. An app that is lost on the way ends it."""
+    """``stage``: it only ever rises; an app that is lost on the way ends the stop. What it means for the rest of the
+    machine are plain values, since each turn asks for them."""
 
-    def __init__(self, session: AppSession, outbox: AppOutbox, turn: Turn) -> None:
+    def __init__(self, outbox: AppOutbox, turn: Turn) -> None:
+        self.asked = self.takes_last_checkpoint = self.said_goodbye = False
         self.stage = Stage.NOT_ASKED
         self._last_checkpoint_id = 0
-        self._session = session
         self._outbox = outbox
         self._turn = turn
 
-    @property
-    def asked(self) -> bool:
-        return self.stage is not Stage.NOT_ASKED
+    def _reach(self, stage: Stage) -> None:
+        self.stage = stage
+        self.asked = stage >= Stage.ASKED
+        self.takes_last_checkpoint = stage >= Stage.LAST_CHECKPOINT
+        self.said_goodbye = stage >= Stage.GOODBYE
 
-    @property
-    def takes_last_checkpoint(self) -> bool:
-        """The app has been asked for it."""
-        return self.stage >= Stage.LAST_CHECKPOINT
-
-    @property
-    def said_goodbye(self) -> bool:
-        return self.stage is Stage.GOODBYE
-
-    @property
-    def is_over(self) -> bool:
-        """All is said, and sent."""
-        return self.stage is Stage.GOODBYE and self._session.unsent_bytes <= 0
+    def ask(self) -> None:
+        self._reach(Stage.ASKED)
 
     def checkpoint_asked(self) -> None:
         """A checkpoint is asked for now: it is the last one if a stop is asked for."""
         if self.stage is Stage.ASKED:
-            self.stage = Stage.LAST_CHECKPOINT
+            self._reach(Stage.LAST_CHECKPOINT)
 
     def checkpoint_began(self, checkpoint_id: int) -> None:
-        if self.stage is Stage.LAST_CHECKPOINT:
+        if self.takes_last_checkpoint:
             self._last_checkpoint_id = checkpoint_id
 
     def checkpoint_durable(self, checkpoint_id: int) -> None:
@@ -64,13 +55,14 @@ class Stopping:
 
     def checkpoint_failed(self) -> None:
         """The app has none to give; the one before is there."""
-        if self.stage is Stage.LAST_CHECKPOINT:
+        if self.takes_last_checkpoint:
             self._say_goodbye()
 
     def _say_goodbye(self) -> None:
-        self.stage = Stage.GOODBYE
+        self._reach(Stage.GOODBYE)
         self.say_why()
         self._turn.effects.append(CloseApp())
 
     def say_why(self) -> None:
+        """To the app, that it is the end."""
         self._outbox.say(MessageType.GOODBYE, "the coordinator was asked to stop")

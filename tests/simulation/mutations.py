@@ -76,8 +76,8 @@ MUTATIONS = (
         "impulses are accepted before they are durable",
         AppInbox,
         "_calls",
-        "impulses.take(calls, self._epoch.number, self._turn.now_ns)",
-        "impulses.take(calls, self._epoch.number, self._turn.now_ns)\n"
+        "impulses.take(calls)",
+        "impulses.take(calls)\n"
         "                self._peers.log.open.impulses_accepted -= calls.count\n"
         "                self._session.note_accepted(calls.count, self._session.fed_sequence_id)",
     ),
@@ -87,8 +87,8 @@ MUTATIONS = (
         "_commit",
         "if group is not None:",
         "if group is not None and group.record is not None and self._session.phase is Phase.NORMAL:\n"
-        "                self._outbox.send(group.record)\n"
-        "            if group is not None:",
+        "            self._outbox.send(group.record)\n"
+        "        if group is not None:",
     ),
     Mutation(
         "a checkpoint leaves out the unacknowledged outputs",
