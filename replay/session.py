@@ -15,19 +15,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NoReturn
 
 from coordinator.core import session as coordinator_session
-from coordinator.core.app_messages import read_calls
+from coordinator.core.app_messages import CALLS, late_hello, read_calls
 from coordinator.core.errors import AppProtocolError, require
 from coordinator.core.interfaces import LogSummary
 from coordinator.log.contents import NoSuchMessageError, record_of, with_first_messages
 from protocol.extensions import (
+    REPORTS,
     AppDescription,
     HandlerFailure,
     Origin,
     decode_app_description,
     decode_handler_failed,
-    decode_hello,
     decode_origins,
     encode_version,
 )
@@ -45,9 +46,7 @@ from replay.positions import KeptImpulses, Outputs, StreamPositions
 Tells = Callable[[Verdict], bool]
 """Which verdicts of the log the app is told. What it is not told of it calls again."""
 
-_CALLS = frozenset({MessageType.RPC, MessageType.RPC_BATCH, MessageType.STREAM_BATCH, MessageType.IMPULSE_BATCH})
-_NO_NEWS = frozenset({MessageType.HELLO, MessageType.TAKE_CHECKPOINT})  # a checkpoint comes at the end
-_NEWS_OF_MESSAGES = frozenset({MessageType.HANDLING, MessageType.LEAVING, MessageType.RETRY_REFUSED})
+_OF_VERDICTS = REPORTS - {MessageType.VERDICT}
 
 
 class Phase(Enum):
@@ -136,11 +135,27 @@ class ReplaySession:
         }
         if not summary.extensions:  # the log of an app of the base protocol, which says no Hello
             self._begin()
+        self._handlers: dict[int, Callable[[Message], Iterable[Event]]] = {
+            **dict.fromkeys(CALLS, self._calls),
+            **dict.fromkeys(_OF_VERDICTS, self._report_of_app),
+            MessageType.HELLO: late_hello,
+            MessageType.ATTACH_TO: self._attach,
+            MessageType.APP_DESCRIPTION: self._description,
+            MessageType.TAKE_CHECKPOINT: self._checkpoint_wanted,
+            MessageType.SNAPSHOT_BEGIN: self._snapshot_message,
+            MessageType.SNAPSHOT_CHUNK: self._snapshot_message,
+            MessageType.SNAPSHOT_END: self._snapshot_message,
+            MessageType.UPGRADE_FAILED: self._upgrade_failed,
+            MessageType.ORIGINS: self._origins_of_calls,
+            MessageType.NUMBERS: self._numbers,
+            MessageType.VERDICT: self._verdict,
+            MessageType.HANDLER_FAILED: self._handler_failed,
+        }
 
     @property
     def label(self) -> str:
         """What the app calls itself."""
-        return self._app.hello.label if self._app.hello else ""
+        return self._app.label
 
     @property
     def _has_numbers(self) -> bool:
@@ -155,7 +170,7 @@ class ReplaySession:
     @property
     def app_flushes(self) -> bool:
         """Before its state it sends all that it has made."""
-        return MessageType.STREAM_BATCH in self._app.extensions
+        return self._app.flushes
 
     @property
     def wants_blob(self) -> bool:
@@ -293,7 +308,8 @@ class ReplaySession:
             if isinstance(event, Message):
                 yield from self._message(event)
             elif isinstance(event, BlobStart):
-                self._check_extensions()
+                if not self._app.heard:
+                    self._hear(None)
                 self._require_asked()
             elif isinstance(event, BlobData):
                 if event.data and self._blob_is_final:
@@ -303,40 +319,56 @@ class ReplaySession:
         if self._app.hello is not None and not was_heard and not self._has_numbers:
             yield NumbersDrawn(None)
 
-    def _message(self, message: Message) -> Iterator[Event]:
-        message_type, data = message.message_type, message.data
-        if message_type == MessageType.HELLO:
-            if self._app.heard:
-                raise AppProtocolError("a Hello must be the app's first message")
-            self._app.hello = decode_hello(data)
-        self._check_extensions()
-        if message_type in _CALLS:
-            yield from self._calls(message)
-        elif message_type == MessageType.ATTACH_TO:
-            self._app.attached.add(decode_attach_to(data))
-        elif message_type == MessageType.ORIGINS:
-            self._origins = decode_origins(data)
-        elif message_type == MessageType.NUMBERS:
-            numbers = decode_numbers(data)
-            yield NumbersDrawn(numbers.sequence_id, data, complete=not numbers.draws)
-        elif message_type == MessageType.VERDICT and self._has_verdicts:
-            yield VerdictGiven(decode_verdict(data))
-        elif message_type == MessageType.APP_DESCRIPTION:
-            self.description = decode_app_description(data)
-        elif message_type == MessageType.HANDLER_FAILED:
-            yield self._end(decode_handler_failed(data))
-        elif message_type == MessageType.UPGRADE_FAILED:
-            raise UpgradeFailedError(f"the upgrade failed: {data.decode('utf-8', 'replace')}")
-        elif message_type in (MessageType.SNAPSHOT_BEGIN, MessageType.SNAPSHOT_CHUNK, MessageType.SNAPSHOT_END):
-            yield from self._snapshot_message(message)
-        elif message_type not in (_NO_NEWS | _NEWS_OF_MESSAGES if self._has_verdicts else _NO_NEWS):
-            raise AppProtocolError(f"the app sent a message of type {message_type}, which has no place in a replay")
+    def _message(self, message: Message) -> Iterable[Event]:
+        if not self._app.heard:
+            self._hear(message)
+            if message.message_type == MessageType.HELLO:
+                return ()
+        return self._handlers.get(message.message_type, self._out_of_place)(message)
 
-    def _check_extensions(self) -> None:
-        """With the app's first message: is it the kind of app that the log was begun with?"""
-        if self._app.heard:
-            return
-        self._app.heard = True
+    def _attach(self, message: Message) -> Iterable[Event]:
+        self._app.attached.add(decode_attach_to(message.data))
+        return ()
+
+    def _description(self, message: Message) -> Iterable[Event]:
+        self.description = decode_app_description(message.data)
+        return ()
+
+    def _origins_of_calls(self, message: Message) -> Iterable[Event]:
+        self._origins = decode_origins(message.data)
+        return ()
+
+    def _numbers(self, message: Message) -> Iterable[Event]:
+        numbers = decode_numbers(message.data)
+        return (NumbersDrawn(numbers.sequence_id, message.data, complete=not numbers.draws),)
+
+    def _verdict(self, message: Message) -> Iterable[Event]:
+        if not self._has_verdicts:
+            self._out_of_place(message)
+        return (VerdictGiven(decode_verdict(message.data)),)
+
+    def _report_of_app(self, message: Message) -> Iterable[Event]:
+        """No news here: what they say is of the run."""
+        if not self._has_verdicts:
+            self._out_of_place(message)
+        return ()
+
+    def _checkpoint_wanted(self, message: Message) -> Iterable[Event]:
+        """One comes at the end."""
+        return ()
+
+    def _handler_failed(self, message: Message) -> Iterable[Event]:
+        return (self._end(decode_handler_failed(message.data)),)
+
+    def _upgrade_failed(self, message: Message) -> NoReturn:
+        raise UpgradeFailedError(f"the upgrade failed: {message.data.decode('utf-8', 'replace')}")
+
+    def _out_of_place(self, message: Message) -> NoReturn:
+        raise AppProtocolError(f"the app sent a message of type {message.message_type}, which has no place in a replay")
+
+    def _hear(self, message: Message | None) -> None:
+        """The app's first message (None: a blob): is it the kind of app that the log was begun with?"""
+        self._app.hear(message)
         time = MessageType.RECORD_TIME
         logged, asked = time in (self._summary.extensions or ()), time in self._app.extensions
         if logged != asked:

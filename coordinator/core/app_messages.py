@@ -7,6 +7,7 @@ to one destination and all impulses or none.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NoReturn
 
 from msgspec import Struct
 
@@ -30,12 +31,20 @@ from protocol.messages import (
 from protocol.peer import PAYLOAD_SIZE_BYTES_MAX
 from protocol.readers import Message, TooLargeRpc
 
+CALLS = frozenset({MessageType.RPC, MessageType.RPC_BATCH, MessageType.STREAM_BATCH, MessageType.IMPULSE_BATCH})
+_DEMULTIPLEXED = frozenset({MessageType.STREAM_BATCH, MessageType.IMPULSE_BATCH})
+
 
 class Calls(Struct):
     destination: str
     count: int
     payload: bytes
     impulses: bool
+
+
+def late_hello(message: Message) -> NoReturn:
+    """A Hello that is not the first message, which :meth:`AppSession.hear` takes."""
+    raise AppProtocolError("a Hello must be the app's first message")
 
 
 def read_calls(session: AppSession, own_name: str, message: Message) -> Iterator[Calls]:
@@ -46,7 +55,7 @@ def read_calls(session: AppSession, own_name: str, message: Message) -> Iterator
             f"the app sent a call in the phase {session.phase.value!r}: "
             f"calls may come behind the first checkpoint, or during and after a replay"
         )
-    if message_type in (MessageType.STREAM_BATCH, MessageType.IMPULSE_BATCH):
+    if message_type in _DEMULTIPLEXED:
         if message_type not in session.extensions:
             raise AppProtocolError(f"the app sent extension {message_type}, which its Hello did not ask for")
         batch = decode_app_batch(message.data)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
-from coordinator.core.effects import Report
+from coordinator.core.checkpointing import Checkpointing
+from coordinator.core.effects import PauseApp, Report, ResumeApp
+from coordinator.core.group_commit import GroupCommit
+from coordinator.core.impulses import Impulses
 from coordinator.core.interfaces import ONESELF
 from coordinator.core.limits import MIB, Limits
+from coordinator.core.session import AppSession, Phase
+from coordinator.core.stopping import Stopping
 from coordinator.core.streams.output_stream import OutputStream, StreamState
 from coordinator.core.streams.peers import Peers
+from coordinator.core.turn import Turn
 
 CALM_NS = 10_000_000_000  # a peer's state is told as better only when it has been so for this long
 
@@ -31,22 +37,56 @@ class _Told:
 
 
 class BackPressure:
-    def __init__(self, limits: Limits) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        session: AppSession,
+        log: GroupCommit,
+        peers: Peers,
+        checkpoints: Checkpointing,
+        impulses: Impulses,
+        stopping: Stopping,
+        turn: Turn,
+    ) -> None:
         self.paused = False
         self.held_up_for: list[str] = []  # ONESELF among them where the own log is what is too slow
         self._limits = limits
+        self._session = session
+        self._log = log
+        self._peers = peers
+        self._checkpoints = checkpoints
+        self._impulses = impulses
+        self._stopping = stopping
+        self._turn = turn
         self._told: dict[str, _Told] = {}
 
-    def look(self, peers: Peers, now_ns: int) -> Iterable[Report]:
-        """What has changed for the streams, in words for the operator."""
-        if not (peers.busy or self._told):  # nothing waits for anybody
+    def look(self) -> None:
+        """Pause or resume the app, and tell the operator what has changed for the streams."""
+        limits, peers, effects = self._limits, self._peers, self._turn.effects
+        if peers.busy or self._told:
+            spilling = peers.spilling
+            self.held_up_for = spilling.full
+            if self.held_up_for or self._told or spilling.kept_bytes:
+                effects.extend(self._look(peers, self._turn.now_ns))
+        else:  # nothing waits for anybody
             self.held_up_for = []
-            return ()
-        spilling = peers.spilling
-        self.held_up_for = spilling.full
-        if self.held_up_for or self._told or spilling.kept_bytes:
-            return self._look(peers, now_ns)
-        return ()
+        full = (
+            self._log.from_app_bytes > limits.log_pending_bytes
+            or self._checkpoints.chunks_pending_bytes > limits.chunks_pending_bytes
+            # ... the last checkpoint comes behind what the app has sent
+            or (bool(self.held_up_for) and not self._stopping.asked)
+            or (self._impulses.held_bytes > limits.log_pending_bytes and self._app_has_nothing_to_do)
+        )
+        if full != self.paused and self._session.phase is not Phase.WAITING:
+            self.paused = full
+            effects.append(PauseApp() if full else ResumeApp())
+
+    @property
+    def _app_has_nothing_to_do(self) -> bool:
+        """Nobody waits for what the app sends: no record is on its way to it, no checkpoint from it."""
+        session = self._session
+        caught_up = session.fed_sequence_id == self._log.durable_sequence_id and session.unsent_bytes <= 0
+        return caught_up and session.phase is Phase.NORMAL and not self._stopping.asked
 
     def _look(self, peers: Peers, now_ns: int) -> Iterator[Report]:
         spill_is_full = bool(self.held_up_for) and peers.spilling.is_full

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from coordinator.core import events as ev
-from coordinator.core.effects import Effect, OperatorAnswered, ReadLetters, Report
+from coordinator.core.effects import CloseApp, OperatorAnswered, ReadLetters
 from coordinator.core.errors import AppProtocolError
 from coordinator.core.failing import Failing
 from coordinator.core.group_commit import Group
@@ -18,7 +18,9 @@ from coordinator.core.impulses import Impulses
 from coordinator.core.interfaces import ONESELF, AuditEntry, Letter, Transaction
 from coordinator.core.log_room import LogRoom
 from coordinator.core.session import Phase
+from coordinator.core.turn import Turn
 from coordinator.core.verdicts import Verdicts
+from coordinator.core.versions import Versions
 from coordinator.core.words import counted_method_in_words
 from protocol.client import split_caller
 from protocol.errors import ImmortalError, RemoteProtocolError
@@ -43,13 +45,12 @@ class _RefusedError(ImmortalError):
 
 @dataclass(slots=True)
 class Operator:
-    """``effects``: where effects go; the machine's."""
-
     failing: Failing
     verdicts: Verdicts
     impulses: Impulses
     room: LogRoom
-    effects: list[Effect]
+    versions: Versions
+    turn: Turn
     _upgraded: bool = False  # the session's app has upgraded the log, durably
     _retries_refused: bool = False  # ... and wants the letters that were refused before
     _answers: deque[tuple[int, OperatorAnswered]] = field(default_factory=deque)  # (commit to wait for, what to say)
@@ -57,18 +58,18 @@ class Operator:
     def committed(self, ticket: int) -> None:
         """Everything up to this commit is durable."""
         while self._answers and self._answers[0][0] <= ticket:
-            self.effects.append(self._answers.popleft()[1])
+            self.turn.effects.append(self._answers.popleft()[1])
 
     def _answer(self, ticket: int, token: object, answer: Mapping[str, object]) -> None:
         """Once that commit is durable; 0: now."""
         if ticket:
             self._answers.append((ticket, OperatorAnswered(token, answer)))
         else:
-            self.effects.append(OperatorAnswered(token, answer))
+            self.turn.effects.append(OperatorAnswered(token, answer))
 
     # --- dead letters ------------------------------------------------------------------------------------------------
 
-    def drop(self, event: ev.LettersDropped, now_ns: int) -> None:
+    def drop(self, event: ev.LettersDropped) -> None:
         kept = self.verdicts.letters
         keys = [key for key in (kept if event.keys is None else dict.fromkeys(event.keys)) if key in kept]
         if not keys:
@@ -77,17 +78,15 @@ class Operator:
         group = self.failing.log.append_outside_record(0)
         for key in keys:
             self.verdicts.remove_letter(key, group.transaction)
-        self._note(group.transaction, event.who, f"dropped {_letters_in_words(keys)}", now_ns)
+        self._note(group.transaction, event.who, f"dropped {_letters_in_words(keys)}")
         self._answer(group.ticket, event.token, {"dropped": len(keys)})
 
-    def retry(self, event: ev.LettersRetried, epoch: int, now_ns: int) -> None:
-        ticket, refused = self._call_all_again(event.letters, event.who, epoch, now_ns)
+    def retry(self, event: ev.LettersRetried) -> None:
+        ticket, refused = self._call_all_again(event.letters, event.who)
         answer = {"retried": len(event.letters) - len(refused), "refused": refused}
         self._answer(ticket, event.token, answer)
 
-    def _call_all_again(
-        self, letters: Mapping[MessageKey, Letter | None], who: str, epoch: int, now_ns: int
-    ) -> tuple[int, dict[str, str]]:
+    def _call_all_again(self, letters: Mapping[MessageKey, Letter | None], who: str) -> tuple[int, dict[str, str]]:
         """Each becomes an impulse to oneself, in the transaction that removes the letter.
 
         The last commit of it, and why some can't.
@@ -100,11 +99,11 @@ class Operator:
             except ImmortalError as error:
                 refused[_key_in_words(key)] = str(error)
                 continue
-            group = self.impulses.log_own(1, call, epoch, now_ns)
+            group = self.impulses.log_own(1, call)
             self.verdicts.remove_letter(key, group.transaction)
             retried.setdefault(group.ticket, (group, []))[1].append(key)
         for group, keys in retried.values():
-            self._note(group.transaction, who, f"retried {_letters_in_words(keys)}", now_ns)
+            self._note(group.transaction, who, f"retried {_letters_in_words(keys)}")
         return max(retried, default=0), refused
 
     def _call_again(self, key: MessageKey, letter: Letter | None) -> bytes:
@@ -144,21 +143,23 @@ class Operator:
     def _read_refused(self) -> None:
         if self._upgraded and self._retries_refused and self.verdicts.letters:
             self._retries_refused = False
-            self.effects.append(ReadLetters(list(self.verdicts.letters)))
+            self.turn.effects.append(ReadLetters(list(self.verdicts.letters)))
 
-    def letters_read(self, event: ev.LettersRead, version: int, epoch: int, now_ns: int) -> None:
+    def letters_read(self, event: ev.LettersRead) -> None:
+        for problem in event.problems:
+            self.turn.report("error", f"{problem}: it is not retried")
         letters = {one.verdict.key: one for one in event.letters if one.verdict.cause in _VERSION_CAUSES}
-        who = f"the upgrade to version {version}"
-        _, refused = self._call_all_again(letters, who, epoch, now_ns)
+        who = f"the upgrade to version {self.versions.current}"
+        _, refused = self._call_all_again(letters, who)
         if count := len(letters) - len(refused):
-            self.effects.append(Report("info", f"{who} retries dead letters that were refused", {"count": count}))
+            self.turn.report("info", f"{who} retries dead letters that were refused", {"count": count})
         for key, reason in refused.items():
-            self.effects.append(Report("warning", f"{who} can't retry the dead letter {key}: {reason}", kind="retry"))
+            self.turn.report("warning", f"{who} can't retry the dead letter {key}: {reason}", kind="retry")
 
     # --- a message that stops the app --------------------------------------------------------------------------------
 
-    def skip(self, event: ev.MessageSkipped, now_ns: int) -> bool:
-        """Whether an app is connected that must go, and recover with the verdict."""
+    def skip(self, event: ev.MessageSkipped) -> None:
+        """An app that is connected must go, and recover with the verdict."""
         message = f"message {event.message_index} of record {event.sequence_id}"
         try:
             self._require_skippable(event, message)
@@ -167,13 +168,16 @@ class Operator:
                 raise _RefusedError(f"{message} has a verdict already: the app passes it over")
         except _RefusedError as error:
             self._answer(0, event.token, {"refused": str(error)})
-            return False
+            return
         what = f"skipped {message}: {event.reason}"
-        self._note(group.transaction, event.who, what, now_ns)
+        self._note(group.transaction, event.who, what)
         self._answer(group.ticket, event.token, {"skipped": True})
         self.failing.absolve(event.sequence_id)
-        self.effects.append(Report("warning", f"{event.who} {what}"))
-        return self.failing.session.phase is not Phase.WAITING
+        self.turn.report("warning", f"{event.who} {what}")
+        session = self.failing.session
+        if session.phase is not Phase.WAITING:
+            session.refused = True
+            self.turn.effects.append(CloseApp())
 
     def _require_skippable(self, event: ev.MessageSkipped, message: str) -> None:
         """Raises _RefusedError for what an app may have handled well: what it did then has been seen."""
@@ -219,8 +223,8 @@ class Operator:
             message=message if caller is None and len(message) <= LETTER_SIZE_BYTES_MAX else b"",
         )
 
-    def _note(self, transaction: Transaction, who: str, what: str, now_ns: int) -> None:
-        transaction.audit.append(AuditEntry(now_ns, who, what))
+    def _note(self, transaction: Transaction, who: str, what: str) -> None:
+        transaction.audit.append(AuditEntry(self.turn.now_ns, who, what))
 
 
 def _rpc(message: bytes) -> IncomingRpc:

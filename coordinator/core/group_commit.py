@@ -69,15 +69,16 @@ class GroupCommit:
     @property
     def commits_next(self) -> bool:
         """:meth:`next_commit` would give a group now."""
-        waiting, committing = self._waiting, self._committing
+        waiting = self._waiting
         if len(waiting) > 1:  # a full one
-            return len(committing) < COMMITS_ON_THEIR_WAY_MAX
-        return not committing and not waiting[0].empty
+            return len(self._committing) < COMMITS_ON_THEIR_WAY_MAX
+        first = waiting[0]
+        return bool(first.required or first.chunks) and not self._committing
 
     @property
     def seals_next(self) -> bool:
-        """... and that group would be a record."""
-        return self.commits_next and bool(self._waiting[0].chunks)
+        """That group would be a record."""
+        return bool(self._waiting[0].chunks)
 
     @property
     def next_ticket(self) -> int:

@@ -6,11 +6,13 @@ To oneself they are logged input like any; to others they take their place in th
 from __future__ import annotations
 
 from coordinator.core.app_messages import Calls
+from coordinator.core.epoch import Epoch
 from coordinator.core.errors import AppProtocolError
 from coordinator.core.group_commit import Group, GroupCommit
 from coordinator.core.interfaces import IMPULSES, ONESELF, LogSummary, SourcePosition
 from coordinator.core.limits import Limits
 from coordinator.core.streams.peers import Peers
+from coordinator.core.turn import Turn
 from protocol.trailer import BatchKind, BatchSource
 
 HELD_OVERHEAD_BYTES = 300  # of Python's objects around a batch that is held
@@ -19,7 +21,9 @@ HELD_OVERHEAD_BYTES = 300  # of Python's objects around a batch that is held
 class Impulses:
     """Those of one instance. ``count``: that it has sent to itself, in all its life."""
 
-    def __init__(self, summary: LogSummary, limits: Limits, log: GroupCommit, peers: Peers) -> None:
+    def __init__(
+        self, summary: LogSummary, limits: Limits, log: GroupCommit, peers: Peers, epoch: Epoch, turn: Turn
+    ) -> None:
         known = summary.sources.get(IMPULSES)
         self.count = known.position if known else 0
         self.held_bytes = 0
@@ -28,6 +32,8 @@ class Impulses:
         self._committer_id = summary.committer_id
         self._log = log
         self._peers = peers
+        self._epoch = epoch
+        self._turn = turn
 
     def hold(self, calls: Calls) -> None:
         """Keep them until there is room in the log, or the app's upgrade is confirmed. Raises AppProtocolError."""
@@ -40,31 +46,31 @@ class Impulses:
         self._held.append(calls)
         self.held_bytes += len(calls.payload) + HELD_OVERHEAD_BYTES
 
-    def let_in(self, epoch: int, now_ns: int) -> None:
+    def let_in(self) -> None:
         """Take what was held."""
         held = self._held
         self.forget()
         for calls in held:
-            self.take(calls, epoch, now_ns)
+            self.take(calls)
 
     def forget(self) -> None:
         """The app is gone: nobody was told that what is held here was accepted."""
         self._held, self.held_bytes = [], 0
 
-    def take(self, calls: Calls, epoch: int, now_ns: int) -> None:
+    def take(self, calls: Calls) -> None:
         """The app's next ones."""
         if calls.destination == ONESELF:
-            group = self.log_own(calls.count, calls.payload, epoch, now_ns)
+            group = self.log_own(calls.count, calls.payload)
         else:
             stream = self._peers.output(calls.destination)
             group = self._log.append_outside_record(len(calls.payload), from_app=True)
             group.transaction.impulses.append(stream.append_impulses(calls.count, calls.payload, group.ticket))
         group.impulses_accepted += calls.count
 
-    def log_own(self, count: int, payload: bytes, epoch: int, now_ns: int) -> Group:
+    def log_own(self, count: int, payload: bytes) -> Group:
         """Into the log, for the own app; the group that makes them durable."""
-        source = BatchSource(BatchKind.IMPULSES, ONESELF, self.count + 1, count, now_ns)
+        source = BatchSource(BatchKind.IMPULSES, ONESELF, self.count + 1, count, self._turn.now_ns)
         group = self._peers.delivery.deliver_own(source, payload).group
         self.count += count
-        group.transaction.sources[IMPULSES] = SourcePosition(self._committer_id, epoch, self.count)
+        group.transaction.sources[IMPULSES] = SourcePosition(self._committer_id, self._epoch.number, self.count)
         return group

@@ -22,10 +22,10 @@ from enum import Enum
 from coordinator.core.errors import require
 from coordinator.core.interfaces import ONESELF
 from protocol.batch import CallRules
-from protocol.extensions import ALL_EXTENSIONS, AppDescription, Hello, encode_sources
+from protocol.extensions import ALL_EXTENSIONS, AppDescription, Hello, decode_hello, encode_sources
 from protocol.limits import RPC_SIZE_BYTES_MAX
 from protocol.messages import MessageType, encode_message
-from protocol.readers import MessageReader
+from protocol.readers import Message, MessageReader
 from protocol.record import CONTROL_SEQUENCE_ID, encode_record
 from protocol.senders import from_app
 from protocol.trailer import BatchKind, BatchSource
@@ -49,6 +49,10 @@ class Phase(Enum):
     STOPPED = "stopped"
 
     __hash__ = object.__hash__  # there is one of each; an enum's own would be a call for each look into a set
+
+
+NORMAL = Phase.NORMAL
+"""For who asks in each turn: to look a member up in its class takes ten times as long on Python 3.11 as a name does."""
 
 
 class Step(Enum):
@@ -100,6 +104,15 @@ AWAITING_CHECKPOINT = frozenset(
 GETS_RECORDS = frozenset({Phase.REPLAYING, Phase.BECOMING_PRIMARY, Phase.NORMAL, Phase.CHECKPOINTING})
 """The phases in which logged records go to the app."""
 
+RECOVERING = frozenset({Phase.LOADING, Phase.RESTORING, Phase.REPLAYING})
+"""The phases in which each turn may bring the app a step further."""
+
+RECOVERED = GETS_RECORDS - {Phase.REPLAYING}
+"""Those of them behind the replay: new records go to the app as soon as they are durable."""
+
+WORKS = frozenset({Phase.NORMAL, Phase.CHECKPOINTING})
+"""The phases in which what the app makes is new, and marks of it go to the log."""
+
 SENDS_CALLS = GETS_RECORDS | UPGRADES
 """The phases in which the app may call: whenever it has got records or may have impulses."""
 
@@ -108,9 +121,18 @@ SENDS_IMPULSES = frozenset({Phase.NORMAL, Phase.CHECKPOINTING, Phase.COMPLETING_
 
 
 class AppSession:
-    """The state of the connection with the app; without one, that of the next."""
+    """The state of the connection with the app; without one, that of the next.
 
-    def __init__(self, committer_id: int, rpc_size_bytes_max: int = RPC_SIZE_BYTES_MAX) -> None:
+    ``logged_extensions``: those of the app that the log was begun with; None if the log is new.
+    """
+
+    def __init__(
+        self,
+        committer_id: int,
+        rpc_size_bytes_max: int = RPC_SIZE_BYTES_MAX,
+        logged_extensions: frozenset[int] | None = None,
+    ) -> None:
+        self.logged_extensions = logged_extensions
         self._rpc_size_bytes_max = rpc_size_bytes_max
         self.phase = Phase.WAITING
         self._committer_id = committer_id
@@ -134,7 +156,7 @@ class AppSession:
         self.reading = False  # records asked of the log
         self.initial_message: bytes | None = None
         self.impulses_accepted = 0
-        self._acceptances: deque[tuple[int, int]] = deque()  # (behind this record, impulses accepted by then)
+        self.acceptances: deque[tuple[int, int]] = deque()  # to be told: (behind this record, accepted by then)
         self._rules: dict[str, CallRules] = {}  # by destination
         self._sources: list[tuple[int, str]] | None = None  # as the app was told last
 
@@ -156,6 +178,33 @@ class AppSession:
     def speaks(self) -> bool:
         """The app knows more than the base protocol: calls of it that wait for an answer say who waits."""
         return not INTRODUCED.isdisjoint(self.extensions)
+
+    @property
+    def label(self) -> str:
+        """What the app calls itself."""
+        return self.hello.label if self.hello else ""
+
+    @property
+    def flushes(self) -> bool:
+        """Before a checkpoint the app sends all that it has made; one of the base protocol may do so behind it."""
+        return MessageType.STREAM_BATCH in self.extensions
+
+    @property
+    def hello_is_due(self) -> bool:
+        """The app has not said anything yet, and the one that the log was begun with said Hello."""
+        return bool(self.logged_extensions) and not self.heard
+
+    @property
+    def waits_for_hello(self) -> bool:
+        """... and the Hello says what the app is to be told before its first record."""
+        return not self.heard and not INTRODUCED.isdisjoint(self.logged_extensions or ())
+
+    def hear(self, message: Message | None) -> None:
+        """The app's first message (None: a blob), of which a Hello is nothing but the first. Raises
+        RemoteProtocolError."""
+        self.heard = True
+        if message is not None and message.message_type == MessageType.HELLO:
+            self.hello = decode_hello(message.data)
 
     def rules(self, own_name: str, destination: str) -> CallRules:
         """What the app may send there."""
@@ -194,11 +243,11 @@ class AppSession:
 
     def note_accepted(self, count: int, durable_sequence_id: int) -> None:
         self.impulses_accepted += count
-        self._acceptances.append((durable_sequence_id, self.impulses_accepted))
+        self.acceptances.append((durable_sequence_id, self.impulses_accepted))
 
     def acceptance_to_send(self) -> int | None:
         """How many impulses of this connection are accepted, if there is news that the app may have now."""
         accepted = None
-        while self._acceptances and self._acceptances[0][0] <= self.fed_sequence_id:
-            accepted = self._acceptances.popleft()[1]
+        while self.acceptances and self.acceptances[0][0] <= self.fed_sequence_id:
+            accepted = self.acceptances.popleft()[1]
         return accepted

@@ -15,10 +15,13 @@ from appsdk.clock import Clock as AppTimers
 from appsdk.dispatch import Dispatcher
 from appsdk.tasks import Tasks
 from coordinator.core.app_clock import AppClock
+from coordinator.core.app_inbox import AppInbox
 from coordinator.core.careful import Watch
+from coordinator.core.checkpoint_taking import CheckpointTaking
 from coordinator.core.checkpointing import Checkpointing
 from coordinator.core.clients import Clients
 from coordinator.core.clock import SteadyClock, Timekeeper
+from coordinator.core.epoch import Epoch
 from coordinator.core.failing import Failing
 from coordinator.core.machine import Machine
 from coordinator.core.streams.handshake import Handshake
@@ -72,12 +75,12 @@ MUTATIONS = (
     ),
     Mutation(
         "impulses are accepted before they are durable",
-        Machine,
-        "_take",
-        "self._impulses.take(calls, self._epoch, self._now_ns)",
-        "self._impulses.take(calls, self._epoch, self._now_ns)\n"
-        "            self._log.open.impulses_accepted -= calls.count\n"
-        "            self._session.note_accepted(calls.count, self._session.fed_sequence_id)",
+        AppInbox,
+        "_calls",
+        "impulses.take(calls)",
+        "impulses.take(calls)\n"
+        "                self._peers.log.open.impulses_accepted -= calls.count\n"
+        "                self._session.note_accepted(calls.count, self._session.fed_sequence_id)",
     ),
     Mutation(
         "a record goes to the app before it is durable",
@@ -85,29 +88,29 @@ MUTATIONS = (
         "_commit",
         "if group is not None:",
         "if group is not None and group.record is not None and self._session.phase is Phase.NORMAL:\n"
-        "                self._effects.append(SendToApp(group.record))\n"
-        "            if group is not None:",
+        "            self._outbox.send(group.record)\n"
+        "        if group is not None:",
     ),
     Mutation(
         "a checkpoint leaves out the unacknowledged outputs",
-        Machine,
-        "_begin_checkpoint",
+        CheckpointTaking,
+        "_begin",
         "name: stream.unacknowledged for",
         "name: [] for",
     ),
     Mutation(
         "a checkpoint has the marks of another moment",
-        Machine,
-        "_begin_checkpoint",
+        CheckpointTaking,
+        "_begin",
         "{name: stream.mark for name, stream in outputs.items()}",
         "{}",
     ),
     Mutation(
         "a checkpoint's state is taken for that of a later record",
-        Machine,
-        "_ask_for_checkpoint",
+        CheckpointTaking,
+        "ask_if_due",
         "session.checkpoint_sequence_id = session.fed_sequence_id",
-        "session.checkpoint_sequence_id = self._log.durable_sequence_id",
+        "session.checkpoint_sequence_id = self.log.durable_sequence_id",
     ),
     Mutation(
         "the sender drops one message too many",
@@ -146,10 +149,10 @@ MUTATIONS = (
     ),
     Mutation(
         "the first record becomes durable before the first checkpoint",
-        Machine,
-        "_end_checkpoint",
+        CheckpointTaking,
+        "_end",
         "group = self._log_first_record()",
-        "self._log_first_record(); self._log.close_group(); group = self._log.append_outside_record(0)",
+        "self._log_first_record(); self.log.close_group(); group = self.log.append_outside_record(0)",
     ),
     Mutation(
         "a replay forgets the impulses",
@@ -167,10 +170,10 @@ MUTATIONS = (
     ),
     Mutation(
         "an epoch is used twice",
-        Machine,
-        "_app_connected",
-        "self._epoch += 1",
-        "self._epoch = max(self._epoch, 1)",
+        Epoch,
+        "begin",
+        "self.number += ahead",
+        "self.number = max(self.number, ahead)",
     ),
     Mutation(
         "frames of a past life are taken",
@@ -265,12 +268,12 @@ MUTATIONS = (
     ),
     Mutation(
         "an upgrade's version is not durable with its checkpoint",
-        Machine,
-        "_end_checkpoint",
-        "            group.transaction.version = VersionStart(header.version, header.sequence_id, app)",
-        "            version = VersionStart(header.version, header.sequence_id, app)\n"
-        "            self._log.close_group().transaction.version = version\n"
-        "            self._log.open.required = True",
+        CheckpointTaking,
+        "_end",
+        "            group.transaction.version = VersionStart(header.version, header.sequence_id, session.label)",
+        "            version = VersionStart(header.version, header.sequence_id, session.label)\n"
+        "            self.log.close_group().transaction.version = version\n"
+        "            self.log.open.required = True",
     ),
     Mutation(
         "the next app is told what the last one had sent",

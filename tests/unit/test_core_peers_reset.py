@@ -473,7 +473,7 @@ def test_a_receiver_that_has_heard_nothing_is_greeted_again() -> None:
 
 def test_a_hello_says_when_its_epoch_began() -> None:
     driven = three_of_five()
-    first = driven.machine._epoch_began_ns
+    first = driven.machine.epoch.began_ns
     driven.now_ns += 5
     driven.handle(ev.PeerMoved("b"))
     (again,) = driven.frames(FrameType.HELLO)

@@ -1,0 +1,192 @@
+"""A checkpoint's way from the app to the log: it is asked for, its state comes, and its header makes it count.
+
+The state comes in one piece, a blob; or as a snapshot, beside the app's work: it is that of the Begin, and its bytes
+come in between.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from coordinator.core.app_outbox import AppOutbox
+from coordinator.core.checkpointing import Checkpointing
+from coordinator.core.effects import Trim
+from coordinator.core.errors import AppProtocolError
+from coordinator.core.failing import Failing
+from coordinator.core.group_commit import Group, GroupCommit
+from coordinator.core.interfaces import ONESELF, CheckpointHeader, VersionStart
+from coordinator.core.lifecycle import BEHIND, Lifecycle
+from coordinator.core.session import AWAITING_CHECKPOINT, AppSession, Phase, Step
+from coordinator.core.stopping import Stopping
+from coordinator.core.streams.intake import Intake
+from coordinator.core.streams.peers import Peers
+from coordinator.core.turn import Turn
+from coordinator.core.upgrades import Upgrades
+from coordinator.core.wakes import Wakes
+from protocol.messages import MessageType, encode_message
+from protocol.readers import BlobData, Message
+from protocol.trailer import BatchKind, BatchSource
+
+
+@dataclass(slots=True)
+class CheckpointTaking:
+    """``name``: of the instance."""
+
+    name: str
+    turn: Turn
+    outbox: AppOutbox
+    session: AppSession
+    log: GroupCommit
+    peers: Peers
+    intake: Intake
+    failing: Failing
+    checkpoints: Checkpointing
+    upgrades: Upgrades
+    lifecycle: Lifecycle
+    stopping: Stopping
+    wakes: Wakes
+
+    def ask_if_due(self) -> None:
+        """To be called while the app has time for one, and none waits to become durable."""
+        session, checkpoints, stopping = self.session, self.checkpoints, self.stopping
+        if stopping.takes_last_checkpoint:
+            return
+        logged_bytes = self.log.logged_bytes
+        if stopping.asked or self.lifecycle.proof is BEHIND or checkpoints.is_due(logged_bytes, self.turn.now_ns):
+            checkpoints.asked(logged_bytes)
+            stopping.checkpoint_asked()
+            session.advance(Step.CHECKPOINT_ASKED)
+            session.checkpoint_sequence_id = session.fed_sequence_id
+            self.outbox.control(MessageType.TAKE_CHECKPOINT)
+
+    # --- in one piece ------------------------------------------------------------------------------------------------
+
+    def blob_began(self) -> None:
+        session = self.session
+        if session.phase not in AWAITING_CHECKPOINT or self.checkpoints.on_its_way:
+            raise AppProtocolError(
+                f"the app sent a Checkpoint in the phase {session.phase.value!r}, none was asked for"
+            )
+        if session.phase is Phase.FIRST_START and session.initial_message is None:
+            raise AppProtocolError("the app's first checkpoint came without an InitialMessage (type 9) before it")
+        if session.phase is Phase.UPGRADING:
+            if self.upgrades.is_new():
+                self.lifecycle.finish_replay()
+            return  # only the checkpoint that confirms an upgrade is kept
+        if session.phase is Phase.BECOMING_PRIMARY or self.lifecycle.proof is BEHIND:
+            self.lifecycle.finish_replay()
+        self._begin()
+
+    def blob_came(self, blob: BlobData) -> None:
+        if self.session.phase is Phase.UPGRADING:
+            if blob.last:
+                self.upgrades.upgraded()
+            return
+        self._receive(blob.data, last=blob.last)
+        if blob.last:
+            self._end()
+
+    # --- beside the app's work ---------------------------------------------------------------------------------------
+
+    def snapshot_began(self, message: Message) -> None:
+        phase = self.session.phase
+        if phase is not Phase.CHECKPOINTING or self.checkpoints.on_its_way:
+            raise AppProtocolError(f"the app began a snapshot in the phase {phase.value!r}, none was asked for")
+        self._begin()
+
+    def snapshot_chunk(self, message: Message) -> None:
+        if not self._snapshot_is_on_its_way:
+            raise AppProtocolError("the app sent a part of a snapshot that it had not begun")
+        self._receive(message.data, last=False)
+
+    def snapshot_ended(self, message: Message) -> None:
+        if not self._snapshot_is_on_its_way:
+            raise AppProtocolError("the app ended a snapshot that it had not begun")
+        if not message.data:
+            self._receive(b"", last=True)
+            self._end()
+            return
+        self.checkpoints.abandon()
+        self.session.advance(Step.CHECKPOINT_ABANDONED)
+        reason = message.data.decode("utf-8", "replace")
+        what = f"the app could not take its checkpoint: {reason}; the one before stays in use"
+        self.turn.report("error", what, kind="no checkpoint")
+        self.stopping.checkpoint_failed()
+
+    @property
+    def _snapshot_is_on_its_way(self) -> bool:
+        return self.checkpoints.on_its_way and self.session.phase is Phase.CHECKPOINTING
+
+    # --- either way --------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        session, versions = self.session, self.upgrades.versions
+        self.lifecycle.prove_promotion()
+        outputs = self.peers.outputs
+        version = versions.current
+        if session.phase is Phase.FIRST_START:
+            version = session.description.version
+        elif session.phase is Phase.CONFIRMING_UPGRADE:
+            version = versions.upgrade_to or version
+        checkpoint_id = self.checkpoints.begin(
+            session.checkpoint_sequence_id,
+            version,
+            {name: stream.mark for name, stream in outputs.items()},
+            {name: stream.unacknowledged for name, stream in outputs.items() if stream.memory_bytes},
+            self.intake.open_calls.open_at(session.checkpoint_sequence_id),
+        )
+        self.stopping.checkpoint_began(checkpoint_id)
+
+    def _receive(self, data: bytes, *, last: bool) -> None:
+        chunk = self.checkpoints.receive(data, last=last)
+        if chunk is not None:
+            self.turn.effects.append(chunk)
+
+    def _end(self) -> None:
+        session = self.session
+        header = self.checkpoints.end(self.log.time_ns(self.turn.now_ns))
+        group = self.log.append_outside_record(0)
+        if session.phase is Phase.FIRST_START:
+            group = self._log_first_record()
+        if session.phase is Phase.BECOMING_PRIMARY:
+            self.lifecycle.report_recovered()
+        self.lifecycle.take_healing(group.transaction)
+        group.transaction.checkpoint = header
+        if self.stopping.takes_last_checkpoint:
+            self.failing.end_well(group.transaction)
+        if session.phase is Phase.CONFIRMING_UPGRADE:
+            group.transaction.version = VersionStart(header.version, header.sequence_id, session.label)
+            session.advance(Step.UPGRADE_CONFIRMED)
+        else:
+            session.advance(Step.CHECKPOINT_RECEIVED)
+
+    def _log_first_record(self) -> Group:
+        """The initial message is record 0, durable together with the first checkpoint: never one without the other."""
+        session = self.session
+        self.log.with_record_time = MessageType.RECORD_TIME in session.extensions
+        message = encode_message(MessageType.INITIAL_MESSAGE, session.initial_message or b"")
+        source = BatchSource(BatchKind.INITIAL, ONESELF, 1, 1, self.turn.now_ns)
+        chunks = [message]
+        if MessageType.INSTANCE_NAME in session.extensions:  # in the log, so that each replay tells it again
+            chunks.insert(0, encode_message(MessageType.INSTANCE_NAME, self.name.encode()))
+        group = self.log.append(chunks, sum(map(len, chunks)), source)
+        group.transaction.extensions = session.logged_extensions = session.extensions
+        self.peers.app_speaks = session.speaks
+        group.transaction.version = VersionStart(session.description.version, -1, session.label)
+        return group
+
+    def durable(self, header: CheckpointHeader) -> None:
+        """The checkpoint of ``header`` counts from now on."""
+        wake_at_ns = self.checkpoints.became_durable(header)
+        if wake_at_ns is not None:
+            self.wakes.checkpoint_at(wake_at_ns)
+        self.failing.checkpoint_durable(header.sequence_id)
+        self.turn.report(
+            "info",
+            "checkpoint taken",
+            {"checkpoint": header.checkpoint_id, "after_record": header.sequence_id, "bytes": header.size_bytes},
+        )
+        if not self.peers.ready:
+            self.peers.became_ready(self.turn.now_ns)
+        self.turn.effects.append(Trim())
+        self.stopping.checkpoint_durable(header.checkpoint_id)

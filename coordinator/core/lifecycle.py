@@ -1,0 +1,235 @@
+"""An app's way from its connection to being primary: it starts anew, or recovers from a checkpoint and a replay.
+
+The session's phases say how far it is (`session.py`). What the replay still owes when its last record is handled is
+here: a log that was cut by hand waits for the receivers, and an app that is primary may have to make more of what the
+log knows of before anything later may come.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from coordinator.core import events as ev
+from coordinator.core.app_clock import AppClock
+from coordinator.core.app_outbox import AppOutbox
+from coordinator.core.checkpointing import Checkpointing
+from coordinator.core.clients import Clients
+from coordinator.core.effects import LoadLog
+from coordinator.core.epoch import Epoch
+from coordinator.core.failing import Failing
+from coordinator.core.group_commit import GroupCommit
+from coordinator.core.interfaces import CheckpointHeader, LogSummary, Transaction
+from coordinator.core.recovery import Recovery
+from coordinator.core.replay_check import ReplayPolicy
+from coordinator.core.session import AppSession, Phase, Step
+from coordinator.core.streams.intake import Intake
+from coordinator.core.streams.peers import Peers
+from coordinator.core.turn import Turn
+from coordinator.core.upgrades import Upgrades
+from protocol.messages import MessageType, encode_checkpoint
+from protocol.record import CHECKPOINT_SEQUENCE_ID, encode_record
+
+
+class Proof(Enum):
+    """Whether an app that is primary has made all that the log knows of."""
+
+    COMPLETE = "all is made, or not primary yet"
+    AT_CHECKPOINT = "promoted: its next checkpoint shows it"
+    BEHIND = "it holds something back, which is still to come"
+
+
+BEHIND = Proof.BEHIND  # each turn asks
+
+
+@dataclass(slots=True)
+class Lifecycle:
+    """``promote``: a recovered app begins to work without a checkpoint first."""
+
+    turn: Turn
+    outbox: AppOutbox
+    session: AppSession
+    app_clock: AppClock
+    log: GroupCommit
+    epoch: Epoch
+    peers: Peers
+    clients: Clients
+    intake: Intake
+    policy: ReplayPolicy
+    failing: Failing
+    recovery: Recovery
+    checkpoints: Checkpointing
+    upgrades: Upgrades
+    promote: bool
+    is_cut: bool = False  # the log that is replayed was cut by hand
+    proof: Proof = Proof.COMPLETE
+    _healing: Transaction | None = None  # what heals the cut, until a checkpoint takes it along
+    _waiting_told: bool = False  # the operator knows that receivers are waited for
+    _load_ticket: int = 0  # the commit to wait for before the log is loaded for a new session; 0: none
+
+    # --- the app connects, and is gone -------------------------------------------------------------------------------
+
+    def connected(self, event: ev.AppConnected) -> None:
+        self.session.connect()
+        self.session.advance(Step.APP_CONNECTED)
+        self.app_clock.connected()
+        # The new epoch's commit is behind all that the last app has sent: once it is durable, so is that.
+        self._load_ticket = self.epoch.begin()
+
+    def app_lost(self) -> None:
+        self.recovery.forget()
+        self._load_ticket = 0
+
+    def load_if_due(self) -> None:
+        if self._load_ticket and self.log.durable_ticket >= self._load_ticket:
+            self._load_ticket = 0
+            self.turn.effects.append(LoadLog())
+
+    def introduce(self) -> None:
+        """What the app is to know before its first record."""
+        self.failing.introduce()
+        self.app_clock.introduce()
+
+    # --- the log is loaded: a first start, or a checkpoint to restore ------------------------------------------------
+
+    def log_loaded(self, event: ev.LogLoaded) -> None:
+        session, epoch = self.session, self.epoch
+        if session.phase is not Phase.LOADING:
+            return
+        if self.peers.ready:
+            self.turn.effects.append(self.recovery.choose(event.summary))
+            return
+        self.peers.restore(None, event.summary, epoch.number, epoch.began_ns)
+        self.failing.begin(event.summary, -1)
+        if session.heard:  # else as soon as its Hello is here
+            self.introduce()
+        session.advance(Step.LOG_IS_NEW)
+        self.outbox.control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
+
+    def checkpoint_checked(self, event: ev.CheckpointChecked) -> None:
+        if self.session.phase is not Phase.LOADING:
+            return
+        if event.problem is not None:
+            self.turn.report(
+                "error",
+                f"checkpoint {event.checkpoint_id} is damaged ({event.problem}); falling back to the one before",
+            )
+            if (check := self.recovery.choose_another(event.checkpoint_id)) is not None:
+                self.turn.effects.append(check)
+        elif (chosen := self.recovery.chosen(event.checkpoint_id)) is not None:
+            self._restore(*chosen)
+
+    def _restore(self, header: CheckpointHeader, summary: LogSummary) -> None:
+        session, epoch = self.session, self.epoch
+        session.advance(Step.CHECKPOINT_CHOSEN)
+        session.fed_sequence_id = header.sequence_id
+        session.replay_target = self.log.durable_sequence_id
+        self.checkpoints.asked(self.log.logged_bytes)
+        self.upgrades.versions.begin_at(header)
+        self.is_cut = summary.cut_sequence_id is not None
+        self.proof = Proof.COMPLETE
+        self._healing = None
+        self._waiting_told = False
+        self.peers.restore(header, summary, epoch.number, epoch.began_ns)
+        self.intake.open_calls.restore(header.open_calls, header.sequence_id)
+        self.failing.begin(summary, header.sequence_id)
+        size = encode_checkpoint(header.size_bytes)
+        self.outbox.send(encode_record(self.peers.committer_id, CHECKPOINT_SEQUENCE_ID, size))
+        self.turn.report(
+            "info",
+            "recovering",
+            {
+                "checkpoint": header.checkpoint_id,
+                "after_record": header.sequence_id,
+                "to_replay": session.replay_target - header.sequence_id,
+                "epoch": epoch.number,
+            },
+        )
+
+    # --- the end of the replay ---------------------------------------------------------------------------------------
+
+    def end_replay_if_due(self) -> None:
+        """At the start of another version, and at the end of the replay, the app is told what it is to become."""
+        session, versions = self.session, self.upgrades.versions
+        fed = session.fed_sequence_id
+        if versions.begins_behind(fed):
+            if not session.hello_is_due:
+                self.upgrades.repeat_next()
+        elif fed < session.replay_target or (self.is_cut and self._waits_for_receivers()):
+            return
+        elif versions.upgrade_to is not None:
+            if not session.hello_is_due:  # it says whether the app wants to know the version
+                self.upgrades.ask_for_new()
+        elif self.promote and not self.is_cut:
+            self._promote_if_due()
+        else:
+            session.advance(Step.CAUGHT_UP)
+            session.checkpoint_sequence_id = fed
+            self.outbox.control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
+
+    def _promote_if_due(self) -> None:
+        """The app may work once all is made again that the log knows of; its next checkpoint proves the rest."""
+        if self.peers.replay_is_behind():
+            return
+        self.session.advance(Step.PROMOTED)
+        self.proof = Proof.AT_CHECKPOINT
+        self._replay_is_known()  # but for what the last calls come to: for a moment, more may count as open than are
+        self.outbox.control(MessageType.BECOMING_PRIMARY)
+        self.report_recovered()
+
+    def report_recovered(self) -> None:
+        fields = {"epoch": self.epoch.number, "sequence_id": self.session.fed_sequence_id}
+        self.turn.report("info", "recovered", fields)
+
+    def _waits_for_receivers(self) -> bool:
+        """What receivers have of a lost part is theirs to say: an acknowledgement may have been lost with it."""
+        unheard = self.peers.unheard()
+        if unheard and not self._waiting_told:
+            self._waiting_told = True
+            names = ", ".join(map(repr, unheard))
+            self.turn.report(
+                "warning", f"the log was cut: waiting for {names} to say how much of this instance's calls they have"
+            )
+        return bool(unheard)
+
+    # --- the proof: all is made that the log knows of ----------------------------------------------------------------
+
+    def look_whether_behind(self) -> None:
+        """Whether what was behind has come."""
+        if not self.peers.replay_is_behind():
+            self.proof = Proof.COMPLETE
+
+    def prove_promotion(self) -> None:
+        """A checkpoint of the app has begun: all that it has made by then is sent."""
+        if self.proof is Proof.AT_CHECKPOINT:
+            self.proof = Proof.COMPLETE
+            self.finish_replay()
+
+    def finish_replay(self) -> None:
+        """The app has made what the replay was to make, but for what it holds back. Raises DivergenceError."""
+        self._replay_is_known()
+        if self.is_cut:
+            self._healing = self.peers.heal_cut()
+            self.clients.lose_open()
+            return
+        # What was held back at one checkpoint comes behind it, so before the next.
+        all_sent = self.session.flushes or self.proof is Proof.BEHIND
+        self.peers.finish_replay(all_sent=all_sent)
+        behind = not all_sent and self.policy.compares and self.peers.replay_is_behind()
+        self.proof = Proof.BEHIND if behind else Proof.COMPLETE
+
+    def _replay_is_known(self) -> None:
+        """A recovery has made all answers once more that there were."""
+        if not self.intake.open_calls.is_known:
+            self.intake.open_calls.is_known = True
+            if self.peers.ready:
+                self.peers.answer_parked(self.turn.now_ns)
+
+    def take_healing(self, transaction: Transaction) -> None:
+        """What heals a cut becomes durable with the checkpoint behind it."""
+        if self._healing is not None:
+            transaction.absorb(self._healing)
+            self._healing = None
+
+    def cut_healed(self) -> None:
+        self.is_cut = self.peers.held = False

@@ -1,0 +1,68 @@
+"""A stop that an operator asks for: the app has its time for a last checkpoint, and is said goodbye to.
+
+NOT_ASKED --StopRequested--> ASKED --TakeCheckpoint sent--> LAST_CHECKPOINT --durable, or there is none--> GOODBYE
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from coordinator.core.app_outbox import AppOutbox
+from coordinator.core.effects import CloseApp
+from coordinator.core.turn import Turn
+from protocol.messages import MessageType
+
+
+class Stage(IntEnum):
+    NOT_ASKED = 0
+    ASKED = 1  # no input is taken any more
+    LAST_CHECKPOINT = 2  # the app was asked for its last one: it gets no more records
+    GOODBYE = 3  # it was told that this is the end
+
+
+class Stopping:
+    """``stage``: it only ever rises; an app that is lost on the way ends the stop. What it means for the rest of the
+    machine are plain values, since each turn asks for them."""
+
+    def __init__(self, outbox: AppOutbox, turn: Turn) -> None:
+        self.asked = self.takes_last_checkpoint = self.said_goodbye = False
+        self.stage = Stage.NOT_ASKED
+        self._last_checkpoint_id = 0
+        self._outbox = outbox
+        self._turn = turn
+
+    def _reach(self, stage: Stage) -> None:
+        self.stage = stage
+        self.asked = stage >= Stage.ASKED
+        self.takes_last_checkpoint = stage >= Stage.LAST_CHECKPOINT
+        self.said_goodbye = stage >= Stage.GOODBYE
+
+    def ask(self) -> None:
+        self._reach(Stage.ASKED)
+
+    def checkpoint_asked(self) -> None:
+        """A checkpoint is asked for now: it is the last one if a stop is asked for."""
+        if self.stage is Stage.ASKED:
+            self._reach(Stage.LAST_CHECKPOINT)
+
+    def checkpoint_began(self, checkpoint_id: int) -> None:
+        if self.takes_last_checkpoint:
+            self._last_checkpoint_id = checkpoint_id
+
+    def checkpoint_durable(self, checkpoint_id: int) -> None:
+        if checkpoint_id == self._last_checkpoint_id:
+            self._say_goodbye()
+
+    def checkpoint_failed(self) -> None:
+        """The app has none to give; the one before is there."""
+        if self.takes_last_checkpoint:
+            self._say_goodbye()
+
+    def _say_goodbye(self) -> None:
+        self._reach(Stage.GOODBYE)
+        self.say_why()
+        self._turn.effects.append(CloseApp())
+
+    def say_why(self) -> None:
+        """To the app, that it is the end."""
+        self._outbox.say(MessageType.GOODBYE, "the coordinator was asked to stop")

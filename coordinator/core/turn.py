@@ -1,0 +1,31 @@
+"""The machine's turn under way: when it is, and what it has asked for so far. All parts of the machine share it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from coordinator.core.effects import Effect, Report
+
+
+class Turn:
+    """``now_ns``: the instance's time (core/clock.py), ns since the Unix epoch. ``effects``: in the order in which they
+    are to be carried out; the same list for as long as the machine lives."""
+
+    __slots__ = ("effects", "now_ns")
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+        self.effects: list[Effect] = []
+
+    def report(self, level: str, message: str, fields: Mapping[str, object] | None = None, kind: str = "") -> None:
+        """A line for the operator; see :class:`Report`."""
+        self.effects.append(Report(level, message, fields or {}, kind))
+
+    def take_effects(self) -> Sequence[Effect]:
+        """What was asked for since this was last called; it is the caller's."""
+        effects = self.effects
+        if not effects:
+            return ()
+        taken = effects[:]
+        effects.clear()
+        return taken
