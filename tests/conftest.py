@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 from tests.helpers import kinds
+from tests.helpers.memory import in_memory
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -52,7 +53,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if not is_quick(item)])
         items[:] = filter(is_quick, items)
     if ROOM in config.stash:
-        items.sort(key=lambda item: kinds.place_of(item.nodeid))
+        # What wants to be alone comes first: later it would wait, idle, for whatever the other processes are at.
+        items.sort(key=lambda item: (item.get_closest_marker("alone") is None, kinds.place_of(item.nodeid)))
 
 
 def is_quick(item: pytest.Item) -> bool:
@@ -94,6 +96,17 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 # --- fixtures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """In memory; on a disk for what kills processes or instances in the middle of their writes."""
+    folder = None if any(map(request.node.get_closest_marker, kinds.ON_DISK)) else in_memory()
+    if folder is None:
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(prefix="immortal-test-", dir=folder) as made:
+        yield Path(made)
 
 
 @pytest.fixture(autouse=True)

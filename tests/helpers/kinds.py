@@ -22,6 +22,7 @@ KINDS = {  # by the beginning of a test's id
     "tests/security/test_files.py": "kills",
 }
 NOT_QUICK = ("slow", "kills", "cluster", "network")
+ON_DISK = ("kills", "cluster", "network")  # all others have their files in memory: helpers/memory.py
 # Side by side, what takes long is begun first; the many small ones of the other folders fill what time is left.
 _FIRST = ("tests/scenarios/test_pipeline_", "tests/crash/", "tests/faults/", "tests/scenarios/", "tests/contract/")
 _SHARES_NOTHING = ("tests/crash/test_soak.py", "tests/faults/test_matrix.py", "tests/simulation/")

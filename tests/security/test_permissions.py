@@ -978,6 +978,7 @@ def runs(folder: Path) -> Iterator[Callable[[str, str], Run]]:
         each.kill()
 
 
+@pytest.mark.kills
 def test_peers_and_clients_are_kept_to_their_methods_by_real_processes(
     folder: Path, runs: Callable[[str, str], Run]
 ) -> None:
