@@ -43,6 +43,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[ROOM] = Room(Path(config.workerinput["room"]))
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """What the quick run leaves out takes seconds to import, in each process."""
+    if not config.getoption("quick") or collection_path.suffix != ".py":
+        return None
+    return kinds.is_left_out(str(collection_path.relative_to(config.rootpath))) or None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         for kind in kinds.kinds_of(item.nodeid):
@@ -101,7 +108,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 @pytest.fixture
 def tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     """In memory; on a disk for what kills processes or instances in the middle of their writes."""
-    folder = None if any(map(request.node.get_closest_marker, kinds.ON_DISK)) else in_memory()
+    is_of_disk = request.node.nodeid.startswith(kinds.DISK_MODULES) or any(
+        map(request.node.get_closest_marker, kinds.ON_DISK)
+    )
+    folder = None if is_of_disk else in_memory()
     if folder is None:
         yield tmp_path
         return

@@ -100,6 +100,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_change_that_matters_is_found_and_one_that_changes_nothing_survives(
     small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,6 +122,7 @@ def test_a_change_that_matters_is_found_and_one_that_changes_nothing_survives(
     assert "accepted, but there is no such change any more: small/sizes.py larger" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_what_does_not_end_is_killed(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "PROCESSOR_MIN_S", 2)
     monkeypatch.setattr(run, "PROCESSOR_FACTOR", 0)
