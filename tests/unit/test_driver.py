@@ -43,6 +43,7 @@ class _Peers(PlainPeers):
     def __init__(self, done: list[str], inbox: list[ev.Event]) -> None:
         self._done, self._inbox = done, inbox
         self.patience: list[bool] = []
+        self.flushed_after: list[str] = []
         self.has_new = False
         self.waiting: list[ev.Event] = []
         self.is_held = False
@@ -64,6 +65,7 @@ class _Peers(PlainPeers):
             self._done.append("flush")
         self.has_new = self.is_held = False
         self.patience.append(patient)
+        self.flushed_after.append(self._done[-1] if self._done else "")
 
     @property
     def replies_wait(self) -> bool:  # type: ignore[override]
@@ -190,9 +192,9 @@ def test_what_the_clock_has_found_out_comes_before_what_came_in() -> None:
 
 def test_a_commit_waits_for_no_frame_where_there_is_none() -> None:
     turns = Turns()
-    turns.peers.patience.clear()
-    turns.turn(ev.AppData(call("", 1)))
-    assert len(turns.peers.patience) == 2, "once when the machine has nothing more to say, once at the end"
+    turns.peers.flushed_after.clear()
+    assert turns.turn(ev.AppData(call("", 1))) == ["written", "app"]
+    assert turns.peers.flushed_after == ["app", "app"], "when the machine has nothing more to say, and at the end"
 
 
 def test_after_a_stop_no_answers_are_taken() -> None:
