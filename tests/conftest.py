@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 from tests.helpers import kinds
+from tests.helpers.memory import in_memory
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -42,6 +43,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[ROOM] = Room(Path(config.workerinput["room"]))
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """What the quick run leaves out takes seconds to import, in each process."""
+    if not config.getoption("quick") or collection_path.suffix != ".py":
+        return None
+    return kinds.is_left_out(str(collection_path.relative_to(config.rootpath))) or None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         for kind in kinds.kinds_of(item.nodeid):
@@ -52,7 +60,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if not is_quick(item)])
         items[:] = filter(is_quick, items)
     if ROOM in config.stash:
-        items.sort(key=lambda item: kinds.place_of(item.nodeid))
+        # What wants to be alone comes first: later it would wait, idle, for whatever the other processes are at.
+        items.sort(key=lambda item: (item.get_closest_marker("alone") is None, kinds.place_of(item.nodeid)))
 
 
 def is_quick(item: pytest.Item) -> bool:
@@ -94,6 +103,20 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 # --- fixtures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """In memory; on a disk for what kills processes or instances in the middle of their writes."""
+    is_of_disk = request.node.nodeid.startswith(kinds.DISK_MODULES) or any(
+        map(request.node.get_closest_marker, kinds.ON_DISK)
+    )
+    folder = None if is_of_disk else in_memory()
+    if folder is None:
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(prefix="immortal-test-", dir=folder) as made:
+        yield Path(made)
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import lmdb
@@ -368,6 +369,22 @@ else:
 with LogCutter(log, "alice") as cutter:
     cutter.cut(cutter.plan(12))
 """
+
+
+def test_what_is_cut_off_and_its_name_are_synced_before_anything_is_removed(
+    log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = []
+    for name in ("sync_folder", "remove_from"):
+        function = getattr(cut_module, name)
+
+        def noted(*arguments: object, name: str = name, function: Callable[..., None] = function) -> None:
+            done.append((name, arguments[0] if name == "sync_folder" else None))
+            function(*arguments)
+
+        monkeypatch.setattr(cut_module, name, noted)
+    kept = cut(log, 12)
+    assert done == [("sync_folder", log / f".{kept.name}"), ("sync_folder", log), ("remove_from", None)]
 
 
 @pytest.mark.parametrize("where", ["copying", "renaming", "removing"])

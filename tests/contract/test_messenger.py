@@ -29,6 +29,7 @@ from coordinator.messenger import (
     RetryPolicy,
     Security,
 )
+from coordinator.messenger import link as messenger_link
 from coordinator.messenger import listener as messenger_listener
 from coordinator.messenger import sockets as messenger_sockets
 from coordinator.messenger.envelope import (
@@ -40,7 +41,7 @@ from coordinator.messenger.envelope import (
     encode_parts,
     encode_reply,
 )
-from coordinator.messenger.limits import PATIENCE_NS
+from coordinator.messenger.limits import PATIENCE_NS, RECONNECT_REFUSED_NS
 from coordinator.messenger.link import Link
 from coordinator.messenger.listener import Listener
 from coordinator.messenger.security import connect_with
@@ -458,6 +459,9 @@ def test_a_reply_that_is_no_longer_kept_still_acknowledges(house: House, monkeyp
         house.drive(lambda count=count: len(replies) == count)
     assert replies == [[], [b"b" * 1000]]
     assert arrived == [b"a", b"b"]
+    sender.send_message(endpoint, b"c", replies.append)
+    house.drive(lambda: len(replies) == 3)
+    assert sender.counters().acknowledged == 3
     assert sender.counters().replies_expired == 1
 
 
@@ -608,6 +612,56 @@ def test_receiver_keeps_coming_and_going(house: House) -> None:
     listen_when_free(last, endpoint, echo)
     house.drive(lambda: sender.pending_count(endpoint) == 0)
     assert replies == list(range(1, number + 1))
+
+
+def test_a_connection_counts_as_made_from_its_handshake_to_its_end(networked: House) -> None:
+    house = networked
+    sender, endpoint = house.messenger(), house.fixed_endpoint()
+    assert not sender.connected(endpoint)
+    sender.send_message(endpoint, b"1")
+    sender.process()
+    assert (sender.connected(endpoint), sender.connected_since_ns(endpoint)) == (False, None)
+    assert sender._links[endpoint].silent_ns is None, "nobody is there who could be silent"
+    assert sender.counters().sent == 0
+    for number in (1, 2):
+        house.clock.now_ns += 1_000_000
+        made_ns = house.clock.now_ns
+        receiver = house.messenger()
+        listen_when_free(receiver, endpoint, echo)
+        house.drive(lambda number=number: sender.counters().acknowledged == number)
+        house.clock.now_ns += 1
+        sender.process()
+        assert (sender.connected(endpoint), sender.connected_since_ns(endpoint)) == (True, made_ns)
+        assert sender._links[endpoint].reopen_due_ns is None
+        house.close(receiver)
+        house.drive(lambda: not sender.connected(endpoint))
+        assert sender.connected_since_ns(endpoint) is None
+        sender.send_message(endpoint, b"2")
+    receiver = house.messenger()
+    listen_when_free(receiver, endpoint, echo)
+    house.drive(lambda: sender.connected(endpoint))
+    link = sender._links[endpoint]
+    house.close(sender)
+    assert not link.connected
+
+
+def test_where_no_handshake_succeeds_there_is_no_connection(networked: House) -> None:
+    """A failed handshake is told by the monitor as well, in one of three words."""
+    house = networked
+    receiver, sender = house.messenger(), house.messenger()
+    endpoint = receiver.listen(house.endpoint(), echo)
+    sender.send_message(endpoint, b"1")
+    house.drive(lambda: sender.counters().acknowledged == 1)
+    link = sender._links[endpoint]
+    for kind in messenger_link._FAILED:
+        link.connected, link.reopen_due_ns = True, None
+        told_ns = house.clock.now_ns
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(messenger_link, "monitored_events", lambda monitor, kind=kind: [(kind, 0)])
+            link.read_monitor(told_ns)
+            link.read_monitor(told_ns + 1)
+        assert not link.connected
+        assert link.reopen_due_ns == link.next_deadline_ns() == told_ns + RECONNECT_REFUSED_NS
 
 
 def test_a_lost_connection_is_not_a_lost_message(networked: House) -> None:
@@ -887,6 +941,33 @@ def test_a_stranger_is_dropped_and_counted(house: House, caplog: pytest.LogCaptu
     stranger.close(0)
 
 
+def test_a_sender_of_another_build_is_told_once_what_is_known_as_long_as_it_is_kept_in_mind(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messenger_listener, "TOLD_ROUTES_MAX", 1)
+    receiver = house.messenger()
+    endpoint = receiver.listen(house.endpoint(), echo)
+    later = bytes((3, 1)) + encode_message(1, 1, 1, 1, 0)[2:]
+    strangers = [house.raw(zmq.DEALER) for _ in range(2)]
+    for stranger in strangers:
+        stranger.connect(endpoint)
+    asked_count = known_count = 0
+    for index, times in [(0, 2), (1, 1), (0, 1)]:  # the first was forgotten for the second
+        stranger = strangers[index]
+        for _ in range(times):
+            stranger.send(later)
+        stranger.send_multipart([encode_message(index + 1, 1, known_count + 1, known_count + 1, 0), b"known"])
+        asked_count, known_count = asked_count + times, known_count + 1
+        house.drive(lambda asked=asked_count: receiver.counters().malformed == asked)
+        house.drive(lambda known=known_count: receiver.counters().received == known)
+        for kind in (Kind.NOT_KNOWN, Kind.REPLY):
+            assert stranger.poll(int(WAIT_SECONDS * 1000))
+            answer = stranger.recv()
+            assert decode_envelope(answer[:ENVELOPE_SIZE_BYTES]).kind == kind
+    for stranger in strangers:
+        stranger.close(0)
+
+
 def test_a_receiver_that_answers_nonsense(house: House) -> None:
     sender = house.messenger()
     router = house.raw(zmq.ROUTER)
@@ -1161,6 +1242,13 @@ def test_several_threads_send_and_reply(house: House) -> None:
     for name in range(4):
         mine = [part for part in arrived if part.startswith(b"%d " % name)]
         assert mine == [b"%d %d" % (name, number) for number in range(1000)]
+
+
+def test_what_cannot_be_done_in_the_thread_is_raised_where_it_was_asked_for(house: House) -> None:
+    with house.messenger() as receiver:
+        endpoint = receiver.listen(house.endpoint(), echo)
+        with pytest.raises(EndpointInUseError):
+            receiver.listen(endpoint, echo)
 
 
 class BrokenError(Exception):

@@ -22,6 +22,9 @@ KINDS = {  # by the beginning of a test's id
     "tests/security/test_files.py": "kills",
 }
 NOT_QUICK = ("slow", "kills", "cluster", "network")
+ON_DISK = ("kills", "cluster", "network")  # all others have their files in memory: helpers/memory.py
+# A writer in memory is so quick that a backup beside it never gets to an end.
+DISK_MODULES = ("tests/contract/test_log_backup.py",)
 # Side by side, what takes long is begun first; the many small ones of the other folders fill what time is left.
 _FIRST = ("tests/scenarios/test_pipeline_", "tests/crash/", "tests/faults/", "tests/scenarios/", "tests/contract/")
 _SHARES_NOTHING = ("tests/crash/test_soak.py", "tests/faults/test_matrix.py", "tests/simulation/")
@@ -29,6 +32,11 @@ _SHARES_NOTHING = ("tests/crash/test_soak.py", "tests/faults/test_matrix.py", "t
 
 def kinds_of(test_id: str) -> set[str]:
     return {kind for beginning, kind in KINDS.items() if test_id.startswith(beginning)}
+
+
+def is_left_out(path: str) -> bool:
+    """No test of this module is in the quick run, so it need not be imported."""
+    return bool(kinds_of(path) & set(NOT_QUICK))
 
 
 def place_of(test_id: str) -> int:

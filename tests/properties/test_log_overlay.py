@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from coordinator.log.environment import Tables, open_environment, open_tables
 from coordinator.log.journal import Rows
 from coordinator.log.overlay import laid_over
+from tests.helpers.memory import in_memory
 
 KEYS = st.integers(0, 12).map(lambda number: b"%02d" % number)
 MOVES = st.lists(st.sampled_from(("first", "last", "next", "prev", "range")) | KEYS, max_size=12)
@@ -26,7 +27,7 @@ def open_log_tables(folder: Path) -> tuple[lmdb.Environment, Tables]:
 @given(st.dictionaries(KEYS, st.just(b"table")), st.dictionaries(KEYS, st.just(b"journal")), MOVES)
 def test_as_if_the_rows_were_in_the_table(below: dict[bytes, bytes], above: dict[bytes, bytes], moves: list) -> None:
     rows: Rows = {("peers", key): value for key, value in above.items()}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=in_memory()) as folder:
         environment, tables = open_log_tables(Path(folder))
         try:
             with environment.begin(write=True) as write:

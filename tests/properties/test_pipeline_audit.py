@@ -19,6 +19,7 @@ from tests.helpers.fleet import (
     plan_fleet,
     streams_for_faults,
 )
+from tests.helpers.memory import in_memory
 
 
 @given(seed=st.integers(0, 10**6), services=st.integers(1, 5), faults=st.integers(0, 12))
@@ -33,7 +34,7 @@ def test_it_finds_what_the_oracle_finds(seed: int, services: int, faults: int) -
             damage(plan, rng.choice(plan.names), rng)
         else:
             rng.choice(STREAM_FAULTS)(plan, *rng.choice(streams), rng)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=in_memory()) as folder:
         folders = plan.write(Path(folder))
         report = audit_here(folders, tolerance_ns=10**12)
         assert found_in(report) == oracle(folders)
@@ -52,7 +53,7 @@ def test_it_finds_every_planted_fault_and_nothing_else(seed: int) -> None:
     for number, stream in enumerate(streams):
         planted.append(STREAM_FAULTS[number % len(STREAM_FAULTS)](plan, *stream, rng))
     assert len(planted) > 20
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=in_memory()) as folder:
         folders = plan.write(Path(folder))
         report = audit_here(folders, tolerance_ns=10**12)
     found = found_in(report)
@@ -65,7 +66,7 @@ def test_it_finds_every_planted_fault_and_nothing_else(seed: int) -> None:
 @settings(max_examples=15, deadline=None)
 def test_a_sound_fleet_is_sound_to_the_nanosecond(seed: int, services: int, batch: int) -> None:
     plan = plan_fleet(services, messages=500, seed=seed, batch_messages_max=batch)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=in_memory()) as folder:
         report = audit_here(plan.write(Path(folder)), tolerance_ns=0)
     assert report.violations == []
     assert report.notes == []

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from appsdk import EffectFailed, Immortal, impulse, peer, rpc
 from appsdk.effect_request import EffectRequest
+from tests.helpers.memory import in_memory
 from tests.helpers.waiting import EffectsByHand, WaitingInstances
 
 Program = list[Any]  # of [operation, ...]
@@ -234,7 +235,7 @@ def work_on(both: WaitingInstances, outside: Outside, down: set[str], index: int
 @settings(max_examples=40, deadline=None)
 @given(work=st.lists(programs, min_size=1, max_size=3), moves=moves)
 def test_programs_end_the_same_with_and_without_crashes(work: list[Program], moves: list[tuple[str, Any]]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=in_memory()) as folder:
         undisturbed = play(Path(folder) / "a", work, [])
         disturbed = play(Path(folder) / "b", work, moves)
     assert disturbed == undisturbed

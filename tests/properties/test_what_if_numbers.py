@@ -28,6 +28,7 @@ from replay.numbers import NumbersAhead
 from replay.plan import ReplayPlan
 from replay.result import Sink
 from replay.session import Event, NumbersDrawn
+from tests.helpers.memory import in_memory
 from tests.helpers.waiting import EffectsByHand, WaitingInstances
 
 Op = tuple[str, int]  # what, and its argument
@@ -161,7 +162,7 @@ def in_stages(choice: random.Random, some: list[Op]) -> Stages:
 @given(orders, st.randoms(use_true_random=False))
 def test_each_call_gets_the_answer_of_its_counterpart(scripts: list[Stages], choice: random.Random) -> None:
     changed.clear()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=in_memory()) as folder:
         effects = EffectsByHand()
         instances = WaitingInstances(Path(folder), {"orders": Orders, "peer": Peer}, effects)
         instances["orders"].impulses([("place", (order, stages)) for order, stages in enumerate(scripts)])

@@ -300,6 +300,7 @@ def _flood(home: Path, flood: Flood, begin: Event, stop: Event, ended: Event) ->
             begin.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60 + 5 * DRIVE_S * DRIVE_TURNS)
 @pytest.mark.parametrize("flood", FLOODS, ids=lambda flood: flood.__name__)
 def test_a_flood_cannot_take_the_memory_or_the_time_of_others(tmp_path: Path, flood: Flood) -> None:

@@ -773,6 +773,7 @@ def test_refusals_beyond_a_limit_do_not_fill_the_memory() -> None:
     assert (refused.frame_type, refused.code) == (FrameType.REFUSED, RefusedCode.NOT_READY)
 
 
+@pytest.mark.kills
 def test_a_peer_within_its_limit_of_real_processes_and_one_beyond(
     folder: Path, runs: Callable[[str, str], Run]
 ) -> None:
@@ -978,6 +979,7 @@ def runs(folder: Path) -> Iterator[Callable[[str, str], Run]]:
         each.kill()
 
 
+@pytest.mark.kills
 def test_peers_and_clients_are_kept_to_their_methods_by_real_processes(
     folder: Path, runs: Callable[[str, str], Run]
 ) -> None:
@@ -1011,6 +1013,7 @@ def test_peers_and_clients_are_kept_to_their_methods_by_real_processes(
         )  # no code was asked, so it is no difference
 
 
+@pytest.mark.kills
 def test_who_may_query_can_query_and_nothing_else_of_real_processes(
     folder: Path, runs: Callable[[str, str], Run]
 ) -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
+from coordinator.core.limits import Limits
 from coordinator.core.machine import Machine
-from coordinator.driver.plain import PlainApp, PlainHost, PlainLog, PlainPeers, SetClock
+from coordinator.core.session import Phase
+from coordinator.driver.plain import PlainApp, PlainHost, PlainLog, PlainPeers
 from coordinator.driver.turn import Driver
 from coordinator.log.memory import MemoryLogStore
 from protocol.peer import FrameType, PeerFrame
@@ -18,9 +22,17 @@ class _App(PlainApp):
     def __init__(self, done: list[str]) -> None:
         self._done = done
         self.sent: list[ev.Event] = []
+        self.takes_at_once = False
+        self.found_out: list[ev.Event] = []  # by the next flush
 
     def send(self, effect: ef.SendToApp) -> None:
         self._done.append("app")
+        if self.takes_at_once:
+            self.sent.append(ev.AppSent(len(effect.data)))
+
+    def flush(self) -> Sequence[ev.Event]:
+        found_out, self.found_out = self.found_out, []
+        return found_out
 
     def take_sent(self) -> Sequence[ev.Event]:
         sent, self.sent = self.sent, []
@@ -31,10 +43,16 @@ class _Peers(PlainPeers):
     def __init__(self, done: list[str], inbox: list[ev.Event]) -> None:
         self._done, self._inbox = done, inbox
         self.patience: list[bool] = []
+        self.flushed_after: list[str] = []
         self.has_new = False
         self.waiting: list[ev.Event] = []
+        self.is_held = False
+
+    def hold(self) -> None:
+        self.is_held = True
 
     def send(self, effect: ef.SendToPeer) -> None:
+        assert self.is_held, "it would leave before the turn's other duties"
         self._done.append(f"to peer: {effect.frame.frame_type.name}")
         self.has_new = True
 
@@ -45,8 +63,9 @@ class _Peers(PlainPeers):
     def flush(self, *, patient: bool) -> None:
         if self.has_new:
             self._done.append("flush")
-        self.has_new = False
+        self.has_new = self.is_held = False
         self.patience.append(patient)
+        self.flushed_after.append(self._done[-1] if self._done else "")
 
     @property
     def replies_wait(self) -> bool:  # type: ignore[override]
@@ -75,13 +94,29 @@ class _Log(PlainLog):
             self.inbox.append(self.work())
 
 
+class _Clock:
+    def __init__(self) -> None:
+        self.events: list[ev.Event] = []
+
+    def now_ns(self) -> int:
+        return NOW_NS
+
+    def take_events(self) -> Sequence[ev.Event]:
+        events, self.events = self.events, []
+        return events
+
+    def wake_at(self, effect: ef.WakeAt) -> None:
+        pass
+
+
 class Turns:
     def __init__(self) -> None:
         self.done: list[str] = []
         inbox: list[ev.Event] = []
         self.app, self.peers, self.log = _App(self.done), _Peers(self.done, inbox), _Log(self.done, inbox)
+        self.clock = _Clock()
         self.machine = Machine("a", self.log.store.summary())
-        self.driver = Driver(self.machine, inbox, self.app, self.peers, self.log, SetClock(NOW_NS), PlainHost())
+        self.driver = Driver(self.machine, inbox, self.app, self.peers, self.log, self.clock, PlainHost())
         self.turn(ev.AppConnected())
         self.turn(ev.AppData(HELLO + first_start()))
 
@@ -126,6 +161,48 @@ def test_what_the_app_has_taken_is_told_with_what_comes_next() -> None:
     assert turns.machine._session.unsent_bytes > 0, "nobody waits for it"
     turns.turn(ev.Tick())
     assert turns.machine._session.unsent_bytes == 0
+
+
+@pytest.mark.parametrize("window_bytes", [1, 1 << 20])
+def test_what_the_app_takes_within_a_turn_is_told_in_it_only_where_it_is_waited_for(window_bytes: int) -> None:
+    turns = Turns()
+    turns.app.sent = [ev.AppSent(turns.machine._session.unsent_bytes)]
+    turns.turn(ev.Tick())
+    turns.machine.limits = Limits(app_window_bytes=window_bytes)
+    turns.app.takes_at_once = True
+    assert "app" in turns.turn(ev.AppData(call("", 1)))
+    assert (turns.machine._session.unsent_bytes == 0) is (window_bytes == 1)
+
+
+def test_what_comes_of_sending_to_the_app_is_handled_in_the_same_turn() -> None:
+    turns = Turns()
+    turns.app.found_out = [ev.AppClosed()]
+    turns.turn(ev.AppData(call("", 1)))
+    assert turns.app.found_out == []
+    assert turns.machine._session.phase is Phase.WAITING
+
+
+def test_what_the_clock_has_found_out_comes_before_what_came_in() -> None:
+    turns = Turns()
+    turns.clock.events = [ev.StopRequested()]
+    turns.turn(ev.AppClosed())
+    assert turns.clock.events == []
+    assert turns.machine.stopped
+
+
+def test_a_commit_waits_for_no_frame_where_there_is_none() -> None:
+    turns = Turns()
+    turns.peers.flushed_after.clear()
+    assert turns.turn(ev.AppData(call("", 1))) == ["written", "app"]
+    assert turns.peers.flushed_after == ["app", "app"], "when the machine has nothing more to say, and at the end"
+
+
+def test_after_a_stop_no_answers_are_taken() -> None:
+    turns = Turns()
+    turns.peers.waiting = [ev.Tick()]
+    done = turns.turn(ev.StopRequested(), ev.AppClosed())
+    assert turns.machine.stopped
+    assert "answers taken" not in done
 
 
 def test_after_a_stop_nothing_is_handled() -> None:

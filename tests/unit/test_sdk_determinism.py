@@ -39,6 +39,7 @@ def handler(body: str, head: str = "", attributes: str = "tags: set[str]") -> st
     ("head", "expression", "name", "instead"),
     [
         ("import time", "time.time()", "time.time()", "use self.now()"),
+        ("import time", "(clock := time).time()", "time.time()", "use self.now()"),
         ("import time as t", "t.time_ns()", "time.time_ns()", "use self.now_ns()"),
         ("from time import time", "time()", "time.time()", "use self.now()"),
         ("from time import monotonic as clock", "clock()", "time.monotonic()", "use self.now()"),

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.kinds import KINDS, NOT_QUICK, group_of, kinds_of, place_of
+from tests.helpers.kinds import DISK_MODULES, KINDS, NOT_QUICK, group_of, is_left_out, kinds_of, place_of
+from tests.helpers.memory import MEMORY, in_memory
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 20.0  # no test waits this long unless it fails
@@ -69,7 +70,7 @@ def test_who_wants_to_be_alone_waits_for_all_others_and_then_all_others_wait(roo
 
 def test_each_kind_has_tests() -> None:
     """A file that was renamed would be of no kind, without a word."""
-    for beginning in KINDS:
+    for beginning in (*KINDS, *DISK_MODULES):
         assert list(ROOT.glob(f"{beginning}*")), beginning
 
 
@@ -88,6 +89,17 @@ def test_kinds_and_groups(test_id: str, kinds: set[str], group: str) -> None:
     assert kinds_of(test_id) == kinds
     assert group_of(test_id) == group
     assert bool(kinds & set(NOT_QUICK)) is bool(kinds)
+    assert is_left_out(test_id.partition("::")[0]) is bool(kinds)
+
+
+@pytest.mark.skipif(in_memory() is None, reason="this machine has no room in memory for the files of tests")
+def test_files_are_in_memory_but_those_that_are_of_a_disk(tmp_path: Path) -> None:
+    assert tmp_path.is_relative_to(MEMORY)
+
+
+@pytest.mark.kills
+def test_files_of_what_kills_are_on_the_disk(tmp_path: Path) -> None:
+    assert not tmp_path.is_relative_to(MEMORY)
 
 
 def test_what_takes_longest_is_begun_first() -> None:

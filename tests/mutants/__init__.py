@@ -1,0 +1,1 @@
+"""Small changes of the code, which the tests must notice: ``scripts/mutants``."""
