@@ -662,6 +662,11 @@ def test_where_no_handshake_succeeds_there_is_no_connection(networked: House) ->
             link.read_monitor(told_ns + 1)
         assert not link.connected
         assert link.reopen_due_ns == link.next_deadline_ns() == told_ns + RECONNECT_REFUSED_NS
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(messenger_link, "monitored_events", lambda monitor: [(messenger_link._CONNECTED, 0)])
+        link.read_monitor(told_ns)
+    assert link.connected
+    assert link.reopen_due_ns is None, "it is not made anew"
 
 
 def test_a_lost_connection_is_not_a_lost_message(networked: House) -> None:
