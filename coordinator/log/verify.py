@@ -173,23 +173,29 @@ class LogVerification:
             yield Finding(Severity.FATAL, "high-water mark", f"{lacking}; the log cannot be opened")
 
     def _verify_checkpoints(self, reader: LogReader) -> Iterator[Finding]:
-        try:
-            headers = reader.transact(lambda transaction, tables: list(reading.stored_headers(transaction, tables)))
-        except DamagedLogError as error:
-            yield Finding(Severity.FATAL, "checkpoints", str(error))
-            return
         damaged: list[tuple[int, str]] = []
-        for checkpoint_id, stored in headers:
-            self.checkpoints_checked += 1
-            problem = str(stored) if isinstance(stored, DamagedLogError) else self._blob_problem(reader, stored)
-            if problem is not None and not reader.transact(partial(_has_header, checkpoint_id=checkpoint_id)):
-                continue  # a live writer trimmed it meanwhile
-            if problem is not None or isinstance(stored, DamagedLogError):
-                damaged.append((checkpoint_id, problem or ""))
-            else:
-                self.recovery_checkpoint_id = checkpoint_id
-                self.recovery_sequence_id = stored.header.sequence_id
-                self.whole_checkpoints.append((checkpoint_id, stored.header.sequence_id))
+        checked: set[int] = set()
+        while True:
+            try:
+                headers = reader.transact(lambda transaction, tables: list(reading.stored_headers(transaction, tables)))
+            except DamagedLogError as error:
+                yield Finding(Severity.FATAL, "checkpoints", str(error))
+                return
+            unchecked = [one for one in headers if one[0] not in checked]
+            for checkpoint_id, stored in unchecked:
+                checked.add(checkpoint_id)
+                self.checkpoints_checked += 1
+                problem = str(stored) if isinstance(stored, DamagedLogError) else self._blob_problem(reader, stored)
+                if problem is not None and not reader.transact(partial(_has_header, checkpoint_id=checkpoint_id)):
+                    continue  # a live writer trimmed it meanwhile
+                if problem is not None or isinstance(stored, DamagedLogError):
+                    damaged.append((checkpoint_id, problem or ""))
+                else:
+                    self.recovery_checkpoint_id = checkpoint_id
+                    self.recovery_sequence_id = stored.header.sequence_id
+                    self.whole_checkpoints.append((checkpoint_id, stored.header.sequence_id))
+            if self.whole_checkpoints or damaged or not unchecked:
+                break  # else all were trimmed meanwhile: there are newer ones
         for checkpoint_id, problem in damaged:
             place = f"checkpoint {checkpoint_id}"
             if self.recovery_checkpoint_id is None:
@@ -217,8 +223,7 @@ class LogVerification:
 
     def _verify_records(self, reader: LogReader) -> Iterator[Finding]:
         try:
-            self.first_sequence_id, self.last_sequence_id = reader.transact(reading.first_and_last_sequence_id)
-            trimmed = reader.transact(partial(reading.meta_value, key=log_format.META_TRIMMED, decoder=log_format.INT))
+            self.first_sequence_id, self.last_sequence_id, trimmed = reader.transact(_ends)
             cuts = reader.transact(partial(reading.meta_value, key=log_format.META_CUTS, decoder=log_format.INTS))
         except DamagedLogError as error:
             yield Finding(Severity.FATAL, "meta", str(error))
@@ -358,6 +363,12 @@ def _first_unreadable(path: Path) -> str | None:
             offset_bytes += len(data)
     finally:
         os.close(descriptor)
+
+
+def _ends(transaction: reading.ReadTransaction, tables: Tables) -> tuple[int, int, int | None]:
+    """The first and the last record, and the last that was trimmed: as of one moment, since a live writer goes on."""
+    trimmed = reading.meta_value(transaction, tables, log_format.META_TRIMMED, log_format.INT)
+    return *reading.first_and_last_sequence_id(transaction, tables), trimmed
 
 
 def _has_header(transaction: reading.ReadTransaction, tables: Tables, checkpoint_id: int) -> bool:

@@ -5,22 +5,29 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import pytest
 
 from coordinator.core.errors import LogFullError
 from coordinator.core.interfaces import Transaction
-from coordinator.log import LmdbLogStore, backup, create_log, open_log, open_reader
+from coordinator.log import LmdbLogStore, backup, create_log, open_log, open_reader, reading
 from coordinator.log.backup import BackupError, back_up
 from coordinator.log.cut import LogCutter
+from coordinator.log.environment import Tables
+from coordinator.log.findings import Severity
+from coordinator.log.reading import ReadTransaction
+from coordinator.log.verify import verify_log
 from tests.faults.sample_log import COMMITTER_ID, NAME, put_checkpoint, put_record, read_contents, write_log
 
 REPOSITORY = Path(__file__).parents[2]
 
 WRITER = """
 import sys
+from dataclasses import replace
 from pathlib import Path
 from coordinator.log import open_log
 from tests.faults.sample_log import NAME, put_checkpoint, put_record
@@ -89,6 +96,38 @@ def test_backups_under_load_are_sound_and_go_on(tmp_path: Path) -> None:
     finally:
         writer.kill()
         writer.communicate()
+
+
+def test_checkpoints_that_are_trimmed_while_they_are_looked_at_are_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that were there at the first look: the writer has newer ones by then."""
+    write_log(tmp_path / "log", 300)
+    store = opened(tmp_path / "log")
+    for checkpoint_id, number in ((11, 200), (12, 250)):
+        put_checkpoint(store, checkpoint_id, number)
+    while store.trim(keep_checkpoints=2):
+        pass
+    store.close()
+    now, looks = reading.stored_headers, 0
+
+    def as_they_were(transaction: ReadTransaction, tables: Tables) -> list[tuple[int, Any]]:
+        nonlocal looks
+        looks += 1
+        headers: list[tuple[int, Any]] = list(now(transaction, tables))
+        gone = 10  # checkpoints 1 and 2: the writer has taken two others since
+        if looks == 1:
+            headers = [
+                (one - gone, replace(stored, header=replace(stored.header, checkpoint_id=one - gone)))
+                for one, stored in headers
+            ]
+        return headers
+
+    monkeypatch.setattr(reading, "stored_headers", as_they_were)
+    verification = verify_log(tmp_path / "log", NAME)
+    wrong = [finding for finding in verification.findings() if finding.severity is not Severity.NOTE]
+    assert wrong == []
+    assert (looks, verification.recovery_checkpoint_id) == (2, 12)
 
 
 def test_a_backup_that_is_cut_off_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
