@@ -1,7 +1,7 @@
 """The log as the driver has it: writes go to the writer, reads are answered at once, its room is measured.
 
-Only a checkpoint that is read whole is read beside the loop: with gigabytes of state that takes seconds, in which peers
-and operators want their answers.
+Only a large checkpoint that is read whole is read beside the loop: with gigabytes of state that takes seconds, in which
+peers and operators want their answers.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from coordinator.fault_points import FaultPoint, reach
 from coordinator.log_writer import LogWriter
 from coordinator.logs import Events
 
+CHECKED_AT_ONCE_SIZE_BYTES_MAX = 4 << 20
+"""A checkpoint of this size takes some ms to read whole; beside the loop an app would wait longer for it."""
 MEASURE_INTERVAL_NS = 500_000_000  # of the log's room: it takes some 20 µs
 MEASURE_SIZE_BYTES = 4 << 20  # ... and after so much was written
 
@@ -58,7 +60,7 @@ class LogEndpoint:
             self._writer.submit(request)
         elif isinstance(request, ef.WriteCheckpointChunk):
             self._writer.submit(request)
-        elif isinstance(request, ef.CheckCheckpoint):
+        elif isinstance(request, ef.CheckCheckpoint) and request.header.size_bytes > CHECKED_AT_ONCE_SIZE_BYTES_MAX:
             thread = threading.Thread(target=self._check, args=(request,), name="checkpoint-check", daemon=True)
             self._checks.append(thread)
             thread.start()

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from coordinator import log_endpoint
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.interfaces import CheckpointHeader, Transaction
@@ -47,7 +48,8 @@ class Log:
 
 
 @pytest.fixture
-def log() -> Iterator[Log]:
+def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[Log]:
+    monkeypatch.setattr(log_endpoint, "CHECKED_AT_ONCE_SIZE_BYTES_MAX", 0)  # every checkpoint is a large one
     log = Log()
     yield log
     log.store.let_through.set()
@@ -63,6 +65,14 @@ def test_a_checkpoint_is_read_whole_beside_the_loop(log: Log) -> None:
     log.store.let_through.set()
     assert select.select([log.endpoint], [], [], WAIT_S)[0]
     log.endpoint.collect()
+    assert log.inbox == [ev.CheckpointChecked(1, None)]
+
+
+def test_a_small_one_is_read_at_once(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that an app has its state before it has said anything: one that is refused can be told why."""
+    monkeypatch.setattr(log_endpoint, "CHECKED_AT_ONCE_SIZE_BYTES_MAX", len(BLOB))
+    log.store.let_through.set()
+    log.endpoint.submit(ef.CheckCheckpoint(HEADER))
     assert log.inbox == [ev.CheckpointChecked(1, None)]
 
 
