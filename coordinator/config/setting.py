@@ -84,7 +84,14 @@ class Setting(Struct, frozen=True, kw_only=True):
 
     def in_file(self, value: object) -> Any:
         """As ``value`` stands in a file; None: it does not."""
-        return self.about.get("none") if value is None else to_builtins(value, enc_hook=str)
+        return self.about.get("none") if value is None else _plain(to_builtins(value, enc_hook=str))
+
+
+def _plain(value: object) -> object:
+    """With lists where there are tuples: a file knows those alone."""
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def setting_of(type_: Any, name: str = "", default: Any = NODEFAULT) -> Setting:

@@ -11,12 +11,12 @@ from typing import Annotated, Any
 import click
 import pytest
 from click.testing import CliRunner
-from msgspec import NODEFAULT, Struct, inspect
+from msgspec import NODEFAULT, Struct, inspect, structs
 
 from coordinator.cli import main
 from coordinator.cli import settings as settings_command
 from coordinator.cli.setting_options import register_options
-from coordinator.config import ConfigError, InstanceSettings, check_settings, settings_text
+from coordinator.config import ConfigError, InstanceSettings, check_settings, override, read_settings, settings_text
 from coordinator.config.setting import Setting, settings_of
 from coordinator.config.values import says, whole
 from coordinator.registry import Registry
@@ -121,3 +121,20 @@ def test_a_running_coordinator_loads_neither_register_nor_the_table() -> None:
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert "coordinator.runtime" in loaded
     assert not {"coordinator.cli.register", "coordinator.cli.settings", "tomlkit"} & set(loaded)
+
+
+def test_tables_of_lists_are_overridden_and_written_as_they_were_read(tmp_path: Path) -> None:
+    """A coordinator that is started with an option reads its settings once more, from their values."""
+    key = "<v#Xvb(^@D]nWLX^no5Q4jXCPwD5:d<[pGl84$aZ"
+    path = tmp_path / "a.toml"
+    path.write_text(
+        "peer = 'tcp://127.0.0.1:1'\n"
+        "[peers]\nb = 'tcp://127.0.0.1:2'\n"
+        f"[peer_keys]\nb = '{key}'\n[client_keys]\nweb = ['{key}', '{key[::-1]}']\n"
+        "[allow]\nb = '*'\nweb = ['place', '@query']\n[tuning]\ngroup_size_kib_max = 64\n"
+    )
+    settings = read_settings(path, "a")
+    assert settings.client_keys["web"] == (key, key[::-1])
+    assert override(settings, insecure=True) == structs.replace(settings, insecure=True)
+    path.write_text(settings_text(settings, log=None))
+    assert read_settings(path, "a") == settings
