@@ -1,17 +1,22 @@
-"""The compiled codec, optional: with no C compiler or no Cython the installation goes through, in pure Python.
+"""The compiled codec and core, optional: with no C compiler, no Cython or no mypy the installation goes through, in
+pure Python.
 
 What is compiled and how it is found: ``protocol/compiled.py``. All else is in ``pyproject.toml``.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
-from setuptools import Extension, setup
+from setuptools import Distribution, Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
@@ -19,66 +24,101 @@ sys.path.insert(0, str(ROOT))
 from protocol import compiled  # noqa: E402
 
 FLAGS = [] if sys.platform == "win32" else ["-O2", "-g0", "-w"]  # debug information takes as long as the code
+CORE_FLAGS = [] if sys.platform == "win32" else ["-O1", "-g0", "-w"]  # half of the time to compile, the same to run
+
+
+def translate_codec(scratch: Path) -> list[Any]:
+    """By Cython. Raises whatever that does."""
+    from Cython.Build import cythonize
+
+    extensions = [
+        Extension(module, [f"{module.replace('.', '/')}.py"], extra_compile_args=FLAGS) for module in compiled.MODULES
+    ]
+    return list(cythonize(extensions, build_dir=str(scratch / "c"), language_level=3, quiet=True))
+
+
+def translate_core(scratch: Path) -> list[Any]:
+    """By mypyc, without what other packages say of their types: it is the same wherever it is built. Raises as that."""
+    from mypyc.build import mypycify
+
+    modules = set(compiled.CORE.paths(ROOT)) - {compiled.CORE_SHARED}
+    files = [f"{module.replace('.', '/')}.py" for module in sorted(modules)]
+    options = [
+        "--config-file=",
+        "--ignore-missing-imports",
+        f"--cache-dir={scratch / 'mypy'}",
+        "--no-warn-unused-ignores",
+    ]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):  # also remarks on how it compiles them
+        try:
+            extensions = mypycify(
+                [*options, *files],
+                opt_level="1",
+                debug_level="0",
+                multi_file=True,
+                target_dir=str(scratch / "c"),
+                group_name=compiled.CORE_GROUP,
+            )
+        except SystemExit:
+            raise RuntimeError(said.getvalue().strip()) from None
+    for extension in extensions:
+        extension.extra_compile_args = [*extension.extra_compile_args, *CORE_FLAGS]
+    return extensions
+
+
+TRANSLATORS: dict[compiled.CompiledSet, Callable[[Path], list[Any]]] = {
+    compiled.CODEC: translate_codec,
+    compiled.CORE: translate_core,
+}
 
 
 class BuildCompiled(build_ext):
-    """Compiles what is not there yet, in a folder of its own, and puts it where ``protocol.compiled`` looks."""
+    """Compiles what is not there yet, and puts it where ``protocol.compiled`` looks."""
 
     def run(self) -> None:
         is_in_place = self.inplace or self.editable_mode
         root = ROOT if is_in_place else Path(self.build_lib).resolve()
-        paths = {module: root / path.relative_to(ROOT) for module, path in compiled.compiled_paths(ROOT).items()}
-        self.built = [str(path) for path in paths.values()]
-        if all(path.exists() for path in paths.values()):
-            return
-        try:
-            with tempfile.TemporaryDirectory(prefix="immortal-compile-") as scratch:
-                self._compile(Path(scratch), paths)
-        except (Exception, SystemExit) as error:
-            self.built = []
-            print(f"setup: pure Python codec: it could not be compiled: {error}", file=sys.stderr)
-
-    def _compile(self, scratch: Path, paths: dict[str, Path]) -> None:
-        from Cython.Build import cythonize
-
-        pairs = zip(
-            self.extensions,
-            cythonize(
-                [Extension(one.name, list(one.sources)) for one in self.extensions],
-                build_dir=str(scratch / "c"),
-                language_level=3,
-                quiet=True,
-            ),
-            strict=True,
-        )
-        for extension, translated in pairs:
-            extension.sources = translated.sources
-        self.inplace = self.editable_mode = False
-        self.parallel = self.parallel or os.cpu_count()
-        self.build_lib, self.build_temp = str(scratch / "lib"), str(scratch / "objects")
-        super().run()
-        folder = next(iter(paths.values())).parent
-        folder.mkdir(parents=True, exist_ok=True)
-        for module, path in paths.items():
-            whole = Path(tempfile.mkdtemp(dir=folder)) / path.name
-            shutil.copyfile(self.get_ext_fullpath(module), whole)
-            whole.replace(path)  # at once: another process may be about to import it
-            whole.parent.rmdir()
-        ending = next(iter(paths.values())).name.rpartition("-")[2].partition(".")[2]
-        for old in folder.glob(f"*.{ending}"):
-            if old not in paths.values():
-                old.unlink()
+        self.built: list[str] = []
+        for one in compiled.SETS:
+            paths = {module: root / path.relative_to(ROOT) for module, path in one.paths(ROOT).items()}
+            try:
+                if not all(path.exists() for path in paths.values()):
+                    with tempfile.TemporaryDirectory(prefix="immortal-compile-") as scratch:
+                        compile_set(TRANSLATORS[one], Path(scratch), paths)
+            except (Exception, SystemExit) as error:
+                print(f"setup: pure Python {one.name}: it could not be compiled: {error}", file=sys.stderr)
+            else:
+                self.built += [] if is_in_place else [str(path) for path in paths.values()]
 
     def get_outputs(self) -> list[str]:
-        return [] if self.inplace or self.editable_mode else getattr(self, "built", [])
+        return getattr(self, "built", [])
 
     def get_output_mapping(self) -> dict[str, str]:
         return {}
 
 
+def compile_set(translate: Callable[[Path], list[Any]], scratch: Path, paths: Mapping[str, Path]) -> None:
+    """Each module to its path; what was there before of another source goes. Raises whatever the compilers do."""
+    command = build_ext(Distribution({"ext_modules": translate(scratch)}))
+    command.build_lib, command.build_temp = str(scratch / "lib"), str(scratch / "objects")
+    command.parallel = os.cpu_count()
+    command.ensure_finalized()
+    command.run()
+    folder = next(iter(paths.values())).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    for module, path in paths.items():
+        whole = Path(tempfile.mkdtemp(dir=folder)) / path.name
+        shutil.copyfile(command.get_ext_fullpath(module), whole)
+        whole.replace(path)  # at once: another process may be about to import it
+        whole.parent.rmdir()
+    ending = next(iter(paths.values())).name.rpartition("-")[2].partition(".")[2]
+    for old in folder.glob(f"*.{ending}"):
+        if old not in paths.values():
+            old.unlink()
+
+
 setup(
     cmdclass={"build_ext": BuildCompiled},
-    ext_modules=[
-        Extension(module, [f"{module.replace('.', '/')}.py"], extra_compile_args=FLAGS) for module in compiled.MODULES
-    ],
+    ext_modules=[Extension(compiled.CORE_SHARED, [])],  # BuildCompiled knows which; without any it is not asked
 )

@@ -1,7 +1,9 @@
-"""Which modules run compiled where they have been compiled: the same source, made into C by Cython (``setup.py``).
+"""Which modules run compiled where they have been compiled, from the same source (``setup.py``).
 
-What is compiled bears a hash of all its sources in its name, so one that is stale is not found, and the source runs.
-All of the modules run compiled or none of them. ``IMMORTAL_PURE_PYTHON=1`` leaves the source in charge.
+The codec (loops over bytes) is made into C by Cython, the core (state machines: many small objects and methods) into
+native classes by mypyc. What is compiled bears a hash of all its sources in its name, so one that is stale is not
+found, and the source runs. Of each set all modules run compiled or none. ``IMMORTAL_PURE_PYTHON=1`` leaves the source
+in charge.
 """
 
 from __future__ import annotations
@@ -9,11 +11,103 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader, ModuleSpec
 from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+
+PURE_VARIABLE = "IMMORTAL_PURE_PYTHON"
+
+_ROOT = Path(__file__).parent.parent
+_THIS = Path("protocol", "compiled.py")
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledSet:
+    """``name``: in words. ``folder``: below the root, where its files are."""
+
+    name: str
+    folder: Path
+
+    def sources(self, root: Path = _ROOT) -> dict[Path, bytes]:
+        """What it is compiled of, and what that takes for granted: content by path below ``root``. Raises OSError."""
+        raise NotImplementedError
+
+    def modules_of(self, sources: Mapping[Path, bytes]) -> list[str]:
+        """The modules that run compiled, and what they share."""
+        raise NotImplementedError
+
+    def paths(self, root: Path = _ROOT) -> dict[str, Path]:
+        """Where each module is, or would be, compiled from the sources as they are now. Raises OSError."""
+        sources = self.sources(root)
+        end = f"-{_hash_of({_THIS: (root / _THIS).read_bytes(), **sources})}{EXTENSION_SUFFIXES[0]}"
+        return {module: root / self.folder / f"{module}{end}" for module in self.modules_of(sources)}
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether this process runs its modules compiled."""
+        return self in _installed
+
+    def describe(self) -> str:
+        """For people: what this process runs, or would where it has not imported it; and why."""
+        if self._found():
+            return f"compiled {self.name}"
+        if not is_wanted():
+            return f"pure Python {self.name} ({PURE_VARIABLE} is set)"
+        is_stale = any((_ROOT / self.folder).glob(f"*{EXTENSION_SUFFIXES[0]}"))
+        why = "the compiled one is of another source" if is_stale else "none is compiled"
+        return f"pure Python {self.name} ({why})"
+
+    def install(self) -> None:
+        """From here on its modules are imported compiled, if all of them are there and nobody wants the source."""
+        if self not in _installed and (paths := self._found()):
+            sys.meta_path.insert(0, _Finder(paths))
+            _installed.add(self)
+
+    def _found(self) -> dict[str, Path]:
+        """Its modules, if they are to run compiled; else nothing."""
+        if not is_wanted():
+            return {}
+        try:
+            paths = self.paths()
+        except OSError:  # without sources there is nothing to compare with
+            return {}
+        return paths if all(path.exists() for path in paths.values()) else {}
+
+
+class _Codec(CompiledSet):
+    """Each module with the types beside it that it has only when compiled."""
+
+    def sources(self, root: Path = _ROOT) -> dict[Path, bytes]:
+        stems = [Path(*module.split(".")) for module in MODULES]
+        found = [stem.with_suffix(suffix) for stem in stems for suffix in (".py", ".pxd")]
+        return {path: (root / path).read_bytes() for path in found if (root / path).exists()}
+
+    def modules_of(self, sources: Mapping[Path, bytes]) -> list[str]:
+        return list(MODULES)
+
+
+class _Core(CompiledSet):
+    """The core and the driver's turn. Modules with Structs of msgspec stay as they are: native classes can't be those.
+
+    What the core imports of the protocol is a source as well: its constants become part of the C.
+    """
+
+    def sources(self, root: Path = _ROOT) -> dict[Path, bytes]:
+        found = [root / "coordinator" / "driver" / "turn.py", *(root / "coordinator" / "core").rglob("*.py")]
+        found += (root / "protocol").glob("*.py")
+        return {path.relative_to(root): path.read_bytes() for path in sorted(found)}
+
+    def modules_of(self, sources: Mapping[Path, bytes]) -> list[str]:
+        names = [
+            ".".join(path.with_suffix("").parts)
+            for path, content in sources.items()
+            if path.parts[0] == "coordinator" and path.name != "__init__.py" and b"(Struct" not in content
+        ]
+        return [*names, CORE_SHARED]
+
 
 MODULES = (
     "protocol.varint",
@@ -23,36 +117,19 @@ MODULES = (
     "appsdk.outbox",
     "appsdk.delivery",
 )
-PURE_VARIABLE = "IMMORTAL_PURE_PYTHON"
+CORE_GROUP = "coordinator"
+CORE_SHARED = f"{CORE_GROUP}__mypyc"
+"""What mypyc puts the code of all modules into; each module by itself only finds its own in there."""
 
-_ROOT = Path(__file__).parent.parent
-_FOLDER = Path("protocol") / "_compiled"
+CODEC = _Codec("codec", Path("protocol", "_compiled"))
+CORE = _Core("core", Path("coordinator", "_compiled"))
+SETS = (CODEC, CORE)
 
-
-def source_paths(root: Path = _ROOT) -> list[Path]:
-    """What is compiled: each module, and beside it the types that it has only when compiled."""
-    stems = [root.joinpath(*module.split(".")) for module in MODULES]
-    found = [stem.with_suffix(suffix) for stem in stems for suffix in (".py", ".pxd")]
-    return [path for path in found if path.exists()]
-
-
-def source_hash(root: Path = _ROOT) -> str:
-    """Raises OSError."""
-    digest = hashlib.blake2b(digest_size=8)
-    for path in [root / "protocol" / "compiled.py", *source_paths(root)]:
-        content = path.read_bytes()
-        digest.update(f"{path.name} {len(content)}\n".encode() + content)
-    return digest.hexdigest()
-
-
-def compiled_paths(root: Path = _ROOT) -> dict[str, Path]:
-    """Where each module is, or would be, compiled from the sources as they are now. Raises OSError."""
-    end = f"-{source_hash(root)}{EXTENSION_SUFFIXES[0]}"
-    return {module: root / _FOLDER / f"{module}{end}" for module in MODULES}
+_installed: set[CompiledSet] = set()
 
 
 class _Finder:
-    def __init__(self, paths: dict[str, Path]) -> None:
+    def __init__(self, paths: Mapping[str, Path]) -> None:
         self._paths = {module: str(path) for module, path in paths.items()}
 
     def find_spec(
@@ -68,28 +145,23 @@ def is_wanted() -> bool:
     return os.environ.get(PURE_VARIABLE, "0") in ("", "0")
 
 
-def is_compiled() -> bool:
-    """Whether this process runs the compiled modules."""
-    return any(isinstance(finder, _Finder) for finder in sys.meta_path)
-
-
 def describe() -> str:
     """For people: what this process runs, and why."""
-    if is_compiled():
-        return "compiled codec"
-    if not is_wanted():
-        return f"pure Python codec ({PURE_VARIABLE} is set)"
-    is_stale = any((_ROOT / _FOLDER).glob(f"*{EXTENSION_SUFFIXES[0]}"))
-    return f"pure Python codec ({'the compiled one is of another source' if is_stale else 'none is compiled'})"
+    said = [one.describe() for one in SETS]
+    ways = {text.partition(f" {one.name}")[::2] for one, text in zip(SETS, said, strict=True)}
+    if len(ways) == 1:
+        ((how, why),) = ways
+        return f"{how} {' and '.join(one.name for one in SETS)}{why}"
+    return ", ".join(said)
 
 
-def install() -> None:
-    """From here on the modules are imported compiled, if all of them are there and nobody wants the source."""
-    if not is_wanted() or is_compiled():
-        return
-    try:
-        paths = compiled_paths()
-    except OSError:  # without sources there is nothing to compare with
-        return
-    if all(path.exists() for path in paths.values()):
-        sys.meta_path.insert(0, _Finder(paths))
+def source_hash(root: Path = _ROOT) -> str:
+    """Of all that is compiled. Raises OSError."""
+    return _hash_of({path: content for one in SETS for path, content in one.sources(root).items()})
+
+
+def _hash_of(sources: Mapping[Path, bytes]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for path, content in sources.items():
+        digest.update(f"{path} {len(content)}\n".encode() + content)
+    return digest.hexdigest()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
+from protocol import compiled
 from tests.helpers import kinds
 from tests.helpers.memory import in_memory
 
@@ -56,6 +57,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(kind)
         if item.get_closest_marker("cluster"):
             item.add_marker(pytest.mark.timeout(CLUSTER_TIMEOUT_S))
+        if item.get_closest_marker("source") and compiled.CORE.is_installed:
+            item.add_marker(pytest.mark.skip(f"it changes the core's code: {compiled.PURE_VARIABLE}=1 runs it"))
     if config.getoption("quick"):
         config.hook.pytest_deselected(items=[item for item in items if not is_quick(item)])
         items[:] = filter(is_quick, items)

@@ -7,9 +7,8 @@ to one destination and all impulses or none.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NoReturn
-
-from msgspec import Struct
 
 from coordinator.core.errors import AppProtocolError
 from coordinator.core.interfaces import ONESELF
@@ -35,7 +34,8 @@ CALLS = frozenset({MessageType.RPC, MessageType.RPC_BATCH, MessageType.STREAM_BA
 _DEMULTIPLEXED = frozenset({MessageType.STREAM_BATCH, MessageType.IMPULSE_BATCH})
 
 
-class Calls(Struct):
+@dataclass(slots=True)
+class Calls:
     destination: str
     count: int
     payload: bytes

@@ -25,7 +25,7 @@ from coordinator.core.allowance import Allowance
 from coordinator.core.clock import RunningTime
 from coordinator.core.effects import Effect, ReplyToClient
 from coordinator.core.group_commit import GroupCommit
-from coordinator.core.interfaces import ONESELF, ClientPosition, OutputBatch, StoredClients
+from coordinator.core.interfaces import ONESELF, ClientPosition, OutputBatch, StoredClients, Token
 from coordinator.core.limits import Limits
 from coordinator.core.streams.delivery import Delivery
 from protocol.client import (
@@ -66,7 +66,7 @@ class Client:
     replies: dict[int, bytes] = field(default_factory=dict)  # kind and value, oldest first
     gone: set[int] = field(default_factory=set)  # behind the window, and above an open one
     size_bytes: int = 0  # of the replies
-    token: object = None  # where it was last heard
+    token: Token = None  # where it was last heard
     owner: str = ""  # whose keys have used the ID first
     again: Allowance | None = None  # of what it may be told again
     used: int = 0  # grows with each use of any client
@@ -153,7 +153,7 @@ class Clients:
 
     # --- what clients say --------------------------------------------------------------------------------------------
 
-    def received(self, token: object, frame: ClientFrame, now_ns: int, caller: str = "") -> None:
+    def received(self, token: Token, frame: ClientFrame, now_ns: int, caller: str = "") -> None:
         """A frame has come, by the key of ``caller``. Each is answered at once, but for requests that are taken."""
         refusal = self._refusal(frame, caller)
         if refusal is not None:
@@ -217,7 +217,7 @@ class Clients:
             return ClientCode.NOT_YOURS, f"the client ID {frame.client_id!r} is another's than {caller!r}"
         return None
 
-    def _request(self, token: object, frame: ClientFrame, client: Client | None, now_ns: int, caller: str) -> None:
+    def _request(self, token: Token, frame: ClientFrame, client: Client | None, now_ns: int, caller: str) -> None:
         known = client or Client(token=token, owner=caller)
         first_new = known.number + 1
         if client is None and 0 < frame.time_ns <= self._forgotten_ns:
@@ -235,7 +235,7 @@ class Clients:
         if known.number:
             self._release(frame.client_id, known, min(frame.acknowledged, known.number))
 
-    def _take(self, token: object, frame: ClientFrame, client: Client, repeated: int, now_ns: int, caller: str) -> None:
+    def _take(self, token: Token, frame: ClientFrame, client: Client, repeated: int, now_ns: int, caller: str) -> None:
         """Log what of ``frame`` is behind the first ``repeated`` requests."""
         if self._is_busy(client, frame) or self._intake.is_full(caller):
             self._say_busy(token, frame, client)
@@ -270,7 +270,7 @@ class Clients:
         self._clients[client_id] = client
         self._clients.move_to_end(client_id)
 
-    def _say_busy(self, token: object, frame: ClientFrame, client: Client) -> None:
+    def _say_busy(self, token: Token, frame: ClientFrame, client: Client) -> None:
         """What is behind the client's number is to be sent again later."""
         code = ClientCode.BUSY
         self._say(token, frame, ClientFrameType.PONG, number=client.number, acknowledged=client.released, code=code)
@@ -492,7 +492,7 @@ class Clients:
 
     def _say(
         self,
-        token: object,
+        token: Token,
         frame: ClientFrame,
         frame_type: ClientFrameType,
         *,

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from coordinator.core.interfaces import CheckpointHeader, Transaction
+from coordinator.core.interfaces import CheckpointHeader, Token, Transaction
 from protocol.client import ClientFrame
 from protocol.errors import ImmortalError
 from protocol.peer import PeerFrame
@@ -113,26 +113,26 @@ class ResetPeer(Struct):
 class PeerResetDone(Struct):
     """Answers PeerReset, once it is durable; ``found`` False: nothing is known of that peer."""
 
-    token: object
+    token: Token
     found: bool
 
 
 class OperatorAnswered(Struct):
     """Answers LettersDropped, LettersRetried and MessageSkipped, once what was done is durable; plain values."""
 
-    token: object
+    token: Token
     answer: Mapping[str, object]
 
 
 class ReplyToPeer(Struct):
-    token: object
+    token: Token
     frame: PeerFrame
 
 
 class ReplyToClient(Struct):
     """At most once: a client asks again. ``token`` is that of any frame of this client, and may be used again."""
 
-    token: object
+    token: Token
     frame: ClientFrame
 
 

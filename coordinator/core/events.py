@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct
 
 from coordinator.core.errors import LogError
-from coordinator.core.interfaces import Letter, LogSpace, LogSummary, OutputBatch
+from coordinator.core.interfaces import Letter, LogSpace, LogSummary, OutputBatch, Token
 from coordinator.core.permissions import Permission
 from protocol.client import ClientFrame
 from protocol.peer import PeerFrame
@@ -37,7 +37,7 @@ class AppClosed(Struct):
 class PeerFrameReceived(Struct):
     """A peer coordinator says something; ``token`` is to be given back in ReplyToPeer, once."""
 
-    token: object
+    token: Token
     frame: PeerFrame
 
 
@@ -47,7 +47,7 @@ class ClientFrameReceived(Struct):
     ``caller``: the name that its key stands for, "" without keys.
     """
 
-    token: object
+    token: Token
     frame: ClientFrame
     caller: str = ""
 
@@ -76,13 +76,13 @@ class PeerReset(Struct):
     """An operator asks to forget which log ``peer`` had; answered by PeerResetDone with ``token``."""
 
     peer: str
-    token: object
+    token: Token
 
 
 class Reclaimed(Struct):
     """An operator says that this log counts, and no copy of it that has run; answered by PeerResetDone."""
 
-    token: object
+    token: Token
 
 
 class LettersDropped(Struct):
@@ -90,7 +90,7 @@ class LettersDropped(Struct):
 
     keys: Sequence[MessageKey] | None
     who: str
-    token: object
+    token: Token
 
 
 class LettersRetried(Struct):
@@ -101,7 +101,7 @@ class LettersRetried(Struct):
 
     letters: Mapping[MessageKey, Letter | None]
     who: str
-    token: object
+    token: Token
 
 
 class MessageSkipped(Struct):
@@ -115,7 +115,7 @@ class MessageSkipped(Struct):
     reason: str
     who: str
     message: bytes | None
-    token: object
+    token: Token
 
 
 class Committed(Struct):

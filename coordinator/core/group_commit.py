@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-
-from msgspec import Struct, field
+from dataclasses import dataclass, field
 
 from coordinator.core.errors import fail
 from coordinator.core.interfaces import OutputMark, Transaction
@@ -22,12 +21,13 @@ COMMITS_ON_THEIR_WAY_MAX = 16
 writes joins what waits: as many as this go to the disk in two turns."""
 
 
-class Group(Struct):
+@dataclass(slots=True)
+class Group:
     """What one commit makes durable."""
 
     ticket: int
-    chunks: list[bytes] = []  # the record's messages
-    batches: list[BatchSource] = []
+    chunks: list[bytes] = field(default_factory=list)  # the record's messages
+    batches: list[BatchSource] = field(default_factory=list)
     size_bytes: int = 0  # of the chunks and impulses
     transaction: Transaction = field(default_factory=Transaction)
     impulses_accepted: int = 0  # impulses of the current app in here

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 from msgspec import Struct
 
 from coordinator.core.errors import require
 from protocol.client import CLIENTS
 from protocol.verdicts import RECORD, MessageKey, Verdict
+
+Token: TypeAlias = Any
+"""By which a driver finds who waits for an answer. The core looks at none."""
 
 ONESELF = ""
 """The name under which an instance's calls to itself are kept."""

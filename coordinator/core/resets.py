@@ -12,6 +12,7 @@ from coordinator.core import events as ev
 from coordinator.core.effects import PeerResetDone
 from coordinator.core.epoch import Epoch
 from coordinator.core.group_commit import GroupCommit
+from coordinator.core.interfaces import Token
 from coordinator.core.streams.peers import Peers
 from coordinator.core.streams.reset import RECLAIM_EPOCHS
 from coordinator.core.turn import Turn
@@ -23,8 +24,8 @@ class Resets:
     peers: Peers
     epoch: Epoch
     turn: Turn
-    _resets: deque[tuple[int, object]] = field(default_factory=deque)  # (commit to wait for, token)
-    _reclaims: deque[tuple[int, object]] = field(default_factory=deque)  # the same, while their epoch is not durable
+    _resets: deque[tuple[int, Token]] = field(default_factory=deque)  # (commit to wait for, token)
+    _reclaims: deque[tuple[int, Token]] = field(default_factory=deque)  # the same, while their epoch is not durable
 
     def peer_reset(self, event: ev.PeerReset) -> None:
         group = self.peers.reset(event.peer)
@@ -45,7 +46,7 @@ class Resets:
         while self._resets and self._resets[0][0] <= ticket:
             self.turn.effects.append(PeerResetDone(self._resets.popleft()[1], True))
 
-    def _reset_all(self, token: object) -> None:
+    def _reset_all(self, token: Token) -> None:
         peers = self.peers
         peers.epoch, peers.epoch_began_ns = self.epoch.number, self.epoch.began_ns
         group = self.log.append_outside_record(0)

@@ -133,7 +133,7 @@ def immortal_by_codec(home: Path, receivers: int = 1) -> Iterator[dict[str, Immo
     """As it is installed; where the codec is compiled, the same once more in pure Python."""
     with contextlib.ExitStack() as stack:
         streams = {IMMORTAL: stack.enter_context(immortal_streams(home / "installed", receivers=receivers))}
-        if compiled.is_compiled():
+        if compiled.CODEC.is_installed:
             pure = immortal_streams(home / "pure", receivers=receivers, variables={compiled.PURE_VARIABLE: "1"})
             streams[PURE] = stack.enter_context(pure)
         yield streams
@@ -141,7 +141,7 @@ def immortal_by_codec(home: Path, receivers: int = 1) -> Iterator[dict[str, Immo
 
 def codec_targets(pure: float, with_compiled: float) -> list[Target]:
     """In calls/s."""
-    if not compiled.is_compiled():
+    if not compiled.CODEC.is_installed:
         return [Target("at least", pure)]
     return [Target("at least", pure, of=PURE), Target("at least", with_compiled, note="with the compiled codec")]
 

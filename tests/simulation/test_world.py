@@ -67,6 +67,7 @@ def test_what_was_never_reached_fails_a_nightly_run(monkeypatch: pytest.MonkeyPa
     assert run.main(["--seeds", "1", "--jobs", "1"]) == run.STATUS_NEVER_REACHED
 
 
+@pytest.mark.source
 def test_a_failing_seed_is_shown_smaller_with_the_command_that_repeats_it(capsys: pytest.CaptureFixture[str]) -> None:
     mutation = next(
         one for one in MUTATIONS if one.name == "the first record becomes durable before the first checkpoint"

@@ -1,4 +1,4 @@
-"""The compiled codec: found for the very source it is made of, left out otherwise, and no need of it to install."""
+"""The compiled codec and core: found for their very sources, left out otherwise, and no need of them to install."""
 
 from __future__ import annotations
 
@@ -15,14 +15,22 @@ from protocol import compiled
 ROOT = Path(__file__).parents[2]
 SHOW = """
 import importlib
+import coordinator.core
 from protocol import compiled
 print(compiled.describe())
-for name in compiled.MODULES:
-    print(importlib.import_module(name).__file__)
+for one in compiled.SETS:
+    for name in one.paths():
+        print(importlib.import_module(name).__file__)
 """
+PATHS = {module: path for one in compiled.SETS for module, path in one.paths().items()}
 needs_compiled = pytest.mark.skipif(
-    not all(path.exists() for path in compiled.compiled_paths().values()), reason="nothing is compiled here"
+    not all(path.exists() for path in PATHS.values()), reason="nothing is compiled here"
 )
+CHANGED = [
+    *compiled.CODEC.sources(),
+    *map(Path, ("coordinator/core/machine.py", "coordinator/core/effects.py", "coordinator/driver/turn.py")),
+    Path("protocol/limits.py"),
+]
 
 
 def run(*command: str, root: Path = ROOT, **environment: str) -> list[str]:
@@ -41,51 +49,80 @@ def run(*command: str, root: Path = ROOT, **environment: str) -> list[str]:
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
-    for package in ("protocol", "appsdk"):
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for package in ("protocol", "coordinator", "appsdk"):
+        ignored = shutil.ignore_patterns("__pycache__", "_compiled")
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=ignored)
     return tmp_path
+
+
+@pytest.fixture
+def with_compiled(copied: Path) -> Path:
+    for one in compiled.SETS:
+        shutil.copytree(ROOT / one.folder, copied / one.folder)
+    return copied
 
 
 @needs_compiled
 def test_what_is_compiled_of_this_source_runs() -> None:
     first, *files = run("-c", SHOW)
-    assert first == "compiled codec"
-    assert files == [str(path) for path in compiled.compiled_paths().values()]
+    assert first == "compiled codec and core"
+    folders = [Path(file).relative_to(ROOT).parts[:2] for file in files]
+    assert folders == [one.folder.parts for one in compiled.SETS for _ in one.paths()]
 
 
 def test_pure_python_can_be_asked_for() -> None:
-    first, *files = run("-c", SHOW, **{compiled.PURE_VARIABLE: "1"})
-    assert first == "pure Python codec (IMMORTAL_PURE_PYTHON is set)"
-    assert all(file.endswith(".py") for file in files)
+    first, *files = run("-c", "from protocol import compiled; print(compiled.describe())", IMMORTAL_PURE_PYTHON="1")
+    assert first == "pure Python codec and core (IMMORTAL_PURE_PYTHON is set)"
+    program = "import coordinator.core.machine as core, protocol.batch as codec; print(core.__file__, codec.__file__)"
+    (files,) = run("-c", program, IMMORTAL_PURE_PYTHON="1")
+    assert files == f"{ROOT / 'coordinator/core/machine.py'} {ROOT / 'protocol/batch.py'}"
 
 
 @needs_compiled
-@pytest.mark.parametrize("changed", [path.relative_to(ROOT) for path in compiled.source_paths()], ids=str)
-def test_a_changed_source_is_never_hidden_by_what_was_compiled_before(copied: Path, changed: Path) -> None:
-    shutil.copytree(ROOT / "protocol" / "_compiled", copied / "protocol" / "_compiled", dirs_exist_ok=True)
-    assert run("-c", SHOW, root=copied)[0] == "compiled codec"
-    with (copied / changed).open("a") as source:
+@pytest.mark.parametrize("changed", CHANGED, ids=str)
+def test_a_changed_source_is_never_hidden_by_what_was_compiled_before(with_compiled: Path, changed: Path) -> None:
+    program = "import coordinator.core; from protocol import compiled; print(compiled.describe())"
+    assert run("-c", program, root=with_compiled) == ["compiled codec and core"]
+    with (with_compiled / changed).open("a") as source:
         source.write("# one more line\n")
-    first, *files = run("-c", SHOW, root=copied)
-    assert first == "pure Python codec (the compiled one is of another source)"
-    assert all(file.endswith(".py") for file in files)
+    (said,) = run("-c", program, root=with_compiled)
+    codec, core = "pure Python codec", "pure Python core"
+    why = "(the compiled one is of another source)"
+    of_codec, of_core = (changed in one.sources() for one in compiled.SETS)
+    assert (
+        said
+        == {
+            (True, False): f"{codec} {why}, compiled core",
+            (False, True): f"compiled codec, {core} {why}",
+            (True, True): f"{codec} and core {why}",
+        }[of_codec, of_core]
+    )
 
 
-def test_one_module_alone_is_not_run_compiled(copied: Path) -> None:
-    shutil.rmtree(copied / "protocol" / "_compiled", ignore_errors=True)
-    first, *_ = compiled.compiled_paths(copied).values()
-    first.parent.mkdir()
-    first.write_bytes(b"")
-    assert run("-c", SHOW, root=copied)[0].startswith("pure Python codec")
+@needs_compiled
+@pytest.mark.parametrize("one", compiled.SETS, ids=lambda one: one.name)
+def test_of_each_set_all_modules_run_compiled_or_none(with_compiled: Path, one: compiled.CompiledSet) -> None:
+    list(one.paths(with_compiled).values())[-1].unlink()
+    program = "import coordinator.core; from protocol import compiled; print(compiled.describe())"
+    (said,) = run("-c", program, root=with_compiled)
+    assert f"pure Python {one.name}" in said
+    assert said.count("pure Python") == 1
 
 
-def test_without_cython_the_installation_goes_on_in_pure_python(copied: Path) -> None:
-    shutil.rmtree(copied / "protocol" / "_compiled", ignore_errors=True)
+@pytest.mark.parametrize(("one", "compiler"), [(compiled.CODEC, "Cython"), (compiled.CORE, "mypyc")])
+def test_without_its_compiler_the_installation_goes_on_in_pure_python(
+    copied: Path, one: compiled.CompiledSet, compiler: str
+) -> None:
+    """The other set is there already: to compile it takes long."""
+    for other in set(compiled.SETS) - {one}:
+        for path in other.paths(copied).values():
+            path.parent.mkdir(exist_ok=True)
+            path.touch()
     for name in ("setup.py", "pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, copied)
-    missing = copied / "missing" / "Cython"
+    missing = copied / "missing" / compiler
     missing.mkdir(parents=True)
-    (missing / "__init__.py").write_text("raise ImportError('there is no Cython')\n")
+    (missing / "__init__.py").write_text(f"raise ImportError('there is no {compiler}')\n")
     lines = run("setup.py", "-q", "build_ext", "--inplace", root=copied, PYTHONPATH=str(missing.parent))
-    assert "setup: pure Python codec: it could not be compiled: there is no Cython" in lines
-    assert run("-c", SHOW, root=copied)[0] == "pure Python codec (none is compiled)"
+    assert f"setup: pure Python {one.name}: it could not be compiled: there is no {compiler}" in lines
+    assert not any(path.exists() for path in one.paths(copied).values())

@@ -37,6 +37,7 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
+@pytest.mark.source
 def test_idle_streams_cost_nothing(looked_at: Counter[str]) -> None:
     driven = with_idle_peers()
     looked_at.clear()
@@ -45,6 +46,7 @@ def test_idle_streams_cost_nothing(looked_at: Counter[str]) -> None:
     assert set(looked_at) == {"p7"}
 
 
+@pytest.mark.source
 def test_a_stream_is_looked_at_until_all_of_it_is_acknowledged(looked_at: Counter[str]) -> None:
     driven = with_idle_peers()
     driven.data(call("p7", 2))

@@ -21,6 +21,7 @@ def logged(driven: Driven) -> list[BatchSource]:
     return sources
 
 
+@pytest.mark.source
 def test_all_input_passes_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     passed: list[BatchSource] = []
     append = Delivery._append

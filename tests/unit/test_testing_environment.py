@@ -113,6 +113,7 @@ def test_a_clock_that_jumps_makes_up_for_what_was_due_with_one_run() -> None:
         assert seconds == [-5, 0, 2 * 86_400 + 3, 2 * 86_400 + 5]
 
 
+@pytest.mark.source
 def test_time_costs_turns_only_where_something_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = 0
     handle = Machine.take

@@ -9,7 +9,9 @@ settled before.
 
 from __future__ import annotations
 
-from msgspec import Struct, structs
+from dataclasses import dataclass
+
+from msgspec import structs
 
 from coordinator.core.group_commit import Group, GroupCommit
 from coordinator.core.streams.intake import Intake
@@ -17,7 +19,8 @@ from protocol.batch import encode_batch
 from protocol.trailer import BatchSource
 
 
-class Delivered(Struct):
+@dataclass(slots=True)
+class Delivered:
     """The first ``count`` of the calls that came."""
 
     group: Group  # with which they become durable

@@ -11,10 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 
-from msgspec import Struct
-
 from coordinator.core.effects import ReplyToPeer, Report
-from coordinator.core.interfaces import IMPULSES, ONESELF, OutputBatch, SourcePosition
+from coordinator.core.interfaces import IMPULSES, ONESELF, OutputBatch, SourcePosition, Token
 from coordinator.core.streams.delivery import Delivered, Delivery
 from coordinator.core.streams.grants import Grants
 from coordinator.core.streams.input_stream import InputStream
@@ -29,11 +27,12 @@ from protocol.trailer import BatchKind, BatchSource
 
 @dataclass(slots=True)
 class _ParkedHello:
-    token: object
+    token: Token
     frame: PeerFrame
 
 
-class _Reply(Struct):
+@dataclass(slots=True)
+class _Reply:
     """What to answer a frame."""
 
     frame_type: FrameType
@@ -59,7 +58,7 @@ class Inbound:
         """Of ``source``, new if there is none."""
         return self.senders.stream(source)
 
-    def received(self, token: object, frame: PeerFrame, now_ns: int) -> None:
+    def received(self, token: Token, frame: PeerFrame, now_ns: int) -> None:
         """A frame from a peer. While stopping, none is taken or answered: their senders keep them."""
         if not self._end.accepting:
             return
@@ -71,7 +70,7 @@ class Inbound:
             return
         self._respond(token, frame, now_ns)
 
-    def _respond(self, token: object, frame: PeerFrame, now_ns: int) -> None:
+    def _respond(self, token: Token, frame: PeerFrame, now_ns: int) -> None:
         refused = self.senders.refusal(frame)
         reply = self._answer(token, frame, now_ns) if refused is None else _refuse(*refused)
         if reply is not None:
@@ -111,7 +110,7 @@ class Inbound:
 
     # --- a Batch that comes before its turn --------------------------------------------------------------------------
 
-    def _waits_for_turn(self, token: object, frame: PeerFrame, now_ns: int) -> bool:
+    def _waits_for_turn(self, token: Token, frame: PeerFrame, now_ns: int) -> bool:
         """Whether a Batch is held back for others, or refused since its sender has too much here."""
         sender, size_bytes = frame.sender, len(frame.payload)
         stream = self.streams.get(sender)
@@ -148,7 +147,7 @@ class Inbound:
 
     # --- what is new -------------------------------------------------------------------------------------------------
 
-    def _answer(self, token: object, frame: PeerFrame, now_ns: int) -> _Reply | None:
+    def _answer(self, token: Token, frame: PeerFrame, now_ns: int) -> _Reply | None:
         """To a frame of its sender; None: once what it waits for is durable."""
         stream = self.streams.get(frame.sender) or InputStream(frame.sender, None)
         if stream.waiting_count >= self._end.limits.waiting_frames_max:
@@ -189,7 +188,7 @@ class Inbound:
         self.grants.sent(frame.sender, now_ns)
         return None
 
-    def _answer_hello(self, token: object, frame: PeerFrame, stream: InputStream) -> _Reply | None:
+    def _answer_hello(self, token: Token, frame: PeerFrame, stream: InputStream) -> _Reply | None:
         if (known := stream.new_epoch()) is not None:
             self._end.log.append_outside_record(0).transaction.sources[frame.sender] = known
         if not stream.settled:  # the sender must hear of all that is taken, and nothing older be taken from now on
@@ -248,7 +247,7 @@ class Inbound:
             )
         return _refuse(RefusedCode.BEYOND_WINDOW, reason)
 
-    def _reply(self, token: object, receiver: str, reply: _Reply) -> None:
+    def _reply(self, token: Token, receiver: str, reply: _Reply) -> None:
         window_bytes = 0
         if reply.frame_type in (FrameType.WELCOME, FrameType.TRIM_TO):
             pending_bytes = self._end.log.pending_bytes + self.turns.waiting_bytes

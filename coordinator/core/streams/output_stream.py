@@ -18,9 +18,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from enum import Enum
-
-from msgspec import Struct
 
 from coordinator.core.errors import DivergenceError
 from coordinator.core.interfaces import ONESELF, ImpulseBatch, OutputBatch, OutputMark, SpilledExtent
@@ -40,7 +39,8 @@ class StreamState(Enum):
     FAILED = "failed"
 
 
-class _Waiting(Struct):
+@dataclass(slots=True)
+class _Waiting:
     batch: OutputBatch
     ticket: int  # of the commit that must be durable before it is sent; 0: none
 

@@ -14,22 +14,23 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from msgspec import Struct
-
+from coordinator.core.interfaces import Token
 from coordinator.core.limits import Limits
 from protocol.peer import PeerFrame
 
 PAUSE_TIMES = 4
 
 
-class Waiting(Struct):
+@dataclass(slots=True)
+class Waiting:
     """A Batch, and the token by which it is answered."""
 
-    token: object
+    token: Token
     frame: PeerFrame
 
 
-class _Long(Struct):
+@dataclass(slots=True)
+class _Long:
     """A batch of more than a turn, on its way to the disk."""
 
     sender: str
@@ -81,7 +82,7 @@ class Turns:
         """No batch of more than a turn is taken now."""
         return 0 < self._pause_until_ns - now_ns <= self.limits.turn_pause_ns_max  # else the clock has jumped
 
-    def wait(self, token: object, frame: PeerFrame) -> None:
+    def wait(self, token: Token, frame: PeerFrame) -> None:
         sender, size_bytes = frame.sender, len(frame.payload)
         self._waiting.setdefault(sender, deque()).append(Waiting(token, frame))
         self._waiting_bytes[sender] = self._waiting_bytes.get(sender, 0) + size_bytes
