@@ -19,9 +19,9 @@ MODULES = (
     "protocol.varint",
     "protocol.messages",
     "protocol.batch",
-    "appsdk.context",
-    "appsdk.outbox",
-    "appsdk.delivery",
+    "appsdk.calls.context",
+    "appsdk.calls.outbox",
+    "appsdk.dispatch.delivery",
 )
 PURE_VARIABLE = "IMMORTAL_PURE_PYTHON"
 

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from appsdk.context import SEED_SIZE_BYTES
-from appsdk.definition import Definition
+from appsdk.calls.context import SEED_SIZE_BYTES
+from appsdk.handlers.definition import Definition
 from appsdk.testing.app import LocalApp, earlier
 from appsdk.testing.crashes import CrashNow
 from appsdk.testing.outside import OutsideApp

@@ -8,9 +8,9 @@ from datetime import timedelta
 from functools import partial
 from typing import cast
 
-from appsdk.context import datetime_of
-from appsdk.definition import Definition
+from appsdk.calls.context import datetime_of
 from appsdk.errors import UsageError
+from appsdk.handlers.definition import Definition
 from appsdk.testing import outside
 from appsdk.testing.crashes import CrashPlan
 from appsdk.testing.failures import raise_as_the_users

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from appsdk.state import decode_envelope
+from appsdk.state.schema import decode_envelope
 from coordinator.bench.processes import BenchError, Service
 from coordinator.log import open_reader
 

@@ -20,9 +20,9 @@ import pytest
 from click.testing import CliRunner
 from msgspec import structs
 
-from appsdk.authenticate import authenticate
 from appsdk.errors import ConnectError
-from appsdk.transport import read_secret
+from appsdk.running.authenticate import authenticate
+from appsdk.running.transport import read_secret
 from coordinator import app_gate, app_secret
 from coordinator.app_addresses import is_loopback
 from coordinator.app_gate import GUESTS_MAX

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from appsdk.errors import ConnectError
-from appsdk.transport import connect, read_secret
+from appsdk.running.transport import connect, read_secret
 from coordinator import app_secret
 from coordinator.app_addresses import SOCKET_FILE_NAME
 from coordinator.app_listener import AppListenError, listen_unix

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from appsdk import Immortal, rpc
-from appsdk.handlers import method_id_of_name
+from appsdk.handlers.decorators import method_id_of_name
 from coordinator import control
 from coordinator.cli import main
 from coordinator.config import InstanceSettings

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from appsdk.transport import read_secret
+from appsdk.running.transport import read_secret
 from coordinator import app_secret
 from coordinator.app_endpoint import AppEndpoint
 from coordinator.config import AppAuth, InstanceSettings

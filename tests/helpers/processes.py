@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from appsdk.authenticate import authenticate
+from appsdk.running.authenticate import authenticate
 from coordinator import control
 from coordinator.config import InstanceSettings
 from coordinator.registry import HOME_VARIABLE, Registry

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from appsdk import authenticate as authentication
-from appsdk.authenticate import authenticate
 from appsdk.errors import ConnectError
-from appsdk.transport import connect
+from appsdk.running import authenticate as authentication
+from appsdk.running.authenticate import authenticate
+from appsdk.running.transport import connect
 from coordinator import app_gate, app_secret
 from coordinator.app_gate import HELLO_SIZE_BYTES_MAX, HELLO_TIMEOUT_S
 from coordinator.config import InstanceSettings

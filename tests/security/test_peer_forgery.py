@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from appsdk.client import Client, connect
-from appsdk.handlers import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID, method_id_of_name
+from appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID, method_id_of_name
 from coordinator import control, keys
 from coordinator.messenger import Security
 from coordinator.registry import Registry

@@ -13,8 +13,8 @@ import pytest
 
 from appsdk import peer, query, rpc
 from appsdk.client import CalleeFailed, CallRefused, connect
-from appsdk.dispatch import Dispatcher
-from appsdk.proxy import definition_of
+from appsdk.dispatch.dispatcher import Dispatcher
+from appsdk.handlers.definition import definition_of
 from coordinator import keys
 from coordinator.config import ConfigError
 from coordinator.core import effects as ef

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appsdk import Immortal
-from appsdk.state import Envelope, encode_envelope
+from appsdk.state.schema import Envelope, encode_envelope
 from appsdk.testing import assert_replays
 from coordinator import own_logs
 from coordinator.cli import main

@@ -16,9 +16,9 @@ from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from appsdk.calls.report import FailureReporter, call_user_code
 from appsdk.errors import HookError
-from appsdk.report import FailureReporter, call_user_code
-from appsdk.runner import say
+from appsdk.running.runner import say
 from coordinator import control
 from coordinator.cli import main
 from coordinator.cli.common import Commands

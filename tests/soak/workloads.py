@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import msgspec
 
 from appsdk.client import NotConnectable, connect, with_key
-from appsdk.state import decode_envelope
+from appsdk.state.schema import decode_envelope
 from coordinator.log import open_reader
 from coordinator.log.findings import Severity
 from coordinator.log.verify import verify_log
