@@ -15,7 +15,7 @@ from appsdk.testing.app import LocalApp
 from coordinator.core.errors import require
 from coordinator.core.interfaces import CheckpointHeader
 from coordinator.core.words import call_in_words
-from coordinator.foreign_state import refuse_pickle
+from coordinator.instances.foreign_state import refuse_pickle
 from coordinator.log.contents import message_at, record_of
 from coordinator.log.source import RecordSource
 from protocol.checksum import crc64

@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordinator import control
 from coordinator.bench.isolation_apps import RECEIVERS
 from coordinator.bench.processes import BenchError, Service, register
 from coordinator.bench.state import final_state
+from coordinator.operator import control
 
 HUB = "hub"
 DEAD, STALLED, *OTHERS = RECEIVERS

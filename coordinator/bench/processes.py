@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from coordinator import app_secret, control, keys
+from coordinator.app import secret as app_secret
 from coordinator.config import InstanceSettings
-from coordinator.parent_death import die_with_parent
-from coordinator.registry import Registry
+from coordinator.instances.registry import Registry
+from coordinator.operator import control
+from coordinator.peers import keys
+from coordinator.service.parent_death import die_with_parent
 from protocol.errors import ImmortalError
 
 START_TIMEOUT_S = 30.0

@@ -16,7 +16,7 @@ from coordinator.core.events import Committed
 from coordinator.core.interfaces import CheckpointHeader, Transaction
 from coordinator.log import LmdbLogStore, create_log
 from coordinator.log_writer import LogWriter
-from coordinator.runtime import SWITCH_INTERVAL_S
+from coordinator.service.runtime import SWITCH_INTERVAL_S
 from protocol.checksum import crc64
 from protocol.record import encode_record
 from protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer

@@ -7,7 +7,7 @@ import importlib
 import click
 
 from coordinator.cli.common import Commands
-from coordinator.registry import HOME_DEFAULT, HOME_VARIABLE, Registry
+from coordinator.instances.registry import HOME_DEFAULT, HOME_VARIABLE, Registry
 from protocol import compiled
 
 _PLACES = {

@@ -120,7 +120,7 @@ def immortal_streams(
     curve: bool = False,
     **settings: Any,
 ) -> Iterator[ImmortalStreams]:
-    """``settings``: of the instances, as ``coordinator.registry.Registry.register`` takes them."""
+    """``settings``: of the instances, as ``coordinator.instances.registry.Registry.register`` takes them."""
     apps = {f"receiver-{index}": "scripts.benchmarks.apps:Receiver" for index in range(receivers)}
     apps |= {f"sender-{index}": "scripts.benchmarks.apps:Sender" for index in range(senders)}
     services = register(home, apps, dict(variables), curve=curve, **settings)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from coordinator.bench.processes import BenchError
-from coordinator.parent_death import die_with_parent
+from coordinator.service.parent_death import die_with_parent
 from scripts.benchmarks.context import ROOT
 
 START_TIMEOUT_S = 60.0

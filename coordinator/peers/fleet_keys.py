@@ -23,15 +23,15 @@ from typing import Annotated
 
 from msgspec import Struct
 
-from coordinator import keys
 from coordinator.config import ConfigError, near_miss, write_atomically
 from coordinator.config.reading import read_table, read_toml
 from coordinator.config.values import Callers, kind, says, whole
 from coordinator.config.writing import text_with_allow
 from coordinator.core.permissions import ANYTHING, Permission
-from coordinator.keys import KeysError, PublicFile
+from coordinator.instances.registry import HOME_DEFAULT, Registry, UnknownInstanceError
 from coordinator.messenger import Role
-from coordinator.registry import HOME_DEFAULT, Registry, UnknownInstanceError
+from coordinator.peers import keys
+from coordinator.peers.keys import KeysError, PublicFile
 
 _Home = Annotated[str, kind("FOLDER", "a path"), says("Its registry folder, relative to the fleet's file.")]
 _Days = Annotated[int, whole(1, 36_500, "days")]

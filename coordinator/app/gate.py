@@ -17,8 +17,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from coordinator.app_connection import AppConnection
-from coordinator.app_secret import FILE_NAME, SECRET_FILE_VARIABLE
+from coordinator.app.connection import AppConnection
+from coordinator.app.secret import FILE_NAME, SECRET_FILE_VARIABLE
 from coordinator.limited_log import LimitedLog
 from coordinator.logs import Events
 from protocol.app_proof import (

@@ -6,12 +6,12 @@ import select
 import time
 from collections.abc import Mapping
 
-from coordinator import app_secret
-from coordinator.app_addresses import is_loopback
-from coordinator.app_connection import GONE, AppConnection
-from coordinator.app_gate import AppGate
-from coordinator.app_listener import AppListener
+from coordinator.app import secret as app_secret
+from coordinator.app.connection import GONE, AppConnection
+from coordinator.app.gate import AppGate
+from coordinator.app.listener import AppListener
 from coordinator.config import AppAuth, InstanceSettings
+from coordinator.config.app_hosts import is_loopback
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.limited_log import LimitedLog

@@ -10,20 +10,17 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import shutil
 import socket
 import stat
 from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from coordinator import app_secret, audit, clock, control, upgrade_mark
-from coordinator.app_addresses import LOCALHOST, SOCKET_FILE_NAME, hosts_of
 from coordinator.config import AppAuth, ConfigError, InstanceSettings, check_instance_name, near_miss, split_tcp
+from coordinator.config.app_hosts import LOCALHOST, hosts_of
 from coordinator.config.reading import check_settings, read_settings
 from coordinator.config.values import check_app
 from coordinator.config.writing import file_values, settings_text, text_with_app, write_atomically
-from coordinator.socket_paths import socket_path
 from protocol.errors import ImmortalError
 from protocol.file_lock import holder_of, open_lock, take
 from protocol.private_files import PUBLIC_FILE_MODE, make_folder, openness
@@ -31,7 +28,7 @@ from protocol.private_files import PUBLIC_FILE_MODE, make_folder, openness
 HOME_VARIABLE = "IMMORTAL_HOME"
 HOME_DEFAULT = ".immortal"
 _LOCK_FILE_NAME = ".lock"
-PUBLIC_KEYS_FILE_NAME = "public_keys"  # here, as coordinator.keys needs ZeroMQ, whose loading takes long
+PUBLIC_KEYS_FILE_NAME = "public_keys"  # here, as coordinator.peers.keys needs ZeroMQ, whose loading takes long
 LOCK_TIMEOUT_S = 10.0  # a change takes milliseconds
 _PORT_LOWEST = 15000  # below are the ports that well-known services take
 _PORT_TRIES_MAX = 500
@@ -115,7 +112,7 @@ class Registry:
         Raises ConfigError for a wrong value, RegistryError when the name is taken.
         """
         check_instance_name(name)
-        with self._locked():
+        with self.locked():
             path = self.path(name)
             if path.exists():
                 raise RegistryError(
@@ -154,44 +151,10 @@ class Registry:
                 taken.add(values[key])
         return values
 
-    def unregister(self, name: str, *, delete_log: bool = False) -> Path:
-        """Remove the settings of ``name``, its keys, and its log where that is asked for; returns the log's folder.
-
-        Raises RunningError while it runs.
-        """
-        from coordinator import keys, own_logs  # keys need ZeroMQ, whose loading takes longer than most commands
-
-        with self._locked():
-            try:
-                settings = self.load(name)
-            except ConfigError:
-                if delete_log:
-                    raise  # where the log is stands in the file that cannot be read
-                settings = None
-            folder = self.home / name
-            control.refuse_running(folder)
-            if delete_log and settings is not None:
-                _delete_log(settings)
-                audit.remove(folder)
-                clock.remove(folder)
-            if settings is not None and not (settings.log / "data.mdb").exists():
-                own_logs.remove(folder)
-            self.path(name).unlink(missing_ok=True)
-            control.path(folder).unlink(missing_ok=True)
-            control.supervisor_path(folder).unlink(missing_ok=True)
-            app_secret.remove(folder)
-            keys.remove(folder)
-            control.socket_path(folder).unlink(missing_ok=True)
-            socket_path(folder, SOCKET_FILE_NAME).unlink(missing_ok=True)
-            upgrade_mark.clear(folder)
-            with contextlib.suppress(OSError):
-                folder.rmdir()  # stays where it still holds the log
-        return settings.log if settings is not None else folder / "log"
-
     def remember_app(self, name: str, app: str) -> InstanceSettings:
         """Write down ``app`` ("module:Class") as the one that ``name`` was last run with."""
         check_app(app)
-        with self._locked():
+        with self.locked():
             settings = self.load(name)
             if settings.app == app:
                 return settings
@@ -230,7 +193,7 @@ class Registry:
         self._looked_at = True
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """One change of the registry at a time, so that two registers never take the same name or port."""
         try:
             make_folder(self.home)
@@ -270,16 +233,6 @@ class Registry:
         for other in self._readable():
             if os.path.realpath(other.log) == os.path.realpath(settings.log):
                 raise RegistryError(f"{settings.log} is the log folder of {other.name!r}: each instance needs its own")
-
-
-def _delete_log(settings: InstanceSettings) -> None:
-    """Remove the log's files. The folder itself goes only if it holds nothing else: it may have been given by hand."""
-    for file in ("data.mdb", "journal", "journal.new", "high-water-mark", "lock.mdb", "lock"):
-        (settings.log / file).unlink(missing_ok=True)
-    if settings.log == settings.folder / "log":
-        shutil.rmtree(settings.log, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        settings.log.rmdir()
 
 
 def free_port(hosts: Sequence[str], taken: Set[int]) -> int:

@@ -2,7 +2,7 @@
 
 A coordinator writes <folder>/coordinator.json when it is ready to answer, and `immortal run` <folder>/supervisor.json
 when it can be told to stop and to restart (protocol.process_file). It answers at a Unix socket, <folder>/control.sock,
-to its own user and to root (coordinator.control_server).
+to its own user and to root (coordinator.operator.control_server).
 
 Question and answer are JSON behind a size of 4 bytes, little endian. Each connection carries one of each.
 
@@ -21,8 +21,7 @@ from typing import Any
 
 import msgspec
 
-from coordinator import socket_paths
-from coordinator.config import write_atomically
+from coordinator.config import socket_paths, write_atomically
 from protocol import process_file
 from protocol.errors import ImmortalError
 from protocol.private_files import PUBLIC_FILE_MODE, make_folder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from coordinator.audit import AuditLog
+from coordinator.audit.audit_log import AuditLog
 from coordinator.messenger import Counters, Role, Security
 
 _READ_ONLY = frozenset({"status", "peers", "clock"})  # verbs that change nothing

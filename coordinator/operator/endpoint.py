@@ -7,11 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from coordinator import operator_verbs
-from coordinator.app_endpoint import AppEndpoint
-from coordinator.auditor import Auditor
+from coordinator.app.endpoint import AppEndpoint
+from coordinator.audit.auditor import Auditor
 from coordinator.clock import InstanceClock
-from coordinator.control_server import Asked
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.errors import LogError
@@ -19,8 +17,10 @@ from coordinator.core.interfaces import LogStore
 from coordinator.core.machine import Machine
 from coordinator.fault_points import FaultPoint, reach
 from coordinator.log_writer import LogWriter
-from coordinator.operator_verbs import VerbError
-from coordinator.peer_endpoint import PeerEndpoint
+from coordinator.operator import verbs as operator_verbs
+from coordinator.operator.control_server import Asked
+from coordinator.operator.verbs import VerbError
+from coordinator.peers.endpoint import PeerEndpoint
 
 
 class OperatorEndpoint:

@@ -6,20 +6,20 @@ import functools
 import time
 from collections.abc import Callable, Mapping
 
-from coordinator.auditor import Auditor
+from coordinator.audit.auditor import Auditor
 from coordinator.config import InstanceSettings
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.permissions import Permission
-from coordinator.discovery import Discovery, Routes
 from coordinator.earliest import earliest
 from coordinator.fault_points import FaultPoint, reach
+from coordinator.instances.registry import Registry
 from coordinator.limited_log import LimitedLog
 from coordinator.logs import Events
 from coordinator.messenger import ClientRoute, Messenger, Received
-from coordinator.peer_retries import PeerRetries
-from coordinator.peer_security import PeerSecurity
-from coordinator.registry import Registry
+from coordinator.peers.discovery import Discovery, Routes
+from coordinator.peers.retries import PeerRetries
+from coordinator.peers.security import PeerSecurity
 from protocol.client import decode_client_frame, encode_client_frame
 from protocol.errors import RemoteProtocolError
 from protocol.peer import FrameType, PeerFrame, decode_frame, encode_frame

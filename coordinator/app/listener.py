@@ -19,13 +19,13 @@ from collections import deque
 from collections.abc import Mapping, Set
 from pathlib import Path
 
-from coordinator.app_addresses import UNIX, family_of, host_port, hosts_of
-from coordinator.app_connection import AppConnection
-from coordinator.app_dialer import AppDialer
+from coordinator.app.connection import AppConnection
+from coordinator.app.dialer import AppDialer
 from coordinator.config import AppSendMode, InstanceSettings
+from coordinator.config.app_hosts import UNIX, family_of, host_port, hosts_of
+from coordinator.config.socket_paths import secure_folder
 from coordinator.limited_log import LimitedLog
 from coordinator.logs import Events
-from coordinator.socket_paths import secure_folder
 from protocol.errors import ImmortalError
 
 SOCKET_BUFFER_SIZE_BYTES = 1 << 20

@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 
-from coordinator.app_addresses import family_of, host_port
+from coordinator.config.app_hosts import family_of, host_port
 from coordinator.logs import Events
 
 ATTEMPT_TIMEOUT_S = 5.0  # a loopback answers at once; another address may never

@@ -13,13 +13,11 @@ import socket
 import sys
 import time
 
-from coordinator import control, descriptors, own_logs, upgrade_mark
-from coordinator.app_endpoint import AppEndpoint
-from coordinator.audit import AuditLog
-from coordinator.auditor import Auditor
+from coordinator.app.endpoint import AppEndpoint
+from coordinator.audit.audit_log import AuditLog
+from coordinator.audit.auditor import Auditor
 from coordinator.clock import LOOK_NS, InstanceClock
 from coordinator.config import InstanceSettings
-from coordinator.control_server import ControlServer
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.errors import DamagedLogError, DivergenceError, LogFormatError, LogIdentityError
@@ -29,18 +27,22 @@ from coordinator.core.machine import Machine
 from coordinator.driver.turn import Driver
 from coordinator.earliest import earliest
 from coordinator.fault_points import FaultPoint, reach
-from coordinator.foreign_state import PickleRefusedError
+from coordinator.instances import own_logs, upgrade_mark
+from coordinator.instances.foreign_state import PickleRefusedError
+from coordinator.instances.registry import Registry
 from coordinator.limited_log import LimitedLog
 from coordinator.log.authentication import LogKeyError
 from coordinator.log.modes import tighten_log
 from coordinator.log_endpoint import LogEndpoint
 from coordinator.log_writer import LogWriter
 from coordinator.logs import Events
-from coordinator.operator_endpoint import OperatorEndpoint
-from coordinator.peer_endpoint import PeerEndpoint
-from coordinator.peer_security import insecurity
-from coordinator.registry import Registry
-from coordinator.stop_requests import StopRequests
+from coordinator.operator import control
+from coordinator.operator.control_server import ControlServer
+from coordinator.operator.endpoint import OperatorEndpoint
+from coordinator.peers.endpoint import PeerEndpoint
+from coordinator.peers.security import insecurity
+from coordinator.service import descriptors
+from coordinator.service.stop_requests import StopRequests
 from protocol import compiled
 from protocol.allocator import keep_freed_memory
 from protocol.errors import ImmortalError

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from coordinator.config import ConfigError, InstanceSettings, check_instance_name
 from coordinator.config.values import NAME_PLACE
-from coordinator.registry import Registry, UnknownInstanceError
+from coordinator.instances.registry import Registry, UnknownInstanceError
 from protocol.errors import ImmortalError
 
 LOOK_NS = 2_000_000_000  # between two looks while all is well: a few stats for each peer

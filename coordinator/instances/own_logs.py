@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.config import LOG_KEY_FILE, InstanceSettings, write_atomically
 from coordinator.core.interfaces import LogStore
-from coordinator.foreign_state import refuse_pickle_in
+from coordinator.instances.foreign_state import refuse_pickle_in
 from coordinator.log import LmdbLogStore, LogIdentity, LogReader, create_log, log_exists
 from coordinator.log import open_log as open_log_folder
 from coordinator.log import open_reader as open_folder_reader
@@ -25,7 +25,7 @@ from coordinator.log.authentication import KEY_SIZE_BYTES, LogKey, LogKeyError, 
 if TYPE_CHECKING:
     from coordinator.log.verify import LogVerification
 
-FOLDER_NAME = "keys"  # with the pairs of coordinator.keys
+FOLDER_NAME = "keys"  # with the pairs of coordinator.peers.keys
 KEY_FILE_NAME = "log_key"
 OWN_LOGS_FILE_NAME = "own_logs"
 _AUTHENTICATED = "authenticated"

@@ -1,4 +1,4 @@
-"""Where a running coordinator is asked: a Unix socket, for its own user and root. coordinator.control has the bytes.
+"""Where a running coordinator is asked: a Unix socket, for its own user and root. operator/control.py has the bytes.
 
 connected --its question, whole--> asked --the answer--> told --all of it taken--> closed
           --anything else, or too slow-------------> closed
@@ -24,7 +24,8 @@ from pathlib import Path
 
 import msgspec
 
-from coordinator.control import (
+from coordinator.config.socket_paths import secure_folder, short_path
+from coordinator.operator.control import (
     ANSWER_SIZE_BYTES_MAX,
     QUESTION_SIZE_BYTES_MAX,
     SIZE_SIZE_BYTES,
@@ -34,7 +35,6 @@ from coordinator.control import (
     socket_path,
     with_size,
 )
-from coordinator.socket_paths import secure_folder, short_path
 from protocol.private_files import make_folder
 
 CONNECTIONS_MAX = 16  # at once: commands of one operator, and the metrics
@@ -95,7 +95,7 @@ class ControlServer:
         """Begin to answer; where. For who holds the lock of the log: what was there before is replaced.
 
         A folder that can have no socket, or whose name is too long for one, lends its place to a short one
-        (coordinator.socket_paths). Raises ControlError.
+        (coordinator.config.socket_paths). Raises ControlError.
         """
         try:
             make_folder(self._folder)

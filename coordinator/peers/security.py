@@ -13,13 +13,13 @@ from datetime import date
 
 from msgspec import structs
 
-from coordinator import keys
-from coordinator.app_addresses import is_loopback
 from coordinator.config import InstanceSettings, split_tcp
+from coordinator.config.app_hosts import is_loopback
 from coordinator.core.permissions import Permission
-from coordinator.keys import KeysError, PublicFile
+from coordinator.instances.registry import Registry
 from coordinator.messenger import KeyPair, Role, Security
-from coordinator.registry import Registry
+from coordinator.peers import keys
+from coordinator.peers.keys import KeysError, PublicFile
 from protocol.errors import ImmortalError
 
 LOOK_NS = 1_000_000_000  # between two looks: a stat for each instance of the registry

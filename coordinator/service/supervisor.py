@@ -38,12 +38,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import FrameType
 
-from coordinator import app_secret
+from coordinator.app import secret as app_secret
 from coordinator.config import AppAuth, InstanceSettings, override
-from coordinator.control import READY_VARIABLE
 from coordinator.logs import Events
-from coordinator.parent_death import die_with_parent
-from coordinator.stop_requests import StopRequests
+from coordinator.operator.control import READY_VARIABLE
+from coordinator.service.parent_death import die_with_parent
+from coordinator.service.stop_requests import StopRequests
 
 APP_ADDRESS_VARIABLE = "IMMORTAL_APP_ADDRESS"
 STATUS_HANDLER_FAILED = 70

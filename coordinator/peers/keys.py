@@ -19,8 +19,8 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 
 from coordinator.config import write_atomically
+from coordinator.instances.registry import PUBLIC_KEYS_FILE_NAME
 from coordinator.messenger.security import KeyPair, Role
-from coordinator.registry import PUBLIC_KEYS_FILE_NAME
 from protocol.errors import ImmortalError
 from protocol.private_files import PUBLIC_FILE_MODE, make_folder
 
