@@ -12,7 +12,7 @@ from protocol import compiled
 
 _PLACES = {
     "audit": "coordinator.cli.audit:audit",
-    "bench": "coordinator.cli.bench:bench",
+    "bench": "bench.cli:bench",
     "call": "coordinator.cli.call:call",
     "checkpoint": "coordinator.cli.operate:checkpoint",
     "clock": "coordinator.cli.clock:clock",

@@ -13,8 +13,8 @@ from subprocess import Popen
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from coordinator.bench.calls import processes_of, running
-from coordinator.bench.processes import BenchError, Service, cpu_s, register, start_module
+from bench.calls import processes_of, running
+from bench.processes import BenchError, Service, cpu_s, register, start_module
 from protocol import compiled
 from scripts.benchmarks.apps import CHAINS
 from scripts.benchmarks.context import Context
@@ -171,7 +171,7 @@ class GrpcStreams:
 
 @contextlib.contextmanager
 def grpc_streams(senders: int = 1, receivers: int = 1) -> Iterator[GrpcStreams]:
-    module = "coordinator.bench.grpc_stream"
+    module = "scripts.benchmarks.rivals.grpc_stream"
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(start_module(module, "server")) for _ in range(receivers)]
         addresses = []

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from coordinator.bench import trim as bench_trim
+from bench import trim as bench_trim
 from coordinator.cli import main
 from coordinator.core.clock import RunningTime
 from coordinator.core.interfaces import CheckpointHeader, Transaction

@@ -24,7 +24,7 @@ import msgspec
 import pytest
 import zmq
 
-from coordinator.bench.latency import percentile
+from bench.latency import percentile
 from coordinator.messenger import Messenger, Security
 from coordinator.messenger.envelope import encode_message
 from coordinator.messenger.security import Role, connect_with

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from coordinator.bench.processes import BenchError
+from bench.processes import BenchError
 from coordinator.service.parent_death import die_with_parent
 from scripts.benchmarks.context import ROOT
 

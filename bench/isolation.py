@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordinator.bench.isolation_apps import RECEIVERS
-from coordinator.bench.processes import BenchError, Service, register
-from coordinator.bench.state import final_state
+from bench.isolation_apps import RECEIVERS
+from bench.processes import BenchError, Service, register
+from bench.state import final_state
 from coordinator.operator import control
 
 HUB = "hub"
@@ -74,8 +74,8 @@ def measure_isolation(
 ) -> IsolationResult:
     """``folder``: where the logs go, the system's temporary folder by default. Raises BenchError."""
     with tempfile.TemporaryDirectory(prefix="immortal-bench-", dir=folder) as home:
-        apps = {HUB: "coordinator.bench.isolation_apps:Hub"}
-        apps |= dict.fromkeys(RECEIVERS, "coordinator.bench.isolation_apps:Receiver")
+        apps = {HUB: "bench.isolation_apps:Hub"}
+        apps |= dict.fromkeys(RECEIVERS, "bench.isolation_apps:Receiver")
         services = register(Path(home), apps, {})
         with (Path(home) / f"{HUB}.toml").open("a") as settings:
             settings.write(TUNING)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from appsdk.state.schema import decode_envelope
-from coordinator.bench.processes import BenchError, Service
+from bench.processes import BenchError, Service
 from coordinator.log import open_reader
 
 

@@ -8,7 +8,7 @@ import msgspec
 
 from appsdk import Immortal, peer, rpc
 from appsdk.testing import Environment
-from coordinator.bench.turns import IDLE_PEERS, TurnCosts
+from bench.turns import IDLE_PEERS, TurnCosts
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.machine import Machine

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordinator.bench.latency import percentile
-from coordinator.bench.processes import BenchError
+from bench.latency import percentile
+from bench.processes import BenchError
 from coordinator.core.effects import Commit
 from coordinator.core.events import Committed
 from coordinator.core.interfaces import CheckpointHeader, Transaction

@@ -1,32 +1,27 @@
-"""Awaited calls between two services with durable logs, beside grpcio's unary calls, which keep nothing.
+"""Awaited calls between two services with durable logs, beside what the disk alone takes.
 
-All processes are up from beginning to end and take turns, so that what else the machine does meets all of them alike.
-A column of figures is one implementation at one number of calls outstanding; a ratio is taken within each turn.
+Both take turns, so that what else the machine does meets them alike.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from subprocess import Popen
 from types import MappingProxyType
 
-from coordinator.bench.call_workload import Measured, Run, decode_measured, encode_run
-from coordinator.bench.disk import append_latencies
-from coordinator.bench.latency import percentile
-from coordinator.bench.processes import BenchError, Service, cpu_s, register, start_module
-from coordinator.bench.turns import TurnCosts, measure_turns
+from bench.call_workload import Measured, Run, decode_measured, encode_run
+from bench.disk import append_latencies
+from bench.latency import percentile
+from bench.processes import BenchError, Service, cpu_s, register
+from bench.turns import TurnCosts, measure_turns
 
-CALL_APPS = {"caller": "coordinator.bench.call_apps:Caller", "callee": "coordinator.bench.call_apps:Callee"}
-IMMORTAL, GRPC_ASYNCIO, GRPC_THREADS = "immortal", "grpc asyncio", "grpc threads"
-GRPC_INSTALL = "pip install 'immortal[bench]'"
-THREADS_OUTSTANDING_MAX = 1  # with more, its figures are those of the threads
+CALL_APPS = {"caller": "bench.call_apps:Caller", "callee": "bench.call_apps:Callee"}
+IMMORTAL = "immortal"
 WARM_UP_CALLS = 200
 DISK_BLOCK_SIZE_BYTES = 4 << 10  # about what the commit of a small record writes
 
@@ -40,9 +35,8 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """``cpu_us_per_call``: of all its processes together, and by process."""
+    """One number of calls outstanding. ``cpu_us_per_call``: of all processes together, and by process."""
 
-    implementation: str
     outstanding: int
     calls: int  # in all turns
     p50_us: Spread
@@ -53,26 +47,13 @@ class Column:
 
 
 @dataclass(frozen=True, slots=True)
-class Ratio:
-    """Immortal's figures by those of ``against``."""
-
-    against: str
-    outstanding: int
-    p50: Spread
-    p99: Spread
-    calls_per_s: Spread
-
-
-@dataclass(frozen=True, slots=True)
 class CallResults:
     size_bytes: int
     repeats: int
     columns: list[Column]
-    ratios: list[Ratio]
     disk_p50_us: Spread  # append and fdatasync of DISK_BLOCK_SIZE_BYTES
     disk_p99_us: Spread
     turns: TurnCosts
-    grpcio: str | None  # its version; None: it is not installed
 
 
 class Caller:
@@ -120,47 +101,30 @@ def run_call_benchmark(
 
     ``folder``: where the logs go, the system's temporary folder by default. Raises BenchError.
     """
-    with tempfile.TemporaryDirectory(prefix="immortal-bench-", dir=folder) as home, contextlib.ExitStack() as stack:
-        callers = [stack.enter_context(immortal_caller(Path(home) / "home"))]
-        grpcio = grpcio_version()
-        if grpcio is not None:
-            callers += [stack.enter_context(grpc_caller(name)) for name in (GRPC_ASYNCIO, GRPC_THREADS)]
+    with (
+        tempfile.TemporaryDirectory(prefix="immortal-bench-", dir=folder) as home,
+        immortal_caller(Path(home) / "home") as caller,
+    ):
         columns: list[Column] = []
-        ratios: list[Ratio] = []
         disk: list[list[float]] = []
         for count in outstanding:
-            turns: dict[str, list[Measured]] = {
-                caller.name: [] for caller in callers if caller.name != GRPC_THREADS or count <= THREADS_OUTSTANDING_MAX
-            }
-            taking_part = [caller for caller in callers if caller.name in turns]
-            rates = {}
-            for caller in taking_part:
-                progress(f"{caller.name}, {count} outstanding: warming up")
-                rates[caller.name] = warm_up(caller, count, size_bytes, seconds)
-                caller.cpu_s = dict.fromkeys(caller.cpu_s, 0.0)
+            progress(f"{count} outstanding: warming up")
+            rate = warm_up(caller, count, size_bytes, seconds)
+            caller.cpu_s = dict.fromkeys(caller.cpu_s, 0.0)
+            turns: list[Measured] = []
             for turn in range(repeats):
+                progress(f"{count} outstanding: {turn + 1} of {repeats}")
                 disk.append(append_latencies(Path(home), DISK_BLOCK_SIZE_BYTES))
-                for caller in taking_part:
-                    progress(f"{caller.name}, {count} outstanding: {turn + 1} of {repeats}")
-                    run = run_for(count, size_bytes, rates[caller.name], seconds)
-                    turns[caller.name].append(caller.run(run))
-            columns += [_column(caller, count, turns[caller.name]) for caller in taking_part]
-            ratios += [_ratio(name, count, turns[IMMORTAL], turns[name]) for name in turns if name != IMMORTAL]
+                turns.append(caller.run(run_for(count, size_bytes, rate, seconds)))
+            columns.append(_column(caller, count, turns))
         return CallResults(
             size_bytes,
             repeats,
             columns,
-            ratios,
             _spread([1e6 * percentile(ordered, 50) for ordered in disk]),
             _spread([1e6 * percentile(ordered, 99) for ordered in disk]),
             measure_turns(),
-            grpcio,
         )
-
-
-def grpcio_version() -> str | None:
-    """Of the package that is installed; None: there is none."""
-    return version("grpcio") if importlib.util.find_spec("grpc") else None
 
 
 def run_for(outstanding: int, size_bytes: int, calls_per_s: float, seconds: float) -> Run:
@@ -180,7 +144,6 @@ def _column(caller: Caller, outstanding: int, turns: list[Measured]) -> Column:
     calls = sum(one.calls for one in turns)
     by_process = {name: 1e6 * spent_s / calls for name, spent_s in caller.cpu_s.items()}
     return Column(
-        caller.name,
         outstanding,
         calls,
         _spread([one.p50_us for one in turns]),
@@ -188,17 +151,6 @@ def _column(caller: Caller, outstanding: int, turns: list[Measured]) -> Column:
         _spread([one.calls_per_s for one in turns]),
         sum(by_process.values()),
         by_process,
-    )
-
-
-def _ratio(against: str, outstanding: int, ours: list[Measured], theirs: list[Measured]) -> Ratio:
-    pairs = list(zip(ours, theirs, strict=True))
-    return Ratio(
-        against,
-        outstanding,
-        _spread([our.p50_us / their.p50_us for our, their in pairs]),
-        _spread([our.p99_us / their.p99_us for our, their in pairs]),
-        _spread([our.calls_per_s / their.calls_per_s for our, their in pairs]),
     )
 
 
@@ -250,21 +202,3 @@ def processes_of(services: Mapping[str, Service]) -> dict[str, Popen[str]]:
 def _check_alive(services: Mapping[str, Service]) -> None:
     for service in services.values():
         service.check_alive()
-
-
-@contextlib.contextmanager
-def grpc_caller(name: str, relays: int = 0) -> Iterator[Caller]:
-    """``relays``: servers between the client and the one that answers; only with asyncio."""
-    kind = name.removeprefix("grpc ")
-    with contextlib.ExitStack() as stack:
-        servers: dict[str, Popen[str]] = {}
-        address = ""
-        for index in range(relays + 1):
-            server = stack.enter_context(
-                start_module("coordinator.bench.grpc_echo", "server", kind, *([address] if address else []))
-            )
-            if server.stdout is None or not (address := server.stdout.readline().strip()):
-                raise BenchError(f"the server of {name} did not start")
-            servers[f"server {index + 1}" if relays else "server"] = server
-        client = stack.enter_context(start_module("coordinator.bench.grpc_echo", "client", kind, address))
-        yield Caller(name, {"client": client, **servers}, lambda: None)

@@ -1,6 +1,6 @@
 """How long a checkpoint holds up the handlers, and what they do meanwhile: checkpoint="inline" against "fork".
 
-    .venv/bin/python scripts/measure_snapshot.py [SHAPE ...] [--size-mib N]
+    .venv/bin/python -m scripts.benchmarks.snapshot [SHAPE ...] [--size-mib N]
 
 SHAPE: "large" (a dict of 1 KiB strings), "small" (a dict from short strings to numbers). The app is a real one; the
 coordinator is a script at the other end of its socket that keeps calls under way and reads what comes back.
@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from appsdk import Immortal, peer, rpc
 from appsdk.testing.wire import call, control, initial_record, logged
@@ -193,8 +191,8 @@ def measure(cls: str, shape: str, size_mib: int) -> Measured:
     """``cls``: "Inline" or "Fork"."""
     listener = socket.create_server(("127.0.0.1", 0))
     address = f"127.0.0.1:{listener.getsockname()[1]}"
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "PYTHONHASHSEED": "0"}
-    command = [sys.executable, __file__, "--app", cls, "--address", address]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONHASHSEED": "0"}
+    command = [sys.executable, "-m", "scripts.benchmarks.snapshot", "--app", cls, "--address", address]
     app = subprocess.Popen(command, env=environment)
     try:
         connection, _ = listener.accept()

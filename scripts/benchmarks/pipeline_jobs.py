@@ -1,4 +1,7 @@
-"""How long an audit takes: a made-up fleet, its export, the audit of both. `python -m pipeline.jobs.bench`."""
+"""How long an audit takes: a made-up fleet, its export, the audit of both.
+
+python -m scripts.benchmarks.pipeline_jobs
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from coordinator.bench.failing import FailingResult
+from bench.failing import FailingResult
 
 
 def print_failing(results: Sequence[FailingResult]) -> None:

@@ -1,4 +1,7 @@
-"""How fast the data source is on this machine: `python -m pipeline.bench`. Makes its logs in a folder of its own."""
+"""How fast the pipeline's data source is on this machine. Makes its logs in a folder of its own.
+
+python -m scripts.benchmarks.pipeline_source
+"""
 
 from __future__ import annotations
 
@@ -171,7 +174,14 @@ class LiveWriter:
     """A process that writes a log beside us."""
 
     def __init__(self, folder: Path, load: Load) -> None:
-        command = [sys.executable, "-m", "pipeline.bench", "write", str(folder), *map(str, astuple(load))]
+        command = [
+            sys.executable,
+            "-m",
+            "scripts.benchmarks.pipeline_source",
+            "write",
+            str(folder),
+            *map(str, astuple(load)),
+        ]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.process.stdout.readline()  # the log is there

@@ -18,7 +18,7 @@ CHAINS = 16
 
 
 class Receiver(Immortal):
-    sender = peer("coordinator.bench.apps:Sender", "sender")
+    sender = peer("bench.apps:Sender", "sender")
     run: int
     calls: int
     received_bytes: int

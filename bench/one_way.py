@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator.bench.apps import CHAINS, PLAN_VARIABLE
-from coordinator.bench.disk import append_rate
-from coordinator.bench.processes import BenchError, Service, register
+from bench.apps import CHAINS, PLAN_VARIABLE
+from bench.disk import append_rate
+from bench.processes import BenchError, Service, register
 from coordinator.config import LOG_KEY_FILE
 from coordinator.log import open_reader
 from protocol.record import decode_header
@@ -95,7 +95,7 @@ def _running(
 ) -> Iterator[dict[str, Service]]:
     services = register(
         home,
-        {"receiver": "coordinator.bench.apps:Receiver", "sender": "coordinator.bench.apps:Sender"},
+        {"receiver": "bench.apps:Receiver", "sender": "bench.apps:Sender"},
         {PLAN_VARIABLE: json.dumps(plan)},
         curve=curve,
         log_key=LOG_KEY_FILE if log_key else None,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from coordinator.bench.calls import DISK_BLOCK_SIZE_BYTES, GRPC_INSTALL, CallResults, Spread
-from coordinator.bench.turns import IDLE_PEERS
+from bench.calls import DISK_BLOCK_SIZE_BYTES, CallResults, Spread
+from bench.turns import IDLE_PEERS
 
 
 def print_calls(results: CallResults) -> None:
@@ -14,25 +14,15 @@ def print_calls(results: CallResults) -> None:
     table = Table(
         title=f"calls of {results.size_bytes} B that wait for their answers: median, lowest-highest", show_lines=True
     )
-    for heading in ("waiting", "", "p50, µs", "p99, µs", "calls/s", "CPU, µs/call"):
-        table.add_column(heading, justify="left" if not heading else "right")
+    for heading in ("waiting", "p50, µs", "p99, µs", "calls/s", "CPU, µs/call"):
+        table.add_column(heading, justify="right")
     for column in results.columns:
         table.add_row(
             f"{column.outstanding}",
-            column.implementation,
             *(_spread_in_words(one) for one in (column.p50_us, column.p99_us, column.calls_per_s)),
             f"{column.cpu_us_per_call:,.1f}",
         )
     console.print(table)
-    for ratio in results.ratios:
-        console.print(
-            f"{ratio.outstanding} waiting, immortal by {ratio.against}: p50 {ratio.p50.median:.2f} times, "
-            f"p99 {ratio.p99.median:.2f} times, calls/s {ratio.calls_per_s.median:.2f} times"
-        )
-    if results.grpcio is None:
-        console.print(f"gRPC beside it: {GRPC_INSTALL}", markup=False)
-    else:
-        console.print(f"immortal: both logs durable. gRPC (grpcio {results.grpcio}): nothing is kept")
     console.print(
         f"the disk alone: append + fdatasync of {DISK_BLOCK_SIZE_BYTES >> 10} KiB: p50 "
         f"{results.disk_p50_us.median:,.0f} µs, p99 {results.disk_p99_us.median:,.0f} µs"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from coordinator.bench.fleet import FleetResult
+from bench.fleet import FleetResult
 from coordinator.cli.common import echo
 
 

@@ -1,6 +1,6 @@
 """Many messages with forced retries through the messenger: how often each was delivered, and what tracking them takes.
 
-    .venv/bin/python scripts/measure_messenger.py [--messages N] [--cut-every N] [--json]
+    .venv/bin/python -m scripts.benchmarks.messenger [--messages N] [--cut-every N] [--json]
 
 Between sender and receiver stands a proxy that cuts the connection every so many messages, in the middle of whatever is
 on its way. Besides, some replies come late, later than the sender waits before it sends again. Status 3: a message was
@@ -17,9 +17,6 @@ import sys
 import threading
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from coordinator.messenger import Messenger, Received, RetryPolicy
 from tests.helpers.proxy import FaultProxy

@@ -1,7 +1,7 @@
 """What one-way calls are compared with: grpcio's streams of requests. Nothing of it is durable.
 
-``python -m coordinator.bench.grpc_stream server`` prints its address; ``... client ADDRESS ...`` reads plans from
-standard input, a line of JSON each, and answers with what the servers counted.
+``python -m scripts.benchmarks.rivals.grpc_stream server`` prints its address; ``... client ADDRESS ...`` reads plans
+from standard input, a line of JSON each, and answers with what the servers counted.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from coordinator.bench.isolation import OTHERS, RATE, IsolationResult
+from bench.isolation import OTHERS, RATE, IsolationResult
 from coordinator.cli.common import echo
 
 

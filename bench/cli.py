@@ -10,17 +10,17 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from coordinator.bench.call_workload import NUMBER_SIZE_BYTES
-from coordinator.bench.calls import run_call_benchmark
-from coordinator.bench.failing import measure_failing
-from coordinator.bench.fleet import measure_fleet
-from coordinator.bench.isolation import measure_isolation
-from coordinator.bench.one_way import OneWay, Results, run_benchmark
-from coordinator.bench.trim import TrimResult, measure_trimming
-from coordinator.cli.bench_calls import print_calls
-from coordinator.cli.bench_failing import print_failing
-from coordinator.cli.bench_fleet import print_fleet
-from coordinator.cli.bench_isolation import as_dict, print_isolation
+from bench.call_workload import NUMBER_SIZE_BYTES
+from bench.calls import run_call_benchmark
+from bench.cli_calls import print_calls
+from bench.cli_failing import print_failing
+from bench.cli_fleet import print_fleet
+from bench.cli_isolation import as_dict, print_isolation
+from bench.failing import measure_failing
+from bench.fleet import measure_fleet
+from bench.isolation import measure_isolation
+from bench.one_way import OneWay, Results, run_benchmark
+from bench.trim import TrimResult, measure_trimming
 from coordinator.cli.common import echo
 
 FLEET_SIZE_MAX = 1000  # of some 60 MiB each
@@ -82,7 +82,7 @@ def _states(context: click.Context, parameter: click.Parameter, value: str) -> l
     callback=_states,
     help="With --failing: sizes of the service's state, in MiB.",
 )
-@click.option("--calls", is_flag=True, help="Measure instead calls that wait for their answers, beside gRPC's.")
+@click.option("--calls", is_flag=True, help="Measure instead calls that wait for their answers.")
 @click.option(
     "--outstanding",
     default="1,64,1000",
