@@ -12,10 +12,10 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from appsdk.determinism.excepts import INSTEAD, suppressed, swallowed
-from appsdk.determinism.rules import AWAIT, AWAIT_OR_FORK, IN_A_STEP, NOT_BEGUN, REFUSED, Rule
+from appsdk.determinism.rules import AWAIT, AWAIT_OR_FORK, IN_A_STEP, NOT_BEGUN, REFUSED, Rule, Rules
 from appsdk.determinism.values import (
     Bound,
     Instance,
@@ -37,9 +37,6 @@ from appsdk.determinism.values import (
 from appsdk.determinism.waits import METHODS, useless_awaitables
 from appsdk.effects.options import Effects
 from appsdk.handlers.decorators import Handler
-
-if TYPE_CHECKING:
-    from appsdk.determinism.check import Search
 
 _OPTED_OUT = re.compile(r"#\s*immortal:\s*deterministic\b")
 _ORDER_FREE = frozenset({sorted, min, max, sum, len, any, all, set, frozenset, bool})
@@ -89,11 +86,22 @@ def _closure(function: FunctionType) -> Iterator[tuple[str, Any]]:
             yield name, cell.cell_contents
 
 
+class Follower(Protocol):
+    """Who is told what a reader finds: places, and what to read next. ``apps`` are the classes that are checked."""
+
+    apps: tuple[type, ...]
+    rules: Rules
+
+    def add(self, code: CodeType, line: int, what: str, instead: str) -> None: ...
+    def follow(self, value: Value) -> None: ...
+    def making(self, cls: type) -> Iterator[tuple[str, Value]]: ...
+
+
 class Reader(ast.NodeVisitor):
     """Reads one function."""
 
     def __init__(
-        self, search: Search, source: Source, function: FunctionType, receiver: Value, node: FunctionNode
+        self, search: Follower, source: Source, function: FunctionType, receiver: Value, node: FunctionNode
     ) -> None:
         self._search = search
         self._source = source

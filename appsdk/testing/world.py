@@ -47,8 +47,8 @@ class World:
         self.fail_alone = fail_alone
         self.seed = seed
         self.crashes = crashes
-        self.network = Network(self)
         self.nodes: dict[str, Node] = {}
+        self.network = Network(self.nodes)
         self.reports: list[tuple[str, str]] = []  # (instance, a warning of its coordinator's)
         self.is_closed = False
         self._random = None if order is None else random.Random(order)  # noqa: S311 (from a seed)
