@@ -77,8 +77,8 @@ class Failures:
         self._rows: dict[int, _Row] = {}  # by method ID
         self._tripped: set[int] = set()
         self._repeating: MessageKey | None = None  # a rewind is on its way up to there
-        context.tasks.verdicts = self.known
-        context.tasks.tell = self._tell
+        context.tasks.handler_runs.verdicts = self.known
+        context.tasks.handler_runs.tell = self._tell
 
     def know(self, verdicts: Sequence[Verdict]) -> None:
         """The coordinator has told them."""
@@ -124,7 +124,7 @@ class Failures:
     def answer(self, verdict: Verdict, message: bytes) -> None:
         """Tell who waits for ``message``, if anybody does."""
         if (caller := who_waits(message)) is not None:
-            self._context.tasks.answer_verdict(verdict, caller)
+            self._context.tasks.answers.answer_verdict(verdict, caller)
 
     def handling(self, sequence_id: int, message_index: int, message: bytes) -> Handling:
         """What is about to be handled."""

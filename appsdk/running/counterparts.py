@@ -248,7 +248,7 @@ class Counterparts:
         """What waits under ``own`` is found by ``number`` from here on. Timers and events are found without."""
         operation = self._tasks.calls.get(own) or self._tasks.effects.get(own)
         if operation is not None:
-            operation.unregister()
+            self._tasks.unregister(operation)
             operation.number = number
-            operation.register()
+            self._tasks.register(operation)
             self._tasks.renumbered(own, number)

@@ -1,4 +1,4 @@
-"""Effects that handlers wait for, their ``self.effect``, and the results that the log brings.
+"""Effects that handlers wait for, and the results that the log brings.
 
 A result is an impulse to oneself, with EFFECT_METHOD_ID and [number, what, detail, whether it raised, value]: ``what``
 and ``detail`` are those of the journal, so that it is never taken for the result of another effect.
@@ -8,28 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import replace
-from datetime import timedelta
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from appsdk.calls.codec import encoder
 from appsdk.calls.context import Context
 from appsdk.calls.outbox import make_writer
-from appsdk.effects.options import EffectOptions, Effects, Retry
+from appsdk.effects.options import EffectOptions
 from appsdk.effects.request import EffectFunction, EffectRequest, EffectRunner
-from appsdk.errors import UsageError
-from appsdk.handlers.decorators import EFFECT_METHOD_ID, checked_raises
+from appsdk.handlers.decorators import EFFECT_METHOD_ID
 from appsdk.state.journal import WAYS_OUT, JournalError, described
-from appsdk.waiting.operations import Operation
+from appsdk.waiting.operations import Operation, Owner
 from protocol.checksum import crc64
 from protocol.messages import RpcType
-
-if TYPE_CHECKING:
-    from appsdk.waiting.task import Task
 
 _write_result = make_writer("the result of an effect", EFFECT_METHOD_ID, RpcType.IMPULSE)
 
@@ -50,7 +44,7 @@ class Effect(Operation):
     __slots__ = ("_arguments", "encoded", "function", "options")
 
     def __init__(
-        self, task: Task, function: EffectFunction, arguments: tuple[Any, ...], options: EffectOptions
+        self, task: Owner, function: EffectFunction, arguments: tuple[Any, ...], options: EffectOptions
     ) -> None:
         super().__init__(task, f"effect {function.name}")
         self.function = function
@@ -68,61 +62,11 @@ class Effect(Operation):
         self.detail = crc64(self.encoded)
         self.task.begin(self)
 
-    def perform(self) -> tuple[bool, bytes] | None:
-        return None
-
-    def register(self) -> None:
-        self.task.tasks.effects.add(self)
-
-    def unregister(self) -> None:
-        self.task.tasks.effects.remove(self)
-
     def decode(self, value: bytes) -> Any:
         return self.function.decode_result(value)
 
     def decode_error(self, value: bytes) -> Exception:
         return self.function.decode_error(value, self.options.raises)
-
-
-class TaskEffects(Effects):
-    """``self.effect`` of an ``async def`` handler."""
-
-    __slots__ = ("_options", "_task")
-
-    def __init__(self, task: Task, options: EffectOptions | None = None) -> None:
-        self._task = task
-        self._options = options or EffectOptions()
-
-    def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Awaitable[Any]:
-        found = self._task.tasks.effects.function(function)
-        return Effect(self._task, found, found.codec.bind(args, kwargs), self._options)
-
-    def options(
-        self,
-        *,
-        retry: Retry | None = None,
-        timeout: timedelta | None = None,
-        raises: Iterable[type[Exception]] | None = None,
-        key: str | None = None,
-    ) -> Effects:
-        options = self._options
-        if retry is not None:
-            if not isinstance(retry, Retry):
-                raise UsageError(f"self.effect.options(retry={retry!r}): Retry(attempts=...) was expected")
-            options = replace(options, retry=retry)
-        if timeout is not None:
-            if not isinstance(timeout, timedelta) or timeout <= timedelta():
-                raise UsageError(
-                    f"self.effect.options(timeout={timeout!r}): a timedelta was expected, such as timedelta(seconds=5)"
-                )
-            options = replace(options, timeout=timeout)
-        if raises is not None:
-            options = replace(options, raises=checked_raises("self.effect.options", raises))
-        if key is not None:
-            if not isinstance(key, str) or not key:
-                raise UsageError(f"self.effect.options(key={key!r}): a str was expected that is not empty")
-            options = replace(options, key=key)
-        return TaskEffects(self._task, options)
 
 
 class WaitingEffects:

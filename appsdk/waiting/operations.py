@@ -6,18 +6,39 @@ Effects are in :mod:`appsdk.waiting.effects`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from appsdk.calls.codec import ArgumentCodec, encoder
 from appsdk.handlers.decorators import Handler
 from appsdk.state.journal import TIMER, Described, Pending, decode_raised
-from appsdk.waiting.waits import Wait
+from appsdk.waiting.waits import Fibers, Wait
 from protocol.checksum import crc64
 
-if TYPE_CHECKING:
-    from appsdk.waiting.task import Task
-
 NOTHING = encoder.encode(None)
+
+
+class Owner(Fibers):
+    """An ``async def`` handler that runs, as what it waits for knows it: an :class:`appsdk.waiting.task.Task`.
+
+    ``number``: its own in the life of the instance. ``generation``: how often it has gone on with continue_as.
+    """
+
+    __slots__ = ("generation", "number")
+
+    number: int
+    generation: int
+
+    @property
+    def name(self) -> str:
+        raise NotImplementedError
+
+    def begin(self, operation: Operation) -> None:
+        """It is awaited: do it, or take it from the journal."""
+        raise NotImplementedError
+
+    def forget(self, operation: Operation) -> None:
+        """Nobody waits for it any more."""
+        raise NotImplementedError
 
 
 class Operation(Wait[Any]):
@@ -28,7 +49,7 @@ class Operation(Wait[Any]):
 
     __slots__ = ("detail", "number", "step", "task", "what")
 
-    def __init__(self, task: Task, what: str, detail: int = 0) -> None:
+    def __init__(self, task: Owner, what: str, detail: int = 0) -> None:
         super().__init__(task)
         self.task = task
         self.what = what
@@ -45,19 +66,9 @@ class Operation(Wait[Any]):
     def _drop(self) -> None:
         self.task.forget(self)
 
-    def perform(self) -> tuple[bool, bytes] | None:
-        """Do it, not at a rebuild: (whether it raised, what came encoded), or None when that comes later."""
-        raise NotImplementedError
-
     @property
     def is_immediate(self) -> bool:
         return False
-
-    def register(self) -> None:
-        """What comes for ``number`` is to find it."""
-
-    def unregister(self) -> None:
-        """Nothing is to find it any more."""
 
     def decode(self, value: bytes) -> Any:
         """Raises msgspec.DecodeError."""
@@ -102,23 +113,23 @@ class Target:
 class _HandlerOperation(Operation):
     """With arguments, which are encoded when it begins."""
 
-    __slots__ = ("_arguments", "encoded", "target")
+    __slots__ = ("arguments", "encoded", "target")
 
-    def __init__(self, task: Task, target: Target, arguments: tuple[Any, ...]) -> None:
+    def __init__(self, task: Owner, target: Target, arguments: tuple[Any, ...]) -> None:
         super().__init__(task, target.what)
         self.target = target
-        self._arguments = arguments
+        self.arguments = arguments
         self.encoded = b""
 
     def _start(self) -> None:
         self.encode()
         self.task.begin(self)
-        self._arguments, self.encoded = (), b""
+        self.arguments, self.encoded = (), b""
 
     def encode(self) -> None:
         """Raises TypeError."""
         try:
-            self.encoded = encoder.encode(self._arguments)
+            self.encoded = encoder.encode(self.arguments)
         except Exception as error:
             raise TypeError(f"{self.target.codec.name}: an argument can't be encoded: {error}") from None
         self.detail = crc64(self.encoded)
@@ -139,26 +150,11 @@ class Step(_HandlerOperation):
     def is_immediate(self) -> bool:
         return True
 
-    def perform(self) -> tuple[bool, bytes] | None:
-        # Copies go in and come out, as at a rebuild: what the state holds is not to be in anybody else's hands.
-        arguments = self.target.codec.decode(self.encoded)
-        return self.task.tasks.run_step(self.task, self.step, self.target.called, arguments)
-
 
 class Call(_HandlerOperation):
     """A call of another instance's handler, or through the log of one's own that is an ``async def``."""
 
     __slots__ = ()
-
-    def perform(self) -> tuple[bool, bytes] | None:
-        self.task.tasks.send_call(self, self._arguments)
-        return None
-
-    def register(self) -> None:
-        self.task.tasks.calls[self.number] = self
-
-    def unregister(self) -> None:
-        self.task.tasks.calls.pop(self.number, None)
 
 
 class Timer(Operation):
@@ -169,18 +165,9 @@ class Timer(Operation):
 
     __slots__ = ("began_ns",)
 
-    def __init__(self, task: Task, due_ns: int, began_ns: int | None = None) -> None:
+    def __init__(self, task: Owner, due_ns: int, began_ns: int | None = None) -> None:
         super().__init__(task, TIMER, due_ns)
         self.began_ns = began_ns
-
-    def perform(self) -> tuple[bool, bytes] | None:
-        return None
-
-    def register(self) -> None:
-        self.task.tasks.clock.add(self)
-
-    def unregister(self) -> None:
-        self.task.tasks.clock.remove(self)
 
 
 class Event(Operation):
@@ -188,20 +175,10 @@ class Event(Operation):
 
     __slots__ = ("_decode", "name")
 
-    def __init__(self, task: Task, name: str, decode: Callable[[bytes], Any]) -> None:
+    def __init__(self, task: Owner, name: str, decode: Callable[[bytes], Any]) -> None:
         super().__init__(task, f"event {name}")
         self.name = name
         self._decode = decode
-
-    def perform(self) -> tuple[bool, bytes] | None:
-        self.task.tasks.events.offer(self.name)
-        return None
-
-    def register(self) -> None:
-        self.task.tasks.events.add(self)
-
-    def unregister(self) -> None:
-        self.task.tasks.events.remove(self)
 
     def decode(self, value: bytes) -> Any:
         return self._decode(value)

@@ -6,7 +6,7 @@ import random
 import uuid
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -16,12 +16,9 @@ from appsdk.calls.report import describe_arguments, handler_failed
 from appsdk.errors import AppError, HandlerError, UsageError
 from appsdk.handlers.decorators import Handler
 from appsdk.state.journal import WAYS_OUT, Entry, JournalError, Pending, SavedTask, described
-from appsdk.waiting.operations import Operation
-from appsdk.waiting.task_self import TaskSelf
-from appsdk.waiting.waits import Fiber, Fibers
-
-if TYPE_CHECKING:
-    from appsdk.waiting.tasks import Tasks
+from appsdk.waiting.host import Host
+from appsdk.waiting.operations import Operation, Owner
+from appsdk.waiting.waits import Fiber
 
 NO_LOOP = "no running event loop"  # what asyncio's functions raise outside a loop of theirs
 
@@ -64,7 +61,7 @@ class Rebuild:
         return self.entries[self.at] if self.at < len(self.entries) else None
 
 
-class Task(Fibers):
+class Task(Owner):
     """``number`` is its own in the life of the instance. ``time_ns``: what ``self.now()`` says."""
 
     __slots__ = (
@@ -81,9 +78,7 @@ class Task(Fibers):
         "call_number",
         "caller",
         "entries",
-        "generation",
         "handler",
-        "number",
         "pending",
         "started_ns",
         "tasks",
@@ -92,7 +87,7 @@ class Task(Fibers):
 
     def __init__(
         self,
-        tasks: Tasks,
+        tasks: Host,
         handler: Handler[Any, Any],
         number: int,
         arguments: bytes,
@@ -123,7 +118,9 @@ class Task(Fibers):
         self._steps_count = 0
         self._resumed_count = 0
         self._continuation: ContinueAs | None = None
-        self._main: Fiber[Any] = Fiber(self, self.handler.function(TaskSelf(self), *self.decoded_arguments()))
+        self._main: Fiber[Any] = Fiber(
+            self, self.handler.function(self.tasks.make_self(self), *self.decoded_arguments())
+        )
         self._main.begin()
 
     @property
@@ -234,7 +231,7 @@ class Task(Fibers):
             operation.number = self.tasks.draw_number(operation)
             self._wait_for(operation)
         try:
-            outcome = operation.perform()
+            outcome = self.tasks.perform(operation)
         except HandlerError as error:
             raise self.stop(error) from error
         except (Exception, SystemExit) as error:
@@ -273,12 +270,12 @@ class Task(Fibers):
     def _wait_for(self, operation: Operation) -> None:
         self.pending[operation.step] = operation
         if operation.number:
-            operation.register()
+            self.tasks.register(operation)
 
     def forget(self, operation: Operation) -> None:
         self.pending.pop(operation.step, None)
         if operation.number:
-            operation.unregister()
+            self.tasks.unregister(operation)
 
     def continue_as(self, arguments: bytes) -> NoReturn:
         if self._rebuild is not None:
@@ -334,7 +331,7 @@ class Task(Fibers):
         )
 
     @classmethod
-    def rebuild(cls, tasks: Tasks, handler: Handler[Any, Any], saved: SavedTask) -> Task:
+    def rebuild(cls, tasks: Host, handler: Handler[Any, Any], saved: SavedTask) -> Task:
         """The task as it was saved. Raises JournalError."""
         try:
             task = cls(tasks, handler, saved.number, saved.arguments, saved.caller, saved.call_number, saved.started_ns)

@@ -11,27 +11,26 @@ import inspect
 import os
 import sys
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
 from datetime import datetime, timedelta
 from random import Random
 from types import FrameType, FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, NoReturn
-
-import msgspec
+from typing import Any, NoReturn
 
 from appsdk.calls.codec import encoder
 from appsdk.calls.context import datetime_of
+from appsdk.effects.options import EffectOptions, Effects, Retry
 from appsdk.errors import UsageError
-from appsdk.handlers.decorators import Handler
+from appsdk.handlers.decorators import Handler, checked_raises
 from appsdk.handlers.definition import Peer
 from appsdk.handlers.proxy import find_handler
 from appsdk.handlers.schedules import TIME_NS_MAX
-from appsdk.waiting.effects import TaskEffects
+from appsdk.waiting.effects import Effect
 from appsdk.waiting.operations import Call, Event, Step, Target, Timer
+from appsdk.waiting.signals import encode_signal
+from appsdk.waiting.task import Task
 from appsdk.waiting.waits import Gather, Race, Wait, as_wait
-
-if TYPE_CHECKING:
-    from appsdk.waiting.task import Task
 
 _MISSING = object()
 
@@ -171,16 +170,6 @@ def _timer(task: Task, due_ns: int, began_ns: int | None = None) -> Timer:
     return Timer(task, max(due_ns, 0), began_ns)
 
 
-def encode_signal(name: object, value: object) -> bytes:
-    """Raises UsageError, TypeError."""
-    if not isinstance(name, str):
-        raise UsageError(f"self.signal({name!r}, ...): the name of an event is a str")
-    try:
-        return encoder.encode(value)
-    except Exception as error:
-        raise TypeError(f"self.signal({name!r}, ...): the value can't be encoded: {error}") from error
-
-
 def _refused(task: Task, verb: str, name: str, frame: FrameType) -> UsageError:
     file = frame.f_code.co_filename
     if file.startswith(os.getcwd() + os.sep):
@@ -277,9 +266,42 @@ class _ByKey:
         return self._find(key)
 
 
-def event_decoder(kind: Any) -> Callable[[bytes], Any]:
-    """Raises UsageError for a type that can't be encoded."""
-    try:
-        return msgspec.msgpack.Decoder(kind).decode
-    except TypeError as error:
-        raise UsageError(f"self.event(..., {kind!r}): {error}") from None
+class TaskEffects(Effects):
+    """``self.effect`` of an ``async def`` handler."""
+
+    __slots__ = ("_options", "_task")
+
+    def __init__(self, task: Task, options: EffectOptions | None = None) -> None:
+        self._task = task
+        self._options = options or EffectOptions()
+
+    def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Awaitable[Any]:
+        found = self._task.tasks.effects.function(function)
+        return Effect(self._task, found, found.codec.bind(args, kwargs), self._options)
+
+    def options(
+        self,
+        *,
+        retry: Retry | None = None,
+        timeout: timedelta | None = None,
+        raises: Iterable[type[Exception]] | None = None,
+        key: str | None = None,
+    ) -> Effects:
+        options = self._options
+        if retry is not None:
+            if not isinstance(retry, Retry):
+                raise UsageError(f"self.effect.options(retry={retry!r}): Retry(attempts=...) was expected")
+            options = replace(options, retry=retry)
+        if timeout is not None:
+            if not isinstance(timeout, timedelta) or timeout <= timedelta():
+                raise UsageError(
+                    f"self.effect.options(timeout={timeout!r}): a timedelta was expected, such as timedelta(seconds=5)"
+                )
+            options = replace(options, timeout=timeout)
+        if raises is not None:
+            options = replace(options, raises=checked_raises("self.effect.options", raises))
+        if key is not None:
+            if not isinstance(key, str) or not key:
+                raise UsageError(f"self.effect.options(key={key!r}): a str was expected that is not empty")
+            options = replace(options, key=key)
+        return TaskEffects(self._task, options)

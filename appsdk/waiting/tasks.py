@@ -2,49 +2,37 @@
 
 All of it follows from the log: a message starts a handler, answers a call, tells the time or runs a ``def`` handler
 that signals an event. Each handler goes on until it waits again before the next one does, first woken first.
-
-A call that waits for an answer has the RPC type ASYNC, and [caller's name ("" is oneself), number of the call,
-arguments ...] as its arguments. The answer goes to the caller with the same method ID: RETURNED_VALUE [number, value],
-RETURNED_NOTHING [number] or RAISED [number, name of the exception, its arguments, its attributes].
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
-from appsdk.calls.codec import ArgumentCodec, encoder
+from appsdk.calls.codec import encoder
 from appsdk.calls.context import QUERY_RUNS, Context
-from appsdk.calls.failures import answer_of, encode_failed, failure_of, forked, reference, refusal, verdict_on
-from appsdk.calls.outbox import Send, make_writer
-from appsdk.calls.report import handler_failed
-from appsdk.calls.rules import Rules
+from appsdk.calls.failures import encode_failed, forked, reference, refusal, verdict_on
+from appsdk.calls.outbox import make_writer
 from appsdk.errors import AS_RPC, HandlerError, QueryError, UsageError
 from appsdk.handlers.decorators import CLOCK_METHOD_ID, Handler
-from appsdk.handlers.definition import Peer
-from appsdk.handlers.proxy import make_fork
-from appsdk.handlers.queries import Queries
+from appsdk.handlers.definition import Definition
 from appsdk.state.journal import WAYS_OUT, JournalError, SavedTask, SavedTasks, declared_name, encode_raised
 from appsdk.waiting.clock import Clock
-from appsdk.waiting.effects import EffectResult, WaitingEffects
-from appsdk.waiting.events import Events
-from appsdk.waiting.operations import NOTHING, Call, Event, Operation, Target
+from appsdk.waiting.effects import EffectResult
+from appsdk.waiting.host import Host
+from appsdk.waiting.operations import NOTHING, Call, Event
+from appsdk.waiting.signals import encode_signal
 from appsdk.waiting.task import Task
-from appsdk.waiting.task_self import encode_signal, event_decoder
-from appsdk.waiting.waits import Fiber
-from protocol.client import CLIENTS, Caller
+from appsdk.waiting.task_self import TaskSelf
+from protocol.client import Caller
 from protocol.messages import RpcKind, RpcType
-from protocol.verdicts import Cause, MessageKey, Verdict
-
-if TYPE_CHECKING:
-    from appsdk.handlers.definition import Definition
+from protocol.verdicts import Cause, Verdict
 
 
 class _ReturnedValue(msgspec.Struct, array_like=True, gc=False):
@@ -64,42 +52,26 @@ _decode_nothing = msgspec.msgpack.Decoder(_ReturnedNothing).decode
 _write_time = make_writer("the clock", CLOCK_METHOD_ID, RpcType.IMPULSE)
 
 
-class Tasks:
-    """Those of one instance. ``definition`` and ``instance`` are of the class that runs (see :meth:`use`)."""
-
-    definition: Definition
+class Tasks(Host):
+    """Those of one instance."""
 
     def __init__(self, context: Context) -> None:
-        self.context = context
-        self.instance: Any = None
-        self.ready: deque[Fiber[Any]] = deque()
-        self.calls: dict[int, Call] = {}
-        self.clock = Clock()
-        self.effects = WaitingEffects(context)
-        self.queries = Queries(context)
-        self.events = Events(lambda action: self._queue.append(action), self._signalled)
-        self._queue: deque[Callable[[], None]] = deque()
+        super().__init__(context)
         self._tasks: dict[int, Task] = {}
-        self._next_number = 1
         self._failed_wait: bytes | None = None  # what comes in place of all that is waited for
         self._told_ns: int | None = None  # the time in an impulse that is on its way
         self._scheduled: list[Handler[Any, Any]] = []
-        self._senders: dict[tuple[str, int, RpcKind], Send] = {}
-        self._forks: dict[tuple[str, int], Callable[..., None]] = {}
-        self.members: dict[str, Target | Peer] = {}  # what handlers have found of their class, by name
-        self.peer_targets: dict[tuple[Peer, str], Target] = {}
-        self._event_decoders: dict[Any, Callable[[bytes], Any]] = {}
-        self.verdicts: Mapping[MessageKey, Verdict] = {}  # those that are known; the dispatcher's
-        self.tell: Callable[[Verdict], bool] = lambda verdict: False  # of one more; False: it can't fail alone
+
+    def make_self(self, task: Any) -> TaskSelf:
+        return TaskSelf(task)
 
     def use(self, definition: Definition, instance: Any) -> None:
         """From here on this class's code runs. Raises JournalError where it is not what those that wait ran."""
         saved = self.save()
-        self.definition = definition
+        self.definition, self.instance = definition, instance
+        self.handler_runs.use(definition, instance)
         self.members.clear()
         self.peer_targets.clear()
-        self.instance = instance
-        self.queries.use(definition.state())
         self._scheduled = [handler for handler in definition.handlers.values() if handler.schedule]
         if saved is not None:
             self.restore(saved)
@@ -109,12 +81,6 @@ class Tasks:
     @property
     def count(self) -> int:
         return len(self._tasks)
-
-    def draw_number(self, operation: Operation | None = None) -> int:
-        """The next one, for ``operation`` or (None) for a handler that starts."""
-        number = self._next_number
-        self._next_number = number + 1
-        return number
 
     def save(self) -> SavedTasks | None:
         """None where there is nothing to save, as in each app without ``async def`` and schedules."""
@@ -156,31 +122,7 @@ class Tasks:
             )
         return handler
 
-    def codec(self, handler: Handler[Any, Any]) -> ArgumentCodec:
-        return self.definition.codec(handler)
-
-    @property
-    def signals_have_limit(self) -> bool:
-        return self.context.sites.rules is not Rules.FIRST
-
-    def target(self, destination: str, handler: Handler[Any, Any], called: Handler[Any, Any]) -> Target:
-        return Target(destination, handler, called, self.codec(called))
-
-    def event_decoder(self, kind: Any) -> Callable[[bytes], Any]:
-        try:
-            if (decode := self._event_decoders.get(kind)) is None:
-                decode = self._event_decoders[kind] = event_decoder(kind)
-        except TypeError:  # an annotation that can't be a key
-            decode = event_decoder(kind)
-        return decode
-
     # --- what handlers do -------------------------------------------------------------------------------------------
-
-    def fork(self, destination: str, handler: Handler[Any, Any]) -> Callable[..., None]:
-        key = (destination, handler.method_id)
-        if (fork := self._forks.get(key)) is None:
-            fork = self._forks[key] = make_fork(self.context, destination, handler)
-        return fork
 
     def signal(self, name: str, value: Any) -> None:
         """Of a ``def`` handler."""
@@ -198,100 +140,6 @@ class Tasks:
         if not self.definition.has_tasks:  # so nobody waits, and nobody else lets it through
             self.drain()
 
-    def run_handler(
-        self, handler: Handler[Any, Any], arguments: tuple[Any, ...], *, waits: bool = True
-    ) -> tuple[bool, bytes]:
-        """Run a ``def`` handler for somebody who ``waits``: (whether it raised, what for them). Raises HandlerError."""
-        try:
-            if handler.is_query:
-                value = self.queries.run(handler, self.instance, *arguments)
-            else:
-                value = handler.function(self.instance, *arguments)
-        except (Exception, SystemExit) as error:
-            if (declared := declared_name(handler.raises, error)) is None:
-                raise self._failed(handler, arguments, error) from error
-            if not waits:
-                return True, NOTHING
-            return True, self._encoded(handler, arguments, partial(encode_raised, declared, error))
-        if not waits:
-            return False, NOTHING
-        try:
-            return False, self._result(handler, value)
-        except Exception as error:
-            raise self._unsendable(handler, arguments, error) from error
-
-    def _result(self, handler: Handler[Any, Any], value: Any) -> bytes:
-        """What goes to who waits: checked here, so that what does not fit is this handler's failure, not theirs."""
-        data = encoder.encode(value)
-        codec = self.codec(handler)
-        if value is not None or not codec.returns_nothing:
-            codec.decode_result(data)
-        return data
-
-    def _encoded(self, handler: Handler[Any, Any], arguments: tuple[Any, ...], encode: Callable[[], bytes]) -> bytes:
-        try:
-            return encode()
-        except Exception as error:
-            raise self._unsendable(handler, arguments, error) from error
-
-    def _unsendable(self, handler: Handler[Any, Any], arguments: tuple[Any, ...], error: Exception) -> HandlerError:
-        name = handler.function.__qualname__
-        problem = TypeError(f"what {name} returned or raised can't be sent to whoever waits for it: {error}")
-        return self._failed(handler, arguments, problem)
-
-    def _failed(self, handler: Handler[Any, Any], arguments: tuple[Any, ...], error: BaseException) -> HandlerError:
-        context = self.context
-        name = handler.function.__qualname__
-        made = handler_failed(name, arguments, error, context.sequence_id, context.message_index)
-        if (policy := self.definition.policy(handler)) != "stop":
-            made.failure = failure_of(
-                policy, name, handler.method_id, error, shares_trace=self.definition.share_tracebacks
-            )
-        made.__cause__ = error
-        return made
-
-    def send_call(self, call: Call, arguments: tuple[Any, ...]) -> None:
-        """Raises UsageError."""
-        target = call.target
-        caller = self.context.instance_name if target.destination else ""
-        if target.destination and not caller:
-            raise UsageError(
-                f"{call}: the log does not say what this instance is called, so the answer could not come back: a log "
-                f"that an older version of the coordinator has begun; start the instance with a new log"
-            )
-        if (send := target.send) is None:
-            send = target.send = self._sender(target.destination, target.handler, RpcKind.CALL)
-        send((caller, call.number, *arguments))
-
-    def _sender(self, destination: str, handler: Handler[Any, Any], kind: RpcKind) -> Send:
-        key = (destination, handler.method_id, kind)
-        if (send := self._senders.get(key)) is None:
-            outbox, name = self.context.outbox, handler.function.__qualname__
-            made: Send = outbox.make_sender(destination, name, handler.method_id, kind)
-            send = self._senders[key] = made
-        return send
-
-    def _answer(self, handler: Handler[Any, Any], caller: str, number: int, raised: bool, value: bytes) -> None:
-        front: tuple[Any, ...] = (number,)
-        if caller.startswith(CLIENTS):  # all answers to clients go one way, and say to whom
-            caller, front = CLIENTS, (caller, number)
-        if raised:
-            name, arguments, attributes = msgspec.msgpack.decode(value, type=list[msgspec.Raw])
-            self._sender(caller, handler, RpcKind.RAISED)((*front, name, arguments, attributes))
-        elif value == NOTHING:
-            self._sender(caller, handler, _RETURNED_NOTHING)(front)
-        else:
-            self._sender(caller, handler, _RETURNED_VALUE)((*front, msgspec.Raw(value)))
-
-    def answer_verdict(self, verdict: Verdict, caller: Caller) -> None:
-        """Its call has failed: tell ``caller`` how."""
-        to = caller.name
-        front: tuple[Any, ...] = (caller.number,)
-        if to.startswith(CLIENTS):
-            to, front = CLIENTS, (caller.name, caller.number)
-        send = self.context.outbox.make_sender(to, "the answer to a call", caller.method_id, RpcKind.RAISED)
-        send((*front, *answer_of(verdict, self.context.instance_name)))
-
     # --- what the log brings ----------------------------------------------------------------------------------------
 
     def receiver(self, handler: Handler[Any, Any], *, wakes: bool) -> Callable[..., None]:
@@ -308,7 +156,7 @@ class Tasks:
         if handler.raises:
 
             def run(instance: object, *arguments: Any) -> None:
-                self.run_handler(handler, arguments, waits=False)
+                self.handler_runs.run_handler(handler, arguments, waits=False)
                 self.drain()
 
             return run
@@ -334,7 +182,7 @@ class Tasks:
             return start
 
         def run(instance: object, caller: str, number: int, *arguments: Any) -> None:
-            self._answer(handler, caller, number, *self.run_handler(handler, arguments))
+            self.answers.answer(handler, caller, number, *self.handler_runs.run_handler(handler, arguments))
             self.drain()
 
         return run
@@ -365,13 +213,13 @@ class Tasks:
         if error is not None and declared is not None:
             raised, encode = True, partial(encode_raised, declared, error)
         else:
-            raised, encode = False, partial(self._result, task.handler, value)
+            raised, encode = False, partial(self.handler_runs.result, task.handler, value)
         try:
-            encoded = self._encoded(task.handler, arguments, encode)
+            encoded = self.handler_runs.encoded(task.handler, arguments, encode)
         except HandlerError as problem:
             self._end_failed(task, problem)
             return
-        self._answer(task.handler, task.caller, task.call_number, raised, encoded)
+        self.answers.answer(task.handler, task.caller, task.call_number, raised, encoded)
 
     def _end_failed(self, task: Task, error: HandlerError) -> None:
         """An async handler has changed no state by itself, so there is nothing to undo: who waits is told."""
@@ -382,33 +230,11 @@ class Tasks:
             operation.cancel()
         failed = replace(failure, policy="keep", task=task.number)
         verdict = verdict_on(error, failed, task.caller, forked(task.handler.method_id, task.arguments))
-        verdict = self.verdicts.get(verdict.key, verdict)
-        if not self.tell(verdict):
+        verdict = self.handler_runs.verdicts.get(verdict.key, verdict)
+        if not self.handler_runs.tell(verdict):
             raise error
         if task.caller is not None:
-            self.answer_verdict(verdict, Caller(task.caller, task.call_number, task.handler.method_id))
-
-    def run_step(
-        self, task: Task, step: int, handler: Handler[Any, Any], arguments: tuple[Any, ...]
-    ) -> tuple[bool, bytes]:
-        """A ``def`` handler that ``task`` awaits: as :meth:`run_handler`. One that has failed is not called again."""
-        context = self.context
-        key = context.sequence_id, context.message_index, task.number, step
-        if (verdict := self.verdicts.get(key)) is not None and verdict.skips:
-            where = reference(context.instance_name, verdict.sequence_id, verdict.message_index)
-            return True, encode_failed(verdict.type_name, verdict.text, where)
-        try:
-            return self.run_handler(handler, arguments)
-        except HandlerError as error:
-            if error.failure is None:
-                raise
-            error.failure = failure = replace(error.failure, task=task.number, step=step)
-            if failure.policy != "keep":
-                raise
-            if not self.tell(verdict_on(error, failure, None, b"")):
-                raise
-            where = reference(context.instance_name, error.sequence_id, error.message_index)
-            return True, encode_failed(failure.type_name, failure.text, where)
+            self.answers.answer_verdict(verdict, Caller(task.caller, task.call_number, task.handler.method_id))
 
     def drain(self) -> None:
         """Let all go on that was woken. Raises HandlerError."""
