@@ -1,15 +1,21 @@
 """Immortal services: write a class below :class:`Immortal`, and its calls survive every crash. `docs/guide/sdk.md`."""
 
+import sys
+
 from appsdk import errors
-from appsdk.effects import EffectContext, Retry, effect_context
+from appsdk.dispatch.upgrades import upgrades
+from appsdk.effects.options import EffectContext, Retry, effect_context
 from appsdk.errors import CalleeFailed, CallRefused, EffectFailed
-from appsdk.handlers import cron, every, impulse, initial, on_primary, query, rpc
+from appsdk.handlers.decorators import cron, every, impulse, initial, on_primary, query, rpc
+from appsdk.handlers.proxy import Impulses, peer
 from appsdk.immortal import Immortal
-from appsdk.proxy import Impulses, peer
-from appsdk.runner import run
-from appsdk.state import Transient
-from appsdk.upgrades import upgrades
-from appsdk.waits import Winner
+from appsdk.running.runner import run
+from appsdk.state.schema import Transient
+from appsdk.waiting import waits
+from appsdk.waiting.waits import Winner
+
+# States that pickle wrote name Winner by the module that it was in then.
+sys.modules["appsdk.waits"] = waits
 
 __all__ = [
     "CallRefused",

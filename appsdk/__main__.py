@@ -3,7 +3,7 @@
 import os
 import sys
 
-from appsdk.runner import main
+from appsdk.running.runner import main
 
 HASH_SEED_VARIABLE = "PYTHONHASHSEED"
 

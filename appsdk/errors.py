@@ -21,12 +21,15 @@ The exit status of the app's process is the error's ``exit_status``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from protocol.errors import ImmortalError
+from protocol.verdicts import Cause
 
-if TYPE_CHECKING:
-    from appsdk.failures import Failure
+OnError = Literal["undo", "keep", "stop"]
+"""What an exception does that a handler does not declare: the call fails and the state is as before it ("undo"), the
+call fails and the state stays as the handler left it ("keep"), or the app stops ("stop")."""
 
 EXIT_DONE = 0  # the coordinator said Goodbye: a clean stop
 EXIT_FAILED = 1  # the coordinator is gone or refused
@@ -65,6 +68,24 @@ class StateError(AppError):
     """An attribute can't be saved, or a checkpoint does not fit the class."""
 
     exit_status = EXIT_HANDLER_FAILED
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How a message, or a step of an async handler, has failed. ``policy``: what is to become of the state.
+
+    ``method_id`` None: what has failed is none of the class's own. ``refused``: why it can't be called, with ``text``.
+    """
+
+    policy: OnError
+    method: str
+    method_id: int | None
+    type_name: str
+    text: str
+    trace: str = ""
+    refused: Cause = Cause.NONE
+    task: int = 0
+    step: int = 0
 
 
 class HandlerError(AppError):

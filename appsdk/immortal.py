@@ -2,52 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Awaitable, Iterable
 from datetime import datetime, timedelta
 from random import Random
 from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar, overload
 
-from appsdk.context import SEED_SIZE_BYTES, Context, datetime_of
-from appsdk.definition import Definition, define
-from appsdk.effects import CONCURRENT_EFFECTS, Effects
-from appsdk.errors import DefinitionError, UsageError
-from appsdk.failures import OnError
-from appsdk.proxy import handler_namespace, peer_namespace
-from appsdk.waits import Winner
+from appsdk.calls.context import Context, datetime_of
+from appsdk.effects.options import CONCURRENT_EFFECTS, Effects
+from appsdk.errors import DefinitionError, OnError, UsageError
+from appsdk.handlers.contexts import attach, new_context
+from appsdk.handlers.definition import Definition, define
+from appsdk.running.runner import run
+from appsdk.waiting.waits import Winner
 
 A = TypeVar("A")
 B = TypeVar("B")
 C = TypeVar("C")
-
-
-def attach(instance: Immortal, context: Context) -> None:
-    """Make ``context`` the life that ``instance`` lives in."""
-    context.handlers = handler_namespace(instance, instance._immortal_definition, context)
-    context.peers = peer_namespace(instance._immortal_definition, context)
-    instance._immortal_context = context
-
-
-def _plain_context() -> Context:
-    """That of a plain object, until a run attaches it to its own."""
-    return Context(os.urandom(SEED_SIZE_BYTES))
-
-
-_context_factory: ContextVar[Callable[[], Context] | None] = ContextVar("context factory", default=None)
-
-
-@contextmanager
-def new_instances_live_in(make_context: Callable[[], Context]) -> Iterator[None]:
-    """Instances that this thread makes meanwhile get a context of ``make_context`` in place of a plain one."""
-    token = _context_factory.set(make_context)
-    try:
-        yield
-    finally:
-        _context_factory.reset(token)
 
 
 def _only_async(name: str) -> UsageError:
@@ -126,8 +98,7 @@ class Immortal:
         if cls is Immortal:
             raise DefinitionError("Immortal itself can't be made: write a class below it")
         instance = super().__new__(cls)
-        make_context = _context_factory.get() or _plain_context
-        attach(instance, make_context())
+        attach(instance, new_context())
         return instance
 
     def now(self) -> datetime:
@@ -156,11 +127,11 @@ class Immortal:
         """A version 4 UUID that is the same at each replay. Raises UsageError outside the handlers' thread."""
         return self._immortal_context.uuid4_at(sys._getframe(1))
 
-    # --- for async handlers: there self is an appsdk.task_self.TaskSelf, which has these once more -------------------
+    # --- for async handlers: there self is an appsdk.waiting.task_self.TaskSelf, which has these once more -----------
 
     @property
     def effect(self) -> Effects:
-        """``await self.effect(fetch, url)``: work in the outside world; see :class:`appsdk.effects.Effects`."""
+        """``await self.effect(fetch, url)``: work in the outside world; see :class:`appsdk.effects.options.Effects`."""
         return Effects()
 
     def sleep(self, duration: timedelta) -> Awaitable[None]:
@@ -227,6 +198,4 @@ class Immortal:
     @classmethod
     def main(cls, address: str | None = None) -> NoReturn:
         """Run this class as the app of a program of its own; never returns. See :func:`appsdk.run`."""
-        from appsdk.runner import run
-
         run(cls, address)

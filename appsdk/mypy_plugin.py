@@ -13,7 +13,7 @@ from mypy.nodes import CallExpr, FuncDef, MemberExpr, NameExpr
 from mypy.plugin import MethodContext, Plugin
 from mypy.types import Type, get_proper_type
 
-_CALL = "appsdk.handlers.BoundHandler.__call__"
+_CALL = "appsdk.handlers.decorators.BoundHandler.__call__"
 
 
 class _AppPlugin(Plugin):

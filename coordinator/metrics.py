@@ -24,8 +24,8 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.registry import Collector
 
-from coordinator.app_addresses import IPV4_LOOPBACK, LOCALHOST, host_port, is_loopback
 from coordinator.config import split_tcp
+from coordinator.config.app_hosts import IPV4_LOOPBACK, LOCALHOST, host_port, is_loopback
 from coordinator.logs import Events
 from protocol.errors import ImmortalError
 

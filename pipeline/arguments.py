@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from appsdk.definition import Definition
-from appsdk.proxy import definition_of, method_names
-from appsdk.runner import load
+from appsdk.handlers.definition import Definition, definition_of
+from appsdk.handlers.proxy import method_names
+from appsdk.running.runner import load
 from pipeline.errors import SourceError
 from protocol.messages import RpcKind, RpcType
 

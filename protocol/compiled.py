@@ -113,9 +113,9 @@ MODULES = (
     "protocol.varint",
     "protocol.messages",
     "protocol.batch",
-    "appsdk.context",
-    "appsdk.outbox",
-    "appsdk.delivery",
+    "appsdk.calls.context",
+    "appsdk.calls.outbox",
+    "appsdk.dispatch.delivery",
 )
 CORE_GROUP = "coordinator"
 CORE_SHARED = f"{CORE_GROUP}__mypyc"

@@ -2,7 +2,8 @@
 
     0-5 "IMMAPP" · 6 version · 7 zero · 8-11 size of the header, little endian · header (MessagePack map) · state
 
-The header's fields are the SDK's (appsdk/state.py). Whoever hands a state on looks only for what reading it may do.
+The header's fields are the SDK's (appsdk/state/schema.py). Whoever hands a state on looks only for what reading it
+may do.
 """
 
 from __future__ import annotations

@@ -11,12 +11,12 @@ from contextlib import ExitStack
 
 from msgspec import structs
 
-from coordinator.app_addresses import host_port
-from coordinator.app_connection import AppConnection
-from coordinator.app_listener import AppListener
+from coordinator.app.connection import AppConnection
+from coordinator.app.listener import AppListener
 from coordinator.config import AppSendMode, InstanceSettings
+from coordinator.config.app_hosts import host_port
+from coordinator.instances.registry import free_port
 from coordinator.logs import Events
-from coordinator.registry import free_port
 from replay.errors import ReplayError
 
 HOST = "127.0.0.1"

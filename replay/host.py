@@ -11,17 +11,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO
 
-from coordinator import app_secret
-from coordinator.app_addresses import IPV4_LOOPBACK, SOCKET_FILE_NAME, UNIX, host_port
-from coordinator.app_connection import AppConnection
-from coordinator.app_gate import AppGate
-from coordinator.app_listener import listen_unix, prepare
+from coordinator.app import secret as app_secret
+from coordinator.app.connection import AppConnection
+from coordinator.app.gate import AppGate
+from coordinator.app.listener import listen_unix, prepare
 from coordinator.config import AppAuth
+from coordinator.config.app_hosts import IPV4_LOOPBACK, SOCKET_FILE_NAME, UNIX, host_port
+from coordinator.config.socket_paths import SHORT_FOLDERS
 from coordinator.core.interfaces import LogSummary
-from coordinator.foreign_state import refuse_pickle
+from coordinator.instances.foreign_state import refuse_pickle
 from coordinator.log.source import RecordSource
 from coordinator.logs import Events
-from coordinator.socket_paths import SHORT_FOLDERS
 from protocol.checksum import crc64
 from protocol.record import decode_header
 from protocol.trailer import decode_trailer

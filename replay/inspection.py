@@ -50,7 +50,7 @@ def unanswered(app: str, blob: Path) -> list[dict[str, Any]]:
 
 def _inspect(*arguments: str, what: str = "the state") -> Any:
     environment = {**os.environ, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
-    command = [sys.executable, "-P", "-m", "appsdk.inspection", *arguments]
+    command = [sys.executable, "-P", "-m", "appsdk.running.inspection", *arguments]
     done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     if done.returncode:
         said = done.stderr.decode("utf-8", "replace").strip()

@@ -9,8 +9,8 @@ import subprocess
 from collections import deque
 from pathlib import Path
 
-from coordinator.app_secret import SECRET_FILE_VARIABLE
-from coordinator.parent_death import die_with_parent
+from coordinator.app.secret import SECRET_FILE_VARIABLE
+from coordinator.service.parent_death import die_with_parent
 from replay.app import AppCommand
 from replay.errors import ReplayError
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from coordinator.core.interfaces import ONESELF, CheckpointHeader, LogSummary, OutputBatch, OutputMark
 from coordinator.core.output_check import Divergence, OutputCheck, OutputDivergenceError
-from coordinator.foreign_state import refuse_pickle
+from coordinator.instances.foreign_state import refuse_pickle
 from coordinator.log.source import RecordSource
 from protocol.checksum import crc64
 from protocol.extensions import Origin

@@ -26,7 +26,7 @@ from appsdk.client.limits import TIMEOUT_DEFAULT_S
 from appsdk.client.places import Finder
 from appsdk.client.proxies import Proxy, with_key, with_timeout
 from appsdk.client.threaded import Client
-from appsdk.proxy import definition_of
+from appsdk.handlers.definition import definition_of
 from protocol.client import CLIENT_ID_SIZE_BYTES_MAX
 
 __all__ = [

@@ -15,13 +15,10 @@ ClientError
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from appsdk import errors
 from protocol.errors import ImmortalError
-
-if TYPE_CHECKING:
-    from appsdk.client.lane import Call
 
 
 class ClientError(ImmortalError):
@@ -30,6 +27,16 @@ class ClientError(ImmortalError):
 
 class NotConnectable(ClientError):  # noqa: N818 (what happened, not what is wrong)
     """The instance can't be called as things are; the message says what to do."""
+
+
+class Request(Protocol):
+    """What a request is known by."""
+
+    client_id: str
+    number: int
+
+    @property
+    def sent(self) -> bool: ...
 
 
 class CallTimeout(ClientError, TimeoutError):  # noqa: N818
@@ -41,7 +48,7 @@ class CallTimeout(ClientError, TimeoutError):  # noqa: N818
     without the advice.
     """
 
-    def __init__(self, reason: str, call: Call, again: Any) -> None:
+    def __init__(self, reason: str, call: Request, again: Any) -> None:
         advice = ": error.again(timeout) waits for its reply, a new call would be another request"
         super().__init__(f"{reason}{advice if call.sent else ''}")
         self.reason = reason

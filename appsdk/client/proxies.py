@@ -8,7 +8,7 @@ from appsdk.client.aio import AsyncClient
 from appsdk.client.connection import KEY_PREFIX
 from appsdk.client.results import Method, NamedMethod, typed_method
 from appsdk.client.threaded import Client
-from appsdk.definition import Definition
+from appsdk.handlers.definition import Definition
 from protocol.client import CLIENT_ID_SIZE_BYTES_MAX
 
 KEY_SIZE_BYTES_MAX = CLIENT_ID_SIZE_BYTES_MAX - len(KEY_PREFIX)

@@ -6,13 +6,13 @@ from typing import Any, Protocol
 
 import msgspec
 
+from appsdk.calls.codec import encoder
 from appsdk.client.errors import CalleeFailed, CallRaised, CallRefused, ClientError
 from appsdk.client.limits import ARGUMENTS_SIZE_BYTES_MAX
-from appsdk.codec import encoder
-from appsdk.definition import Definition
-from appsdk.handlers import Handler
-from appsdk.journal import decode_raised
-from appsdk.proxy import find_handler
+from appsdk.handlers.decorators import Handler
+from appsdk.handlers.definition import Definition
+from appsdk.handlers.proxy import find_handler
+from appsdk.state.journal import decode_raised
 from protocol.client import REFUSED_CALL, Reply, ReplyKind
 from protocol.verdicts import FAILED_CALL
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from appsdk.codec import encoder
-from appsdk.definition import Definition
-from appsdk.dispatch import BecamePrimary, Dispatcher, Goodbye, Refusal, SnapshotBegun
+from appsdk.calls.codec import encoder
+from appsdk.calls.outbox import Chunk
+from appsdk.dispatch.dispatcher import BecamePrimary, Dispatcher, Goodbye, Refusal, SnapshotBegun
 from appsdk.errors import HandlerError, Refused, UpgradeError
-from appsdk.outbox import Chunk
+from appsdk.handlers.definition import Definition
+from appsdk.running.tracing import TracingDispatcher
 from appsdk.testing.stand_ins import StandInRunner
-from appsdk.tracing import TracingDispatcher
 from protocol.checksum import crc64
 from protocol.errors import ImmortalError
 from protocol.messages import MessageType, encode_message

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from appsdk.testing.node import Node
+from typing import Literal, Protocol
 
 Victim = Literal["instance", "app"]
 """What crashes: the app and its coordinator together, with all that is not durable, or the app alone."""
@@ -13,6 +10,18 @@ Victim = Literal["instance", "app"]
 
 class CrashNow(BaseException):
     """The process dies between two of its steps. Not an Exception: nothing on the way is to catch it."""
+
+
+class Mortal(Protocol):
+    """An instance, as who lets it die knows it. ``definition`` None: it never dies; ``app`` None: its app is gone."""
+
+    name: str
+
+    @property
+    def definition(self) -> object | None: ...
+    @property
+    def app(self) -> object | None: ...
+    def lose_app(self) -> None: ...
 
 
 class CrashPlan:
@@ -24,7 +33,7 @@ class CrashPlan:
         self._point = point
         self._victim = victim
 
-    def point(self, node: Node) -> None:
+    def point(self, node: Mortal) -> None:
         """``node`` is between two steps. Raises CrashNow where it is to die."""
         if node.definition is None:
             return

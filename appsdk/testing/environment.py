@@ -6,10 +6,10 @@ from datetime import UTC, datetime, timedelta
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from appsdk.context import datetime_of
+from appsdk.calls.context import datetime_of
 from appsdk.errors import HandlerError, UsageError
+from appsdk.handlers.definition import definition_of
 from appsdk.immortal import Immortal
-from appsdk.proxy import definition_of
 from appsdk.testing import outside
 from appsdk.testing.crashes import CrashPlan
 from appsdk.testing.instance import Instance

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
+from appsdk.handlers.definition import definition_of
 from appsdk.immortal import Immortal
-from appsdk.proxy import definition_of
 from appsdk.testing.replaying import ReplayDiffers, problems_of
 from coordinator.log import open_reader
 from coordinator.log.source import RecordSource

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
 
 from appsdk.errors import Disconnected, UsageError
-from appsdk.handlers import Handler
+from appsdk.handlers.decorators import Handler
+from appsdk.handlers.definition import definition_of
+from appsdk.handlers.proxy import Impulses
 from appsdk.immortal import Immortal
-from appsdk.journal import decode_raised
-from appsdk.proxy import Impulses, definition_of
-from appsdk.state import Envelope
+from appsdk.state.journal import decode_raised
+from appsdk.state.schema import Envelope
 from appsdk.testing.app import LocalApp
 from appsdk.testing.hooks import HookQueue
 from appsdk.testing.memory import MemorySource
@@ -25,8 +26,8 @@ from protocol.verdicts import Verdict
 from replay.recorded import RecordedLog
 
 if TYPE_CHECKING:
-    from appsdk.definition import Definition
-    from appsdk.handlers import RemoteHandler
+    from appsdk.handlers.decorators import RemoteHandler
+    from appsdk.handlers.definition import Definition
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from appsdk.testing.node import Node
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from protocol.peer import PeerFrame
-
-if TYPE_CHECKING:
-    from appsdk.testing.world import World
 
 
 @dataclass(slots=True, eq=False)
@@ -27,8 +24,8 @@ class _Message:
 class Network:
     """Loses nothing and keeps the order. Who is parted waits."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, nodes: Mapping[str, Node]) -> None:
+        self._nodes = nodes
         self._messages: list[_Message] = []
         self.parted: set[frozenset[str]] = set()
 
@@ -51,7 +48,7 @@ class Network:
         """Bring the first that can be brought; False if there is none."""
         for message in self._messages:
             effect = message.effect
-            receiver = self._world.nodes.get(effect.destination)
+            receiver = self._nodes.get(effect.destination)
             if self.parted and frozenset((message.sender.name, effect.destination)) in self.parted:
                 continue
             if message.answer is not None:

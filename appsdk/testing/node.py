@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from appsdk.context import SEED_SIZE_BYTES
-from appsdk.definition import Definition
+from appsdk.calls.context import SEED_SIZE_BYTES
+from appsdk.handlers.definition import Definition
 from appsdk.testing.app import LocalApp, earlier
-from appsdk.testing.crashes import CrashNow
+from appsdk.testing.crashes import CrashNow, CrashPlan
 from appsdk.testing.outside import OutsideApp
 from appsdk.testing.stand_ins import StandInRunner, StandIns
 from coordinator.core import effects as ef
@@ -21,14 +21,32 @@ from coordinator.driver.turn import Driver
 from coordinator.log.memory import MemoryLogStore
 from protocol.errors import ImmortalError
 
-if TYPE_CHECKING:
-    from appsdk.testing.world import World
+
+class Wires(Protocol):
+    """What an instance sends goes there: see :class:`appsdk.testing.network.Network`."""
+
+    def send(self, sender: Node, effect: ef.SendToPeer) -> None: ...
+    def reply(self, receiver: Node, effect: ef.ReplyToPeer) -> None: ...
+    def forget_sender(self, sender: Node, destination: str | None = None) -> None: ...
+
+
+class Surroundings(Protocol):
+    """What all instances of an environment share: see :class:`appsdk.testing.world.World`."""
+
+    now_ns: int
+    fail_alone: bool
+    seed: int
+    crashes: CrashPlan
+    reports: list[tuple[str, str]]
+
+    @property
+    def network(self) -> Wires: ...
 
 
 class Node:
     """``definition`` None: the outside, whose app is none of the user's and which never crashes."""
 
-    def __init__(self, world: World, name: str, definition: Definition | None, committer_id: int) -> None:
+    def __init__(self, world: Surroundings, name: str, definition: Definition | None, committer_id: int) -> None:
         self.world = world
         self.name = name
         self.definition = definition

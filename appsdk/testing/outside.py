@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from appsdk.handlers import Handler
-from appsdk.outbox import encode_call, make_writer
+from appsdk.calls.outbox import encode_call, make_writer
+from appsdk.handlers.decorators import Handler
 from protocol.batch import decode_batch
 from protocol.errors import ImmortalError
 from protocol.extensions import (
@@ -43,7 +43,7 @@ _take_answer = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``value``: encoded, what was returned or (``raised``) what :func:`appsdk.journal.decode_raised` reads."""
+    """``value``: encoded, what was returned or (``raised``) what :func:`appsdk.state.journal.decode_raised` reads."""
 
     raised: bool
     value: bytes

@@ -6,16 +6,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 
-from appsdk.context import SEED_SIZE_BYTES
-from appsdk.definition import Definition
+from appsdk.calls.context import SEED_SIZE_BYTES
 from appsdk.errors import AppError
-from appsdk.inspection import inspect_state
-from appsdk.state_diff import differences
+from appsdk.handlers.definition import Definition
+from appsdk.running.inspection import inspect_state
+from appsdk.state.diff import differences
 from appsdk.testing.app import LocalApp
 from coordinator.core.errors import require
 from coordinator.core.interfaces import CheckpointHeader
 from coordinator.core.words import call_in_words
-from coordinator.foreign_state import refuse_pickle
+from coordinator.instances.foreign_state import refuse_pickle
 from coordinator.log.contents import message_at, record_of
 from coordinator.log.source import RecordSource
 from protocol.checksum import crc64

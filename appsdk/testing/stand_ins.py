@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
-from appsdk.effect_request import EffectRequest
-from appsdk.effects import current_context
+from appsdk.effects.options import current_context
+from appsdk.effects.request import EffectRequest
 from appsdk.errors import UsageError
 
 StandIns = Mapping[Callable[..., Any], Callable[..., Any]]

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from appsdk.codec import encoder
+from appsdk.calls.codec import encoder
 from protocol.batch import encode_batch
 from protocol.errors import LimitExceededError, RemoteProtocolError
 from protocol.extensions import decode_app_batch, encode_impulses_accepted, encode_record_time

@@ -8,9 +8,9 @@ from datetime import timedelta
 from functools import partial
 from typing import cast
 
-from appsdk.context import datetime_of
-from appsdk.definition import Definition
+from appsdk.calls.context import datetime_of
 from appsdk.errors import UsageError
+from appsdk.handlers.definition import Definition
 from appsdk.testing import outside
 from appsdk.testing.crashes import CrashPlan
 from appsdk.testing.failures import raise_as_the_users
@@ -47,8 +47,8 @@ class World:
         self.fail_alone = fail_alone
         self.seed = seed
         self.crashes = crashes
-        self.network = Network(self)
         self.nodes: dict[str, Node] = {}
+        self.network = Network(self.nodes)
         self.reports: list[tuple[str, str]] = []  # (instance, a warning of its coordinator's)
         self.is_closed = False
         self._random = None if order is None else random.Random(order)  # noqa: S311 (from a seed)

@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from coordinator import audit as audit_log
+from coordinator.audit import audit_log as audit_log
 from coordinator.cli.common import echo, echo_json, json_option, name_argument, pass_registry
-from coordinator.registry import Registry
+from coordinator.instances.registry import Registry
 
 _FRONT = ("time", "what", "previous")
 

@@ -10,7 +10,7 @@ import msgspec
 
 from appsdk.client import CallRaised, CallTimeout, connect, with_key
 from coordinator.cli.common import FailedError, echo, name_argument, pass_registry
-from coordinator.registry import Registry
+from coordinator.instances.registry import Registry
 from protocol.shown import printable_json_text
 
 

@@ -7,12 +7,12 @@ import importlib
 import click
 
 from coordinator.cli.common import Commands
-from coordinator.registry import HOME_DEFAULT, HOME_VARIABLE, Registry
+from coordinator.instances.registry import HOME_DEFAULT, HOME_VARIABLE, Registry
 from protocol import compiled
 
 _PLACES = {
     "audit": "coordinator.cli.audit:audit",
-    "bench": "coordinator.cli.bench:bench",
+    "bench": "bench.cli:bench",
     "call": "coordinator.cli.call:call",
     "checkpoint": "coordinator.cli.operate:checkpoint",
     "clock": "coordinator.cli.clock:clock",

@@ -10,7 +10,7 @@ import click
 from coordinator.cli.common import log_options, name_argument, pass_registry, promote_option, trust_pickle_option
 from coordinator.cli.setting_options import said, start_option
 from coordinator.config import override
-from coordinator.registry import Registry
+from coordinator.instances.registry import Registry
 
 
 @click.command()
@@ -39,7 +39,7 @@ def coordinator(
     The app finds it by IMMORTAL_APP_ADDRESS, and its secret by IMMORTAL_APP_SECRET_FILE: HOME/NAME/app_secret.
     """
     from coordinator.logs import configure
-    from coordinator.runtime import run_coordinator
+    from coordinator.service.runtime import run_coordinator
 
     settings = override(registry.load(name), **said(options))
     configure(name, level=log_level, log_format=log_format)

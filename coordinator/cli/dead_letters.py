@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from coordinator import control
 from coordinator.cli.common import (
     Commands,
     FailedError,
@@ -25,7 +24,8 @@ from coordinator.cli.common import (
     require_log,
 )
 from coordinator.config import InstanceSettings
-from coordinator.registry import Registry
+from coordinator.instances.registry import Registry
+from coordinator.operator import control
 from protocol.private_files import opener
 from protocol.shown import printable, printable_json
 
@@ -227,7 +227,7 @@ def _unknown(settings: InstanceSettings, wanted: MessageId) -> FailedError:
 
 
 def _reader(settings: InstanceSettings) -> LogReader:
-    from coordinator import own_logs
+    from coordinator.instances import own_logs
 
     return own_logs.open_reader(settings)
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import click
 
-from coordinator import control, upgrade_mark
 from coordinator.cli.common import (
     app_name,
     log_options,
@@ -19,8 +18,10 @@ from coordinator.cli.common import (
 )
 from coordinator.cli.setting_options import said, start_option
 from coordinator.config import InstanceSettings, override
-from coordinator.registry import Registry, RegistryError
-from coordinator.upgrade_mark import UpgradeMark
+from coordinator.instances import upgrade_mark
+from coordinator.instances.registry import Registry, RegistryError
+from coordinator.instances.upgrade_mark import UpgradeMark
+from coordinator.operator import control
 from protocol.errors import ImmortalError
 
 
@@ -55,8 +56,8 @@ def run(
     a checkpoint; 'immortal restart NAME' starts both again.
     """
     from coordinator.logs import configure
-    from coordinator.peer_security import check_start
-    from coordinator.supervisor import Command, Role, Supervisor, app_command, coordinator_command, supervised
+    from coordinator.peers.security import check_start
+    from coordinator.service.supervisor import Command, Role, Supervisor, app_command, coordinator_command, supervised
 
     settings = registry.load(name)
     _refuse_two_ports(settings)

@@ -9,15 +9,15 @@ from typing import Any
 
 import click
 
-from coordinator import control
-from coordinator import keys as key_files
 from coordinator.cli.common import echo, echo_json, instance_name, json_option, pass_registry
 from coordinator.config import InstanceSettings
 from coordinator.core.permissions import ANYTHING
-from coordinator.keys import KeysError
+from coordinator.instances.registry import Registry
 from coordinator.messenger import KeyPair, Role
-from coordinator.peer_security import KeyBook
-from coordinator.registry import Registry
+from coordinator.operator import control
+from coordinator.peers import keys as key_files
+from coordinator.peers.keys import KeysError
+from coordinator.peers.security import KeyBook
 
 _MADE = "made keys"
 _ROTATED = "added a key: once all peers know it, 'immortal keys {name} --retire' puts it in the place of the first"
@@ -96,7 +96,7 @@ def keys(
 
 
 def _fleet(file: Path, *, make: bool, as_json: bool) -> None:
-    from coordinator import fleet_keys
+    from coordinator.peers import fleet_keys
 
     fleet, today = fleet_keys.read(file), key_files.today()
     done = list(fleet_keys.make(fleet, today)) if make else []

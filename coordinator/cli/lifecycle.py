@@ -16,11 +16,12 @@ from typing import Any
 
 import click
 
-from coordinator import control, upgrade_mark
 from coordinator.cli.common import FailedError, echo, name_argument, pass_registry
 from coordinator.config import InstanceSettings
-from coordinator.registry import Registry
-from coordinator.supervisor import RESTART_SIGNAL
+from coordinator.instances import upgrade_mark
+from coordinator.instances.registry import Registry
+from coordinator.operator import control
+from coordinator.service.supervisor import RESTART_SIGNAL
 from protocol.process_file import ProcessFile, is_living
 
 TIMEOUT_S = 60.0  # more than a supervisor waits for a checkpoint, and then for processes that do not end
@@ -198,7 +199,7 @@ def _refuse_strangers(settings: InstanceSettings) -> None:
 
 def _checkpoint(settings: InstanceSettings) -> str:
     """What the next start begins with, as the log says."""
-    from coordinator import own_logs
+    from coordinator.instances import own_logs
     from coordinator.log import log_exists
 
     if not log_exists(settings.log):

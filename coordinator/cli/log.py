@@ -20,7 +20,7 @@ from coordinator.cli.common import (
 )
 from coordinator.config import InstanceSettings
 from coordinator.core.words import Methods
-from coordinator.registry import Registry, RegistryError
+from coordinator.instances.registry import Registry, RegistryError
 
 
 @click.group(cls=Commands)
@@ -66,8 +66,8 @@ def show(
     if first is not None and last is not None and first > last:
         raise click.UsageError(f"--from {first} is behind --to {last}")
     require_log(settings)
-    from coordinator import own_logs
     from coordinator.cli.records import describe_record, record_lines
+    from coordinator.instances import own_logs
 
     methods = _methods(settings.app, app)
     shown = 0
@@ -91,8 +91,8 @@ def show(
 
 def _show_audit(settings: InstanceSettings, as_json: bool) -> None:
     require_log(settings)
-    from coordinator import own_logs
     from coordinator.cli.records import time_text
+    from coordinator.instances import own_logs
 
     with own_logs.open_reader(settings) as reader:
         entries = reader.audit()
@@ -138,7 +138,7 @@ def verify(registry: Registry, name: str, as_json: bool) -> None:
     """
     settings = registry.load(name)
     require_log(settings)
-    from coordinator import own_logs
+    from coordinator.instances import own_logs
 
     verification = own_logs.verify(settings)
     findings = []
@@ -183,7 +183,7 @@ def export(registry: Registry, name: str, file: Path) -> None:
     """
     settings = registry.load(name)
     require_log(settings)
-    from coordinator import own_logs
+    from coordinator.instances import own_logs
     from replay.recorded import RecordedLog
 
     with own_logs.open_reader(settings) as reader:
@@ -219,7 +219,7 @@ def backup(registry: Registry, name: str, folder: Path, as_json: bool) -> None:
     """
     settings = registry.load(name)
     require_log(settings)
-    from coordinator import own_logs
+    from coordinator.instances import own_logs
     from coordinator.log.backup import back_up
 
     made = back_up(settings.log, name, folder, own_logs.read_keys(settings))
@@ -298,7 +298,8 @@ def key(registry: Registry, name: str, rotate: bool, accept: bool, off: bool, ye
     if rotate + accept + off > 1:
         raise click.UsageError("--rotate, --accept and --off go one at a time")
     settings = registry.load(name)
-    from coordinator import control, own_logs
+    from coordinator.instances import own_logs
+    from coordinator.operator import control
 
     if rotate:
         own_logs.add_key(settings)
@@ -325,7 +326,7 @@ def _confirm(yes: bool, what: str) -> None:
 
 
 def _show_key(settings: InstanceSettings, as_json: bool) -> None:
-    from coordinator import own_logs
+    from coordinator.instances import own_logs
     from coordinator.log import log_exists, open_reader
 
     ids = [one.id for one in own_logs.read_keys(settings)]

@@ -9,9 +9,8 @@ from typing import Any
 
 import msgspec
 
-from appsdk.definition import Definition
-from appsdk.proxy import definition_of
-from appsdk.runner import load_or_say
+from appsdk.handlers.definition import Definition, definition_of
+from appsdk.running.runner import load_or_say
 from coordinator.cli.common import FailedError, echo
 from pipeline.arguments import ArgumentDecoder
 from protocol.errors import ImmortalError

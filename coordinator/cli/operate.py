@@ -7,11 +7,12 @@ from typing import Any
 
 import click
 
-from coordinator import control, upgrade_mark
 from coordinator.cli.common import FailedError, app_name, echo, echo_json, json_option, name_argument, pass_registry
 from coordinator.config import InstanceSettings
-from coordinator.registry import Registry
-from coordinator.upgrade_mark import UpgradeMark
+from coordinator.instances import upgrade_mark
+from coordinator.instances.registry import Registry
+from coordinator.instances.upgrade_mark import UpgradeMark
+from coordinator.operator import control
 
 POLL_S = 0.05
 CHECKPOINT_TIMEOUT_S = 60.0
@@ -123,7 +124,7 @@ def _state(settings: InstanceSettings) -> str:
 
 def _version(settings: InstanceSettings) -> int | None:
     """The version that the log is of; None before the first start."""
-    from coordinator import own_logs
+    from coordinator.instances import own_logs
     from coordinator.log import log_exists
 
     if not log_exists(settings.log):

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from coordinator import control
 from coordinator.cli.common import (
     Commands,
     FailedError,
@@ -21,7 +20,8 @@ from coordinator.cli.common import (
     pass_registry,
 )
 from coordinator.config import InstanceSettings
-from coordinator.registry import Registry
+from coordinator.instances.registry import Registry
+from coordinator.operator import control
 from protocol.shown import printable
 
 if TYPE_CHECKING:
@@ -213,8 +213,8 @@ def _reset_live(settings: InstanceSettings, peer: str) -> bool:
 
 
 def _reset_stopped(settings: InstanceSettings, peer: str) -> None:
-    from coordinator import own_logs
     from coordinator.core.streams.reset import reset_transaction
+    from coordinator.instances import own_logs
 
     store = own_logs.open_log(settings)
     try:
@@ -257,10 +257,10 @@ def _live_peers(settings: InstanceSettings) -> dict[str, Peer] | None:
 
 
 def _stopped_peers(settings: InstanceSettings, registry: Registry) -> dict[str, Peer]:
-    from coordinator import own_logs
     from coordinator.core.interfaces import IMPULSES, ONESELF
-    from coordinator.discovery import Discovery, Routes
+    from coordinator.instances import own_logs
     from coordinator.log import log_exists
+    from coordinator.peers.discovery import Discovery, Routes
 
     if not log_exists(settings.log):
         return {}

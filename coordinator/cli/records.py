@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from appsdk.state_tree import to_json, tree
+from appsdk.state.tree import to_json, tree
 from coordinator.core.words import Methods, RpcWords, method_name
 from coordinator.log import LoggedValue, verify_value
 from protocol.batch import decode_batch, decode_replayable_batch

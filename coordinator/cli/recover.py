@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from coordinator import control
 from coordinator.cli.common import echo, echo_json, json_option, name_argument, pass_registry
 from coordinator.config import InstanceSettings
 from coordinator.core.errors import LogLockedError
 from coordinator.core.interfaces import IMPULSES, ONESELF, is_outside
-from coordinator.registry import Registry, RegistryError
+from coordinator.instances.registry import Registry, RegistryError
+from coordinator.operator import control
 from protocol.client import CLIENTS
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def recover(registry: Registry, name: str, sequence_id: int | None, force: bool,
 
 
 def _check(settings: InstanceSettings, as_json: bool) -> int:
-    from coordinator import own_logs
+    from coordinator.instances import own_logs
 
     verification = own_logs.verify(settings)
     findings = list(verification.findings())
@@ -125,7 +125,7 @@ def _verdict(name: str, verification: LogVerification) -> str:
 
 
 def _remedy(settings: InstanceSettings, verification: LogVerification) -> str:
-    from coordinator import own_logs
+    from coordinator.instances import own_logs
     from coordinator.log.cut import LogCutter
     from coordinator.log.cut_plan import CutRefusedError
 
@@ -155,7 +155,7 @@ def _remedy(settings: InstanceSettings, verification: LogVerification) -> str:
 
 
 def _cut(settings: InstanceSettings, sequence_id: int, *, force: bool, yes: bool, as_json: bool) -> None:
-    from coordinator import own_logs
+    from coordinator.instances import own_logs
     from coordinator.log.cut import LogCutter
 
     control.refuse_running(settings.folder)

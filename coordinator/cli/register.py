@@ -11,7 +11,7 @@ import click
 from coordinator.cli.common import echo, name_argument, pass_registry
 from coordinator.cli.setting_options import register_options, said
 from coordinator.config import AppSendMode
-from coordinator.registry import Registry
+from coordinator.instances.registry import Registry
 
 
 @click.command()
@@ -20,7 +20,8 @@ from coordinator.registry import Registry
 @pass_registry
 def register(registry: Registry, /, name: str, **options: Any) -> None:
     """Write the settings of a new instance, and make its keys."""
-    from coordinator import keys, own_logs
+    from coordinator.instances import own_logs
+    from coordinator.peers import keys
 
     given = said(options)
     if "app_send_mode" in given and "app_send_port" not in given:
@@ -44,7 +45,9 @@ def register(registry: Registry, /, name: str, **options: Any) -> None:
 @pass_registry
 def unregister(registry: Registry, name: str, delete_log: bool) -> None:
     """Remove an instance's settings; its log stays unless --delete-log is given."""
-    log = registry.unregister(name, delete_log=delete_log)
+    from coordinator.operator import unregister as without  # needs ZeroMQ, whose loading takes long
+
+    log = without.unregister(registry, name, delete_log=delete_log)
     kept = f"; its log stays in {_relative(log)}" if log.exists() else ""
     echo(f"unregistered {name}{kept}")
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import click
 
-from coordinator import own_logs
 from coordinator.cli.common import (
     app_name,
     echo,
@@ -26,8 +25,9 @@ from coordinator.cli.common import (
 )
 from coordinator.cli.progress import progress_bar
 from coordinator.config import InstanceSettings
+from coordinator.instances import own_logs
+from coordinator.instances.registry import Registry, RegistryError
 from coordinator.log import LogReader, log_exists, open_reader
-from coordinator.registry import Registry, RegistryError
 from protocol.private_files import opener
 from protocol.shown import printable_json
 from protocol.verdicts import Verdict

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import click
 
-from coordinator.app_addresses import UNIX
 from coordinator.config import InstanceSettings
+from coordinator.config.app_hosts import UNIX
 from coordinator.config.setting import Setting, settings_of
 from coordinator.config.values import WrongValueError
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from coordinator import control
 from coordinator.cli.common import (
     FailedError,
     echo,
@@ -18,7 +17,8 @@ from coordinator.cli.common import (
     require_log,
 )
 from coordinator.config import InstanceSettings
-from coordinator.registry import Registry
+from coordinator.instances.registry import Registry
+from coordinator.operator import control
 
 if TYPE_CHECKING:
     from coordinator.core.interfaces import LogStore, LogSummary
@@ -66,8 +66,8 @@ def _skip_live(settings: InstanceSettings, sequence_id: int, index: int, reason:
 
 
 def _skip_stopped(settings: InstanceSettings, sequence_id: int, index: int, reason: str) -> None:
-    from coordinator import own_logs
     from coordinator.core.interfaces import AuditEntry, Transaction
+    from coordinator.instances import own_logs
 
     store = own_logs.open_log(settings)
     try:

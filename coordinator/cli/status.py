@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from coordinator import control, upgrade_mark
 from coordinator.cli.common import cell, echo, echo_json, instance_name, json_option, pass_registry
 from coordinator.config import InstanceSettings
-from coordinator.registry import PUBLIC_KEYS_FILE_NAME, Registry
+from coordinator.instances import upgrade_mark
+from coordinator.instances.registry import PUBLIC_KEYS_FILE_NAME, Registry
+from coordinator.operator import control
 from protocol.client import CLIENTS
 from protocol.errors import ImmortalError
 from protocol.shown import printable
@@ -86,7 +87,7 @@ def _keys(folder: Path) -> dict[str, Any]:
     """What is due with the keys of an instance, or of a client."""
     if not (folder / PUBLIC_KEYS_FILE_NAME).exists():
         return {}
-    from coordinator import keys  # needs ZeroMQ, whose loading takes long
+    from coordinator.peers import keys  # needs ZeroMQ, whose loading takes long
 
     try:
         file = keys.read_public_file(folder)
@@ -113,8 +114,8 @@ def _upgrade(settings: InstanceSettings) -> dict[str, Any]:
 
 
 def _stopped_status(settings: InstanceSettings) -> dict[str, Any]:
-    from coordinator import own_logs
     from coordinator.core.interfaces import IMPULSES, ONESELF
+    from coordinator.instances import own_logs
     from coordinator.log import log_exists
 
     if not log_exists(settings.log):

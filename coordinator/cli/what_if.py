@@ -9,7 +9,6 @@ from typing import Any
 
 import click
 
-from coordinator import own_logs
 from coordinator.cli.common import (
     FailedError,
     app_name,
@@ -23,8 +22,9 @@ from coordinator.cli.common import (
 from coordinator.cli.progress import progress_bar
 from coordinator.cli.what_if_report import Report
 from coordinator.core.output_check import Divergence, OutputDivergenceError
+from coordinator.instances import own_logs
+from coordinator.instances.registry import Registry, RegistryError
 from coordinator.log import log_exists
-from coordinator.registry import Registry, RegistryError
 from replay import BY_HAND, OWN_VERSION, AppCommand
 from replay.apps import default_app
 from replay.compare import Side

@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from coordinator.app_addresses import LOCALHOST, is_loopback
+from coordinator.config.app_hosts import LOCALHOST, is_loopback
 from coordinator.config.schema import AppAuth, InstanceSettings
 from coordinator.config.setting import Setting, setting_of, settings_of
 from coordinator.config.values import ConfigError, WrongValueError, check_instance_name

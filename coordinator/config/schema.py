@@ -13,7 +13,8 @@ from typing import Annotated
 
 from msgspec import Struct, field
 
-from coordinator.app_addresses import LOCALHOST, SOCKET_FILE_NAME, UNIX, host_port
+from coordinator.config.app_hosts import LOCALHOST, SOCKET_FILE_NAME, UNIX, host_port
+from coordinator.config.socket_paths import socket_path
 from coordinator.config.values import (
     App,
     AppSocket,
@@ -32,7 +33,6 @@ from coordinator.config.values import (
 )
 from coordinator.core.limits import ReplayCheck
 from coordinator.core.permissions import Permission
-from coordinator.socket_paths import socket_path
 from protocol.limits import ARGUMENTS_SIZE_MIB_DEFAULT, ARGUMENTS_SIZE_MIB_MAX
 
 

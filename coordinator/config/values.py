@@ -27,9 +27,9 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from coordinator.app_addresses import UNIX
+from coordinator.config.app_hosts import UNIX
+from coordinator.config.socket_paths import UNIX_PATH_SIZE_BYTES_MAX
 from coordinator.core.permissions import ANYTHING, Permission
-from coordinator.socket_paths import UNIX_PATH_SIZE_BYTES_MAX
 from protocol.errors import ImmortalError
 from protocol.extensions import QUERIES
 

@@ -33,7 +33,7 @@ import aiohttp
 from shop import STOCK
 
 from appsdk.client import connect
-from coordinator.registry import HOME_VARIABLE, Registry
+from coordinator.instances.registry import HOME_VARIABLE, Registry
 
 HERE = Path(__file__).parent
 NAME = "shop"

@@ -37,9 +37,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from appsdk.state import decode_envelope
-from coordinator import control, keys
+from coordinator.instances.registry import Registry
 from coordinator.log import open_reader
-from coordinator.registry import Registry
+from coordinator.operator import control
+from coordinator.peers import keys
 from protocol.errors import ImmortalError
 
 LINES_WANTED = 600_000  # of the default input

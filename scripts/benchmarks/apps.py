@@ -9,7 +9,7 @@ import threading
 import time
 
 from appsdk import Immortal, Impulses, impulse, on_primary, peer, rpc
-from coordinator.bench.call_apps import Caller
+from bench.call_apps import Caller
 from scripts.benchmarks.rivals.steps import STEPS, step
 
 CHAINS = 16  # bursts under way in a sender: it waits for nothing but back-pressure
@@ -111,7 +111,7 @@ class Sender(Immortal):
 class Relay(Immortal):
     """Passes a call on, and its answer back."""
 
-    next = peer("coordinator.bench.call_apps:Callee", "relay-1")
+    next = peer("bench.call_apps:Callee", "relay-1")
 
     @rpc(id=1)
     async def echo(self, data: bytes) -> bytes:
@@ -124,7 +124,7 @@ class Relay1(Relay):
 
 
 class Relay2(Relay):
-    next = peer("coordinator.bench.call_apps:Callee", "relay-3")
+    next = peer("bench.call_apps:Callee", "relay-3")
 
 
 class EffectSteps(Immortal):

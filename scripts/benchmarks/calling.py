@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from coordinator.bench.call_workload import Measured
-from coordinator.bench.calls import Caller, run_for, warm_up
-from coordinator.bench.processes import BenchError
+from bench.call_workload import Measured
+from bench.calls import Caller, run_for, warm_up
+from bench.processes import BenchError
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import IMMORTAL, Figure, Target
 

@@ -13,8 +13,8 @@ from subprocess import Popen
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from coordinator.bench.calls import processes_of, running
-from coordinator.bench.processes import BenchError, Service, cpu_s, register, start_module
+from bench.calls import processes_of, running
+from bench.processes import BenchError, Service, cpu_s, register, start_module
 from protocol import compiled
 from scripts.benchmarks.apps import CHAINS
 from scripts.benchmarks.context import Context
@@ -120,7 +120,7 @@ def immortal_streams(
     curve: bool = False,
     **settings: Any,
 ) -> Iterator[ImmortalStreams]:
-    """``settings``: of the instances, as ``coordinator.registry.Registry.register`` takes them."""
+    """``settings``: of the instances, as ``coordinator.instances.registry.Registry.register`` takes them."""
     apps = {f"receiver-{index}": "scripts.benchmarks.apps:Receiver" for index in range(receivers)}
     apps |= {f"sender-{index}": "scripts.benchmarks.apps:Sender" for index in range(senders)}
     services = register(home, apps, dict(variables), curve=curve, **settings)
@@ -171,7 +171,7 @@ class GrpcStreams:
 
 @contextlib.contextmanager
 def grpc_streams(senders: int = 1, receivers: int = 1) -> Iterator[GrpcStreams]:
-    module = "coordinator.bench.grpc_stream"
+    module = "scripts.benchmarks.rivals.grpc_stream"
     with contextlib.ExitStack() as stack:
         servers = [stack.enter_context(start_module(module, "server")) for _ in range(receivers)]
         addresses = []

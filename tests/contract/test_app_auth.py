@@ -20,18 +20,20 @@ import pytest
 from click.testing import CliRunner
 from msgspec import structs
 
-from appsdk.authenticate import authenticate
 from appsdk.errors import ConnectError
-from appsdk.transport import read_secret
-from coordinator import app_gate, app_secret
-from coordinator.app_addresses import is_loopback
-from coordinator.app_gate import GUESTS_MAX
+from appsdk.running.authenticate import authenticate
+from appsdk.running.transport import read_secret
+from coordinator.app import gate as app_gate
+from coordinator.app import secret as app_secret
+from coordinator.app.gate import GUESTS_MAX
 from coordinator.cli import main
 from coordinator.config import AppAuth, ConfigError, InstanceSettings, override
+from coordinator.config.app_hosts import is_loopback
+from coordinator.config.socket_paths import UNIX_PATH_SIZE_BYTES_MAX
 from coordinator.core import events as ev
+from coordinator.instances.registry import HOME_VARIABLE, Registry
 from coordinator.limited_log import LINES_MAX, LimitedLog
-from coordinator.registry import HOME_VARIABLE, Registry
-from coordinator.socket_paths import UNIX_PATH_SIZE_BYTES_MAX
+from coordinator.operator.unregister import unregister
 from protocol.app_proof import encode_challenge
 from protocol.messages import MessageType, encode_message
 from protocol.rate_limit import INTERVAL_NS
@@ -381,7 +383,7 @@ def test_an_app_at_the_unix_socket_is_not_driven_out_by_strangers(tmp_path: Path
 
 
 def test_a_socket_that_others_reach_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.app_endpoint.is_loopback", lambda host: False)  # tests stay on loopback
+    monkeypatch.setattr("coordinator.app.endpoint.is_loopback", lambda host: False)  # tests stay on loopback
     made = Endpoint(tmp_path / "home", app_host="127.0.0.1")
     made.close()
     ((line, _),) = made.log.lines
@@ -610,7 +612,7 @@ def test_unregister_takes_the_secret_away(tmp_path: Path) -> None:
     registry = Registry(tmp_path)
     settings = registry.register("a", "tcp://127.0.0.1:*")
     app_secret.make(settings.folder)
-    registry.unregister("a")
+    unregister(registry, "a")
     assert not settings.folder.exists()
 
 

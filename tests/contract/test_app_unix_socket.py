@@ -14,14 +14,14 @@ import pytest
 from click.testing import CliRunner
 
 from appsdk.errors import ConnectError
-from appsdk.transport import connect, read_secret
-from coordinator import app_secret
-from coordinator.app_addresses import SOCKET_FILE_NAME
-from coordinator.app_listener import AppListenError, listen_unix
+from appsdk.running.transport import connect, read_secret
+from coordinator.app import secret as app_secret
+from coordinator.app.listener import AppListenError, listen_unix
 from coordinator.cli import main
 from coordinator.config import ConfigError, InstanceSettings
-from coordinator.registry import Registry
-from coordinator.socket_paths import UNIX_PATH_SIZE_BYTES_MAX, secure_folder, socket_path
+from coordinator.config.app_hosts import SOCKET_FILE_NAME
+from coordinator.config.socket_paths import UNIX_PATH_SIZE_BYTES_MAX, secure_folder, socket_path
+from coordinator.instances.registry import Registry
 from protocol.extensions import ALL_EXTENSIONS, Hello, encode_hello
 from tests.helpers.cli import HOME, Run, immortal
 from tests.helpers.processes import DEADLINE_S, TOLD, CoordinatorProcess, House, SocketApp
@@ -341,7 +341,7 @@ def test_a_socket_has_one_place_whatever_its_folder_is_called(tmp_path: Path) ->
 
 
 def test_a_short_folder_is_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.socket_paths.SHORT_FOLDERS", tmp_path)
+    monkeypatch.setattr("coordinator.config.socket_paths.SHORT_FOLDERS", tmp_path)
     path = socket_path(Path("/" + "deep" * 30), "app.sock")
     own = path.parent
     for _ in range(2):

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import control
 from coordinator.log import create_log, open_log
 from coordinator.log import format as log_format
-from coordinator.runtime import STATUS_NO_RECOVERY
+from coordinator.operator import control
+from coordinator.service.runtime import STATUS_NO_RECOVERY
 from protocol.extensions import encode_app_batch
 from protocol.messages import (
     MessageType,

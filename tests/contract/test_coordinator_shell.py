@@ -11,20 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.app_connection import AppConnection
-from coordinator.app_endpoint import AppEndpoint
-from coordinator.app_listener import AppListenError, listen
+from coordinator.app.connection import AppConnection
+from coordinator.app.endpoint import AppEndpoint
+from coordinator.app.listener import AppListenError, listen
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.errors import LogError, LogFullError, LogSyncError
 from coordinator.core.interfaces import CheckpointHeader, ImpulseBatch, SourcePosition, Transaction, VersionStart
 from coordinator.driver.reads import problem_of
+from coordinator.instances.registry import Registry
 from coordinator.log.memory import MemoryLogStore
 from coordinator.log_writer import JOINED_SIZE_BYTES_MAX, LogWriter
 from coordinator.logs import Events
 from coordinator.messenger import Messenger
-from coordinator.registry import Registry
-from coordinator.runtime import Coordinator
+from coordinator.service.runtime import Coordinator
 from protocol.checksum import crc64
 from protocol.peer import FrameType, PeerFrame, encode_frame
 from protocol.record import encode_record

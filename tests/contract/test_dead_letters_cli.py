@@ -15,14 +15,14 @@ import pytest
 from click.testing import CliRunner, Result
 
 from appsdk import Immortal, rpc
-from appsdk.handlers import method_id_of_name
-from coordinator import control
+from appsdk.handlers.decorators import method_id_of_name
 from coordinator.cli import main
 from coordinator.config import InstanceSettings
 from coordinator.core.interfaces import AuditEntry, CheckpointHeader, Suspect, Transaction
+from coordinator.instances.registry import Registry
 from coordinator.log import create_log, open_log, open_reader
 from coordinator.log import format as log_format
-from coordinator.registry import Registry
+from coordinator.operator import control
 from protocol.batch import encode_batch
 from protocol.checksum import crc64
 from protocol.messages import MessageType, RpcKind, RpcType, encode_incoming_rpc, encode_message

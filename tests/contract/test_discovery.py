@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import control
+from coordinator.operator import control
+from coordinator.operator.unregister import unregister
 from tests.helpers.processes import CoordinatorProcess, House, SocketApp
 
 RETURN_S_MAX = 5.0  # of a machine that is busy; 0.5 is wanted, and printed
@@ -29,7 +30,7 @@ def add_settings(house: House, name: str, *, front: str = "", end: str = "") -> 
 def move(house: House, name: str) -> None:
     """Another port for the peers of ``name``, as if its machine had changed."""
     settings = house.settings(name)
-    house.registry.unregister(name)
+    unregister(house.registry, name)
     house.registry.register(name, "tcp://127.0.0.1:*", app_port=settings.app_port, app_auth="none")
     assert house.settings(name).peer != settings.peer
 
@@ -103,7 +104,7 @@ def test_a_place_in_the_settings_is_taken_up_by_a_running_coordinator(house: Hou
         assert peer_of(process, "bob")["origin"] == "settings"
         process.kill()
         alice.until_closed()
-        house.registry.unregister("alice")
+        unregister(house.registry, "alice")
         house.register("alice")
         port = bob_process.settings.peer.rpartition(":")[2]
         # The name in it is looked up as any: this one is known on every machine, and bob says that he is another.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import control
+from coordinator.operator import control
 from protocol.checksum import crc64
 from protocol.messages import MessageType, decode_messages, encode_checkpoint
 from protocol.readers import BlobData, BlobStart, RecordReader

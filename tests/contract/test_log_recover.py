@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from coordinator import control
 from coordinator.cli import main
 from coordinator.core.interfaces import CheckpointHeader, SourcePosition, Transaction
+from coordinator.instances.registry import Registry
 from coordinator.log import create_log, open_log, open_reader
 from coordinator.log import format as log_format
 from coordinator.log.findings import Severity
 from coordinator.log.verify import verify_log
-from coordinator.registry import Registry
+from coordinator.operator import control
 from protocol.checksum import crc64
 from protocol.record import encode_record
 from protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer

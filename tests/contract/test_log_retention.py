@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from coordinator.bench import trim as bench_trim
+from bench import trim as bench_trim
 from coordinator.cli import main
 from coordinator.core.clock import RunningTime
 from coordinator.core.interfaces import CheckpointHeader, Transaction
+from coordinator.instances.registry import Registry
 from coordinator.log import create_log, open_reader
 from coordinator.log_writer import LogWriter
-from coordinator.registry import Registry
 from protocol.checksum import crc64
 from protocol.record import encode_record
 from protocol.trailer import Trailer, encode_trailer

@@ -60,7 +60,8 @@ def test_the_numbers_of_the_guide() -> None:
 
 def test_many_messages_with_forced_retries_are_each_delivered_once() -> None:
     """The measurement of the guide, with fewer messages; its status says whether all were delivered once."""
-    command = [sys.executable, "scripts/measure_messenger.py", "--messages", "20000", "--cut-every", "250", "--json"]
+    command = [sys.executable, "-m", "scripts.benchmarks.messenger"]
+    command += ["--messages", "20000", "--cut-every", "250", "--json"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     figures = json.loads(ended.stdout)

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from coordinator import keys
 from coordinator.log import open_reader
 from coordinator.messenger import Messenger
+from coordinator.peers import keys
 from protocol.checksum import crc64
 from protocol.messages import encode_attach_to, encode_incoming_rpc, encode_outgoing_rpc
 from protocol.peer import FrameType, decode_frame

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from coordinator import control
 from coordinator.core import events as ev
-from coordinator.operator_verbs import VerbError, event_of
+from coordinator.operator import control
+from coordinator.operator.verbs import VerbError, event_of
 from protocol.messages import encode_incoming_rpc
 from protocol.verdicts import Handling, Verdict, VerdictKind, encode_handling, encode_verdict
 from tests.helpers.core import Driven, rpc

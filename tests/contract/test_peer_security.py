@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import zmq
 
-from coordinator import keys
 from coordinator.messenger import KeyPair, Messenger, MessengerError, Received, Security
 from coordinator.messenger import listener as messenger_listener
 from coordinator.messenger.envelope import encode_message
 from coordinator.messenger.security import connect_with
+from coordinator.peers import keys
 from protocol.peer import FrameType, PeerFrame, RefusedCode, decode_frame, encode_frame
 from tests.helpers.processes import DEADLINE_S, CoordinatorProcess, House, SocketApp
 

@@ -16,8 +16,8 @@ import pytest
 
 from coordinator.core.errors import AppProtocolError
 from coordinator.core.limits import Limits
+from coordinator.instances.registry import Registry
 from coordinator.log import LogReader, create_log, open_reader, verify_value
-from coordinator.registry import Registry
 from protocol.checksum import crc64
 from protocol.extensions import Origin
 from protocol.messages import (

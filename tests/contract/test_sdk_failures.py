@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from appsdk import Immortal, rpc
+from appsdk.calls.report import FailureReporter
 from appsdk.errors import HandlerError, RecoveryNeeded
-from appsdk.proxy import definition_of
-from appsdk.report import FailureReporter
-from appsdk.runner import run_connection, say
+from appsdk.handlers.definition import definition_of
+from appsdk.running.runner import run_connection, say
 from appsdk.testing.wire import AppOutput, call, checkpoint_record, control, initial_record, logged
 from protocol.messages import MessageType
 from protocol.verdicts import Verdict, VerdictKind, decode_handling, decode_verdict

@@ -11,8 +11,8 @@ import pytest
 
 from appsdk import Immortal, peer, rpc
 from appsdk.errors import EXIT_HANDLER_FAILED, EXIT_INTERRUPTED, EXIT_NOT_RUNNABLE, HandlerError
-from appsdk.proxy import definition_of
-from appsdk.runner import run_connection
+from appsdk.handlers.definition import definition_of
+from appsdk.running.runner import run_connection
 from appsdk.testing.wire import call, logged
 from protocol.extensions import decode_handler_failed, decode_origins
 from protocol.messages import MessageType

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-import appsdk.snapshot
-import appsdk.transport
+import appsdk.running.transport
+import appsdk.state.snapshot
 from appsdk import Immortal, Impulses, on_primary, peer, rpc
 from appsdk.errors import EXIT_HANDLER_FAILED, Disconnected, StateError
-from appsdk.proxy import definition_of
-from appsdk.runner import run_connection
-from appsdk.snapshot import CHUNK_SIZE_BYTES_MAX, Snapshot
+from appsdk.handlers.definition import definition_of
+from appsdk.running.runner import run_connection
+from appsdk.state.snapshot import CHUNK_SIZE_BYTES_MAX, Snapshot
 from appsdk.testing.wire import AppOutput, call, logged
 from protocol.errors import RemoteProtocolError
 from protocol.messages import MessageType
@@ -239,7 +239,7 @@ class HangsInChild(Own):
 
 
 def test_a_child_that_hangs_is_killed_and_the_next_checkpoint_is_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(appsdk.snapshot, "SILENCE_S_MAX", 0.5)
+    monkeypatch.setattr(appsdk.state.snapshot, "SILENCE_S_MAX", 0.5)
 
     def script(it: ScriptedCoordinator) -> None:
         it.start_first()
@@ -263,15 +263,15 @@ def test_a_child_that_hangs_is_killed_and_the_next_checkpoint_is_in_one_piece(mo
 
 def test_a_child_that_is_not_read_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [1000.0]
-    monkeypatch.setattr(appsdk.snapshot.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(appsdk.state.snapshot.time, "monotonic", lambda: now_s[0])
     snapshot = Snapshot(lambda: [bytes(4 << 20)])  # more than its pipe holds
     try:
-        now_s[0] += 10 * appsdk.snapshot.SILENCE_S_MAX
+        now_s[0] += 10 * appsdk.state.snapshot.SILENCE_S_MAX
         snapshot.not_read()
         received = 0
         while (data := snapshot.read()) != b"":
             received += len(data or b"")
-            now_s[0] += appsdk.snapshot.SILENCE_S_MAX / 2 if data else 0
+            now_s[0] += appsdk.state.snapshot.SILENCE_S_MAX / 2 if data else 0
             if data is None:
                 select.select([snapshot], [], [], WAIT_S)
     finally:
@@ -453,7 +453,7 @@ def test_a_coordinator_that_does_not_read_holds_up_the_child_not_the_handlers(mo
         assert relayed[0] == len(snapshot_of(it.output)) > 38 << 20
         it.send(GOODBYE)
 
-    monkeypatch.setattr(appsdk.transport, "Snapshot", Counting)
+    monkeypatch.setattr(appsdk.running.transport, "Snapshot", Counting)
     with coordinator(script) as it:
         run_connection(definition_of(Watched), it.address)
     assert reason_of(it.output) == ""

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-import appsdk.outbox
-import appsdk.transport
+import appsdk.calls.outbox
+import appsdk.running.transport
 from appsdk import Immortal, Impulses, impulse, on_primary, peer, rpc
 from appsdk.errors import EXIT_FAILED, EXIT_NOT_RUNNABLE, ConnectError, Disconnected, HandlerError, HookError, Refused
-from appsdk.proxy import definition_of
-from appsdk.runner import run_connection
+from appsdk.handlers.definition import definition_of
+from appsdk.running.runner import run_connection
+from appsdk.running.transport import connect
 from appsdk.testing.wire import accepted, call, checkpoint_record, control, logged
-from appsdk.transport import connect
 from protocol.messages import MessageType, RpcType
 from tests.helpers.sdk import GOODBYE, TAKE_FIRST, WAIT_S, Script, ScriptedCoordinator, coordinator
 
@@ -176,8 +176,8 @@ def test_a_handler_error_passes() -> None:
 
 def test_a_coordinator_that_does_not_read_stops_the_handlers_not_the_app(monkeypatch: pytest.MonkeyPatch) -> None:
     """The app's output is stuck; it goes on when the coordinator reads again, and nothing is lost."""
-    monkeypatch.setattr(appsdk.transport, "OUTPUT_PENDING_BYTES_MAX", 64 << 10)
-    monkeypatch.setattr(appsdk.transport, "INPUT_BUFFERED_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr(appsdk.running.transport, "OUTPUT_PENDING_BYTES_MAX", 64 << 10)
+    monkeypatch.setattr(appsdk.running.transport, "INPUT_BUFFERED_BYTES_MAX", 1 << 20)
     handled: list[str] = []
 
     class Watched(Relay):
@@ -208,7 +208,7 @@ def test_a_coordinator_that_does_not_read_stops_the_handlers_not_the_app(monkeyp
 
 
 def test_a_goodbye_is_heard_while_output_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(appsdk.transport, "OUTPUT_PENDING_BYTES_MAX", 64 << 10)
+    monkeypatch.setattr(appsdk.running.transport, "OUTPUT_PENDING_BYTES_MAX", 64 << 10)
 
     def script(it: ScriptedCoordinator) -> None:
         it.start_first()
@@ -222,7 +222,7 @@ def test_a_goodbye_is_heard_while_output_is_stuck(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_end_frees_a_hook_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(appsdk.outbox, "IMPULSES_OUTSTANDING_MAX", 5)
+    monkeypatch.setattr(appsdk.calls.outbox, "IMPULSES_OUTSTANDING_MAX", 5)
     ended: list[BaseException] = []
     done = threading.Event()
 
@@ -376,7 +376,7 @@ def test_signals_end_the_app_quietly(tmp_path: Path, number: int, status: int) -
 AT_ITS_END = """
 import atexit, os, signal, sys
 from appsdk import Immortal
-import appsdk.runner
+import appsdk.running.runner
 
 def terminate(*_):
     os.kill(os.getpid(), signal.SIGTERM)
@@ -390,12 +390,12 @@ class Service(Immortal):
 print("said")
 place = os.environ["PLACE"]
 if place == "said":  # while it says what has ended it
-    appsdk.runner.say = terminate
+    appsdk.running.runner.say = terminate
 elif place == "swallowed":  # where Python lets no exception through
-    appsdk.runner.definition_of = lambda cls: Falls() and None
+    appsdk.running.runner.definition_of = lambda cls: Falls() and None
 else:  # in Python's own last steps
     atexit.register(terminate)
-appsdk.runner.run(Service)
+appsdk.running.runner.run(Service)
 """
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import control
 from coordinator.fault_points import FaultPoint
-from coordinator.registry import Registry
+from coordinator.instances.registry import Registry
+from coordinator.operator import control
 from protocol.errors import ImmortalError
 from tests.helpers.spilling import limit_memory
 from tests.soak.havoc import AT_A_CHECKPOINT, AT_RECOVERY, AT_START, IN_TRAFFIC

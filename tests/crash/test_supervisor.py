@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.supervisor import (
+from coordinator.service.supervisor import (
     APP_DEATHS_AT_ONCE,
     RESTART_SIGNAL,
     Exit,
@@ -30,7 +30,7 @@ from coordinator.supervisor import (
 DRIVER = """
 import json, sys
 from coordinator.logs import configure
-from coordinator.supervisor import Command, Role, Supervisor
+from coordinator.service.supervisor import Command, Role, Supervisor
 given = json.loads(sys.argv[1])
 commands = {Role.COORDINATOR: Command(given["coordinator"]), Role.APP: Command(given["app"], {"TEST_ROLE": "app"})}
 if given["options"].pop("broken", None):
@@ -203,7 +203,7 @@ def test_an_app_that_dies_alone_is_started_again_alone(start: Start) -> None:
 # A coordinator that tells that it is ready for each line that it is given.
 TELLS = """
 import os, signal, sys
-from coordinator.control import report_ready
+from coordinator.operator.control import report_ready
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 os.write(1, b"up\\n")
 for line in open(sys.argv[1]):
@@ -383,13 +383,13 @@ def test_stop_during_the_pause(start: Start) -> None:
 
 
 def test_ready_is_told(start: Start) -> None:
-    coordinator = "from coordinator.control import report_ready; report_ready(); report_ready();" + LIVES
+    coordinator = "from coordinator.operator.control import report_ready; report_ready(); report_ready();" + LIVES
     supervised = start(coordinator, LIVES)
     supervised.event("ready")
 
 
 def test_a_coordinator_that_only_dies(start: Start) -> None:
-    coordinator = "from coordinator.control import report_ready; report_ready();" + LIVES
+    coordinator = "from coordinator.operator.control import report_ready; report_ready();" + LIVES
     supervised = start(coordinator, LIVES)
     supervised.event("ready")
     supervised.process.terminate()

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import upgrade_mark
 from coordinator.fault_points import VARIABLE, FaultPoint
+from coordinator.instances import upgrade_mark
+from coordinator.instances.upgrade_mark import UpgradeMark
 from coordinator.log import open_reader
-from coordinator.upgrade_mark import UpgradeMark
 from protocol.messages import MessageType, RpcType, encode_checkpoint, encode_message
 from tests.helpers.processes import House
 from tests.helpers.stepping import SteppingApp

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from coordinator import control
 from coordinator.core.errors import LogLockedError
 from coordinator.fault_points import VARIABLE, FaultPoint
 from coordinator.log import open_log
 from coordinator.log.high_water import FILE_NAME as MARK_FILE_NAME
 from coordinator.log.journal import FILE_NAME
+from coordinator.operator import control
 from protocol.errors import ImmortalError
 from protocol.messages import MessageType
 from tests.faults.clock import ShiftedClock

@@ -18,10 +18,10 @@ from appsdk.client import connect, with_key
 from coordinator.config import ConfigError
 from coordinator.core.interfaces import IMPULSES
 from coordinator.fault_points import FaultPoint
+from coordinator.instances.registry import Registry
 from coordinator.log import format as log_format
 from coordinator.log import open_reader
 from coordinator.log.verify import verify_log
-from coordinator.registry import Registry
 from protocol.record import decode_header
 from protocol.trailer import decode_trailer
 from tests.faults.clock import JUMPS

@@ -12,8 +12,8 @@ from datetime import timedelta
 import msgspec
 
 from appsdk import Immortal, initial, peer, rpc
-from appsdk.handlers import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID, method_id_of_name
-from appsdk.proxy import definition_of
+from appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID, method_id_of_name
+from appsdk.handlers.definition import definition_of
 from appsdk.testing.app import LocalApp
 from coordinator.core import effects as ef
 from coordinator.core import events as ev

@@ -9,12 +9,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from appsdk.transport import read_secret
-from coordinator import app_secret
-from coordinator.app_endpoint import AppEndpoint
+from appsdk.running.transport import read_secret
+from coordinator.app import secret as app_secret
+from coordinator.app.endpoint import AppEndpoint
 from coordinator.config import AppAuth, InstanceSettings
 from coordinator.core import events as ev
-from coordinator.registry import Registry
+from coordinator.instances.registry import Registry
 from protocol.app_proof import (
     NONCE_SIZE_BYTES,
     Answer,

@@ -9,8 +9,8 @@ import msgspec
 from appsdk import Immortal, rpc
 from appsdk.client.connection import Connection
 from appsdk.client.lane import Call
-from appsdk.dispatch import Dispatcher
-from appsdk.proxy import definition_of
+from appsdk.dispatch.dispatcher import Dispatcher
+from appsdk.handlers.definition import definition_of
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.limits import Limits

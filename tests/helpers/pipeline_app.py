@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from appsdk import Immortal, impulse, peer, rpc
-from appsdk.handlers import method_id_of_name
+from appsdk.handlers.decorators import method_id_of_name
 
 
 class Store(Immortal):

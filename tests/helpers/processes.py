@@ -15,10 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from appsdk.authenticate import authenticate
-from coordinator import control
+from appsdk.running.authenticate import authenticate
 from coordinator.config import InstanceSettings
-from coordinator.registry import HOME_VARIABLE, Registry
+from coordinator.instances.registry import HOME_VARIABLE, Registry
+from coordinator.operator import control
 from protocol.batch import decode_batch
 from protocol.extensions import ALL_EXTENSIONS, Hello, decode_impulses_accepted, encode_hello
 from protocol.messages import (

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from appsdk.determinism import Finding, check
-from appsdk.proxy import definition_of
+from appsdk.determinism.check import Finding, check
+from appsdk.handlers.definition import definition_of
 
 _numbers = itertools.count()
 

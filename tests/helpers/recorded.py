@@ -11,10 +11,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from appsdk.context import SEED_SIZE_BYTES
-from appsdk.dispatch import Dispatcher
-from appsdk.effect_request import EffectRunner
-from appsdk.proxy import Impulses, definition_of
+from appsdk.calls.context import SEED_SIZE_BYTES
+from appsdk.dispatch.dispatcher import Dispatcher
+from appsdk.effects.request import EffectRunner
+from appsdk.handlers.definition import definition_of
+from appsdk.handlers.proxy import Impulses
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.limits import Limits

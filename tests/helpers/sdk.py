@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from appsdk.dispatch import Dispatcher, Event, OutputReady
-from appsdk.effect_request import EffectRunner
-from appsdk.proxy import definition_of
+from appsdk.dispatch.dispatcher import Dispatcher, Event, OutputReady
+from appsdk.effects.request import EffectRunner
+from appsdk.handlers.definition import definition_of
 from appsdk.testing.wire import COMMITTER_ID, AppOutput, checkpoint_record, control, initial_record
 from protocol.extensions import encode_version
 from protocol.messages import MessageType, encode_message

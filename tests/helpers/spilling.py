@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.registry import Registry
+from coordinator.instances.registry import Registry
 from protocol.messages import RpcType, encode_attach_to, encode_outgoing_rpc
 from tests.helpers.processes import FORWARD, TOLD, SocketApp
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from appsdk.effect_request import EffectRequest, EffectRunner
+from appsdk.effects.request import EffectRequest, EffectRunner
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from tests.helpers.recorded import Instances, RecordedInstance

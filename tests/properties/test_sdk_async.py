@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appsdk import EffectFailed, Immortal, impulse, peer, rpc
-from appsdk.effect_request import EffectRequest
+from appsdk.effects.request import EffectRequest
 from tests.helpers.memory import in_memory
 from tests.helpers.waiting import EffectsByHand, WaitingInstances
 

@@ -10,7 +10,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from appsdk import CalleeFailed, Immortal, peer, rpc
-from appsdk.codec import encoder
+from appsdk.calls.codec import encoder
 from appsdk.testing.wire import call, initial_record, logged
 from protocol.messages import RpcKind, RpcType, encode_incoming_rpc
 from protocol.verdicts import VerdictKind

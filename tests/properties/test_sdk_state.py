@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from appsdk import Immortal
 from appsdk.errors import StateError
-from appsdk.proxy import definition_of
-from appsdk.state import Envelope, decode_envelope
+from appsdk.handlers.definition import definition_of
+from appsdk.state.schema import Envelope, decode_envelope
 
 
 @dataclass

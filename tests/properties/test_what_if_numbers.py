@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from appsdk import Immortal, impulse, peer, rpc
-from appsdk.inspection import unanswered
-from appsdk.proxy import definition_of
+from appsdk.handlers.definition import definition_of
+from appsdk.running.inspection import unanswered
 from appsdk.testing.replaying import LocalReplay
 from coordinator.log import open_reader
 from coordinator.log.contents import rpcs

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import control
+from coordinator.operator import control
 
 GOOD = ("register", "counter", "--peer", "tcp://127.0.0.1:*")
 

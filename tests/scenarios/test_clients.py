@@ -30,7 +30,8 @@ from appsdk.client import (
     with_timeout,
 )
 from appsdk.client.proxies import client_of
-from coordinator import control, keys
+from coordinator.operator import control
+from coordinator.peers import keys
 from tests.helpers.cli import HOME, Run, immortal
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "guide" / "clients.md").read_text()

@@ -15,8 +15,8 @@ from click.testing import CliRunner
 from appsdk import Immortal, rpc
 from appsdk.testing import Environment, ReplayDiffers, assert_replays
 from coordinator.cli import main
+from coordinator.instances.registry import Registry
 from coordinator.log import open_reader
-from coordinator.registry import Registry
 from protocol.verdicts import VerdictKind
 from tests.helpers.recorded import Instances, load_module, write_module
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from coordinator.core.interfaces import CheckpointHeader, OutputMark, Transaction
+from coordinator.instances.registry import Registry
 from coordinator.log import create_log, open_log
-from coordinator.registry import Registry
 from protocol.batch import encode_batch
 from protocol.checksum import crc64
 from protocol.extensions import encode_record_time

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.registry import Registry
+from coordinator.instances.registry import Registry
 from tests.helpers.cli import HOME, immortal
 from tests.helpers.recorded import load_module, write_module
 from tests.helpers.waiting import EffectsByHand, WaitingInstances

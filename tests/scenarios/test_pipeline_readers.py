@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.bench import measure_growth
+from scripts.benchmarks.pipeline_source import measure_growth
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

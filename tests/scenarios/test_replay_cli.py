@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from coordinator.cli import main
-from coordinator.registry import Registry
+from coordinator.instances.registry import Registry
 from protocol.extensions import ALL_EXTENSIONS, Hello, encode_hello
 from tests.helpers.recorded import Instances, load_module, write_module
 from tests.helpers.strangers import mode

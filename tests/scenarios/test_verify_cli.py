@@ -16,8 +16,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from coordinator.cli import main
+from coordinator.instances.registry import Registry
 from coordinator.log import open_reader
-from coordinator.registry import Registry
 from tests.helpers.recorded import Instances, RecordedInstance, load_module, write_module
 
 DEADLINE_S = 30.0

@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from coordinator import control
 from coordinator.cli import main
-from coordinator.registry import Registry
+from coordinator.instances.registry import Registry
+from coordinator.operator import control
 from tests.helpers.processes import DEADLINE_S, House, SocketApp
 from tests.helpers.recorded import Instances, load_module, write_module
 

@@ -15,12 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from appsdk import authenticate as authentication
-from appsdk.authenticate import authenticate
 from appsdk.errors import ConnectError
-from appsdk.transport import connect
-from coordinator import app_gate, app_secret
-from coordinator.app_gate import HELLO_SIZE_BYTES_MAX, HELLO_TIMEOUT_S
+from appsdk.running import authenticate as authentication
+from appsdk.running.authenticate import authenticate
+from appsdk.running.transport import connect
+from coordinator.app import gate as app_gate
+from coordinator.app import secret as app_secret
+from coordinator.app.gate import HELLO_SIZE_BYTES_MAX, HELLO_TIMEOUT_S
 from coordinator.config import InstanceSettings
 from protocol.app_proof import Answer, Handshake, Role, channel_of, encode_answer, encode_challenge, encode_proof
 from protocol.messages import MessageType, encode_message

@@ -15,12 +15,13 @@ from click.testing import CliRunner, Result
 
 from appsdk.client.errors import NotConnectable
 from appsdk.client.places import Finder
-from coordinator import keys, registry
 from coordinator.cli import main
 from coordinator.core.errors import LogLockedError
+from coordinator.instances import registry
+from coordinator.instances.registry import Registry, RegistryError
 from coordinator.log import open_log
 from coordinator.log.lock import FolderLock, is_locked
-from coordinator.registry import Registry, RegistryError
+from coordinator.peers import keys
 from protocol.private_files import make_folder, opener, tighten
 from tests.helpers.processes import House
 from tests.helpers.strangers import STRANGER, as_stranger, mode, modes, needs_root, open_to_all

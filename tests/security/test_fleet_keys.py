@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from coordinator import fleet_keys, keys
 from coordinator.cli import main
 from coordinator.config import ConfigError
 from coordinator.core.permissions import ANYTHING, Permission
-from coordinator.keys import KeysError, PublicFile, PublicKey
+from coordinator.instances.registry import Registry
 from coordinator.messenger import Messenger, Role, Security
-from coordinator.peer_security import PeerSecurity
-from coordinator.registry import Registry
+from coordinator.peers import fleet_keys, keys
+from coordinator.peers.keys import KeysError, PublicFile, PublicKey
+from coordinator.peers.security import PeerSecurity
 from protocol.peer import FrameType, PeerFrame, encode_frame
 from tests.helpers.processes import House
 from tests.helpers.watched import Watched

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from coordinator import own_logs
 from coordinator.cli import main
 from coordinator.config import InstanceSettings
+from coordinator.instances import own_logs
+from coordinator.instances.registry import Registry
 from coordinator.log import create_log, open_reader
 from coordinator.log.authentication import ForgedLogError, LogKeyError
-from coordinator.registry import Registry
-from coordinator.runtime import STATUS_NO_RECOVERY, run_coordinator
+from coordinator.service.runtime import STATUS_NO_RECOVERY, run_coordinator
 from tests.faults.sample_log import COMMITTER_ID, NAME, put_record, write_log
 from tests.security import log_forger as forger
 

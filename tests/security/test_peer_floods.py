@@ -24,11 +24,11 @@ import msgspec
 import pytest
 import zmq
 
-from coordinator import keys
-from coordinator.bench.latency import percentile
+from bench.latency import percentile
 from coordinator.messenger import Messenger, Security
 from coordinator.messenger.envelope import encode_message
 from coordinator.messenger.security import Role, connect_with
+from coordinator.peers import keys
 from protocol.client import ClientFrame, ClientFrameType, encode_client_frame, encode_numbers, encode_request
 from protocol.messages import RpcKind, decode_incoming_rpc, encode_attach_to, encode_incoming_rpc, encode_outgoing_rpc
 from protocol.peer import FrameType, PeerFrame, decode_frame, encode_frame

@@ -12,10 +12,11 @@ import msgspec
 import pytest
 
 from appsdk.client import Client, connect
-from appsdk.handlers import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID, method_id_of_name
-from coordinator import control, keys
+from appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID, method_id_of_name
+from coordinator.instances.registry import Registry
 from coordinator.messenger import Security
-from coordinator.registry import Registry
+from coordinator.operator import control
+from coordinator.peers import keys
 from protocol.messages import RpcKind, RpcType
 from protocol.peer import FrameType, RefusedCode
 from tests.helpers.cli import HOME, Run, immortal

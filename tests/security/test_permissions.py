@@ -13,9 +13,8 @@ import pytest
 
 from appsdk import peer, query, rpc
 from appsdk.client import CalleeFailed, CallRefused, connect
-from appsdk.dispatch import Dispatcher
-from appsdk.proxy import definition_of
-from coordinator import keys
+from appsdk.dispatch.dispatcher import Dispatcher
+from appsdk.handlers.definition import definition_of
 from coordinator.config import ConfigError
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
@@ -23,8 +22,9 @@ from coordinator.core.limits import Limits
 from coordinator.core.open_calls import OpenCalls
 from coordinator.core.permissions import Permission, Permissions
 from coordinator.core.streams.intake import Intake
+from coordinator.instances.registry import Registry
 from coordinator.log.memory import MemoryLogStore
-from coordinator.registry import Registry
+from coordinator.peers import keys
 from protocol.batch import check_batch
 from protocol.client import ClientCode
 from protocol.extensions import QUERIES, AppDescription

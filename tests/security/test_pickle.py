@@ -13,18 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from appsdk import Immortal
-from appsdk.state import Envelope, encode_envelope
+from appsdk.state.schema import Envelope, encode_envelope
 from appsdk.testing import assert_replays
-from coordinator import own_logs
 from coordinator.cli import main
 from coordinator.config import InstanceSettings
 from coordinator.core.interfaces import LogStore
-from coordinator.foreign_state import PickleRefusedError, refuse_pickle
+from coordinator.instances import own_logs
+from coordinator.instances.foreign_state import PickleRefusedError, refuse_pickle
+from coordinator.instances.registry import Registry
 from coordinator.log import format as log_format
 from coordinator.log import open_log, open_reader
 from coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
-from coordinator.registry import Registry
-from coordinator.runtime import STATUS_NO_RECOVERY, run_coordinator
+from coordinator.service.runtime import STATUS_NO_RECOVERY, run_coordinator
 from protocol.checksum import crc64
 from protocol.state_envelope import serializer_of
 from tests.helpers.recorded import Instances, load_module, write_module

@@ -11,17 +11,17 @@ import pytest
 import zmq
 
 from appsdk.client import NotConnectable, connect
-from coordinator import keys
 from coordinator.cli import main as command
 from coordinator.config import ConfigError
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
-from coordinator.keys import KeysError
+from coordinator.instances.registry import Registry
 from coordinator.log import create_log, open_log
 from coordinator.messenger import ClientRoute, KeyPair, Messenger, Received, Role, Security
 from coordinator.messenger.security import connect_with
-from coordinator.peer_security import PeerSecurity
-from coordinator.registry import Registry
+from coordinator.peers import keys
+from coordinator.peers.keys import KeysError
+from coordinator.peers.security import PeerSecurity
 from protocol.client import ClientCode, ClientFrame, ClientFrameType, encode_client_frame
 from protocol.messages import RpcKind, encode_outgoing_rpc
 from protocol.peer import FrameType, PeerFrame, encode_frame

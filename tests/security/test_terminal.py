@@ -16,16 +16,16 @@ from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from appsdk.calls.report import FailureReporter, call_user_code
 from appsdk.errors import HookError
-from appsdk.report import FailureReporter, call_user_code
-from appsdk.runner import say
-from coordinator import control
+from appsdk.running.runner import say
 from coordinator.cli import main
 from coordinator.cli.common import Commands
 from coordinator.core.interfaces import AuditEntry, Transaction
+from coordinator.instances.registry import Registry
 from coordinator.log import create_log
 from coordinator.logs import configure
-from coordinator.registry import Registry
+from coordinator.operator import control
 from pipeline.cli import _print as print_of_pipeline
 from pipeline.jobs.stats import BinStats, Figures, MethodStats, ServiceStats, Stats, TalkerStats
 from pipeline.jobs.trace import Node, Trace

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from appsdk.handlers import method_id_of_name
+from appsdk.handlers.decorators import method_id_of_name
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from protocol.client import (

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from appsdk.clock import Clock as AppTimers
-from appsdk.dispatch import Dispatcher
-from appsdk.tasks import Tasks
+from appsdk.dispatch.dispatcher import Dispatcher
+from appsdk.waiting.clock import Clock as AppTimers
+from appsdk.waiting.tasks import Tasks
 from coordinator.core.app_clock import AppClock
 from coordinator.core.app_inbox import AppInbox
 from coordinator.core.careful import Watch

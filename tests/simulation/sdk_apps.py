@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from zlib import crc32
 
 from appsdk import Immortal, Impulses, every, impulse, peer, rpc
-from appsdk.copies import Copies
-from appsdk.definition import Definition
-from appsdk.dispatch import BecamePrimary, Dispatcher, Event, MessageFailed, SnapshotBegun
+from appsdk.dispatch.dispatcher import BecamePrimary, Dispatcher, Event, MessageFailed, SnapshotBegun
+from appsdk.dispatch.failing import UndoNeededError
+from appsdk.dispatch.upgrades import upgrades
 from appsdk.errors import RecoveryNeeded
-from appsdk.failing import UndoNeededError
-from appsdk.proxy import definition_of
-from appsdk.upgrades import upgrades
+from appsdk.handlers.definition import Definition, definition_of
+from appsdk.state.copies import Copies
 from protocol.messages import MessageType, encode_message
 from protocol.readers import Record
 from tests.simulation.apps import IMPULSES_OUTSTANDING_MAX, Outside

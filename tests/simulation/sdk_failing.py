@@ -8,8 +8,8 @@ from functools import cache
 from typing import Any, ClassVar, Protocol
 
 from appsdk import CalleeFailed, CallRefused, Immortal, impulse, rpc
-from appsdk.context import Context
-from appsdk.handlers import method_id_of_name
+from appsdk.calls.context import Context
+from appsdk.handlers.decorators import method_id_of_name
 from coordinator.core.careful import KILLED_TYPE
 from protocol.client import split_caller
 from protocol.messages import IncomingRpc

@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from coordinator import control
-from coordinator.registry import Registry
+from coordinator.instances.registry import Registry
+from coordinator.operator import control
 from protocol.errors import ImmortalError
 from tests.faults.clock import ShiftedClock
 from tests.faults.disk import Disk, lose_power

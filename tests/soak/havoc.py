@@ -10,8 +10,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from coordinator import control
 from coordinator.fault_points import FaultPoint
+from coordinator.operator import control
 from protocol.errors import ImmortalError
 from tests.soak.service import APP, COORDINATOR, POLL_S, ROLES, Service, wait_for
 

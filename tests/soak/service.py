@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator import control
 from coordinator.config import InstanceSettings
 from coordinator.fault_points import VARIABLE, FaultPoint
+from coordinator.operator import control
 from protocol.errors import ImmortalError
 
 APP, COORDINATOR, SUPERVISOR = "app", "coordinator", "supervisor"

@@ -15,11 +15,11 @@ from typing import Any, Protocol
 import msgspec
 
 from appsdk.client import NotConnectable, connect, with_key
-from appsdk.state import decode_envelope
+from appsdk.state.schema import decode_envelope
+from coordinator.instances.registry import Registry
 from coordinator.log import open_reader
 from coordinator.log.findings import Severity
 from coordinator.log.verify import verify_log
-from coordinator.registry import Registry
 from tests.soak.service import APP, DEADLINE_S, SUPERVISOR, Run, Service, SoakError, wait_for
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

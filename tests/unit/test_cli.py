@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from coordinator import control
 from coordinator.cli import main
 from coordinator.cli.records import describe_record, record_lines
 from coordinator.core.interfaces import IMPULSES, CheckpointHeader, OutputMark, SourcePosition, Transaction
+from coordinator.instances.registry import Registry
 from coordinator.log import LoggedValue, create_log
-from coordinator.registry import Registry
+from coordinator.operator import control
 from protocol.batch import encode_batch
 from protocol.checksum import crc64
 from protocol.extensions import encode_record_time

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from coordinator.config import ConfigError, read_settings, settings_text
-from coordinator.discovery import (
+from coordinator.instances.registry import Registry, UnknownInstanceError
+from coordinator.peers.discovery import (
     LOOK_NS,
     LOOK_SOON_NS,
     TOLD_AGAIN_NS,
@@ -17,7 +18,6 @@ from coordinator.discovery import (
     Route,
     Routes,
 )
-from coordinator.registry import Registry, UnknownInstanceError
 
 GOOD = 'peer = "tcp://127.0.0.1:7001"\napp_port = 7002\n'
 

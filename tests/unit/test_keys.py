@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from coordinator import keys
 from coordinator.cli import main
 from coordinator.config import ConfigError, override
-from coordinator.keys import KeysError
+from coordinator.instances.registry import Registry
 from coordinator.messenger import KeyPair
-from coordinator.peer_security import KeyBook, check_start, insecurity, is_local
-from coordinator.registry import Registry
-from coordinator.supervisor import coordinator_command
+from coordinator.peers import keys
+from coordinator.peers.keys import KeysError
+from coordinator.peers.security import KeyBook, check_start, insecurity, is_local
+from coordinator.service.supervisor import coordinator_command
 from tests.helpers.watched import Watched
 
 KEY = "x" * 40

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from coordinator.control import NotRunningError
 from coordinator.metrics import MetricsError, serve_metrics
+from coordinator.operator.control import NotRunningError
 
 STATUS: dict[str, Any] = {
     "name": "counter",

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from coordinator.core.interfaces import Transaction
 from coordinator.log import create_log
-from pipeline.bench import fill_new, record_value
 from pipeline.reading import PIECE_SIZE_BYTES, SMALL_SIZE_BYTES, Gap, close_shared, read_range, whole_range
+from scripts.benchmarks.pipeline_source import fill_new, record_value
 
 
 def test_small_and_large_values_come_as_they_are(tmp_path: Path) -> None:

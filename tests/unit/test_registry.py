@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import control
 from coordinator.config import AppSendMode, ConfigError, split_tcp
-from coordinator.registry import Registry, RegistryError, UnknownInstanceError, free_port
+from coordinator.instances.registry import Registry, RegistryError, UnknownInstanceError, free_port
+from coordinator.operator import control
+from coordinator.operator.unregister import unregister
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def test_a_port_for_the_app_is_taken_where_one_is_asked_for(registry: Registry) 
 
 def test_ports_of_other_instances_are_not_taken(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     offered = iter([7001, 7002, 7001, 7003, 7002, 7004])
-    monkeypatch.setattr("coordinator.registry._bind", lambda host, port: next(offered))
+    monkeypatch.setattr("coordinator.instances.registry._bind", lambda host, port: next(offered))
     first = registry.register("a", "tcp://127.0.0.1:*", app_host="127.0.0.1")
     second = registry.register("b", "tcp://127.0.0.1:*", app_host="127.0.0.1")
     assert (first.peer, first.app_port) == ("tcp://127.0.0.1:7001", 7002)
@@ -96,7 +97,7 @@ def test_a_port_is_free_on_all_its_addresses(monkeypatch: pytest.MonkeyPatch) ->
             return None if port == 7001 else port
         return next(offered["127.0.0.1", 0])
 
-    monkeypatch.setattr("coordinator.registry._bind", bind)
+    monkeypatch.setattr("coordinator.instances.registry._bind", bind)
     assert free_port(("127.0.0.1", "::1"), {7002}) == 7003
 
 
@@ -176,7 +177,7 @@ def test_unregister_keeps_the_log(registry: Registry) -> None:
     settings = registry.register("counter", "tcp://127.0.0.1:*")
     settings.log.mkdir(parents=True)
     (settings.log / "data.mdb").write_bytes(b"x")
-    assert registry.unregister("counter") == settings.log
+    assert unregister(registry, "counter") == settings.log
     assert registry.names() == []
     assert (settings.log / "data.mdb").exists()
 
@@ -185,7 +186,7 @@ def test_unregister_with_the_log(registry: Registry) -> None:
     settings = registry.register("counter", "tcp://127.0.0.1:*")
     settings.log.mkdir(parents=True)
     (settings.log / "data.mdb").write_bytes(b"x")
-    registry.unregister("counter", delete_log=True)
+    unregister(registry, "counter", delete_log=True)
     assert not settings.folder.exists()
 
 
@@ -196,7 +197,7 @@ def test_what_else_lies_in_a_log_folder_is_not_deleted(registry: Registry, tmp_p
     (log / "journal").write_bytes(b"x")
     (log / "thesis.txt").write_text("x")
     registry.register("counter", "tcp://127.0.0.1:*", log=log)
-    registry.unregister("counter", delete_log=True)
+    unregister(registry, "counter", delete_log=True)
     assert [entry.name for entry in log.iterdir()] == ["thesis.txt"]
 
 
@@ -204,9 +205,9 @@ def test_unregister_a_running_one(registry: Registry) -> None:
     registry.register("counter", "tcp://127.0.0.1:*")
     announce_this_process(registry, "counter")
     with pytest.raises(control.RunningError, match=f"runs, as process {os.getpid()}: 'immortal stop counter'"):
-        registry.unregister("counter")
+        unregister(registry, "counter")
     control.withdraw(registry.home / "counter")
-    registry.unregister("counter")
+    unregister(registry, "counter")
     assert not (registry.home / "counter").exists()
 
 
@@ -214,8 +215,8 @@ def test_a_broken_file_can_be_unregistered(registry: Registry) -> None:
     registry.register("counter", "tcp://127.0.0.1:*")
     registry.path("counter").write_text("nonsense")
     with pytest.raises(ConfigError):
-        registry.unregister("counter", delete_log=True)
-    registry.unregister("counter")
+        unregister(registry, "counter", delete_log=True)
+    unregister(registry, "counter")
     assert registry.names() == []
 
 

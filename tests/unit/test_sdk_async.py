@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-import appsdk.events
+import appsdk.waiting.events
 from appsdk import Immortal, Winner, every, impulse, initial, peer, rpc
+from appsdk.calls.rules import Rules
+from appsdk.dispatch.upgrades import upgrades
 from appsdk.errors import HandlerError, UpgradeError, UsageError
-from appsdk.inspection import inspect_state
-from appsdk.journal import JournalError
-from appsdk.proxy import definition_of
-from appsdk.rules import Rules
+from appsdk.handlers.definition import definition_of
+from appsdk.running.inspection import inspect_state
+from appsdk.state.journal import JournalError
 from appsdk.testing import Environment
-from appsdk.upgrades import upgrades
 from tests.helpers.waiting import WaitingInstances
 
 
@@ -604,8 +604,8 @@ def test_signals_that_nobody_waits_for_are_kept_in_order(two: WaitingInstances) 
 
 @pytest.fixture
 def few_signals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(appsdk.events, "KEPT_SIGNALS_MAX", 3, raising=False)
-    monkeypatch.setattr(appsdk.events, "KEPT_SIGNALS_BYTES_MAX", 1000, raising=False)
+    monkeypatch.setattr(appsdk.waiting.events, "KEPT_SIGNALS_MAX", 3, raising=False)
+    monkeypatch.setattr(appsdk.waiting.events, "KEPT_SIGNALS_BYTES_MAX", 1000, raising=False)
 
 
 TOO_MANY = r"3 signals of 3 bytes wait for nobody, and with this one there would be more than 3"

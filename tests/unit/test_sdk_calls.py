@@ -10,14 +10,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from appsdk import Immortal, impulse, initial, peer, rpc, tracing
-from appsdk.codec import encoder
-from appsdk.dispatch import Dispatcher
+from appsdk import Immortal, impulse, initial, peer, rpc
+from appsdk.calls.codec import encoder
+from appsdk.calls.outbox import AWAITED_BATCH_SIZE_BYTES
+from appsdk.dispatch.dispatcher import Dispatcher
 from appsdk.errors import HandlerError, StateError
-from appsdk.handlers import CLOCK_METHOD_ID
-from appsdk.outbox import AWAITED_BATCH_SIZE_BYTES
-from appsdk.proxy import definition_of, method_names
-from appsdk.state import Envelope, decode_envelope, encode_envelope
+from appsdk.handlers.decorators import CLOCK_METHOD_ID
+from appsdk.handlers.definition import definition_of
+from appsdk.handlers.proxy import method_names
+from appsdk.running import tracing
+from appsdk.state.schema import Envelope, decode_envelope, encode_envelope
 from appsdk.testing.wire import START_TIME_NS, AppOutput, answer, call, initial_record, logged
 from protocol.extensions import decode_app_batch, decode_origins
 from protocol.messages import MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_messages

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from appsdk import Immortal, every, impulse, rpc
-from appsdk.clock import ToldTime
+from appsdk.waiting.clock import ToldTime
 from coordinator.core import events as ev
 from protocol.errors import RemoteProtocolError
 from protocol.extensions import AppTime, decode_app_time, encode_app_time

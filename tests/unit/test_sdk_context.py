@@ -12,11 +12,11 @@ import msgspec
 import pytest
 
 from appsdk import Immortal, rpc
-from appsdk.context import Context
+from appsdk.calls.context import Context
+from appsdk.calls.rules import Rules
 from appsdk.errors import StateError, UsageError
-from appsdk.immortal import attach
-from appsdk.rules import Rules
-from appsdk.state import FRONT, Envelope, decode_envelope, encode_envelope
+from appsdk.handlers.contexts import attach
+from appsdk.state.schema import FRONT, Envelope, decode_envelope, encode_envelope
 from appsdk.testing.wire import call, logged
 from tests.helpers.sdk import first_start, recover
 

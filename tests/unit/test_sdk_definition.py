@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-import appsdk.handlers
+import appsdk.handlers.decorators
 from appsdk import Immortal, Impulses, Transient, every, impulse, initial, on_primary, peer, rpc
 from appsdk.errors import DefinitionError, UsageError
-from appsdk.handlers import method_id_of_name
-from appsdk.proxy import definition_of
+from appsdk.handlers.decorators import method_id_of_name
+from appsdk.handlers.definition import definition_of
 
 
 class Counter(Immortal):
@@ -373,7 +373,7 @@ def test_what_can_not_be_run_is_an_error_at_class_creation(make: Callable[[], No
 
 
 def test_ids_that_collide_name_both_methods(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(appsdk.handlers, "method_id_of_name", lambda name: 9000)
+    monkeypatch.setattr(appsdk.handlers.decorators, "method_id_of_name", lambda name: 9000)
     with pytest.raises(DefinitionError, match=r"one and two have the same method ID.*@rpc\(id=1\)"):
 
         class App(Immortal):

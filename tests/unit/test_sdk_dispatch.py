@@ -7,11 +7,12 @@ from datetime import UTC, datetime
 import msgspec
 import pytest
 
-from appsdk import Immortal, Transient, delivery, impulse, initial, peer, rpc
-from appsdk.dispatch import BecamePrimary, Goodbye, OutputReady, Refusal
+from appsdk import Immortal, Transient, impulse, initial, peer, rpc
+from appsdk.calls.outbox import BATCH_SIZE_BYTES, READY_SIZE_BYTES_MAX
+from appsdk.dispatch import delivery
+from appsdk.dispatch.dispatcher import BecamePrimary, Goodbye, OutputReady, Refusal
 from appsdk.errors import EXIT_HANDLER_FAILED, HandlerError, StateError
-from appsdk.handlers import method_id_of_name
-from appsdk.outbox import BATCH_SIZE_BYTES, READY_SIZE_BYTES_MAX
+from appsdk.handlers.decorators import method_id_of_name
 from appsdk.testing.wire import (
     COMMITTER_ID,
     START_TIME_NS,

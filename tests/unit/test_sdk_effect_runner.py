@@ -18,10 +18,10 @@ import msgspec
 import pytest
 
 from appsdk import EffectFailed, Retry, effect_context
-from appsdk.codec import encoder
-from appsdk.effect_request import EffectFunction, EffectRequest
-from appsdk.effect_runner import OutsideRunner
-from appsdk.effects import EffectOptions
+from appsdk.calls.codec import encoder
+from appsdk.effects.options import EffectOptions
+from appsdk.effects.request import EffectFunction, EffectRequest
+from appsdk.effects.runner import OutsideRunner
 from tests.helpers.sdk import WAIT_S
 
 PLACES = 3

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from appsdk import EffectContext, EffectFailed, Immortal, Retry, effect_context, impulse, peer, rpc
-from appsdk.effect_request import FAILURE_TEXT_CHARACTERS_MAX
+from appsdk.dispatch.upgrades import upgrades
+from appsdk.effects.request import FAILURE_TEXT_CHARACTERS_MAX
 from appsdk.errors import DefinitionError, HandlerError, UsageError
-from appsdk.inspection import inspect_state
-from appsdk.journal import JournalError
-from appsdk.proxy import definition_of
+from appsdk.handlers.definition import definition_of
+from appsdk.running.inspection import inspect_state
+from appsdk.state.journal import JournalError
 from appsdk.testing.wire import checkpoint_record
-from appsdk.upgrades import upgrades
 from protocol.limits import MESSAGE_SIZE_BYTES_MAX
 from tests.helpers.sdk import TAKE_FIRST, Life
 from tests.helpers.waiting import EffectsByHand, WaitingInstances

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from appsdk import CalleeFailed, CallRefused, Immortal, impulse, initial, peer, rpc, upgrades
-from appsdk.dispatch import MessageFailed
+from appsdk.calls.failures import FAILED_IN_A_ROW_MAX
+from appsdk.dispatch.dispatcher import MessageFailed
 from appsdk.errors import DefinitionError, HandlerError, RecoveryNeeded
-from appsdk.failures import FAILED_IN_A_ROW_MAX
-from appsdk.handlers import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID
+from appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID
 from appsdk.testing.wire import START_TIME_NS, answer, call, checkpoint_record, control, initial_record, logged
 from protocol.batch import encode_batch
 from protocol.extensions import encode_record_time

@@ -21,13 +21,13 @@ import msgspec
 import pytest
 
 from appsdk import Immortal, Transient
+from appsdk.dispatch.upgrades import upgrades
 from appsdk.errors import StateError
-from appsdk.inspection import inspect_state, main
-from appsdk.proxy import definition_of
-from appsdk.state import Envelope, encode_envelope
-from appsdk.state_diff import differences
-from appsdk.state_tree import Fields, to_json, tree
-from appsdk.upgrades import upgrades
+from appsdk.handlers.definition import definition_of
+from appsdk.running.inspection import inspect_state, main
+from appsdk.state.diff import differences
+from appsdk.state.schema import Envelope, encode_envelope
+from appsdk.state.tree import Fields, to_json, tree
 
 
 class Color(Enum):
@@ -310,7 +310,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = [sys.executable, "-m", "appsdk.inspection", "show", "shop_to_inspect:Counter", "old"]
+    command = [sys.executable, "-m", "appsdk.running.inspection", "show", "shop_to_inspect:Counter", "old"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert shown.returncode == 0, shown
     assert json.loads(shown.stdout) == {

@@ -9,13 +9,13 @@ from inspect import signature
 
 import pytest
 
-import appsdk.outbox
+import appsdk.calls.outbox
 from appsdk import Immortal, Impulses, impulse, peer, rpc
-from appsdk.context import Context
+from appsdk.calls.context import Context
+from appsdk.calls.outbox import BATCH_SIZE_BYTES, Outbox
 from appsdk.errors import Disconnected, UsageError
-from appsdk.immortal import attach
-from appsdk.outbox import BATCH_SIZE_BYTES, Outbox
-from appsdk.proxy import definition_of
+from appsdk.handlers.contexts import attach
+from appsdk.handlers.definition import definition_of
 from appsdk.testing.wire import AppOutput
 from protocol.errors import RemoteProtocolError
 from protocol.messages import MessageType
@@ -123,7 +123,7 @@ def test_a_full_batch_is_closed_at_once() -> None:
 
 def test_a_call_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup()
-    monkeypatch.setattr(appsdk.outbox, "CALL_SIZE_BYTES_MAX", 1000)
+    monkeypatch.setattr(appsdk.calls.outbox, "CALL_SIZE_BYTES_MAX", 1000)
     with pytest.raises(
         UsageError, match=r"Counter.store: the call's arguments take 1005 bytes, at most 996 are possible"
     ):
@@ -192,7 +192,7 @@ def test_mistakes_with_the_handle() -> None:
 
 
 def test_a_hook_waits_while_too_many_are_not_durable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(appsdk.outbox, "IMPULSES_OUTSTANDING_MAX", 3)
+    monkeypatch.setattr(appsdk.calls.outbox, "IMPULSES_OUTSTANDING_MAX", 3)
     setup = Setup()
     sent: list[int] = []
 
@@ -217,7 +217,7 @@ def test_a_hook_waits_while_too_many_are_not_durable(monkeypatch: pytest.MonkeyP
 
 
 def test_the_window_is_bytes_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(appsdk.outbox, "IMPULSES_OUTSTANDING_BYTES_MAX", 1000)
+    monkeypatch.setattr(appsdk.calls.outbox, "IMPULSES_OUTSTANDING_BYTES_MAX", 1000)
     setup = Setup()
     sent: list[int] = []
 
@@ -254,7 +254,7 @@ def test_flush_waits_for_what_was_sent() -> None:
 
 
 def test_the_end_of_the_connection_frees_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(appsdk.outbox, "IMPULSES_OUTSTANDING_MAX", 1)
+    monkeypatch.setattr(appsdk.calls.outbox, "IMPULSES_OUTSTANDING_MAX", 1)
     setup = Setup()
     sending = setup.in_hook(lambda: (setup.impulses.line("a"), setup.impulses.line("b")))
     wait_for_waiter(setup)

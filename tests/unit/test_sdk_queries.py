@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from appsdk import CalleeFailed, Immortal, Transient, peer, query, rpc, upgrades
-from appsdk import queries as module
-from appsdk.dispatch import Dispatcher
+from appsdk.dispatch.dispatcher import Dispatcher
 from appsdk.errors import DefinitionError, HandlerError, QueryError
-from appsdk.proxy import all_method_names, definition_of
+from appsdk.handlers import queries as module
+from appsdk.handlers.definition import definition_of
+from appsdk.handlers.proxy import all_method_names
 from appsdk.testing import Environment, ReplayDiffers, assert_replays
 from appsdk.testing.wire import call, initial_record, logged
 from protocol.extensions import QUERIES

@@ -10,13 +10,13 @@ import msgspec
 import pytest
 
 from appsdk import Immortal, cron, every, rpc
-from appsdk.clock import ToldTime
 from appsdk.errors import DefinitionError
-from appsdk.handlers import CLOCK_METHOD_ID
-from appsdk.inspection import inspect_state
-from appsdk.proxy import definition_of
-from appsdk.schedules import TIME_NS_MAX, Cron
+from appsdk.handlers.decorators import CLOCK_METHOD_ID
+from appsdk.handlers.definition import definition_of
+from appsdk.handlers.schedules import TIME_NS_MAX, Cron
+from appsdk.running.inspection import inspect_state
 from appsdk.testing.wire import START_TIME_NS, call, logged
+from appsdk.waiting.clock import ToldTime
 from protocol.messages import RpcType
 from tests.helpers.sdk import first_start
 from tests.helpers.waiting import WaitingInstances

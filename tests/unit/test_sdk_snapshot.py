@@ -7,10 +7,10 @@ import struct
 import pytest
 
 from appsdk import Immortal, peer, rpc
-from appsdk.dispatch import BecamePrimary, SnapshotBegun
+from appsdk.dispatch.dispatcher import BecamePrimary, SnapshotBegun
 from appsdk.errors import StateError
-from appsdk.proxy import definition_of
-from appsdk.snapshot import SnapshotReader
+from appsdk.handlers.definition import definition_of
+from appsdk.state.snapshot import SnapshotReader
 from appsdk.testing.wire import COMMITTER_ID, call, checkpoint_record, initial_record, logged
 from protocol.batch import encode_batch
 from protocol.messages import MessageType

@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from appsdk import Immortal, Transient
+from appsdk import Immortal, Retry, Transient, Winner
 from appsdk.errors import StateError
-from appsdk.proxy import definition_of
-from appsdk.state import Envelope, decode_envelope, encode_envelope
+from appsdk.handlers.definition import definition_of
+from appsdk.state.schema import Envelope, decode_envelope, encode_envelope
 
 
 @dataclass
@@ -202,3 +202,20 @@ def test_envelope() -> None:
     ]:
         with pytest.raises(StateError, match=text):
             decode_envelope(damaged)
+
+
+class Keeper(Immortal, serializer="pickle"):
+    won: Winner[str]
+    retry: Retry
+
+
+def test_a_state_pickled_before_the_sdk_had_rooms_is_read() -> None:
+    state = (
+        b"\x80\x05\x95\xb3\x00\x00\x00\x00\x00\x00\x00}\x94(\x8c\x03won\x94\x8c\x0cappsdk.waits\x94\x8c\x06Winner\x94"
+        b"\x93\x94)\x81\x94]\x94(K\x01\x8c\x01b\x94eb\x8c\x05retry\x94\x8c\x0eappsdk.effects\x94\x8c\x05Retry\x94\x93"
+        b"\x94)\x81\x94]\x94(K\x03\x8c\x08datetime\x94\x8c\ttimedelta\x94\x93\x94K\x00K\x01K\x00\x87\x94R\x94G@\x00\x00"
+        b"\x00\x00\x00\x00\x00h\x10K\x00K<K\x00\x87\x94R\x94\x8c\x08builtins\x94\x8c\tException\x94\x93\x94\x85\x94ebu."
+    )
+    keeper = restore(Keeper, state)
+    assert keeper.won == Winner(1, "b")
+    assert keeper.retry == Retry(attempts=3)

@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 
-from appsdk import Immortal, copies, initial, peer, rpc, tracing
-from appsdk.dispatch import Dispatcher
+from appsdk import Immortal, initial, peer, rpc
+from appsdk.dispatch.dispatcher import Dispatcher
 from appsdk.errors import HandlerError
-from appsdk.handlers import INITIAL_METHOD_ID, method_id_of_name
-from appsdk.proxy import definition_of, method_names
+from appsdk.handlers.decorators import INITIAL_METHOD_ID, method_id_of_name
+from appsdk.handlers.definition import definition_of
+from appsdk.handlers.proxy import method_names
+from appsdk.running import tracing
+from appsdk.state import copies
 from appsdk.testing.wire import COMMITTER_ID, AppOutput, answer, call, control, initial_record, logged
 from protocol.extensions import ALL_EXTENSIONS, TRACE_EXTENSIONS, decode_hello, decode_origins
 from protocol.messages import MessageType, RpcKind

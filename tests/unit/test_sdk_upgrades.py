@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from appsdk import Immortal, Transient, peer, rpc, upgrades
-from appsdk.dispatch import BecamePrimary
+from appsdk.dispatch.dispatcher import BecamePrimary
 from appsdk.errors import EXIT_UPGRADE_FAILED, DefinitionError, StateError, UpgradeError
-from appsdk.proxy import definition_of
-from appsdk.state import decode_envelope
+from appsdk.handlers.definition import definition_of
+from appsdk.state.schema import decode_envelope
 from appsdk.testing.wire import call, checkpoint_record, initial_record, logged
 from protocol.errors import RemoteProtocolError
 from protocol.extensions import decode_app_description, decode_hello

@@ -6,9 +6,9 @@ from datetime import timedelta
 
 import pytest
 
-from appsdk import watchdog
 from appsdk.errors import EXIT_FAILED
-from appsdk.watchdog import Watchdog
+from appsdk.running import watchdog
+from appsdk.running.watchdog import Watchdog
 from protocol.messages import decode_message
 from protocol.verdicts import Handling, decode_handling
 

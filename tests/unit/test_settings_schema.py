@@ -19,7 +19,7 @@ from coordinator.cli.setting_options import register_options
 from coordinator.config import ConfigError, InstanceSettings, check_settings, override, read_settings, settings_text
 from coordinator.config.setting import Setting, settings_of
 from coordinator.config.values import says, whole
-from coordinator.registry import Registry
+from coordinator.instances.registry import Registry
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "settings.md"
 PEER = "tcp://127.0.0.1:7001"
@@ -117,9 +117,9 @@ def test_paths_of_options_are_those_of_the_shell(tmp_path: Path, monkeypatch: py
 
 
 def test_a_running_coordinator_loads_neither_register_nor_the_table() -> None:
-    program = "import sys, coordinator.__main__, coordinator.runtime; print(*sys.modules)"
+    program = "import sys, coordinator.__main__, coordinator.service.runtime; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
-    assert "coordinator.runtime" in loaded
+    assert "coordinator.service.runtime" in loaded
     assert not {"coordinator.cli.register", "coordinator.cli.settings", "tomlkit"} & set(loaded)
 
 

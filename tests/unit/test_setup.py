@@ -17,6 +17,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 LOCK = ROOT / "requirements-dev.lock"
+COMPILER = " ".join(tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"])
 lock_lines = runpy.run_path(str(ROOT / "scripts" / "write_lock.py"))["lock_lines"]
 
 PYTHON = """#!/bin/sh
@@ -119,7 +120,7 @@ def test_with_system_it_says_what_it_installs_and_does(made: Any, root: bool, by
     assert said.splitlines() == [f"setup: installs the Debian package python3.11-venv ({by})", "setup: compiled codec"]
     assert machine.called("apt-get") == ["install -y python3.11-venv"]
     assert bool(machine.called("sudo")) is not root
-    assert machine.pip_installs() == ["-e .[compiled]"]
+    assert machine.pip_installs() == [f"-e . {COMPILER}"]
 
 
 def test_who_may_not_install_is_told_what_to_type(made: Any) -> None:
@@ -187,7 +188,7 @@ def test_on_another_python_it_takes_the_newest_and_says_so(made: Any) -> None:
         "setup: requirements-dev.lock is for cpython 3.13 on linux x86_64, this is cpython 3.11 on linux x86_64:"
         " takes the newest that pyproject.toml allows"
     )
-    assert machine.pip_installs() == ["-e .[dev]"]
+    assert machine.pip_installs() == [f"-e .[dev] {COMPILER}"]
 
 
 def test_where_a_version_is_not_to_be_had_it_takes_the_newest_and_says_so(made: Any) -> None:
@@ -197,7 +198,7 @@ def test_where_a_version_is_not_to_be_had_it_takes_the_newest_and_says_so(made: 
         "setup: not all of requirements-dev.lock is to be had here (ERROR: No matching distribution found for a==1):"
         " takes the newest that pyproject.toml allows"
     )
-    assert machine.pip_installs()[-1] == "-e .[dev]"
+    assert machine.pip_installs()[-1] == f"-e .[dev] {COMPILER}"
 
 
 def test_a_package_that_was_changed_is_not_installed(made: Any) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from contextlib import ExitStack
 from functools import partial
 
-from coordinator.bench.call_workload import Measured
-from coordinator.bench.calls import GRPC_ASYNCIO, GRPC_THREADS, grpc_caller, immortal_caller
+from bench.call_workload import Measured
+from bench.calls import immortal_caller
 from scripts.benchmarks.calling import calls_by, latency_figure, rate_figure
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import DISK, HANDLER, TCP, Figure, Target
 from scripts.benchmarks.limits import disk_latency_us, handler_rate, loopback
+from scripts.benchmarks.rivals.grpc_calls import GRPC_ASYNCIO, GRPC_THREADS, grpc_caller
 
 
 def run(context: Context) -> list[Figure]:

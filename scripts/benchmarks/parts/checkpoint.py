@@ -9,7 +9,7 @@ from functools import partial
 
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import Figure, Target
-from scripts.measure_snapshot import Measured, measure
+from scripts.benchmarks.snapshot import Measured, measure
 
 INLINE, FORK = 'checkpoint="inline"', 'checkpoint="fork"'
 REPEATS_MAX = 3

@@ -8,10 +8,10 @@ import time
 from subprocess import Popen
 from typing import Any
 
-from coordinator import control
-from coordinator.bench.calls import CALL_APPS, IMMORTAL, Caller, processes_of, running
-from coordinator.bench.processes import BenchError, Service, register
-from coordinator.bench.usage import MIB, memory_of
+from bench.calls import CALL_APPS, IMMORTAL, Caller, processes_of, running
+from bench.processes import BenchError, Service, register
+from bench.usage import MIB, memory_of
+from coordinator.operator import control
 from scripts.benchmarks.calling import calls_by
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import Figure

@@ -6,10 +6,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from coordinator.bench.call_workload import Run
-from coordinator.bench.calls import CALL_APPS, IMMORTAL, Caller, running
-from coordinator.bench.one_way import Replay, measure_replay
-from coordinator.bench.processes import BenchError, Service, register
+from bench.call_workload import Run
+from bench.calls import CALL_APPS, IMMORTAL, Caller, running
+from bench.one_way import Replay, measure_replay
+from bench.processes import BenchError, Service, register
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import HANDLER, Figure, Target, median
 from scripts.benchmarks.limits import handler_rate

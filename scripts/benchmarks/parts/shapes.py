@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from coordinator.bench.calls import GRPC_ASYNCIO, grpc_caller, immortal_caller
+from bench.calls import immortal_caller
 from scripts.benchmarks.calling import calls_by, latency_figure, rate_figure
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import DISK, HANDLER, IMMORTAL, TCP, Figure
 from scripts.benchmarks.limits import disk_latency_us, disk_rate, handler_rate, loopback
+from scripts.benchmarks.rivals.grpc_calls import GRPC_ASYNCIO, grpc_caller
 from scripts.benchmarks.streams import Load, Streams, grpc_streams, immortal_streams, rates, streams_by
 
 GRPC = "grpc stream"
 CHAIN = {
-    "caller": "coordinator.bench.call_apps:Caller",
+    "caller": "bench.call_apps:Caller",
     "callee": "scripts.benchmarks.apps:Relay",
     "relay-1": "scripts.benchmarks.apps:Relay1",
     "relay-2": "scripts.benchmarks.apps:Relay2",
-    "relay-3": "coordinator.bench.call_apps:Callee",
+    "relay-3": "bench.call_apps:Callee",
 }
 
 

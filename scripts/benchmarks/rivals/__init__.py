@@ -1,1 +1,1 @@
-"""What Immortal is compared with, apart from grpcio, which `immortal bench` knows as well."""
+"""What Immortal is compared with."""

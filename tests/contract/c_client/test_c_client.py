@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import control, upgrade_mark
-from coordinator.app_addresses import hosts_of
 from coordinator.config import InstanceSettings
+from coordinator.config.app_hosts import hosts_of
+from coordinator.instances import upgrade_mark
+from coordinator.operator import control
 from protocol.batch import encode_batch
 from protocol.extensions import encode_impulses_accepted, encode_record_time
 from protocol.messages import MessageType, encode_checkpoint, encode_incoming_rpc, encode_message

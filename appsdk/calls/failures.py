@@ -1,0 +1,185 @@
+"""What becomes of a message that fails: its handler's policy, the verdict on it, and what its caller hears.
+
+A verdict goes into the log, so the text of an exception is taken once: with the same code it could be another one the
+next time. `docs/guide/errors.md` says what fails how.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import msgspec
+
+from appsdk.calls.codec import ArgumentCodec, encoder
+from appsdk.calls.report import user_traceback
+from appsdk.errors import CalleeFailed, CallRefused, DefinitionError, Failure, HandlerError, OnError
+from protocol.client import REFUSED_CALL, Caller, decode_caller
+from protocol.errors import ProtocolError
+from protocol.messages import RpcKind, RpcType, decode_incoming_rpc, decode_message, encode_incoming_rpc
+from protocol.verdicts import (
+    FAILED_CALL,
+    LETTER_SIZE_BYTES_MAX,
+    TEXT_CHARACTERS_MAX,
+    TRACE_CHARACTERS_MAX,
+    Cause,
+    Verdict,
+    VerdictKind,
+)
+
+FAILED_IN_A_ROW_MAX = 100
+"""So many calls of a method in a row may fail before it is called no more: each costs the others a rewind."""
+REPEATED_SIZE_BYTES_MAX = 4 << 30
+"""... or so much of state and log may be gone over again for them."""
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_AT_INDEX = re.compile(r" - at `\$\[(\d+)\]")
+_CALLER_AND_NUMBER = msgspec.msgpack.Decoder(list[msgspec.Raw])
+
+
+def checked_on_error(where: str, given: object) -> OnError:
+    """Raises DefinitionError."""
+    for one in get_args(OnError):
+        if given == one:
+            found: OnError = one
+            return found
+    raise DefinitionError(f"{where}: on_error={given!r}: 'undo', 'keep' or 'stop' were expected")
+
+
+def failure_of(
+    policy: OnError,
+    method: str,
+    method_id: int | None,
+    error: BaseException,
+    task: int = 0,
+    *,
+    shares_trace: bool = False,
+) -> Failure:
+    """``shares_trace``: callers are to see where it was raised."""
+    trace = _encodable(user_traceback(error))[-TRACE_CHARACTERS_MAX:]
+    text = text_of(error)
+    if shares_trace:
+        front = f"{text}\n"
+        text = front + _ADDRESS.sub(" at 0x...", trace)[-max(0, TEXT_CHARACTERS_MAX - len(front)) :]
+    return Failure(policy, method, method_id, type(error).__name__, text[:TEXT_CHARACTERS_MAX], trace, task=task)
+
+
+def refusal(method: str, method_id: int | None, cause: Cause, text: str) -> Failure:
+    return Failure("keep", method, method_id, "", _encodable(text)[:TEXT_CHARACTERS_MAX], refused=cause)
+
+
+def text_of(error: BaseException) -> str:
+    """Its message, without what differs from run to run."""
+    try:
+        text = str(error)
+    except Exception as problem:  # a __str__ of the user's
+        text = f"its str() raises {type(problem).__name__}"
+    return _encodable(_ADDRESS.sub(" at 0x...", text))[:TEXT_CHARACTERS_MAX]
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
+
+
+def misfit_text(codec: ArgumentCodec, error: Exception, data: bytes, front: int) -> str:
+    """Which parameter, what was expected, what came. ``front``: how many items stand before the arguments."""
+    names = list(codec.signature.parameters)
+    problem = str(error)
+    try:
+        count = len(_CALLER_AND_NUMBER.decode(data)) - front
+    except msgspec.DecodeError:
+        return f"{codec.name}: the arguments can't be read: {problem}"
+    if count < 0:
+        return f"{codec.name}: a call that waits for an answer, and does not say who waits"
+    if not codec.required_count <= count <= codec.count:
+        takes = str(codec.count) if codec.required_count == codec.count else f"{codec.required_count} to {codec.count}"
+        return f"{codec.name} takes {takes} arguments ({', '.join(names) or 'none'}), {count} came"
+    if (found := _AT_INDEX.search(problem)) and front <= int(found[1]) < front + len(names):
+        index = int(found[1])
+        rest = problem[found.end() :].removesuffix("`")
+        where = f" (in it: {rest})" if rest else ""
+        return f"{codec.name}: parameter {names[index - front]!r}: {problem[: found.start()]}{where}"
+    return f"{codec.name}: {problem}"
+
+
+# --- the message itself -----------------------------------------------------------------------------------------------
+
+
+def who_waits(message: bytes) -> Caller | None:
+    """For the answer of ``message``, given from its size on; None: nobody, or it can't be read."""
+    _, start, end = decode_message(message, 0)
+    return decode_caller(message, start, end)
+
+
+def method_of(message: bytes) -> int | None:
+    """The method ID of a call; None for what is none, or can't be read."""
+    try:
+        _, start, end = decode_message(message, 0)
+        rpc = decode_incoming_rpc(message, start, end)
+    except ProtocolError:
+        return None
+    return rpc.method_id if rpc.kind == RpcKind.CALL else None
+
+
+def letter_message(data: bytes) -> bytes:
+    return data if len(data) <= LETTER_SIZE_BYTES_MAX else b""
+
+
+def forked(method_id: int, arguments: bytes) -> bytes:
+    """The message that would make this call once more."""
+    return letter_message(encode_incoming_rpc(method_id, RpcType.FORK, arguments))
+
+
+def verdict_on(error: HandlerError, failure: Failure, caller: str | None, message: bytes) -> Verdict:
+    """``message``: as it was logged, where nobody waits for an answer."""
+    kind = VerdictKind.KEPT
+    if failure.refused:
+        kind = VerdictKind.REFUSED
+    elif failure.policy == "undo":
+        kind = VerdictKind.UNDONE
+    return Verdict(
+        error.sequence_id,
+        error.message_index,
+        kind,
+        failure.type_name,
+        failure.text,
+        failure.refused,
+        failure.task,
+        failure.step,
+        failure.method,
+        caller,
+        letter_message(message) if caller is None else b"",
+        failure.trace,
+    )
+
+
+# --- what the caller hears --------------------------------------------------------------------------------------------
+
+
+def reference(instance_name: str, sequence_id: int, message_index: int) -> str:
+    return f"{instance_name} record {sequence_id}:{message_index}".strip()
+
+
+def answer_of(verdict: Verdict, instance_name: str) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+    """The name, arguments and attributes under which a verdict goes to who waits."""
+    if verdict.kind is VerdictKind.REFUSED:
+        return REFUSED_CALL, (verdict.text,), {}
+    where = reference(instance_name, verdict.sequence_id, verdict.message_index)
+    return FAILED_CALL, (verdict.type_name or verdict.kind.name.capitalize(), verdict.text, where), {}
+
+
+def encode_failed(type_name: str, text: str, where: str) -> bytes:
+    """As :func:`appsdk.state.journal.encode_raised`."""
+    return encoder.encode((FAILED_CALL, (type_name, text, where), {}))
+
+
+def decode_failed(called: str, name: str, arguments: Sequence[Any]) -> Exception | None:
+    """The exception for who waited for ``called``; None where ``name`` is that of an exception of the callee's."""
+    texts = [str(one) for one in arguments]
+    if name == REFUSED_CALL:
+        return CallRefused(f"{called} was refused: {', '.join(texts)}")
+    if name == FAILED_CALL:
+        type_name, text, where = (*texts, "", "", "")[:3]
+        return CalleeFailed(called, type_name, text, where)
+    return None

@@ -1,0 +1,433 @@
+"""What the app sends: calls, in one buffer per destination, and impulses, in one queue with a window.
+
+A batch gathers the parts of its messages, fronts and arguments in turn, and joins them once: when it has
+BATCH_SIZE_BYTES, when the dispatcher has no more input, and before a checkpoint. Large parts are not even joined.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from appsdk.calls.codec import bind_arguments, encoder
+from appsdk.calls.context import QUERY_RUNS, Context
+from appsdk.errors import AS_RPC, Disconnected, QueryError, UsageError
+from protocol.errors import RemoteProtocolError
+from protocol.limits import MESSAGE_SIZE_BYTES_MAX
+from protocol.messages import MessageType, RpcKind, RpcType, encode_attach_to, encode_message, encode_name
+from protocol.varint import encode_zigzag
+
+if TYPE_CHECKING:
+    import cython
+
+BATCH_SIZE_BYTES = 64 << 10  # enough to make the cost of a batch vanish; small enough to keep both ends at work
+AWAITED_BATCH_SIZE_BYTES = 8 << 10
+"""... of calls that wait for their answers, and of answers. To make one costs ten times what it costs to pass it on:
+the other side would stand still for milliseconds while a full batch fills."""
+
+LARGE_PART_SIZE_BYTES = 8 << 10  # batches of such calls are sent in parts: from here on, that costs less than to copy
+FRONTED_SIZE_BYTES_MAX = 4 << 10  # of arguments: the fronts of smaller ones are kept, by size
+
+BATCH_FRONT_SIZE_BYTES_MAX = 1 << 10  # size, type, name, count, with room for whatever wraps the batch later
+CALL_SIZE_BYTES_MAX = MESSAGE_SIZE_BYTES_MAX - BATCH_SIZE_BYTES - BATCH_FRONT_SIZE_BYTES_MAX
+"""Of one encoded call: the batch that it ends up in is a message, and may hold almost BATCH_SIZE_BYTES before it."""
+
+READY_SIZE_BYTES_MAX = 256 << 10  # of closed batches: with more, the delivery pauses until they are taken
+
+IMPULSES_OUTSTANDING_MAX = 16_384  # sent, not yet durable: what a hook can have in flight
+IMPULSES_OUTSTANDING_BYTES_MAX = 4 << 20
+
+Write = Callable[[list[bytes], tuple[Any, ...]], int]
+Send = Callable[[tuple[Any, ...]], None]
+Chunk = bytes | bytearray | memoryview
+Name = str
+"""... also of a subclass of ``str``, such as a StrEnum: where compiled, ``str`` itself would refuse that."""
+
+
+class _Fronts(dict[int, tuple[bytes, int]]):
+    """What stands before the arguments of one method (incoming form) and the whole size, by the arguments' size.
+
+    Raises UsageError above CALL_SIZE_BYTES_MAX.
+    """
+
+    def __init__(self, name: Name, method_id: int, rpc_type: RpcType, kind: RpcKind = RpcKind.CALL) -> None:
+        super().__init__()
+        self._name = name
+        self._rest = bytes((MessageType.RPC, kind)) + encode_zigzag(method_id) + bytes((rpc_type,))
+
+    def __missing__(self, arguments_size_bytes: int) -> tuple[bytes, int]:
+        size_bytes = len(self._rest) + arguments_size_bytes
+        if size_bytes > CALL_SIZE_BYTES_MAX:
+            raise UsageError(
+                f"{self._name}: the call's arguments take {arguments_size_bytes} bytes, at most "
+                f"{CALL_SIZE_BYTES_MAX - len(self._rest)} are possible: send them in parts"
+            )
+        front = encode_zigzag(size_bytes) + self._rest
+        found = front, len(front) + arguments_size_bytes
+        if arguments_size_bytes <= FRONTED_SIZE_BYTES_MAX:
+            self[arguments_size_bytes] = found
+        return found
+
+
+def _unencodable(name: Name, error: Exception) -> TypeError:
+    return TypeError(f"{name}: an argument can't be encoded: {error}")
+
+
+def make_writer(name: Name, method_id: int, rpc_type: RpcType, kind: RpcKind = RpcKind.CALL) -> Write:
+    """A function that appends one RPC message (incoming form) to a list, in two parts; it returns its size in bytes.
+
+    It raises TypeError for arguments that can't be encoded, UsageError above CALL_SIZE_BYTES_MAX, and leaves the list
+    as it was. (``Outbox.make_fork`` has the same lines once more: there a call would be felt.)
+    """
+    fronts = _Fronts(name, method_id, rpc_type, kind)
+    encode = encoder.encode
+
+    def write(parts: list[bytes], arguments: tuple[Any, ...]) -> int:
+        try:
+            body = encode(arguments)
+        except Exception as error:
+            raise _unencodable(name, error) from error
+        front, size_bytes = fronts[len(body)]
+        parts += (front, body)
+        return size_bytes
+
+    return write
+
+
+def encode_call(write: Write, arguments: tuple[Any, ...]) -> bytes:
+    """One message in one piece, by what :func:`make_writer` has made. Raises as that does."""
+    parts: list[bytes] = []
+    write(parts, arguments)
+    return b"".join(parts)
+
+
+def encode_batch_front(message_type: MessageType, destination: Name, count: int, size_bytes: int) -> bytes:
+    """What precedes ``size_bytes`` of RPC messages in a StreamBatch or ImpulseBatch."""
+    fields = encode_name(destination) + encode_zigzag(count)
+    return encode_zigzag(1 + len(fields) + size_bytes) + bytes((message_type,)) + fields
+
+
+class Batch:
+    """Messages to one destination that are still being gathered."""
+
+    __slots__ = ("destination", "parts", "size_bytes")
+
+    def __init__(self, destination: Name) -> None:
+        self.destination = destination
+        self.parts: list[bytes] = []  # two of each message
+        self.size_bytes = 0
+
+    @property
+    def count(self) -> int:
+        return len(self.parts) // 2
+
+
+class Outbox:
+    """The calls and impulses of one connection, in the order in which they go out.
+
+    Calls come from the handlers' thread only; impulses (``self.impulses``) from any other.
+    """
+
+    def __init__(self, context: Context, wake: Callable[[], None] = lambda: None) -> None:
+        self._context = context
+        self.impulses = ImpulseQueue(context, wake)
+        self.ready_size_bytes = 0  # of closed batches and other messages
+        self._ready: list[Chunk] = []
+        self._batches: dict[str, Batch] = {}
+        self._open: list[Batch] = []  # those that hold something, by their first message
+        self._attached: set[str] = set()
+        # What a rewind needs, all by destination: messages closed since the copy of the state, those closed since the
+        # mark, and those that are made once more and are not to be sent again.
+        self._closed_counts: dict[str, int] = {}
+        self._closed_since_mark: list[tuple[str, int, int]] = []  # ..., and how many of them were sent before
+        self._mark = (0, 0)
+        self._repeated: dict[str, int] = {}
+        self._reports: list[bytes] = []
+
+    # --- so that a message can be taken back -------------------------------------------------------------------------
+
+    def begin_copy(self) -> None:
+        """The state is copied here: all calls so far are its past."""
+        self.close_batches()
+        self._closed_counts.clear()
+        self._closed_since_mark.clear()
+
+    def mark(self) -> None:
+        """Messages are handled from here on; what is closed by now is made by others, which have come to their end."""
+        self._mark = len(self._ready), self.ready_size_bytes
+        self._closed_since_mark.clear()
+
+    def back_to_copy(self) -> None:
+        """The calls since the mark are not sent, and all since the copy will be made again: those before the mark
+        are not to be sent twice."""
+        count, self.ready_size_bytes = self._mark
+        del self._ready[count:]
+        for batch in self._open:
+            batch.parts, batch.size_bytes = [], 0
+        self._open.clear()
+        repeated = self._repeated
+        for destination, closed_count, repeated_count in self._closed_since_mark:
+            self._closed_counts[destination] -= closed_count
+            repeated[destination] = repeated.get(destination, 0) + repeated_count
+        self._closed_since_mark.clear()
+        for destination, closed_count in self._closed_counts.items():
+            repeated[destination] = repeated.get(destination, 0) + closed_count
+        self._closed_counts.clear()
+        self._attached.clear()  # one that was taken back is said again; to say it twice is harmless
+
+    def _drop_repeated(self, batch: Batch, count: int) -> None:
+        """The first ``count`` messages of ``batch`` have been sent before."""
+        dropped = batch.parts[: 2 * count]
+        batch.parts = batch.parts[2 * count :]
+        batch.size_bytes -= sum(map(len, dropped))
+
+    def make_fork(
+        self, destination: Name, name: Name, method_id: int, signature: inspect.Signature
+    ) -> Callable[..., None]:
+        """The ``fork`` of one method of one destination ("" is oneself)."""
+        batch: Batch = self._batches.setdefault(destination, Batch(destination))
+        parameters_count: cython.Py_ssize_t = len(signature.parameters)
+        context: Context = self._context
+        opened, get_ident = self._open, threading.get_ident
+        fronts = _Fronts(name, method_id, RpcType.FORK)
+        encode = encoder.encode
+
+        def fork(*arguments: Any, **keywords: Any) -> None:
+            if keywords or len(arguments) != parameters_count:
+                bound = bind_arguments(name, signature, arguments, keywords)
+                arguments = bound if keywords else arguments
+            caller_id: cython.ulong = get_ident()
+            if caller_id != context.handling_thread_id:
+                raise _not_in_handler(context, name)
+            try:
+                body = encode(arguments)
+            except Exception as error:
+                raise _unencodable(name, error) from error
+            front, size_bytes = fronts[len(body)]
+            parts = batch.parts
+            if not parts:
+                opened.append(batch)
+            parts.append(front)
+            parts.append(body)
+            batch.size_bytes = size_bytes = batch.size_bytes + size_bytes
+            if size_bytes >= BATCH_SIZE_BYTES:
+                opened.remove(batch)
+                self._close(batch)
+
+        return fork
+
+    def make_sender(self, destination: Name, name: Name, method_id: int, kind: RpcKind) -> Send:
+        """Sends calls of one method that wait for an answer, or answers to them. For the SDK's own use in handlers."""
+        write = make_writer(name, method_id, RpcType.ASYNC, kind)
+        batch = self._batches.setdefault(destination, Batch(destination))
+
+        def send(arguments: tuple[Any, ...]) -> None:
+            is_first = not batch.parts
+            batch.size_bytes += write(batch.parts, arguments)
+            if is_first:
+                self._open.append(batch)
+            if batch.size_bytes >= AWAITED_BATCH_SIZE_BYTES:
+                self._open.remove(batch)
+                self._close(batch)
+                self._context.slice_end = 0
+
+        return send
+
+    def _close(self, batch: Batch) -> None:
+        destination, count = batch.destination, batch.count
+        self._closed_counts[destination] = self._closed_counts.get(destination, 0) + count
+        repeated = min(count, self._repeated.get(destination, 0)) if self._repeated else 0
+        self._closed_since_mark.append((destination, count, repeated))
+        if repeated:
+            self._repeated[destination] -= repeated
+            self._drop_repeated(batch, repeated)
+        if batch.parts:
+            self._append(MessageType.STREAM_BATCH, batch)
+        batch.parts, batch.size_bytes = [], 0
+        if self.ready_size_bytes >= READY_SIZE_BYTES_MAX:
+            self._context.slice_end = 0
+
+    def _append(self, message_type: MessageType, batch: Batch) -> None:
+        self._attach(batch.destination)
+        count, size_bytes = batch.count, batch.size_bytes
+        front = encode_batch_front(message_type, batch.destination, count, size_bytes)
+        if size_bytes < count * LARGE_PART_SIZE_BYTES:
+            self.send(b"".join((front, *batch.parts)))
+            return
+        self.send(front)
+        for part in batch.parts:
+            self.send(part)
+
+    def _attach(self, destination: Name) -> None:
+        if destination and destination not in self._attached:
+            self._attached.add(destination)
+            self.send(encode_attach_to(destination))
+
+    def send(self, chunk: Chunk) -> None:
+        """Put bytes behind what is ready. Messages of the app's own (Hello, Checkpoint) take this way."""
+        self._ready.append(chunk)
+        self.ready_size_bytes += len(chunk)
+
+    def report(self, message: bytes) -> None:
+        """Send ``message`` before whatever is ready: no rewind takes it back."""
+        self._reports.append(message)
+
+    def close_batches(self) -> None:
+        """All calls made so far go before whatever is sent next."""
+        for batch in self._open:
+            self._close(batch)
+        self._open.clear()
+
+    def take(self) -> list[Chunk]:
+        """Everything that is to be sent now, impulses included; it is the caller's from here on."""
+        self.close_batches()
+        for batch in self.impulses.take():
+            self._append(MessageType.IMPULSE_BATCH, batch)
+        if self.impulses.take_checkpoint_wish():
+            self.send(encode_message(MessageType.TAKE_CHECKPOINT))
+        taken, self._ready = self._ready, []
+        self.ready_size_bytes = 0
+        if self._reports:
+            taken[:0], self._reports = self._reports, []
+        return taken
+
+
+def _not_in_handler(context: Context, name: Name) -> UsageError:
+    if threading.get_ident() != context.thread_id:
+        return UsageError(
+            f"{name}.fork: from a hook or another thread calls are impulses, since no replay would repeat them: "
+            f"impulses.{name.rpartition('.')[2]}(...), or impulses.to(self.<peer>).{name.rpartition('.')[2]}(...)"
+        )
+    if context.handling_thread_id == QUERY_RUNS:
+        return QueryError(f"{name}.fork: a query only reads, and calls nobody: {AS_RPC}")
+    return UsageError(
+        f"{name}.fork: only handlers send calls (@rpc, @impulse and @initial methods): what __init__, prepare, "
+        f"checkpoint, restore and upgrade do is not in the log; use an @initial method for calls at the first start"
+    )
+
+
+class ImpulseQueue:
+    """Impulses of all hooks, in one order, with a window: whoever sends waits while too many are not durable yet."""
+
+    def __init__(self, context: Context, wake: Callable[[], None]) -> None:
+        self._context = context
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)  # to be entered by its lock: that is C, this is Python
+        self._batches: list[Batch] = []
+        self._why_closed: str | None = None
+        self._checkpoint_wanted = False
+        self._sent_count = self._sent_size_bytes = 0  # by the app's threads
+        self._taken_count = self._taken_size_bytes = 0  # by the connection
+        self._accepted_count = self._accepted_size_bytes = 0  # by the coordinator
+        self._count_limit = IMPULSES_OUTSTANDING_MAX  # of what may have been sent: moves with what is accepted
+        self._size_limit_bytes = IMPULSES_OUTSTANDING_BYTES_MAX
+        self._marks: deque[tuple[int, int]] = deque()  # (count, size in bytes) up to the end of each batch taken
+
+    def append(self, destination: Name, name: Name, write: Write, arguments: tuple[Any, ...]) -> None:
+        """Queue one impulse; wait while the window is full. Any thread but the handlers'.
+
+        Raises Disconnected, TypeError (can't be encoded), UsageError (from a handler, or too large).
+        """
+        if threading.get_ident() == self._context.thread_id:
+            raise UsageError(f"impulses.{name}: a handler's calls are no impulses: use .fork(...)")
+        with self._lock:
+            while (
+                self._sent_count >= self._count_limit or self._sent_size_bytes >= self._size_limit_bytes
+            ) and self._why_closed is None:
+                self._changed.wait()
+            if self._why_closed is not None:
+                raise Disconnected(self._why_closed)
+            if not self._put(destination, write, arguments):
+                return
+        self._wake()
+
+    def append_own(self, write: Write, arguments: tuple[Any, ...]) -> None:
+        """Queue one impulse of the SDK's to oneself, whatever the window: there are few. Any thread.
+
+        Raises UsageError for one that is too large.
+        """
+        with self._lock:
+            is_news = self._put("", write, arguments)
+        if is_news and threading.get_ident() != self._context.thread_id:
+            self._wake()
+
+    def _put(self, destination: Name, write: Write, arguments: tuple[Any, ...]) -> bool:
+        """Whether the connection has something to send that it does not know of."""
+        batches = self._batches
+        batch = batches[-1] if batches else None
+        if batch is None or batch.destination != destination or batch.size_bytes >= BATCH_SIZE_BYTES:
+            batch = Batch(destination)
+        is_first = not batch.parts
+        size_bytes = write(batch.parts, arguments)
+        batch.size_bytes += size_bytes
+        self._sent_count += 1
+        self._sent_size_bytes += size_bytes
+        if not is_first:
+            return False
+        batches.append(batch)
+        return len(batches) == 1
+
+    def ask_for_checkpoint(self) -> None:
+        """Any thread. Raises Disconnected."""
+        with self._lock:
+            if self._why_closed is not None:
+                raise Disconnected(self._why_closed)
+            self._checkpoint_wanted = True
+        self._wake()
+
+    def take_checkpoint_wish(self) -> bool:
+        wanted, self._checkpoint_wanted = self._checkpoint_wanted, False
+        return wanted
+
+    def take(self) -> list[Batch]:
+        """The batches to be sent now, in order."""
+        if not self._batches:  # looked at without the lock: whoever appends wakes the connection afterwards
+            return []
+        with self._lock:
+            taken, self._batches = self._batches, []
+            for batch in taken:
+                self._taken_count += batch.count
+                self._taken_size_bytes += batch.size_bytes
+                self._marks.append((self._taken_count, self._taken_size_bytes))
+        return taken
+
+    def accept(self, count: int) -> None:
+        """The first ``count`` impulses of this connection are durable. Raises RemoteProtocolError."""
+        with self._lock:
+            if not self._accepted_count <= count <= self._taken_count:
+                raise RemoteProtocolError(
+                    f"the coordinator says that {count} impulses are accepted; it had said {self._accepted_count}, "
+                    f"and was sent {self._taken_count}"
+                )
+            self._accepted_count = count
+            while self._marks and self._marks[0][0] <= count:
+                self._accepted_size_bytes = self._marks.popleft()[1]
+            self._count_limit = count + IMPULSES_OUTSTANDING_MAX
+            self._size_limit_bytes = self._accepted_size_bytes + IMPULSES_OUTSTANDING_BYTES_MAX
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float | None) -> None:
+        """Wait until all that was sent so far is durable. Raises TimeoutError, Disconnected, UsageError."""
+        if threading.get_ident() == self._context.thread_id:
+            raise UsageError("impulses.flush: a handler can't wait for impulses: they are handled after it")
+        with self._lock:
+            target = self._sent_count
+            done = self._changed.wait_for(
+                lambda: self._accepted_count >= target or self._why_closed is not None, timeout_s
+            )
+            if not done:
+                missing = target - self._accepted_count
+                raise TimeoutError(f"after {timeout_s} s {missing} impulses are not accepted yet")
+            if self._accepted_count < target:
+                raise Disconnected(self._why_closed)
+
+    def close(self, reason: str) -> None:
+        """The connection is gone: whoever waits or sends from now on gets Disconnected."""
+        with self._lock:
+            if self._why_closed is None:
+                self._why_closed = reason
+            self._changed.notify_all()

@@ -1,9 +1,0 @@
-# The types of appsdk/context.py where it is compiled: what each message reads and writes is plain memory.
-
-cdef class Context:
-    cdef public Py_ssize_t message_index
-    cdef public Py_ssize_t slice_end
-    cdef public unsigned long handling_thread_id
-    cdef public unsigned long thread_id
-    cdef public object _streams, _streams_of, committer_id, handlers, instance_name, outbox, peers, record_time_ns, seed
-    cdef public object sequence_id, sites, source, tasks

@@ -1,3 +1,0 @@
-# The types of appsdk/delivery.py where it is compiled.
-
-from appsdk.context cimport Context

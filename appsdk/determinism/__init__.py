@@ -1,0 +1,1 @@
+"""Reads the handlers of a class, and finds what a replay would not repeat."""

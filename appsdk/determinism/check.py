@@ -1,0 +1,192 @@
+"""What in the handlers a replay would not repeat, or would not run, found before the app starts by reading their code.
+
+From each handler the search follows every function of the user's own that it refers to: methods, functions of their
+modules, the classes that they make. Names are looked up where the running code would find them, so an import under
+another name is seen through. What has no source at hand is not looked at, nor is what Python and libraries do within.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+import msgspec
+
+from appsdk.determinism.reader import Reader, Source
+from appsdk.determinism.returns import INSTEAD, misfits
+from appsdk.determinism.rules import Rules
+from appsdk.determinism.values import Bound, Instance, Known, Value, attribute, shape
+from appsdk.errors import DefinitionError
+from appsdk.handlers.decorators import Handler
+from appsdk.handlers.definition import Definition
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One place: in the function ``where``, in words ``what`` it does and what to do ``instead``."""
+
+    file: str
+    line: int
+    where: str
+    what: str
+    instead: str
+
+    def __str__(self) -> str:
+        file = self.file
+        if file.startswith(os.getcwd() + os.sep):
+            file = os.path.relpath(file)
+        return f"{file}, line {self.line}: {self.where} {self.what}: {self.instead}"
+
+
+class DeterminismError(DefinitionError):
+    """The app was started with ``--strict`` and has findings."""
+
+    def __init__(self, findings: list[Finding]) -> None:
+        lines = "".join(f"\n  {finding}" for finding in findings)
+        places = "1 place" if len(findings) == 1 else f"{len(findings)} places"
+        super().__init__(
+            f"{places} would not run, or not be replayed, as they are written (--strict):{lines}\n"
+            f"  A line that is known to be harmless is left out with the comment '# immortal: deterministic' on it."
+        )
+
+
+def check(definition: Definition) -> list[Finding]:
+    """What the handlers of a class, and the user's functions that they reach, do that a replay does not repeat.
+
+    And what does not run as it is written. In the order of files and lines.
+    """
+    search = Search([version.cls for version in definition.chain])
+    for version in definition.chain:  # a replay runs the old classes too, and what upgrades their state
+        app = Instance(version.cls, of_state=True, waits=True)
+        for name, handler in version.handlers.items():
+            search.follow(attribute(app, name))
+            search.look_at_returns(version, handler)
+        app = replace(app, waits=False)
+        for hook in (version.initial, "upgrade" if version.upgrades else None):
+            search.follow(attribute(app, hook) if hook is not None else None)
+    return search.run()
+
+
+def _foreign_folders() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    folders = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    folders.add(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # the SDK's
+    return tuple(os.path.realpath(folder) + os.sep for folder in folders)
+
+
+class _Ownership:
+    """Whose a function is: the user's, or Python's, a library's or the SDK's. The app's own package is the user's."""
+
+    def __init__(self, apps: Sequence[type]) -> None:
+        self._packages = {app.__module__.partition(".")[0] for app in apps}
+        self._foreign = _foreign_folders()
+        self._known: dict[str, bool] = {}
+
+    def is_users(self, function: FunctionType) -> bool:
+        if (function.__module__ or "").partition(".")[0] in self._packages:
+            return True
+        file = function.__code__.co_filename
+        if (known := self._known.get(file)) is None:
+            parts = file.split(os.sep)
+            known = not (
+                file.startswith("<")
+                or "site-packages" in parts
+                or "dist-packages" in parts
+                or os.path.realpath(file).startswith(self._foreign)
+            )
+            self._known[file] = known
+        return known
+
+
+class Search:
+    """All that is reached from the handlers, each function once for each class that it is a method of."""
+
+    def __init__(self, apps: Sequence[type]) -> None:
+        self.apps = tuple(apps)
+        self.rules = Rules()
+        self._ownership = _Ownership(apps)
+        self._sources: dict[str, Source] = {}
+        self._seen: set[tuple[object, ...]] = set()
+        self._waiting: list[tuple[FunctionType, Value]] = []
+        self._findings: dict[Finding, None] = {}
+
+    def run(self) -> list[Finding]:
+        while self._waiting:
+            function, receiver = self._waiting.pop()
+            source = self._source(function)
+            for node in source.find(function.__code__):
+                Reader(self, source, function, receiver, node).read()
+        return sorted(self._findings, key=lambda found: (found.file, found.line, found.what))
+
+    def _source(self, function: FunctionType) -> Source:
+        file = function.__code__.co_filename
+        if (source := self._sources.get(file)) is None:
+            source = self._sources[file] = Source(file, function.__globals__)
+        return source
+
+    def look_at_returns(self, definition: Definition, handler: Handler[Any, Any]) -> None:
+        function = inspect.unwrap(handler.function)
+        if not isinstance(function, FunctionType) or not self._ownership.is_users(function):
+            return
+        source = self._source(function)
+        for node in source.find(function.__code__):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                for place, what in misfits(definition, handler, node):
+                    if not source.opted_out(place):
+                        self.add(function.__code__, place.lineno, what, INSTEAD)  # type: ignore[attr-defined]
+
+    def add(self, code: CodeType, line: int, what: str, instead: str) -> None:
+        where = code.co_qualname.replace(".<locals>", "")
+        self._findings[Finding(code.co_filename, line, where, what, instead)] = None
+
+    def follow(self, value: Value) -> None:
+        """Look into what is called or passed on here, if it is a function of the user's."""
+        if isinstance(value, Bound):
+            self._enter(value.function, value.receiver)
+        elif isinstance(value, Known):
+            found = value.value
+            if isinstance(found, FunctionType):
+                self._enter(found, None)
+            elif isinstance(found, MethodType):
+                if isinstance(found.__func__, FunctionType):
+                    self._enter(found.__func__, Known(found.__self__))
+            elif isinstance(found, functools.partial):
+                self.follow(Known(found.func))
+            else:
+                wrapped = inspect.getattr_static(found, "__wrapped__", None)  # functools.lru_cache has one
+                self.follow(Known(wrapped) if isinstance(wrapped, FunctionType) else None)
+
+    def _enter(self, function: FunctionType, receiver: Value) -> None:
+        if isinstance(wrapped := getattr(function, "__wrapped__", None), FunctionType):
+            self._enter(wrapped, receiver)
+        if not self._ownership.is_users(function):
+            return
+        key: tuple[object, ...] = (function.__code__,)
+        if isinstance(receiver, Instance):
+            key += (id(shape(receiver.hint)[0]), receiver.of_state, receiver.waits)
+        elif isinstance(receiver, Known) and isinstance(receiver.value, type):
+            key += (id(receiver.value),)
+        if key not in self._seen:
+            self._seen.add(key)
+            self._waiting.append((function, receiver))
+
+    def making(self, cls: type) -> Iterator[tuple[str, Value]]:
+        """What runs when an instance is made: methods, and the factories of the fields (with the field's name)."""
+        for name in ("__new__", "__init__", "__post_init__"):
+            yield "", attribute(Instance(cls), name)
+        if dataclasses.is_dataclass(cls):
+            for made in dataclasses.fields(cls):
+                if made.default_factory is not dataclasses.MISSING:
+                    yield made.name, Known(made.default_factory)
+        elif issubclass(cls, msgspec.Struct):
+            for field in msgspec.structs.fields(cls):
+                if field.default_factory is not msgspec.NODEFAULT:
+                    yield field.name, Known(field.default_factory)

@@ -1,0 +1,211 @@
+"""What an expression stands for, as far as names, classes and annotations tell without running it."""
+
+from __future__ import annotations
+
+import collections.abc
+import functools
+import inspect
+import random
+import types
+import typing
+from dataclasses import dataclass, replace
+from types import FunctionType, ModuleType
+from typing import Annotated, Any, ClassVar, Final, Union
+
+from appsdk.effects.options import Effects
+from appsdk.handlers.decorators import Handler
+from appsdk.handlers.definition import Peer
+
+_MISSING = object()
+_SETS = (collections.abc.Set, collections.abc.MutableSet)
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """This very object."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """Some object of an annotated type. ``of_state``: it is reached from the app's attributes.
+
+    ``waits``: it is the ``self`` of an async handler, which has calls to wait for in place of attributes.
+    """
+
+    hint: Any
+    of_state: bool = False
+    waits: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A function with what it gets as its first argument."""
+
+    function: FunctionType
+    receiver: Known | Instance
+
+
+@dataclass(frozen=True, slots=True)
+class PeerOf:
+    """A peer of the app. ``waits``: as an async handler has it."""
+
+    waits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Super:
+    """``super()`` in a method of ``after``."""
+
+    receiver: Instance
+    after: type
+
+
+Value = Known | Instance | Bound | PeerOf | Super | None
+
+
+def shape(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A hint's class and its parameters, without Annotated, Final, aliases and ``| None``."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Annotated, Final, ClassVar):
+        return shape(arguments[0])
+    if origin in (Union, types.UnionType):
+        parts = [part for part in arguments if part is not type(None)]
+        return shape(parts[0]) if len(parts) == 1 else (object, ())
+    for inner in ("__value__", "__supertype__"):  # type X = ..., NewType
+        if not isinstance(hint, type) and hasattr(hint, inner):
+            return shape(getattr(hint, inner))
+    return (hint, ()) if origin is None else (origin, arguments)
+
+
+def is_object(value: Value, *objects: object) -> bool:
+    """Whether ``value`` is one of these very objects (what a class of the user's calls equal does not matter)."""
+    return isinstance(value, Known) and any(value.value is one for one in objects)
+
+
+def is_state_set(value: Value) -> bool:
+    if not isinstance(value, Instance) or not value.of_state:
+        return False
+    origin, _ = shape(value.hint)
+    return origin in _SETS or (isinstance(origin, type) and issubclass(origin, set | frozenset))
+
+
+@functools.lru_cache(maxsize=256)
+def hints_of(subject: Any) -> dict[str, Any]:
+    """The annotations of a class or function; none when they can't be evaluated."""
+    try:
+        return typing.get_type_hints(subject, include_extras=True)
+    except Exception:  # whatever evaluating an annotation raises
+        return {}
+
+
+def state_names(cls: Any) -> frozenset[str]:
+    """The attributes of an app: what is kept, and what is Transient."""
+    try:
+        state = vars(cls)["_immortal_definition"].state()
+    except Exception:  # no app, or annotations that can't be evaluated
+        return frozenset()
+    return frozenset({*state.fields, *state.transient})
+
+
+def attribute(value: Value, name: str) -> Value:
+    """What ``value.name`` stands for."""
+    if isinstance(value, Known):
+        return _attribute_of_object(value, name)
+    if isinstance(value, Instance):
+        cls, _ = shape(value.hint)
+        return _attribute_of_instance(value, cls, name, inspect.getattr_static(cls, name, _MISSING))
+    if isinstance(value, Super):
+        classes = shape(value.receiver.hint)[0].__mro__
+        for cls in classes[classes.index(value.after) + 1 :] if value.after in classes else ():
+            if name in vars(cls):
+                return _attribute_of_instance(value.receiver, cls, name, vars(cls)[name])
+    return None
+
+
+def _attribute_of_object(value: Known, name: str) -> Value:
+    subject = value.value
+    if isinstance(subject, ModuleType | random.Random):
+        try:
+            return Known(getattr(subject, name))
+        except Exception:  # a module's own __getattr__ may raise what it likes
+            return None
+    static = inspect.getattr_static(subject, name, _MISSING)
+    if isinstance(subject, type):
+        if isinstance(static, classmethod) and isinstance(static.__func__, FunctionType):
+            return Bound(static.__func__, value)
+        if isinstance(static, types.ClassMethodDescriptorType | types.BuiltinFunctionType):
+            return Known(getattr(subject, name))
+        if isinstance(static, Handler):
+            return Known(static.function)
+    elif isinstance(static, FunctionType):
+        return Known(static) if name in getattr(subject, "__dict__", ()) else Bound(static, value)
+    elif isinstance(static, classmethod) and isinstance(static.__func__, FunctionType):
+        return Bound(static.__func__, Known(type(subject)))
+    if isinstance(static, staticmethod):
+        return Known(static.__func__)
+    return None if static is _MISSING or isinstance(static, property) else Known(static)
+
+
+def _attribute_of_instance(value: Instance, cls: Any, name: str, static: Any) -> Value:
+    if isinstance(static, Handler):  # one with 'def' has the app itself, wherever it is called
+        static, value = static.function, replace(value, waits=value.waits and static.is_async)
+    elif isinstance(static, Peer):
+        return PeerOf(value.waits)
+    elif isinstance(static, property):
+        if hints_of(static.fget).get("return") is Effects:
+            return Instance(Effects)
+        static = static.fget
+    elif isinstance(static, functools.cached_property):
+        static = static.func
+    elif isinstance(static, staticmethod):
+        return Known(static.__func__)
+    elif isinstance(static, classmethod) and isinstance(static.__func__, FunctionType):
+        return Bound(static.__func__, Known(cls))
+    if isinstance(static, FunctionType):
+        return Bound(static, value)
+    if isinstance(cls, type) and name in (hints := hints_of(cls)):
+        return Instance(hints[name], value.of_state)
+    return None
+
+
+def element(value: Value) -> Value:
+    """What going through ``value`` gives: the items of a list, the keys of a dict."""
+    return _parameter(value, 0)
+
+
+def item(value: Value) -> Value:
+    """``value[...]``"""
+    is_mapping = isinstance(value, Instance) and _is_mapping(value)
+    return _parameter(value, 1 if is_mapping else 0)
+
+
+def values_of(value: Instance) -> Instance | None:
+    """``value.values()``"""
+    found = _parameter(value, 1) if _is_mapping(value) else None
+    return None if found is None else Instance(list[found.hint], found.of_state)  # type: ignore[name-defined]
+
+
+def _is_mapping(value: Instance) -> bool:
+    origin, _ = shape(value.hint)
+    return isinstance(origin, type) and issubclass(origin, collections.abc.Mapping)
+
+
+def _parameter(value: Value, index: int) -> Instance | None:
+    if not isinstance(value, Instance):
+        return None
+    origin, parameters = shape(value.hint)
+    if not isinstance(origin, type) or not issubclass(origin, collections.abc.Iterable) or len(parameters) <= index:
+        return None
+    return Instance(parameters[index], value.of_state)
+
+
+def result(value: Value) -> Value:
+    """What calling ``value`` gives, by its class or its annotation."""
+    if isinstance(value, Known) and isinstance(value.value, type):
+        return Instance(value.value)
+    function = value.function if isinstance(value, Bound) else value.value if isinstance(value, Known) else None
+    if isinstance(function, FunctionType) and (hint := hints_of(function).get("return")) is not None:
+        return Instance(hint)
+    return None

@@ -1,0 +1,306 @@
+"""The hot loop: packed RPC messages to calls of handlers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from appsdk.calls.codec import ArgumentCodec, Decode
+from appsdk.calls.context import Context
+from appsdk.calls.failures import failure_of, misfit_text, refusal
+from appsdk.calls.report import handler_failed
+from appsdk.errors import Failure, HandlerError
+from appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID, Handler
+from appsdk.handlers.definition import Definition
+from appsdk.waiting.clock import ToldTime
+from appsdk.waiting.effects import EffectResult
+from protocol.errors import RemoteProtocolError
+from protocol.messages import MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_message
+from protocol.varint import encode_zigzag
+from protocol.verdicts import Cause
+
+if TYPE_CHECKING:
+    import cython
+
+VIEW_SIZE_BYTES_MIN = 4 << 10  # messages from this size on are decoded from a view, smaller ones from a faster copy
+
+KNOWN_MAX = 4096  # fronts of messages that are remembered: some 1 MiB
+
+Entry = tuple[Decode, Callable[..., Any], str]
+Found = tuple[Decode, Callable[..., Any], str, bytes, int, int]  # ..., front with its size, its length, whole size
+
+
+class Delivery:
+    """Finds the handler of each message and calls it. The handler's position is in the context while it runs."""
+
+    def __init__(self, definition: Definition, context: Context) -> None:
+        self._definition = definition
+        self._context = context
+        self._entries: dict[int, Entry] = {}
+        self._by_front: dict[bytes, Entry] = {}
+        self._answers: dict[RpcKind, Entry] = {
+            kind: (
+                lambda data: (data,),
+                lambda instance, data, kind=kind: context.tasks.answered(kind, data),
+                "the answer of a call",
+            )
+            for kind in (RpcKind.RETURNED_VALUE, RpcKind.RETURNED_NOTHING, RpcKind.RAISED)
+        }
+        tasks, wakes = context.tasks, definition.has_tasks
+        for method_id, handler in self._definition.by_method_id.items():
+            codec = self._definition.codec(handler)
+            self._entries[method_id] = (codec.decode, tasks.receiver(handler, wakes=wakes), codec.name)
+        name = self._definition.initial
+        begin: Callable[..., Any] = type(self)._no_initial if name is None else getattr(self._definition.cls, name)
+        begin = tasks.waking(begin) if wakes else begin
+        nothing: Any = msgspec.msgpack.Decoder(tuple[()]).decode
+        initial = (nothing, self._only_first(begin), f"{self._definition.name}.{name or 'initial'}")
+        told: Any = msgspec.msgpack.Decoder(ToldTime).decode
+        clock: Entry = (
+            lambda data: (told(data),),
+            lambda instance, now: tasks.told_time(now.time_ns, now.decided, now.jumped_ns),
+            "the clock",
+        )
+        result: Any = msgspec.msgpack.Decoder(EffectResult).decode
+        effects: Entry = (
+            lambda data: (result(data),),
+            lambda instance, done: tasks.effect_done(done),
+            "the result of an effect",
+        )
+        for method_id, entry in self._entries.items():
+            for front in _fronts(method_id, (RpcType.FORK, RpcType.IMPULSE)):
+                self._by_front[front] = entry
+        for method_id, handler in self._definition.by_method_id.items():
+            for front in _fronts(method_id, (RpcType.ASYNC,)):
+                self._by_front[front] = self._answering_entry(self._definition.codec(handler), handler)
+        for method_id, rpc_type, entry in (
+            (INITIAL_METHOD_ID, RpcType.FORK, initial),
+            (CLOCK_METHOD_ID, RpcType.IMPULSE, clock),
+            (EFFECT_METHOD_ID, RpcType.IMPULSE, effects),
+        ):
+            self._by_front[_fronts(method_id, (rpc_type,))[0]] = entry
+        # The lengths of fronts, the most frequent first. No front starts another: a varint says where it ends.
+        self._front_sizes = sorted({len(front) for front in self._by_front}, reverse=True)
+        self._known: dict[bytes, Found] = {}  # by the first bytes of a message
+        self._key_sizes: list[int] = []  # how many bytes: two or three in practice, as method IDs have few lengths
+        self._tripped: dict[bytes, str] = {}  # names of methods that are not called any more, by front
+
+    def _answering_entry(self, codec: ArgumentCodec, handler: Handler[Any, Any]) -> Entry:
+        def decode(arguments: Any) -> tuple[Any, ...]:
+            return codec.decode_call(arguments)  # made when it is needed: few apps are called so
+
+        return decode, self._context.tasks.answering_receiver(handler), codec.name
+
+    @staticmethod
+    def _no_initial(instance: object) -> None:
+        """There is no @initial method."""
+
+    def _only_first(self, begin: Callable[..., Any]) -> Callable[..., Any]:
+        """The initial message is in record 0; whoever sends one later does not speak for this instance."""
+
+        def run(instance: object) -> None:
+            context = self._context
+            if context.sequence_id == 0:
+                begin(instance)
+                return
+            text = f"method {INITIAL_METHOD_ID} is the SDK's own: nobody else calls it"
+            failure = refusal("the initial message", INITIAL_METHOD_ID, Cause.METHOD, text)
+            raise self._refused(context.message_index, failure)
+
+        return run
+
+    def deliver(
+        self, instance: Any, content: bytes, offset: cython.Py_ssize_t, end: cython.Py_ssize_t, slice_end: int
+    ) -> int:
+        """Handle the messages that start before ``slice_end`` (at least one); where the next one starts.
+
+        Raises HandlerError, which says how a message may fail alone, and RemoteProtocolError.
+        """
+        context: Context = self._context
+        octets: cython.p_const_uchar = content  # compiled, read without a check: only from offset to end, or below
+        index: cython.Py_ssize_t = context.message_index
+        known: dict[bytes, Found] = self._known
+        key_sizes: list[int] = self._key_sizes
+        start: cython.Py_ssize_t
+        stride: cython.Py_ssize_t = 0
+        front_size_bytes: cython.Py_ssize_t = 0
+        key_size_bytes: cython.Py_ssize_t
+        is_large: cython.bint = False
+        front = b""
+        view = memoryview(content)
+        context.handling_thread_id = context.thread_id
+        context.slice_end = slice_end
+        while offset < context.slice_end:
+            start = offset + front_size_bytes
+            if not front_size_bytes or not content.startswith(front, offset):
+                for key_size_bytes in key_sizes:
+                    found = known.get(content[offset : offset + key_size_bytes])
+                    if found is not None:
+                        decode, function, name, front, front_size_bytes, stride = found
+                        start = offset + front_size_bytes
+                        break
+                else:
+                    (decode, function, name), start, stride = self._look_up(content, offset, end, index)
+                    front = content[offset:start]
+                    front_size_bytes = start - offset
+                is_large = stride >= VIEW_SIZE_BYTES_MIN
+            offset += stride
+            if offset > end:
+                raise RemoteProtocolError(
+                    f"record {context.sequence_id}: message {index} runs past the end of its batch"
+                )
+            try:
+                arguments = decode(view[start:offset] if is_large else octets[start:offset])
+            except Exception as error:  # msgspec's own, and what a type's __post_init__ raises
+                context.message_index = index
+                method_id, front_count = _method_and_front(content, offset - stride)
+                raise self._misfit(method_id, name, error, content[start:offset], index, front_count) from None
+            context.message_index = index
+            try:
+                if len(arguments) == 1:  # by far the most frequent, and three times as fast as to unpack a tuple
+                    function(instance, arguments[0])
+                else:
+                    function(instance, *arguments)
+            except HandlerError:  # of an async handler, which says more
+                raise
+            except (Exception, SystemExit) as error:
+                method_id, front_count = _method_and_front(content, offset - stride)
+                raise self._failed(method_id, name, arguments[front_count:], error, index) from error
+            index += 1
+        context.message_index = index
+        context.handling_thread_id = 0
+        return offset
+
+    def _look_up(self, content: bytes, offset: int, end: int, index: int) -> tuple[Entry, int, int]:
+        """The message at ``offset``: (its handler, where its arguments start, its size in bytes)."""
+        first = content[offset]
+        if first < 0x80 and not first & 1:
+            type_offset, size_bytes = offset + 1, first >> 1
+        else:
+            _, start, message_end = decode_message(content, offset)
+            type_offset, size_bytes = start - 1, message_end - start + 1
+        by_front = self._by_front
+        for front_size_bytes in self._front_sizes:
+            start = type_offset + front_size_bytes
+            if (entry := by_front.get(content[type_offset:start])) is not None and front_size_bytes <= size_bytes:
+                if self._tripped and content[type_offset:start] in self._tripped:
+                    self._context.message_index = index
+                    raise self._tripped_error(content[type_offset:start], index)
+                return self._remember(content, offset, entry, start, type_offset + size_bytes - offset)
+        return self._look_up_answer(content, offset, end, index)
+
+    def _look_up_answer(self, content: bytes, offset: int, end: int, index: int) -> tuple[Entry, int, int]:
+        """As :meth:`_look_up`: an answer has the method ID of another instance's method."""
+        message_type, start, message_end = decode_message(content, offset)
+        self._context.message_index = index
+        is_answer = message_type == MessageType.RPC and message_end <= end and content[start] in self._answers
+        if not is_answer:
+            raise self._unknown(content, offset, end, index)
+        try:
+            rpc = decode_incoming_rpc(content, start, message_end)
+        except RemoteProtocolError:
+            raise self._unknown(content, offset, end, index) from None
+        entry = self._answers[RpcKind(rpc.kind)]
+        start = message_end - len(rpc.arguments)
+        return self._remember(content, offset, entry, start, message_end - offset)
+
+    def _remember(self, content: bytes, offset: int, entry: Entry, start: int, stride: int) -> tuple[Entry, int, int]:
+        """Where methods and sizes come in turns each message is looked up: here, once for each of them."""
+        size_of_size = 1 if content[offset] < 0x80 else 2
+        key_size_bytes = 2 + start - offset - size_of_size  # the front, and one byte of the arguments at most
+        if stride < 1 << 13:  # its size takes no more than these two bytes
+            if key_size_bytes not in self._key_sizes:
+                self._key_sizes.append(key_size_bytes)
+            if len(self._known) >= KNOWN_MAX:
+                self._known.clear()
+            key = content[offset : offset + key_size_bytes]
+            self._known[key] = (*entry, content[offset:start], start - offset, stride)
+        return entry, start, stride
+
+    # --- messages that fail: each of these errors says how it may fail alone ------------------------------------------
+
+    def _refused(self, index: int, failure: Failure) -> HandlerError:
+        sequence_id = self._context.sequence_id
+        return HandlerError(
+            f"record {sequence_id}, message {index}: {failure.text}; the app stops\n"
+            f"  The call is in the log: give the class what it needs (a removed or renamed handler is found again by\n"
+            f"  its old name, or by @rpc(id=...); a new parameter by its default), and start the app again.",
+            sequence_id,
+            index,
+            failure,
+        )
+
+    def _misfit(self, method_id: int | None, name: str, error: Exception, data: bytes, index: int, front: int) -> Any:
+        """Arguments that can't be decoded."""
+        handler = self._definition.by_method_id.get(-1 if method_id is None else method_id)
+        if handler is None:
+            text = f"{name}: it can't be read: {error}"
+            return self._refused(index, refusal(name, method_id, Cause.UNREADABLE, text))
+        text = misfit_text(self._definition.codec(handler), error, data, front)
+        return self._refused(index, refusal(name, method_id, Cause.ARGUMENTS, text))
+
+    def _failed(
+        self, method_id: int | None, name: str, arguments: tuple[Any, ...], error: BaseException, index: int
+    ) -> HandlerError:
+        """The handler has raised."""
+        made = handler_failed(name, arguments, error, self._context.sequence_id, index)
+        handler = self._definition.by_method_id.get(-1 if method_id is None else method_id)
+        if handler is not None and (policy := self._definition.policy(handler)) != "stop":
+            made.failure = failure_of(policy, name, method_id, error, shares_trace=self._definition.share_tracebacks)
+        return made
+
+    def _unknown(self, content: bytes, offset: int, end: int, index: int) -> HandlerError:
+        """A message that nothing here is called by."""
+        message_type, start, message_end = decode_message(content, offset)
+        if message_type != MessageType.RPC or message_end > end:
+            raise RemoteProtocolError(
+                f"record {self._context.sequence_id}: message {index} of a batch has type {message_type}, not RPC (0)"
+            )
+        try:
+            rpc = decode_incoming_rpc(content, start, message_end)
+        except RemoteProtocolError as error:
+            return self._refused(index, refusal("a call", None, Cause.UNREADABLE, str(error)))
+        name = f"method {rpc.method_id}"
+        handlers = sorted(self._definition.handlers.values(), key=lambda handler: handler.name)
+        if rpc.method_id < 0:
+            text = f"method {rpc.method_id} is the SDK's own: nobody else calls it"
+        else:
+            known = ", ".join(handler.name for handler in handlers) or "none"
+            text = f"{self._definition.name} has no method {rpc.method_id} (it has: {known})"
+        return self._refused(index, refusal(name, rpc.method_id, Cause.METHOD, text))
+
+    def trip(self, fronts_of: Iterable[int]) -> None:
+        """Calls of these methods are refused from here on."""
+        self._tripped = {
+            front: self._definition.by_method_id[method_id].function.__qualname__
+            for method_id in fronts_of
+            if method_id in self._definition.by_method_id
+            for front in _fronts(method_id, (RpcType.ASYNC, RpcType.FORK, RpcType.IMPULSE))
+        }
+        self._known.clear()
+        self._key_sizes.clear()
+
+    def _tripped_error(self, front: bytes, index: int) -> HandlerError:
+        name = self._tripped[front]
+        text = (
+            f"{name} has failed so often in a row that it is not called any more: deploy code that does not fail, or "
+            f"restart the app"
+        )
+        return self._refused(index, refusal(name, None, Cause.TRIPPED, text))
+
+
+def _fronts(method_id: int, rpc_types: Iterable[RpcType]) -> list[bytes]:
+    """What a call of the method begins with, behind its size."""
+    return [bytes((MessageType.RPC, RpcKind.CALL)) + encode_zigzag(method_id) + bytes((one,)) for one in rpc_types]
+
+
+def _method_and_front(content: bytes, offset: int) -> tuple[int | None, int]:
+    """Of the message at ``offset``: its method ID (None: it is no call), and how many items stand before the handler's
+    own arguments."""
+    _, start, end = decode_message(content, offset)
+    rpc = decode_incoming_rpc(content, start, end)
+    if rpc.kind != RpcKind.CALL:
+        return None, 0
+    return rpc.method_id, 2 if rpc.rpc_type == RpcType.ASYNC else 0

@@ -1,0 +1,205 @@
+"""The messages of one connection that fail: the verdicts that are known, and what is done about one more."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+
+from appsdk.calls.context import Context
+from appsdk.calls.failures import (
+    FAILED_IN_A_ROW_MAX,
+    REPEATED_SIZE_BYTES_MAX,
+    letter_message,
+    method_of,
+    verdict_on,
+    who_waits,
+)
+from appsdk.dispatch.delivery import Delivery
+from appsdk.errors import HandlerError
+from appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID
+from protocol.batch import decode_batch, decode_replayable_batch
+from protocol.errors import ProtocolError
+from protocol.messages import MessageType, RpcKind, decode_incoming_rpc, decode_message, decode_messages
+from protocol.readers import Record
+from protocol.verdicts import Handling, MessageKey, Verdict, encode_verdict
+
+
+class UndoNeededError(Exception):
+    """The state must be as it was before the message of ``verdict``, which is passed over from here on."""
+
+    def __init__(self, verdict: Verdict, method_id: int | None) -> None:
+        super().__init__(f"message {verdict.message_index} of record {verdict.sequence_id}")
+        self.verdict = verdict
+        self.method_id = method_id
+
+
+def size_of_message(content: bytes, offset: int) -> int:
+    """With its size field."""
+    _, _, end = decode_message(content, offset)
+    return end - offset
+
+
+def wakes_handlers(message: bytes) -> bool:
+    """It is no call, but what an ``async def`` handler waits for: an answer, a time, the result of an effect."""
+    try:
+        _, start, end = decode_message(message, 0)
+        rpc = decode_incoming_rpc(message, start, end)
+    except ProtocolError:
+        return False
+    return rpc.kind != RpcKind.CALL or rpc.method_id in (CLOCK_METHOD_ID, EFFECT_METHOD_ID)
+
+
+def offset_behind(content: bytes, offset: int, count: int) -> int:
+    """Where the message behind the ``count`` messages from ``offset`` on starts."""
+    for _ in range(count):
+        _, _, offset = decode_message(content, offset)
+    return offset
+
+
+class _Row:
+    """Failures of one method in a row: none of its calls has come to its end in between."""
+
+    def __init__(self) -> None:
+        self.last: MessageKey = (-1, 0, 0, 0)
+        self.count = 0
+        self.repeated_size_bytes = 0
+
+
+class Failures:
+    """``known``: the verdicts that the coordinator has, or gets before anything that follows from them."""
+
+    def __init__(self, context: Context, *, fails_alone: bool = True) -> None:
+        self._fails_alone = fails_alone
+        self.known: dict[MessageKey, Verdict] = {}
+        self.can_fail = False  # the coordinator keeps verdicts
+        self._context = context
+        self.skipped: dict[int, list[int]] = {}  # indices of messages that are passed over, by record, ascending
+        self._rows: dict[int, _Row] = {}  # by method ID
+        self._tripped: set[int] = set()
+        self._repeating: MessageKey | None = None  # a rewind is on its way up to there
+        context.tasks.handler_runs.verdicts = self.known
+        context.tasks.handler_runs.tell = self._tell
+
+    def know(self, verdicts: Sequence[Verdict]) -> None:
+        """The coordinator has told them."""
+        self.can_fail = self._fails_alone
+        for verdict in verdicts:
+            self._add(verdict)
+
+    def _add(self, verdict: Verdict) -> None:
+        self.known[verdict.key] = verdict
+        if verdict.skips and not verdict.task:
+            indices = self.skipped.setdefault(verdict.sequence_id, [])
+            at = bisect_left(indices, verdict.message_index)
+            if indices[at : at + 1] != [verdict.message_index]:
+                indices.insert(at, verdict.message_index)
+
+    def next_skipped(self, sequence_id: int, message_index: int) -> int | None:
+        """The next message of that record, from that index on, that is passed over."""
+        indices = self.skipped.get(sequence_id)
+        if indices is None:
+            return None
+        at = bisect_left(indices, message_index)
+        return indices[at] if at < len(indices) else None
+
+    def verdict(self, error: HandlerError, message: bytes) -> Verdict | None:
+        """On the ``message`` that ``error`` is about; None where it can't fail alone."""
+        failure = error.failure
+        if failure is None or not self.can_fail or (failure.policy == "stop" and not failure.refused):
+            return None
+        caller = None if failure.step else who_waits(message)
+        return verdict_on(error, failure, None if caller is None else caller.name, message)
+
+    def note(self, verdict: Verdict) -> None:
+        """A new one: the coordinator hears of it before what follows from it."""
+        self._add(verdict.without_letter())
+        self._context.outbox.report(encode_verdict(verdict))
+
+    def _tell(self, verdict: Verdict) -> bool:
+        """Of an async handler or a step that has failed, with nothing to undo; False: it can't fail alone."""
+        if self.can_fail and verdict.key not in self.known:
+            self.note(verdict)
+        return self.can_fail
+
+    def answer(self, verdict: Verdict, message: bytes) -> None:
+        """Tell who waits for ``message``, if anybody does."""
+        if (caller := who_waits(message)) is not None:
+            self._context.tasks.answers.answer_verdict(verdict, caller)
+
+    def handling(self, sequence_id: int, message_index: int, message: bytes) -> Handling:
+        """What is about to be handled."""
+        caller, method_id = who_waits(message), method_of(message)
+        handler = self._context.tasks.definition.by_method_id.get(-1 if method_id is None else method_id)
+        name = f"method {method_id}" if handler is None else handler.function.__qualname__
+        return Handling(
+            sequence_id, message_index, 0.0, name, None if caller is None else caller.name, letter_message(message)
+        )
+
+    def forget_up_to(self, sequence_id: int) -> None:
+        """No replay in this process goes over those records again."""
+        if any(key[0] <= sequence_id for key in self.known):
+            for key in [key for key in self.known if key[0] <= sequence_id]:
+                del self.known[key]
+            self.skipped = {key: indices for key, indices in self.skipped.items() if key > sequence_id}
+
+    # --- a rewind -----------------------------------------------------------------------------------------------------
+
+    def repeat(self, needed: UndoNeededError, records: Sequence[Record], size_bytes: int, delivery: Delivery) -> None:
+        """The app goes over ``records`` (the last up to the message that has failed) and its state once more."""
+        verdict, method_id = needed.verdict, needed.method_id
+        self._repeating = verdict.key
+        delivery.trip(())  # what it did once it does once more
+        if method_id is None:
+            return
+        row = self._rows.get(method_id)
+        if row is None or self._has_succeeded(method_id, records, row.last, verdict.key):
+            row = self._rows[method_id] = _Row()
+        row.last = verdict.key
+        row.count += 1
+        row.repeated_size_bytes += size_bytes
+        if row.count >= FAILED_IN_A_ROW_MAX or row.repeated_size_bytes >= REPEATED_SIZE_BYTES_MAX:
+            self._tripped.add(method_id)
+
+    def _has_succeeded(self, method_id: int, records: Sequence[Record], after: MessageKey, until: MessageKey) -> bool:
+        """Some call of the method between these two has come to its end; or much else has, as it is kept no more."""
+        if not records or records[0].header.sequence_id > after[0] + 1:
+            return True
+        for record in records:
+            sequence_id = record.header.sequence_id
+            if sequence_id < after[0]:
+                continue
+            for index, called in enumerate(method_ids(record.content)):
+                is_between = after[:2] < (sequence_id, index) < until[:2]
+                if is_between and called == method_id and (sequence_id, index, 0, 0) not in self.known:
+                    return True
+        return False
+
+    def did_not_fail(self, verdict: Verdict) -> bool:
+        """The message was handled well before the rewind, which is to do the same again."""
+        return self._repeating is not None and verdict.key[:2] < self._repeating[:2]
+
+    def settle(self, delivery: Delivery) -> None:
+        """The rewind is over."""
+        self._repeating = None
+        delivery.trip(self._tripped)
+
+
+def method_ids(content: bytes) -> Iterator[int | None]:
+    """Of a record's RPCs, in order; None for what is no call."""
+    for message_type, start, end in decode_messages(content):
+        if message_type == MessageType.RPC:
+            yield _method_id(content, start, end)
+            continue
+        if message_type == MessageType.RPC_BATCH:
+            start += decode_batch(content[start : start + 16])[1]
+        elif message_type == MessageType.COUNT_REPLAYABLE_RPC_BATCH:
+            start += decode_replayable_batch(content[start : start + 16])[2]
+        elif message_type != MessageType.INITIAL_MESSAGE:
+            continue
+        for _, first, last in decode_messages(content[start:end]):
+            yield _method_id(content, start + first, start + last)
+
+
+def _method_id(content: bytes, start: int, end: int) -> int | None:
+    rpc = decode_incoming_rpc(content, start, end)
+    return rpc.method_id if rpc.kind == RpcKind.CALL else None

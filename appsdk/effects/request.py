@@ -1,0 +1,233 @@
+"""An effect between the handler that asks for it and what runs it.
+
+The runner of an app's process is :mod:`appsdk.effects.runner`. One of another kind, as a test may want, is given to
+:class:`appsdk.dispatch.dispatcher.Dispatcher` as ``effects``. It is an :class:`EffectRunner`: from the moment at which
+the app is primary it gets each effect as an :class:`EffectRequest`, runs it however it likes (``request.call()`` runs
+the user's function), and answers with ``request.returned(value)`` or ``request.raised(error)``, at once or later, from
+any thread. The answer is sent as an impulse to oneself. Without a runner, as in each replay, effects wait.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import msgspec
+
+from appsdk.calls.codec import ArgumentCodec, encoder
+from appsdk.calls.report import user_traceback
+from appsdk.effects.options import EffectContext, EffectOptions, current_context
+from appsdk.errors import DefinitionError, EffectFailed, UsageError
+from appsdk.state.journal import declared_name, decode_raised, encode_raised
+
+FAILURE_TEXT_CHARACTERS_MAX = 10_000  # of its message, and of its traceback's end: both are logged
+_FAILED = ""  # the name under which an EffectFailed travels: no class has it
+
+
+class EffectFunction:
+    """A function that runs as an effect: what it takes and returns. Raises UsageError, DefinitionError."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.name = _checked_name(function)
+        self.is_async = inspect.iscoroutinefunction(function)
+        try:
+            self.codec = ArgumentCodec(function, _checked_signature(self.name, function))
+            self.decode_result = self.codec.decode_result
+        except NameError as error:
+            raise DefinitionError(f"{self.name}: an annotation can't be resolved: {error}") from error
+        self._keywords = [
+            parameter.name
+            for parameter in self.codec.signature.parameters.values()
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        ]
+
+    def arguments(self, encoded: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """By position and by name."""
+        values = self.codec.decode(encoded)
+        at = len(values) - len(self._keywords)
+        return values[:at], dict(zip(self._keywords, values[at:], strict=True))
+
+    def encode_result(self, value: Any) -> bytes:
+        """Raises TypeError for what is not what its annotation says."""
+        try:
+            encoded = encoder.encode(value)
+            self.decode_result(encoded)
+        except Exception as error:  # msgspec's own, and what a type's __post_init__ raises
+            raise TypeError(f"{self.name} returned a {type(value).__name__} that can't be kept: {error}") from error
+        return encoded
+
+    def encode_error(self, error: BaseException, attempts: int, raises: Mapping[str, type[Exception]]) -> bytes:
+        """As what it is, where that is declared and can be encoded; else as an EffectFailed."""
+        if (name := declared_name(raises, error)) is not None:
+            try:
+                return encode_raised(name, error)
+            except Exception as problem:
+                error = TypeError(f"{name}, which {self.name} raised, can't be encoded: {problem}")
+        message = encodable(error)[:FAILURE_TEXT_CHARACTERS_MAX]
+        trace = encodable(user_traceback(error))[-FAILURE_TEXT_CHARACTERS_MAX:]
+        return encoder.encode((_FAILED, (self.name, type(error).__name__, message, trace, attempts), {}))
+
+    def decode_error(self, data: bytes, raises: Mapping[str, type[Exception]]) -> Exception:
+        """Raises msgspec.DecodeError, LookupError."""
+        name, arguments = msgspec.msgpack.decode(data, type=tuple[str, list[Any], Any])[:2]
+        if name == _FAILED:
+            return EffectFailed(*msgspec.convert(arguments, tuple[str, str, str, str, int]))
+        return decode_raised(raises, f"the effect {self.name}", data)
+
+
+def encodable(text: object) -> str:
+    """Its text, of which every character can be encoded."""
+    try:
+        return str(text).encode("utf-8", "replace").decode()
+    except Exception as error:  # a __str__ of the user's
+        return f"its str() raises {type(error).__name__}"
+
+
+def _checked_name(function: Callable[..., Any]) -> str:
+    name = getattr(function, "__qualname__", None)
+    problem = ""
+    if not isinstance(name, str) or isinstance(function, type) or not callable(function):
+        problem = "call handlers without self.effect, and anything else in a function of your own"
+    elif inspect.ismethod(function):
+        problem = "an effect runs beside the handlers, where there is no self"
+    elif "<" in name:
+        problem = "one inside another shares variables with it, of which no log knows: pass them as arguments"
+    if problem:
+        raise UsageError(f"self.effect({name or repr(function)}, ...): a function of a module was expected: {problem}")
+    return str(name)
+
+
+def _checked_signature(name: str, function: Callable[..., Any]) -> inspect.Signature:
+    try:
+        signature = inspect.signature(function)
+    except ValueError as error:
+        raise UsageError(
+            f"self.effect({name}, ...): it has no signature: write a function of your own that calls it"
+        ) from error
+    for parameter in signature.parameters.values():
+        if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+            raise UsageError(
+                f"self.effect({name}, ...): its parameters are not listed one by one ({parameter}): write a function "
+                f"of your own that calls it"
+            )
+    empty = inspect.Parameter.empty
+    missing = [one.name for one in signature.parameters.values() if one.annotation is empty]
+    missing += ["return"] if signature.return_annotation is empty else []
+    if missing:
+        raise UsageError(
+            f"self.effect({name}, ...): {', '.join(missing)}: no annotation, by which values are encoded and checked: "
+            f"add it, or write a function of your own that calls it"
+        )
+    return signature
+
+
+class EffectRequest:
+    """One effect to be run. ``number`` is its own in the life of the instance; for the rest see ``self.effect``.
+
+    ``is_done``: it has been answered. ``is_cancelled``: nobody waits for it any more.
+    """
+
+    __slots__ = ("_encoded", "_function", "_make_key", "_send", "is_cancelled", "is_done", "number", "options")
+
+    def __init__(
+        self,
+        number: int,
+        function: EffectFunction,
+        encoded: bytes,
+        options: EffectOptions,
+        make_key: Callable[[], str],
+        send: Callable[[bool, bytes], None],
+    ) -> None:
+        self.number = number
+        self.options = options
+        self._make_key = make_key
+        self.is_done = False
+        self.is_cancelled = False
+        self._function = function
+        self._encoded = encoded
+        self._send = send
+
+    def __repr__(self) -> str:
+        return f"<effect {self.name}, {self.key}>"
+
+    @property
+    def key(self) -> str:
+        """Made each time: few functions ask for it."""
+        return self._make_key()
+
+    @property
+    def name(self) -> str:
+        return self._function.name
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The user's; with :attr:`arguments`, for runners that do something else in its place."""
+        return self._function.function
+
+    @property
+    def arguments(self) -> tuple[Sequence[Any], dict[str, Any]]:
+        """By position and by name: new copies each time."""
+        return self._function.arguments(self._encoded)
+
+    @property
+    def is_async(self) -> bool:
+        """The function is an ``async def``."""
+        return self._function.is_async
+
+    def call(self, attempt: int = 1) -> Any:
+        """Call the function, a plain ``def``; returns and raises what it does."""
+        return contextvars.copy_context().run(self._call, attempt)
+
+    def _call(self, attempt: int) -> Any:
+        current_context.set(partial(self.context, attempt))
+        arguments, keywords = self.arguments
+        return self.function(*arguments, **keywords)
+
+    async def call_async(self, attempt: int = 1) -> Any:
+        """Call the function, an ``async def``, in an asyncio task of its own; returns and raises what it does."""
+        # never reset: the task's context ends with it, and what does not let go may be closed in another one
+        current_context.set(partial(self.context, attempt))
+        arguments, keywords = self.arguments
+        return await self.function(*arguments, **keywords)
+
+    def context(self, attempt: int) -> EffectContext:
+        """What the function can know of itself."""
+        return EffectContext(self.key, attempt)
+
+    def wait_s(self, error: BaseException, attempt: int) -> float | None:
+        """How long to wait after this attempt (from 1) has failed, before the next one; None: it was the last."""
+        retry = self.options.retry
+        if declared_name(self.options.raises, error) is not None or not isinstance(error, retry.on):
+            return None
+        return None if retry.attempts is not None and attempt >= retry.attempts else retry.wait_s(attempt)
+
+    def returned(self, value: Any) -> None:
+        """It is done, with this value. Raises TypeError for one that it is not declared to return, and UsageError for
+        one that is too large: then it is not done."""
+        self._answer(False, self._function.encode_result(value))
+
+    def raised(self, error: BaseException, attempts: int = 1) -> None:
+        """It is done, with this error after so many attempts."""
+        try:
+            self._answer(True, self._function.encode_error(error, attempts, self.options.raises))
+        except UsageError as problem:  # a declared exception that is too large
+            self._answer(True, self._function.encode_error(problem, attempts, {}))
+
+    def _answer(self, raised: bool, value: bytes) -> None:
+        if not self.is_cancelled:
+            self._send(raised, value)
+        self.is_done = True
+
+
+class EffectRunner(Protocol):
+    """Runs effects beside the handlers. Both methods are called by the handlers' thread, and return at once."""
+
+    def start(self, request: EffectRequest) -> None:
+        """Run it, when there is room, and call its ``returned`` or ``raised`` once."""
+
+    def cancel(self, request: EffectRequest) -> None:
+        """Nobody waits for it any more: it is not answered, whatever it still does."""

@@ -1,0 +1,216 @@
+"""Runs effects in the app's process: an ``async def`` on an asyncio loop, a ``def`` in a thread.
+
+Each attempt waits for one of the places, in order, runs, and answers, or leaves its place to others until the next
+attempt. A ``def`` goes from the handlers' thread into the one that runs it, and its result from there to where the
+handlers' thread sends it: no third one is woken up. All threads are daemons: the process never waits for them, whatever
+the user's code is at. The loop is there when the first effect needs it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from appsdk.effects.request import EffectRequest, encodable
+from appsdk.effects.threads import Threads
+
+if TYPE_CHECKING:
+    from appsdk.effects.loop import EffectLoop
+
+SAY_INTERVAL_S = 10.0  # between two lines about failed attempts of one function
+
+
+class _Attempt:
+    """``number`` counts from 1. ``is_over``: of one with a timeout, that it has ended in one way or the other."""
+
+    __slots__ = ("is_over", "number", "request")
+
+    def __init__(self, request: EffectRequest, number: int) -> None:
+        self.request = request
+        self.number = number
+        self.is_over = False
+
+    @property
+    def timeout_s(self) -> float | None:
+        timeout = self.request.options.timeout
+        return None if timeout is None else timeout.total_seconds()
+
+
+class OutsideRunner:
+    """An EffectRunner. ``places``: how many attempts run at once. ``warn`` is told, by any thread, what people should
+    know."""
+
+    def __init__(self, places: int, warn: Callable[[str], None]) -> None:
+        self._places_count = self._free_count = places
+        self._warn = warn
+        self._warned: set[str] = set()
+        self._quiet_until_s: dict[str, float] = {}  # by name
+        self._lock = threading.Lock()
+        self._waiting: deque[_Attempt] = deque()  # for a place
+        self._is_stopped = False
+        self._threads = Threads(places, self._run_in_thread)
+        self._loop: EffectLoop | None = None
+
+    # --- the handlers' thread -----------------------------------------------------------------------------------------
+
+    def start(self, request: EffectRequest) -> None:
+        self._begin(_Attempt(request, 1))
+
+    def cancel(self, request: EffectRequest) -> None:
+        if self._loop is not None and not request.is_done:
+            self._loop.cancel(request)
+
+    def stop(self) -> None:
+        """The app ends: what still runs is cancelled, and for a moment waited for."""
+        with self._lock:
+            self._is_stopped = True
+            self._waiting.clear()
+        self._threads.forget_all()
+        if self._loop is not None:
+            self._loop.stop()
+
+    # --- places: any thread -------------------------------------------------------------------------------------------
+
+    def _begin(self, attempt: _Attempt) -> None:
+        with self._lock:
+            if not self._free_count:
+                self._waiting.append(attempt)
+                return
+            self._free_count -= 1
+        self._run(attempt)
+
+    def _leave(self) -> None:
+        """The place goes to who has waited longest."""
+        with self._lock:
+            following = None
+            while self._waiting and following is None:
+                first = self._waiting.popleft()
+                following = None if first.request.is_cancelled else first
+            if following is None:
+                self._free_count += 1
+        if following is not None:
+            self._run(following)
+
+    def _run(self, attempt: _Attempt) -> None:
+        if attempt.request.is_async:
+            self._use_loop().run(attempt.request, partial(self._run_on_loop, attempt))
+        else:
+            self._threads.add(attempt)
+
+    def _use_loop(self) -> EffectLoop:
+        with self._lock:
+            if self._loop is None:
+                from appsdk.effects.loop import EffectLoop  # here: asyncio takes longer to import than all else
+
+                self._loop = EffectLoop()
+            return self._loop
+
+    # --- a thread, or the loop ----------------------------------------------------------------------------------------
+
+    def _run_in_thread(self, attempt: _Attempt) -> None:
+        try:
+            if not attempt.request.is_cancelled and not self._is_stopped:
+                self._call(attempt)
+        finally:
+            self._leave()
+
+    def _call(self, attempt: _Attempt) -> None:
+        request, timeout_s = attempt.request, attempt.timeout_s
+        if timeout_s is not None:
+            self._use_loop().call_later(timeout_s, request, partial(self._expire, attempt))
+        value: object = None
+        error: BaseException | None = None
+        try:
+            value = request.call(attempt.number)
+        except StopIteration as raised:  # as of an 'async def', where Python makes it so
+            error = RuntimeError(f"it raised {raised!r}")
+        except BaseException as raised:  # a thread has nobody else to tell
+            error = raised
+        if timeout_s is not None:
+            if not self._ends(attempt):
+                return
+            self._use_loop().cancel(request)
+        self._answer(attempt, value, error)
+
+    async def _run_on_loop(self, attempt: _Attempt) -> None:
+        import asyncio  # the loop is there, so it is imported
+
+        request, timeout_s, task = attempt.request, attempt.timeout_s, asyncio.current_task()
+        value: object = None
+        error: BaseException | None = None
+        try:
+            if timeout_s is None:
+                value = await request.call_async(attempt.number)
+            else:
+                async with asyncio.timeout(timeout_s) as timeout:
+                    value = await request.call_async(attempt.number)
+        except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as raised:  # not: the loop is no more
+            error = raised
+            if isinstance(raised, TimeoutError) and timeout_s is not None and timeout.expired():
+                error = _nothing_came(timeout_s)
+                error.__cause__ = raised  # where it waited is worth knowing
+        if not (task and task.cancelling()):  # by us: nobody waits for it any more
+            self._answer(attempt, value, error)
+        self._leave()
+
+    def _ends(self, attempt: _Attempt) -> bool:
+        """Whether it was not over before."""
+        with self._lock:
+            was_over, attempt.is_over = attempt.is_over, True
+        return not was_over
+
+    def _expire(self, attempt: _Attempt) -> None:
+        """It keeps its place: its thread goes on."""
+        timeout_s = attempt.timeout_s
+        if timeout_s is not None and self._ends(attempt):
+            self._warn_of(attempt.request.name)
+            self._answer(attempt, None, _nothing_came(timeout_s))
+
+    def _answer(self, attempt: _Attempt, value: object, error: BaseException | None) -> None:
+        request = attempt.request
+        if error is None:
+            try:
+                request.returned(value)
+                return
+            except Exception as problem:  # what it returned is not what it is declared to
+                error = problem
+        if request.is_cancelled or self._is_stopped:
+            return
+        wait_s = request.wait_s(error, attempt.number)
+        if wait_s is None:
+            request.raised(error, attempt.number)
+            return
+        self._say_retry(request.name, attempt.number, error, wait_s)
+        following = _Attempt(request, attempt.number + 1)
+        self._use_loop().call_later(wait_s, request, partial(self._begin, following))
+
+    # --- what people should know --------------------------------------------------------------------------------------
+
+    def _say_retry(self, name: str, attempt: int, error: BaseException, wait_s: float) -> None:
+        now_s = time.monotonic()
+        with self._lock:
+            is_quiet = now_s < self._quiet_until_s.get(name, 0.0)
+            if not is_quiet:
+                self._quiet_until_s[name] = now_s + SAY_INTERVAL_S
+        if not is_quiet:
+            failure = f"{type(error).__name__}: {encodable(error)}"
+            self._warn(
+                f"warning: attempt {attempt} at the effect {name} has failed ({failure}); the next in {wait_s:g} s"
+            )
+
+    def _warn_of(self, name: str) -> None:
+        if name not in self._warned:
+            self._warned.add(name)
+            self._warn(
+                f"warning: the effect {name} is past its timeout, and its thread goes on, since no thread can be ended "
+                f"from outside: it takes one of {self._places_count} places until it ends by itself; give what it "
+                f"waits for a timeout of its own"
+            )
+
+
+def _nothing_came(timeout_s: float) -> TimeoutError:
+    return TimeoutError(f"nothing returned within {timeout_s:g} s")

@@ -1,0 +1,391 @@
+"""``@rpc``, ``@query``, ``@impulse``, ``@every``, ``@cron``, ``@initial``, ``@on_primary``: what they check.
+
+In the class a handler becomes a :class:`Handler`, a property whose value, read from an instance, is a
+:class:`BoundHandler`: calling it is a plain call, ``.fork(...)`` sends the call through the log; an ``async def``
+handler gets another ``self``, of which :mod:`appsdk.waiting.task_self` tells. (A property with a getter written in C:
+reading ``self.count`` costs 60 ns, with a Python ``__get__`` it would be 75.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import itertools
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from datetime import timedelta
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
+
+from appsdk.calls.context import Context
+from appsdk.calls.failures import checked_on_error
+from appsdk.errors import DefinitionError, OnError, UsageError
+from appsdk.handlers.schedules import Cron, Period, Schedule
+
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S")
+
+DERIVED_METHOD_ID_MIN = 8192  # IDs below are for those given by hand: they take 2 bytes of a message, up to 63 only 1
+METHOD_ID_MAX = 1_048_575  # the largest that takes 3
+INITIAL_METHOD_ID = -1  # the RPC inside the initial message; negative IDs are the system's
+CLOCK_METHOD_ID = -2  # the impulse that tells what time it is, for timers and schedules
+EFFECT_METHOD_ID = -3  # the impulse with what an effect has returned or raised
+
+
+def method_id_of_name(name: str) -> int:
+    """The method ID that follows from a handler's name alone, DERIVED_METHOD_ID_MIN .. METHOD_ID_MAX.
+
+    >>> method_id_of_name("count")
+    343311
+    """
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    count = METHOD_ID_MAX + 1 - DERIVED_METHOD_ID_MIN
+    return DERIVED_METHOD_ID_MIN + int.from_bytes(digest, "little") % count
+
+
+_keys = itertools.count()
+
+
+def definition_key(name: str) -> str:
+    """A name for one definition of ``name`` that no other has in this process. (No dots: attrgetter follows them.)"""
+    return f"{name}/{next(_keys)}"
+
+
+class BoundHandler(Generic[P, R]):
+    """A handler of this very instance: ``self.count(...)`` calls it, ``self.count.fork(...)`` sends it to oneself.
+
+    ``fork`` sends the call and goes on: it is executed once, in the order of the calls, whatever crashes. It raises
+    TypeError for arguments that the handler does not take, UsageError outside handlers. (``step`` is for async
+    handlers: there this is an :class:`appsdk.waiting.task_self.TaskHandler`.)
+    """
+
+    __slots__ = ("_call", "fork")
+
+    fork: Callable[P, None]
+
+    def __init__(self, call: Callable[P, R], fork: Callable[P, None]) -> None:
+        self._call = call
+        self.fork = fork
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self._call(*args, **kwargs)
+
+    def step(self, *args: P.args, **kwargs: P.kwargs) -> Awaitable[R]:
+        """``await self.count.step(...)``: ``await self.count(...)`` with a type. Raises UsageError."""
+        raise UsageError("self.<handler>.step(...): only an 'async def' handler awaits it: call self.<handler>(...)")
+
+
+class AnImmortal(Protocol):
+    """What a type checker takes for an instance of a class below :class:`appsdk.Immortal`."""
+
+    _immortal_context: Context
+
+
+if TYPE_CHECKING:
+
+    class RemoteHandler(Generic[P, R]):
+        """What a type checker sees of a peer's handler. (``peer(Bank, "bank")`` is to it the class Bank itself.)"""
+
+        def fork(self, *args: P.args, **kwargs: P.kwargs) -> None: ...
+
+        @overload
+        def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Awaitable[R]: ...
+        @overload  # ``Counter.count(counter, ...)``, a plain call
+        def __call__(self, instance: AnImmortal, /, *args: P.args, **kwargs: P.kwargs) -> R: ...
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...  # type: ignore[misc]
+
+
+Raises = Iterable[type[Exception]]
+
+
+class Handler(property, Generic[P, R]):
+    """A method that logged messages call. ``function`` is what was decorated.
+
+    ``raises``: what it may raise for its caller, by name. ``schedule``: when it runs by itself. ``on_error``: what
+    becomes of the state when it raises anything else; None: as the class says.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., R],
+        method_id: int | None,
+        *,
+        decorator: str,
+        raises: Raises = (),
+        schedule: Schedule | None = None,
+        on_error: OnError | None = None,
+    ) -> None:
+        super().__init__()
+        self.function = function
+        self.decorator = decorator
+        self.name = getattr(function, "__name__", repr(function))
+        self.signature = check_function(function, decorator)
+        self.is_async = inspect.iscoroutinefunction(function)
+        self.is_query = decorator == "query"
+        self.raises = checked_raises(f"{self.name}: @{decorator}", raises)
+        self.schedule = schedule
+        self.on_error = None if on_error is None else checked_on_error(f"{self.name}: @{decorator}", on_error)
+        self.method_id = self._checked_id(method_id)
+        self.key = ""
+        self.__doc__ = function.__doc__
+
+    def _checked_id(self, method_id: int | None) -> int:
+        if method_id is None:
+            return method_id_of_name(self.name)
+        if isinstance(method_id, bool) or not isinstance(method_id, int) or not 1 <= method_id <= METHOD_ID_MAX:
+            raise DefinitionError(
+                f"{self.name}: @{self.decorator}(id={method_id!r}): an ID is a number from 1 to {METHOD_ID_MAX}"
+            )
+        return method_id
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        # No checks here: Python 3.11 wraps what is raised in a RuntimeError; they are in definition.py. The key
+        # is this definition's own, so that super().count(...) in a subclass reaches the overridden one.
+        self.key = definition_key(name)
+        property.__init__(self, attrgetter(f"_immortal_context.handlers.{self.key}"))
+
+    if TYPE_CHECKING:
+
+        @overload  # type: ignore[override]
+        def __get__(self, instance: None, owner: type, /) -> RemoteHandler[P, R]: ...
+        @overload
+        def __get__(self, instance: object, owner: type | None = None, /) -> BoundHandler[P, R]: ...
+        def __get__(self, instance: object, owner: type | None = None, /) -> Any: ...
+
+    def __call__(self, instance: object, *args: P.args, **kwargs: P.kwargs) -> R:
+        """``Counter.count(counter, ...)``: a plain call."""
+        return self.function(instance, *args, **kwargs)
+
+
+if TYPE_CHECKING:
+
+    class BoundAsyncHandler(Generic[P, R]):
+        """A BoundHandler of an ``async def``, to a type checker."""
+
+        def fork(self, *args: P.args, **kwargs: P.kwargs) -> None: ...
+        def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Coroutine[object, None, R]: ...
+
+    class AsyncHandler(Handler[P, Coroutine[Any, Any, R]]):
+        """A Handler of an ``async def``, to a type checker."""
+
+        @overload  # type: ignore[override]
+        def __get__(self, instance: None, owner: type, /) -> RemoteHandler[P, R]: ...
+        @overload
+        def __get__(self, instance: object, owner: type | None = None, /) -> BoundAsyncHandler[P, R]: ...
+        def __get__(self, instance: object, owner: type | None = None, /) -> Any: ...
+
+
+def checked_raises(where: str, raises: Raises) -> dict[str, type[Exception]]:
+    """By name. Raises DefinitionError."""
+    found: dict[str, type[Exception]] = {}
+    given: Any = (raises,) if isinstance(raises, type) else raises
+    for one in given:
+        if not (isinstance(one, type) and issubclass(one, Exception)):
+            raise DefinitionError(f"{where}(raises=[{one!r}]): a class below Exception was expected")
+        if found.setdefault(one.__name__, one) is not one:
+            raise DefinitionError(f"{where}(raises=...): two exceptions are called {one.__name__!r}")
+    return found
+
+
+def _refuse_generator(function: Callable[..., Any], decorator: str, where: str) -> None:
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise DefinitionError(f"{where}: a generator can't be run as @{decorator}: it would never be resumed")
+
+
+def check_function(function: Callable[..., Any], decorator: str) -> inspect.Signature:
+    """The signature of a handler without ``self``. Raises DefinitionError, naming the method and the parameter."""
+    if not inspect.isfunction(function):
+        what = type(function).__name__
+        raise DefinitionError(f"@{decorator} belongs on a plain method, this is a {what}: {function!r}")
+    where = function.__qualname__
+    _refuse_generator(function, decorator, where)
+    signature = inspect.signature(function)
+    parameters = list(signature.parameters.values())
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if not parameters or parameters[0].kind not in positional:
+        raise DefinitionError(f"{where}: a handler's first parameter is self")
+    for parameter in parameters[1:]:
+        if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+            raise DefinitionError(
+                f"{where}: parameter {str(parameter).partition(':')[0]!r}: a handler's parameters are listed one by "
+                f"one (a list or dict can be one of them): the types decide how a call is encoded and checked"
+            )
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+            raise DefinitionError(
+                f"{where}: parameter {parameter.name!r} is keyword-only: arguments travel by position, remove the '*'"
+            )
+        if parameter.annotation is inspect.Parameter.empty:
+            raise DefinitionError(
+                f"{where}: parameter {parameter.name!r} has no annotation: write {parameter.name}: <its type>, "
+                f"by which calls are encoded and checked"
+            )
+    if signature.return_annotation is inspect.Signature.empty:
+        raise DefinitionError(f"{where}: the return value has no annotation: write '-> None' where nothing is returned")
+    return signature.replace(parameters=parameters[1:])
+
+
+@overload
+def rpc(function: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], /) -> AsyncHandler[P, R]: ...
+@overload
+def rpc(function: Callable[Concatenate[Any, P], R], /) -> Handler[P, R]: ...
+@overload
+def rpc(*, id: int = ..., raises: Raises = ..., on_error: OnError = ...) -> _Decorator: ...
+def rpc(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    id: int | None = None,  # noqa: A002
+    raises: Raises = (),
+    on_error: OnError | None = None,
+) -> Any:
+    """A method that other instances call: with ``proxy.method.fork(...)``, or ``await proxy.method(...)``.
+
+    ``id`` (1 .. METHOD_ID_MAX) takes the place of the method ID that follows from the name: for a name that
+    changes while calls are under way, and for two names whose IDs collide. ``raises`` lists the exceptions that go to
+    a caller that waits, as they are; the state stays as the handler left it. ``on_error`` says what any other one does,
+    in place of what the class says: "undo" (the call fails, and the state is as before it), "keep" (the call fails, the
+    state stays), or "stop" (the app stops). Raises DefinitionError.
+    """
+    decorator = _Decorator("rpc", id, raises, on_error=on_error)
+    return decorator if function is None else decorator(function)
+
+
+@overload
+def query(function: Callable[Concatenate[Any, P], R], /) -> Handler[P, R]: ...
+@overload
+def query(*, id: int = ..., raises: Raises = ...) -> _Decorator: ...
+def query(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    id: int | None = None,  # noqa: A002
+    raises: Raises = (),
+) -> Any:
+    """A method that only reads: called as those of :func:`rpc`, with the same options.
+
+    It is a plain ``def``, which answers at once. It sets and changes no attributes (but :data:`~appsdk.Transient`
+    ones), makes no calls, signals and random draws: it then fails with QueryError, and the state is as before it.
+    The settings can allow a caller all queries of an instance at once: ``reports = ["@query"]``. Raises
+    DefinitionError.
+    """
+    decorator = _Decorator("query", id, raises)
+    return decorator if function is None else decorator(function)
+
+
+@overload
+def impulse(function: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], /) -> AsyncHandler[P, R]: ...
+@overload
+def impulse(function: Callable[Concatenate[Any, P], R], /) -> Handler[P, R]: ...
+@overload
+def impulse(*, id: int = ..., on_error: OnError = ...) -> _Decorator: ...
+def impulse(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    id: int | None = None,  # noqa: A002
+    on_error: OnError | None = None,
+) -> Any:
+    """A method for input from the outside world, sent with an :class:`Impulses` handle. Options: see :func:`rpc`."""
+    decorator = _Decorator("impulse", id, on_error=on_error)
+    return decorator if function is None else decorator(function)
+
+
+def every(period: str | timedelta, /) -> _Decorator:
+    """``@every("10m")``: a method without parameters that runs once in each period, from the first start on.
+
+    ``period`` is a number and ms, s, m, h, d or w, or a timedelta. Times that pass while the app is down are made up
+    for by one run. Raises DefinitionError.
+    """
+    return _Decorator("every", None, (), Period(period))
+
+
+def cron(expression: str, /, *, tz: str = "UTC") -> _Decorator:
+    """``@cron("0 3 * * mon")``: a method without parameters that runs at these times, from the first start on.
+
+    ``expression`` has minute, hour, day of the month, month and day of the week, as in crontab (a sixth field in front
+    is seconds); ``tz`` is the name of a time zone, such as "Europe/Berlin". Times that pass while the app is down are
+    made up for by one run. Raises DefinitionError.
+    """
+    return _Decorator("cron", None, (), Cron(expression, tz))
+
+
+class _Decorator:
+    """What ``@rpc(id=...)`` and its like make."""
+
+    def __init__(
+        self,
+        decorator: str,
+        method_id: int | None,
+        raises: Raises = (),
+        schedule: Schedule | None = None,
+        on_error: OnError | None = None,
+    ) -> None:
+        self._decorator = decorator
+        self._method_id = method_id
+        self._raises = raises
+        self._schedule = schedule
+        self._on_error = on_error
+
+    @overload
+    def __call__(self, function: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], /) -> AsyncHandler[P, R]: ...
+    @overload
+    def __call__(self, function: Callable[Concatenate[Any, P], R], /) -> Handler[P, R]: ...
+    def __call__(self, function: Callable[..., Any], /) -> Any:
+        handler: Handler[Any, Any] = Handler(
+            function,
+            self._method_id,
+            decorator=self._decorator,
+            raises=self._raises,
+            schedule=self._schedule,
+            on_error=self._on_error,
+        )
+        if handler.is_query and handler.is_async:
+            raise DefinitionError(
+                f"{function.__qualname__}: @query belongs on a plain 'def', which answers at once: a handler that "
+                f"waits is part of the state: make it an @rpc"
+            )
+        if self._schedule and any(
+            parameter.default is inspect.Parameter.empty for parameter in handler.signature.parameters.values()
+        ):
+            raise DefinitionError(
+                f"{function.__qualname__}: @{self._decorator} calls it without arguments: leave the parameters out"
+            )
+        return handler
+
+
+HOOK_MARK = "_immortal_hook"
+
+
+def _hook(function: Callable[..., Any], decorator: str, parameters_count: int, usage: str) -> None:
+    if not inspect.isfunction(function):
+        raise DefinitionError(f"@{decorator} belongs on a plain method, not on {function!r}")
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        raise DefinitionError(
+            f"{function.__qualname__}: @{decorator} belongs on a plain 'def', which can start an 'async def' handler: "
+            f"{'self.<handler>.fork(...)' if decorator == 'initial' else 'impulses.<handler>(...)'}"
+        )
+    _refuse_generator(function, decorator, function.__qualname__)
+    parameters = inspect.signature(function).parameters.values()
+    required = [parameter for parameter in parameters if parameter.default is inspect.Parameter.empty]
+    if len(required) != parameters_count or len(parameters) < parameters_count:
+        raise DefinitionError(f"{function.__qualname__}: @{decorator} is written as {usage}")
+    setattr(function, HOOK_MARK, decorator)
+
+
+def on_primary(function: Callable[[S, Any], None], /) -> Callable[[S, Any], None]:
+    """A method that runs in a thread of its own once the app is primary: after the first start and each recovery.
+
+    It is not replayed, so it may do what it likes; it reaches the app only through its :class:`Impulses` handle. It may
+    read attributes (the handlers go on beside it: what it reads may be changing), and must not set any.
+    """
+    _hook(function, "on_primary", 2, "def feed(self, impulses: Impulses) -> None")
+    return function
+
+
+def initial(function: Callable[[S], None], /) -> Callable[[S], None]:
+    """A method that runs once in the life of the instance: as its first logged input, after ``__init__``.
+
+    Unlike ``__init__`` it may send calls. At most one in a class.
+    """
+    _hook(function, "initial", 1, "def begin(self) -> None")
+    return function

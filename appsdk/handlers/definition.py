@@ -1,0 +1,303 @@
+"""What a class says of itself, collected and checked once, when the class is made."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from operator import attrgetter
+from typing import Any, Literal, cast
+
+from appsdk.calls.codec import ArgumentCodec
+from appsdk.calls.failures import checked_on_error
+from appsdk.errors import DefinitionError, OnError
+from appsdk.handlers.decorators import HOOK_MARK, Handler, definition_key
+from appsdk.state.schema import StateSchema
+from protocol.limits import NAME_SIZE_BYTES_MAX
+from protocol.varint import INT_MAX
+
+Serializer = Literal["msgspec", "pickle"]
+CheckpointMode = Literal["inline", "fork"]
+
+VERSION_DEFAULT = 1
+VERSION_MAX = INT_MAX  # a ZigZagInt in the protocol
+
+OVERRIDABLE = {
+    "checkpoint": "def checkpoint(self) -> bytes",
+    "restore": "def restore(self, blob: bytes) -> None",
+    "prepare": "def prepare(self) -> None",
+}
+"""Methods that a class may define for itself, and which then can't be handlers or attributes."""
+
+
+class Peer(property):
+    """What ``peer(...)`` puts into a class."""
+
+    def __init__(self, target: object, name: str) -> None:
+        super().__init__()
+        if not isinstance(name, str) or not 1 <= len(name.encode()) <= NAME_SIZE_BYTES_MAX:
+            raise DefinitionError(
+                f"peer(..., {name!r}): the second argument is the name of the instance, 1 to "
+                f"{NAME_SIZE_BYTES_MAX} bytes"
+            )
+        if isinstance(target, type):
+            definition_of(target)
+        elif isinstance(target, str):
+            if not all(part.strip() for part in target.partition(":")):
+                raise DefinitionError(f"peer({target!r}, {name!r}): a class is given as 'module:Class'")
+        elif not callable(target):
+            raise DefinitionError(
+                f"peer({target!r}, {name!r}): a class, 'module:Class' or 'lambda: Class' were expected"
+            )
+        self.target = target
+        self.name = name
+        self.key = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.key = definition_key(name)
+        property.__init__(self, attrgetter(f"_immortal_context.peers.{self.key}"))
+
+    def resolve(self) -> Definition:
+        """The peer's class. Raises DefinitionError, and whatever importing its module raises."""
+        target: Any = self.target
+        if isinstance(target, str):
+            module_name, _, class_name = target.partition(":")
+            module = importlib.import_module(module_name)
+            try:
+                target = attrgetter(class_name)(module)
+            except AttributeError:
+                raise DefinitionError(
+                    f"peer({self.target!r}, {self.name!r}): {module_name} has no {class_name}"
+                ) from None
+        elif not isinstance(target, type):
+            target = target()
+        return definition_of(target)
+
+
+@dataclass(slots=True)
+class Definition:
+    """One class: its handlers by name and ID, hooks, peers, and how its state is kept."""
+
+    cls: type
+    base: type  # Immortal
+    serializer: Serializer
+    formerly: tuple[str, ...]
+    checkpoint_mode: CheckpointMode
+    given_version: int | None  # by the class itself
+    concurrent_effects: int
+    on_error: OnError = "undo"
+    handler_time_limit: timedelta | None = None  # a handler that takes longer ends the process
+    share_tracebacks: bool = False  # with who waits for a call that fails
+    upgrades: Definition | None = None  # the class that its upgrade() starts from; set by @upgrades
+    retries_refused: bool = False  # at its upgrade; set by @upgrades
+    handlers: dict[str, Handler[Any, Any]] = field(default_factory=dict)
+    by_method_id: dict[int, Handler[Any, Any]] = field(default_factory=dict)
+    by_key: dict[str, Handler[Any, Any]] = field(default_factory=dict)  # overridden ones included
+    peers: dict[str, Peer] = field(default_factory=dict)
+    peers_by_key: dict[str, Peer] = field(default_factory=dict)
+    on_primary: list[str] = field(default_factory=list)  # names of methods
+    initial: str | None = None
+    _codecs: dict[str, ArgumentCodec] = field(default_factory=dict)
+    _state: StateSchema | None = None
+
+    @property
+    def name(self) -> str:
+        return self.cls.__qualname__
+
+    def new_instance(self) -> Any:
+        """An object of the class, without its ``__init__`` and its own ``__new__``."""
+        base: Any = self.base
+        return base.__new__(self.cls)
+
+    @property
+    def label(self) -> str:
+        """``module:Class``: what the app calls itself to its coordinator."""
+        return f"{self.cls.__module__}:{self.cls.__qualname__}"
+
+    @property
+    def version(self) -> int:
+        """Of the state: from 1; by default one more than that of the class which this one upgrades."""
+        if self.given_version is not None:
+            return self.given_version
+        return VERSION_DEFAULT if self.upgrades is None else self.upgrades.version + 1
+
+    @property
+    def has_tasks(self) -> bool:
+        """There are ``async def`` handlers."""
+        return any(handler.is_async for handler in self.handlers.values())
+
+    def policy(self, handler: Handler[Any, Any]) -> OnError:
+        """What becomes of the state when ``handler`` raises what it does not declare. Of a query nothing is kept."""
+        policy = handler.on_error or self.on_error
+        return "undo" if handler.is_query and policy == "keep" else policy
+
+    @property
+    def can_undo(self) -> bool:
+        """There are handlers whose failure puts the state back."""
+        return any(self.policy(handler) == "undo" for handler in self.handlers.values())
+
+    @property
+    def chain(self) -> list[Definition]:
+        """This class, the one that it upgrades, the one that that one upgrades, and so on."""
+        chain = [self]
+        while (older := chain[-1].upgrades) is not None:
+            chain.append(older)
+        return chain
+
+    def codec(self, handler: Handler[Any, Any]) -> ArgumentCodec:
+        """Raises DefinitionError when an annotation can't be resolved or encoded."""
+        if (codec := self._codecs.get(handler.key)) is None:
+            try:
+                codec = ArgumentCodec(handler.function, handler.signature)
+            except NameError as error:
+                raise DefinitionError(
+                    f"{handler.function.__qualname__}: an annotation can't be resolved: {error}"
+                ) from error
+            self._codecs[handler.key] = codec
+        return codec
+
+    def state(self) -> StateSchema:
+        """Raises DefinitionError when an annotation can't be resolved or encoded."""
+        if self._state is None:
+            try:
+                self._state = StateSchema(self.cls, self.serializer, {*self.handlers, *self.peers}, self.formerly)
+            except NameError as error:
+                raise DefinitionError(
+                    f"{self.name}: the annotation of an attribute can't be resolved: {error}"
+                ) from error
+        return self._state
+
+    def resolve(self, *, names_may_be_missing: bool) -> None:
+        """Check all annotations: now, or (the names in them may come later in the module) before the app starts."""
+        subjects: list[Callable[[], object]] = [self.state]
+        subjects += [lambda handler=handler: self.codec(handler) for handler in self.handlers.values()]  # type: ignore[misc]
+        for subject in subjects:
+            try:
+                subject()
+            except DefinitionError as error:
+                if not (names_may_be_missing and isinstance(error.__cause__, NameError)):
+                    raise
+
+
+def definition_of(cls: object) -> Definition:
+    """Raises DefinitionError for what is no Immortal class."""
+    definition = vars(cls).get("_immortal_definition") if isinstance(cls, type) else None
+    if definition is None:
+        raise DefinitionError(f"{cls!r} is not a class below appsdk.Immortal")
+    return cast(Definition, definition)
+
+
+def define(
+    cls: type,
+    base: type,
+    serializer: Serializer,
+    formerly: Iterable[str],
+    checkpoint_mode: CheckpointMode,
+    version: int | None,
+    concurrent_effects: int,
+    on_error: OnError = "undo",
+    handler_time_limit: timedelta | None = None,
+    *,
+    share_tracebacks: bool = False,
+) -> Definition:
+    """Collect and check the class. Raises DefinitionError."""
+    if serializer not in ("msgspec", "pickle"):
+        raise DefinitionError(f"{cls.__qualname__}: serializer={serializer!r}: 'msgspec' or 'pickle' were expected")
+    if checkpoint_mode not in ("inline", "fork"):
+        raise DefinitionError(f"{cls.__qualname__}: checkpoint={checkpoint_mode!r}: 'inline' or 'fork' were expected")
+    if version is not None and (
+        isinstance(version, bool) or not isinstance(version, int) or not 1 <= version <= VERSION_MAX
+    ):
+        raise DefinitionError(f"{cls.__qualname__}: version={version!r}: a number from 1 to {VERSION_MAX} was expected")
+    if isinstance(concurrent_effects, bool) or not isinstance(concurrent_effects, int) or concurrent_effects < 1:
+        raise DefinitionError(
+            f"{cls.__qualname__}: concurrent_effects={concurrent_effects!r}: a number from 1 was expected"
+        )
+    if handler_time_limit is not None and (
+        not isinstance(handler_time_limit, timedelta) or handler_time_limit <= timedelta()
+    ):
+        raise DefinitionError(
+            f"{cls.__qualname__}: handler_time_limit={handler_time_limit!r}: a timedelta was expected, such as "
+            f"timedelta(seconds=30)"
+        )
+    definition = Definition(
+        cls,
+        base,
+        serializer,
+        tuple(formerly),
+        checkpoint_mode,
+        version,
+        concurrent_effects,
+        checked_on_error(cls.__qualname__, on_error),
+        handler_time_limit,
+        share_tracebacks,
+    )
+    _check_names(cls, base)
+    for ancestor in reversed(cls.__mro__):
+        for name, value in vars(ancestor).items():
+            _add(definition, name, value, cls)
+    if ("checkpoint" in dir(cls)) != ("restore" in dir(cls)):
+        raise DefinitionError(
+            f"{cls.__qualname__}: checkpoint and restore go together: define "
+            f"'{OVERRIDABLE['checkpoint']}' and '{OVERRIDABLE['restore']}'"
+        )
+    _check_method_ids(definition)
+    definition.resolve(names_may_be_missing=True)
+    return definition
+
+
+def _check_names(cls: type, base: type) -> None:
+    reserved = {name for name in vars(base) if not name.startswith("__")}
+    for name in [*vars(cls), *vars(cls).get("__annotations__", {})]:
+        if name in reserved:
+            raise DefinitionError(
+                f"{cls.__qualname__}.{name}: {name!r} is one of Immortal's own names: choose another "
+                f"(taken: {', '.join(sorted(other for other in reserved if not other.startswith('_')))})"
+            )
+        if name in OVERRIDABLE and not callable(getattr(cls, name, None)):
+            raise DefinitionError(f"{cls.__qualname__}.{name}: {name!r} is kept for '{OVERRIDABLE[name]}'")
+
+
+def _add(definition: Definition, name: str, value: object, cls: type) -> None:
+    if isinstance(value, Handler):
+        if value.name != name:
+            raise DefinitionError(
+                f"{cls.__qualname__}.{name}: the handler {value.name!r} can't have a second name, since its method ID "
+                f"follows from the first: define {name!r} as a handler of its own"
+            )
+        if name in OVERRIDABLE:
+            raise DefinitionError(f"{cls.__qualname__}.{name}: {name!r} is kept for '{OVERRIDABLE[name]}'")
+        definition.handlers[name] = value
+        definition.by_key[value.key] = value
+    elif name in definition.handlers:
+        decorator = definition.handlers[name].decorator
+        raise DefinitionError(
+            f"{cls.__qualname__}.{name} replaces the handler of that name in a base class and is none itself: "
+            f"write @{decorator} above it, or choose another name"
+        )
+    elif isinstance(value, Peer):
+        definition.peers[name] = value
+        definition.peers_by_key[value.key] = value
+    elif (mark := getattr(value, HOOK_MARK, None)) == "on_primary":
+        if name not in definition.on_primary:
+            definition.on_primary.append(name)
+    elif mark == "initial":
+        if definition.initial not in (None, name):
+            raise DefinitionError(
+                f"{cls.__qualname__}: two @initial methods, {definition.initial} and {name}: there is one initial "
+                f"message; let one method call the other"
+            )
+        definition.initial = name
+
+
+def _check_method_ids(definition: Definition) -> None:
+    for handler in definition.handlers.values():
+        other = definition.by_method_id.setdefault(handler.method_id, handler)
+        if other is not handler:
+            raise DefinitionError(
+                f"{definition.name}: {other.name} and {handler.name} have the same method ID, "
+                f"{handler.method_id}: give "
+                f"the newer one another by hand, e.g. @{handler.decorator}(id=1) (1 .. 8191, never one that was used "
+                f"before)"
+            )

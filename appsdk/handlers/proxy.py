@@ -1,0 +1,278 @@
+"""Typed stand-ins: a peer's handlers to fork, one's own handlers, and the handle for impulses.
+
+To a type checker ``peer(Counter, "counter")`` is the class Counter: ``self.counter.count.fork("text")`` is checked like
+a call, and ``await self.counter.count("text")`` is what ``count`` returns. At run time it is a :class:`PeerProxy`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from itertools import chain
+from types import MethodType, SimpleNamespace
+from typing import Any, TypeVar, overload
+
+from appsdk.calls.codec import bind_arguments
+from appsdk.calls.context import Context
+from appsdk.calls.outbox import ImpulseQueue, make_writer
+from appsdk.errors import UsageError
+from appsdk.handlers.decorators import (
+    CLOCK_METHOD_ID,
+    EFFECT_METHOD_ID,
+    INITIAL_METHOD_ID,
+    BoundHandler,
+    Handler,
+)
+from appsdk.handlers.definition import Definition, Peer
+from protocol.extensions import QUERIES
+from protocol.limits import NAME_SIZE_BYTES_MAX
+from protocol.messages import RpcType
+
+T = TypeVar("T")
+
+
+def method_names(definition: Definition) -> dict[tuple[str, int], str]:
+    """What people call the methods that a class has (destination "") and can call: (destination, method ID) to name.
+
+    Those that only read are there once more, under the group QUERIES in place of a destination.
+    Without those of a peer whose class can't be found (yet): its first call will say so.
+    """
+    initial = f"{definition.name}.{definition.initial or 'initial'}"
+    found = [("", INITIAL_METHOD_ID, initial), *_handler_names("", definition), *_query_names(definition)]
+    if definition.has_tasks or any(handler.schedule for handler in definition.handlers.values()):
+        found.append(("", CLOCK_METHOD_ID, "the clock"))
+    if definition.has_tasks:
+        found.append(("", EFFECT_METHOD_ID, "the result of an effect"))
+    for source in definition.peers.values():
+        with contextlib.suppress(Exception):  # whatever importing its module raises
+            found += _handler_names(source.name, source.resolve())
+    return {(destination, method_id): _clipped(name) for destination, method_id, name in found}
+
+
+def all_method_names(definition: Definition) -> dict[tuple[str, int], str]:
+    """Also those of the classes that it takes over from; where both name a method, the newer one's.
+
+    A query is one that is none but a query in all of them: which class runs is not known to who may call it.
+    """
+    names = {key: name for one in reversed(definition.chain) for key, name in method_names(one).items()}
+    for handler in chain.from_iterable(one.handlers.values() for one in definition.chain):
+        if not handler.is_query:
+            names.pop((QUERIES, handler.method_id), None)
+    return names
+
+
+def _handler_names(destination: str, definition: Definition) -> Iterator[tuple[str, int, str]]:
+    for handler in definition.handlers.values():
+        yield destination, handler.method_id, handler.function.__qualname__
+
+
+def _query_names(definition: Definition) -> Iterator[tuple[str, int, str]]:
+    for handler in definition.handlers.values():
+        if handler.is_query:
+            yield QUERIES, handler.method_id, handler.function.__qualname__
+
+
+def _clipped(name: str) -> str:
+    return name.encode()[:NAME_SIZE_BYTES_MAX].decode(errors="ignore")
+
+
+@overload
+def peer(target: type[T], name: str) -> type[T]: ...
+@overload
+def peer(target: str, name: str) -> Any: ...
+@overload
+def peer(target: Callable[[], type[T]], name: str) -> type[T]: ...
+def peer(target: object, name: str) -> Any:
+    """A proxy for the instance called ``name``: in the class body, ``counter = peer(Counter, "counter")``.
+
+    ``target`` is its class; for two classes that refer to each other ``lambda: Counter`` or ``"module:Counter"``.
+    Raises DefinitionError.
+    """
+    return Peer(target, name)
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+def find_handler(definition: Definition, name: str) -> Handler[Any, Any]:
+    try:
+        return definition.handlers[name]
+    except KeyError:
+        known = ", ".join(sorted(definition.handlers)) or "none"
+        raise AttributeError(f"{definition.name} has no handler {name!r} (its handlers: {known})") from None
+
+
+def make_fork(context: Context, destination: str, handler: Handler[Any, Any]) -> Callable[..., None]:
+    name = handler.function.__qualname__
+    if context.outbox is not None:
+        fork: Callable[..., None] = context.outbox.make_fork(destination, name, handler.method_id, handler.signature)
+        return fork
+
+    def refuse(*arguments: Any, **keywords: Any) -> None:
+        raise UsageError(
+            f"{name}.fork: this instance does not run beside a coordinator, so there is no log to call through"
+        )
+
+    return refuse
+
+
+def handler_namespace(instance: object, definition: Definition, context: Context) -> SimpleNamespace:
+    """What ``self.<handler>`` leads to, for each definition of each handler.
+
+    All are made at once: a class with ``__getattr__`` makes every look-up slower, the successful ones too.
+    """
+    namespace = SimpleNamespace()
+    for key, handler in definition.by_key.items():
+        # A call through the log reaches whatever has the name by then, also from an overridden handler.
+        fork = make_fork(context, "", definition.handlers[handler.name])
+        call = _refuse_call(handler) if handler.is_async else MethodType(handler.function, instance)
+        setattr(namespace, key, BoundHandler(call, fork))
+    return namespace
+
+
+def _refuse_call(handler: Handler[Any, Any]) -> Callable[..., Any]:
+    name = handler.function.__qualname__
+
+    def refuse(*arguments: Any, **keywords: Any) -> Any:
+        raise UsageError(
+            f"{name}(...): an async handler is started with .fork(...), or awaited in another async handler"
+        )
+
+    return refuse
+
+
+def peer_namespace(definition: Definition, context: Context) -> SimpleNamespace:
+    """What ``self.<peer>`` leads to."""
+    return SimpleNamespace(**{key: UnresolvedPeer(found, context) for key, found in definition.peers_by_key.items()})
+
+
+class PeerMethod:
+    """A peer's handler: ``fork`` sends a call to it."""
+
+    __slots__ = ("_name", "fork")
+
+    def __init__(self, name: str, fork: Callable[..., None]) -> None:
+        self._name = name
+        self.fork = fork
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        raise UsageError(
+            f"{self._name}(...): only async handlers wait for an answer: send the call with {self._name}.fork(...), or "
+            f"move it into an 'async def' handler: await self.<peer>.{self._name.rpartition('.')[2]}(...)"
+        )
+
+
+class PeerProxy:
+    """Another instance, as handlers see it: an attribute for each of its handlers."""
+
+    def __init__(self, source: Peer, context: Context) -> None:
+        self._immortal_peer = source
+        self._immortal_context = context
+
+    def __repr__(self) -> str:
+        return f"<peer {self._immortal_peer.name!r}>"
+
+
+class UnresolvedPeer(PeerProxy):
+    """A PeerProxy before its first use, when its class may not be there yet; it turns into a plain one then."""
+
+    def __getattr__(self, name: str) -> PeerMethod:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        source = self._immortal_peer
+        definition = source.resolve()
+        find_handler(definition, name)
+        for handler in definition.handlers.values():
+            fork = make_fork(self._immortal_context, source.name, handler)
+            vars(self)[handler.name] = PeerMethod(handler.function.__qualname__, fork)
+        self.__class__ = PeerProxy  # type: ignore[assignment]
+        found: PeerMethod = vars(self)[name]
+        return found
+
+
+# --- impulses ---------------------------------------------------------------------------------------------------------
+
+
+class ImpulseProxy:
+    """The handlers of one destination, to be called with impulses."""
+
+    def __init__(self, definition: Definition, destination: str, queue: ImpulseQueue) -> None:
+        self._made_from = (definition, destination, queue)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        definition, destination, queue = self._made_from
+        handler = find_handler(definition, name)
+        send = _make_impulse(queue, destination, handler.function.__qualname__, handler.method_id, handler.signature)
+        setattr(self, name, send)
+        return send
+
+
+def _make_impulse(
+    queue: ImpulseQueue, destination: str, name: str, method_id: int, signature: inspect.Signature
+) -> Callable[..., None]:
+    write = make_writer(name, method_id, RpcType.IMPULSE)
+    parameters_count = len(signature.parameters)
+    append = queue.append
+
+    def send(*arguments: Any, **keywords: Any) -> None:
+        if keywords or len(arguments) != parameters_count:
+            bound = bind_arguments(name, signature, arguments, keywords)
+            arguments = bound if keywords else arguments
+        append(destination, name, write, arguments)
+
+    return send
+
+
+class Impulses:
+    """The way into the app for the outside world: what ``@on_primary`` hooks get. Any thread may use it.
+
+    ``impulses.line(text)`` sends to a handler of one's own, ``impulses.counter.count(text)`` to one of a peer's; typed:
+    ``impulses.to(self).line(text)``, ``impulses.to(self.counter).count(text)``. Sending blocks only while too many
+    impulses are not durable yet. An impulse that is accepted is handled exactly once; what was sent and not accepted
+    when the app or the coordinator crashed may or may not have been, so a hook goes on from the state, which knows.
+
+    All raise Disconnected once the coordinator is gone, TypeError for arguments that the handler does not take.
+    """
+
+    def __init__(self, instance: object, definition: Definition, queue: ImpulseQueue) -> None:
+        self._instance = instance
+        self._definition = definition
+        self._queue = queue
+        self._own = ImpulseProxy(definition, "", queue)
+
+    @overload
+    def to(self, target: type[T]) -> type[T]: ...
+    @overload
+    def to(self, target: T) -> type[T]: ...
+    def to(self, target: Any) -> Any:
+        """The handlers of ``target``: a peer (``self.counter``) or the app itself (``self``)."""
+        if target is self._instance:
+            return self._own
+        if not isinstance(target, PeerProxy):
+            raise TypeError(f"impulses.to({target!r}): self or one of its peers was expected")
+        source = target._immortal_peer
+        name = f"\x00{source.key}"  # kept, as no attribute can be called
+        if (proxy := vars(self).get(name)) is None:
+            proxy = vars(self)[name] = ImpulseProxy(source.resolve(), source.name, self._queue)
+        return proxy
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until all impulses sent so far are durable, at most ``timeout`` seconds. Raises TimeoutError."""
+        self._queue.flush(timeout)
+
+    def checkpoint(self) -> None:
+        """Ask for a checkpoint soon: where much was done and the next recovery is to be short. Does not wait for it."""
+        self._queue.ask_for_checkpoint()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name in self._definition.peers:
+            found: Any = self.to(getattr(self._instance, name))
+        else:
+            found = getattr(self._own, name)
+        setattr(self, name, found)
+        return found

@@ -1,0 +1,108 @@
+"""What a ``@query`` promises is checked: it only reads.
+
+What would reach beyond the handler is refused where it is tried: calls, signals, random draws. (Timers, effects and
+answers to wait for are no ``def`` handler's anyway; impulses no handler's.) A changed state is found behind the query:
+
+- An attribute that is another object than before: always, in service and in each replay.
+- What has changed inside an attribute (``self.items.append(...)``): by its bytes, before and after. In tests and
+  ``immortal verify`` around each query. In service that would cost more than the query where the state is large, so
+  there it has a budget (:data:`COMPARED_BYTES_PER_QUERY`), and only queries that are handled for the first time are
+  compared: a replay has to let pass what once passed.
+
+Such a query fails, and the state is put back as for any message whose failure is undone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from appsdk.calls.context import QUERY_RUNS, Context
+from appsdk.errors import QueryError
+from appsdk.handlers.decorators import Handler
+from appsdk.state.schema import StateSchema
+
+COMPARED_BYTES_PER_QUERY = 8 << 10
+"""Of a state's bytes, made before and after: all queries are compared where it has 4 KiB, each 256th at 1 MiB."""
+COMPARED_SIZE_BYTES_MAX = 1 << 20
+"""... and none of a state that was larger than this at its last copy: to encode it once would be felt."""
+
+_UNSET = object()
+
+
+class Queries:
+    """Those of one instance. ``is_live``: the log was replayed, and what comes now was never handled before.
+
+    ``passed``: (record, message) up to which it was, all the same, as the app goes over it again behind a failure.
+    ``compares_all``: around each query, also where a replay handles it once more. ``state_size_bytes``: what the state
+    had when it was last encoded.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.is_live = False
+        self.passed = (-1, 0)
+        self.compares_all = False
+        self.state_size_bytes = 0
+        self._context = context
+        self._schema: StateSchema | None = None
+        self._compared: set[int] = set()  # method IDs: the first query of each is compared whatever is owed
+        self._owed_bytes = 0
+
+    def use(self, schema: StateSchema) -> None:
+        """From here on this is the state."""
+        self._schema = schema
+
+    def run(self, handler: Handler[Any, Any], instance: Any, *arguments: Any) -> Any:
+        """What the query returns. Raises what it raises, and QueryError where it has changed the state."""
+        context, attributes = self._context, vars(instance)
+        before = attributes.copy()
+        forms = self._forms(instance) if self._is_due(handler) else None
+        thread_id, context.handling_thread_id = context.handling_thread_id, QUERY_RUNS
+        try:
+            return handler.function(instance, *arguments)
+        finally:
+            context.handling_thread_id = thread_id
+            changed = self._set_anew(before, attributes)
+            if not changed and forms is not None:
+                changed = self._changed(handler, instance, forms)
+            if changed:
+                raise QueryError(
+                    f"{handler.function.__qualname__} is a query, which only reads, and has changed "
+                    f"{', '.join(changed)}: make it an @rpc method, or let it work on a copy"
+                )
+
+    def _set_anew(self, before: dict[str, Any], attributes: dict[str, Any]) -> list[str]:
+        schema = self._schema
+        if schema is None or schema.serializer == "own":  # there the attributes are not what is kept
+            return []
+        return [
+            f"self.{name}"
+            for name in {**before, **attributes}
+            if before.get(name, _UNSET) is not attributes.get(name, _UNSET) and name not in schema.transient
+        ]
+
+    def _is_due(self, handler: Handler[Any, Any]) -> bool:
+        if self.compares_all:
+            return True
+        context = self._context
+        is_new = self.is_live and (context.sequence_id, context.message_index) > self.passed
+        if not is_new or self.state_size_bytes > COMPARED_SIZE_BYTES_MAX:
+            return False
+        self._owed_bytes = max(0, self._owed_bytes - COMPARED_BYTES_PER_QUERY)
+        return not self._owed_bytes or handler.method_id not in self._compared
+
+    def _forms(self, instance: Any) -> dict[str, bytes] | None:
+        """None where it can't be encoded: the next checkpoint says why."""
+        if self._schema is None:
+            return None
+        try:
+            return self._schema.forms(instance)
+        except Exception:
+            return None
+
+    def _changed(self, handler: Handler[Any, Any], instance: Any, before: dict[str, bytes]) -> list[str]:
+        after = self._forms(instance)
+        self._compared.add(handler.method_id)
+        self._owed_bytes += 2 * sum(map(len, before.values()))
+        if after is None:
+            return ["what its state holds: it can't be saved any more"]
+        return [f"self.{name}" if name else "its state" for name in before if before[name] != after.get(name)]

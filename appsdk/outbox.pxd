@@ -1,8 +1,0 @@
-# The types of appsdk/outbox.py where it is compiled.
-
-from appsdk.context cimport Context
-
-cdef class Batch:
-    cdef public object destination
-    cdef public list parts
-    cdef public Py_ssize_t size_bytes

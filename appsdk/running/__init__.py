@@ -1,0 +1,1 @@
+"""An app's process: its connection, its threads, its options, its exit status."""

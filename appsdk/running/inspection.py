@@ -1,0 +1,223 @@
+"""``python -m appsdk.running.inspection``: checkpoints in words, read with the class that wrote them, without a run.
+
+    show module:Class FILE                                 the state, as one JSON object
+    diff module:Class FILE other:Class FILE [--limit N]    what differs, as a JSON list of {"path", "old", "new"}
+    methods module:Class                                   what its methods and those of its peers are called, as a JSON
+                                                           list of [destination, method ID, name]
+    unanswered module:Class FILE                           what its handlers wait for and the log does not have, after a
+                                                           what-if: a JSON list of {"handler", "arguments", "waits_for"}
+
+The exit status is 0, EXIT_FAILED for a checkpoint that can't be read, EXIT_NOT_RUNNABLE for a class that can't be found
+or is none. Nothing of the class runs but what reads its state: no handler, no hook, no ``prepare``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from appsdk.calls.codec import resolve_hints
+from appsdk.calls.context import datetime_of
+from appsdk.dispatch.upgrades import class_that_restores
+from appsdk.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_RUNNABLE, AppError, StateError
+from appsdk.handlers.definition import Definition, definition_of
+from appsdk.handlers.proxy import all_method_names
+from appsdk.running.runner import load_or_say, say
+from appsdk.state.diff import differences
+from appsdk.state.journal import SavedTask, SavedTasks, described
+from appsdk.state.schema import Envelope, decode_envelope, is_transient
+from appsdk.state.tree import Fields, to_json, tree
+from protocol.checksum import crc64
+from protocol.errors import ImmortalError
+
+
+@dataclass(frozen=True, slots=True)
+class InspectedState:
+    """What a checkpoint holds. ``state``: the attributes as trees (:mod:`appsdk.state.tree`), by name."""
+
+    envelope: Envelope
+    state: Fields
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "class": self.envelope.class_name,
+            "version": self.envelope.version,
+            "sequence_id": self.envelope.sequence_id,
+            "state": to_json(self.state),
+        }
+
+
+def inspect_state(main: Definition, blob: bytes) -> InspectedState:
+    """Read a checkpoint's blob with the class ``main``, or the older one of its chain that wrote it.
+
+    Raises StateError, and DefinitionError for a class whose annotations can't be resolved.
+    """
+    envelope, state = decode_envelope(blob)
+    definition = class_that_restores(main, envelope)
+    schema = definition.state()
+    instance = definition.new_instance()
+    try:
+        schema.restore(instance, envelope, state)
+    except ImmortalError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise StateError(f"{definition.name}.restore raised {type(error).__name__}: {error}") from error
+    waiting = Fields() if envelope.tasks is None else shown_tasks(definition, envelope.tasks)
+    names = _annotated(definition, instance) if schema.serializer == "own" else list(schema.fields)
+    if not names and schema.serializer == "own":
+        opaque = Fields({"$opaque": len(state), "check": f"{crc64(bytes(state)):016x}"})
+        return InspectedState(envelope, Fields({**opaque, **waiting}))
+    try:
+        shown = {name: tree(getattr(instance, name)) for name in names}
+        return InspectedState(envelope, Fields({**shown, **waiting}))
+    except RecursionError:
+        raise StateError(f"{definition.name}: the state is too deep to be shown") from None
+
+
+def shown_tasks(definition: Definition, saved: SavedTasks) -> Fields:
+    """What the SDK keeps of async handlers, under names that no attribute has: those that wait, and what for."""
+    shown = Fields()
+    if saved.tasks:
+        shown["$waiting"] = [_shown_task(definition, task) for task in saved.tasks]
+    if saved.signals:
+        signals = {name: [_decoded(value) for value in values] for name, values in saved.signals.items()}
+        shown["$signals"] = signals
+    if saved.schedules:
+        shown["$schedules"] = {
+            _handler_name(definition, method_id): tree(datetime_of(due_ns))
+            for method_id, due_ns in saved.schedules.items()
+        }
+    return shown
+
+
+def unanswered(main: Definition, blob: bytes) -> list[Fields]:
+    """What async handlers wait for that has no counterpart in the log (:mod:`appsdk.running.counterparts`).
+
+    Raises StateError.
+    """
+    envelope, _ = decode_envelope(blob)
+    definition = class_that_restores(main, envelope)
+    return [
+        Fields(
+            handler=_handler_name(definition, task.method_id),
+            arguments=_decoded(task.arguments),
+            waits_for=described(pending),
+        )
+        for task in (envelope.tasks.tasks if envelope.tasks else [])
+        for pending in task.pending
+        if pending.number < 0 and pending.what.startswith(("call ", "effect "))
+    ]
+
+
+def _shown_task(definition: Definition, task: SavedTask) -> Fields:
+    shown = Fields(
+        handler=_handler_name(definition, task.method_id),
+        arguments=_decoded(task.arguments),
+        since=tree(datetime_of(task.started_ns)),
+        waits_for=[described(pending) for pending in task.pending],
+        results=[[described(entry), _decoded(entry.value)] for entry in task.entries],
+    )
+    if task.caller is not None:
+        shown["caller"] = task.caller
+    return shown
+
+
+def _handler_name(definition: Definition, method_id: int) -> str:
+    handler = definition.by_method_id.get(method_id)
+    return f"method {method_id}" if handler is None else handler.name
+
+
+def _decoded(data: bytes) -> Any:
+    return tree(msgspec.msgpack.decode(data))
+
+
+def _annotated(definition: Definition, instance: object) -> list[str]:
+    """Of a class that keeps its state in a form of its own: the attributes that it has restored and annotates."""
+    hints = resolve_hints(definition.cls)
+    return [name for name in hints if name in vars(instance) and not is_transient(hints[name])]
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    with contextlib.redirect_stdout(sys.stderr):  # what the user's module prints is no part of the answer
+        status, answer = _answer(options)
+    if status == EXIT_DONE:
+        print(json.dumps(answer))  # noqa: T201 (for a program)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m appsdk.running.inspection", description="Read checkpoints of an app."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    show = commands.add_parser("show", help="the state in a checkpoint, as JSON")
+    compare = commands.add_parser("diff", help="what differs between two checkpoints, as JSON")
+    waiting = commands.add_parser("unanswered", help="what its handlers wait for and the log does not have, as JSON")
+    methods = commands.add_parser("methods", help="the names of its methods, as JSON")
+    methods.add_argument("target", metavar="module:Class", help="the class below appsdk.Immortal")
+    for command, sides in ((show, [""]), (compare, ["old_", "new_"]), (waiting, [""])):
+        for side in sides:
+            command.add_argument(f"{side}target", metavar="module:Class", help="the class below appsdk.Immortal")
+            command.add_argument(f"{side}file", metavar="FILE", type=Path, help="the blob of a checkpoint")
+    compare.add_argument("--limit", metavar="N", type=_positive, help="the first N differences only")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: a number from 1 was expected")
+    return int(text)
+
+
+def _answer(options: argparse.Namespace) -> tuple[int, Any]:
+    if options.command == "methods":
+        return _methods(options.target)
+    sides = ("old_", "new_") if options.command == "diff" else ("",)
+    read = []
+    for side in sides:
+        target, file = getattr(options, f"{side}target"), getattr(options, f"{side}file")
+        if (cls := load_or_say(target)) is None:
+            return EXIT_NOT_RUNNABLE, None
+        try:
+            definition, blob = definition_of(cls), file.read_bytes()
+            if options.command == "unanswered":
+                return EXIT_DONE, to_json(unanswered(definition, blob))
+            read.append(inspect_state(definition, blob))
+        except OSError as error:
+            say(target, f"the checkpoint can't be read: {file}: {error.strerror}")
+            return EXIT_FAILED, None
+        except AppError as error:
+            say(target, f"{file}: {error}")
+            return EXIT_NOT_RUNNABLE if error.exit_status == EXIT_NOT_RUNNABLE else EXIT_FAILED, None
+    if options.command == "show":
+        return EXIT_DONE, read[0].to_json()
+    found = islice(differences(read[0].state, read[1].state), options.limit)
+    return EXIT_DONE, [difference.to_json() for difference in found]
+
+
+def _methods(target: str) -> tuple[int, Any]:
+    if (cls := load_or_say(target)) is None:
+        return EXIT_NOT_RUNNABLE, None
+    try:
+        names = all_method_names(definition_of(cls))
+    except AppError as error:
+        say(target, str(error))
+        return EXIT_NOT_RUNNABLE, None
+    return EXIT_DONE, [[*key, name] for key, name in names.items()]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

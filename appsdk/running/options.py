@@ -1,0 +1,65 @@
+"""How an app is run, beside where: by option of ``python -m appsdk``, or in the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from appsdk.errors import EXIT_NOT_RUNNABLE, AppError
+from appsdk.running.breakpoint import Breakpoint
+
+STRICT_VARIABLE = "IMMORTAL_STRICT"
+TRACE_VARIABLE = "IMMORTAL_TRACE"
+CHECK_QUERIES_VARIABLE = "IMMORTAL_CHECK_QUERIES"
+BREAK_VARIABLE = "IMMORTAL_BREAK"
+REWOUND_VARIABLE = "IMMORTAL_REWOUND"
+
+
+class OptionError(AppError):
+    """An option, or a variable of the environment, has a value that means nothing."""
+
+    exit_status = EXIT_NOT_RUNNABLE
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """``strict``: no start with findings of :mod:`appsdk.determinism.check`. ``trace``: say what made each call.
+    ``checks_queries``: with ``trace``, the state is compared around each query. ``stop``: where to start the debugger.
+    ``rewound``: a call has failed in the life before, and may again: the state is kept in memory once more, however
+    large it is."""
+
+    strict: bool = False
+    trace: bool = False
+    checks_queries: bool = False
+    stop: Breakpoint | None = None
+    rewound: bool = False
+
+
+def run_options(
+    *, strict: bool = False, trace: bool = False, stop: str = "", environment: Mapping[str, str] = os.environ
+) -> RunOptions:
+    """What was given, and else what the environment says. Raises OptionError."""
+    where = "--break" if stop else BREAK_VARIABLE
+    stop = stop or environment.get(BREAK_VARIABLE, "")
+    return RunOptions(
+        strict=strict or _flag(environment, STRICT_VARIABLE),
+        trace=trace or _flag(environment, TRACE_VARIABLE),
+        checks_queries=_flag(environment, CHECK_QUERIES_VARIABLE),
+        stop=_breakpoint(where, stop) if stop else None,
+        rewound=_flag(environment, REWOUND_VARIABLE),
+    )
+
+
+def _flag(environment: Mapping[str, str], name: str) -> bool:
+    value = environment.get(name, "")
+    if value not in ("", "0", "1"):
+        raise OptionError(f"{name}={value!r}: 1 (on) or 0 (off) were expected")
+    return value == "1"
+
+
+def _breakpoint(where: str, text: str) -> Breakpoint:
+    sequence_id, colon, message_index = text.partition(":")
+    if not (sequence_id.isdecimal() and (message_index.isdecimal() if colon else True)):
+        raise OptionError(f"{where} {text!r}: a record and a message of it were expected, such as 12 or 12:3")
+    return Breakpoint(int(sequence_id), int(message_index or 0))

@@ -1,0 +1,411 @@
+"""One app process, from ``module:Class`` to its exit status."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import inspect
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from types import FrameType
+from typing import Any, NoReturn
+
+from appsdk.calls.context import SEED_SIZE_BYTES
+from appsdk.calls.report import FailureReporter, user_traceback
+from appsdk.determinism.check import DeterminismError, check
+from appsdk.dispatch.delivery import Delivery
+from appsdk.dispatch.dispatcher import Dispatcher
+from appsdk.effects.runner import OutsideRunner
+from appsdk.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_NOT_RUNNABLE,
+    EXIT_RECOVER,
+    EXIT_TERMINATED,
+    AppError,
+    ConnectError,
+    DefinitionError,
+    Disconnected,
+    HandlerError,
+    HookError,
+    LoadError,
+    RecoveryNeeded,
+)
+from appsdk.handlers.definition import Definition, definition_of
+from appsdk.handlers.proxy import Impulses
+from appsdk.running import tracing
+from appsdk.running.authenticate import authenticate
+from appsdk.running.breakpoint import Breakpoint
+from appsdk.running.options import (
+    BREAK_VARIABLE,
+    REWOUND_VARIABLE,
+    STRICT_VARIABLE,
+    TRACE_VARIABLE,
+    RunOptions,
+    run_options,
+)
+from appsdk.running.transport import CONNECT_TIMEOUT_S, Transport, Waker, connect, read_secret
+from appsdk.running.user_modules import HiddenModules, add_to_path
+from appsdk.running.watchdog import Watchdog
+from protocol.allocator import keep_freed_memory
+from protocol.errors import ImmortalError
+from protocol.shown import printable_message
+from protocol.verdicts import Verdict
+
+ADDRESS_VARIABLE = "IMMORTAL_APP_ADDRESS"
+SECRET_FILE_VARIABLE = "IMMORTAL_APP_SECRET_FILE"  # noqa: S105 (a name)
+SWITCH_INTERVAL_S = 0.0005  # a hook that computes must not hold up the handlers for 5 ms at a time
+
+
+class _EndAtOnce:
+    """What SIGTERM does: the process ends, wherever it is, with ``status``.
+
+    Nothing is raised. An exception could come up anywhere: in a ``finally``, in a ``__del__``, in what Python does at
+    its own end; it would show as a traceback there, or be swallowed. Nor is anything to be saved: the log has it all.
+    """
+
+    def __init__(self) -> None:
+        self.status = EXIT_TERMINATED
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(Exception):  # it may have come in the middle of a print
+            sys.stdout.flush()
+        os._exit(self.status)
+
+
+def load(target: str) -> type:
+    """The class that ``module:Class`` names. Raises LoadError; what the module raises as it is imported passes."""
+    module_name, colon, class_name = target.partition(":")
+    if not colon or not module_name or not class_name:
+        raise LoadError(f"{target!r}: the app is given as module:Class, such as wordcount:Counter")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # something that the user's module imports
+        raise LoadError(
+            f"{target!r}: there is no module {error.name!r} in {os.getcwd()} or on sys.path: run it from the "
+            f"folder of the "
+            f"module, or set PYTHONPATH"
+        ) from None
+    try:
+        found = attrgetter(class_name)(module)
+    except AttributeError:
+        apps = [name for name, value in vars(module).items() if _is_app(value)]
+        raise LoadError(
+            f"{target!r}: module {module_name!r} has no {class_name!r} (its apps: {', '.join(apps) or 'none'})"
+        ) from None
+    if not _is_app(found):
+        raise LoadError(f"{target!r}: {class_name} is not a class below appsdk.Immortal")
+    cls: type = found
+    return cls
+
+
+def load_or_say(target: str) -> type | None:
+    """As :func:`load`, also from the current folder; None when the user has been told, on stderr, what is wrong."""
+    folder = os.getcwd()
+    hidden = HiddenModules(folder)
+    add_to_path(folder)
+    try:
+        if (problem := hidden.problem(target.partition(":")[0].partition(".")[0])) is not None:
+            raise LoadError(f"{target!r}: {problem}")
+        cls = load(target)
+        for problem in hidden.problems():
+            say(target, f"warning: {problem}")
+        return cls
+    except ImmortalError as error:
+        say(target, str(error))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the user's module: its own traceback, without importlib's frames
+        say(target, f"importing {target.partition(':')[0]!r} failed:")
+        trace = error.__traceback__
+        while trace and (
+            trace.tb_frame.f_code.co_filename == __file__ or "importlib" in trace.tb_frame.f_code.co_filename
+        ):
+            trace = trace.tb_next
+        _show("".join(traceback.format_exception(type(error), error, trace)).rstrip())
+        for problem in hidden.problems_of(error):
+            say(target, problem)
+    return None
+
+
+def _is_app(value: object) -> bool:
+    try:
+        definition_of(value)
+    except DefinitionError:
+        return False
+    return True
+
+
+def run_connection(
+    definition: Definition,
+    address: str,
+    connect_timeout_s: float = CONNECT_TIMEOUT_S,
+    *,
+    trace: bool = False,
+    checks_queries: bool = False,
+    stop: Breakpoint | None = None,
+    secret_file: str | None = None,
+    rewound: bool = False,
+) -> str:
+    """Connect and run the app until the coordinator says Goodbye; its reason. Raises ImmortalError.
+
+    ``secret_file``: where the coordinator's secret is, which both prove to know before anything else; None for a
+    coordinator that asks for no proof, and gives none. ``rewound``: see
+    :class:`RunOptions`.
+    """
+    for one in definition.chain:
+        one.resolve(names_may_be_missing=False)  # what is wrong with the class needs no coordinator to be told
+    connection = connect(address, connect_timeout_s)
+    try:
+        if secret_file:
+            authenticate(connection, read_secret(secret_file), address)
+        return _run_connected(
+            definition, connection, address, trace=trace, checks_queries=checks_queries, stop=stop, rewound=rewound
+        )
+    finally:
+        connection.close()
+
+
+def _run_connected(
+    definition: Definition,
+    connection: socket.socket,
+    address: str,
+    *,
+    trace: bool,
+    checks_queries: bool,
+    stop: Breakpoint | None,
+    rewound: bool,
+) -> str:
+    waker = Waker()
+    effects = _effect_runner(definition)
+    make_dispatcher = tracing.TracingDispatcher if trace else Dispatcher
+    dispatcher = make_dispatcher(
+        definition,
+        lambda: os.urandom(SEED_SIZE_BYTES),
+        waker.wake,
+        effects=effects,
+        make_delivery=Delivery if stop is None else stop.make_delivery,
+        keeps_large_copies=rewound or trace,  # a replay that is looked at is not started again
+        compares_queries=checks_queries and trace,  # to a recovery queries are as right as they were in service
+    )
+    for cls in {cls for one in definition.chain for cls in one.cls.__mro__}:
+        if cls.__module__ != "builtins" and (file_name := inspect.getsourcefile(cls)):
+            dispatcher.context.sites.load(file_name)
+    reporter = FailureReporter(lambda text: say(definition.name, text))
+    # A run that is looked at tells whoever looks, in its own way.
+    failed: Callable[[Verdict], None] = (lambda verdict: None) if trace else reporter.failed
+    transport = Transport(connection, dispatcher, waker, address, failed)
+    watchdog = Watchdog(
+        lambda: dispatcher.now_handling,
+        transport.say_beside,
+        None if stop is not None else definition.handler_time_limit,
+        lambda text: say(definition.name, text),
+        transport.is_left if stop is None else lambda: False,
+    )
+    watchdog.start()
+    reason = f"the connection with the coordinator at {address} has ended"
+    try:
+        return transport.run(lambda: _start_hooks(dispatcher, transport))
+    except (HandlerError, RecoveryNeeded) as error:
+        if isinstance(dispatcher, tracing.TracingDispatcher) and isinstance(error, HandlerError):
+            tracing.report_failure(error, dispatcher, transport)
+        else:
+            dispatcher.say_leaving(str(error).partition("\n")[0])
+            transport.say_last_words()
+        raise
+    except Disconnected as error:
+        reason = str(error)
+        raise
+    finally:
+        watchdog.stop()
+        dispatcher.outbox.impulses.close(reason)
+        if effects is not None:
+            effects.stop()
+        waker.close()
+
+
+def _effect_runner(definition: Definition) -> OutsideRunner | None:
+    if not any(one.has_tasks for one in definition.chain):
+        return None
+    return OutsideRunner(definition.concurrent_effects, lambda text: say(definition.name, text))
+
+
+def _start_hooks(dispatcher: Dispatcher, transport: Transport) -> None:
+    definition = dispatcher.definition
+    for name in definition.on_primary:
+        impulses = Impulses(dispatcher.instance, definition, dispatcher.outbox.impulses)
+        arguments = (dispatcher.instance, f"{definition.name}.{name}", name, impulses, transport)
+        threading.Thread(target=_run_hook, args=arguments, name=f"{definition.name}.{name}", daemon=True).start()
+
+
+def _run_hook(instance: Any, full_name: str, name: str, impulses: Impulses, transport: Transport) -> None:
+    try:
+        getattr(instance, name)(impulses)
+    except Disconnected:
+        pass  # the main thread says so
+    except (Exception, SystemExit) as error:
+        transport.fail(
+            HookError(
+                f"{full_name}, an @on_primary hook, raised {type(error).__name__}; the app "
+                f"stops\n{user_traceback(error)}\n"
+                f"  What it sent and what was accepted is in the log. Fix it and start the app again: the hook "
+                f"runs once\n"
+                f"  more, with the state as it is then."
+            )
+        )
+
+
+def run_to_status(
+    cls: type,
+    address: str | None,
+    connect_timeout_s: float = CONNECT_TIMEOUT_S,
+    options: RunOptions | None = None,
+    secret_file: str | None = None,
+) -> int:
+    """Run the app in this process's main thread; its exit status. What the user has to know is on stderr.
+
+    ``address``, ``options`` and ``secret_file`` are by default those in the environment.
+    """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    keep_freed_memory()
+    end = _EndAtOnce()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, end)
+    end.status = _run_to_status(cls, address, connect_timeout_s, options, secret_file)
+    return end.status  # which stays the status, whatever comes while Python ends
+
+
+def _run_to_status(
+    cls: type, address: str | None, connect_timeout_s: float, options: RunOptions | None, secret_file: str | None
+) -> int:
+    label = getattr(cls, "__qualname__", repr(cls))
+    try:
+        definition = definition_of(cls)
+        options = options or run_options()
+        _check_determinism(definition, label, strict=options.strict)
+        address = address or os.environ.get(ADDRESS_VARIABLE)
+        if not address:
+            raise ConnectError(
+                f"no address of a coordinator: set {ADDRESS_VARIABLE} (unix:PATH or HOST:PORT), give --address, or "
+                f"start both with 'immortal run NAME module:Class'"
+            )
+        run_connection(
+            definition,
+            address,
+            connect_timeout_s,
+            trace=options.trace,
+            checks_queries=options.checks_queries,
+            stop=options.stop,
+            secret_file=secret_file or os.environ.get(SECRET_FILE_VARIABLE),
+            rewound=options.rewound,
+        )
+        if options.stop is not None and not options.stop.reached:
+            say(label, f"{options.stop} did not come: there was nothing to stop at")
+        return EXIT_DONE
+    except ImmortalError as error:
+        say(label, str(error))
+        return error.exit_status if isinstance(error, AppError) else EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def again_if_needed(status: int) -> int:
+    """``status``; where the app is to be recovered it begins anew instead, in this very process, as it was started.
+
+    So nobody has to start it, whatever started it first; the threads of its hooks are gone with the old program.
+    """
+    if status == EXIT_RECOVER:
+        sys.stdout.flush()
+        environment = {**os.environ, REWOUND_VARIABLE: "1"}
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+    return status
+
+
+def _check_determinism(definition: Definition, label: str, *, strict: bool) -> None:
+    """Warn of what a replay would not repeat; with ``strict`` raise DeterminismError."""
+    try:
+        findings = check(definition)
+    except Exception as error:  # reading the user's code is a help: it must not be what keeps the app from running
+        problem = f"the search for what a replay would not repeat failed: {error!r}"
+        if strict:
+            raise DefinitionError(f"{problem} (--strict: without it the app starts all the same)") from error
+        say(label, f"warning: {problem}")
+        return
+    if findings and strict:
+        raise DeterminismError(findings)
+    for finding in findings:
+        say(label, f"warning: {finding}")
+
+
+def say(label: str, text: str) -> None:
+    """One message to the user, on stderr."""
+    _show(f"app {label}: {text}")
+
+
+def _show(text: str) -> None:
+    print(printable_message(text), file=sys.stderr, flush=True)  # noqa: T201 (the one place)
+
+
+def run(cls: type, address: str | None = None) -> NoReturn:
+    """Run ``cls`` as this process's app beside the coordinator at ``address``; never returns.
+
+    ``address``, "host:port" or "unix:path", is by default that in the environment, IMMORTAL_APP_ADDRESS. The file with
+    the coordinator's secret is that of IMMORTAL_APP_SECRET_FILE. The exit status is 0 after a clean stop, 1 when the
+    coordinator is gone or refuses, EXIT_NOT_RUNNABLE for a class that can't be run, EXIT_HANDLER_FAILED when a handler,
+    hook or the state fails, EXIT_UPGRADE_FAILED when an upgrade does.
+    """
+    sys.exit(again_if_needed(run_to_status(cls, address)))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """``python -m appsdk module:Class [--address ADDRESS] [--secret-file PATH] [--strict] [--trace] [--break ...]``."""
+    parser = argparse.ArgumentParser(prog="python -m appsdk", description="Run an app beside its coordinator.")
+    parser.add_argument("target", metavar="module:Class", help="the class below appsdk.Immortal")
+    parser.add_argument(
+        "--address", metavar="ADDRESS", help=f"the coordinator's, unix:PATH or HOST:PORT; default: ${ADDRESS_VARIABLE}"
+    )
+    parser.add_argument(
+        "--secret-file",
+        metavar="PATH",
+        help=f"where the coordinator's secret is, HOME/NAME/app_secret; default: ${SECRET_FILE_VARIABLE}",
+    )
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help=f"do not start while handlers do what a replay would not repeat; default: ${STRICT_VARIABLE}=1",
+    )
+    parser.add_argument(
+        "--trace",
+        action="store_true",
+        help=f"in a replay: tell which message made each call; default: ${TRACE_VARIABLE}=1",
+    )
+    parser.add_argument(
+        "--break",
+        dest="stop",
+        metavar="SEQ[:MESSAGE]",
+        default="",
+        help=f"start the debugger at the handler of this record's message; default: ${BREAK_VARIABLE}",
+    )
+    options = parser.parse_args(arguments)
+    try:
+        how = run_options(strict=options.strict, trace=options.trace, stop=options.stop)
+    except ImmortalError as error:
+        say(options.target, str(error))
+        return EXIT_NOT_RUNNABLE
+    try:
+        cls = load_or_say(options.target)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    if cls is None:
+        return EXIT_NOT_RUNNABLE
+    return again_if_needed(run_to_status(cls, options.address, options=how, secret_file=options.secret_file))

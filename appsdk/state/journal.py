@@ -1,0 +1,124 @@
+"""What a checkpoint keeps of ``async def`` handlers: of each that waits a journal, by which it is run again.
+
+A journal holds what the handler was called with and, in the order in which they came, the results that it has had
+since. A recovery runs the handler over it: what it does once more is compared with the journal and not done again. Each
+thing that a handler waits for or does has a step number, from 1 in the order in which they begin, and a description:
+``what`` in words and a ``detail`` (the checksum of the arguments of a call, the time for which a timer is set).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from appsdk.calls.codec import encoder
+from appsdk.calls.context import datetime_of
+from appsdk.calls.failures import decode_failed
+from appsdk.errors import StateError
+
+TIMER = "timer"
+
+WAYS_OUT = (
+    "  A handler that waits is run again over what it has had so far, and must do the same again. Start the app with\n"
+    "  the code that it waits in; code that does something else is for a new version of the class (@upgrades), and\n"
+    "  has to do the same up to there, or to be a handler of another name."
+)
+
+
+class Entry(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A result. ``value`` is encoded: what was returned, or with ``raised`` the exception (:func:`encode_raised`)."""
+
+    step: int
+    what: str
+    detail: int
+    raised: bool
+    value: bytes
+    time_ns: int  # of the record that brought it
+
+
+class Pending(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Something that has not come yet. ``number`` is its own in the life of the instance."""
+
+    step: int
+    what: str
+    detail: int
+    number: int
+
+
+class SavedTask(msgspec.Struct, array_like=True, frozen=True):
+    """One ``async def`` handler that waits."""
+
+    number: int
+    generation: int  # how often it has gone on with continue_as
+    method_id: int
+    arguments: bytes
+    caller: str | None  # who waits for its answer; None: nobody
+    call_number: int  # of the caller's
+    started_ns: int
+    entries: list[Entry]
+    pending: list[Pending]
+
+
+class SavedTasks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """All of an instance."""
+
+    next_number: int = 1  # of tasks, calls, timers and waits for events
+    tasks: list[SavedTask] = []
+    signals: dict[str, list[bytes]] = {}  # that nobody has waited for yet, by name
+    schedules: dict[int, int] = {}  # when each is due next, ns since the Unix epoch, by method ID
+    jumps: list[tuple[int, int]] = []  # of the clock, while timers of before are pending: since when, and by how much
+    jumped_to_ns: int = 0  # the last of all
+
+
+class JournalError(StateError):
+    """A handler that waits does not do again what it did: its code has changed."""
+
+
+class Described(Protocol):
+    """An entry, something pending, or what a handler does now."""
+
+    @property
+    def what(self) -> str: ...
+    @property
+    def detail(self) -> int: ...
+
+
+def described(one: Described) -> str:
+    """In words, for people."""
+    if one.what == TIMER:
+        return f"timer for {datetime_of(one.detail).isoformat()}"
+    return f"{one.what} (arguments {one.detail & 0xFFFFFFFF:08x})" if one.detail else one.what
+
+
+# --- exceptions -------------------------------------------------------------------------------------------------------
+
+
+def declared_name(raises: Mapping[str, type[Exception]], error: BaseException) -> str | None:
+    """Under which name ``error`` goes to whoever waits; None: it is none of what is declared."""
+    for cls in type(error).__mro__:
+        if raises.get(cls.__name__) is cls:
+            return cls.__name__
+    return None
+
+
+def encode_raised(name: str, error: BaseException) -> bytes:
+    """[name, arguments, attributes]. Raises TypeError and its like for what can't be encoded."""
+    return encoder.encode((name, error.args, vars(error)))
+
+
+def decode_raised(raises: Mapping[str, type[Exception]], where: str, data: bytes) -> Exception:
+    """What ``where`` raised, or why it could not be called.
+
+    Raises msgspec.DecodeError, LookupError for an exception that ``where`` does not declare.
+    """
+    name, arguments, attributes = msgspec.msgpack.decode(data, type=tuple[str, list[Any], dict[str, Any]])
+    if (failed := decode_failed(where, name, arguments)) is not None:
+        return failed
+    if (cls := raises.get(name)) is None:
+        raise LookupError(f"it raised {name}; here {where} declares {', '.join(raises) or 'nothing'}")
+    error = cls.__new__(cls)  # without __init__, as an exception's arguments often are not those of its class
+    error.args = tuple(arguments)
+    vars(error).update(attributes)
+    return error

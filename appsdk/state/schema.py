@@ -1,0 +1,291 @@
+"""The state: which attributes it has, how they become a checkpoint's blob and attributes again.
+
+The state is the annotated attributes of the class and its bases, without ClassVar, peers and :data:`Transient` ones. It
+is written as a MessagePack map from name to value, and read back by the annotations. What could not be read back is
+refused when it is written: after a crash it would be too late.
+
+A blob is this module's envelope (magic, version, size of the header, header), then the state:
+
+    0-5 "IMMAPP" · 6 version · 7 zero · 8-11 size of the header, little endian · header (MessagePack) · state
+
+The version is 1, and 2 where async handlers wait.
+"""
+
+from __future__ import annotations
+
+import pickle
+import typing
+from collections.abc import Iterable
+from typing import Annotated, Any, ClassVar, Final, TypeVar
+
+import msgspec
+
+from appsdk.calls.codec import encoder, resolve_hints, unsupported_type
+from appsdk.calls.rules import Rules
+from appsdk.errors import DefinitionError, StateError
+from appsdk.state.journal import SavedTasks
+from protocol.state_envelope import FRONT, MAGIC
+
+T = TypeVar("T")
+
+
+class _TransientMark:
+    __slots__ = ()
+
+
+Transient = Annotated[T, _TransientMark()]
+"""``cache: Transient[dict[str, int]]``: an attribute that is no part of the state. ``prepare`` makes it, after
+``__init__`` and after each recovery, from what is."""
+
+VERIFIED_STATE_SIZE_BYTES_MAX = 64 << 20  # reading back takes 2-3 times as long as writing: above, it would be felt
+
+_VERSION = 1
+_VERSION_WITH_TASKS = 2  # an SDK that knows nothing of them must not lose them
+_VERSION_WITH_RULES = 3  # an SDK that knows no other rules than the first must not go by those
+
+WAYS_OUT = (
+    "write 'def checkpoint(self) -> bytes' and 'def restore(self, blob: bytes) -> None' of your own, "
+    'or opt in to pickle: class ...(Immortal, serializer="pickle")'
+)
+
+
+class Envelope(msgspec.Struct, frozen=True, kw_only=True):
+    """The header of a blob: what the SDK itself needs back."""
+
+    class_name: str
+    serializer: str  # msgspec, pickle or own
+    seed: bytes  # of the random streams, drawn at the first start
+    sequence_id: int  # of the last record handled; -1: none
+    version: int = 1  # of the class that wrote the state
+    record_time_ns: int | None = None  # of the last record handled; None: unknown
+    instance_name: str = ""  # what the log calls the instance
+    tasks: SavedTasks | None = None  # async handlers that wait
+    rules: int = Rules.FIRST  # for the log's whole life
+
+
+def encode_envelope(envelope: Envelope) -> bytes:
+    header = encoder.encode(envelope)
+    if envelope.rules != Rules.FIRST:
+        version = _VERSION_WITH_RULES
+    else:
+        version = _VERSION if envelope.tasks is None else _VERSION_WITH_TASKS
+    return FRONT.pack(MAGIC, version, 0, len(header)) + header
+
+
+def decode_envelope(blob: bytes) -> tuple[Envelope, memoryview]:
+    """The header of a blob and its state. Raises StateError."""
+    if len(blob) < FRONT.size:
+        raise StateError(
+            f"the checkpoint has {len(blob)} bytes, at least {FRONT.size} were expected: it is not this SDK's"
+        )
+    magic, version, _, header_size_bytes = FRONT.unpack_from(blob)
+    if magic != MAGIC:
+        raise StateError(
+            f"the checkpoint starts with {bytes(blob[:6])!r}, not {MAGIC!r}: it was made by another kind of app"
+        )
+    if not _VERSION <= version <= _VERSION_WITH_RULES:
+        raise StateError(
+            f"the checkpoint has version {version}, this SDK reads versions {_VERSION} to {_VERSION_WITH_RULES}: "
+            f"start the app with the version of the SDK that wrote it"
+        )
+    end = FRONT.size + header_size_bytes
+    try:
+        envelope = msgspec.msgpack.decode(memoryview(blob)[FRONT.size : end], type=Envelope)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise StateError(f"the checkpoint's header can't be read: {error}") from None
+    if envelope.rules not in tuple(Rules):
+        raise StateError(
+            f"the checkpoint follows rules {envelope.rules}, this SDK knows {min(Rules)} to {max(Rules)}: "
+            f"start the app with the version of the SDK that wrote it"
+        )
+    return envelope, memoryview(blob)[end:]
+
+
+def is_transient(hint: Any) -> bool:
+    return any(isinstance(mark, _TransientMark) for mark in getattr(hint, "__metadata__", ()))
+
+
+class StateSchema:
+    """How the state of one class is written and read. Raises DefinitionError, NameError (an unresolved annotation)."""
+
+    def __init__(self, cls: type, serializer: str, not_state: Iterable[str], formerly: Iterable[str]) -> None:
+        self._class_name = cls.__qualname__
+        self._cls: Any = cls
+        self._formerly = frozenset(formerly)
+        self._not_state = frozenset(not_state)
+        self.serializer = "own" if hasattr(cls, "checkpoint") else serializer
+        self.fields: dict[str, Any] = {}
+        self.transient: set[str] = set()
+        self._decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {}
+        if self.serializer == "own":
+            return
+        for name, hint in resolve_hints(cls).items():
+            if hint is ClassVar or typing.get_origin(hint) is ClassVar or name in self._not_state:
+                continue
+            if name.startswith("_immortal_"):  # the SDK's own
+                continue
+            if is_transient(hint):
+                self.transient.add(name)
+                continue
+            self.fields[name] = typing.get_args(hint)[0] if typing.get_origin(hint) is Final else hint
+        if self.serializer == "msgspec":
+            for name, annotation in self.fields.items():
+                if problem := unsupported_type(annotation):
+                    raise DefinitionError(f"{self._class_name}: attribute {name!r}: {problem}; {WAYS_OUT}")
+                self._decoders[name] = msgspec.msgpack.Decoder(annotation)
+
+    # --- writing --------------------------------------------------------------------------------------------------
+
+    def encode(self, instance: Any) -> bytes:
+        """The state as bytes. Raises StateError, which names the attribute."""
+        if self.serializer == "own":
+            blob = instance.checkpoint()
+            if not isinstance(blob, bytes):
+                raise StateError(f"{self._class_name}.checkpoint returned a {type(blob).__name__}, bytes were expected")
+            return blob
+        values = self._collect(instance)
+        if self.serializer == "pickle":
+            return self._pickled(values)
+        try:
+            blob = encoder.encode(values)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise self._unencodable(values, error) from None
+        if len(blob) <= VERIFIED_STATE_SIZE_BYTES_MAX:
+            self._verify(values, blob)
+        return blob
+
+    def forms(self, instance: Any) -> dict[str, bytes]:
+        """What is saved, by attribute, to be compared only; of a class with a form of its own under "".
+
+        Raises whatever says that it can't be saved.
+        """
+        if self.serializer == "own":
+            return {"": instance.checkpoint()}
+        encode = pickle.dumps if self.serializer == "pickle" else encoder.encode
+        return {name: encode(getattr(instance, name)) for name in self.fields}
+
+    def _collect(self, instance: Any) -> dict[str, Any]:
+        """The attributes to be saved, by name."""
+        known = {*self.fields, *self.transient}
+        for name in vars(instance):
+            if name not in known:
+                raise StateError(
+                    f"{self._class_name}: attribute {name!r} is set but not annotated: a recovery would lose it. "
+                    f"Annotate "
+                    f"it in the class ({name}: {type(vars(instance)[name]).__name__}), as Transient[...] if 'prepare' "
+                    f"makes it again, or {WAYS_OUT}"
+                )
+        values = {}
+        for name in self.fields:
+            try:
+                values[name] = getattr(instance, name)
+            except AttributeError:
+                raise StateError(
+                    f"{self._class_name}: attribute {name!r} is annotated but not set: set it in __init__, give it a "
+                    f"default in the class, or remove the annotation"
+                ) from None
+        return values
+
+    def _unencodable(self, values: dict[str, Any], error: Exception) -> StateError:
+        for name, value in values.items():
+            try:
+                encoder.encode(value)
+            except (TypeError, ValueError, OverflowError, RecursionError) as problem:
+                return StateError(
+                    f"{self._class_name}: attribute {name!r} (a {type(value).__name__}) can't be saved: "
+                    f"{problem}; {WAYS_OUT}"
+                )
+        return StateError(f"{self._class_name}: the state can't be saved: {error}; {WAYS_OUT}")
+
+    def _verify(self, values: dict[str, Any], blob: bytes) -> None:
+        """Raise StateError if the state would come back as something else."""
+        for name, raw in msgspec.msgpack.decode(blob, type=dict[str, msgspec.Raw]).items():
+            value = values[name]
+            restored = self._decode_field(name, raw)
+            same = type(restored) is type(value) or (type(value) is int and type(restored) is float)
+            if not same:
+                raise StateError(
+                    f"{self._class_name}: attribute {name!r} is a {type(value).__name__} and would come back from a "
+                    f"checkpoint as a {type(restored).__name__}: use that type, or {WAYS_OUT}"
+                )
+
+    def _pickled(self, values: dict[str, Any]) -> bytes:
+        try:
+            return pickle.dumps(values, protocol=pickle.HIGHEST_PROTOCOL)
+        except MemoryError:
+            raise
+        except Exception as error:  # whatever a __reduce__ raises
+            for name, value in values.items():
+                try:
+                    pickle.dumps(value)
+                except Exception as problem:
+                    raise StateError(
+                        f"{self._class_name}: attribute {name!r} (a {type(value).__name__}) can't be pickled: {problem}"
+                    ) from None
+            raise StateError(f"{self._class_name}: the state can't be pickled: {error}") from None
+
+    # --- reading --------------------------------------------------------------------------------------------------
+
+    def restore(self, instance: Any, envelope: Envelope, state: memoryview) -> None:
+        """Set the attributes of ``instance`` as they were. Raises StateError, which names what does not fit."""
+        if envelope.class_name != self._class_name and envelope.class_name not in self._formerly:
+            raise StateError(
+                f"the checkpoint is of an app {envelope.class_name!r}, this is {self._class_name!r}: run the "
+                f"right one; "
+                f"if it was renamed: class {self._class_name}(Immortal, formerly=({envelope.class_name!r},))"
+            )
+        if self.serializer == "own":
+            instance.restore(bytes(state))
+            return
+        if envelope.serializer != self.serializer:
+            raise StateError(
+                f"{self._class_name}: the checkpoint was written by {envelope.serializer!r}, now the class has "
+                f"{self.serializer!r}: go back, or write a 'restore' of your own that reads the old form"
+            )
+        if self.serializer == "pickle":
+            values = self._unpickled(state)
+        else:
+            values = self._decode(state)
+        for name, value in values.items():
+            setattr(instance, name, value)
+
+    def _unpickled(self, state: memoryview) -> dict[str, Any]:
+        try:
+            values: dict[str, Any] = pickle.loads(state)  # nobody gives an app one of a log that is not trusted
+        except Exception as error:
+            raise StateError(f"{self._class_name}: the pickled state can't be read: {error!r}") from None
+        self._require_names(values)
+        return values
+
+    def _decode(self, state: memoryview) -> dict[str, Any]:
+        try:
+            raws = msgspec.msgpack.decode(state, type=dict[str, msgspec.Raw])
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise StateError(f"{self._class_name}: the state in the checkpoint can't be read: {error}") from None
+        self._require_names(raws)
+        return {name: self._decode_field(name, raw) for name, raw in raws.items()}
+
+    def _require_names(self, saved: Iterable[str]) -> None:
+        saved = set(saved)
+        if removed := sorted(saved - set(self.fields)):
+            raise StateError(
+                f"{self._class_name}: the checkpoint has {', '.join(map(repr, removed))}, which the class does "
+                f"not annotate "
+                f"any more: keep the annotation, or write a 'checkpoint' and a 'restore' of your own that know "
+                f"both forms"
+            )
+        missing = sorted(name for name in set(self.fields) - saved if not hasattr(self._cls, name))
+        if missing:
+            raise StateError(
+                f"{self._class_name}: the checkpoint is from before {', '.join(map(repr, missing))}: give new "
+                f"attributes "
+                f"a default in the class ({missing[0]}: <type> = <value>)"
+            )
+
+    def _decode_field(self, name: str, raw: msgspec.Raw) -> Any:
+        try:
+            return self._decoders[name].decode(raw)
+        except Exception as error:  # msgspec's own, and what a type's __post_init__ raises
+            raise StateError(
+                f"{self._class_name}: attribute {name!r} is not what its annotation says ({self.fields[name]}): {error}"
+            ) from None

@@ -1,0 +1,75 @@
+"""Calls that are sent for somebody who waits, and the answers to those who wait here.
+
+A call that waits for an answer has the RPC type ASYNC, and [caller's name ("" is oneself), number of the call,
+arguments ...] as its arguments. The answer goes to the caller with the same method ID: RETURNED_VALUE [number, value],
+RETURNED_NOTHING [number] or RAISED [number, name of the exception, its arguments, its attributes].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from appsdk.calls.context import Context
+from appsdk.calls.failures import answer_of
+from appsdk.calls.outbox import Send
+from appsdk.errors import UsageError
+from appsdk.handlers.decorators import Handler
+from appsdk.waiting.operations import NOTHING, Call
+from protocol.client import CLIENTS, Caller
+from protocol.messages import RpcKind
+from protocol.verdicts import Verdict
+
+_RETURNED_VALUE, _RETURNED_NOTHING = RpcKind.RETURNED_VALUE, RpcKind.RETURNED_NOTHING
+# ... found faster than an enum's attributes
+
+
+class Answers:
+    """Those of one instance, and its calls."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._senders: dict[tuple[str, int, RpcKind], Send] = {}
+
+    def send_call(self, call: Call, arguments: tuple[Any, ...]) -> None:
+        """Raises UsageError."""
+        target = call.target
+        caller = self._context.instance_name if target.destination else ""
+        if target.destination and not caller:
+            raise UsageError(
+                f"{call}: the log does not say what this instance is called, so the answer could not come back: a log "
+                f"that an older version of the coordinator has begun; start the instance with a new log"
+            )
+        if (send := target.send) is None:
+            send = target.send = self._sender(target.destination, target.handler, RpcKind.CALL)
+        send((caller, call.number, *arguments))
+
+    def _sender(self, destination: str, handler: Handler[Any, Any], kind: RpcKind) -> Send:
+        key = (destination, handler.method_id, kind)
+        if (send := self._senders.get(key)) is None:
+            outbox, name = self._context.outbox, handler.function.__qualname__
+            made: Send = outbox.make_sender(destination, name, handler.method_id, kind)
+            send = self._senders[key] = made
+        return send
+
+    def answer(self, handler: Handler[Any, Any], caller: str, number: int, raised: bool, value: bytes) -> None:
+        front: tuple[Any, ...] = (number,)
+        if caller.startswith(CLIENTS):  # all answers to clients go one way, and say to whom
+            caller, front = CLIENTS, (caller, number)
+        if raised:
+            name, arguments, attributes = msgspec.msgpack.decode(value, type=list[msgspec.Raw])
+            self._sender(caller, handler, RpcKind.RAISED)((*front, name, arguments, attributes))
+        elif value == NOTHING:
+            self._sender(caller, handler, _RETURNED_NOTHING)(front)
+        else:
+            self._sender(caller, handler, _RETURNED_VALUE)((*front, msgspec.Raw(value)))
+
+    def answer_verdict(self, verdict: Verdict, caller: Caller) -> None:
+        """Its call has failed: tell ``caller`` how."""
+        to = caller.name
+        front: tuple[Any, ...] = (caller.number,)
+        if to.startswith(CLIENTS):
+            to, front = CLIENTS, (caller.name, caller.number)
+        send = self._context.outbox.make_sender(to, "the answer to a call", caller.method_id, RpcKind.RAISED)
+        send((*front, *answer_of(verdict, self._context.instance_name)))

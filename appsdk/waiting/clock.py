@@ -1,0 +1,123 @@
+"""Timers and schedules: what is due when. It reads no clock: an impulse in the log says what time it is."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from appsdk.handlers.decorators import Handler
+from appsdk.handlers.schedules import Cron, Period
+from appsdk.waiting.operations import Timer
+
+_UNUSED_COUNT_MIN = 64
+
+
+class ToldTime(msgspec.Struct, array_like=True, frozen=True):
+    """What the log brings, in ns since the Unix epoch. ``decided``: see :meth:`Clock.decide`.
+
+    ``jumped_ns``: the clock was stepped ahead by that, to ``time_ns``; 0: it was not.
+    """
+
+    time_ns: int
+    decided: dict[int, int] = {}
+    jumped_ns: int = 0
+
+
+class Clock:
+    """``schedules``: when each handler with a schedule is due next, in ns since the Unix epoch, by method ID.
+
+    ``jumps``: (since, by): what began before ``since`` is due later by as much, for the clock was stepped in between.
+    """
+
+    def __init__(self) -> None:
+        self.schedules: dict[int, int] = {}
+        self.jumps: list[tuple[int, int]] = []
+        self.jumped_to_ns = 0  # by the last jump that the log has
+        self._timers: dict[int, Timer] = {}
+        self._due: list[tuple[int, int]] = []  # a heap of (when, number of the timer), cancelled ones among them
+
+    def add(self, timer: Timer) -> None:
+        self._timers[timer.number] = timer
+        heapq.heappush(self._due, (self._due_ns(timer), timer.number))
+
+    def remove(self, timer: Timer) -> None:
+        self._timers.pop(timer.number, None)
+        if len(self._due) > 2 * len(self._timers) + _UNUSED_COUNT_MIN:
+            self._make_heap()
+
+    def _make_heap(self) -> None:
+        self._due = [(self._due_ns(timer), number) for number, timer in self._timers.items()]
+        heapq.heapify(self._due)
+
+    def _due_ns(self, timer: Timer) -> int:
+        began_ns = timer.began_ns
+        if not self.jumps or began_ns is None:
+            return timer.detail
+        return timer.detail + sum(by_ns for since_ns, by_ns in self.jumps if began_ns < since_ns)
+
+    def jumped(self, since_ns: int, by_ns: int, scheduled: Iterable[Handler[Any, Any]]) -> None:
+        """The clock was stepped: what is to last a while, and what runs in each period, is due later by as much."""
+        self.jumps = [*self.jumps_that_count(), (since_ns, by_ns)]
+        self.jumped_to_ns = since_ns
+        self._make_heap()
+        for handler in scheduled:
+            if isinstance(handler.schedule, Period) and handler.method_id in self.schedules:
+                self.schedules[handler.method_id] += by_ns
+
+    def jumps_that_count(self) -> list[tuple[int, int]]:
+        """Those that some timer began before."""
+        if not self.jumps:
+            return []
+        first_ns = min((timer.began_ns for timer in self._timers.values() if timer.began_ns is not None), default=None)
+        return [] if first_ns is None else [jump for jump in self.jumps if first_ns < jump[0]]
+
+    def next_due_ns(self, scheduled: Iterable[Handler[Any, Any]]) -> int | None:
+        """When there is something to do next; None: never. A schedule that has not begun is due at once."""
+        while self._due and self._due[0][1] not in self._timers:
+            heapq.heappop(self._due)
+        due = [self.schedules.get(handler.method_id, 0) for handler in scheduled]
+        due += [self._due[0][0]] if self._due else []
+        return min(due, default=None)
+
+    def take_timers(self, time_ns: int) -> list[Timer]:
+        """Those that are due at ``time_ns``, in the order of their times."""
+        found = []
+        while self._due and self._due[0][0] <= time_ns:
+            _, number = heapq.heappop(self._due)
+            if (timer := self._timers.get(number)) is not None:
+                found.append(timer)
+        return found
+
+    def decide(self, time_ns: int, scheduled: Iterable[Handler[Any, Any]]) -> dict[int, int]:
+        """For the handlers with cron expressions that are due at ``time_ns``: when they are next. Not for replays."""
+        return {
+            handler.method_id: handler.schedule.next_ns(time_ns)
+            for handler in scheduled
+            if isinstance(handler.schedule, Cron) and self.schedules.get(handler.method_id, 0) <= time_ns
+        }
+
+    def take_schedules(
+        self, time_ns: int, decided: Mapping[int, int], scheduled: Iterable[Handler[Any, Any]]
+    ) -> list[Handler[Any, Any]]:
+        """The handlers that are due at ``time_ns``, each once, however often it would have been its turn.
+
+        ``decided``: see :meth:`decide`. A schedule that the log knows nothing of, in a replay, has not begun.
+        """
+        found, schedules = [], {}
+        for handler in scheduled:
+            due_ns = self.schedules.get(handler.method_id)
+            if due_ns is not None and due_ns <= time_ns:
+                found.append(handler)
+            next_ns = due_ns
+            if due_ns is None or due_ns <= time_ns:
+                if isinstance(handler.schedule, Period):
+                    next_ns = handler.schedule.next_ns(time_ns, due_ns)
+                else:
+                    next_ns = decided.get(handler.method_id)
+            if next_ns is not None:
+                schedules[handler.method_id] = next_ns
+        self.schedules = schedules
+        return found

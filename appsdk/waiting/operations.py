@@ -1,0 +1,184 @@
+"""The waits that a journal knows: calls of other instances, one's own handlers, timers and events.
+
+Effects are in :mod:`appsdk.waiting.effects`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from appsdk.calls.codec import ArgumentCodec, encoder
+from appsdk.handlers.decorators import Handler
+from appsdk.state.journal import TIMER, Described, Pending, decode_raised
+from appsdk.waiting.waits import Fibers, Wait
+from protocol.checksum import crc64
+
+NOTHING = encoder.encode(None)
+
+
+class Owner(Fibers):
+    """An ``async def`` handler that runs, as what it waits for knows it: an :class:`appsdk.waiting.task.Task`.
+
+    ``number``: its own in the life of the instance. ``generation``: how often it has gone on with continue_as.
+    """
+
+    __slots__ = ("generation", "number")
+
+    number: int
+    generation: int
+
+    @property
+    def name(self) -> str:
+        raise NotImplementedError
+
+    def begin(self, operation: Operation) -> None:
+        """It is awaited: do it, or take it from the journal."""
+        raise NotImplementedError
+
+    def forget(self, operation: Operation) -> None:
+        """Nobody waits for it any more."""
+        raise NotImplementedError
+
+
+class Operation(Wait[Any]):
+    """``number`` is its own in the life of the instance; 0 while it has none: it is done at once, or is in the journal.
+
+    ``step``, ``what`` and ``detail``: see :mod:`appsdk.state.journal`.
+    """
+
+    __slots__ = ("detail", "number", "step", "task", "what")
+
+    def __init__(self, task: Owner, what: str, detail: int = 0) -> None:
+        super().__init__(task)
+        self.task = task
+        self.what = what
+        self.detail = detail
+        self.step = 0
+        self.number = 0
+
+    def __str__(self) -> str:
+        return self.what
+
+    def _start(self) -> None:
+        self.task.begin(self)
+
+    def _drop(self) -> None:
+        self.task.forget(self)
+
+    @property
+    def is_immediate(self) -> bool:
+        return False
+
+    def decode(self, value: bytes) -> Any:
+        """Raises msgspec.DecodeError."""
+        return None
+
+    def decode_error(self, value: bytes) -> Exception:
+        """Raises msgspec.DecodeError, LookupError."""
+        return decode_raised({}, self.what, value)
+
+    def outcome(self, raised: bool, value: bytes) -> tuple[Any, Exception | None]:
+        """(what came, None) or (None, the exception). Raises what the decoders raise."""
+        return (None, self.decode_error(value)) if raised else (self.decode(value), None)
+
+    def pending(self) -> Pending:
+        return Pending(self.step, self.what, self.detail, self.number)
+
+    def fits(self, saved: Described) -> bool:
+        return (saved.what, saved.detail) == (self.what, self.detail)
+
+
+class Target:
+    """A handler that can be waited for, of one destination ("" is oneself): what all calls of it have in common.
+
+    ``handler`` is what the log calls, ``called`` what runs: an overridden one, by ``super()``.
+    """
+
+    __slots__ = ("called", "codec", "destination", "handler", "is_call", "is_overridden", "send", "what")
+
+    def __init__(
+        self, destination: str, handler: Handler[Any, Any], called: Handler[Any, Any], codec: ArgumentCodec
+    ) -> None:
+        self.destination = destination
+        self.handler = handler
+        self.called = called
+        self.codec = codec
+        self.is_overridden = called is not handler and called.is_async
+        self.is_call = bool(destination) or called.is_async  # else a step
+        self.what = f"call {destination or 'self'}.{called.name}" if self.is_call else f"step {called.name}"
+        self.send: Callable[[tuple[Any, ...]], None] | None = None  # made with the first call
+
+
+class _HandlerOperation(Operation):
+    """With arguments, which are encoded when it begins."""
+
+    __slots__ = ("arguments", "encoded", "target")
+
+    def __init__(self, task: Owner, target: Target, arguments: tuple[Any, ...]) -> None:
+        super().__init__(task, target.what)
+        self.target = target
+        self.arguments = arguments
+        self.encoded = b""
+
+    def _start(self) -> None:
+        self.encode()
+        self.task.begin(self)
+        self.arguments, self.encoded = (), b""
+
+    def encode(self) -> None:
+        """Raises TypeError."""
+        try:
+            self.encoded = encoder.encode(self.arguments)
+        except Exception as error:
+            raise TypeError(f"{self.target.codec.name}: an argument can't be encoded: {error}") from None
+        self.detail = crc64(self.encoded)
+
+    def decode(self, value: bytes) -> Any:
+        return self.target.codec.decode_result(value)
+
+    def decode_error(self, value: bytes) -> Exception:
+        return decode_raised(self.target.called.raises, self.target.codec.name, value)
+
+
+class Step(_HandlerOperation):
+    """A ``def`` handler of one's own: it runs at once."""
+
+    __slots__ = ()
+
+    @property
+    def is_immediate(self) -> bool:
+        return True
+
+
+class Call(_HandlerOperation):
+    """A call of another instance's handler, or through the log of one's own that is an ``async def``."""
+
+    __slots__ = ()
+
+
+class Timer(Operation):
+    """Done once the time ``detail``, in ns since the Unix epoch, has come.
+
+    ``began_ns``: since when, for one that is to last a while whatever the clock is set to; None: for one that is not.
+    """
+
+    __slots__ = ("began_ns",)
+
+    def __init__(self, task: Owner, due_ns: int, began_ns: int | None = None) -> None:
+        super().__init__(task, TIMER, due_ns)
+        self.began_ns = began_ns
+
+
+class Event(Operation):
+    """Done when somebody signals ``name``."""
+
+    __slots__ = ("_decode", "name")
+
+    def __init__(self, task: Owner, name: str, decode: Callable[[bytes], Any]) -> None:
+        super().__init__(task, f"event {name}")
+        self.name = name
+        self._decode = decode
+
+    def decode(self, value: bytes) -> Any:
+        return self._decode(value)

@@ -1,0 +1,307 @@
+"""The ``self`` of an ``async def`` handler: calls to wait for in place of attributes.
+
+It looks like the app: its class is that of the app, so that ``super()`` and ``isinstance`` work, and its methods are
+those of the class, with this ``self``. What is different is that its handlers and peers give something to await, and
+that attributes are refused: while a handler waits, others change them, and a recovery runs it again later.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import uuid
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
+from datetime import datetime, timedelta
+from random import Random
+from types import FrameType, FunctionType, MethodType
+from typing import Any, NoReturn
+
+from appsdk.calls.codec import encoder
+from appsdk.calls.context import datetime_of
+from appsdk.effects.options import EffectOptions, Effects, Retry
+from appsdk.errors import UsageError
+from appsdk.handlers.decorators import Handler, checked_raises
+from appsdk.handlers.definition import Peer
+from appsdk.handlers.proxy import find_handler
+from appsdk.handlers.schedules import TIME_NS_MAX
+from appsdk.waiting.effects import Effect
+from appsdk.waiting.operations import Call, Event, Step, Target, Timer
+from appsdk.waiting.signals import encode_signal
+from appsdk.waiting.task import Task
+from appsdk.waiting.waits import Gather, Race, Wait, as_wait
+
+_MISSING = object()
+
+
+class TaskSelf:
+    """See :class:`appsdk.Immortal` for what its methods do."""
+
+    __slots__ = ("_immortal_task",)
+
+    _immortal_task: Task
+
+    def __init__(self, task: Task) -> None:
+        object.__setattr__(self, "_immortal_task", task)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return self._immortal_task.tasks.definition.cls
+
+    def __repr__(self) -> str:
+        return f"<{self._immortal_task.tasks.definition.name} in {self._immortal_task.name}>"
+
+    @property
+    def _immortal_context(self) -> _Namespaces:
+        """What the handlers and peers of the class look themselves up in, for ``super()``."""
+        return _Namespaces(self._immortal_task)
+
+    # --- the class's own --------------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        task = self._immortal_task
+        member = task.tasks.members.get(name)
+        if member is not None:
+            return TaskHandler(task, member) if isinstance(member, Target) else TaskPeer(task, member)
+        definition = task.tasks.definition
+        found: Any = inspect.getattr_static(definition.cls, name, _MISSING)
+        if isinstance(found, Handler):
+            task.tasks.members[name] = target = task.tasks.target("", definition.handlers[name], found)
+            return TaskHandler(task, target)
+        if isinstance(found, Peer):
+            task.tasks.members[name] = found
+            return TaskPeer(task, found)
+        if isinstance(found, FunctionType):
+            return MethodType(found, self)
+        if isinstance(found, property) and found.fget is not None:
+            return found.fget(self)
+        schema = definition.state()
+        if name not in schema.fields and name not in schema.transient:
+            if found is not _MISSING:
+                return found.__get__(None, definition.cls) if hasattr(found, "__get__") else found
+            if name.startswith("__") or not hasattr(task.tasks.instance, name):
+                raise AttributeError(f"{definition.name!r} object has no attribute {name!r}")
+        raise _refused(task, "reads", name, sys._getframe(1))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise _refused(self._immortal_task, "sets", name, sys._getframe(1))
+
+    def __delattr__(self, name: str) -> None:
+        raise _refused(self._immortal_task, "deletes", name, sys._getframe(1))
+
+    # --- the SDK's --------------------------------------------------------------------------------------------------
+
+    def now(self) -> datetime:
+        return datetime_of(self._immortal_task.now_ns())
+
+    def now_ns(self) -> int:
+        return self._immortal_task.now_ns()
+
+    @property
+    def random(self) -> Random:
+        return self._immortal_task.random_at(sys._getframe(1))
+
+    def uuid4(self) -> uuid.UUID:
+        return self._immortal_task.uuid4_at(sys._getframe(1))
+
+    @property
+    def effect(self) -> TaskEffects:
+        return TaskEffects(self._immortal_task)
+
+    def sleep(self, duration: timedelta) -> Wait[None]:
+        if not isinstance(duration, timedelta):
+            raise UsageError(f"self.sleep({duration!r}): a timedelta was expected, such as timedelta(seconds=5)")
+        task = self._immortal_task
+        now_ns = task.now_ns()
+        return _timer(task, now_ns + duration // timedelta(microseconds=1) * 1000, now_ns)
+
+    def at(self, moment: datetime) -> Wait[None]:
+        if not isinstance(moment, datetime) or moment.tzinfo is None:
+            raise UsageError(
+                f"self.at({moment!r}): a datetime with a time zone was expected, such as self.now() + timedelta(days=1)"
+            )
+        return _timer(self._immortal_task, (moment - datetime_of(0)) // timedelta(microseconds=1) * 1000)
+
+    def gather(self, *awaitables: Awaitable[Any]) -> Wait[Any]:
+        task = self._immortal_task
+        return Gather(task, [as_wait(task, awaitable) for awaitable in awaitables])
+
+    def race(self, *awaitables: Awaitable[Any]) -> Wait[Any]:
+        if not awaitables:
+            raise UsageError("self.race(): nothing takes part, so nobody could win")
+        task = self._immortal_task
+        return Race(task, [as_wait(task, awaitable) for awaitable in awaitables])
+
+    def event(self, name: str, kind: Any = Any) -> Wait[Any]:
+        if not isinstance(name, str):
+            raise UsageError(f"self.event({name!r}): the name of an event is a str")
+        task = self._immortal_task
+        return Event(task, name, task.tasks.event_decoder(kind))
+
+    def signal(self, name: str, value: Any = None) -> None:
+        task = self._immortal_task
+        encoded = encode_signal(name, value)
+        if task.is_silent:
+            return
+        tasks = task.tasks
+        if tasks.signals_have_limit:
+            try:
+                tasks.events.require_room(name, encoded)
+            except UsageError as error:  # the handler ends, whatever it catches: a rebuild would not refuse it again
+                raise task.abandon(error) from error
+        tasks.events.signal(name, encoded)
+
+    def continue_as(self, *arguments: Any, **keywords: Any) -> NoReturn:
+        task = self._immortal_task
+        codec = task.tasks.codec(task.handler)
+        bound = codec.bind(arguments, keywords)
+        try:
+            encoded = encoder.encode(bound)
+            codec.decode(encoded)
+        except Exception as error:
+            raise TypeError(f"{task.name}: self.continue_as: an argument is not what it takes: {error}") from None
+        task.continue_as(encoded)
+
+
+def _timer(task: Task, due_ns: int, began_ns: int | None = None) -> Timer:
+    if due_ns > TIME_NS_MAX:
+        raise UsageError("a timer can be set up to the year 2262: wait for an earlier time, and then again")
+    return Timer(task, max(due_ns, 0), began_ns)
+
+
+def _refused(task: Task, verb: str, name: str, frame: FrameType) -> UsageError:
+    file = frame.f_code.co_filename
+    if file.startswith(os.getcwd() + os.sep):
+        file = os.path.relpath(file)
+    return UsageError(
+        f"{file}, line {frame.f_lineno}: {frame.f_code.co_qualname} {verb} self.{name}: an async handler does not "
+        f"touch attributes, as others change them while it waits: move this line into a 'def' handler (@rpc) and await "
+        f"that: await self.<handler>(...)"
+    )
+
+
+# --- handlers and peers -----------------------------------------------------------------------------------------------
+
+
+class TaskHandler:
+    """A handler, one's own or a peer's: calling it gives something to await."""
+
+    __slots__ = ("_target", "_task")
+
+    def __init__(self, task: Task, target: Target) -> None:
+        self._task = task
+        self._target = target
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Awaitable[Any]:
+        task, target = self._task, self._target
+        if target.is_overridden:  # the log would call the overriding one
+            coroutine: Awaitable[Any] = target.called.function(TaskSelf(task), *arguments, **keywords)
+            return coroutine
+        bound = target.codec.bind(arguments, keywords)
+        _ = target.codec.decode_result  # raises here, where the call is made
+        return Call(task, target, bound) if target.is_call else Step(task, target, bound)
+
+    step = __call__
+
+    def fork(self, *arguments: Any, **keywords: Any) -> None:
+        if not self._task.is_silent:
+            self._task.tasks.fork(self._target.destination, self._target.handler)(*arguments, **keywords)
+
+
+class TaskPeer:
+    """Another instance."""
+
+    __slots__ = ("_immortal_peer", "_immortal_task")
+
+    def __init__(self, task: Task, source: Peer) -> None:
+        self._immortal_task = task
+        self._immortal_peer = source
+
+    def __repr__(self) -> str:
+        return f"<peer {self._immortal_peer.name!r}>"
+
+    def __getattr__(self, name: str) -> TaskHandler:
+        source, tasks = self._immortal_peer, self._immortal_task.tasks
+        target = tasks.peer_targets.get((source, name))
+        if target is None:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            handler = find_handler(source.resolve(), name)
+            target = tasks.peer_targets[source, name] = tasks.target(source.name, handler, handler)
+        return TaskHandler(self._immortal_task, target)
+
+
+class _Namespaces:
+    """Stands in for a Context where a property of the class looks itself up by its key."""
+
+    __slots__ = ("_task",)
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+
+    @property
+    def handlers(self) -> _ByKey:
+        definition = self._task.tasks.definition
+        task = self._task
+
+        def find(key: str) -> TaskHandler:
+            found = definition.by_key[key]
+            return TaskHandler(task, task.tasks.target("", definition.handlers[found.name], found))
+
+        return _ByKey(find)
+
+    @property
+    def peers(self) -> _ByKey:
+        return _ByKey(lambda key: TaskPeer(self._task, self._task.tasks.definition.peers_by_key[key]))
+
+
+class _ByKey:
+    __slots__ = ("_find",)
+
+    def __init__(self, find: Callable[[str], Any]) -> None:
+        self._find = find
+
+    def __getattr__(self, key: str) -> Any:
+        return self._find(key)
+
+
+class TaskEffects(Effects):
+    """``self.effect`` of an ``async def`` handler."""
+
+    __slots__ = ("_options", "_task")
+
+    def __init__(self, task: Task, options: EffectOptions | None = None) -> None:
+        self._task = task
+        self._options = options or EffectOptions()
+
+    def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Awaitable[Any]:
+        found = self._task.tasks.effects.function(function)
+        return Effect(self._task, found, found.codec.bind(args, kwargs), self._options)
+
+    def options(
+        self,
+        *,
+        retry: Retry | None = None,
+        timeout: timedelta | None = None,
+        raises: Iterable[type[Exception]] | None = None,
+        key: str | None = None,
+    ) -> Effects:
+        options = self._options
+        if retry is not None:
+            if not isinstance(retry, Retry):
+                raise UsageError(f"self.effect.options(retry={retry!r}): Retry(attempts=...) was expected")
+            options = replace(options, retry=retry)
+        if timeout is not None:
+            if not isinstance(timeout, timedelta) or timeout <= timedelta():
+                raise UsageError(
+                    f"self.effect.options(timeout={timeout!r}): a timedelta was expected, such as timedelta(seconds=5)"
+                )
+            options = replace(options, timeout=timeout)
+        if raises is not None:
+            options = replace(options, raises=checked_raises("self.effect.options", raises))
+        if key is not None:
+            if not isinstance(key, str) or not key:
+                raise UsageError(f"self.effect.options(key={key!r}): a str was expected that is not empty")
+            options = replace(options, key=key)
+        return TaskEffects(self._task, options)

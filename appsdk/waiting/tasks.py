@@ -1,0 +1,343 @@
+"""The ``async def`` handlers of an instance that wait, what they wait for, and the answers to those who wait for it.
+
+All of it follows from the log: a message starts a handler, answers a call, tells the time or runs a ``def`` handler
+that signals an event. Each handler goes on until it waits again before the next one does, first woken first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from appsdk.calls.codec import encoder
+from appsdk.calls.context import QUERY_RUNS, Context
+from appsdk.calls.failures import encode_failed, forked, reference, refusal, verdict_on
+from appsdk.calls.outbox import make_writer
+from appsdk.errors import AS_RPC, HandlerError, QueryError, UsageError
+from appsdk.handlers.decorators import CLOCK_METHOD_ID, Handler
+from appsdk.handlers.definition import Definition
+from appsdk.state.journal import WAYS_OUT, JournalError, SavedTask, SavedTasks, declared_name, encode_raised
+from appsdk.waiting.clock import Clock
+from appsdk.waiting.effects import EffectResult
+from appsdk.waiting.host import Host
+from appsdk.waiting.operations import NOTHING, Call, Event
+from appsdk.waiting.signals import encode_signal
+from appsdk.waiting.task import Task
+from appsdk.waiting.task_self import TaskSelf
+from protocol.client import Caller
+from protocol.messages import RpcKind, RpcType
+from protocol.verdicts import Cause, Verdict
+
+
+class _ReturnedValue(msgspec.Struct, array_like=True, gc=False):
+    number: int  # of the call
+    value: msgspec.Raw
+
+
+class _ReturnedNothing(msgspec.Struct, array_like=True, gc=False):
+    number: int
+
+
+_take_call_number = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+_RETURNED_VALUE, _RETURNED_NOTHING, _RAISED = RpcKind.RETURNED_VALUE, RpcKind.RETURNED_NOTHING, RpcKind.RAISED
+# ... found faster than an enum's attributes
+_decode_value = msgspec.msgpack.Decoder(_ReturnedValue).decode
+_decode_nothing = msgspec.msgpack.Decoder(_ReturnedNothing).decode
+_write_time = make_writer("the clock", CLOCK_METHOD_ID, RpcType.IMPULSE)
+
+
+class Tasks(Host):
+    """Those of one instance."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._tasks: dict[int, Task] = {}
+        self._failed_wait: bytes | None = None  # what comes in place of all that is waited for
+        self._told_ns: int | None = None  # the time in an impulse that is on its way
+        self._scheduled: list[Handler[Any, Any]] = []
+
+    def make_self(self, task: Any) -> TaskSelf:
+        return TaskSelf(task)
+
+    def use(self, definition: Definition, instance: Any) -> None:
+        """From here on this class's code runs. Raises JournalError where it is not what those that wait ran."""
+        saved = self.save()
+        self.definition, self.instance = definition, instance
+        self.handler_runs.use(definition, instance)
+        self.members.clear()
+        self.peer_targets.clear()
+        self._scheduled = [handler for handler in definition.handlers.values() if handler.schedule]
+        if saved is not None:
+            self.restore(saved)
+
+    # --- what waits -------------------------------------------------------------------------------------------------
+
+    @property
+    def count(self) -> int:
+        return len(self._tasks)
+
+    def save(self) -> SavedTasks | None:
+        """None where there is nothing to save, as in each app without ``async def`` and schedules."""
+        if self._next_number == 1 and not self.events.kept and not self.clock.schedules:
+            return None
+        return SavedTasks(
+            next_number=self._next_number,
+            tasks=[task.save() for task in self._tasks.values()],
+            signals={name: list(values) for name, values in self.events.kept.items()},
+            schedules=dict(self.clock.schedules),
+            jumps=self.clock.jumps_that_count(),
+            jumped_to_ns=self.clock.jumped_to_ns,
+        )
+
+    def restore(self, saved: SavedTasks) -> None:
+        """Run all that waited again. Raises JournalError."""
+        self._queue.clear()
+        self.ready.clear()
+        self.calls.clear()
+        self.effects.forget_all()
+        self.clock = Clock()
+        self.clock.schedules = dict(saved.schedules)
+        self.clock.jumps = list(saved.jumps)
+        self.clock.jumped_to_ns = saved.jumped_to_ns
+        self.events.restore(saved.signals)
+        self._next_number = saved.next_number
+        self._tasks.clear()
+        for one in saved.tasks:
+            self._tasks[one.number] = Task.rebuild(self, self._handler_of(one), one)
+        self.events.sort()
+
+    def _handler_of(self, saved: SavedTask) -> Handler[Any, Any]:
+        handler = self.definition.by_method_id.get(saved.method_id)
+        if handler is None or not handler.is_async:
+            has = "no such handler" if handler is None else f"{handler.name} there, which is no 'async def'"
+            raise JournalError(
+                f"an async handler with the method ID {saved.method_id} waits, and {self.definition.name} has {has}; "
+                f"the app stops\n{WAYS_OUT}"
+            )
+        return handler
+
+    # --- what handlers do -------------------------------------------------------------------------------------------
+
+    def signal(self, name: str, value: Any) -> None:
+        """Of a ``def`` handler."""
+        if self.context.handling_thread_id == QUERY_RUNS:
+            raise QueryError(f"self.signal: a query only reads, and signals nobody: {AS_RPC}")
+        if threading.get_ident() != self.context.handling_thread_id:
+            raise UsageError(
+                "self.signal: only handlers signal: what hooks, __init__, prepare and upgrade do is not in the log; "
+                "send an impulse to a handler that does it"
+            )
+        encoded = encode_signal(name, value)
+        if self.signals_have_limit:
+            self.events.require_room(name, encoded)
+        self.events.signal(name, encoded)
+        if not self.definition.has_tasks:  # so nobody waits, and nobody else lets it through
+            self.drain()
+
+    # --- what the log brings ----------------------------------------------------------------------------------------
+
+    def receiver(self, handler: Handler[Any, Any], *, wakes: bool) -> Callable[..., None]:
+        """What handles a fork or impulse of ``handler``. ``wakes``: there may be handlers that wait for its signals.
+
+        Without, and with nothing special about it, it is the ``def`` handler itself.
+        """
+        if handler.is_async:
+
+            def start(instance: object, *arguments: Any) -> None:
+                self._start(handler, arguments, None, 0)
+
+            return start
+        if handler.raises:
+
+            def run(instance: object, *arguments: Any) -> None:
+                self.handler_runs.run_handler(handler, arguments, waits=False)
+                self.drain()
+
+            return run
+        function: Callable[..., None] = partial(self.queries.run, handler) if handler.is_query else handler.function
+        return self.waking(function) if wakes else function
+
+    def waking(self, function: Callable[..., None]) -> Callable[..., None]:
+        """``function``, and then whoever waited for what it has signalled."""
+
+        def run(instance: object, *arguments: Any) -> None:
+            function(instance, *arguments)
+            self.drain()
+
+        return run
+
+    def answering_receiver(self, handler: Handler[Any, Any]) -> Callable[..., None]:
+        """What handles a call of ``handler`` whose caller waits: (instance, caller, number of the call, arguments)."""
+        if handler.is_async:
+
+            def start(instance: object, caller: str, number: int, *arguments: Any) -> None:
+                self._start(handler, arguments, caller, number)
+
+            return start
+
+        def run(instance: object, caller: str, number: int, *arguments: Any) -> None:
+            self.answers.answer(handler, caller, number, *self.handler_runs.run_handler(handler, arguments))
+            self.drain()
+
+        return run
+
+    def _start(
+        self, handler: Handler[Any, Any], arguments: tuple[Any, ...], caller: str | None, call_number: int
+    ) -> None:
+        number = self.draw_number()
+        time_ns = self.context.record_time_ns or 0
+        task = self._tasks[number] = Task(
+            self, handler, number, encoder.encode(arguments), caller, call_number, time_ns
+        )
+        task.advance()
+        if task.is_done:
+            self._end(task)
+        self.drain()
+
+    def _end(self, task: Task) -> None:
+        del self._tasks[task.number]
+        value, error = task.result()
+        declared = None if error is None else declared_name(task.handler.raises, error)
+        if error is not None and declared is None:
+            self._end_failed(task, task.failure(error))
+            return
+        if task.caller is None:
+            return
+        arguments = task.decoded_arguments()
+        if error is not None and declared is not None:
+            raised, encode = True, partial(encode_raised, declared, error)
+        else:
+            raised, encode = False, partial(self.handler_runs.result, task.handler, value)
+        try:
+            encoded = self.handler_runs.encoded(task.handler, arguments, encode)
+        except HandlerError as problem:
+            self._end_failed(task, problem)
+            return
+        self.answers.answer(task.handler, task.caller, task.call_number, raised, encoded)
+
+    def _end_failed(self, task: Task, error: HandlerError) -> None:
+        """An async handler has changed no state by itself, so there is nothing to undo: who waits is told."""
+        failure = error.failure
+        if failure is None:
+            raise error
+        for operation in list(task.pending.values()):
+            operation.cancel()
+        failed = replace(failure, policy="keep", task=task.number)
+        verdict = verdict_on(error, failed, task.caller, forked(task.handler.method_id, task.arguments))
+        verdict = self.handler_runs.verdicts.get(verdict.key, verdict)
+        if not self.handler_runs.tell(verdict):
+            raise error
+        if task.caller is not None:
+            self.answers.answer_verdict(verdict, Caller(task.caller, task.call_number, task.handler.method_id))
+
+    def drain(self) -> None:
+        """Let all go on that was woken. Raises HandlerError."""
+        queue = self._queue
+        while queue:
+            queue.popleft()()
+
+    @contextmanager
+    def failing_waits(self, verdict: Verdict) -> Iterator[None]:
+        """Whoever is woken meanwhile finds that what it waited for has failed, as ``verdict`` says."""
+        where = reference(self.context.instance_name, verdict.sequence_id, verdict.message_index)
+        self._failed_wait = encode_failed(verdict.type_name or verdict.kind.name.capitalize(), verdict.text, where)
+        try:
+            yield
+        finally:
+            self._failed_wait = None
+
+    def _resolve(self, operation: Any, raised: bool, value: bytes) -> None:
+        if not operation.is_over:
+            if self._failed_wait is not None:
+                raised, value = True, self._failed_wait
+            task = operation.task
+            task.resolve(operation, raised, value, self.context.record_time_ns or 0)
+            if task.is_done:
+                self._end(task)
+
+    def _signalled(self, event: Event, value: bytes) -> None:
+        self._resolve(event, False, value)
+
+    def answered(self, kind: RpcKind, data: bytes) -> None:
+        """An answer has come. One that nobody waits for any more is left alone. Raises HandlerError."""
+        try:
+            if kind is _RETURNED_VALUE:
+                returned = _decode_value(data)
+                number, value = returned.number, bytes(returned.value)
+            elif kind is _RETURNED_NOTHING:
+                number, value = _decode_nothing(data).number, NOTHING
+            else:
+                number_raw, *rest = _take_call_number(data)
+                number, value = msgspec.msgpack.decode(number_raw, type=int), encoder.encode(rest)
+        except (msgspec.DecodeError, ValueError, IndexError, UnicodeDecodeError) as error:
+            raise self._wrong_answer(Cause.UNREADABLE, f"an answer that can't be read: {error}") from None
+        if (call := self.calls.get(number)) is not None:
+            if not self._was_called(call):
+                if self._failed_wait is None:
+                    text = f"an answer of {self.context.source!r} to call {number}, which went to somebody else"
+                    raise self._wrong_answer(Cause.SENDER, text)
+                return
+            self._resolve(call, kind is _RAISED, value)
+            if self._queue:
+                self.drain()
+
+    def _was_called(self, call: Call) -> bool:
+        """Whether the answer that is handled is from whom ``call`` went to. What the instance says itself is."""
+        source = self.context.source
+        return not source or source == call.target.destination
+
+    def _wrong_answer(self, cause: Cause, text: str) -> HandlerError:
+        context = self.context
+        return HandlerError(
+            f"record {context.sequence_id}, message {context.message_index}: {text}; the app stops",
+            context.sequence_id,
+            context.message_index,
+            refusal("an answer", None, cause, text),
+        )
+
+    def effect_done(self, result: EffectResult) -> None:
+        """An effect has returned or raised. Raises HandlerError."""
+        if (effect := self.effects.take(result)) is not None:
+            self._resolve(effect, result.raised, bytes(result.value))
+            self.drain()
+
+    # --- time -------------------------------------------------------------------------------------------------------
+
+    def told_time(self, time_ns: int, decided: Mapping[int, int], jumped_ns: int = 0) -> None:
+        """The log says what time it is: timers and schedules up to then are due. Raises HandlerError.
+
+        ``decided``: when schedules by cron expressions are due next. ``jumped_ns``: by how much the clock was stepped.
+        """
+        if jumped_ns:
+            self.clock.jumped(time_ns, jumped_ns, self._scheduled)
+        if self._told_ns is not None and time_ns >= self._told_ns:
+            self._told_ns = None
+        for handler in self.clock.take_schedules(time_ns, decided, self._scheduled):
+            self.fork("", handler)()
+        for timer in self.clock.take_timers(time_ns):
+            self._queue.append(partial(self._resolve, timer, False, NOTHING))
+        self.drain()
+
+    @property
+    def next_due_ns(self) -> int | None:
+        """When :meth:`tell_time` is to be called; None: not yet, or never."""
+        return None if self._told_ns is not None else self.clock.next_due_ns(self._scheduled)
+
+    def tell_time(self, time_ns: int) -> None:
+        """Put the time into the log, as an impulse to oneself."""
+        self._told_ns = time_ns
+        decided = self.clock.decide(time_ns, self._scheduled)
+        self.context.outbox.impulses.append_own(_write_time, (time_ns, decided) if decided else (time_ns,))
+
+    def tell_jump(self, time_ns: int, jumped_ns: int) -> None:
+        """Put it into the log that the clock was stepped by ``jumped_ns``, to ``time_ns``."""
+        # What sleeps may be in records that are still to come.
+        if self._scheduled or any(handler.is_async for handler in self.definition.handlers.values()):
+            decided = self.clock.decide(time_ns, self._scheduled)
+            self.context.outbox.impulses.append_own(_write_time, (time_ns, decided, jumped_ns))

@@ -1,0 +1,204 @@
+"""Awaited calls between two services with durable logs, beside what the disk alone takes.
+
+Both take turns, so that what else the machine does meets them alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import Popen
+from types import MappingProxyType
+
+from bench.call_workload import Measured, Run, decode_measured, encode_run
+from bench.disk import append_latencies
+from bench.latency import percentile
+from bench.processes import BenchError, Service, cpu_s, register
+from bench.turns import TurnCosts, measure_turns
+
+CALL_APPS = {"caller": "bench.call_apps:Caller", "callee": "bench.call_apps:Callee"}
+IMMORTAL = "immortal"
+WARM_UP_CALLS = 200
+DISK_BLOCK_SIZE_BYTES = 4 << 10  # about what the commit of a small record writes
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    median: float
+    lowest: float
+    highest: float
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One number of calls outstanding. ``cpu_us_per_call``: of all processes together, and by process."""
+
+    outstanding: int
+    calls: int  # in all turns
+    p50_us: Spread
+    p99_us: Spread
+    calls_per_s: Spread
+    cpu_us_per_call: float
+    cpu_us_per_call_by_process: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class CallResults:
+    size_bytes: int
+    repeats: int
+    columns: list[Column]
+    disk_p50_us: Spread  # append and fdatasync of DISK_BLOCK_SIZE_BYTES
+    disk_p99_us: Spread
+    turns: TurnCosts
+
+
+class Caller:
+    """The processes of one implementation; the first takes the runs."""
+
+    def __init__(self, name: str, processes: dict[str, Popen[str]], check_alive: Callable[[], None]) -> None:
+        self.name = name
+        self.cpu_s = dict.fromkeys(processes, 0.0)  # of all runs that were measured
+        self._processes = processes
+        self._process = next(iter(processes.values()))
+        self._check_alive = check_alive
+
+    def run(self, run: Run) -> Measured:
+        """Raises BenchError."""
+        process = self._process
+        if process.stdin is None or process.stdout is None:
+            raise BenchError(f"{self.name} was not started")
+        before = {name: cpu_s(one.pid) for name, one in self._processes.items()}
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(encode_run(run))
+            process.stdin.flush()
+        line = process.stdout.readline()
+        if not line:
+            process.wait()
+            self._check_alive()
+            raise BenchError(f"{self.name} said nothing and ended with status {process.returncode}")
+        for name, one in self._processes.items():
+            self.cpu_s[name] += cpu_s(one.pid) - before[name]
+        measured = decode_measured(line)
+        if measured.calls != run.calls:
+            raise BenchError(f"{self.name} made {measured.calls} calls, {run.calls} were asked for")
+        return measured
+
+
+def run_call_benchmark(
+    outstanding: Sequence[int],
+    *,
+    size_bytes: int,
+    seconds: float,
+    repeats: int,
+    folder: Path | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> CallResults:
+    """Measure each number of calls ``outstanding`` for about ``seconds``, ``repeats`` times, in turns.
+
+    ``folder``: where the logs go, the system's temporary folder by default. Raises BenchError.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="immortal-bench-", dir=folder) as home,
+        immortal_caller(Path(home) / "home") as caller,
+    ):
+        columns: list[Column] = []
+        disk: list[list[float]] = []
+        for count in outstanding:
+            progress(f"{count} outstanding: warming up")
+            rate = warm_up(caller, count, size_bytes, seconds)
+            caller.cpu_s = dict.fromkeys(caller.cpu_s, 0.0)
+            turns: list[Measured] = []
+            for turn in range(repeats):
+                progress(f"{count} outstanding: {turn + 1} of {repeats}")
+                disk.append(append_latencies(Path(home), DISK_BLOCK_SIZE_BYTES))
+                turns.append(caller.run(run_for(count, size_bytes, rate, seconds)))
+            columns.append(_column(caller, count, turns))
+        return CallResults(
+            size_bytes,
+            repeats,
+            columns,
+            _spread([1e6 * percentile(ordered, 50) for ordered in disk]),
+            _spread([1e6 * percentile(ordered, 99) for ordered in disk]),
+            measure_turns(),
+        )
+
+
+def run_for(outstanding: int, size_bytes: int, calls_per_s: float, seconds: float) -> Run:
+    return Run(outstanding, max(1, round(calls_per_s * seconds / outstanding)), size_bytes)
+
+
+def warm_up(caller: Caller, outstanding: int, size_bytes: int, seconds: float) -> float:
+    """Calls/s, roughly: the first run finds the processes cold, the second one says how much fits into a run."""
+    calls_per_s = WARM_UP_CALLS / seconds
+    for _ in range(2):
+        measured = caller.run(run_for(outstanding, size_bytes, calls_per_s, seconds))
+        calls_per_s = measured.calls_per_s / 4
+    return measured.calls_per_s
+
+
+def _column(caller: Caller, outstanding: int, turns: list[Measured]) -> Column:
+    calls = sum(one.calls for one in turns)
+    by_process = {name: 1e6 * spent_s / calls for name, spent_s in caller.cpu_s.items()}
+    return Column(
+        outstanding,
+        calls,
+        _spread([one.p50_us for one in turns]),
+        _spread([one.p99_us for one in turns]),
+        _spread([one.calls_per_s for one in turns]),
+        sum(by_process.values()),
+        by_process,
+    )
+
+
+def _spread(values: list[float]) -> Spread:
+    return Spread(statistics.median(values), min(values), max(values))
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def running(services: Mapping[str, Service]) -> Iterator[None]:
+    """All of them up, until the end."""
+    try:
+        for service in services.values():
+            service.start()
+        for service in services.values():
+            service.wait_for_phase("normal")
+        yield
+    finally:
+        for service in services.values():
+            service.kill()
+
+
+@contextlib.contextmanager
+def immortal_caller(
+    home: Path,
+    apps: Mapping[str, str] = CALL_APPS,
+    variables: Mapping[str, str] = MappingProxyType({}),
+    *,
+    name: str = IMMORTAL,
+    curve: bool = False,
+) -> Iterator[Caller]:
+    """The first of ``apps`` takes the runs. ``variables``: of the environment of all processes."""
+    services = register(home, dict(apps), dict(variables), curve=curve)
+    with running(services):
+        yield Caller(name, processes_of(services), lambda: _check_alive(services))
+
+
+def processes_of(services: Mapping[str, Service]) -> dict[str, Popen[str]]:
+    processes = {}
+    for name, service in services.items():
+        for what, process in (("app", service.app), ("coordinator", service.coordinator)):
+            if process is not None:
+                processes[f"{name}'s {what}"] = process
+    return processes
+
+
+def _check_alive(services: Mapping[str, Service]) -> None:
+    for service in services.values():
+        service.check_alive()

@@ -1,0 +1,186 @@
+"""Many instances on one machine, each of which calls others: do they start, work and stop, and what do they cost?"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.fleet_app import CALLS_VARIABLE, NAME_VARIABLE, NEIGHBOURS_VARIABLE
+from bench.processes import BenchError, Service, register
+from bench.state import final_state
+from bench.usage import MIB, memory_of, processor_s
+
+APP = "bench.fleet_app:Member"
+NEIGHBOURS = 10
+CALLS = 100  # to each neighbour
+IDLE_S = 30.0
+STARTED_AT_ONCE = 8  # more would only wait for each other's imports
+STEP_TIMEOUT_S = 900.0  # for all to start, to have made their calls, or to stop
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """What processes of one kind use while nothing happens: the mean and the most of one process."""
+
+    resident_mib: tuple[float, float]
+    proportional_mib: tuple[float, float]
+    own_mib: tuple[float, float]
+    processor_percent: tuple[float, float]  # of one core
+
+
+@dataclass(frozen=True, slots=True)
+class FleetResult:
+    """``calls`` in all, each counted by who executed it, in the state that its clean stop left in the log."""
+
+    instances: int
+    neighbours: int
+    calls: int
+    start_s: float
+    work_s: float  # from the last instance's start; the first ones had begun by then
+    stop_s: float
+    coordinators: Idle
+    apps: Idle
+
+
+def measure_fleet(
+    instances: int,
+    *,
+    neighbours: int = NEIGHBOURS,
+    calls: int = CALLS,
+    idle_s: float = IDLE_S,
+    curve: bool = False,
+    folder: Path | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> FleetResult:
+    """Start ``instances``, each with its app, let each make ``calls`` to each of ``neighbours`` others, stop them.
+
+    ``folder``: where the logs go, the system's temporary folder by default. Raises BenchError.
+    """
+    neighbours = min(neighbours, instances - 1)
+    if neighbours < 1:
+        raise BenchError(f"a fleet of {instances} has nobody to call: 2 instances at least")
+    with tempfile.TemporaryDirectory(prefix="immortal-fleet-", dir=folder) as home:
+        names = [f"member-{number:03d}" for number in range(instances)]
+        progress(f"registering {instances} instances")
+        services = register(Path(home), dict.fromkeys(names, APP), {CALLS_VARIABLE: str(calls)}, curve=curve)
+        callers: dict[str, list[str]] = {name: [] for name in names}
+        for number, (name, service) in enumerate(services.items()):
+            called = [names[(number + step) % instances] for step in range(1, neighbours + 1)]
+            for other in called:
+                callers[other].append(name)
+            service.environment |= {NAME_VARIABLE: name, NEIGHBOURS_VARIABLE: ",".join(called)}
+        try:
+            return _measure(list(services.values()), callers, neighbours, calls, idle_s, progress)
+        finally:
+            for service in services.values():
+                service.kill()
+
+
+def _measure(
+    services: Sequence[Service],
+    callers: dict[str, list[str]],
+    neighbours: int,
+    calls: int,
+    idle_s: float,
+    progress: Callable[[str], None],
+) -> FleetResult:
+    begun = time.perf_counter()
+    for first in range(0, len(services), STARTED_AT_ONCE):
+        progress(f"starting, {first} of {len(services)} run")
+        group = services[first : first + STARTED_AT_ONCE]
+        for service in group:
+            service.start()
+        for service in group:
+            service.wait_for_phase("normal", timeout_s=STEP_TIMEOUT_S)
+    started = time.perf_counter()
+    for number, service in enumerate(services):
+        progress(f"calling, {number} of {len(services)} have all of theirs")
+        _wait_for_calls(service, callers[service.settings.name], calls)
+    worked = time.perf_counter()
+    progress(f"idle for {idle_s:.0f} s")
+    coordinators, apps = _idle(services, idle_s)
+    progress("stopping")
+    stopping = time.perf_counter()
+    _stop(services)
+    stopped = time.perf_counter()
+    progress("counting")
+    for service in services:
+        _check_state(service, callers[service.settings.name], calls)
+    return FleetResult(
+        len(services),
+        neighbours,
+        len(services) * neighbours * calls,
+        start_s=started - begun,
+        work_s=worked - started,
+        stop_s=stopped - stopping,
+        coordinators=coordinators,
+        apps=apps,
+    )
+
+
+def _wait_for_calls(service: Service, callers: Sequence[str], calls: int) -> None:
+    def has_all(status: dict[str, object]) -> bool:
+        inputs, outputs = status["inputs"], status["outputs"]
+        assert isinstance(inputs, dict)
+        assert isinstance(outputs, dict)
+        received = all(inputs.get(name, {}).get("position") == calls for name in callers)
+        return received and not status["backlog_records"] and not status["unsent_bytes"]
+
+    service.wait_for(has_all, f"has not all {calls} calls of each of {len(callers)} callers", STEP_TIMEOUT_S)
+
+
+def _idle(services: Sequence[Service], idle_s: float) -> tuple[Idle, Idle]:
+    """What coordinators and apps use over ``idle_s``."""
+    pids = [[process.pid for process in service.processes()] for service in services]
+    before = [[processor_s(pid) for pid in pair] for pair in pids]
+    begun = time.perf_counter()
+    time.sleep(idle_s)
+    seconds = time.perf_counter() - begun
+    after = [[processor_s(pid) for pid in pair] for pair in pids]
+    coordinators, apps = (
+        _summary(
+            [pair[kind] for pair in pids],
+            [late[kind] - early[kind] for early, late in zip(before, after, strict=True)],
+            seconds,
+        )
+        for kind in (0, 1)
+    )
+    for service in services:
+        service.check_alive()
+    return coordinators, apps
+
+
+def _summary(pids: Sequence[int], used_s: Sequence[float], seconds: float) -> Idle:
+    memories = [memory_of(pid) for pid in pids]
+    return Idle(
+        _mean_and_most(memory.resident / MIB for memory in memories),
+        _mean_and_most(memory.proportional / MIB for memory in memories),
+        _mean_and_most(memory.own / MIB for memory in memories),
+        _mean_and_most(100 * used / seconds for used in used_s),
+    )
+
+
+def _mean_and_most(values: Iterator[float]) -> tuple[float, float]:
+    found = list(values)
+    return sum(found) / len(found), max(found)
+
+
+def _stop(services: Sequence[Service]) -> None:
+    """A clean stop of all: the last checkpoint of each is behind its last record."""
+    deadline = time.perf_counter() + STEP_TIMEOUT_S
+    for first in range(0, len(services), STARTED_AT_ONCE):
+        group = services[first : first + STARTED_AT_ONCE]
+        for service in group:
+            service.ask_to_stop()
+        for service in group:
+            service.wait_until_stopped(max(0.0, deadline - time.perf_counter()))
+
+
+def _check_state(service: Service, callers: Sequence[str], calls: int) -> None:
+    counts = final_state(service, {"taken": dict[str, int]})["taken"]
+    if counts != dict.fromkeys(callers, calls):
+        name = service.settings.name
+        raise BenchError(f"{name!r} has counted {counts}, expected {calls} calls of each of {', '.join(callers)}")

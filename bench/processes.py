@@ -1,0 +1,190 @@
+"""The processes of a benchmark run, in a registry of its own. They die with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from coordinator.app import secret as app_secret
+from coordinator.config import InstanceSettings
+from coordinator.instances.registry import Registry
+from coordinator.operator import control
+from coordinator.peers import keys
+from coordinator.service.parent_death import die_with_parent
+from protocol.errors import ImmortalError
+
+START_TIMEOUT_S = 30.0
+POLL_INTERVAL_S = 0.002
+
+
+class BenchError(ImmortalError):
+    """The benchmark could not be run, or its result is wrong."""
+
+
+class Service:
+    """One instance: its coordinator and its app. Output that is not asked for goes to files in the registry."""
+
+    def __init__(self, settings: InstanceSettings, app: str, environment: dict[str, str]) -> None:
+        self.settings = settings
+        self.environment = environment  # of both
+        self._app = app
+        self.coordinator: subprocess.Popen[str] | None = None
+        self.app: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        settings = self.settings
+        with open(settings.folder / "errors.txt", "a") as errors:
+            self.coordinator = subprocess.Popen(
+                [sys.executable, "-P", "-m", "coordinator", "coordinator", settings.name],
+                env=self.environment,
+                stderr=errors,
+                text=True,
+                preexec_fn=die_with_parent(os.getpid()),
+            )
+            self.app = subprocess.Popen(
+                [sys.executable, "-P", "-m", "appsdk", self._app],
+                env={
+                    **self.environment,
+                    "IMMORTAL_APP_ADDRESS": settings.app_addresses[0],
+                    app_secret.SECRET_FILE_VARIABLE: str(app_secret.path(settings.folder)),
+                },
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                preexec_fn=die_with_parent(os.getpid()),
+            )
+
+    def check_alive(self) -> None:
+        for what, process in (("coordinator", self.coordinator), ("app", self.app)):
+            if process is not None and process.poll() is not None:
+                errors = (self.settings.folder / "errors.txt").read_text()
+                status = process.returncode
+                raise BenchError(f"{self.settings.name}'s {what} ended with status {status}:\n{errors[-2000:]}")
+
+    def status(self) -> dict[str, Any] | None:
+        """What the coordinator says; None while it is not up."""
+        self.check_alive()
+        try:
+            return control.query(self.settings.folder, "status", timeout_s=2.0)
+        except control.ControlError:
+            return None
+
+    def wait_for_phase(self, phase: str, *, timeout_s: float = START_TIMEOUT_S) -> float:
+        """Seconds until the coordinator is in ``phase``."""
+        return self.wait_for(
+            lambda status: status["phase"] == phase and not status["backlog_records"],
+            f"is not in phase {phase!r}",
+            timeout_s,
+        )
+
+    def wait_for(self, condition: Callable[[dict[str, Any]], bool], otherwise: str, timeout_s: float) -> float:
+        """Seconds until the coordinator's status fulfils ``condition``. Raises BenchError with ``otherwise``."""
+        begun = time.perf_counter()
+        while True:
+            status = self.status()
+            if status is not None and condition(status):
+                return time.perf_counter() - begun
+            if time.perf_counter() - begun > timeout_s:
+                raise BenchError(f"{self.settings.name!r} {otherwise} after {timeout_s:.0f} s; its status: {status}")
+            time.sleep(POLL_INTERVAL_S)
+
+    def processes(self) -> tuple[subprocess.Popen[str], subprocess.Popen[str]]:
+        """Coordinator and app. Raises BenchError where they were not started."""
+        if self.coordinator is None or self.app is None:
+            raise BenchError(f"{self.settings.name!r} was not started")
+        return self.coordinator, self.app
+
+    def ask_to_stop(self) -> None:
+        """For a last checkpoint and an end of both."""
+        self.processes()[0].terminate()
+
+    def wait_until_stopped(self, timeout_s: float) -> None:
+        """Raises BenchError where one ends with another status than 0, or not at all."""
+        for what, process in zip(("coordinator", "app"), self.processes(), strict=True):
+            try:
+                status = process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                raise BenchError(f"{self.settings.name}'s {what} has not stopped within {timeout_s:.0f} s") from None
+            if status:
+                self.check_alive()
+
+    def peak_memory_mib(self) -> tuple[float, float]:
+        """Peak resident memory of (coordinator, app)."""
+        return (
+            _peak_memory_mib(self.coordinator.pid if self.coordinator else 0),
+            _peak_memory_mib(self.app.pid if self.app else 0),
+        )
+
+    def kill(self) -> None:
+        """kill -9 for both, and wait until they are gone."""
+        for process in (self.app, self.coordinator):
+            if process is not None:
+                _kill(process)
+        self.app = self.coordinator = None
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):  # what it did not read
+                pipe.close()
+
+
+@contextlib.contextmanager
+def start_module(module: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """``python -m module``, with pipes for its standard input and output; killed at the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=die_with_parent(os.getpid()),
+    )
+    try:
+        yield process
+    finally:
+        _kill(process)
+
+
+def cpu_s(pid: int) -> float:
+    """What a process's threads have used of processors so far."""
+    spent_ns = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended just now
+            spent_ns += int((task / "schedstat").read_text().split()[0])
+    return spent_ns / 1e9
+
+
+def _peak_memory_mib(pid: int) -> float:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) / 1024
+    return 0.0
+
+
+def register(
+    home: Path, apps: dict[str, str], variables: dict[str, str], *, curve: bool = False, **settings: Any
+) -> dict[str, Service]:
+    """Register an instance for each (name, "module:Class") of ``apps`` in ``home``; with ``curve`` all have keys.
+
+    ``settings``: more of them, as ``Registry.register`` takes them.
+    """
+    registry = Registry(home)
+    environment = {**os.environ, **variables, "IMMORTAL_HOME": str(home), "PYTHONHASHSEED": "0"}
+    services = {}
+    for name, app in apps.items():
+        instance = registry.register(name, "tcp://127.0.0.1:*", **settings)
+        instance.folder.mkdir(parents=True, exist_ok=True)
+        if curve:
+            keys.make(instance.folder)
+        services[name] = Service(instance, app, dict(environment))
+    return services

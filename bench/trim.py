@@ -1,0 +1,159 @@
+"""How long a commit takes while the log is trimmed, and how long it takes otherwise."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.latency import percentile
+from bench.processes import BenchError
+from coordinator.core.effects import Commit
+from coordinator.core.events import Committed
+from coordinator.core.interfaces import CheckpointHeader, Transaction
+from coordinator.log import LmdbLogStore, create_log
+from coordinator.log_writer import LogWriter
+from coordinator.service.runtime import SWITCH_INTERVAL_S
+from protocol.checksum import crc64
+from protocol.record import encode_record
+from protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
+
+LOGS = ((64, 400_000), (64 << 10, 8_000))  # (size of a record's content in bytes, number of records to be trimmed)
+COMMIT_SIZE_BYTES = 64  # of the commits that are measured: those that a service waits for
+COMMITS_WITHOUT = 3_000
+COMMITS_MIN = 500  # fewer while it is trimmed say little about the 99th percentile: the log is filled again
+ROUNDS_MAX = 20
+TRIM_TIMEOUT_S = 120.0
+_FILL_SIZE_BYTES = 4 << 20  # in one commit
+_COMMITTER_ID = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Of commits, in milliseconds."""
+
+    commits: int
+    p50_ms: float
+    p99_ms: float
+    max_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrimResult:
+    """One log: ``records`` of ``size_bytes`` were trimmed, in all, in ``seconds`` while commits went on."""
+
+    size_bytes: int
+    records: int
+    seconds: float
+    without: Latency
+    trimming: Latency
+
+    @property
+    def added_p99_ms(self) -> float:
+        return self.trimming.p99_ms - self.without.p99_ms
+
+
+def measure_trimming(
+    logs: Sequence[tuple[int, int]] = LOGS,
+    *,
+    folder: Path | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[TrimResult]:
+    """Measure each of ``logs``, (content size in bytes, records), in a new log of its own.
+
+    ``folder``: where the logs go, the system's temporary folder by default. Raises BenchError.
+    """
+    results = []
+    switch_interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)  # as a coordinator has it
+    try:
+        for size_bytes, records in logs:
+            with tempfile.TemporaryDirectory(prefix="immortal-bench-", dir=folder) as name:
+                store = create_log(name, "bench", committer_id=_COMMITTER_ID)
+                try:
+                    results.append(_measure(store, size_bytes, records, progress))
+                finally:
+                    store.close()
+    finally:
+        sys.setswitchinterval(switch_interval_s)
+    return results
+
+
+def _measure(store: LmdbLogStore, size_bytes: int, records: int, progress: Callable[[str], None]) -> TrimResult:
+    writer = LogWriter(store, keep_checkpoints=1, inline_size_bytes_max=1 << 20)
+    try:
+        commits = _Commits(writer)
+        trimming_s: list[float] = []
+        latencies_s: list[float] = []
+        seconds = 0.0
+        rounds = 0
+        while len(trimming_s) < COMMITS_MIN and rounds < ROUNDS_MAX:
+            progress(f"writing {records:,} records of {size_bytes} B")
+            rounds += 1
+            commits.sequence_id = _fill(store, commits.sequence_id, size_bytes, records)
+            if rounds == 1:
+                progress("commits alone")
+                latencies_s = [commits.one() for _ in range(COMMITS_WITHOUT)]
+            progress(f"commits while {records:,} records of {size_bytes} B are trimmed")
+            _checkpoint(store, rounds, commits.sequence_id - 1)
+            begun = time.perf_counter()
+            writer.trim()
+            while writer.trimming:
+                trimming_s.append(commits.one())
+                if time.perf_counter() - begun > TRIM_TIMEOUT_S:
+                    raise BenchError(f"{records} records were not trimmed in {TRIM_TIMEOUT_S:.0f} s")
+            seconds += time.perf_counter() - begun
+        return TrimResult(size_bytes, rounds * records, seconds, _latency(latencies_s), _latency(trimming_s))
+    finally:
+        writer.close()
+
+
+def _value(sequence_id: int, size_bytes: int) -> bytes:
+    record = encode_record(_COMMITTER_ID, sequence_id, bytes(size_bytes))
+    trailer = Trailer(time.time_ns(), [BatchSource(BatchKind.STREAM, "sender", sequence_id + 1, 1, 0)])
+    return record + encode_trailer(trailer, int.from_bytes(record[8:16], "little"))
+
+
+def _fill(store: LmdbLogStore, first_sequence_id: int, size_bytes: int, records: int) -> int:
+    """Write ``records`` records; the sequence ID behind the last."""
+    per_commit = max(1, _FILL_SIZE_BYTES // (size_bytes + 100))
+    end = first_sequence_id + records
+    for first in range(first_sequence_id, end, per_commit):
+        numbers = range(first, min(first + per_commit, end))
+        store.commit(Transaction(records=[(number, _value(number, size_bytes)) for number in numbers]))
+    return end
+
+
+def _checkpoint(store: LmdbLogStore, checkpoint_id: int, sequence_id: int) -> None:
+    blob = b"state"
+    store.write_checkpoint_chunk(checkpoint_id, 0, blob)
+    header = CheckpointHeader(checkpoint_id, sequence_id, len(blob), crc64(blob), time.time_ns())
+    store.commit(Transaction(checkpoint=header))
+
+
+class _Commits:
+    """Small commits one after the other, as the coordinator's loop makes them."""
+
+    def __init__(self, writer: LogWriter) -> None:
+        self.sequence_id = 0  # of the next record
+        self._writer = writer
+
+    def one(self) -> float:
+        """Commit one record; how long that took, in seconds. Raises BenchError."""
+        value = _value(self.sequence_id, COMMIT_SIZE_BYTES)
+        begun = time.perf_counter()
+        self._writer.submit(Commit(self.sequence_id, Transaction(records=[(self.sequence_id, value)]), len(value)))
+        (event,) = self._writer.run_inline()
+        seconds = time.perf_counter() - begun
+        if not isinstance(event, Committed):
+            raise BenchError(f"a commit failed: {event}")
+        self.sequence_id += 1
+        return seconds
+
+
+def _latency(latencies_s: list[float]) -> Latency:
+    ordered = sorted(latencies_s)
+    return Latency(len(ordered), 1e3 * percentile(ordered, 50), 1e3 * percentile(ordered, 99), 1e3 * ordered[-1])

@@ -1,0 +1,215 @@
+"""The app as the core sees it: what happens at its sockets becomes events, the core's effects go to them."""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Mapping
+
+from coordinator.app import secret as app_secret
+from coordinator.app.connection import GONE, AppConnection
+from coordinator.app.gate import AppGate
+from coordinator.app.listener import AppListener
+from coordinator.config import AppAuth, InstanceSettings
+from coordinator.config.app_hosts import is_loopback
+from coordinator.core import effects as ef
+from coordinator.core import events as ev
+from coordinator.limited_log import LimitedLog
+from coordinator.logs import Events
+
+
+class AppEndpoint:
+    """Serves one app at a time. Each turn calls :meth:`process` once, and :meth:`flush` behind each batch of effects.
+
+    Unless the settings ask for no proof, the core hears of a connection once that is the app's. The app's sockets
+    are registered with ``epoll``; all others behind one descriptor there, so that no turn has to look at each.
+    """
+
+    def __init__(self, settings: InstanceSettings, log: Events, epoll: select.epoll) -> None:
+        self._settings = settings
+        self._log = log
+        self._stray = LimitedLog(log)
+        self._epoll = epoll
+        self._arrivals = select.epoll()
+        self._arrivals_due_ns: int | None = None  # as next_deadline_ns() has said
+        epoll.register(self._arrivals.fileno(), select.EPOLLIN)
+        self._listener = AppListener(settings, log, self._arrivals)
+        self._gate: AppGate | None = None
+        self._app: AppConnection | None = None
+        self._interest: dict[int, int] = {}
+        self._interest_for = (False, False, False)  # what it follows from: paused, something waits, closing
+        self._sent_bytes = 0  # handed to the socket, and the core has not heard of it
+        self._paused = False
+        self.moved_ns = time.monotonic_ns()  # when a byte last went to the app or came from it
+
+    def listen(self) -> None:
+        """Raises AppListenError, AppSecretError. For who holds the lock of the log: it makes a new secret."""
+        settings = self._settings
+        if not is_loopback(settings.app_host):
+            open_to = {
+                AppAuth.CHALLENGE: "though only the app gets in",
+                AppAuth.SECRET: "who can then read the secret",
+                AppAuth.NONE: "who need no secret",
+            }[settings.app_auth]
+            self._log.warning(
+                f"the app's socket at {settings.app_host} is open to others than this machine, {open_to}: what goes "
+                f"over it is not encrypted"
+            )
+        app_secret.remove(settings.folder)
+        if settings.app_auth is not AppAuth.NONE:
+            # Before anybody can connect: who has connected finds the right one.
+            secret = app_secret.make(settings.folder)
+            takes_secret = settings.app_auth is AppAuth.SECRET
+            self._gate = AppGate(settings.name, secret, self._log, self._arrivals, takes_secret=takes_secret)
+        self._listener.listen()
+
+    def next_deadline_ns(self) -> int | None:
+        """When :meth:`process` is to be called although nothing is ready, on the monotonic clock."""
+        due_ns = self._listener.next_deadline_ns()
+        if self._gate is not None and (gate_ns := self._gate.next_deadline_ns()) is not None:
+            due_ns = gate_ns if due_ns is None else min(gate_ns, due_ns)
+        self._arrivals_due_ns = due_ns
+        return due_ns
+
+    def is_due(self, now_ns: int) -> bool:
+        """Whether :meth:`process` has something to do although nothing is ready."""
+        return self._arrivals_due_ns is not None and now_ns >= self._arrivals_due_ns
+
+    def process(self, ready: Mapping[int, int]) -> list[ev.Event]:
+        """Take in what is ``ready`` (masks by descriptor) or due.
+
+        The core must have handled all earlier events: what it has for an app that is gone must not reach the next.
+        """
+        events: list[ev.Event] = []
+        if self._app is not None:
+            events = self._app_ready(self._app, ready)
+            if self._app is None:
+                return events  # the next turn accepts, when the core knows
+        arrivals = dict(self._arrivals.poll(0)) if self._arrivals.fileno() in ready else {}
+        if arrivals or self.is_due(time.monotonic_ns()):
+            events += self._receive(arrivals)
+        return events
+
+    def _receive(self, ready: Mapping[int, int]) -> list[ev.Event]:
+        """Go on with those who are not the app yet."""
+        events: list[ev.Event] = []
+        gate = self._gate
+        if gate is not None and (proven := gate.process(ready)) is not None:
+            connection, said = proven
+            events += [self._take(connection), ev.AppData(said)]
+        arrived = self._listener.process(ready, taken=self._app is not None)
+        if arrived is not None and gate is not None:
+            gate.admit(arrived)
+        elif arrived is not None:
+            events.append(self._take(arrived))
+        return events
+
+    def flush(self) -> list[ev.Event]:
+        """Hand to the socket what it takes now."""
+        app = self._app
+        events: list[ev.Event] = []
+        if app is None:
+            return events
+        if app.has_waiting:
+            sent = app.flush()
+            if sent:
+                self.moved_ns = time.monotonic_ns()
+                self._sent_bytes += sent
+        if app.closing and not app.has_waiting:
+            events.append(self._lose(app))
+        else:
+            self._watch(app)
+        return events
+
+    @property
+    def sent_bytes(self) -> int:
+        """How many bytes the next :meth:`take_sent` will tell of."""
+        return self._sent_bytes
+
+    def take_sent(self) -> list[ev.Event]:
+        """What the core is to hear of :meth:`flush`: with whatever comes next, if it does not wait for it."""
+        sent_bytes, self._sent_bytes = self._sent_bytes, 0
+        return [ev.AppSent(sent_bytes)] if sent_bytes else []
+
+    def send(self, effect: ef.SendToApp) -> None:
+        if self._app is not None and not self._app.closing:
+            self._app.send(effect.data)
+
+    def close_app(self, effect: ef.CloseApp) -> None:
+        if self._app is not None:
+            self._app.closing = True
+
+    def pause(self, effect: ef.PauseApp) -> None:
+        self._paused = True
+
+    def resume(self, effect: ef.ResumeApp) -> None:
+        self._paused = False
+
+    def drain(self, timeout_s: float) -> None:
+        """Let what is left reach the app. Blocks, up to ``timeout_s``."""
+        deadline_s = time.monotonic() + timeout_s
+        app = self._app
+        while app is not None and app.has_waiting and time.monotonic() < deadline_s:
+            select.select([], [app.sender_fileno], [], max(0.0, deadline_s - time.monotonic()))
+            app.flush()
+
+    def close(self) -> None:
+        if self._app is not None:
+            self._app.close()
+        if self._gate is not None:
+            self._gate.close()
+            app_secret.remove(self._settings.folder)
+        self._listener.close()
+        self._arrivals.close()
+
+    def _take(self, connection: AppConnection) -> ev.Event:
+        self._app = connection
+        self._paused = False
+        self._interest = connection.interest(reading=True)
+        self._interest_for = (False, connection.has_waiting, connection.closing)
+        for descriptor, mask in self._interest.items():
+            self._epoll.register(descriptor, mask)
+        self.moved_ns = time.monotonic_ns()
+        return ev.AppConnected()
+
+    def _app_ready(self, app: AppConnection, ready: Mapping[int, int]) -> list[ev.Event]:
+        received, sent = ready.get(app.receiver_fileno, 0), ready.get(app.sender_fileno, 0)
+        events = self.flush() if sent & select.EPOLLOUT else []
+        if self._app is not app:
+            return events
+        over = False
+        if received & select.EPOLLRDHUP and self._paused:
+            over = True  # what it sent and was not read was not accepted either
+        elif received & (select.EPOLLIN | GONE):
+            data = app.receive()
+            over = data == b""
+            if data:
+                self.moved_ns = time.monotonic_ns()
+                events.append(ev.AppData(data))
+        if app.has_two_sockets and sent & (select.EPOLLIN | GONE):
+            stray = app.peek_sender()
+            over = over or stray is not None
+            if stray:
+                self._stray.warning("the app sent something on the connection that it is only sent to; both are closed")
+        if over:
+            events.append(self._lose(app))
+        return events
+
+    def _lose(self, app: AppConnection) -> ev.Event:
+        for descriptor in self._interest:
+            self._epoll.unregister(descriptor)
+        app.close()
+        self._app = None
+        self._sent_bytes = 0
+        return ev.AppClosed()
+
+    def _watch(self, app: AppConnection) -> None:
+        interest_for = (self._paused, app.has_waiting, app.closing)
+        if interest_for == self._interest_for:
+            return
+        self._interest_for = interest_for
+        interest = app.interest(reading=not self._paused)
+        for descriptor, mask in interest.items():
+            if mask != self._interest[descriptor]:
+                self._epoll.modify(descriptor, mask)
+        self._interest = interest

@@ -1,0 +1,80 @@
+"""What of a running coordinator goes into its audit log: looked at once a second, and written as far as it is news."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from coordinator.audit.audit_log import AuditLog
+from coordinator.messenger import Counters, Role, Security
+
+_READ_ONLY = frozenset({"status", "peers", "clock"})  # verbs that change nothing
+
+
+class Auditor:
+    """That of one coordinator. Clocks are monotonic, in ns."""
+
+    def __init__(self, log: AuditLog) -> None:
+        self._log = log
+        self._has_started = False
+        self._seen: Counter[tuple[str, str]] = Counter()  # (what, who): how often, as of the last look
+        self._callers: dict[str, list[str]] = {}
+        self._limited: list[str] = []
+
+    def started(self, **fields: object) -> None:
+        self._has_started = True
+        self._log.write_through("started", **fields)
+
+    def look(
+        self,
+        counters: Counters,
+        security: Security | None,
+        limited: Mapping[str, object],
+        forbidden: Mapping[str, int],
+        held_back: Mapping[str, int],
+        impostors: int,
+        now_ns: int,
+    ) -> None:
+        """``limited``: who may not do everything. ``forbidden``: calls that were refused for that, by caller;
+        ``held_back``: how often they had to wait."""
+        self._changes(security, sorted(limited))
+        if security is not None:
+            for key, count in counters.let_in_by.items():
+                name = security.callers.get(key, "")
+                self._count("let in", f"{name} {key}".strip(), count, now_ns)
+        for name, count in counters.refused_by.items():
+            self._count("refused: its role does not send that", name, count, now_ns)
+        for name, count in forbidden.items():
+            self._count("refused: a method that it may not call", name, count, now_ns)
+        for name, count in held_back.items():
+            self._count("held back: too many calls", name, count, now_ns)
+        last = counters.last_refused
+        self._count("refused: no key, or nobody's", "strangers", counters.strangers_refused, now_ns, last)
+        self._count("dropped: a key that may not call any more", "strangers", counters.strangers_dropped, now_ns)
+        self._count("dropped: another's name", "impostors", impostors, now_ns)
+        self._log.settle(now_ns)
+
+    def _count(self, what: str, who: str, count: int, now_ns: int, last: str = "") -> None:
+        new = count - self._seen[what, who]
+        if new > 0:
+            self._seen[what, who] = count
+            self._log.count(what, who, now_ns, new, **({"last": last} if last else {}))
+
+    def _changes(self, security: Security | None, limited: list[str]) -> None:
+        """Keys, roles and permissions, as they are from now on."""
+        callers: dict[str, list[str]] = {}
+        roles = {} if security is None else security.roles
+        for key, name in () if security is None else security.callers.items():
+            callers.setdefault(f"{name} ({roles.get(key, Role.INSTANCE)})", []).append(key)
+        if (callers, limited) != (self._callers, self._limited):
+            self._callers, self._limited = callers, limited
+            self._log.write_through("may call from now on", callers=callers, limited=limited)
+
+    def operator(self, who: str, verb: str, argument: str) -> None:
+        """An operator has asked for this."""
+        if verb not in _READ_ONLY:
+            self._log.write_through("operator", who=who, verb=verb, argument=argument)
+
+    def close(self, **fields: object) -> None:
+        if self._has_started:
+            self._log.close(**fields)

@@ -1,0 +1,263 @@
+"""The keys of an instance's log, and the note of which logs were made here.
+
+<home>/counter/keys/log_key     a key in hex on each line, the one in use first; mode 0600, in a folder of mode 0700
+<home>/counter/keys/own_logs    a log on each line: "committer ID, when it was made in ns", and "authenticated" if it is
+
+So a log that somebody put in the place of the instance's own is known to be none of its own, and one that was
+authenticated is never taken for one that was not yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coordinator.config import LOG_KEY_FILE, InstanceSettings, write_atomically
+from coordinator.core.interfaces import LogStore
+from coordinator.instances.foreign_state import refuse_pickle_in
+from coordinator.log import LmdbLogStore, LogIdentity, LogReader, create_log, log_exists
+from coordinator.log import open_log as open_log_folder
+from coordinator.log import open_reader as open_folder_reader
+from coordinator.log.authentication import KEY_SIZE_BYTES, LogKey, LogKeyError, not_authenticated
+
+if TYPE_CHECKING:
+    from coordinator.log.verify import LogVerification
+
+FOLDER_NAME = "keys"  # with the pairs of coordinator.peers.keys
+KEY_FILE_NAME = "log_key"
+OWN_LOGS_FILE_NAME = "own_logs"
+_AUTHENTICATED = "authenticated"
+_OTHERS = 0o077
+
+
+class OwnLogs:
+    """Which logs were made here. ``folder`` is the instance's."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises LogKeyError where the note cannot be read."""
+        self.path = folder / FOLDER_NAME / OWN_LOGS_FILE_NAME
+        self.is_kept = True
+        """False: the instance is from before there was such a note, and its log is taken for its own."""
+        self._logs: dict[tuple[int, int], bool] = {}
+        try:
+            lines = self.path.read_text("ascii").splitlines()
+        except (FileNotFoundError, NotADirectoryError):
+            self.is_kept = False
+            return
+        except (OSError, UnicodeDecodeError) as error:
+            raise LogKeyError(f"{self.path} cannot be read: {_reason(error)}") from None
+        for line in lines:
+            match line.split():
+                case [committer_id, created_ns, *rest] if rest in ([], [_AUTHENTICATED]):
+                    with contextlib.suppress(ValueError):
+                        self._logs[int(committer_id), int(created_ns)] = bool(rest)
+                        continue
+            raise LogKeyError(
+                f"{self.path} has a line that is none of its own: {line[:80]!r}; restore it, or write into it what"
+                " 'immortal log diff' shows of the log: its committer ID and when it was made in ns"
+            )
+
+    @property
+    def any_authenticated(self) -> bool:
+        return any(self._logs.values())
+
+    def has(self, identity: LogIdentity) -> bool:
+        return not self.is_kept or (identity.committer_id, identity.created_ns) in self._logs
+
+    def add(self, identity: LogIdentity, *, authenticated: bool) -> None:
+        """Raises LogKeyError."""
+        place = identity.committer_id, identity.created_ns
+        if self.is_kept and self._logs.get(place) == authenticated:
+            return
+        self._logs[place] = authenticated
+        self._write()
+
+    def forget_authentication(self) -> None:
+        """No log has to be authenticated any more. Raises LogKeyError."""
+        self._logs = dict.fromkeys(self._logs, False)
+        self._write()
+
+    def begin(self) -> None:
+        """From here on a log that is not noted is somebody else's. Raises LogKeyError."""
+        if not self.is_kept:
+            self._write()
+
+    def _write(self) -> None:
+        lines = [
+            f"{committer_id} {created_ns}{f' {_AUTHENTICATED}' if authenticated else ''}\n"
+            for (committer_id, created_ns), authenticated in self._logs.items()
+        ]
+        _write_secretly(self.path, "".join(lines))
+        self.is_kept = True
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------
+
+
+def key_path(settings: InstanceSettings) -> Path:
+    """Where the keys of its log are, or would be."""
+    if settings.log_key is None or settings.log_key == LOG_KEY_FILE:
+        return settings.folder / FOLDER_NAME / KEY_FILE_NAME
+    return Path(settings.log_key)
+
+
+def read_keys(settings: InstanceSettings) -> tuple[LogKey, ...]:
+    """The one in use first; none where there is no file. Raises LogKeyError."""
+    path = key_path(settings)
+    try:
+        status = path.stat()
+        if status.st_mode & _OTHERS:
+            raise LogKeyError(
+                f"{path} has mode {status.st_mode & 0o777:04o}, expected 0600: others may know the key of this log;"
+                f" 'chmod 0600 {path}', and if somebody may have read it, 'immortal log key {settings.name} --rotate'"
+            )
+        lines = path.read_text("ascii").split()
+    except (FileNotFoundError, NotADirectoryError):
+        return ()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LogKeyError(f"the key of the log in {path} cannot be read: {_reason(error)}") from None
+    try:
+        keys = tuple(LogKey(bytes.fromhex(line)) for line in lines)
+    except ValueError:
+        keys = ()
+    if not keys or any(len(key.secret) != KEY_SIZE_BYTES for key in keys):  # the line itself stays untold
+        raise LogKeyError(
+            f"{path} holds something else than keys of a log: one a line is expected, {2 * KEY_SIZE_BYTES} hex digits;"
+            " restore it from a copy"
+        )
+    return keys
+
+
+def add_key(settings: InstanceSettings) -> tuple[LogKey, ...]:
+    """A new key in use; those before it stay for the copies that need them. Raises LogKeyError."""
+    keys = (LogKey.new(), *read_keys(settings))
+    _write_secretly(key_path(settings), "".join(f"{key.secret.hex()}\n" for key in keys))
+    return keys
+
+
+def remove(folder: Path) -> None:
+    """Forget keys and note for good; ``folder`` is the instance's."""
+    for name in (KEY_FILE_NAME, OWN_LOGS_FILE_NAME):
+        (folder / FOLDER_NAME / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        (folder / FOLDER_NAME).rmdir()
+
+
+# --- the instance's log -----------------------------------------------------------------------------------------------
+
+
+def open_log(settings: InstanceSettings) -> LmdbLogStore:
+    """The instance's log, for writing; a new one where there is none. Where ``log_key`` is set it is authenticated.
+
+    Raises LogError.
+    """
+    own = OwnLogs(settings.folder)
+    keys = read_keys(settings)
+    wanted = settings.log_key is not None or own.any_authenticated
+    exists = log_exists(settings.log)
+    if wanted and not keys and not (exists and (own.any_authenticated or _is_authenticated(settings))):
+        keys = add_key(settings)
+    if not exists:
+        store = create_log(settings.log, settings.name, keys=keys if wanted else ())
+    else:
+        store = open_log_folder(
+            settings.log,
+            settings.name,
+            keys=keys if wanted or (keys and _is_authenticated(settings)) else (),
+            adopt=not own.any_authenticated,
+        )
+    try:
+        if wanted and store.macs is None:
+            raise LogKeyError(not_authenticated(settings.name))
+        if not exists or own.has(store.identity):
+            own.add(store.identity, authenticated=store.macs is not None)
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+def take_for_own(settings: InstanceSettings, store: LmdbLogStore, *, trust_pickle: bool) -> None:
+    """A coordinator is to begin on the log ``store``: it is the instance's own from here on.
+
+    Raises PickleRefusedError for one that was not, with a state that pickle wrote, unless ``trust_pickle``.
+    """
+    own = OwnLogs(settings.folder)
+    if not (own.has(store.identity) or trust_pickle):
+        ids = [header.checkpoint_id for header in store.summary().checkpoints]
+        refuse_pickle_in(lambda checkpoint_id: stored_chunks(store, checkpoint_id), ids, settings.name)
+    own.add(store.identity, authenticated=store.macs is not None)
+
+
+def stored_chunks(store: LogStore, checkpoint_id: int) -> Iterator[bytes]:
+    """The chunks of a checkpoint, one after the other."""
+    index = 0
+    while chunk := store.read_checkpoint_chunk(checkpoint_id, index):
+        yield chunk
+        index += 1
+
+
+def open_reader(settings: InstanceSettings, *, trust_pickle: bool = False, check: bool = True) -> LogReader:
+    """The instance's log, for reading, and checked with its key where it has one.
+
+    ``trust_pickle``: also where this home did not make it. ``check``: its small tables too, now. Raises LogError.
+    """
+    own = OwnLogs(settings.folder)
+    reader = open_folder_reader(settings.log, settings.name, keys=read_keys(settings), check=check)
+    if own.any_authenticated and reader.macs is None:
+        reader.close()
+        raise LogKeyError(not_authenticated(settings.name))
+    reader.trusts_pickle = trust_pickle or own.has(reader.identity)
+    return reader
+
+
+def verify(settings: InstanceSettings) -> LogVerification:
+    """As :func:`coordinator.log.verify.verify_log`, with the instance's keys."""
+    from coordinator.log.verify import verify_log  # here, since a coordinator, which opens its log with us, never does
+
+    own = OwnLogs(settings.folder)
+    return verify_log(settings.log, settings.name, keys=read_keys(settings), must_be_authentic=own.any_authenticated)
+
+
+def accept(settings: InstanceSettings) -> LogKey:
+    """Authenticate the log as it is now, whatever it is, with the key in use: the decision of a person.
+
+    Raises LogError.
+    """
+    keys = read_keys(settings) or add_key(settings)
+    store = open_log_folder(settings.log, settings.name, keys=keys, accept=True)
+    try:
+        OwnLogs(settings.folder).add(store.identity, authenticated=True)
+    finally:
+        store.close()
+    return keys[0]
+
+
+def forget_key(settings: InstanceSettings) -> None:
+    """Make the log one without authentication; the keys stay. Raises LogError."""
+    store = open_log_folder(settings.log, settings.name, accept=True)
+    try:
+        OwnLogs(settings.folder).forget_authentication()
+        store.forget_key()
+    finally:
+        store.close()
+
+
+def _is_authenticated(settings: InstanceSettings) -> bool:
+    with open_folder_reader(settings.log, settings.name) as reader:
+        return reader.marker is not None
+
+
+def _write_secretly(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomically(path, text.encode(), mode=0o600)
+    except OSError as error:
+        raise LogKeyError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _reason(error: OSError | UnicodeDecodeError) -> str:
+    """Without the path: it was named already."""
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)

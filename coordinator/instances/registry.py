@@ -1,0 +1,280 @@
+"""The registry: a folder with one settings file per instance, and a folder beside each for its log and runtime files.
+
+<home>/counter.toml     the settings
+<home>/counter/         log/, and what a running coordinator says about itself (coordinator.json,
+                        supervisor.json)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import stat
+from collections.abc import Iterable, Iterator, Sequence, Set
+from pathlib import Path
+from typing import Any
+
+from coordinator.config import AppAuth, ConfigError, InstanceSettings, check_instance_name, near_miss, split_tcp
+from coordinator.config.app_hosts import LOCALHOST, hosts_of
+from coordinator.config.reading import check_settings, read_settings
+from coordinator.config.values import check_app
+from coordinator.config.writing import file_values, settings_text, text_with_app, write_atomically
+from protocol.errors import ImmortalError
+from protocol.file_lock import holder_of, open_lock, take
+from protocol.private_files import PUBLIC_FILE_MODE, make_folder, openness
+
+HOME_VARIABLE = "IMMORTAL_HOME"
+HOME_DEFAULT = ".immortal"
+_LOCK_FILE_NAME = ".lock"
+PUBLIC_KEYS_FILE_NAME = "public_keys"  # here, as coordinator.peers.keys needs ZeroMQ, whose loading takes long
+LOCK_TIMEOUT_S = 10.0  # a change takes milliseconds
+_PORT_LOWEST = 15000  # below are the ports that well-known services take
+_PORT_TRIES_MAX = 500
+
+
+class RegistryError(ImmortalError):
+    """What was asked of the registry cannot be done."""
+
+
+class UnknownInstanceError(RegistryError):
+    """No instance of that name is registered."""
+
+
+class Registry:
+    """The instances of one folder. Settings are read again when their file has changed."""
+
+    def __init__(self, home: str | os.PathLike[str]) -> None:
+        self.home = Path(home).absolute()
+        self._cache: dict[str, tuple[tuple[int, int, int], InstanceSettings]] = {}
+        self._looked_at = False  # whether others can write to the folder
+
+    def path(self, name: str) -> Path:
+        """The settings file of ``name``."""
+        return self.home / f"{name}.toml"
+
+    def names(self) -> list[str]:
+        """All registered instances, sorted. Raises RegistryError where the folder cannot be read, or others write."""
+        self._refuse_open()
+        try:
+            files = [file for file in os.listdir(self.home) if file.endswith(".toml")]  # each coordinator looks often
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:  # too many open files, say
+            raise RegistryError(f"the registry folder {self.home} cannot be read: {error.strerror}") from None
+        return sorted(file.removesuffix(".toml") for file in files if not file.startswith("."))
+
+    def client_names(self, instances: Iterable[str]) -> list[str]:
+        """Those that have keys here and are none of ``instances``. Raises RegistryError for an unreadable folder."""
+        try:  # each coordinator looks often
+            files = os.listdir(self.home)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise RegistryError(f"the registry folder {self.home} cannot be read: {error.strerror}") from None
+        others = {name for name in files if not name.startswith(".") and not name.endswith(".toml")}
+        others.difference_update(instances)
+        return sorted(name for name in others if (self.home / name / PUBLIC_KEYS_FILE_NAME).exists())
+
+    def load(self, name: str) -> InstanceSettings:
+        """The settings of ``name``. Raises UnknownInstanceError, ConfigError; RegistryError as :meth:`names`."""
+        check_instance_name(name)
+        self._refuse_open()
+        path = self.path(name)
+        try:
+            status = path.stat()
+            version = (status.st_mtime_ns, status.st_size, status.st_ino)
+            cached = self._cache.get(name)
+            if cached is not None and cached[0] == version:
+                return cached[1]
+            settings = read_settings(path, name)
+        except (FileNotFoundError, NotADirectoryError):
+            self._cache.pop(name, None)
+            raise self._unknown(name) from None
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+        self._cache[name] = (version, settings)
+        return settings
+
+    def resolve(self, name: str) -> str:
+        """The endpoint where the coordinator of ``name`` is reached. Raises UnknownInstanceError, ConfigError."""
+        return self.load(name).peer
+
+    def register(self, name: str, peer: str, **given: Any) -> InstanceSettings:
+        """Write the settings of a new instance. `*` as the port of ``peer`` takes a free one.
+
+        ``given``: other settings, as attributes of InstanceSettings or as in a file; None stands for the word that
+        means it, or else for the default. "*" or 0 as ``app_port`` or ``app_send_port`` takes a free one, as None does
+        for ``app_port`` where the rest asks for a port (two ports, another host, a client of the base protocol).
+        ``log`` is relative to the working directory.
+
+        Raises ConfigError for a wrong value, RegistryError when the name is taken.
+        """
+        check_instance_name(name)
+        with self.locked():
+            path = self.path(name)
+            if path.exists():
+                raise RegistryError(
+                    f"the instance {name!r} is registered already, in {path}: 'immortal status {name}' shows it,"
+                    f" 'immortal unregister {name}' removes it"
+                )
+            values = self._with_ports({"peer": peer, **file_values(given)})
+            if "log" in values:
+                values["log"] = os.path.abspath(values["log"])
+            settings = check_settings(values, name, path)
+            peer_address = split_tcp(settings.peer)
+            if peer_address is not None and peer_address[1] in (settings.app_port, settings.app_send_port):
+                raise ConfigError(f"the app of {name!r} and its peers cannot both use port {peer_address[1]}")
+            self._refuse_shared_log(settings)
+            text = settings_text(settings, log=settings.log if "log" in values else None)
+            write_atomically(path, text.encode(), mode=PUBLIC_FILE_MODE)
+        return settings
+
+    def _with_ports(self, values: dict[str, Any]) -> dict[str, Any]:
+        """``values`` with free ports where they ask for some."""
+        taken = self._ports_taken()
+        address = split_tcp(values["peer"])
+        if address is not None and address[1] == 0:
+            port = free_port((address[0],), taken)
+            values["peer"] = values["peer"].removesuffix("*") + str(port)
+            taken.add(port)
+        elif address is not None:
+            taken.add(address[1])
+        if values.keys() & {"app_host", "app_send_port"} or values.get("app_auth") == AppAuth.NONE:
+            values.setdefault("app_port", "*")
+        keys = ("app_port", "app_send_port")
+        taken.update(values[key] for key in keys if isinstance(values.get(key), int))
+        for key in keys:
+            if values.get(key) in (0, "*"):
+                values[key] = free_port(hosts_of(values.get("app_host", LOCALHOST)), taken)
+                taken.add(values[key])
+        return values
+
+    def remember_app(self, name: str, app: str) -> InstanceSettings:
+        """Write down ``app`` ("module:Class") as the one that ``name`` was last run with."""
+        check_app(app)
+        with self.locked():
+            settings = self.load(name)
+            if settings.app == app:
+                return settings
+            path = self.path(name)
+            text = text_with_app(path.read_bytes().decode(), app)
+            write_atomically(path, text.encode(), mode=stat.S_IMODE(path.stat().st_mode))
+        return self.load(name)
+
+    def refuse_open_folder(self, name: str) -> None:
+        """Raises RegistryError where others can write to the folder of ``name``."""
+        problem = openness(self.home / name)
+        if problem is not None:
+            raise RegistryError(problem)
+
+    # --- what these use ---------------------------------------------------------------------------------------------
+
+    def _unknown(self, name: str) -> UnknownInstanceError:
+        names = self.names()
+        if not names:
+            return UnknownInstanceError(
+                f"there is no instance {name!r}: nothing is registered in {self.home}"
+                f" ('immortal register {name} --peer tcp://127.0.0.1:*';"
+                f" --home or {HOME_VARIABLE} names another folder)"
+            )
+        known = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
+        hint = near_miss(name, names) or ":"
+        return UnknownInstanceError(f"there is no instance {name!r}{hint} registered in {self.home}: {known}")
+
+    def _refuse_open(self) -> None:
+        """Once: who runs goes on with what it has."""
+        if self._looked_at:
+            return
+        problem = openness(self.home)
+        if problem is not None:
+            raise RegistryError(f"the registry folder {problem}")
+        self._looked_at = True
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """One change of the registry at a time, so that two registers never take the same name or port."""
+        try:
+            make_folder(self.home)
+            self._refuse_open()
+            descriptor = open_lock(self.home / _LOCK_FILE_NAME)
+        except OSError as error:
+            raise RegistryError(f"the registry folder {self.home} cannot be used: {error.strerror}") from None
+        try:
+            try:
+                take(descriptor, LOCK_TIMEOUT_S)
+            except BlockingIOError:
+                raise RegistryError(
+                    f"the registry folder {self.home} is being changed by {holder_of(descriptor)}, for more than"
+                    f" {LOCK_TIMEOUT_S:g} s: wait for that process, or end it"
+                ) from None
+            yield
+        except OSError as error:
+            raise RegistryError(f"the registry folder {self.home} cannot be changed: {error}") from None
+        finally:
+            os.close(descriptor)
+
+    def _readable(self) -> Iterator[InstanceSettings]:
+        for name in self.names():
+            with contextlib.suppress(ConfigError, UnknownInstanceError):
+                yield self.load(name)
+
+    def _ports_taken(self) -> set[int]:
+        ports: set[int] = set()
+        for settings in self._readable():
+            ports.update(port for port in (settings.app_port, settings.app_send_port) if port is not None)
+            address = split_tcp(settings.peer)
+            if address is not None:
+                ports.add(address[1])
+        return ports
+
+    def _refuse_shared_log(self, settings: InstanceSettings) -> None:
+        for other in self._readable():
+            if os.path.realpath(other.log) == os.path.realpath(settings.log):
+                raise RegistryError(f"{settings.log} is the log folder of {other.name!r}: each instance needs its own")
+
+
+def free_port(hosts: Sequence[str], taken: Set[int]) -> int:
+    """A port that nobody listens at on any of ``hosts`` and that is not in ``taken``. Raises RegistryError.
+
+    Outside the range from which the kernel takes ports for outgoing connections: such a port could be in use by
+    a connection when the coordinator comes back after a crash, even by a peer's own attempt to reach it.
+    """
+    lowest_outgoing = _lowest_outgoing_port()
+    if lowest_outgoing > _PORT_LOWEST + _PORT_TRIES_MAX:
+        candidates = random.sample(range(_PORT_LOWEST, lowest_outgoing), _PORT_TRIES_MAX)
+    else:
+        candidates = []
+    for port in (*candidates, *[0] * _PORT_TRIES_MAX):
+        found = _bind(hosts[0], port)
+        if found is None or found in taken:
+            continue
+        if all(_bind(other, found) is not None for other in hosts[1:]):
+            return found
+    raise RegistryError(f"no free port was found at {' and '.join(hosts)}")
+
+
+def _lowest_outgoing_port() -> int:
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def _bind(host: str, port: int) -> int | None:
+    """The port that was bound, and is free again; None if it is in use."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        raise RegistryError(f"the address {host!r} cannot be used here: {error}") from None
+    with socket.socket(family, kind, protocol) as probe:
+        try:
+            probe.bind(address)
+        except PermissionError:
+            return None
+        except OSError as error:
+            if error.errno in (98, 13):  # EADDRINUSE, EACCES
+                return None
+            raise RegistryError(f"the address {host!r} cannot be used here: {error.strerror}") from None
+        return int(probe.getsockname()[1])

@@ -1,0 +1,1 @@
+"""What an operator asks of a running coordinator, and what is done to one that does not run."""

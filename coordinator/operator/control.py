@@ -1,0 +1,239 @@
+"""Asking a running coordinator: where it says how it is reached, and one question and its answer.
+
+A coordinator writes <folder>/coordinator.json when it is ready to answer, and `immortal run` <folder>/supervisor.json
+when it can be told to stop and to restart (protocol.process_file). It answers at a Unix socket, <folder>/control.sock,
+to its own user and to root (coordinator.operator.control_server).
+
+Question and answer are JSON behind a size of 4 bytes, little endian. Each connection carries one of each.
+
+    question {"verb": "skip", "argument": {...}}      answer: an object; {"refused": TEXT} for what it does not do
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from coordinator.config import socket_paths, write_atomically
+from protocol import process_file
+from protocol.errors import ImmortalError
+from protocol.private_files import PUBLIC_FILE_MODE, make_folder
+from protocol.process_file import COORDINATOR_FILE_NAME, SUPERVISOR_FILE_NAME, ProcessFile
+
+QUERY_TIMEOUT_S = 5.0
+ENDING_TIMEOUT_S = 0.5  # for a process whose sockets are closed already
+QUESTION_SIZE_BYTES_MAX = 32 << 10  # the longest reason for a skip, or the keys of some 2,000 dead letters
+ANSWER_SIZE_BYTES_MAX = 16 << 20  # the status of an instance with thousands of peers has some MiB
+SIZE_SIZE_BYTES = 4  # of the size in front of each
+READY_VARIABLE = "IMMORTAL_READY_FD"  # a descriptor from the supervisor: a line is written to it at each "ready"
+SOCKET_FILE_NAME = "control.sock"
+_READ_SIZE_BYTES = 1 << 20
+_RETRY_S = 0.02  # between two attempts where more want to ask than the kernel lets wait
+
+
+class ControlError(ImmortalError):
+    """A coordinator cannot be asked."""
+
+
+class NotRunningError(ControlError):
+    """There is no coordinator to ask."""
+
+
+class RefusedError(ControlError):
+    """A coordinator does not do what it is asked for; ``reason`` says why."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"the coordinator of {name!r} does not do that: {reason}")
+        self.reason = reason
+
+
+class RunningError(ControlError):
+    """What is asked for needs an instance that does not run."""
+
+
+class ControlFile(ProcessFile, frozen=True, kw_only=True):
+    """What a running coordinator says about itself."""
+
+    control: str  # the path of the socket that answers
+
+
+class Question(msgspec.Struct, frozen=True):
+    """``argument``: JSON, for the verb."""
+
+    verb: str
+    argument: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+def path(folder: Path) -> Path:
+    return folder / COORDINATOR_FILE_NAME
+
+
+def supervisor_path(folder: Path) -> Path:
+    return folder / SUPERVISOR_FILE_NAME
+
+
+def socket_path(folder: Path) -> Path:
+    """Where the coordinator answers, if its file system has sockets."""
+    return socket_paths.socket_path(folder, SOCKET_FILE_NAME)
+
+
+def with_size(data: bytes) -> bytes:
+    return len(data).to_bytes(SIZE_SIZE_BYTES, "little") + data
+
+
+# --- the coordinator's side ------------------------------------------------------------------------------------------
+
+
+def announce(folder: Path, control: Path) -> None:
+    """Write this process down as the coordinator that answers at ``control``. Raises ControlError."""
+    _write(path(folder), msgspec.json.encode(ControlFile(control=str(control), **process_file.own_fields())))
+
+
+@contextlib.contextmanager
+def supervised(folder: Path) -> Iterator[None]:
+    """This process is the one that starts and stops the instance of ``folder``. Raises ControlError."""
+    _write(supervisor_path(folder), msgspec.json.encode(ProcessFile(**process_file.own_fields())))
+    try:
+        yield
+    finally:
+        _withdraw(supervisor_path(folder))
+
+
+def _write(file: Path, data: bytes) -> None:
+    try:
+        make_folder(file.parent)
+        write_atomically(file, data, mode=PUBLIC_FILE_MODE)  # clients look whether it runs
+    except OSError as error:
+        raise ControlError(f"{file} can't be written: {error.strerror}; make room there, or mend that") from None
+
+
+def withdraw(folder: Path) -> None:
+    """Take the coordinator's file away again, unless it is another process's by now."""
+    _withdraw(path(folder))
+
+
+def _withdraw(file: Path) -> None:
+    found = process_file.read(file, ProcessFile)
+    if found is not None and found.pid == os.getpid():
+        file.unlink(missing_ok=True)
+
+
+def report_ready() -> None:
+    """Tell the supervisor, if there is one, that the app, or the next one, is recovered and takes input."""
+    descriptor = os.environ.get(READY_VARIABLE, "")
+    if descriptor.isdigit():
+        try:
+            os.write(int(descriptor), b"ready\n")
+        except OSError:
+            del os.environ[READY_VARIABLE]  # the supervisor is gone, or was never there
+
+
+# --- the asking side -------------------------------------------------------------------------------------------------
+
+
+def running(folder: Path) -> ControlFile | None:
+    """What the coordinator of this folder has announced, if its process lives."""
+    return process_file.read_living(path(folder), ControlFile)
+
+
+def supervisor(folder: Path) -> ProcessFile | None:
+    """The `immortal run` of this folder, if it lives."""
+    return process_file.read_living(supervisor_path(folder), ProcessFile)
+
+
+def refuse_running(folder: Path) -> None:
+    """Raises RunningError while the instance of ``folder`` runs, or is about to be started again."""
+    found = supervisor(folder) or running(folder)
+    if found is not None:
+        stop = f"'immortal stop {folder.name}' stops it"
+        raise RunningError(f"{folder.name!r} runs, as process {found.pid}: {stop}")
+
+
+def query(folder: Path, verb: str, timeout_s: float = QUERY_TIMEOUT_S, *, argument: object = None) -> dict[str, Any]:
+    """Ask the coordinator of ``folder`` (its name is the instance's). ``argument``: what JSON can say, for the verb.
+
+    Raises NotRunningError, RefusedError, ControlError.
+    """
+    name = folder.name
+    found = running(folder)
+    if found is None:
+        raise NotRunningError(f"the coordinator of {name!r} does not run")
+    question = msgspec.json.encode(Question(verb, msgspec.Raw(msgspec.json.encode(argument or {}))))
+    if len(question) > QUESTION_SIZE_BYTES_MAX:
+        raise ControlError(
+            f"the question to the coordinator of {name!r} has {len(question)} bytes, at most {QUESTION_SIZE_BYTES_MAX}"
+            " are allowed: ask for less at once"
+        )
+    said = f"the coordinator of {name!r} (process {found.pid}) gives no answer at {found.control}"
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+            data = _ask(asking, found.control, with_size(question), time.monotonic() + timeout_s)
+    except TimeoutError:
+        raise ControlError(f"{said} within {timeout_s:g} s") from None
+    except PermissionError:
+        raise ControlError(f"{said}: only the user who runs it, and root, may ask") from None
+    except (OSError, EOFError) as error:
+        if _ends(folder, found):
+            raise NotRunningError(f"the coordinator of {name!r} has stopped") from None
+        if found.control.startswith("tcp://"):
+            raise ControlError(f"{said}: it is of an earlier version, 'immortal restart {name}' ends that") from None
+        raise ControlError(f"{said}: {error}") from None
+    try:
+        answer = msgspec.json.decode(data, type=dict[str, Any])
+    except msgspec.MsgspecError as error:
+        raise ControlError(f"the coordinator of {name!r} gave an answer that makes no sense: {error}") from None
+    if isinstance(answer.get("refused"), str):
+        raise RefusedError(name, answer["refused"])
+    if "denied" in answer:
+        raise ControlError(f"the coordinator of {name!r} gives no answer: {answer['denied']}")
+    return answer
+
+
+def _ends(folder: Path, found: ControlFile) -> bool:
+    """Whether it has ended, or ends just now: a process closes its sockets before it is gone."""
+    deadline_s = time.monotonic() + ENDING_TIMEOUT_S
+    while running(folder) == found:
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(_RETRY_S)
+    return True
+
+
+def _ask(asking: socket.socket, place: str, question: bytes, deadline_s: float) -> bytes:
+    """The answer, without its size. Raises OSError (TimeoutError among them), EOFError."""
+
+    def in_time() -> None:
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        asking.settimeout(left_s)
+
+    while True:
+        in_time()
+        try:
+            asking.connect(place)
+            break
+        except BlockingIOError:
+            time.sleep(_RETRY_S)
+    asking.sendall(question)
+    answer = bytearray()
+    size_bytes: int | None = None
+    while size_bytes is None or len(answer) < size_bytes:
+        in_time()
+        data = asking.recv(_READ_SIZE_BYTES)
+        if not data:
+            raise EOFError(f"it closed the connection after {len(answer)} bytes")
+        answer += data
+        if size_bytes is None and len(answer) >= SIZE_SIZE_BYTES:
+            size_bytes = int.from_bytes(answer[:SIZE_SIZE_BYTES], "little")
+            del answer[:SIZE_SIZE_BYTES]
+            if size_bytes > ANSWER_SIZE_BYTES_MAX:
+                raise EOFError(f"its answer has {size_bytes} bytes, at most {ANSWER_SIZE_BYTES_MAX} are expected")
+    return bytes(answer)

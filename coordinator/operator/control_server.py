@@ -1,0 +1,265 @@
+"""Where a running coordinator is asked: a Unix socket, for its own user and root. operator/control.py has the bytes.
+
+connected --its question, whole--> asked --the answer--> told --all of it taken--> closed
+          --anything else, or too slow-------------> closed
+
+Who may ask is the kernel's word: the socket's file has mode 0600, and each connection says whose it is (SO_PEERCRED).
+A secret in a file beside it would show no more than that its bearer can read that file, which is the same user.
+Nothing here waits: all sockets are behind one descriptor, and each connection has its time and its size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from coordinator.config.socket_paths import secure_folder, short_path
+from coordinator.operator.control import (
+    ANSWER_SIZE_BYTES_MAX,
+    QUESTION_SIZE_BYTES_MAX,
+    SIZE_SIZE_BYTES,
+    SOCKET_FILE_NAME,
+    ControlError,
+    Question,
+    socket_path,
+    with_size,
+)
+from protocol.private_files import make_folder
+
+CONNECTIONS_MAX = 16  # at once: commands of one operator, and the metrics
+QUESTION_TIMEOUT_S = 5.0  # for a whole question
+ANSWER_TIMEOUT_S = 60.0  # from then on, until the answer is taken: what it asks for must reach the disk first
+_BACKLOG_MAX = 32  # connections that the kernel holds for us while a commit is waited for
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
+_NO_SOCKET_HERE = (errno.EPERM, errno.EOPNOTSUPP)  # what file systems say that have none
+
+_decode = msgspec.json.Decoder(Question).decode
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """One question. ``uid`` and ``pid`` say who asks, as the kernel knows it. It is answered once."""
+
+    verb: str
+    argument: bytes  # JSON
+    uid: int
+    pid: int
+    _tell: Callable[[bytes], None]
+
+    def answer(self, answer: object) -> None:
+        """Send what JSON can say; nobody may be there any more."""
+        data = json.dumps(answer).encode()
+        if len(data) > ANSWER_SIZE_BYTES_MAX:
+            problem = f"the answer has {len(data)} bytes, more than {ANSWER_SIZE_BYTES_MAX}"
+            data = json.dumps({"denied": problem}).encode()
+        self._tell(data)
+
+
+@dataclass(slots=True, eq=False)
+class _Connection:
+    socket: socket.socket
+    uid: int
+    pid: int
+    closes_ns: int
+    received: bytearray = field(default_factory=bytearray)
+    asked: bool = False
+    unsent: memoryview | None = None
+
+
+class ControlServer:
+    """Turns what comes in into questions: :meth:`process` is called when :meth:`fileno` is readable, or it is due."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._epoll = select.epoll()
+        self._listening: socket.socket | None = None
+        self._path = socket_path(folder)
+        self._inode = 0
+        self._connections: dict[int, _Connection] = {}  # by descriptor, the oldest first
+
+    def fileno(self) -> int:
+        return self._epoll.fileno()
+
+    def listen(self) -> Path:
+        """Begin to answer; where. For who holds the lock of the log: what was there before is replaced.
+
+        A folder that can have no socket, or whose name is too long for one, lends its place to a short one
+        (coordinator.config.socket_paths). Raises ControlError.
+        """
+        try:
+            make_folder(self._folder)
+            (self._folder / "control_token").unlink(missing_ok=True)  # of an earlier version
+            try:
+                self._listening = _listen(self._path)
+            except OSError as error:
+                if error.errno not in _NO_SOCKET_HERE:
+                    raise
+                self._path = short_path(self._folder, SOCKET_FILE_NAME)
+                self._listening = _listen(self._path)
+            self._inode = self._path.stat().st_ino
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ControlError(f"can't be asked at {self._path}: {reason}; make room for it there") from None
+        self._epoll.register(self._listening.fileno(), select.EPOLLIN)
+        return self._path
+
+    def next_deadline_ns(self) -> int | None:
+        """When :meth:`process` is to be called although nothing is ready, on the monotonic clock."""
+        if not self._connections:
+            return None
+        return min(connection.closes_ns for connection in self._connections.values())
+
+    def process(self) -> list[Asked]:
+        """Go on with whatever is ready or due; the questions that are whole by now."""
+        questions: list[Asked] = []
+        for descriptor, mask in self._epoll.poll(0):
+            if self._listening is not None and descriptor == self._listening.fileno():
+                self._accept(self._listening)
+            elif (connection := self._connections.get(descriptor)) is not None:
+                if connection.unsent is not None:
+                    self._send(connection)
+                elif not connection.asked:
+                    questions += self._receive(connection)
+                elif mask & (select.EPOLLHUP | select.EPOLLERR):
+                    self._close(connection)
+        now_ns = time.monotonic_ns()
+        for connection in [one for one in self._connections.values() if now_ns >= one.closes_ns]:
+            self._close(connection)
+        return questions
+
+    def close(self) -> None:
+        for connection in list(self._connections.values()):
+            self._close(connection)
+        if self._listening is not None:
+            self._listening.close()
+            self._remove()
+        self._epoll.close()
+
+    def _accept(self, listening: socket.socket) -> None:
+        try:
+            accepted, _ = listening.accept()
+        except OSError:
+            return
+        credentials = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, uid, _ = _CREDENTIALS.unpack(credentials)
+        if uid not in (os.geteuid(), 0):  # the modes of file and folder were changed by hand
+            accepted.close()
+            return
+        accepted.setblocking(False)
+        connection = _Connection(accepted, uid, pid, _in_ns(QUESTION_TIMEOUT_S))
+        if len(self._connections) >= CONNECTIONS_MAX:
+            silent = next((one for one in self._connections.values() if not one.asked), None)
+            if silent is None:
+                accepted.close()
+                return
+            self._close(silent)  # a question comes at once: who holds a connection without one gives way
+        self._connections[accepted.fileno()] = connection
+        self._epoll.register(accepted.fileno(), select.EPOLLIN)
+
+    def _receive(self, connection: _Connection) -> list[Asked]:
+        received = connection.received
+        try:
+            data = connection.socket.recv(SIZE_SIZE_BYTES + QUESTION_SIZE_BYTES_MAX + 1 - len(received))
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""
+        received += data
+        size_bytes = int.from_bytes(received[:SIZE_SIZE_BYTES], "little")
+        if not data:
+            self._close(connection)
+        elif len(received) < SIZE_SIZE_BYTES:
+            pass
+        elif size_bytes > QUESTION_SIZE_BYTES_MAX:
+            problem = f"a question has at most {QUESTION_SIZE_BYTES_MAX} bytes, this one has {size_bytes}"
+            self._deny(connection, f"{problem}; an 'immortal' of another version may ask in another way")
+        elif len(received) > SIZE_SIZE_BYTES + size_bytes:
+            self._deny(connection, "there is one question in a connection, and something came behind it")
+        elif len(received) == SIZE_SIZE_BYTES + size_bytes:
+            try:
+                question = _decode(bytes(received[SIZE_SIZE_BYTES:]))
+            except msgspec.MsgspecError as error:
+                self._deny(connection, f"the question can't be read: {error}")
+            else:
+                return [self._ask(connection, question)]
+        return []
+
+    def _ask(self, connection: _Connection, question: Question) -> Asked:
+        connection.asked = True
+        connection.received = bytearray()
+        connection.closes_ns = _in_ns(ANSWER_TIMEOUT_S)
+        self._epoll.modify(connection.socket.fileno(), 0)  # only that it is gone is of interest
+
+        def tell(data: bytes) -> None:
+            if self._connections.get(connection.socket.fileno()) is connection:
+                self._tell(connection, data)
+
+        return Asked(question.verb, bytes(question.argument), connection.uid, connection.pid, tell)
+
+    def _deny(self, connection: _Connection, reason: str) -> None:
+        connection.asked = True
+        self._tell(connection, json.dumps({"denied": reason}).encode())
+
+    def _tell(self, connection: _Connection, data: bytes) -> None:
+        connection.unsent = memoryview(with_size(data))
+        self._epoll.modify(connection.socket.fileno(), select.EPOLLOUT)
+        self._send(connection)
+
+    def _send(self, connection: _Connection) -> None:
+        if connection.unsent is None:
+            return
+        try:
+            connection.unsent = connection.unsent[connection.socket.send(connection.unsent) :]
+        except BlockingIOError:
+            return
+        except OSError:
+            self._close(connection)
+            return
+        if not connection.unsent:
+            self._close(connection)
+
+    def _close(self, connection: _Connection) -> None:
+        descriptor = connection.socket.fileno()
+        del self._connections[descriptor]
+        self._epoll.unregister(descriptor)
+        connection.socket.close()
+
+    def _remove(self) -> None:
+        """The socket's file, unless it is another one by now."""
+        with contextlib.suppress(OSError):
+            if self._path.stat().st_ino == self._inode:
+                self._path.unlink()
+
+
+def _listen(path: Path) -> socket.socket:
+    """A non-blocking socket that only its owner can connect to. It has its name once it is so. Raises OSError."""
+    secure_folder(path)
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    partial = path.with_name(f".{path.name}")
+    try:
+        partial.unlink(missing_ok=True)
+        listening.bind(str(partial))
+        partial.chmod(0o600)  # nobody can connect before it listens
+        listening.listen(_BACKLOG_MAX)
+        partial.replace(path)
+    except BaseException:
+        listening.close()
+        partial.unlink(missing_ok=True)
+        raise
+    listening.setblocking(False)
+    return listening
+
+
+def _in_ns(delay_s: float) -> int:
+    return time.monotonic_ns() + int(delay_s * 1e9)

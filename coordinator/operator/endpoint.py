@@ -1,0 +1,108 @@
+"""What an operator asks a running coordinator, over its control socket, and what it answers."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from coordinator.app.endpoint import AppEndpoint
+from coordinator.audit.auditor import Auditor
+from coordinator.clock import InstanceClock
+from coordinator.core import effects as ef
+from coordinator.core import events as ev
+from coordinator.core.errors import LogError
+from coordinator.core.interfaces import LogStore
+from coordinator.core.machine import Machine
+from coordinator.fault_points import FaultPoint, reach
+from coordinator.log_writer import LogWriter
+from coordinator.operator import verbs as operator_verbs
+from coordinator.operator.control_server import Asked
+from coordinator.operator.verbs import VerbError
+from coordinator.peers.endpoint import PeerEndpoint
+
+
+class OperatorEndpoint:
+    """``post``: takes what changes something; that is answered once it is durable."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        app: AppEndpoint,
+        peers: PeerEndpoint,
+        store: LogStore,
+        writer: LogWriter,
+        clock: InstanceClock,
+        auditor: Auditor,
+        post: Callable[[ev.Event], None],
+    ) -> None:
+        self._machine, self._app, self._peers, self._store = machine, app, peers, store
+        self._writer, self._clock, self._auditor, self._post = writer, clock, auditor, post
+        self._verbs: dict[str, Callable[[Asked], None]] = {
+            "status": lambda asked: asked.answer(self._status()),
+            "checkpoint": self._checkpoint,
+            "clock": lambda asked: asked.answer(clock.status()),
+            "accept-clock": self._accept_clock,
+            "peers": lambda asked: asked.answer({"peers": self._peers_status()}),
+            "reclaim": lambda asked: post(ev.Reclaimed(asked)),
+            **dict.fromkeys(operator_verbs.VERBS, self._change),
+        }
+
+    def take(self, questions: Sequence[Asked]) -> None:
+        """Whatever an operator asks for comes through here; a question says who asks it."""
+        for asked in questions:
+            reach(FaultPoint.CONTROL)
+            self._auditor.operator(f"uid {asked.uid}", asked.verb, asked.argument.decode(errors="replace"))
+            verb = self._verbs.get(asked.verb)
+            if verb is None:
+                asked.answer({"error": f"unknown verb {asked.verb!r}; known: {', '.join(self._verbs)}"})
+            else:
+                verb(asked)
+
+    def peer_reset_done(self, effect: ef.PeerResetDone) -> None:
+        if isinstance(effect.token, Asked):
+            effect.token.answer({"found": effect.found})
+
+    def operator_answered(self, effect: ef.OperatorAnswered) -> None:
+        if isinstance(effect.token, Asked):
+            effect.token.answer(effect.answer)
+
+    def _checkpoint(self, asked: Asked) -> None:
+        self._post(ev.CheckpointRequested())
+        asked.answer({"asked": True})
+
+    def _accept_clock(self, asked: Asked) -> None:
+        self._clock.now_ns(accept=True)
+        asked.answer(self._clock.status())
+
+    def _change(self, asked: Asked) -> None:
+        try:
+            event = operator_verbs.event_of(asked.verb, asked.argument, asked, self._store, self._machine.letters)
+        except (VerbError, LogError) as error:
+            asked.answer({"error": str(error)})
+        else:
+            self._post(event)
+
+    def _status(self) -> dict[str, object]:
+        status: dict[str, Any] = {
+            **self._machine.status(self._clock.now_ns()),
+            "pid": os.getpid(),
+            "clock": self._clock.status(),
+            "commit_ms": round(self._writer.commit_s * 1000, 3),
+            "security": self._peers.describe_security(),
+        }
+        status["unsent_bytes"] -= self._app.sent_bytes  # of which the machine has not heard
+        behind = bool(status["backlog_records"] or status["unsent_bytes"])
+        silent_s = (time.monotonic_ns() - self._app.moved_ns) / 1e9
+        status["app_silent_s"] = round(silent_s, 3) if behind and status["app_connected"] else 0.0
+        for destination, output in status["outputs"].items():
+            output |= self._peers.describe_output(destination, output["error"])
+        return status
+
+    def _peers_status(self) -> dict[str, dict[str, object]]:
+        """What the machine knows of each peer, and how it is reached."""
+        peers = self._machine.peers_status()
+        for name, peer in peers.items():
+            peer |= self._peers.describe_peer(name, peer["error"])
+        return peers

@@ -1,0 +1,61 @@
+"""An instance is no more: its settings go, with what belongs to it outside of its log."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from pathlib import Path
+
+from coordinator import clock
+from coordinator.app import secret as app_secret
+from coordinator.audit import audit_log
+from coordinator.config import ConfigError, InstanceSettings
+from coordinator.config.app_hosts import SOCKET_FILE_NAME
+from coordinator.config.socket_paths import socket_path
+from coordinator.instances import own_logs, upgrade_mark
+from coordinator.instances.registry import Registry
+from coordinator.operator import control
+from coordinator.peers import keys
+
+
+def unregister(registry: Registry, name: str, *, delete_log: bool = False) -> Path:
+    """Remove the settings of ``name``, its keys, and its log where that is asked for; returns the log's folder.
+
+    Raises RunningError while it runs.
+    """
+    with registry.locked():
+        try:
+            settings = registry.load(name)
+        except ConfigError:
+            if delete_log:
+                raise  # where the log is stands in the file that cannot be read
+            settings = None
+        folder = registry.home / name
+        control.refuse_running(folder)
+        if delete_log and settings is not None:
+            _delete_log(settings)
+            audit_log.remove(folder)
+            clock.remove(folder)
+        if settings is not None and not (settings.log / "data.mdb").exists():
+            own_logs.remove(folder)
+        registry.path(name).unlink(missing_ok=True)
+        control.path(folder).unlink(missing_ok=True)
+        control.supervisor_path(folder).unlink(missing_ok=True)
+        app_secret.remove(folder)
+        keys.remove(folder)
+        control.socket_path(folder).unlink(missing_ok=True)
+        socket_path(folder, SOCKET_FILE_NAME).unlink(missing_ok=True)
+        upgrade_mark.clear(folder)
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # stays where it still holds the log
+    return settings.log if settings is not None else folder / "log"
+
+
+def _delete_log(settings: InstanceSettings) -> None:
+    """Remove the log's files. The folder itself goes only if it holds nothing else: it may have been given by hand."""
+    for file in ("data.mdb", "journal", "journal.new", "high-water-mark", "lock.mdb", "lock"):
+        (settings.log / file).unlink(missing_ok=True)
+    if settings.log == settings.folder / "log":
+        shutil.rmtree(settings.log, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        settings.log.rmdir()

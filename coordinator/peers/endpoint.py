@@ -1,0 +1,276 @@
+"""Other instances and clients as the driver has them: where they are, whether they may be reached, and their frames."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping
+
+from coordinator.audit.auditor import Auditor
+from coordinator.config import InstanceSettings
+from coordinator.core import effects as ef
+from coordinator.core import events as ev
+from coordinator.core.permissions import Permission
+from coordinator.earliest import earliest
+from coordinator.fault_points import FaultPoint, reach
+from coordinator.instances.registry import Registry
+from coordinator.limited_log import LimitedLog
+from coordinator.logs import Events
+from coordinator.messenger import ClientRoute, Messenger, Received
+from coordinator.peers.discovery import Discovery, Routes
+from coordinator.peers.retries import PeerRetries
+from coordinator.peers.security import PeerSecurity
+from protocol.client import decode_client_frame, encode_client_frame
+from protocol.errors import RemoteProtocolError
+from protocol.peer import FrameType, PeerFrame, decode_frame, encode_frame
+
+
+class PeerEndpoint:
+    """``post``: takes what comes in. ``limited``: for what others can cause."""
+
+    def __init__(
+        self,
+        settings: InstanceSettings,
+        registry: Registry,
+        log: Events,
+        limited: LimitedLog,
+        post: Callable[[ev.Event], None],
+    ) -> None:
+        self._name = settings.name
+        self._own_endpoint = settings.peer
+        self._log, self._limited, self._post = log, limited, post
+        self._routes = Routes(Discovery(settings, registry), log.warning)
+        self._security = PeerSecurity(settings, registry, self._routes.at, log.warning)
+        self._permissions: Mapping[str, Permission] = settings.permissions
+        self._retries = PeerRetries()
+        self._barred: dict[str, str] = {}  # destinations that must not be connected to, and why
+        self._impostors = 0  # frames under another name than that of their key
+        self._messenger = Messenger(security=self._security.security)
+        self.hold = self._messenger.hold
+        self.fileno = self._messenger.fileno
+        # When to look although nothing is ready, on the monotonic clock, as of the last next_deadline_ns():
+        self._messenger_due_ns: int | None = None
+        self._look_due_ns: int | None = None  # for peers and keys
+
+    def listen(self) -> None:
+        self._messenger.listen(self._own_endpoint, self._frame_received, client_loop=self._client_frame_received)
+
+    @property
+    def security(self) -> PeerSecurity:
+        return self._security
+
+    # --- for the loop ------------------------------------------------------------------------------------------------
+
+    def next_deadline_ns(self) -> int | None:
+        self._messenger_due_ns = self._messenger.next_deadline_ns()
+        self._look_due_ns = earliest(self._routes.next_deadline_ns(), self._security.next_deadline_ns())
+        return earliest(self._messenger_due_ns, self._look_due_ns, self._retries.next_deadline_ns())
+
+    def process(self, now_ns: int, *, ready: bool) -> bool:
+        """Take in what has come, and do what is due. ``ready``: the descriptor is readable. True: there may be news of
+        peers and keys."""
+        if self._messenger_due_ns is not None and now_ns >= self._messenger_due_ns:
+            self._messenger.process()
+        elif ready:
+            self._messenger.receive(replies=False)
+        looks = self._look_due_ns is not None and now_ns >= self._look_due_ns
+        if looks:
+            self._look_for_peers(now_ns)
+            self._look_for_keys(now_ns)
+        for effect, attempt in self._retries.take_due(now_ns):
+            self._send(effect, attempt)
+        return looks
+
+    def audit(self, auditor: Auditor, forbidden: Mapping[str, int], held_back: Mapping[str, int], now_ns: int) -> None:
+        """``forbidden`` and ``held_back``: calls of callers, as the machine counts them."""
+        counters = self._messenger.counters()
+        auditor.look(
+            counters, self._security.security, self._permissions, forbidden, held_back, self._impostors, now_ns
+        )
+
+    def close(self) -> None:
+        self._messenger.close()
+
+    # --- the driver's port -------------------------------------------------------------------------------------------
+
+    def open(self, effect: ef.OpenPeer) -> None:
+        self._routes.add(effect.destination, time.monotonic_ns())
+
+    def send(self, effect: ef.SendToPeer) -> None:
+        self._send(effect, 1)
+
+    def _send(self, effect: ef.SendToPeer, attempt: int) -> None:
+        endpoint = self._routes.endpoint(effect.destination)
+        if endpoint is not None and not self._is_barred(effect.destination, endpoint):
+            reach(FaultPoint.BEFORE_SEND)
+            reply = functools.partial(self._replied, effect, attempt)
+            self._messenger.send_message(endpoint, encode_frame(effect.frame), reply)
+
+    def reset(self, effect: ef.ResetPeer) -> None:
+        self._retries.forget(effect.destination)
+        endpoint = self._routes.endpoint(effect.destination)
+        if endpoint is not None:
+            self._drop(endpoint, effect.destination)
+
+    def reply(self, effect: ef.ReplyToPeer) -> None:
+        token = effect.token
+        if isinstance(token, Received):
+            reach(FaultPoint.BEFORE_ANSWER)
+            token.reply(*encode_frame(effect.frame))
+
+    def reply_to_client(self, effect: ef.ReplyToClient) -> None:
+        token = effect.token
+        if isinstance(token, ClientRoute):
+            token.say(encode_client_frame(effect.frame))
+
+    @property
+    def has_new(self) -> bool:
+        return self._messenger.has_new
+
+    def flush(self, *, patient: bool) -> None:
+        self._messenger.patient = patient
+        self._messenger.flush()
+
+    @property
+    def replies_wait(self) -> bool:
+        return self._messenger.replies_wait
+
+    def receive(self) -> None:
+        self._messenger.receive()
+
+    # --- where they are, and who may be reached ----------------------------------------------------------------------
+
+    def _look_for_peers(self, now_ns: int) -> None:
+        for name, endpoint_before in self._routes.look(now_ns, self._messenger.connected):
+            endpoint = self._routes.endpoint(name)
+            self._log.info("peer found" if endpoint_before is None else "peer moved", peer=name, endpoint=endpoint)
+            if endpoint_before is not None:
+                self._drop(endpoint_before, name)
+            self._post(ev.PeerMoved(name))
+
+    def _look_for_keys(self, now_ns: int) -> None:
+        changed = self._security.look(now_ns)
+        if self._security.permissions != self._permissions:
+            self._permissions = self._security.permissions
+            self._post(ev.PermissionsChanged(self._permissions))
+            self._log.info("permissions changed", limited=sorted(self._permissions))
+        if not changed:
+            return
+        security = self._security.security
+        if security is not None:
+            self._messenger.secure(security)
+            self._log.info(
+                "keys or callers changed", key=security.own.public, callers=sorted(security.callers.values())
+            )
+        for name in list(self._barred):
+            endpoint = self._routes.endpoint(name)
+            if endpoint is None or self._security.barrier(endpoint) is None:
+                del self._barred[name]
+                self._post(ev.PeerMoved(name))
+
+    def _is_barred(self, name: str, endpoint: str) -> bool:
+        problem = self._security.barrier(endpoint)
+        if problem is None:
+            self._barred.pop(name, None)
+            return False
+        if self._barred.get(name) != problem:
+            self._barred[name] = problem
+            self._log.warning(f"nothing is sent to {name!r}, its calls wait: {problem}")
+        return True
+
+    def _drop(self, endpoint: str, destination: str) -> None:
+        """Forget what is on its way there. What was for others than ``destination`` is sent again."""
+        self._messenger.drop(endpoint)
+        for name in self._routes.at(endpoint):
+            if name != destination:
+                self._post(ev.PeerMoved(name))
+
+    # --- what comes from them ----------------------------------------------------------------------------------------
+
+    def _replied(self, effect: ef.SendToPeer, attempt: int, parts: list[bytes]) -> None:
+        # Without parts: acknowledged, but the answer is not kept any more. The receiver knows it: ask again, as for
+        # an answer that was damaged on its way, or that a later build makes.
+        frame = self._decode(effect.destination, parts) if parts else None
+        if frame is not None and frame.frame_type is FrameType.UNKNOWN:
+            self._limited.warning(
+                f"an answer of {effect.destination!r} was dropped: {frame.reason} is not known here",
+                kind=("answer", effect.destination),
+            )
+            frame = None
+        if frame is None:
+            self._retries.add(effect, attempt, time.monotonic_ns())
+        else:
+            self._post(ev.PeerReplied(effect.destination, effect.tag, frame))
+
+    def _decode(self, origin: str, parts: list[bytes]) -> PeerFrame | None:
+        try:
+            return decode_frame(parts)
+        except RemoteProtocolError as error:
+            self._limited.warning("a frame was dropped", kind="frame", origin=origin, reason=str(error))
+            return None
+
+    def _frame_received(self, received: Received) -> None:
+        reach(FaultPoint.FRAME_RECEIVED)
+        frame = self._decode(f"{received.sender:016x}", received.parts)
+        if frame is None:
+            received.reply()  # its sender sends it again
+        elif frame.frame_type is FrameType.UNKNOWN:  # nobody's name is believed: it is only told what is known here
+            sender = received.peer or frame.sender
+            self._limited.warning(
+                f"a frame of {sender!r} was refused: {frame.reason} is not known here", kind=("unknown", sender)
+            )
+            self._post(ev.PeerFrameReceived(received, frame))
+        elif received.peer is not None and received.peer != frame.sender:
+            self._impostors += 1
+            self._limited.warning(
+                f"a frame was dropped: it says that {frame.sender!r} sends it, its key {received.peer!r}",
+                kind=("sender", received.peer),
+            )
+        else:
+            if frame.frame_type is FrameType.HELLO and (endpoint := self._routes.endpoint(frame.sender)) is not None:
+                self._messenger.reconnect(endpoint)  # it has just been started
+            self._post(ev.PeerFrameReceived(received, frame))
+
+    def _client_frame_received(self, route: ClientRoute, data: bytes) -> None:
+        try:
+            frame = decode_client_frame(data)
+        except RemoteProtocolError as error:
+            self._limited.warning(f"a client's frame was dropped: {error}", kind="client")
+        else:
+            self._post(ev.ClientFrameReceived(route, frame, route.peer or ""))
+
+    # --- what an operator sees ---------------------------------------------------------------------------------------
+
+    def describe_security(self) -> dict[str, object]:
+        counters = self._messenger.counters()
+        security = self._security.security
+        return {
+            "key": None if security is None else security.own.public,
+            "strangers_refused": counters.strangers_refused,
+            "strangers_dropped": counters.strangers_dropped + self._impostors,
+            "roles_refused": counters.roles_refused,
+        }
+
+    def describe_output(self, destination: str, error: object) -> dict[str, object]:
+        """How ``destination`` is reached; ``error``: what the machine knows to be wrong with it."""
+        if destination == self._name:
+            return {"endpoint": "", "connected": True, "error": error}
+        route = self._routes.describe(destination)
+        endpoint = route["endpoint"] or ""
+        return {
+            "endpoint": endpoint,
+            "connected": bool(endpoint) and self._messenger.connected(endpoint),
+            "error": error or route["problem"] or self._barred.get(destination),
+        }
+
+    def describe_peer(self, name: str, error: object) -> dict[str, object]:
+        """The same for any instance, as `immortal peers` has it."""
+        route = self._routes.describe(name)
+        endpoint = route["endpoint"]
+        since_ns = self._messenger.connected_since_ns(endpoint) if endpoint else None
+        return {
+            "endpoint": endpoint,
+            "origin": route["origin"],
+            "connected_s": None if since_ns is None else round((time.monotonic_ns() - since_ns) / 1e9, 3),
+            "error": error or route["problem"] or self._barred.get(name),
+        }

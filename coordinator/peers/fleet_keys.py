@@ -1,0 +1,267 @@
+"""The keys of a fleet, from one file: who there is, in which registry folder, and who may call whom.
+
+    expires_days = 365                    how long keys that are made may be used; without it for ever
+    age_days_max = 300                    older ones are to be rotated
+
+    [instances.counter]
+    home = "/srv/a"                       its registry folder, relative to this file; without it ".immortal"
+    allow = { web = ["place"], reader = "*" }
+
+    [clients.web]
+    home = "/srv/web"
+
+Secrets stay where they are made. Each folder gets the public files of those whom its members call, or are called by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import date, timedelta
+from pathlib import Path
+from typing import Annotated
+
+from msgspec import Struct
+
+from coordinator.config import ConfigError, near_miss, write_atomically
+from coordinator.config.reading import read_table, read_toml
+from coordinator.config.values import Callers, kind, says, whole
+from coordinator.config.writing import text_with_allow
+from coordinator.core.permissions import ANYTHING, Permission
+from coordinator.instances.registry import HOME_DEFAULT, Registry, UnknownInstanceError
+from coordinator.messenger import Role
+from coordinator.peers import keys
+from coordinator.peers.keys import KeysError, PublicFile
+
+_Home = Annotated[str, kind("FOLDER", "a path"), says("Its registry folder, relative to the fleet's file.")]
+_Days = Annotated[int, whole(1, 36_500, "days")]
+
+
+class _Client(Struct):
+    home: _Home = HOME_DEFAULT
+
+
+class _Instance(Struct):
+    home: _Home = HOME_DEFAULT
+    allow: Annotated[Callers, says("Who may call it, and what.")] = ()
+
+
+class _File(Struct):
+    instances: Annotated[Mapping[str, _Instance], says("The instances, by name.")] = {}
+    clients: Annotated[Mapping[str, _Client], says("The clients, by name.")] = {}
+    operators: Annotated[Mapping[str, _Client], says("The operators, by name.")] = {}
+    expires_days: Annotated[_Days | None, says("How long keys that are made may be used.", default="for ever")] = None
+    age_days_max: Annotated[_Days | None, says("Older keys are to be rotated.", default="none for its age")] = None
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """``allow``: who may call it, and what; of an instance."""
+
+    name: str
+    role: Role
+    home: Path
+    allow: Mapping[str, Permission]
+
+    @property
+    def folder(self) -> Path:
+        return self.home / self.name
+
+    @property
+    def public(self) -> PublicFile:
+        """Raises KeysError."""
+        return keys.read_public_file(self.folder)
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """``members`` by name."""
+
+    members: Mapping[str, Member]
+    expires_days: int | None = None
+    age_days_max: int | None = None
+
+    @property
+    def homes(self) -> list[Path]:
+        return sorted({member.home for member in self.members.values()})
+
+    def known_in(self, home: Path) -> list[Member]:
+        """Those whose public keys are needed there: who may call a member, or is called by one."""
+        names: set[str] = set()
+        for member in self.members.values():
+            for caller in member.allow:
+                if member.home == home:
+                    names.add(caller)
+                if self.members[caller].home == home:
+                    names.add(member.name)
+        return [self.members[name] for name in sorted(names)]
+
+
+def read(path: Path) -> Fleet:
+    """Raises ConfigError."""
+    try:
+        values, source = read_toml(path)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    file = _File(**read_table(source, _File, values))
+    members: dict[str, Member] = {}
+    tables = ((Role.INSTANCE, file.instances), (Role.CLIENT, file.clients), (Role.OPERATOR, file.operators))
+    for role, table in tables:
+        for name, given in table.items():
+            if name in members:
+                raise ConfigError(f"{path}: {name!r} stands there twice, as {members[name].role} and as {role}")
+            allow = given.allow if isinstance(given, _Instance) else ()
+            home = (path.absolute().parent / given.home).resolve()
+            permissions = allow if isinstance(allow, Mapping) else dict.fromkeys(allow, ANYTHING)
+            members[name] = Member(name, role, home, permissions)
+    for member in members.values():
+        for caller in member.allow:
+            if caller not in members or caller == member.name:
+                hint = near_miss(caller, members) or f": there are {', '.join(sorted(members))}"
+                place = source.field(caller, f"instances.{member.name}.allow")
+                raise ConfigError(f"{place}: {caller!r} is no other member{hint}")
+    return Fleet(members, file.expires_days, file.age_days_max)
+
+
+# --- making -----------------------------------------------------------------------------------------------------------
+
+
+def make(fleet: Fleet, today: date) -> Iterator[str]:
+    """Make what is missing, and write what each folder needs; what was done, in words.
+
+    Raises KeysError, ConfigError.
+    """
+    expires = None if fleet.expires_days is None else today + timedelta(days=fleet.expires_days)
+    for member in fleet.members.values():
+        if not keys.read_pairs(member.folder):
+            keys.make(member.folder, member.role, expires)
+            yield f"{member.name}: made keys in {member.folder}"
+        elif member.public.keys != _complete(member).keys or _role(member.public) is not member.role:
+            keys.make(member.folder, member.role)
+            yield f"{member.name}: wrote its public file anew"
+    for home in fleet.homes:
+        for known in fleet.known_in(home):
+            if known.home != home and _copy(known, home):
+                yield f"{known.name}: its public keys are in {home} now"
+    for member in fleet.members.values():
+        if member.role is Role.INSTANCE and _write_allow(member):
+            yield f"{member.name}: wrote who may call it into {Registry(member.home).path(member.name)}"
+
+
+def _role(public: PublicFile) -> Role:
+    return public.role or Role.INSTANCE
+
+
+def _complete(member: Member) -> PublicFile:
+    """The public file with the pairs that there are."""
+    known = {public.key: public for public in member.public.keys}
+    pairs = keys.read_pairs(member.folder)
+    return PublicFile(tuple(known.get(pair.public, keys.PublicKey(pair.public)) for pair in pairs))
+
+
+def _copy(member: Member, home: Path) -> bool:
+    """Its public file to ``home``; whether there was another one. Raises KeysError."""
+    text = keys.public_text(member.public).encode()
+    path = keys.public_path(home / member.name)
+    if keys.secret_path(home / member.name).exists():
+        raise KeysError(f"{home} has secret keys of {member.name!r}, who lives in {member.home}: remove one of them")
+    try:
+        if path.exists() and path.read_bytes() == text:
+            return False
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text)
+    except OSError as error:
+        raise KeysError(f"{path} cannot be written: {error.strerror}") from None
+    return True
+
+
+def _write_allow(member: Member) -> bool:
+    """Whether its settings said something else; one that is not registered has none. Raises ConfigError."""
+    registry = Registry(member.home)
+    try:
+        settings = registry.load(member.name)
+    except UnknownInstanceError:
+        return False
+    if _allowed(settings.allow, settings.permissions) == member.allow:
+        return False
+    path = registry.path(member.name)
+    text = text_with_allow(path.read_bytes().decode(), member.allow)
+    write_atomically(path, text.encode(), mode=path.stat().st_mode & 0o777)
+    return True
+
+
+def _allowed(allow: tuple[str, ...] | None, permissions: Mapping[str, Permission]) -> Mapping[str, Permission] | None:
+    return None if allow is None else {caller: permissions.get(caller, ANYTHING) for caller in allow}
+
+
+# --- checking ---------------------------------------------------------------------------------------------------------
+
+
+def problems(fleet: Fleet, today: date) -> Iterator[str]:
+    """What does not fit, or is due, in words."""
+    owners: dict[str, str] = {}
+    for member in fleet.members.values():
+        yield from _of_keys(fleet, member, owners, today)
+        if member.role is Role.INSTANCE:
+            yield from _of_settings(member)
+    for home in fleet.homes:
+        yield from _of_home(fleet, home)
+
+
+def _of_keys(fleet: Fleet, member: Member, owners: dict[str, str], today: date) -> Iterator[str]:
+    try:
+        pairs, public = keys.read_pairs(member.folder), member.public
+    except KeysError as error:
+        yield f"{member.name}: {error}"
+        return
+    if not pairs:
+        yield f"{member.name}: no keys in {member.folder}"
+        return
+    if [pair.public for pair in pairs] != [known.key for known in public.keys]:
+        yield f"{member.name}: {keys.public_path(member.folder)} has other keys than its secret file"
+    if _role(public) is not member.role:
+        yield f"{member.name}: its public file gives the role {_role(public)}, expected {member.role}"
+    for known in public.keys:
+        other = owners.setdefault(known.key, member.name)
+        if other != member.name:
+            yield f"{member.name}: it has the same key as {other!r}: make new ones for both"
+    for reminder in keys.reminders(public, today, fleet.age_days_max, keys.SOON_DAYS):
+        yield f"{member.name}: {reminder}"
+
+
+def _of_settings(member: Member) -> Iterator[str]:
+    registry = Registry(member.home)
+    try:
+        settings = registry.load(member.name)
+    except (UnknownInstanceError, ConfigError) as error:
+        yield f"{member.name}: {error}"
+        return
+    if _allowed(settings.allow, settings.permissions) != member.allow:
+        yield f"{member.name}: 'allow' in {registry.path(member.name)} is not what the fleet's file says"
+    for table, given in (("peer_keys", settings.peer_keys), ("client_keys", settings.client_keys)):
+        for name in given:
+            yield (
+                f"{member.name}: [{table}] in {registry.path(member.name)} gives keys of {name!r}, which go before "
+                f"those of the fleet"
+            )
+
+
+def _of_home(fleet: Fleet, home: Path) -> Iterator[str]:
+    known = {member.name for member in fleet.known_in(home)}
+    for member in fleet.members.values():
+        if member.home == home:
+            continue
+        there = home / member.name
+        if keys.secret_path(there).exists():
+            yield f"{member.name}: secret keys of it are in {home} too, it lives in {member.home}"
+        elif member.name in known:
+            try:
+                same = keys.read_public_file(there) == member.public
+            except KeysError as error:
+                yield f"{member.name}: {error}"
+                continue
+            if not same:
+                yield f"{member.name}: its public keys in {home} are missing, or not those that it has"
+    registry = Registry(home)
+    for name in sorted({*registry.names(), *registry.client_names(registry.names())} - set(fleet.members)):
+        yield f"{name}: it has a place in {home}, and none in the fleet's file"

@@ -1,0 +1,249 @@
+"""The CURVE keys of an instance: a secret file that only its owner can read, and a public one for its peers.
+
+<home>/counter/keys/pairs       "public secret" on each line; mode 0600, in a folder of mode 0700
+<home>/counter/public_keys      the public key of each pair, one a line; comments in front of it say since and until
+                                when it is to be used, and what its owner is: "; role: client" (without: an instance)
+
+The first pair is the one in use. A rotation adds a second, which peers accept from then on; retiring removes the first,
+and the second takes its place. So there is no moment at which a peer is shown a key that it could not know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, date, datetime
+from pathlib import Path
+
+from coordinator.config import write_atomically
+from coordinator.instances.registry import PUBLIC_KEYS_FILE_NAME
+from coordinator.messenger.security import KeyPair, Role
+from protocol.errors import ImmortalError
+from protocol.private_files import PUBLIC_FILE_MODE, make_folder
+
+PUBLIC_FILE_NAME = PUBLIC_KEYS_FILE_NAME
+_FOLDER_NAME = "keys"
+_FILE_NAME = "pairs"
+_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")  # Z85 of 32 bytes
+_OTHERS = 0o077
+AGE_DAYS_MAX = 365  # an older key is told in the status
+SOON_DAYS = 30  # ... and one that expires within so many days
+PUBLIC_FILE_SIZE_BYTES_MAX = 4096  # far more than two keys and a few comments
+COMMENT = ";"  # begins a line that is no key; "#" and "/" are characters of keys
+_ROLE = re.compile(r";\s*role:\s*(\S+)\s*")
+_DATES = re.compile(r";\s*(?:made: (?P<made>\d{4}-\d\d-\d\d))?(?:, )?(?:expires: (?P<expires>\d{4}-\d\d-\d\d))?\s*")
+_ROLES = (Role.INSTANCE, Role.CLIENT, Role.OPERATOR)  # that a file may give
+
+
+class KeysError(ImmortalError):
+    """Keys are not what or where they must be."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublicKey:
+    """A public key, the day (UTC) when it was made, and the last one on which it lets anybody in; None: not said."""
+
+    key: str
+    made: date | None = None
+    expires: date | None = None
+
+    def has_expired(self, today: date) -> bool:
+        return self.expires is not None and today > self.expires
+
+
+@dataclass(frozen=True, slots=True)
+class PublicFile:
+    """What a public file says. ``role`` None: nothing of what its owner is."""
+
+    keys: tuple[PublicKey, ...] = ()
+    role: Role | None = None
+
+
+def today() -> date:
+    """The day, UTC."""
+    return datetime.now(UTC).date()
+
+
+def secret_path(folder: Path) -> Path:
+    """The file of the pairs; ``folder`` is the instance's."""
+    return folder / _FOLDER_NAME / _FILE_NAME
+
+
+def public_path(folder: Path) -> Path:
+    """The file of the public keys; ``folder`` is the instance's."""
+    return folder / PUBLIC_FILE_NAME
+
+
+def is_key(text: object) -> bool:
+    """Whether ``text`` is a key in Z85."""
+    return isinstance(text, str) and _KEY.fullmatch(text) is not None
+
+
+def read_pairs(folder: Path) -> tuple[KeyPair, ...]:
+    """The instance's own pairs, the one in use first; none where it has no keys.
+
+    Raises KeysError for what cannot be read, and for what others than the owner could read or change.
+    """
+    path = secret_path(folder)
+    try:
+        for place, expected in ((path.parent, 0o700), (path, 0o600)):
+            _check_mode(place, expected)
+        lines = path.read_text("ascii").split("\n")
+    except (FileNotFoundError, NotADirectoryError):
+        return ()
+    except (OSError, UnicodeDecodeError) as error:
+        raise KeysError(f"the secret keys in {path} cannot be read: {error}") from None
+    pairs = []
+    for line in filter(None, lines):
+        public, _, secret = line.partition(" ")
+        if not (is_key(public) and is_key(secret) and KeyPair(public, secret).fits):  # the line itself stays untold
+            raise KeysError(f"{path} holds something else than key pairs: restore it, or make new keys without it")
+        pairs.append(KeyPair(public, secret))
+    return tuple(pairs)
+
+
+def read_public_keys(folder: Path) -> tuple[str, ...]:
+    """The public keys of an instance, the one in use first; none where there is no file. Raises KeysError."""
+    return tuple(known.key for known in read_public_file(folder).keys)
+
+
+def read_public_file(folder: Path) -> PublicFile:
+    """The public keys of an instance, the one in use first, with what is said of them. Raises KeysError."""
+    path = public_path(folder)
+    try:
+        with path.open("rb") as file:
+            text = file.read(PUBLIC_FILE_SIZE_BYTES_MAX + 1)
+    except (FileNotFoundError, NotADirectoryError):
+        return PublicFile()
+    except OSError as error:
+        raise KeysError(f"the public keys in {path} cannot be read: {error.strerror}") from None
+    lines = [line.strip() for line in text.decode("ascii", "replace").split("\n")]
+    keys = tuple(line for line in lines if line and not line.startswith(COMMENT))
+    if len(text) > PUBLIC_FILE_SIZE_BYTES_MAX or not all(map(is_key, keys)):
+        raise KeysError(f"{path} holds something else than public keys: one a line is expected, 40 characters of Z85")
+    return _public_file(path, lines)
+
+
+def _public_file(path: Path, lines: list[str]) -> PublicFile:
+    """Of lines that are keys or comments. Raises KeysError for a comment that says what can't be."""
+    found: list[PublicKey] = []
+    role: Role | None = None
+    made = expires = None
+    for line in lines:
+        if line and not line.startswith(COMMENT):
+            found.append(PublicKey(line, made, expires))
+            made = expires = None
+        elif match := _ROLE.fullmatch(line):
+            if match[1] not in _ROLES:
+                roles = ", ".join(_ROLES)
+                raise KeysError(f"{path} gives the role {match[1]!r}, one of these was expected: {roles}")
+            role = Role(match[1])
+        elif line and (match := _DATES.fullmatch(line)):
+            try:
+                made, expires = (None if text is None else date.fromisoformat(text) for text in match.group(1, 2))
+            except ValueError as error:
+                raise KeysError(f"{path} has no valid date in {line!r}: {error}") from None
+    return PublicFile(tuple(found), role)
+
+
+def reminders(file: PublicFile, today: date, age_days_max: int | None, soon_days: int) -> Iterator[str]:
+    """What is to be done about the keys that expire within ``soon_days``, or are older than ``age_days_max``."""
+    for public in file.keys:
+        if public.has_expired(today):
+            yield f"the key {public.key} expired on {public.expires}: nobody lets it in; rotate it, and retire it"
+        elif public.expires is not None and (days := (public.expires - today).days) <= soon_days:
+            yield f"the key {public.key} expires in {days} days, on {public.expires}: rotate it"
+        elif age_days_max is not None and public.made is not None and (today - public.made).days > age_days_max:
+            yield f"the key {public.key} is {(today - public.made).days} days old: rotate it"
+
+
+def make(folder: Path, role: Role = Role.INSTANCE, expires: date | None = None) -> tuple[KeyPair, ...]:
+    """The pairs of an instance, or of who has another ``role``, made where there are none; the public file is written
+    anew. ``expires``: the last day of those that are made. Raises KeysError.
+    """
+    return _write(folder, read_pairs(folder) or (KeyPair.new(),), role, expires)
+
+
+def rotate(folder: Path, expires: date | None = None) -> tuple[KeyPair, ...]:
+    """Add a pair, which takes over when the one in use is retired; ``expires``: its last day. Raises KeysError."""
+    pairs = read_pairs(folder)
+    if not pairs:
+        raise KeysError(f"{folder.name!r} has no keys yet: 'immortal keys {folder.name} --make' makes them")
+    if len(pairs) > 1:
+        raise KeysError(
+            f"a rotation of {folder.name!r} is under way already: end it with 'immortal keys {folder.name} --retire'"
+        )
+    return _write(folder, (*pairs, KeyPair.new()), expires=expires)
+
+
+def retire(folder: Path) -> tuple[KeyPair, ...]:
+    """Forget the pair in use for good: the next one takes its place. Raises KeysError."""
+    pairs = read_pairs(folder)
+    if len(pairs) < 2:
+        raise KeysError(
+            f"{folder.name!r} has no second key to use instead: 'immortal keys {folder.name} --rotate' adds one"
+        )
+    return _write(folder, pairs[1:])
+
+
+def remove(folder: Path) -> None:
+    """Forget all of them for good. What else is in their folder, as the key of a log that is kept, stays."""
+    secret_path(folder).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        secret_path(folder).parent.rmdir()
+    public_path(folder).unlink(missing_ok=True)
+
+
+def _check_mode(path: Path, expected: int) -> None:
+    status = path.stat()
+    mode = status.st_mode & 0o777
+    if mode & _OTHERS:
+        raise KeysError(
+            f"{path} has mode {mode:04o}, expected {expected:04o}: others may know the secret keys of this instance; "
+            f"'chmod {expected:04o} {path}', and if somebody may have read them, rotate and retire them"
+        )
+    if status.st_uid not in (os.geteuid(), 0):
+        raise KeysError(f"{path} belongs to user {status.st_uid}, expected {os.geteuid()}, who runs this: chown it")
+
+
+def _write(
+    folder: Path, pairs: tuple[KeyPair, ...], role: Role | None = None, expires: date | None = None
+) -> tuple[KeyPair, ...]:
+    """The secret file first: what is announced without being there would be of no use. ``role`` None: as it was."""
+    path = secret_path(folder)
+    before, known = _known(folder)
+    try:
+        make_folder(path.parent)
+        text = "".join(f"{pair.public} {pair.secret}\n" for pair in pairs)
+        write_atomically(path, text.encode(), mode=0o600)
+        new = PublicKey("", today(), expires)
+        public = [known.get(pair.public) or replace(new, key=pair.public) for pair in pairs]
+        text = public_text(PublicFile(tuple(public), role or before))
+        write_atomically(public_path(folder), text.encode(), mode=PUBLIC_FILE_MODE)
+    except OSError as error:
+        raise KeysError(f"the keys of {folder.name!r} cannot be written to {path}: {error.strerror}") from None
+    return pairs
+
+
+def _known(folder: Path) -> tuple[Role | None, Mapping[str, PublicKey]]:
+    """What the public file says so far; of the keys of a file that can't be read, or is lost, no more is known."""
+    try:
+        file = read_public_file(folder)
+    except KeysError:
+        file = PublicFile()
+    known = {public.key: public for public in file.keys}
+    return file.role, {pair.public: PublicKey(pair.public) for pair in read_pairs(folder)} | known
+
+
+def public_text(file: PublicFile) -> str:
+    """As :func:`read_public_file` reads it."""
+    lines = [] if file.role in (None, Role.INSTANCE) else [f"{COMMENT} role: {file.role}"]
+    for public in file.keys:
+        dates = {"made": public.made, "expires": public.expires}
+        if said := ", ".join(f"{word}: {day}" for word, day in dates.items() if day is not None):
+            lines.append(f"{COMMENT} {said}")
+        lines.append(public.key)
+    return "".join(f"{line}\n" for line in lines)

@@ -1,0 +1,167 @@
+"""Many messages with forced retries through the messenger: how often each was delivered, and what tracking them takes.
+
+    .venv/bin/python -m scripts.benchmarks.messenger [--messages N] [--cut-every N] [--json]
+
+Between sender and receiver stands a proxy that cuts the connection every so many messages, in the middle of whatever is
+on its way. Besides, some replies come late, later than the sender waits before it sends again. Status 3: a message was
+not delivered exactly once, or not in order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+
+from coordinator.messenger import Messenger, Received, RetryPolicy
+from tests.helpers.proxy import FaultProxy
+
+WAITING_MAX = 10_000  # sent and not acknowledged
+LATE_SHARE = 0.02
+LATE_S = 0.02
+RETRY = RetryPolicy(delay_ns_min=5_000_000, delay_ns_max=50_000_000)
+SAMPLED_EVERY = 50
+DEADLINE_S = 60.0  # without any progress
+
+
+@dataclass(slots=True)
+class Figures:
+    """What came out."""
+
+    messages: int
+    seconds: float = 0.0
+    delivered_once: int = 0
+    delivered_twice_or_more: int = 0
+    lost: int = 0
+    out_of_order: int = 0
+    called_back: int = 0
+    cuts: int = 0
+    sent_again: int = 0
+    duplicates_dropped: int = 0
+    replies_sent_again: int = 0
+    early_dropped: int = 0  # left to be sent again, since one before them was missing
+    replies_kept_max: int = 0
+    memory_grown_mib: float = 0.0  # of this process, from a tenth of the messages to the end
+
+    @property
+    def right(self) -> bool:
+        once = self.delivered_once == self.called_back == self.messages
+        return once and not (self.delivered_twice_or_more or self.lost or self.out_of_order)
+
+
+class Receiver:
+    """Counts deliveries; keeps some replies back for a while."""
+
+    def __init__(self, figures: Figures) -> None:
+        self.figures = figures
+        self.deliveries = bytearray(figures.messages)
+        self.count = 0
+        self._last = -1
+        self._chance = random.Random(1)
+        self._late: list[tuple[float, Received]] = []
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._reply_late, daemon=True)
+        self._thread.start()
+
+    def loop(self, received: Received) -> None:
+        number = int.from_bytes(received.parts[0], "little")
+        self.deliveries[number] = min(255, self.deliveries[number] + 1)
+        self.figures.out_of_order += number != self._last + 1
+        self._last = number
+        self.count += 1
+        if self.count % SAMPLED_EVERY == 0:
+            conversation = received._conversation
+            self.figures.replies_kept_max = max(self.figures.replies_kept_max, len(conversation.replies))
+        if self._chance.random() < LATE_SHARE:
+            self._late.append((time.monotonic() + LATE_S, received))
+        else:
+            received.reply(b"done")
+
+    def _reply_late(self) -> None:
+        while not self._ended.wait(LATE_S / 4):
+            while self._late and self._late[0][0] <= time.monotonic():
+                self._late.pop(0)[1].reply(b"done")
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+def measure(messages: int, cut_every: int) -> Figures:
+    """Send ``messages`` and wait for all replies. Raises TimeoutError when nothing moves any more."""
+    figures = Figures(messages)
+    receiver = Receiver(figures)
+    room = threading.Semaphore(WAITING_MAX)
+    done = threading.Event()
+
+    def called_back(parts: list[bytes]) -> None:
+        figures.called_back += 1
+        room.release()
+        if figures.called_back == messages:
+            done.set()
+
+    started_s = time.monotonic()
+    memory_kib = 0
+    servers, sender = Messenger(), Messenger(retry=RETRY)
+    with servers, sender, FaultProxy(servers.listen("tcp://127.0.0.1:*", receiver.loop)) as proxy:
+        for number in range(messages):
+            if not room.acquire(timeout=DEADLINE_S):
+                raise TimeoutError(f"after {figures.called_back} of {messages} messages nothing comes back")
+            sender.send_message(proxy.endpoint, number.to_bytes(4, "little"), called_back)
+            if number % cut_every == cut_every - 1:
+                figures.cuts += proxy.cut()
+            if number == messages // 10:
+                memory_kib = _memory_kib()
+        last = -1
+        while not done.wait(DEADLINE_S):
+            if figures.called_back == last:
+                raise TimeoutError(f"after {last} of {messages} messages nothing comes back")
+            last = figures.called_back
+        figures.seconds = time.monotonic() - started_s
+        figures.sent_again = sender.counters().retried
+        figures.duplicates_dropped = servers.counters().duplicates_dropped
+        figures.early_dropped = servers.counters().early_dropped
+        figures.replies_sent_again = servers.counters().replies_resent
+    receiver.close()
+    figures.memory_grown_mib = (_memory_kib() - memory_kib) / 1024
+    figures.delivered_once = receiver.deliveries.count(1)
+    figures.lost = receiver.deliveries.count(0)
+    figures.delivered_twice_or_more = messages - figures.delivered_once - figures.lost
+    return figures
+
+
+def _memory_kib() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--messages", type=int, default=1_000_000)
+    parser.add_argument("--cut-every", type=int, default=10_000, metavar="N")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    for name in ("messages", "cut_every"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}; at least 1 was expected")
+    figures = measure(options.messages, options.cut_every)
+    if options.json:
+        print(json.dumps(asdict(figures)))
+    else:
+        print(f"{figures.messages:,} messages in {figures.seconds:.1f} s, {figures.cuts} cuts of the connection")
+        print(f"delivered exactly once: {figures.delivered_once:,}; lost {figures.lost}, more than once ", end="")
+        print(f"{figures.delivered_twice_or_more}, out of order {figures.out_of_order}; ", end="")
+        print(f"callbacks {figures.called_back:,}")
+        print(f"sent again {figures.sent_again:,}; duplicates dropped {figures.duplicates_dropped:,}, ", end="")
+        print(f"too early {figures.early_dropped:,}; replies sent again {figures.replies_sent_again:,}")
+        print(f"replies kept at most {figures.replies_kept_max:,}; ", end="")
+        print(f"memory grown by {figures.memory_grown_mib:.1f} MiB over the last nine tenths")
+    return 0 if figures.right else 3
+
+
+if __name__ == "__main__":
+    sys.exit(main())

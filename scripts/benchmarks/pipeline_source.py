@@ -1,0 +1,428 @@
+"""How fast the pipeline's data source is on this machine. Makes its logs in a folder of its own.
+
+python -m scripts.benchmarks.pipeline_source
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, dataclass, field, replace
+from pathlib import Path
+from typing import IO
+
+import click
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, SparkSession
+
+from coordinator.core.interfaces import CheckpointHeader, Transaction
+from coordinator.log import LmdbLogStore, create_log
+from coordinator.log.environment import open_environment
+from pipeline.session import session
+from protocol.batch import encode_batch
+from protocol.checksum import crc64
+from protocol.extensions import encode_record_time
+from protocol.messages import RpcType, encode_incoming_rpc
+from protocol.record import encode_record
+from protocol.trailer import BatchKind, BatchSource, OutputMarkEntry, Trailer, encode_trailer
+
+_COMMITTER_ID = 7
+_METHOD_ID = 343_311
+_COMMIT_SIZE_BYTES = 8 << 20
+_LARGE_SIZES_BYTES = (64, 4 << 10, 64 << 10, 1 << 20)
+_TURN_S = 2.5
+_RUNS = 6
+_PAYLOADS = 64  # different ones; what they hold does not matter, only that they are not all the same
+
+
+def record_value(sequence_id: int, time_ns: int, first_position: int, payloads: list[bytes]) -> bytes:
+    """A record of one batch, as a coordinator writes it."""
+    payload = b"".join(payloads)
+    content = encode_record_time(time_ns) + encode_batch(payload, len(payloads)) + payload
+    record = encode_record(_COMMITTER_ID, sequence_id, content)
+    source = BatchSource(BatchKind.STREAM, "sender", first_position, len(payloads), time_ns - 1000)
+    trailer = Trailer(time_ns, [source], [OutputMarkEntry("receiver", sequence_id + 1, sequence_id)])
+    return record + encode_trailer(trailer, int.from_bytes(record[8:16], "little"))
+
+
+def calls(size_bytes: int) -> list[bytes]:
+    """Some calls whose arguments have that size."""
+    draw = random.Random(size_bytes)
+    return [encode_incoming_rpc(_METHOD_ID, RpcType.FORK, draw.randbytes(size_bytes)) for _ in range(_PAYLOADS)]
+
+
+def fill_new(folder: Path, records: Iterator[bytes]) -> None:
+    store = create_log(folder, folder.name, committer_id=_COMMITTER_ID)
+    transaction, size_bytes = Transaction(), 0
+    for sequence_id, value in enumerate(records):
+        transaction.records.append((sequence_id, value))
+        size_bytes += len(value)
+        if size_bytes >= _COMMIT_SIZE_BYTES:
+            store.commit(transaction)
+            transaction, size_bytes = Transaction(), 0
+    store.commit(transaction)
+    store.close()
+
+
+def make_log(folder: Path, messages: int, messages_per_record: int) -> None:
+    """A log of that many small messages."""
+    some = calls(16)
+    now_ns = time.time_ns()
+
+    def records() -> Iterator[bytes]:
+        for index in range(messages // messages_per_record):
+            payloads = [some[(index + number) % _PAYLOADS] for number in range(messages_per_record)]
+            yield record_value(index, now_ns + index, 1 + index * messages_per_record, payloads)
+
+    fill_new(folder, records())
+
+
+def make_large_log(folder: Path, size_bytes: int) -> None:
+    """A log of that size, of records of very different sizes."""
+    some = {size: calls(size) for size in _LARGE_SIZES_BYTES}
+    now_ns = time.time_ns()
+
+    def records() -> Iterator[bytes]:
+        rest_bytes, index = size_bytes, 0
+        while rest_bytes > 0:
+            payloads = [some[_LARGE_SIZES_BYTES[index % len(_LARGE_SIZES_BYTES)]][index % _PAYLOADS]]
+            yield record_value(index, now_ns + index, index + 1, payloads)
+            rest_bytes -= len(payloads[0])
+            index += 1
+
+    fill_new(folder, records())
+
+
+# --- measuring -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cost:
+    """``processor_s``: of this process and all below it, Spark's too. Others who use the machine do not count in it."""
+
+    wall_s: float
+    processor_s: float
+
+    def __str__(self) -> str:
+        return f"{self.wall_s:.2f} s, {self.processor_s:.2f} s of processors"
+
+
+def best_of(runs: int, action: Callable[[], object]) -> Cost:
+    """The least of each over several runs."""
+    costs = []
+    for _ in range(runs):
+        start_s, processor_start_s = time.perf_counter(), processor_time_s()
+        action()
+        costs.append(Cost(time.perf_counter() - start_s, processor_time_s() - processor_start_s))
+    return Cost(min(cost.wall_s for cost in costs), min(cost.processor_s for cost in costs))
+
+
+def processor_time_s() -> float:
+    """What this process and those that it started, and so on, have used, while they live (Linux; exact to 10 ms)."""
+    parents: dict[int, int] = {}
+    ticks: dict[int, int] = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has just ended
+            values = file.read_text().rpartition(")")[2].split()
+            process_id = int(file.parent.name)
+            parents[process_id], ticks[process_id] = int(values[1]), int(values[11]) + int(values[12])
+
+    def is_ours(process_id: int) -> bool:
+        while process_id not in (os.getpid(), 0):
+            process_id = parents.get(process_id, 0)
+        return process_id != 0
+
+    return sum(used for process_id, used in ticks.items() if is_ours(process_id)) / os.sysconf("SC_CLK_TCK")
+
+
+def scan(spark: SparkSession, folder: Path) -> tuple[object, ...]:
+    """Reads every message with its payload. A new frame each time: Spark keeps what an old one has computed."""
+    columns = "sequence_id long, position long, method_id int, arguments binary, ok boolean"
+    frame = spark.read.format("immortal").schema(columns).load(str(folder))
+    totals = "count(*)", "sum(position)", "sum(length(arguments))", "max(method_id)", "min(ok)", "max(sequence_id)"
+    return tuple(frame.selectExpr(*totals).collect()[0])
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a live writer does: commits of records of 1 KiB until one of the limits is reached (0: it is none)."""
+
+    records_per_commit: int = 1
+    commits_per_s: float = 0  # 0: as fast as the disk takes them
+    seconds: float = 0
+    commits: int = 0
+    commits_per_checkpoint: int = 0  # then older records are trimmed away and their pages used again; 0: all are kept
+    until_released: bool = False  # it goes on beyond the limits until then
+
+
+@dataclass(frozen=True)
+class Written:
+    """What came of it."""
+
+    commits: int
+    size_bytes: int  # of the log's file
+
+
+class LiveWriter:
+    """A process that writes a log beside us."""
+
+    def __init__(self, folder: Path, load: Load) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "scripts.benchmarks.pipeline_source",
+            "write",
+            str(folder),
+            *map(str, astuple(load)),
+        ]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.process.stdout.readline()  # the log is there
+
+    @property
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+    def release(self) -> None:
+        """Let it end where its limits are."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+            self.process.stdin = None
+
+    def wait(self) -> Written:
+        self.release()
+        commits, size_bytes = self.process.communicate()[0].split()
+        return Written(int(commits), int(size_bytes))
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.release()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@contextlib.contextmanager
+def writer(folder: Path, load: Load) -> Iterator[LiveWriter]:
+    live = LiveWriter(folder, load)
+    try:
+        yield live
+    finally:
+        live.end()
+
+
+@dataclass
+class Tail:
+    """What a stream has seen."""
+
+    rows: int = 0
+    ages_s: list[float] = field(default_factory=list)
+
+    def take(self, frame: DataFrame, batch_id: int) -> None:
+        count, newest_ns = frame.selectExpr("count(*)", "max(time_ns)").collect()[0]
+        self.rows += count
+        if newest_ns is not None:
+            self.ages_s.append((time.time_ns() - newest_ns) / 1e9)
+
+
+def measure_tail(spark: SparkSession, folder: Path, records_per_s: int, seconds: float) -> tuple[Tail, int]:
+    """Follow a log while it is written; the stream's figures, and how many records were written."""
+    tail = Tail()
+    with writer(folder, Load(25, records_per_s / 25, seconds)) as live:
+        reader = spark.readStream.format("immortal").option("table", "records")
+        query = reader.load(str(folder)).writeStream.foreachBatch(tail.take).start()
+        try:
+            commits = live.wait().commits
+            query.processAllAvailable()
+        finally:
+            query.stop()
+    return tail, commits * 25
+
+
+def scan_while_written(spark: SparkSession, folder: Path, load: Load) -> tuple[Written, int]:
+    """What the writer did while Spark read its log again and again, and how many times that was.
+
+    A writer that waits for it is released behind the second time.
+    """
+    scans = 0
+    with writer(folder, load) as live:
+        while live.is_running:
+            try:
+                scan(spark, folder)
+            except PySparkException as error:
+                if "was trimmed up to record" not in str(error):
+                    raise
+            scans += 1
+            if scans == 2:
+                live.release()
+        return live.wait(), scans
+
+
+def write_alone(folder: Path, load: Load) -> Written:
+    with writer(folder, load) as live:
+        return live.wait()
+
+
+def write_beside_one_transaction(folder: Path, load: Load) -> Written:
+    """What a reader costs that does what ours must not: it keeps one read transaction open all the time."""
+    with writer(folder, load) as live:
+        environment = open_environment(folder, readonly=True, map_size_bytes=0)
+        try:
+            with environment.begin():
+                return live.wait()
+        finally:
+            environment.close()
+
+
+@dataclass(frozen=True)
+class Growth:
+    """The size of the file of a log that is trimmed as it is written, by who read it meanwhile."""
+
+    alone_bytes: int
+    beside_scans_bytes: int
+    beside_one_transaction_bytes: int
+    scans: int
+
+
+def measure_growth(spark: SparkSession, folder: Path, commits: int) -> Growth:
+    load = Load(records_per_commit=8, commits=commits, commits_per_checkpoint=max(1, commits // 6))
+    alone = write_alone(folder / "alone", load)
+    scan(spark, folder / "alone")  # the first one starts Spark's workers
+    beside, scans = scan_while_written(spark, folder / "scanned", replace(load, until_released=True))
+    held = write_beside_one_transaction(folder / "held", load)
+    return Growth(alone.size_bytes, beside.size_bytes, held.size_bytes, scans)
+
+
+def measure_writer(spark: SparkSession, folder: Path, seconds: float) -> tuple[float, float]:
+    """Commits per second of a writer alone, and while Spark reads its log again and again; by turns.
+
+    Others use this machine too: what they take must not count for one side only.
+    """
+    alone = beside = 0
+    turns = max(1, round(seconds / _TURN_S))
+    load = Load(seconds=seconds / turns)
+    for turn in range(turns):
+        alone += write_alone(folder / f"alone-{turn}", load).commits
+        beside += scan_while_written(spark, folder / f"scanned-{turn}", load)[0].commits
+    return alone / seconds, beside / seconds
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+@click.group(invoke_without_command=True)
+@click.option("--messages", default=2_000_000, show_default=True, help="In the logs of small messages.")
+@click.option("--large-mib", default=1024, show_default=True, help="Size of the log of large records.")
+@click.option("--seconds", default=10.0, show_default=True, help="For each measurement beside a live writer.")
+@click.option("--master", default="local[2]", show_default=True)
+@click.pass_context
+def main(context: click.Context, messages: int, large_mib: int, seconds: float, master: str) -> None:
+    """Measure reading, the live tail, and what a live writer loses."""
+    if context.invoked_subcommand is not None:
+        return
+    with tempfile.TemporaryDirectory(prefix="immortal-bench-") as name:
+        folder = Path(name)
+        click.echo("making logs", err=True)
+        make_log(folder / "batched", messages, 16)
+        make_log(folder / "single", messages, 1)
+        make_large_log(folder / "large", large_mib << 20)
+        start = time.perf_counter()
+        spark = session(master, **{"spark.sql.streaming.metricsEnabled": "false"})
+        scan(spark, folder / "batched")
+        click.echo(f"session and first query: {time.perf_counter() - start:.1f} s")
+        click.echo(f"{os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}; the best of {_RUNS} runs")
+        for log, what in (("batched", "16 messages a record"), ("single", "1 message a record")):
+            cost = best_of(_RUNS, lambda log=log: scan(spark, folder / log))  # type: ignore[misc]
+            click.echo(f"{messages:,} messages, {what}: {cost} ({messages / cost.wall_s / 1e6:.1f} M/s)")
+        cost = best_of(_RUNS, lambda: scan(spark, folder / "large"))
+        click.echo(
+            f"{large_mib} MiB of records, 64 B - 1 MiB: {cost} ({large_mib * (1 << 20) / 1e9 / cost.wall_s:.2f} GB/s)"
+        )
+        tail, written = measure_tail(spark, folder / "tail", 5000, seconds)
+        warm = sorted(tail.ages_s[len(tail.ages_s) // 3 :]) or [float("nan")]
+        click.echo(
+            f"tail: {tail.rows:,} of {written:,} records at {written / seconds:,.0f}/s; newest row"
+            f" {warm[len(warm) // 2]:.2f} s old (median), {warm[-1]:.2f} s at most"
+        )
+        alone, beside = measure_writer(spark, folder, seconds)
+        click.echo(
+            f"a live writer: {alone:,.0f} commits/s alone, {beside:,.0f} beside scans"
+            f" ({100 * (1 - beside / alone):.0f} % lost)"
+        )
+        growth = measure_growth(spark, folder / "growth", 6000)
+        click.echo(
+            f"the file of a live log that is trimmed: {growth.alone_bytes / (1 << 20):.1f} MiB alone,"
+            f" {growth.beside_scans_bytes / (1 << 20):.1f} beside {growth.scans} scans"
+            f" ({100 * (growth.beside_scans_bytes / growth.alone_bytes - 1):+.1f} %),"
+            f" {growth.beside_one_transaction_bytes / (1 << 20):.1f} beside a reader that holds on"
+        )
+        spark.stop()
+
+
+def is_open(pipe: IO[str]) -> bool:
+    """Nothing is ever sent: it can be read once it has ended."""
+    return not select.select([pipe], [], [], 0)[0]
+
+
+@main.command(hidden=True)
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("records_per_commit", type=int)
+@click.argument("commits_per_s", type=float)
+@click.argument("seconds", type=float)
+@click.argument("commits_max", type=int)
+@click.argument("commits_per_checkpoint", type=int)
+@click.argument("until_released", type=bool)
+def write(
+    folder: Path,
+    records_per_commit: int,
+    commits_per_s: float,
+    seconds: float,
+    commits_max: int,
+    commits_per_checkpoint: int,
+    until_released: bool,
+) -> None:
+    """Do what Load says, and print what Written holds."""
+    store = create_log(folder, folder.name, committer_id=_COMMITTER_ID)
+    some = calls(1024)
+    sequence_id = commits = 0
+    start = time.perf_counter()
+    click.echo("writing")
+    while True:
+        now = time.perf_counter() - start
+        is_over = (seconds and now >= seconds) or (commits_max and commits >= commits_max)
+        if is_over and not (until_released and is_open(sys.stdin)):
+            break
+        if commits_per_s and commits > now * commits_per_s:
+            time.sleep(commits / commits_per_s - now)
+        time_ns = time.time_ns()
+        records = []
+        for _ in range(records_per_commit):
+            payloads = [some[sequence_id % _PAYLOADS]]
+            records.append((sequence_id, record_value(sequence_id, time_ns, sequence_id + 1, payloads)))
+            sequence_id += 1
+        store.commit(Transaction(records=records))
+        commits += 1
+        if commits_per_checkpoint and commits % commits_per_checkpoint == 0:
+            checkpoint_and_trim(store, commits, sequence_id - 1, time_ns)
+    store.close()
+    click.echo(f"{commits} {store.size_bytes()}")
+
+
+def checkpoint_and_trim(store: LmdbLogStore, checkpoint_id: int, sequence_id: int, time_ns: int) -> None:
+    state = bytes(1024)
+    store.write_checkpoint_chunk(checkpoint_id, 0, state)
+    header = CheckpointHeader(checkpoint_id, sequence_id, len(state), crc64(state), time_ns)
+    store.commit(Transaction(checkpoint=header))
+    while store.trim(keep_checkpoints=2):
+        pass
+
+
+if __name__ == "__main__":
+    main()
