@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,18 +74,21 @@ TRANSLATORS: dict[compiled.CompiledSet, Callable[[Path], list[Any]]] = {
 
 
 class BuildCompiled(build_ext):
-    """Compiles what is not there yet, and puts it where ``protocol.compiled`` looks."""
+    """Compiles what is not there yet, in place or in the wheel, and puts it where ``protocol.compiled`` looks."""
 
     def run(self) -> None:
         is_in_place = self.inplace or self.editable_mode
         root = ROOT if is_in_place else Path(self.build_lib).resolve()
         self.built: list[str] = []
         for one in compiled.SETS:
-            paths = {module: root / path.relative_to(ROOT) for module, path in one.paths(ROOT).items()}
+            in_place = one.paths(ROOT)
+            paths = {module: root / path.relative_to(ROOT) for module, path in in_place.items()}
             try:
-                if not all(path.exists() for path in paths.values()):
+                if all(path.exists() for path in in_place.values()):
+                    put(in_place, paths)
+                else:
                     with tempfile.TemporaryDirectory(prefix="immortal-compile-") as scratch:
-                        compile_set(TRANSLATORS[one], Path(scratch), paths)
+                        put(compile_set(TRANSLATORS[one], Path(scratch), list(paths)), paths)
             except (Exception, SystemExit) as error:
                 print(f"setup: pure Python {one.name}: it could not be compiled: {error}", file=sys.stderr)
             else:
@@ -98,18 +101,25 @@ class BuildCompiled(build_ext):
         return {}
 
 
-def compile_set(translate: Callable[[Path], list[Any]], scratch: Path, paths: Mapping[str, Path]) -> None:
-    """Each module to its path; what was there before of another source goes. Raises whatever the compilers do."""
+def compile_set(translate: Callable[[Path], list[Any]], scratch: Path, modules: Sequence[str]) -> dict[str, Path]:
+    """Where in ``scratch`` each module is. Raises whatever the compilers do."""
     command = build_ext(Distribution({"ext_modules": translate(scratch)}))
     command.build_lib, command.build_temp = str(scratch / "lib"), str(scratch / "objects")
     command.parallel = os.cpu_count()
     command.ensure_finalized()
     command.run()
+    return {module: Path(command.get_ext_fullpath(module)) for module in modules}
+
+
+def put(made: Mapping[str, Path], paths: Mapping[str, Path]) -> None:
+    """Each module to its path; what was there before of another source goes."""
     folder = next(iter(paths.values())).parent
     folder.mkdir(parents=True, exist_ok=True)
     for module, path in paths.items():
+        if made[module] == path:
+            continue
         whole = Path(tempfile.mkdtemp(dir=folder)) / path.name
-        shutil.copyfile(command.get_ext_fullpath(module), whole)
+        shutil.copyfile(made[module], whole)
         whole.replace(path)  # at once: another process may be about to import it
         whole.parent.rmdir()
     ending = next(iter(paths.values())).name.rpartition("-")[2].partition(".")[2]

@@ -29,13 +29,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in (*PACKAGES, "examples", "scripts", "tests"):  # all that might be taken along
         ignored = shutil.ignore_patterns("__pycache__", "_compiled", "corpus")
         shutil.copytree(ROOT / name, source / name, ignore=ignored)
-    missing = folder / "missing" / "Cython"
-    missing.mkdir(parents=True)
-    (missing / "__init__.py").write_text("raise ImportError('there is no Cython')\n")
+    missing = folder / "missing"
+    for compiler in ("Cython", "mypyc"):
+        (missing / compiler).mkdir(parents=True)
+        (missing / compiler / "__init__.py").write_text(f"raise ImportError('there is no {compiler}')\n")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps"]
     subprocess.run(
         [*command, "--no-build-isolation", "--wheel-dir", str(folder), str(source)],
-        env={**os.environ, "PYTHONPATH": str(missing.parent)},
+        env={**os.environ, "PYTHONPATH": str(missing)},
         check=True,
         timeout=100,
     )
