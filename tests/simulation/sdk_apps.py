@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from zlib import crc32
 
 from appsdk import Immortal, Impulses, every, impulse, peer, rpc
-from appsdk.dispatch.dispatcher import BecamePrimary, Dispatcher, Event, MessageFailed, SnapshotBegun
+from appsdk.dispatch.dispatcher import Dispatcher
+from appsdk.dispatch.events import BecamePrimary, Event, MessageFailed, SnapshotBegun
 from appsdk.dispatch.failing import UndoNeededError
 from appsdk.dispatch.upgrades import upgrades
 from appsdk.errors import RecoveryNeeded
