@@ -266,7 +266,7 @@ class CheckedDispatcher(Dispatcher):
     def _logged(self, record: Record) -> Iterator[Event]:
         self._rewinds = 0
         yield from super()._logged(record)
-        self._node.checker.reached_state(record.header.sequence_id, crc32(b"".join(self._encode())))
+        self._node.checker.reached_state(record.header.sequence_id, crc32(b"".join(self._life.encode())))
 
 
 class BusyCopies(Copies):
