@@ -13,28 +13,32 @@ One thread: the one that made the :class:`Dispatcher` calls it, and the handlers
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
 
 from appsdk.calls.context import Context
 from appsdk.calls.outbox import Chunk, Outbox, encode_call, make_writer
-from appsdk.calls.report import call_user_code
-from appsdk.calls.rules import Rules
 from appsdk.dispatch.delivery import Delivery
+from appsdk.dispatch.events import (
+    BecamePrimary,
+    Event,
+    Flush,
+    Goodbye,
+    MessageFailed,
+    OutputReady,
+    Refusal,
+    SnapshotBegun,
+)
 from appsdk.dispatch.failing import Failures, UndoNeededError, offset_behind, size_of_message, wakes_handlers
-from appsdk.dispatch.upgrades import class_that_restores, guarded, moved, upgrade_path, upgraded
+from appsdk.dispatch.life import Life
+from appsdk.dispatch.upgrades import guarded
 from appsdk.effects.request import EffectRunner
 from appsdk.errors import HandlerError, RecoveryNeeded, StateError, UpgradeError
-from appsdk.handlers.contexts import attach
 from appsdk.handlers.decorators import INITIAL_METHOD_ID
 from appsdk.handlers.definition import Definition
 from appsdk.handlers.proxy import all_method_names
 from appsdk.state.copies import Copies
-from appsdk.state.journal import SavedTasks
-from appsdk.state.schema import Envelope, decode_envelope, encode_envelope
 from appsdk.waiting.tasks import Tasks
 from protocol.batch import decode_batch, decode_replayable_batch
 from protocol.errors import RemoteProtocolError
@@ -64,7 +68,6 @@ from protocol.varint import encode_zigzag
 from protocol.verdicts import (
     Careful,
     Handling,
-    Verdict,
     VerdictKind,
     decode_careful,
     decode_verdicts,
@@ -72,55 +75,6 @@ from protocol.verdicts import (
 )
 
 SLICE_SIZE_BYTES = 64 << 10  # of input, handled before the transport may send: keeps both ends at work
-
-
-@dataclass(frozen=True, slots=True)
-class BecamePrimary:
-    """All that was logged is handled: the hooks may start."""
-
-
-@dataclass(frozen=True, slots=True)
-class OutputReady:
-    """There is a batch or more to send, before more input is handled."""
-
-
-@dataclass(frozen=True, slots=True)
-class Goodbye:
-    """The coordinator stops cleanly; so does the app."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """The coordinator closes the connection and says why."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotBegun:
-    """A checkpoint of the state as it is now is to be taken beside the handlers, before more input is handled.
-
-    ``encode`` makes the pieces of its blob; it raises StateError.
-    """
-
-    encode: Callable[[], tuple[bytes, bytes]]
-
-
-@dataclass(frozen=True, slots=True)
-class Flush:
-    """What is to be sent must be on its way before more input is handled: that may end the process."""
-
-
-@dataclass(frozen=True, slots=True)
-class MessageFailed:
-    """A message has failed alone; ``verdict`` is on its way to the coordinator."""
-
-    verdict: Verdict
-
-
-Event = BecamePrimary | OutputReady | Goodbye | Refusal | SnapshotBegun | Flush | MessageFailed
 
 
 class Dispatcher:
@@ -153,13 +107,11 @@ class Dispatcher:
     ) -> None:
         for one in definition.chain:
             one.resolve(names_may_be_missing=False)
-        self.definition = definition  # of the class that runs: one that this app upgrades from, until it is told to
-        self.instance: Any = None
         self.context = Context(b"")
         self.outbox = self.context.outbox = make_outbox(self.context, wake)
         self.tasks = self.context.tasks = make_tasks(self.context)
         self.tasks.queries.compares_all = compares_queries
-        self._main_definition = definition
+        self._life = Life(definition, self.context, self.tasks, self._use)
         self._draw_seed = draw_seed
         self._effects = effects
         self._make_delivery = make_delivery
@@ -170,7 +122,6 @@ class Dispatcher:
         self._upgraded = False  # the next TakeCheckpoint completes it, unless more records come
         self._awaiting_initial = False
         self._blob: list[bytes] = []
-        self._next_sequence_id = 0
         self._delivery = make_delivery(definition, self.context)
         self._failures = Failures(self.context, fails_alone=fails_alone)
         self._copies = Copies(enabled=any(one.can_undo for one in definition.chain), keeps_large=keeps_large_copies)
@@ -184,6 +135,15 @@ class Dispatcher:
         self.outbox.send(encode_hello(Hello(extensions, definition.label)))
         description = AppDescription(definition.version, all_method_names(definition))
         self.outbox.send(encode_app_description(description))
+
+    @property
+    def definition(self) -> Definition:
+        """Of the class that runs: one that this app upgrades from, until it is told to."""
+        return self._life.definition
+
+    @property
+    def instance(self) -> Any:
+        return self._life.instance
 
     # --- what the transport calls -----------------------------------------------------------------------------------
 
@@ -321,8 +281,8 @@ class Dispatcher:
         sequence_id = record.header.sequence_id
         if self.instance is None:
             raise RemoteProtocolError(f"record {sequence_id} came before a checkpoint or a first start")
-        if sequence_id != self._next_sequence_id:
-            raise RemoteProtocolError(f"record {sequence_id} came, {self._next_sequence_id} was expected")
+        if sequence_id != self._life.next_sequence_id:
+            raise RemoteProtocolError(f"record {sequence_id} came, {self._life.next_sequence_id} was expected")
         self._upgraded = False
         record.sources = self._sources
         careful = self._careful
@@ -381,7 +341,7 @@ class Dispatcher:
                 raise RemoteProtocolError(
                     f"record {sequence_id} holds a message of type {message_type}, which is never logged"
                 )
-        self._next_sequence_id = sequence_id + 1
+        self._life.next_sequence_id = sequence_id + 1
 
     def _batch(self, content: bytes, offset: int, end: int, count: int) -> Iterator[Event]:
         """Handle the ``count`` RPC messages of ``content[offset:end]``, with a pause wherever there is much to send."""
@@ -480,14 +440,7 @@ class Dispatcher:
         self.outbox.back_to_copy()
         self.tasks.effects.pause()
         self.tasks.queries.passed = needed.verdict.key[:2]
-        envelope, state = decode_envelope(copy.blob)
-        self._next_sequence_id = envelope.sequence_id + 1
-        self.context.sequence_id, self.context.record_time_ns = envelope.sequence_id, envelope.record_time_ns
-        instance = self.instance
-        fresh = self._restored(envelope, state)
-        instance.__dict__ = fresh.__dict__  # at once: hooks look at it, and keep the object that they know
-        attach(instance, self.context)
-        self.tasks.restore(envelope.tasks or SavedTasks())
+        self._life.go_back(copy.blob)
         for handled in copy.tail:
             for _ in self._record(handled):
                 pass
@@ -495,7 +448,7 @@ class Dispatcher:
     def _copy_again(self) -> None:
         """Much log lies behind the last copy."""
         try:
-            blob = b"".join(self._encode())
+            blob = b"".join(self._life.encode())
         except StateError:
             return  # the next checkpoint says so
         self._take_copy((blob,))
@@ -504,8 +457,8 @@ class Dispatcher:
         """The state as it is now, behind all calls made so far."""
         self.outbox.begin_copy()
         self.tasks.queries.state_size_bytes = sum(map(len, pieces))
-        self._copies.take(pieces, self._next_sequence_id - 1)
-        self._failures.forget_up_to(self._copies.sequence_id(self._next_sequence_id - 1))
+        self._copies.take(pieces, self._life.next_sequence_id - 1)
+        self._failures.forget_up_to(self._copies.sequence_id(self._life.next_sequence_id - 1))
 
     def _say_record(self, careful: Careful, sequence_id: int) -> Iterator[Event]:
         """An app before this one did not live through one of these records: say which is next."""
@@ -521,20 +474,8 @@ class Dispatcher:
 
     # --- life -------------------------------------------------------------------------------------------------------
 
-    def _new_instance(self) -> Any:
-        instance = self.definition.new_instance()
-        attach(instance, self.context)
-        return instance
-
     def _start_first(self) -> None:
-        definition = self.definition
-        self.context.seed = self._draw_seed()
-        self.context.record_time_ns = self.context.now_ns()  # kept with the checkpoint: an upgrade of it sees it again
-        instance = self._new_instance()
-        call_user_code(f"{definition.name}.__init__", lambda: instance.__init__(), StateError)
-        self._prepare(instance)
-        self.instance = instance
-        self.tasks.use(definition, instance)
+        self._life.start(self._draw_seed())
         message = encode_call(make_writer("initial", INITIAL_METHOD_ID, RpcType.FORK), ())
         self.outbox.send(encode_message(MessageType.INITIAL_MESSAGE, message))
         self._checkpoint()
@@ -543,39 +484,12 @@ class Dispatcher:
     def _restore(self) -> None:
         blob = b"".join(self._blob)
         self._blob.clear()
-        envelope, state = decode_envelope(blob)
-        self._use(class_that_restores(self._main_definition, envelope))
-        self.context.seed = envelope.seed
-        self.context.sites.use(Rules(envelope.rules))
-        self._next_sequence_id = envelope.sequence_id + 1
-        self.context.sequence_id = envelope.sequence_id
-        self.context.record_time_ns = envelope.record_time_ns
-        self.context.instance_name = envelope.instance_name
-        self.instance = instance = self._restored(envelope, state)
-        self.tasks.use(self.definition, instance)
-        if envelope.tasks is not None:
-            self.tasks.restore(envelope.tasks)
+        self._life.restore(blob)
         self._take_copy((blob,))
-
-    def _restored(self, envelope: Envelope, state: memoryview) -> Any:
-        """A new object of the class that runs, in the state of a blob. Raises StateError."""
-        instance = self._new_instance()
-        schema = self.definition.state()
-        call_user_code(
-            f"{self.definition.name}.restore", partial(schema.restore, instance, envelope, state), StateError
-        )
-        self._prepare(instance)
-        return instance
-
-    def _prepare(self, instance: Any) -> None:
-        if hasattr(instance, "prepare"):
-            call_user_code(f"{self.definition.name}.prepare", instance.prepare, StateError)
 
     def _use(self, definition: Definition) -> None:
         """From here on this class's code handles what comes in."""
-        if definition is not self.definition:
-            self.definition = definition
-            self._delivery = self._make_delivery(definition, self.context)
+        self._delivery = self._make_delivery(definition, self.context)
 
     def _upgrade(self, version: int | None, *, with_checkpoint: bool) -> None:
         """Bring state and code to ``version`` (None: that of the app), behind all outputs of the old code."""
@@ -588,14 +502,7 @@ class Dispatcher:
         self.outbox.close_batches()
         self._copies.forget()
         try:
-            start, *steps = upgrade_path(self._main_definition, self.definition, version)
-            if start is not self.definition:
-                self.instance = moved(start, self.definition, self.instance, self.context)
-            for definition in steps:
-                self.instance = upgraded(definition, self.instance, self.context)
-                waiting = f"{definition.name}: what waits"
-                guarded(definition, waiting, partial(self.tasks.use, definition, self.instance))
-                self._use(definition)
+            self._life.upgrade(version)
             if with_checkpoint:
                 guarded(self.definition, f"{self.definition.name}.checkpoint", self._checkpoint)
                 self._upgraded = True
@@ -615,7 +522,7 @@ class Dispatcher:
         elif self.definition.checkpoint_mode == "fork" and self.forks_next and self._primary and self._extended:
             self.outbox.close_batches()
             self.outbox.send(encode_message(MessageType.SNAPSHOT_BEGIN))
-            yield SnapshotBegun(self._encode)
+            yield SnapshotBegun(self._life.encode)
         else:
             self._checkpoint()
             self.forks_next = True
@@ -626,28 +533,11 @@ class Dispatcher:
         if self.instance is None:
             raise RemoteProtocolError("a checkpoint was asked for before the first start or a recovery")
         self.outbox.close_batches()
-        pieces = self._encode()
+        pieces = self._life.encode()
         self._take_copy(pieces)
         self.outbox.send(encode_checkpoint(sum(map(len, pieces))))
         for piece in pieces:
             self.outbox.send(piece)
-
-    def _encode(self) -> tuple[bytes, bytes]:
-        """The blob: its envelope and the state as it is now. Raises StateError."""
-        schema = self.definition.state()
-        state = call_user_code(f"{self.definition.name}.checkpoint", partial(schema.encode, self.instance), StateError)
-        envelope = Envelope(
-            class_name=self.definition.name,
-            serializer=schema.serializer,
-            seed=self.context.seed,
-            sequence_id=self._next_sequence_id - 1,
-            version=self.definition.version,
-            record_time_ns=self.context.record_time_ns,
-            instance_name=self.context.instance_name,
-            tasks=self.tasks.save(),
-            rules=self.context.sites.rules,
-        )
-        return encode_envelope(envelope), state
 
     def _become_primary(self) -> Iterator[Event]:
         if self.instance is None:

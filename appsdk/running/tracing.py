@@ -14,7 +14,8 @@ from typing import Any
 
 from appsdk.calls.context import Context
 from appsdk.calls.outbox import Batch, Chunk, Outbox, Send
-from appsdk.dispatch.dispatcher import Dispatcher, Event
+from appsdk.dispatch.dispatcher import Dispatcher
+from appsdk.dispatch.events import Event
 from appsdk.dispatch.failing import UndoNeededError
 from appsdk.errors import HandlerError
 from appsdk.handlers.definition import Definition

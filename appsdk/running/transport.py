@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from appsdk.calls.outbox import Chunk
-from appsdk.dispatch.dispatcher import BecamePrimary, Dispatcher, Flush, Goodbye, MessageFailed, Refusal, SnapshotBegun
+from appsdk.dispatch.dispatcher import Dispatcher
+from appsdk.dispatch.events import BecamePrimary, Flush, Goodbye, MessageFailed, Refusal, SnapshotBegun
 from appsdk.errors import AppError, ConnectError, Disconnected, Refused, UpgradeError
 from appsdk.running.authenticate import check_owner
 from appsdk.state.snapshot import CHUNK_SIZE_BYTES_MAX, Snapshot

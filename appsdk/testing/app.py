@@ -7,7 +7,8 @@ from typing import Any
 
 from appsdk.calls.codec import encoder
 from appsdk.calls.outbox import Chunk
-from appsdk.dispatch.dispatcher import BecamePrimary, Dispatcher, Goodbye, Refusal, SnapshotBegun
+from appsdk.dispatch.dispatcher import Dispatcher
+from appsdk.dispatch.events import BecamePrimary, Goodbye, Refusal, SnapshotBegun
 from appsdk.errors import HandlerError, Refused, UpgradeError
 from appsdk.handlers.definition import Definition
 from appsdk.running.tracing import TracingDispatcher

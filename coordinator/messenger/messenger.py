@@ -5,19 +5,14 @@ next_deadline_ns(), and calls process(). Other threads may send and reply; what 
 until the owner takes it. Alternatively start() makes a thread that does all this, and every method may be
 called from any thread.
 
-ZeroMQ's descriptors tell of news once, and any call on a socket may take the news in. The rule that keeps
-wake-ups from being lost: a socket is in ``_ready`` from the moment its descriptor, or a look at its events
-after sending, says that there is something, until a receive has found nothing. While anything is in
-``_ready``, or in the deques, after process() or flush(), the wake descriptor is readable.
-
-Links' descriptors are behind an epoll of their own, ``_link_epoll``: replies need not wake a patient owner.
+Which sockets have news is in readiness.py, connections are made in links.py. While anything is ready, or in the
+deques, after process() or flush(), the wake descriptor is readable.
 """
 
 from __future__ import annotations
 
 import itertools
 import random as random_module
-import select
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -29,16 +24,17 @@ import zmq
 from coordinator.messenger.envelope import NOOP
 from coordinator.messenger.errors import MessengerClosedError, MessengerError
 from coordinator.messenger.gate import Gate
-from coordinator.messenger.limits import IN_FLIGHT_MAX, IO_THREADS, PATIENCE_NS, SPAN_MAX, TURNS_MAX
+from coordinator.messenger.limits import IN_FLIGHT_MAX, IO_THREADS, SPAN_MAX, TURNS_MAX
 from coordinator.messenger.link import Link
+from coordinator.messenger.links import Links
 from coordinator.messenger.listener import ClientLoop, ClientReply, Listener, Reply, ServerLoop
 from coordinator.messenger.outbox import Outbox, ReplyCallback, RetryPolicy
+from coordinator.messenger.readiness import Readiness
 from coordinator.messenger.security import Security
 from coordinator.messenger.sockets import Context, Counters, Warnings, check_destination, message_parts
 from coordinator.messenger.threaded import OwnerThread
 from coordinator.messenger.wake import Wake
 
-_Source = Link | Listener
 _Send = tuple[str, tuple[bytes, ...], ReplyCallback | None]
 
 
@@ -69,39 +65,35 @@ class Messenger:
         self._owns_context = context is None
         self.incarnation = random_module.SystemRandom().getrandbits(64) if incarnation is None else incarnation
         self._clock_ns = clock_ns
-        self._random = random
-        self._retry = retry or RetryPolicy()
-        self._in_flight_max = in_flight_max
         self._counters = Counters()
         self._warnings = Warnings(clock_ns)
         self._stranger_warnings = Warnings(clock_ns)  # apart, so that they hide no others
 
-        self._links: dict[str, Link] = {}
+        self._wake = Wake()
+        self._readiness = Readiness(self._wake)
+        retry = retry or RetryPolicy()
+        self._links = Links(
+            self._context,
+            self.incarnation,
+            self._readiness,
+            self._counters,
+            self._warnings,
+            lambda: Outbox(retry, random, in_flight_max=in_flight_max),
+            self._listener_changed,
+        )
         self._listeners: list[Listener] = []
-        self._link_ids = itertools.count(1)
         self._callback_ids = itertools.count(NOOP + 1)
 
         self._sends: deque[_Send] = deque()  # appended to by any thread, as is the next
         self._replies: deque[Reply | ClientReply] = deque()
-        self._security: Security | None = None
         self._gate: Gate | None = None
         self._listener_news: deque[tuple[Link, bool]] = deque()  # of inproc links; appended to by any thread
-        self._ready: dict[_Source, None] = {}  # have something to receive, or may have
         self._sending: dict[Link, None] = {}  # have something to send, or may send again
 
         self.patient = False
         """Set by the owner, before flush(), while it waits for no reply: those to what is sent then come with whatever
         else does, PATIENCE_NS later at most."""
 
-        self._epoll = select.epoll()
-        self._link_epoll = select.epoll()
-        self._epoll.register(self._link_epoll.fileno(), select.EPOLLIN)
-        self._replies_due_ns: int | None = None  # when their epoll is listened to again; None: it is
-        self._unread: dict[Link, None] = {}  # have replies, or may have, that nobody waits for before that
-        self._sources: dict[int, _Source] = {}  # by descriptor
-        self._monitors: dict[int, Link] = {}  # by their monitor's descriptor
-        self._wake = Wake()
-        self._epoll.register(self._wake.descriptor, select.EPOLLIN)
         self._processing = False
         self._held = False
         self._closed = False
@@ -173,13 +165,14 @@ class Messenger:
             self._counters,
             self._warnings,
             self._stranger_warnings,
-            self._security if secured else None,
+            self._links.security if secured else None,
             secured,
             client_loop,
         )
         self._listeners.append(listener)
-        self._watch(listener)
-        self._ready[listener] = None  # over inproc, what was sent before comes in with the binding, unannounced
+        self._readiness.watch(listener)
+        # Over inproc, what was sent before comes in with the binding, unannounced.
+        self._readiness.ready[listener] = None
         self._wake.signal()
         return listener.endpoint
 
@@ -196,19 +189,16 @@ class Messenger:
         if self._gate is None:
             self._gate = Gate(self._context, security.callers, self._clock_ns)
         self._gate.callers = security.callers
-        self._security = security
+        self._links.security = security
         now_ns = self._clock_ns()
         for listener in self._listeners:
             if listener.secured:
-                self._unwatch(listener)
+                self._readiness.unwatch(listener)
                 listener.secure(security, now_ns)
-                self._watch(listener)
-        for link in list(self._links.values()):
-            keys = security.servers(link.endpoint)
-            pair = security.own if keys else None
-            expected = link.server_key in keys if keys else link.server_key is None
-            if link.pair != pair or not expected:
-                self._reopen_link(link)
+                self._readiness.watch(listener)
+        for link in list(self._links):
+            if self._links.is_out_of_date(link):
+                self._reopen(link)
         self._wake.signal()
 
     def drop(self, destination: str) -> int:
@@ -222,14 +212,10 @@ class Messenger:
     def _drop(self, destination: str) -> int:
         self._check_open()
         self._take_sends()
-        link = self._links.pop(destination, None)
+        link = self._links.drop(destination)
         if link is None:
             return 0
-        self._ready.pop(link, None)
-        self._unread.pop(link, None)
         self._sending.pop(link, None)
-        self._unwatch(link)
-        link.close()
         return len(link.outbox)
 
     def reconnect(self, destination: str) -> None:
@@ -240,7 +226,7 @@ class Messenger:
         self._check_open()
         link = self._links.get(destination)
         if link is not None and not link.connected and link.monitor_descriptor is not None:
-            self._reopen_link(link)
+            self._reopen(link)
 
     def pending_count(self, destination: str) -> int:
         """How many messages to ``destination`` are not acknowledged, sent or not."""
@@ -266,13 +252,13 @@ class Messenger:
 
     def fileno(self) -> int:
         """The one descriptor to wait for: readable when process() has something to do."""
-        return self._epoll.fileno()
+        return self._readiness.fileno()
 
     def next_deadline_ns(self) -> int | None:
         """When process() is to be called without the descriptor being readable, by the messenger's clock;
         None for never."""
-        deadline_ns = self._replies_due_ns
-        for link in self._links.values():
+        deadline_ns = self._readiness.replies_due_ns
+        for link in self._links:
             check_ns = link.next_deadline_ns()
             if check_ns is not None and (deadline_ns is None or check_ns < deadline_ns):
                 deadline_ns = check_ns
@@ -306,7 +292,7 @@ class Messenger:
                 if turn == 0:
                     self._retry_due(now_ns)  # behind the replies that are there
                 self._transmit(now_ns)
-                if not (self._ready or self._sends or self._replies):
+                if not (self._readiness.ready or self._sends or self._replies):
                     break
         finally:
             self._processing = False
@@ -326,7 +312,7 @@ class Messenger:
             raise MessengerError("receive() was called from within a callback of this messenger")
         self._processing, self._held = True, False
         try:
-            self._collect_ready(self._clock_ns(), with_replies=replies or self._replies_due_ns is None)
+            self._collect_ready(self._clock_ns(), with_replies=replies or self._readiness.replies_due_ns is None)
             self._wake.hold()
             self._take_listener_news()
             self._receive()
@@ -338,7 +324,7 @@ class Messenger:
     @property
     def replies_wait(self) -> bool:
         """There may be replies to an owner that is patient."""
-        return self._replies_due_ns is not None and bool(self._unread or self._link_epoll.poll(0))
+        return self._readiness.replies_wait
 
     @property
     def has_new(self) -> bool:
@@ -369,7 +355,7 @@ class Messenger:
         elif self._held:
             self._held = False
             self._finish()
-        return bool(self._ready)
+        return bool(self._readiness.ready)
 
     def close(self) -> None:
         """Close every socket at once; what is not acknowledged is lost, replies not yet sent are too."""
@@ -378,7 +364,7 @@ class Messenger:
         self._thread.join()
         self._closed = True
         if self._processing:
-            for source in self._all_sources():
+            for source in (*self._links, *self._listeners):
                 source.closed = True  # process() closes the sockets as it ends
         else:
             self._close_sockets()
@@ -410,70 +396,42 @@ class Messenger:
     # The owner's work
 
     def _collect_ready(self, now_ns: int, *, with_replies: bool) -> None:
-        for descriptor, _ in self._epoll.poll(0):
-            if descriptor == self._wake.descriptor:
-                self._wake.clear()
-            elif descriptor == self._link_epoll.fileno():
-                pass  # looked at below
-            elif descriptor in self._monitors:
-                monitored = self._monitors[descriptor]
-                monitored.read_monitor(now_ns)
-                self._sending[monitored] = None
-            else:
-                self._ready[self._sources[descriptor]] = None
-        if not with_replies:
-            return
-        for descriptor, _ in self._link_epoll.poll(0):
-            self._ready[self._sources[descriptor]] = None
-        if self._replies_due_ns is not None and self._replies_due_ns <= now_ns:
-            self._listen_to_replies()
-        self._take_unread()
-
-    def _listen_to_replies(self) -> None:
-        self._replies_due_ns = None
-        self._epoll.modify(self._link_epoll.fileno(), select.EPOLLIN)
-
-    def _take_unread(self) -> None:
-        for link in self._unread:
-            self._ready[link] = None
-        self._unread.clear()
-
-    def _put_replies_off(self, now_ns: int) -> None:
-        if self._replies_due_ns is None:
-            self._epoll.modify(self._link_epoll.fileno(), 0)
-        self._replies_due_ns = now_ns + PATIENCE_NS
+        for monitored in self._readiness.collect(now_ns, with_replies=with_replies):
+            monitored.read_monitor(now_ns)
+            self._sending[monitored] = None
 
     def _reopen_due(self, now_ns: int) -> None:
         """Take up again what failed for reasons that may be over."""
         for listener in self._listeners:
             if listener.reopen_due_ns is not None and listener.reopen_due_ns <= now_ns:
                 listener.reopen(now_ns)
-        for link in list(self._links.values()):
+        for link in list(self._links):
             if link.reopen_due_ns is not None and link.reopen_due_ns <= now_ns:
-                self._reopen_link(link)
+                self._reopen(link)
 
     def _retry_due(self, now_ns: int) -> None:
         """Queue what is to be sent again, and give up connections on which nothing is heard."""
-        for link in list(self._links.values()):
+        for link in list(self._links):
             silent_ns = link.silent_ns
             if silent_ns is not None and silent_ns <= now_ns:
                 link.give_up()
-                self._reopen_link(link)
+                self._reopen(link)
             elif link.connected and link.outbox.requeue_due(now_ns):
                 self._sending[link] = None
 
     def _receive(self) -> None:
         """Replies and their callbacks first, then messages and their server loops."""
-        sources = list(self._ready)
+        ready = self._readiness.ready
+        sources = list(ready)
         for source in sources:
             if isinstance(source, Link):
                 if source.receive():
-                    self._ready.pop(source, None)
+                    ready.pop(source, None)
                 if not source.closed:
                     self._sending[source] = None  # acknowledgements make room, and so may the news
         for source in sources:
             if isinstance(source, Listener) and source.receive():
-                self._ready.pop(source, None)
+                ready.pop(source, None)
 
     def _transmit(self, now_ns: int) -> None:
         self._take_sends()
@@ -486,61 +444,31 @@ class Messenger:
                 replied[listener] = None
         for listener in replied:
             if listener.has_unread():
-                self._ready[listener] = None
+                self._readiness.ready[listener] = None
         if not self._sending:
             return
         for link in self._sending:
             if link.transmit(now_ns):
-                self._unread[link] = None
+                self._readiness.unread[link] = None
         self._sending.clear()
         # What could not be sent waits for news of its link, be it room or a reply.
-        if self.patient and all(link.outbox.all_sent for link in self._links.values()):
-            self._put_replies_off(now_ns)
-            return
-        if self._replies_due_ns is not None:
-            self._listen_to_replies()
-        self._take_unread()
+        if self.patient and all(link.outbox.all_sent for link in self._links):
+            self._readiness.put_replies_off(now_ns)
+        else:
+            self._readiness.expect_replies()
 
     def _take_sends(self) -> None:
         for _ in range(len(self._sends)):
             destination, parts, callback = self._sends.popleft()
             link = self._links.get(destination)
             if link is None:
-                link = self._open_link(destination)
+                link = self._links.open(destination)
             link.outbox.add(parts, callback, NOOP if callback is None else next(self._callback_ids))
             self._sending[link] = None
 
-    def _open_link(self, destination: str) -> Link:
-        outbox = Outbox(self._retry, self._random, in_flight_max=self._in_flight_max)
-        return self._connect(destination, next(self._link_ids), outbox, None)
-
-    def _reopen_link(self, link: Link) -> None:
-        """The same link over a new socket, with the next of the keys that its destination may have."""
-        self._ready.pop(link, None)
-        self._unread.pop(link, None)
+    def _reopen(self, link: Link) -> Link:
         self._sending.pop(link, None)
-        self._unwatch(link)
-        link.close()
-        self._connect(link.endpoint, link.link_id, link.outbox, link.server_key)
-
-    def _connect(self, destination: str, link_id: int, outbox: Outbox, tried_key: str | None) -> Link:
-        keys = () if self._security is None else self._security.servers(destination)
-        following = (keys.index(tried_key) + 1) % len(keys) if tried_key in keys else 0
-        link = Link(
-            self._context,
-            destination,
-            link_id,
-            self.incarnation,
-            outbox,
-            self._counters,
-            self._warnings,
-            self._security.own if self._security is not None and keys else None,
-            keys[following] if keys else None,
-            self._listener_changed,
-        )
-        self._links[destination] = link
-        self._watch(link)
-        return link
+        return self._links.reopen(link)
 
     def _listener_changed(self, link: Link, listening: bool) -> None:
         self._listener_news.append((link, listening))
@@ -555,34 +483,14 @@ class Messenger:
             if not listening:
                 link.connected = False
             elif not link.connected:
-                self._reopen_link(link)
-                link.outbox.requeue_all()
-                self._sending[self._links[link.endpoint]] = None
-
-    def _watch(self, source: _Source) -> None:
-        self._sources[source.descriptor] = source
-        self._epoll_of(source).register(source.descriptor, select.EPOLLIN)
-        if isinstance(source, Link) and source.monitor_descriptor is not None:
-            self._monitors[source.monitor_descriptor] = source
-            self._epoll.register(source.monitor_descriptor, select.EPOLLIN)
-
-    def _unwatch(self, source: _Source) -> None:
-        del self._sources[source.descriptor]
-        self._epoll_of(source).unregister(source.descriptor)
-        if isinstance(source, Link) and source.monitor_descriptor is not None:
-            del self._monitors[source.monitor_descriptor]
-            self._epoll.unregister(source.monitor_descriptor)
-
-    def _epoll_of(self, source: _Source) -> select.epoll:
-        return self._link_epoll if isinstance(source, Link) else self._epoll
-
-    def _all_sources(self) -> list[_Source]:
-        return [*self._links.values(), *self._listeners]
+                reopened = self._reopen(link)
+                reopened.outbox.requeue_all()
+                self._sending[reopened] = None
 
     def _finish(self) -> None:
         """Keep the descriptor readable while there is work left."""
         self._wake.release()
-        if self._ready or self._sends or self._replies or self._sending or self._listener_news:
+        if self._readiness.ready or self._sends or self._replies or self._sending or self._listener_news:
             self._wake.signal()
 
     def _check_open(self) -> None:
@@ -590,20 +498,17 @@ class Messenger:
             raise MessengerClosedError("the messenger is closed")
 
     def _close_sockets(self) -> None:
-        for source in self._all_sources():
-            self._unwatch(source)
-            source.close()
+        self._links.close()
+        for listener in self._listeners:
+            self._readiness.unwatch(listener)
+            listener.close()
         if self._gate is not None:
             self._gate.close()
-        self._links.clear()
         self._listeners.clear()
-        self._ready.clear()
-        self._unread.clear()
         self._sending.clear()
         self._sends.clear()
         self._replies.clear()
-        self._link_epoll.close()
-        self._epoll.close()
+        self._readiness.close()
         self._wake.close()
         if self._owns_context:
             self._context.term()

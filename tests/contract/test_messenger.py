@@ -321,7 +321,7 @@ def test_callbacks_run_before_server_loops(house: House) -> None:
     for ready in (middle._listeners[0]._socket, middle._links[other_endpoint]._socket):
         assert ready.poll(int(WAIT_SECONDS * 1000), zmq.POLLIN)
         messenger_source = middle._listeners[0] if ready.type == zmq.ROUTER else middle._links[other_endpoint]
-        middle._ready[messenger_source] = None  # the poll above took the news in
+        middle._readiness.ready[messenger_source] = None  # the poll above took the news in
     middle.process()
     house.messengers.append(middle)
     assert happened == ["callback", "server loop"]
@@ -1147,7 +1147,7 @@ def test_replies_can_be_left_for_later(house: House) -> None:
         given.pop().reply()
         receiver.flush()
         while not sender.replies_wait:
-            assert select.select([sender._link_epoll], [], [], WAIT_SECONDS)[0], "no reply has come"
+            assert select.select([sender._readiness.link_epoll], [], [], WAIT_SECONDS)[0], "no reply has come"
         other.send_message(own_endpoint, b"more urgent")
         while not taken:
             select.select([sender, other], [], [], WAIT_SECONDS)

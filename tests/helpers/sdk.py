@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from appsdk.dispatch.dispatcher import Dispatcher, Event, OutputReady
+from appsdk.dispatch.dispatcher import Dispatcher
+from appsdk.dispatch.events import Event, OutputReady
 from appsdk.effects.request import EffectRunner
 from appsdk.handlers.definition import definition_of
 from appsdk.testing.wire import COMMITTER_ID, AppOutput, checkpoint_record, control, initial_record

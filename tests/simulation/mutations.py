@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from appsdk.dispatch.dispatcher import Dispatcher
+from appsdk.dispatch.life import Life
 from appsdk.waiting.clock import Clock as AppTimers
 from appsdk.waiting.tasks import Tasks
 from coordinator.core.app_clock import AppClock
@@ -385,9 +386,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a rewind begins with the wrong handlers waiting",
-        Dispatcher,
-        "_rewind",
-        "self.tasks.restore(envelope.tasks or SavedTasks())",
+        Life,
+        "go_back",
+        "self._tasks.restore(envelope.tasks or SavedTasks())",
         "pass",
     ),
     Mutation(

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from zlib import crc32
 
 from appsdk import Immortal, Impulses, every, impulse, peer, rpc
-from appsdk.dispatch.dispatcher import BecamePrimary, Dispatcher, Event, MessageFailed, SnapshotBegun
+from appsdk.dispatch.dispatcher import Dispatcher
+from appsdk.dispatch.events import BecamePrimary, Event, MessageFailed, SnapshotBegun
 from appsdk.dispatch.failing import UndoNeededError
 from appsdk.dispatch.upgrades import upgrades
 from appsdk.errors import RecoveryNeeded
@@ -265,7 +266,7 @@ class CheckedDispatcher(Dispatcher):
     def _logged(self, record: Record) -> Iterator[Event]:
         self._rewinds = 0
         yield from super()._logged(record)
-        self._node.checker.reached_state(record.header.sequence_id, crc32(b"".join(self._encode())))
+        self._node.checker.reached_state(record.header.sequence_id, crc32(b"".join(self._life.encode())))
 
 
 class BusyCopies(Copies):

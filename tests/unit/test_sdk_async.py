@@ -1025,7 +1025,7 @@ def test_discarding_what_waits_runs_nothing_of_it(tmp_path: Path) -> None:
 def test_what_waits_is_shown(two: WaitingInstances) -> None:
     two.kill("bank")
     two["teller"].impulses([("transfer", ("a", "b", 4)), ("approve", ("x", 1)), ("loop", (3,))])
-    blob = b"".join(two["teller"].dispatcher._encode())
+    blob = b"".join(two["teller"].dispatcher._life.encode())
     shown = inspect_state(definition_of(Teller), blob).to_json()["state"]
     first, second = shown["$waiting"]
     assert (first["handler"], first["arguments"]) == ("transfer", ["a", "b", 4])
@@ -1057,7 +1057,7 @@ def test_an_app_without_async_handlers_has_nothing_of_it(tmp_path: Path) -> None
     assert dispatcher.tasks.save() is None
     assert dispatcher._delivery._entries[5][1] is definition_of(Plain).handlers["add"].function
     dispatcher.context.sites.use(Rules.FIRST)  # a log from before the other rule
-    assert b"".join(dispatcher._encode())[6] == 1  # the version that older SDKs read
+    assert b"".join(dispatcher._life.encode())[6] == 1  # the version that older SDKs read
     one.close()
 
 

@@ -10,7 +10,7 @@ import pytest
 from appsdk import Immortal, Transient, impulse, initial, peer, rpc
 from appsdk.calls.outbox import BATCH_SIZE_BYTES, READY_SIZE_BYTES_MAX
 from appsdk.dispatch import delivery
-from appsdk.dispatch.dispatcher import BecamePrimary, Goodbye, OutputReady, Refusal
+from appsdk.dispatch.events import BecamePrimary, Goodbye, OutputReady, Refusal
 from appsdk.errors import EXIT_HANDLER_FAILED, HandlerError, StateError
 from appsdk.handlers.decorators import method_id_of_name
 from appsdk.testing.wire import (

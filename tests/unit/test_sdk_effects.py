@@ -431,7 +431,7 @@ def test_the_context_of_an_effect(shop: WaitingInstances, by_hand: EffectsByHand
 def test_no_effect_is_run_before_the_app_is_primary(shop: WaitingInstances, by_hand: EffectsByHand) -> None:
     shop["shop"].impulse("work", "price")
     life = Life.of(Shop, by_hand)
-    blob = b"".join(shop["shop"].dispatcher._encode())
+    blob = b"".join(shop["shop"].dispatcher._life.encode())
     life.give(checkpoint_record(blob))
     assert life.dispatcher.tasks.effects.count == 1
     assert len(by_hand.requests) == 1
@@ -558,7 +558,7 @@ def test_how_many_at_once() -> None:
 
 def test_what_waits_is_shown(shop: WaitingInstances) -> None:
     shop["shop"].impulse("work", "price")
-    blob = b"".join(shop["shop"].dispatcher._encode())
+    blob = b"".join(shop["shop"].dispatcher._life.encode())
     (waiting,) = inspect_state(definition_of(Shop), blob).to_json()["state"]["$waiting"]
     assert waiting["waits_for"][0].startswith("effect price (arguments ")
 

@@ -9,7 +9,7 @@ import pytest
 
 from appsdk import CalleeFailed, CallRefused, Immortal, impulse, initial, peer, rpc, upgrades
 from appsdk.calls.failures import FAILED_IN_A_ROW_MAX
-from appsdk.dispatch.dispatcher import MessageFailed
+from appsdk.dispatch.events import MessageFailed
 from appsdk.errors import DefinitionError, HandlerError, RecoveryNeeded
 from appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID
 from appsdk.testing.wire import START_TIME_NS, answer, call, checkpoint_record, control, initial_record, logged

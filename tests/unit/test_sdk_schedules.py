@@ -147,7 +147,7 @@ def test_a_replay_does_not_work_times_out_again(tmp_path: Path, monkeypatch: pyt
     assert one["one"].dispatcher.tasks.clock.schedules == schedules
     assert one.app("one").runs == runs
     monkeypatch.undo()
-    blob = b"".join(one["one"].dispatcher._encode())
+    blob = b"".join(one["one"].dispatcher._life.encode())
     shown = inspect_state(definition_of(Nightly), blob).to_json()["state"]["$schedules"]
     assert sorted(shown) == ["hourly", "later", "run"]
     assert "2023-11-16T03:30:00" in str(shown["run"])

@@ -7,7 +7,7 @@ import struct
 import pytest
 
 from appsdk import Immortal, peer, rpc
-from appsdk.dispatch.dispatcher import BecamePrimary, SnapshotBegun
+from appsdk.dispatch.events import BecamePrimary, SnapshotBegun
 from appsdk.errors import StateError
 from appsdk.handlers.definition import definition_of
 from appsdk.state.snapshot import SnapshotReader

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from appsdk import Immortal, Transient, peer, rpc, upgrades
-from appsdk.dispatch.dispatcher import BecamePrimary
+from appsdk.dispatch.events import BecamePrimary
 from appsdk.errors import EXIT_UPGRADE_FAILED, DefinitionError, StateError, UpgradeError
 from appsdk.handlers.definition import definition_of
 from appsdk.state.schema import decode_envelope

@@ -1,0 +1,122 @@
+"""The object that the handlers run on: made at the first start, restored, upgraded, and written into checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from appsdk.calls.context import Context
+from appsdk.calls.report import call_user_code
+from appsdk.calls.rules import Rules
+from appsdk.dispatch.upgrades import class_that_restores, guarded, moved, upgrade_path, upgraded
+from appsdk.errors import StateError
+from appsdk.handlers.contexts import attach
+from appsdk.handlers.definition import Definition
+from appsdk.state.journal import SavedTasks
+from appsdk.state.schema import Envelope, decode_envelope, encode_envelope
+from appsdk.waiting.tasks import Tasks
+
+
+class Life:
+    """``definition``: of the class that runs: one that the app upgrades from, until it is told to; ``use`` is called
+    with each other that follows it. ``instance`` None: not yet. ``next_sequence_id``: of the record that is to come.
+    """
+
+    def __init__(
+        self, definition: Definition, context: Context, tasks: Tasks, use: Callable[[Definition], None]
+    ) -> None:
+        self.definition = definition
+        self.instance: Any = None
+        self.next_sequence_id = 0
+        self._context = context
+        self._tasks = tasks
+        self._call_use = use
+        self._main_definition = definition
+
+    def start(self, seed: bytes) -> None:
+        """The first start: ``seed`` is that of all random streams. Raises StateError."""
+        context = self._context
+        context.seed = seed
+        context.record_time_ns = context.now_ns()  # kept with the checkpoint: an upgrade of it sees it again
+        instance = self._new_instance()
+        call_user_code(f"{self.definition.name}.__init__", lambda: instance.__init__(), StateError)
+        self._prepare(instance)
+        self.instance = instance
+        self._tasks.use(self.definition, instance)
+
+    def restore(self, blob: bytes) -> None:
+        """As a checkpoint has it. Raises StateError, JournalError."""
+        envelope, state = decode_envelope(blob)
+        self._use(class_that_restores(self._main_definition, envelope))
+        context = self._context
+        context.seed = envelope.seed
+        context.sites.use(Rules(envelope.rules))
+        context.instance_name = envelope.instance_name
+        self.instance = instance = self._restored(envelope, state)
+        self._tasks.use(self.definition, instance)
+        if envelope.tasks is not None:
+            self._tasks.restore(envelope.tasks)
+
+    def go_back(self, blob: bytes) -> None:
+        """To a copy of this life's own: the object stays the same one. Raises StateError, JournalError."""
+        envelope, state = decode_envelope(blob)
+        fresh = self._restored(envelope, state)
+        self.instance.__dict__ = fresh.__dict__  # at once: hooks look at it, and keep the object that they know
+        attach(self.instance, self._context)
+        self._tasks.restore(envelope.tasks or SavedTasks())
+
+    def _restored(self, envelope: Envelope, state: memoryview) -> Any:
+        """A new object of the class that runs, in the state of a blob, as of its last record. Raises StateError."""
+        self.next_sequence_id = envelope.sequence_id + 1
+        self._context.sequence_id, self._context.record_time_ns = envelope.sequence_id, envelope.record_time_ns
+        instance = self._new_instance()
+        schema = self.definition.state()
+        call_user_code(
+            f"{self.definition.name}.restore", partial(schema.restore, instance, envelope, state), StateError
+        )
+        self._prepare(instance)
+        return instance
+
+    def _new_instance(self) -> Any:
+        instance = self.definition.new_instance()
+        attach(instance, self._context)
+        return instance
+
+    def _prepare(self, instance: Any) -> None:
+        if hasattr(instance, "prepare"):
+            call_user_code(f"{self.definition.name}.prepare", instance.prepare, StateError)
+
+    def _use(self, definition: Definition) -> None:
+        """From here on this class's code handles what comes in."""
+        if definition is not self.definition:
+            self.definition = definition
+            self._call_use(definition)
+
+    def upgrade(self, version: int | None) -> None:
+        """Bring state and code to ``version`` (None: that of the app). Raises UpgradeError."""
+        start, *steps = upgrade_path(self._main_definition, self.definition, version)
+        if start is not self.definition:
+            self.instance = moved(start, self.definition, self.instance, self._context)
+        for definition in steps:
+            self.instance = upgraded(definition, self.instance, self._context)
+            waiting = f"{definition.name}: what waits"
+            guarded(definition, waiting, partial(self._tasks.use, definition, self.instance))
+            self._use(definition)
+
+    def encode(self) -> tuple[bytes, bytes]:
+        """The blob: its envelope and the state as it is now. Raises StateError."""
+        schema, context = self.definition.state(), self._context
+        state = call_user_code(f"{self.definition.name}.checkpoint", partial(schema.encode, self.instance), StateError)
+        envelope = Envelope(
+            class_name=self.definition.name,
+            serializer=schema.serializer,
+            seed=context.seed,
+            sequence_id=self.next_sequence_id - 1,
+            version=self.definition.version,
+            record_time_ns=context.record_time_ns,
+            instance_name=context.instance_name,
+            tasks=self._tasks.save(),
+            rules=context.sites.rules,
+        )
+        return encode_envelope(envelope), state
