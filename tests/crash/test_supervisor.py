@@ -29,7 +29,7 @@ from coordinator.supervisor import (
 
 DRIVER = """
 import json, sys
-from coordinator.logs import configure
+from coordinator.notices import configure
 from coordinator.supervisor import Command, Role, Supervisor
 given = json.loads(sys.argv[1])
 commands = {Role.COORDINATOR: Command(given["coordinator"]), Role.APP: Command(given["app"], {"TEST_ROLE": "app"})}

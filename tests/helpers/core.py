@@ -239,7 +239,8 @@ class Driven:
 
     @property
     def reports(self) -> list[tuple[str, str]]:
-        return [(report.level, report.message) for report in self.of(ef.Report)]
+        told = [report.notice for report in self.of(ef.Report)]
+        return [(notice.level, notice.text) for notice in told if notice.level != "trace"]
 
     @property
     def stop(self) -> ef.Stop:
