@@ -16,7 +16,7 @@ from protocol.shown import printable_json
 
 _PROCESSORS: tuple[Processor, ...] = (
     add_log_level,
-    TimeStamper(key="time"),  # ISO 8601, UTC
+    TimeStamper("iso", key="time"),  # UTC
     EventRenamer("message"),
     JSONRenderer(printable_json, default=str),
 )

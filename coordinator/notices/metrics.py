@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.registry import Collector
 
@@ -21,6 +21,8 @@ from protocol.errors import ImmortalError
 
 Metric = CounterMetricFamily | GaugeMetricFamily | InfoMetricFamily
 INSTANCE = "instance_name"  # a label of all
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each, of which nobody makes anything
 
 
 UP = "immortal_up", "1 if the coordinator answers"
