@@ -41,16 +41,20 @@ LINES: dict[str, Notice] = {
     "error   counter  stream stopped: it has gone; its messages are kept  peer=b": notices.StreamStopped(
         "b", "it has gone"
     ),
-    "warning counter  stream stopped: it is full; its messages are kept  peer=b": notices.StreamWaits("b", "it is full"),
+    "warning counter  stream stopped: it is full; its messages are kept  peer=b": notices.StreamWaits(
+        "b", "it is full"
+    ),
     "warning counter  'b' takes no messages: 64 MiB for it are in memory, more goes to disk"
     "  peer=b memory_mib=64 spilled_mib=0.5": notices.Spills("b", 64, 0.5, "takes no messages", 64),
-    "warning counter  the upgrade to version 2 was interrupted: the old version is whole, and the upgrade is tried again"
-    " at the next start": notices.UpgradeInterrupted(2),
+    "warning counter  the upgrade to version 2 was interrupted: the old version is whole, and the upgrade is tried"
+    " again at the next start": notices.UpgradeInterrupted(2),
     "info    counter  the upgrade to version 2 retries dead letters that were refused  count=3": notices.LettersRetried(
         2, 3
     ),
     "warning counter  it differs; it holds": notices.Diverged("b", "it differs", "it holds"),
-    "info    counter  peer moved  peer=b endpoint=tcp://h:1": Line("peer moved", {"peer": "b", "endpoint": "tcp://h:1"}),
+    "info    counter  peer moved  peer=b endpoint=tcp://h:1": Line(
+        "peer moved", {"peer": "b", "endpoint": "tcp://h:1"}
+    ),
     "info    counter  it was  known=7": Line("it was", {"known": 7, "unknown": None}),
 }
 
@@ -140,7 +144,10 @@ def test_how_long_things_take() -> None:
 
     def seconds(name: str) -> tuple[float | None, float | None]:
         named = f"immortal_{name}_duration_seconds"
-        return tuple(registry.get_sample_value(f"{named}_{of}", {"instance_name": "counter"}) for of in ("count", "sum"))  # type: ignore[return-value]
+        count, total = (
+            registry.get_sample_value(f"{named}_{of}", {"instance_name": "counter"}) for of in ("count", "sum")
+        )
+        return count, total
 
     sink.take(CheckpointTaken(1, -1, 10))  # who came in between has no beginning of it
     sink.take(Recovered(1, 5))
