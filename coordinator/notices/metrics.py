@@ -226,10 +226,7 @@ class NoticeMetrics:
         self._notices = Counter(*NOTICES, [INSTANCE, "notice", "level"], registry=registry)
         self._began_s: dict[type[Notice], float] = {}  # the last of these
         self._begins = frozenset(one.began for one in TIMES)
-        self._times = {
-            one.ended: (one.began, Histogram(one.name, one.text, [INSTANCE], registry=registry, buckets=_buckets(one)))
-            for one in TIMES
-        }
+        self._times = {one.ended: (one.began, _histogram(one, registry).labels(name)) for one in TIMES}
 
     def take(self, notice: Notice) -> None:
         kind = type(notice)
@@ -241,10 +238,11 @@ class NoticeMetrics:
             return
         began, histogram = ends
         if isinstance(notice, Timed):
-            histogram.labels(self._name).observe(notice.seconds)
+            histogram.observe(notice.seconds)
         elif began is not None and (began_s := self._began_s.pop(began, None)) is not None:
-            histogram.labels(self._name).observe(self._clock_s() - began_s)
+            histogram.observe(self._clock_s() - began_s)
 
 
-def _buckets(one: TimeMetric) -> list[float]:
-    return [one.most_s / 2**power for power in reversed(range(one.buckets))]
+def _histogram(one: TimeMetric, registry: CollectorRegistry) -> Histogram:
+    buckets = [one.most_s / 2**power for power in reversed(range(one.buckets))]
+    return Histogram(one.name, one.text, [INSTANCE], registry=registry, buckets=buckets)

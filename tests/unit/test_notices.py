@@ -151,7 +151,7 @@ def test_how_long_things_take() -> None:
 
     sink.take(CheckpointTaken(1, -1, 10))  # who came in between has no beginning of it
     sink.take(Recovered(1, 5))
-    assert seconds("checkpoint") == seconds("recovery") == (None, None)
+    assert seconds("checkpoint") == seconds("recovery") == (0, 0)
     sink.take(Recovering(1, 5, 20, 2))
     sink.take(Recovering(1, 5, 20, 3))  # the app crashed, and the next one began
     now_s += 2
