@@ -333,6 +333,7 @@ def test_who_says_something_else_is_closed(endpoint: Endpoint, said: bytes, why:
             assert endpoint.turn() == []
         assert all_that_came(one) == b""
     ((_, line, values),) = endpoint.log.lines
+    assert endpoint.log.notices[0].kind() is not None, "a stranger can write as many lines as it likes"
     assert (line.startswith(REFUSED), values) == (True, {})
     assert why in line
 

@@ -124,6 +124,7 @@ def test_a_peer_cannot_fill_the_log_with_frames_that_are_none(house: House) -> N
             if len(replies) == 300:
                 break
     assert process.count("a frame was dropped") <= 2 * LINES_MAX
+    assert "a frame was dropped" in process.line("left_out="), "the last one is written once it is due"
     app.impulse(1)
     app.until(lambda: app.state["forwarded"] == [1])
 
