@@ -107,7 +107,7 @@ class LmdbLogStore:
         self._map_size_bytes_max = map_size_bytes_max
         self._write_lock = threading.Lock()
         self._sync_delay_s = sync_delay_s()
-        self.synced: Callable[[float], None] | None = None  # told how many seconds each commit took of the disk
+        self.synced: Callable[[float], None] | None = None  # told how many seconds each write took of the disk
         self._map_lock = threading.Lock()  # held while a read transaction is open: the map must not move then
         self._failure: LogError | None = None
         self._damaged_checkpoint_ids: set[int] = set()
