@@ -19,7 +19,7 @@ from coordinator.core.clock import Reading, RunningTime, SteadyClock, Timekeeper
 from coordinator.core.effects import WakeAt
 from coordinator.core.events import ClockMoved, Event, Tick
 from coordinator.core.interfaces import LogSummary
-from coordinator.logs import Events
+from coordinator.notices import Notices
 from protocol.private_files import make_folder, opener
 
 FILE_NAME = "clock"
@@ -55,7 +55,7 @@ class InstanceClock:
         folder: Path,
         summary: LogSummary,
         hold_ns: int,
-        log: Events,
+        log: Notices,
         *,
         wall_ns: Callable[[], int] = time.time_ns,
         steady_ns: Callable[[], int] = steady_ns,

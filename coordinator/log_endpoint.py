@@ -19,7 +19,7 @@ from coordinator.driver.ports import Read, Write
 from coordinator.driver.reads import answer, problem_of
 from coordinator.fault_points import FaultPoint, reach
 from coordinator.log_writer import LogWriter
-from coordinator.logs import Events
+from coordinator.notices import Notices
 
 CHECKED_AT_ONCE_SIZE_BYTES_MAX = 4 << 20
 """A checkpoint of this size takes some ms to read whole; beside the loop an app would wait longer for it."""
@@ -42,7 +42,7 @@ class LogEndpoint:
         store: LogStore,
         writer: LogWriter,
         clock: InstanceClock,
-        log: Events,
+        log: Notices,
         keep_ns: int | None,
         inbox: list[ev.Event],
     ) -> None:

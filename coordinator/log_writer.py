@@ -17,6 +17,8 @@ from coordinator.core.errors import LogError
 from coordinator.core.events import ChunkWritten, Committed, Event, LogFailed
 from coordinator.core.interfaces import LogStore, Transaction
 from coordinator.fault_points import FaultPoint, armed, reach
+from coordinator.notices import Sink
+from coordinator.notices.timed import CommitTimed
 
 JOINED_SIZE_BYTES_MAX = 8 << 20
 """Commits that wait are joined up to this: a sync costs the same for one and for many. With 4 MiB, one-way traffic that
@@ -31,7 +33,7 @@ class LogWriter:
     """Writes through ``store``; what is done arrives as events in :meth:`take_done`.
 
     ``fileno()`` is readable when the thread has finished something. Trimming keeps the newest ``keep_checkpoints``; see
-    :meth:`LogStore.trim`.
+    :meth:`LogStore.trim`. ``times``: is told what each commit took, from either thread.
     """
 
     def __init__(
@@ -40,8 +42,10 @@ class LogWriter:
         *,
         keep_checkpoints: int | None,
         inline_size_bytes_max: int,
+        times: Sink | None = None,
     ) -> None:
         self._store = store
+        self._times = times
         self._keep_checkpoints = keep_checkpoints
         self._keep_since_ns: int | None = None
         self._inline_size_bytes_max = inline_size_bytes_max
@@ -127,7 +131,10 @@ class LogWriter:
                         _reach_commit(job.transaction, _BEFORE)
                     started_s = time.perf_counter()
                     self._store.commit(job.transaction)
-                    self.commit_s += (time.perf_counter() - started_s - self.commit_s) * COMMIT_MEAN_WEIGHT
+                    took_s = time.perf_counter() - started_s
+                    self.commit_s += (took_s - self.commit_s) * COMMIT_MEAN_WEIGHT
+                    if self._times is not None:
+                        self._times.take(CommitTimed(took_s))
                     if armed:
                         _reach_commit(job.transaction, _AFTER)
                     return Committed(job.ticket)

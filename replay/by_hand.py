@@ -16,7 +16,7 @@ from coordinator.app.listener import AppListener
 from coordinator.config import AppSendMode, InstanceSettings
 from coordinator.config.app_hosts import host_port
 from coordinator.instances.registry import free_port
-from coordinator.logs import Events
+from coordinator.notices import warnings_on_stderr
 from replay.errors import ReplayError
 
 HOST = "127.0.0.1"
@@ -35,7 +35,7 @@ def accept_two_ports(
     own = structs.replace(settings, app_host=HOST, app_port=port, app_send_port=send_port, app_socket=None)
     does = "it listens" if own.app_send_mode is AppSendMode.LISTEN else "it connects too"
     epoll = stack.enter_context(select.epoll())
-    listener = AppListener(own, Events("replay"), epoll)
+    listener = AppListener(own, warnings_on_stderr("replay"), epoll)
     stack.callback(listener.close)
     listener.listen()
     announce(f"{host_port(HOST, port)}, with its send port {send_port}, where {does}")

@@ -21,7 +21,7 @@ from coordinator.config.socket_paths import SHORT_FOLDERS
 from coordinator.core.interfaces import LogSummary
 from coordinator.instances.foreign_state import refuse_pickle
 from coordinator.log.source import RecordSource
-from coordinator.logs import Events
+from coordinator.notices import warnings_on_stderr
 from protocol.checksum import crc64
 from protocol.record import decode_header
 from protocol.trailer import decode_trailer
@@ -111,7 +111,9 @@ def _come_in(
         secret_file = app_secret.path(folder)
         takes_secret = auth is AppAuth.SECRET
         secret = app_secret.make(folder)
-        gate = AppGate(source.identity.instance_name, secret, Events("replay"), epoll, takes_secret=takes_secret)
+        gate = AppGate(
+            source.identity.instance_name, secret, warnings_on_stderr("replay"), epoll, takes_secret=takes_secret
+        )
         stack.callback(gate.close)
         how += f" (IMMORTAL_APP_ADDRESS={address} {app_secret.SECRET_FILE_VARIABLE}={secret_file})"
         if not app.by_hand:

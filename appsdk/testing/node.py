@@ -299,8 +299,9 @@ class _Host(PlainHost):
         self._node.upgrade_to = None
 
     def report(self, effect: ef.Report) -> None:
-        if effect.level in ("warning", "error"):
-            self._node.world.reports.append((self._node.name, effect.message))
+        notice = effect.notice
+        if notice.level in ("warning", "error"):
+            self._node.world.reports.append((self._node.name, notice.text))
 
     def stop(self, effect: ef.Stop) -> None:
         self._node.stopped(effect.error)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from coordinator.config.app_hosts import family_of, host_port
-from coordinator.logs import Events
+from coordinator.notices import Notices
 
 ATTEMPT_TIMEOUT_S = 5.0  # a loopback answers at once; another address may never
 RETRY_PAUSE_S_MIN, RETRY_PAUSE_S_MAX = 0.01, 0.25
@@ -18,7 +18,7 @@ RETRY_PAUSE_S_MIN, RETRY_PAUSE_S_MAX = 0.01, 0.25
 class AppDialer:
     """One connection to be made, to the first of ``hosts`` where somebody listens at ``port``."""
 
-    def __init__(self, hosts: Sequence[str], port: int, log: Events, epoll: select.epoll) -> None:
+    def __init__(self, hosts: Sequence[str], port: int, log: Notices, epoll: select.epoll) -> None:
         self._hosts = hosts
         self._port = port
         self._log = log

@@ -14,8 +14,7 @@ from coordinator.config import AppAuth, InstanceSettings
 from coordinator.config.app_hosts import is_loopback
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
-from coordinator.limited_log import LimitedLog
-from coordinator.logs import Events
+from coordinator.notices import Notices
 
 
 class AppEndpoint:
@@ -25,10 +24,9 @@ class AppEndpoint:
     are registered with ``epoll``; all others behind one descriptor there, so that no turn has to look at each.
     """
 
-    def __init__(self, settings: InstanceSettings, log: Events, epoll: select.epoll) -> None:
+    def __init__(self, settings: InstanceSettings, log: Notices, epoll: select.epoll) -> None:
         self._settings = settings
         self._log = log
-        self._stray = LimitedLog(log)
         self._epoll = epoll
         self._arrivals = select.epoll()
         self._arrivals_due_ns: int | None = None  # as next_deadline_ns() has said
@@ -190,7 +188,8 @@ class AppEndpoint:
             stray = app.peek_sender()
             over = over or stray is not None
             if stray:
-                self._stray.warning("the app sent something on the connection that it is only sent to; both are closed")
+                what = "the app sent something on the connection that it is only sent to; both are closed"
+                self._log.warning(what, kind="stray")
         if over:
             events.append(self._lose(app))
         return events

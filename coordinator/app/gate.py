@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 
 from coordinator.app.connection import AppConnection
 from coordinator.app.secret import FILE_NAME, SECRET_FILE_VARIABLE
-from coordinator.limited_log import LimitedLog
-from coordinator.logs import Events
+from coordinator.notices import Notices
 from protocol.app_proof import (
     NONCE_SIZE_BYTES,
     Answer,
@@ -44,6 +43,7 @@ GUESTS_MAX = 64  # descriptors that strangers may hold; beyond it one has to go
 
 _ANEW = "a coordinator makes a new one at each start"
 _NO_HELLO = "it began with something else than a Challenge or a Hello"
+_STRANGERS = "the app's socket"  # the kind of lines that they can cause
 _NOBODY = 1  # the committer ID of a refusal: a stranger learns nothing of the log
 
 
@@ -65,20 +65,18 @@ class AppGate:
     """
 
     def __init__(
-        self, instance: str, secret: bytes, log: Events, epoll: select.epoll, *, takes_secret: bool = False
+        self, instance: str, secret: bytes, log: Notices, epoll: select.epoll, *, takes_secret: bool = False
     ) -> None:
         self._instance = instance
         self._secret = secret
         self._takes_secret = takes_secret
-        self._log = LimitedLog(log)
+        self._log = log
         self._epoll = epoll
         self._guests: dict[int, _Guest] = {}  # by descriptor
 
     def next_deadline_ns(self) -> int | None:
         """When :meth:`process` is to be called although nothing is ready, on the monotonic clock."""
-        deadlines = [guest.leaves_ns for guest in self._guests.values()]
-        told_ns = self._log.next_deadline_ns()
-        return min(deadlines if told_ns is None else [*deadlines, told_ns], default=None)
+        return min([guest.leaves_ns for guest in self._guests.values()], default=None)
 
     def admit(self, connection: AppConnection) -> None:
         """``connection``, of one socket for both directions, has come in."""
@@ -86,7 +84,8 @@ class AppGate:
             # Who came by the Unix socket is no stranger: a flood at the port does not drive it out.
             leaves = min(self._guests.values(), key=lambda guest: (guest.connection.is_owners, guest.leaves_ns))
             if not leaves.refused:
-                self._log.warning(f"a connection to the app's socket was closed: {GUESTS_MAX} wait there")
+                what = f"a connection to the app's socket was closed: {GUESTS_MAX} wait there"
+                self._log.warning(what, kind=_STRANGERS)
             self._let_go(leaves)
         self._guests[connection.receiver_fileno] = _Guest(connection, _in_ns(HELLO_TIMEOUT_S))
         self._epoll.register(connection.receiver_fileno, select.EPOLLIN | select.EPOLLRDHUP)
@@ -108,7 +107,6 @@ class AppGate:
             if not guest.refused:
                 self._tell(f"it came to no Hello within {HELLO_TIMEOUT_S:g} s")
             self._let_go(guest)
-        self._log.process()
         return None
 
     def close(self) -> None:
@@ -212,7 +210,7 @@ class AppGate:
         guest.connection.flush()  # a fresh socket has room for it
 
     def _tell(self, why: str) -> None:
-        self._log.warning(f"a connection to the app's socket was refused: {why}")
+        self._log.warning(f"a connection to the app's socket was refused: {why}", kind=_STRANGERS)
 
     def _let_go(self, guest: _Guest) -> None:
         descriptor = guest.connection.receiver_fileno

@@ -24,8 +24,7 @@ from coordinator.app.dialer import AppDialer
 from coordinator.config import AppSendMode, InstanceSettings
 from coordinator.config.app_hosts import UNIX, family_of, host_port, hosts_of
 from coordinator.config.socket_paths import secure_folder
-from coordinator.limited_log import LimitedLog
-from coordinator.logs import Events
+from coordinator.notices import Notices
 from protocol.errors import ImmortalError
 
 SOCKET_BUFFER_SIZE_BYTES = 1 << 20
@@ -46,7 +45,7 @@ class Half(enum.Enum):
 class AppListener:
     """Listens for the apps of one instance. Its sockets are registered with ``epoll``."""
 
-    def __init__(self, settings: InstanceSettings, log: Events, epoll: select.epoll) -> None:
+    def __init__(self, settings: InstanceSettings, log: Notices, epoll: select.epoll) -> None:
         self._settings = settings
         self._dials = settings.app_send_port is not None and settings.app_send_mode is AppSendMode.LISTEN
         self._log = log
@@ -55,7 +54,6 @@ class AppListener:
         self._unix_file: tuple[Path, int] | None = None  # its path and inode
         self._halves: dict[Half, socket.socket] = {}  # of an app that has not come in whole
         self._dialer: AppDialer | None = None
-        self._turned_away = LimitedLog(log)
 
     def listen(self) -> None:
         """Raises AppListenError."""
@@ -78,11 +76,7 @@ class AppListener:
 
     def next_deadline_ns(self) -> int | None:
         """When :meth:`process` is to be called although nothing is ready, on the monotonic clock."""
-        told_ns = self._turned_away.next_deadline_ns()
-        if self._dialer is None:
-            return told_ns
-        due_ns = self._dialer.next_deadline_ns()
-        return due_ns if told_ns is None else min(due_ns, told_ns)
+        return None if self._dialer is None else self._dialer.next_deadline_ns()
 
     def process(self, ready: Mapping[int, int], *, taken: bool) -> AppConnection | None:
         """Go on with what is ``ready`` (masks by descriptor) or due; the connection of an app that has come in whole.
@@ -97,7 +91,6 @@ class AppListener:
                     # One at a time, from the sockets in turn: who comes in elsewhere is the next turn's.
                     self._listening.rotate(-1 - self._listening.index((half, listening)))
                     break
-        self._turned_away.process()
         if self._dialer is not None and (dialed := self._dialer.process(ready)) is not None:
             self._dialer = None
             self._keep(Half.SEND, dialed)
@@ -120,7 +113,7 @@ class AppListener:
         except OSError:
             return
         if taken or half in self._halves:
-            self._turned_away.warning("a second app was turned away: one is connected")
+            self._log.warning("a second app was turned away: one is connected", kind="second app")
             accepted.close()
             return
         self._keep(half, accepted)

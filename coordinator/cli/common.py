@@ -13,7 +13,7 @@ import click
 from coordinator.config import ConfigError, InstanceSettings, check_instance_name, near_miss
 from coordinator.config.values import check_app
 from coordinator.instances.registry import Registry, RegistryError
-from coordinator.logs import LOG_FORMATS, LOG_LEVELS
+from coordinator.notices import LOG_FORMATS, LOG_LEVELS
 from protocol.errors import ImmortalError
 from protocol.shown import printable, printable_json, printable_message
 

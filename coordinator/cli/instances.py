@@ -18,6 +18,7 @@ from coordinator.cli.common import (
 )
 from coordinator.cli.setting_options import said, start_option
 from coordinator.config import InstanceSettings, override
+from coordinator.core.notices import Level
 from coordinator.instances import upgrade_mark
 from coordinator.instances.registry import Registry, RegistryError
 from coordinator.instances.upgrade_mark import UpgradeMark
@@ -47,7 +48,7 @@ def run(
     promote: bool,
     trust_pickle: bool,
     log_format: str,
-    log_level: str,
+    log_level: Level,
     **options: Any,
 ) -> None:
     """Run an instance: its coordinator and its app, as two processes that live and die together.
@@ -55,7 +56,7 @@ def run(
     Without MODULE:CLASS it is the one of the last run. 'immortal stop NAME', SIGTERM or Ctrl-C stop both cleanly, with
     a checkpoint; 'immortal restart NAME' starts both again.
     """
-    from coordinator.logs import configure
+    from coordinator.notices import configure
     from coordinator.peers.security import check_start
     from coordinator.service.supervisor import Command, Role, Supervisor, app_command, coordinator_command, supervised
 
@@ -94,9 +95,9 @@ def run(
         upgrade_mark.give_up(settings.folder, "the app gave it up; its own lines say why")
         return upgrading
 
-    events = configure(name, level=log_level, log_format=log_format)
+    log = configure(name, level=log_level, log_format=log_format)
     announced = control.supervised(settings.folder)
-    supervisor = Supervisor(commands, events, restart=restart, gave_up_upgrade=gave_up_upgrade, announced=announced)
+    supervisor = Supervisor(commands, log, restart=restart, gave_up_upgrade=gave_up_upgrade, announced=announced)
     sys.exit(supervisor.run())
 
 

@@ -16,6 +16,7 @@ from coordinator.core.failing import Failing
 from coordinator.core.impulses import Impulses
 from coordinator.core.lifecycle import Lifecycle
 from coordinator.core.log_room import LogRoom
+from coordinator.core.notices import AppBrokeProtocol
 from coordinator.core.session import SENDS_IMPULSES, AppSession, Phase
 from coordinator.core.stopping import Stopping
 from coordinator.core.streams.intake import Intake
@@ -97,7 +98,7 @@ class AppInbox:
                 self._taking.blob_began()
             elif isinstance(message, TooLargeRpc):
                 self._heard_base_app()
-                self._turn.report("error", refuse_too_large(session, message), kind="too large")
+                self._turn.report(refuse_too_large(session, message))
             else:
                 self._taking.blob_came(message)
 
@@ -201,7 +202,6 @@ class AppInbox:
     def refuse(self, error: RemoteProtocolError) -> None:
         """Its connection ends; the next one recovers."""
         self._session.refused = True
-        what = f"the app broke the protocol: {error}; its connection is closed, nothing logged is lost"
-        self._turn.report("error", what, kind="the app broke the protocol")
+        self._turn.report(AppBrokeProtocol(str(error)))
         self._outbox.say(MessageType.REFUSAL, str(error))
         self._turn.effects.append(CloseApp())

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from coordinator.core.errors import AppProtocolError
 from coordinator.core.interfaces import ONESELF
+from coordinator.core.notices import CallTooLarge
 from coordinator.core.session import SENDS_CALLS, SENDS_IMPULSES, AppSession
 from protocol.batch import decode_batch
 from protocol.client import CLIENTS
@@ -66,8 +67,8 @@ def read_calls(session: AppSession, own_name: str, message: Message) -> Iterator
         yield _checked(session, own_name, calls)
 
 
-def refuse_too_large(session: AppSession, rpc: TooLargeRpc) -> str:
-    """In words that an RPC was dropped. For an app that says a Hello it breaks the protocol: LimitExceededError.
+def refuse_too_large(session: AppSession, rpc: TooLargeRpc) -> CallTooLarge:
+    """An RPC was dropped. For an app that says a Hello it breaks the protocol: LimitExceededError.
 
     To end the connection would not help a client of the base protocol: its replay makes the same call again.
     """
@@ -75,10 +76,7 @@ def refuse_too_large(session: AppSession, rpc: TooLargeRpc) -> str:
         raise LimitExceededError("an RPC", rpc.size_bytes, rpc.limit_bytes)
     destination, _ = decode_name(rpc.front, 0)
     most_mib = (rpc.limit_bytes - RPC_FRONT_SIZE_BYTES_MAX) >> 20
-    return (
-        f"the app made a call of {rpc.size_bytes} bytes to {destination or 'itself'!r}, at most {most_mib} MiB of "
-        f"arguments are allowed (rpc_limit_mb): the call is dropped, at each replay again, and the app goes on"
-    )
+    return CallTooLarge(destination or "itself", rpc.size_bytes, most_mib)
 
 
 def _base_calls(message: Message) -> Iterator[Calls]:

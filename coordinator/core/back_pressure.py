@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
+from coordinator.core import notices
 from coordinator.core.checkpointing import Checkpointing
 from coordinator.core.effects import PauseApp, Report, ResumeApp
 from coordinator.core.group_commit import GroupCommit
@@ -114,17 +115,16 @@ class BackPressure:
 
     def _report(self, stream: OutputStream, load: Load) -> Report:
         name = stream.destination
-        fields = {"peer": name, "memory_mib": _mib(stream.memory_bytes), "spilled_mib": _mib(stream.spilled_bytes)}
+        waits = name, _mib(stream.memory_bytes), _mib(stream.spilled_bytes)
         if load is Load.IN_MEMORY:
-            return Report("info", f"all that waits for {name!r} is in memory again", fields)
-        state = "takes its messages too slowly" if stream.state is StreamState.OPEN else "takes no messages"
-        limit = _mib(self._limits.output_memory_bytes)
+            return Report(notices.InMemoryAgain(*waits))
         if load is Load.WAITED_FOR:
-            return Report("info", f"the app waits for {name!r}, to which it calls faster than that can take it", fields)
+            return Report(notices.AppWaitsFor(*waits))
+        state = "takes its messages too slowly" if stream.state is StreamState.OPEN else "takes no messages"
+        limit_mib = _mib(self._limits.output_memory_bytes)
         if load is Load.SPILLED:
-            return Report("warning", f"{name!r} {state}: {limit} MiB for it are in memory, more goes to disk", fields)
-        limits = f"{limit} MiB in memory and {_mib(self._limits.spill_limit_bytes)} MiB on disk"
-        return Report("warning", f"{name!r} {state}: the app is held up, the limits are {limits}", fields)
+            return Report(notices.Spills(*waits, state, limit_mib))
+        return Report(notices.HeldUp(*waits, state, limit_mib, _mib(self._limits.spill_limit_bytes)))
 
 
 def _mib(size_bytes: int) -> float | int:

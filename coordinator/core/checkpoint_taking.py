@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from coordinator.core import notices
 from coordinator.core.app_outbox import AppOutbox
 from coordinator.core.checkpointing import Checkpointing
 from coordinator.core.effects import Trim
@@ -108,9 +109,7 @@ class CheckpointTaking:
             return
         self.checkpoints.abandon()
         self.session.advance(Step.CHECKPOINT_ABANDONED)
-        reason = message.data.decode("utf-8", "replace")
-        what = f"the app could not take its checkpoint: {reason}; the one before stays in use"
-        self.turn.report("error", what, kind="no checkpoint")
+        self.turn.report(notices.CheckpointFailed(message.data.decode("utf-8", "replace")))
         self.stopping.checkpoint_failed()
 
     @property
@@ -136,6 +135,7 @@ class CheckpointTaking:
             self.intake.open_calls.open_at(session.checkpoint_sequence_id),
         )
         self.stopping.checkpoint_began(checkpoint_id)
+        self.turn.report(notices.CheckpointBegan(checkpoint_id))
 
     def _receive(self, data: bytes, *, last: bool) -> None:
         chunk = self.checkpoints.receive(data, last=last)
@@ -181,11 +181,7 @@ class CheckpointTaking:
         if wake_at_ns is not None:
             self.wakes.checkpoint_at(wake_at_ns)
         self.failing.checkpoint_durable(header.sequence_id)
-        self.turn.report(
-            "info",
-            "checkpoint taken",
-            {"checkpoint": header.checkpoint_id, "after_record": header.sequence_id, "bytes": header.size_bytes},
-        )
+        self.turn.report(notices.CheckpointTaken(header.checkpoint_id, header.sequence_id, header.size_bytes))
         if not self.peers.ready:
             self.peers.became_ready(self.turn.now_ns)
         self.turn.effects.append(Trim())

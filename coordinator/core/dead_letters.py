@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from coordinator.core import events as ev
+from coordinator.core import notices
 from coordinator.core.effects import CloseApp, OperatorAnswered, ReadLetters
 from coordinator.core.errors import AppProtocolError
 from coordinator.core.failing import Failing
@@ -147,14 +148,14 @@ class Operator:
 
     def letters_read(self, event: ev.LettersRead) -> None:
         for problem in event.problems:
-            self.turn.report("error", f"{problem}: it is not retried")
+            self.turn.report(notices.LetterUnreadable(problem))
         letters = {one.verdict.key: one for one in event.letters if one.verdict.cause in _VERSION_CAUSES}
-        who = f"the upgrade to version {self.versions.current}"
-        _, refused = self._call_all_again(letters, who)
+        version = self.versions.current
+        _, refused = self._call_all_again(letters, f"the upgrade to version {version}")
         if count := len(letters) - len(refused):
-            self.turn.report("info", f"{who} retries dead letters that were refused", {"count": count})
+            self.turn.report(notices.LettersRetried(version, count))
         for key, reason in refused.items():
-            self.turn.report("warning", f"{who} can't retry the dead letter {key}: {reason}", kind="retry")
+            self.turn.report(notices.LetterNotRetried(version, key, reason))
 
     # --- a message that stops the app --------------------------------------------------------------------------------
 
@@ -173,7 +174,7 @@ class Operator:
         self._note(group.transaction, event.who, what)
         self._answer(group.ticket, event.token, {"skipped": True})
         self.failing.absolve(event.sequence_id)
-        self.turn.report("warning", f"{event.who} {what}")
+        self.turn.report(notices.MessageSkipped(event.who, what))
         session = self.failing.session
         if session.phase is not Phase.WAITING:
             session.refused = True

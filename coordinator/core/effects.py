@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct
 
 from coordinator.core.interfaces import CheckpointHeader, Token, Transaction
+from coordinator.core.notices import Notice
 from protocol.client import ClientFrame
 from protocol.errors import ImmortalError
 from protocol.peer import PeerFrame
@@ -150,15 +151,9 @@ class UpgradeEnded(Struct):
 
 
 class Report(Struct):
-    """A line for the operator. ``level`` is a name of the logging module's, in lower case.
+    """Something that the operator is told."""
 
-    ``kind``: what it is about, where the message has figures, or what others made up; few lines of one are written.
-    """
-
-    level: str
-    message: str
-    fields: Mapping[str, object] = {}
-    kind: str = ""
+    notice: Notice
 
 
 class Stop(Struct):

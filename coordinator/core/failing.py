@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from coordinator.core import notices
 from coordinator.core.careful import Watch, message_in_words
 from coordinator.core.checkpointing import Checkpointing
 from coordinator.core.effects import Effect, Report, SendToApp
@@ -123,12 +124,10 @@ class Failing:
     def _give_killed(self, verdict: Verdict) -> None:
         where = message_in_words(verdict.sequence_id, verdict.message_index, verdict.caller)
         if self.give(verdict) is None:
-            then = "deploy code that does not end it there"
-            self._report("error", f"{verdict.text} at {where}, which failed before: {then}", "failed before")
+            self._report(notices.FailedBefore(verdict.text, where))
             return
         then = "its caller is told" if verdict.caller is not None else f"see 'immortal dead-letters {self.name}'"
-        text = f"{verdict.method or 'a message'} ({where}) is not called any more: {verdict.text}; {then}"
-        self._report("error", text, "not called any more")
+        self._report(notices.NotCalledAgain(verdict.method or "a message", where, verdict.text, then))
 
     def absolve(self, sequence_id: int) -> None:
         """An operator has found what it was."""
@@ -149,7 +148,7 @@ class Failing:
         if message_type == MessageType.LEAVING and MessageType.VERDICTS in self.session.extensions:
             self._leaving = True
             why = message.data[:TEXT_CHARACTERS_MAX].decode("utf-8", "replace")
-            self._report("info", f"the app leaves: {why}", "the app leaves")
+            self._report(notices.AppLeaves(why))
             return
         if not self._told:
             raise AppProtocolError(
@@ -213,8 +212,7 @@ class Failing:
             self.verdicts.give(verdict, group=group)
             given.append(verdict)
         if not self.forbidden[caller]:
-            text = f"{given[0].text}: the call is refused; further ones of this caller are only counted"
-            self._report("warning", text, "forbidden")
+            self._report(notices.CallForbidden(given[0].text))
         self.forbidden[caller] += len(refused)
         if self._told:  # else with all others, before the app's first record
             for message in encode_verdicts(given):
@@ -223,14 +221,14 @@ class Failing:
     def _tell_long(self, now_ns: int, *, stopping: bool) -> None:
         least_s = 0.001 if stopping else self.limits.long_handler_s
         if news := self.watch.news(least_s, now_ns):
-            self._report("warning", f"the stop waits for the app: it is {news}" if stopping else news, "takes long")
+            self._report(notices.StopWaits(news) if stopping else notices.HandlerTakesLong(news))
 
     def stop_asked(self, now_ns: int) -> None:
         if words := self.watch.in_words(now_ns):
-            self._report("warning", f"the stop waits for the app: it is {words}", "takes long")
+            self._report(notices.StopWaits(words))
 
-    def _report(self, level: str, text: str, kind: str) -> None:
-        self.effects.append(Report(level, text, kind=kind))
+    def _report(self, notice: notices.Notice) -> None:
+        self.effects.append(Report(notice))
 
     # --- status ------------------------------------------------------------------------------------------------------
 

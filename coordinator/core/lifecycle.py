@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from coordinator.core import events as ev
+from coordinator.core import notices
 from coordinator.core.app_clock import AppClock
 from coordinator.core.app_outbox import AppOutbox
 from coordinator.core.checkpointing import Checkpointing
@@ -110,10 +111,7 @@ class Lifecycle:
         if self.session.phase is not Phase.LOADING:
             return
         if event.problem is not None:
-            self.turn.report(
-                "error",
-                f"checkpoint {event.checkpoint_id} is damaged ({event.problem}); falling back to the one before",
-            )
+            self.turn.report(notices.CheckpointDamaged(event.checkpoint_id, event.problem))
             if (check := self.recovery.choose_another(event.checkpoint_id)) is not None:
                 self.turn.effects.append(check)
         elif (chosen := self.recovery.chosen(event.checkpoint_id)) is not None:
@@ -135,16 +133,8 @@ class Lifecycle:
         self.failing.begin(summary, header.sequence_id)
         size = encode_checkpoint(header.size_bytes)
         self.outbox.send(encode_record(self.peers.committer_id, CHECKPOINT_SEQUENCE_ID, size))
-        self.turn.report(
-            "info",
-            "recovering",
-            {
-                "checkpoint": header.checkpoint_id,
-                "after_record": header.sequence_id,
-                "to_replay": session.replay_target - header.sequence_id,
-                "epoch": epoch.number,
-            },
-        )
+        to_replay = session.replay_target - header.sequence_id
+        self.turn.report(notices.Recovering(header.checkpoint_id, header.sequence_id, to_replay, epoch.number))
 
     # --- the end of the replay ---------------------------------------------------------------------------------------
 
@@ -178,18 +168,14 @@ class Lifecycle:
         self.report_recovered()
 
     def report_recovered(self) -> None:
-        fields = {"epoch": self.epoch.number, "sequence_id": self.session.fed_sequence_id}
-        self.turn.report("info", "recovered", fields)
+        self.turn.report(notices.Recovered(self.epoch.number, self.session.fed_sequence_id))
 
     def _waits_for_receivers(self) -> bool:
         """What receivers have of a lost part is theirs to say: an acknowledgement may have been lost with it."""
         unheard = self.peers.unheard()
         if unheard and not self._waiting_told:
             self._waiting_told = True
-            names = ", ".join(map(repr, unheard))
-            self.turn.report(
-                "warning", f"the log was cut: waiting for {names} to say how much of this instance's calls they have"
-            )
+            self.turn.report(notices.WaitsForReceivers(", ".join(map(repr, unheard))))
         return bool(unheard)
 
     # --- the proof: all is made that the log knows of ----------------------------------------------------------------

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from coordinator.core import events as ev
+from coordinator.core import notices
 from coordinator.core.app_clock import AppClock
 from coordinator.core.app_inbox import AppInbox
 from coordinator.core.app_outbox import AppOutbox
@@ -325,7 +326,7 @@ class Machine:
         self._resets.committed(ticket)
         self._operator.committed(ticket)
         if transaction.epoch is not None:
-            self._turn.report("debug", "new epoch", {"epoch": transaction.epoch})
+            self._turn.report(notices.NewEpoch(transaction.epoch))
         if peers.trim_ticket and ticket >= peers.trim_ticket:
             peers.trim_ticket = 0
             self._turn.effects.append(Trim())
@@ -352,9 +353,9 @@ class Machine:
             self._peers.log_full = room.full
             self._clients.log_full = bool(room.full)
             if room.full:
-                turn.report("error", f"no more input is taken from peers, and no impulses: {room.full}", kind="full")
+                turn.report(notices.LogFull(room.full))
             else:
-                turn.report("info", "the log has room again: input is taken from peers, and impulses")
+                turn.report(notices.LogHasRoom())
         last = self._checkpoints.last
         if session.phase is Phase.NORMAL and room.wants_checkpoint(
             session.fed_sequence_id, self._log.durable_sequence_id, last
@@ -376,11 +377,11 @@ class Machine:
         if session.phase is Phase.WAITING:
             return
         if not session.refused and (session.reader.buffered_bytes or session.reader.inside_blob):
-            turn.report("warning", "the app's connection ended in the middle of a message; that message is dropped")
+            turn.report(notices.AppCutOff())
         if stopping.said_goodbye:
             self._stop(None)
             return
-        turn.report("warning", "the app is gone; waiting for the next one", {"phase": session.phase.value})
+        turn.report(notices.AppGone(session.phase.value))
         self._upgrades.app_lost()
         # While it was not read, something that it had sent may be lost.
         self._failing.app_lost(stopping=stopping.asked, all_heard=not self._back_pressure.paused)

@@ -11,6 +11,7 @@ from coordinator.core.effects import Effect, Report
 from coordinator.core.errors import DivergenceError
 from coordinator.core.interfaces import ONESELF, OutputBatch
 from coordinator.core.limits import Limits, ReplayCheck
+from coordinator.core.notices import Diverged
 from coordinator.core.output_check import Divergence, OutputDivergenceError
 from coordinator.core.session import AppSession
 from coordinator.core.words import divergence_in_words
@@ -51,7 +52,7 @@ class ReplayPolicy:
         holds = f"what {to!r} has already stays as it was sent, the rest is sent as it is now"
         if to == ONESELF:
             holds = "what the log has stays as it was, the rest is as it is now"
-        self._effects.append(Report("warning", f"{self._in_words(divergence)}; {holds}", kind=f"diverges {to}"))
+        self._effects.append(Report(Diverged(to, self._in_words(divergence), holds)))
 
     def explained(self, error: ImmortalError) -> ImmortalError:
         """In the words of an operator, where it is about a replay."""

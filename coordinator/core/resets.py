@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from coordinator.core import events as ev
+from coordinator.core import notices
 from coordinator.core.effects import PeerResetDone
 from coordinator.core.epoch import Epoch
 from coordinator.core.group_commit import GroupCommit
@@ -33,7 +34,7 @@ class Resets:
             self.turn.effects.append(PeerResetDone(event.token, False))
             return
         self._resets.append((group.ticket, event.token))
-        self.turn.report("warning", "what was known of a peer's log is forgotten", {"peer": event.peer})
+        self.turn.report(notices.PeerForgotten(event.peer))
 
     def reclaimed(self, event: ev.Reclaimed) -> None:
         """First an epoch ahead of the copy's: the greetings with it follow once it is durable."""
@@ -53,4 +54,4 @@ class Resets:
         for peer in peers.known():
             group = peers.reset(peer, forked=True) or group
         self._resets.append((group.ticket, token))
-        self.turn.report("warning", "this log counts from now on, and no copy of it", {"epoch": self.epoch.number})
+        self.turn.report(notices.LogReclaimed(self.epoch.number))

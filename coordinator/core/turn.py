@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from coordinator.core.effects import Effect, Report
+from coordinator.core.notices import Notice
 
 
 class Turn:
@@ -17,9 +18,8 @@ class Turn:
         self.now_ns = 0
         self.effects: list[Effect] = []
 
-    def report(self, level: str, message: str, fields: Mapping[str, object] | None = None, kind: str = "") -> None:
-        """A line for the operator; see :class:`Report`."""
-        self.effects.append(Report(level, message, fields or {}, kind))
+    def report(self, notice: Notice) -> None:
+        self.effects.append(Report(notice))
 
     def take_effects(self) -> Sequence[Effect]:
         """What was asked for since this was last called; it is the caller's."""

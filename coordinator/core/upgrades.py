@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from coordinator.core import notices
 from coordinator.core.app_outbox import AppOutbox
 from coordinator.core.dead_letters import Operator
 from coordinator.core.effects import CloseApp, UpgradeEnded
@@ -94,19 +95,12 @@ class Upgrades:
     def _give_up(self, reason: str) -> None:
         version, self.versions.upgrade_to = self.versions.upgrade_to, None
         if version is not None:
-            self.turn.report(
-                "error",
-                f"the upgrade to version {version} failed: {reason}; version {self.versions.current} goes on",
-            )
+            self.turn.report(notices.UpgradeFailed(version, reason, self.versions.current))
             self.turn.effects.append(UpgradeEnded(version, reason))
 
     def app_lost(self) -> None:
         if self.session.phase in UPGRADES and self.versions.upgrade_to is not None:
-            self.turn.report(
-                "warning",
-                f"the upgrade to version {self.versions.upgrade_to} was interrupted: the old version is whole, "
-                f"and the upgrade is tried again at the next start",
-            )
+            self.turn.report(notices.UpgradeInterrupted(self.versions.upgrade_to))
 
     # --- durable -----------------------------------------------------------------------------------------------------
 
@@ -119,12 +113,7 @@ class Upgrades:
         session = self.session
         if session.phase is Phase.COMPLETING_UPGRADE:
             session.advance(Step.UPGRADE_DURABLE)
-            fields = {"epoch": self.epoch.number, "sequence_id": session.fed_sequence_id}
-            self.turn.report("info", "recovered", fields)
-        self.turn.report(
-            "info",
-            "upgraded",
-            {"from_version": before, "to_version": start.version, "after_record": start.sequence_id},
-        )
+            self.turn.report(notices.Recovered(self.epoch.number, session.fed_sequence_id))
+        self.turn.report(notices.Upgraded(before, start.version, start.sequence_id))
         self.turn.effects.append(UpgradeEnded(start.version))
         self.operator.upgraded()

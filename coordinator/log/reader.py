@@ -69,7 +69,7 @@ class LogReader:
         self.macs: Macs | None = None
         """None: the log is not authenticated, or that is not looked at."""
         self.trusts_pickle = False
-        """Whether a state in it that pickle wrote may be read, which runs what is in it: see coordinator.own_logs."""
+        """Whether a state in it that pickle wrote may be read, which runs what is in it (instances.own_logs)."""
         self._environment = environment
         self._mapped_pages = MappedPages(folder / DATA_FILE_NAME)
         self._snapshots = Snapshots(folder, environment, tables, identity)

@@ -107,6 +107,7 @@ class LmdbLogStore:
         self._map_size_bytes_max = map_size_bytes_max
         self._write_lock = threading.Lock()
         self._sync_delay_s = sync_delay_s()
+        self.synced: Callable[[float], None] | None = None  # told how many seconds each write took of the disk
         self._map_lock = threading.Lock()  # held while a read transaction is open: the map must not move then
         self._failure: LogError | None = None
         self._damaged_checkpoint_ids: set[int] = set()
@@ -497,18 +498,24 @@ class LmdbLogStore:
             change = None
             if self._sealer is not None:
                 rows, change = self._sealer.seal_journaled(rows)
+            began_s = time.perf_counter()
             try:
                 appended = self._journal.append(rows)
             except OSError as error:
                 self._failure = failure_of(self._folder, error)
                 raise self._failure from error
             if appended:
+                self._tell_synced(began_s)
                 self._journaled[1].update(rows)
                 if self._sealer is not None and change is not None:
                     self._sealer.adopt(change)
                 if self._sync_delay_s:
                     time.sleep(self._sync_delay_s)
             return appended
+
+    def _tell_synced(self, began_s: float) -> None:
+        if self.synced is not None:
+            self.synced(time.perf_counter() - began_s)
 
     def _read(self, operation: Callable[[reading.ReadTransaction], Result]) -> Result:
         with self._map_lock:
@@ -537,6 +544,8 @@ class LmdbLogStore:
                             sealed = self._sealer.begin(transaction, self._tables)
                             result = operation(sealed.as_transaction())
                             sealed.finish()
+                        began_s = time.perf_counter()
+                    self._tell_synced(began_s)
                     if self._sealer is not None and sealed is not None:
                         self._sealer.adopt(sealed.change)
                     transaction_id = last_transaction_id(self._environment)

@@ -14,9 +14,8 @@ from coordinator.core.permissions import Permission
 from coordinator.earliest import earliest
 from coordinator.fault_points import FaultPoint, reach
 from coordinator.instances.registry import Registry
-from coordinator.limited_log import LimitedLog
-from coordinator.logs import Events
 from coordinator.messenger import ClientRoute, Messenger, Received
+from coordinator.notices import Notices
 from coordinator.peers.discovery import Discovery, Routes
 from coordinator.peers.retries import PeerRetries
 from coordinator.peers.security import PeerSecurity
@@ -26,19 +25,18 @@ from protocol.peer import FrameType, PeerFrame, decode_frame, encode_frame
 
 
 class PeerEndpoint:
-    """``post``: takes what comes in. ``limited``: for what others can cause."""
+    """``post``: takes what comes in."""
 
     def __init__(
         self,
         settings: InstanceSettings,
         registry: Registry,
-        log: Events,
-        limited: LimitedLog,
+        log: Notices,
         post: Callable[[ev.Event], None],
     ) -> None:
         self._name = settings.name
         self._own_endpoint = settings.peer
-        self._log, self._limited, self._post = log, limited, post
+        self._log, self._post = log, post
         self._routes = Routes(Discovery(settings, registry), log.warning)
         self._security = PeerSecurity(settings, registry, self._routes.at, log.warning)
         self._permissions: Mapping[str, Permission] = settings.permissions
@@ -192,7 +190,7 @@ class PeerEndpoint:
         # an answer that was damaged on its way, or that a later build makes.
         frame = self._decode(effect.destination, parts) if parts else None
         if frame is not None and frame.frame_type is FrameType.UNKNOWN:
-            self._limited.warning(
+            self._log.warning(
                 f"an answer of {effect.destination!r} was dropped: {frame.reason} is not known here",
                 kind=("answer", effect.destination),
             )
@@ -206,7 +204,7 @@ class PeerEndpoint:
         try:
             return decode_frame(parts)
         except RemoteProtocolError as error:
-            self._limited.warning("a frame was dropped", kind="frame", origin=origin, reason=str(error))
+            self._log.warning("a frame was dropped", kind="frame", origin=origin, reason=str(error))
             return None
 
     def _frame_received(self, received: Received) -> None:
@@ -216,13 +214,13 @@ class PeerEndpoint:
             received.reply()  # its sender sends it again
         elif frame.frame_type is FrameType.UNKNOWN:  # nobody's name is believed: it is only told what is known here
             sender = received.peer or frame.sender
-            self._limited.warning(
+            self._log.warning(
                 f"a frame of {sender!r} was refused: {frame.reason} is not known here", kind=("unknown", sender)
             )
             self._post(ev.PeerFrameReceived(received, frame))
         elif received.peer is not None and received.peer != frame.sender:
             self._impostors += 1
-            self._limited.warning(
+            self._log.warning(
                 f"a frame was dropped: it says that {frame.sender!r} sends it, its key {received.peer!r}",
                 kind=("sender", received.peer),
             )
@@ -235,7 +233,7 @@ class PeerEndpoint:
         try:
             frame = decode_client_frame(data)
         except RemoteProtocolError as error:
-            self._limited.warning(f"a client's frame was dropped: {error}", kind="client")
+            self._log.warning(f"a client's frame was dropped: {error}", kind="client")
         else:
             self._post(ev.ClientFrameReceived(route, frame, route.peer or ""))
 

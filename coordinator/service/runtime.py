@@ -30,12 +30,14 @@ from coordinator.fault_points import FaultPoint, reach
 from coordinator.instances import own_logs, upgrade_mark
 from coordinator.instances.foreign_state import PickleRefusedError
 from coordinator.instances.registry import Registry
-from coordinator.limited_log import LimitedLog
 from coordinator.log.authentication import LogKeyError
 from coordinator.log.modes import tighten_log
 from coordinator.log_endpoint import LogEndpoint
 from coordinator.log_writer import LogWriter
-from coordinator.logs import Events
+from coordinator.notices import Notices, Sink
+from coordinator.notices.limited import Limited
+from coordinator.notices.readiness import Readiness
+from coordinator.notices.timed import SyncTimed
 from coordinator.operator import control
 from coordinator.operator.control_server import ControlServer
 from coordinator.operator.endpoint import OperatorEndpoint
@@ -55,22 +57,27 @@ DAY_NS = 24 * 3600 * 10**9
 
 
 class Coordinator:
-    """One running coordinator over an open log. :meth:`run` returns when it has stopped."""
+    """One running coordinator over an open log. :meth:`run` returns when it has stopped.
+
+    ``lines``: where its lines go. ``metrics``: who else wants its notices, and what takes how long.
+    """
 
     def __init__(
         self,
         settings: InstanceSettings,
         registry: Registry,
         store: LogStore,
-        log: Events,
+        lines: Sink,
         upgrade_to: int | None = None,
         *,
         promote: bool = False,
+        metrics: Sink | None = None,
     ) -> None:
         self._settings = settings
         self._registry = registry
-        self._log = log
-        self._limited = LimitedLog(log)  # what others can cause
+        self._limited = Limited(lines)
+        sinks: list[Sink] = [self._limited, Readiness(control.report_ready), *([] if metrics is None else [metrics])]
+        self._log = log = Notices(settings.name, *sinks)
         summary = store.summary()
         self._clock = InstanceClock(settings.folder, summary, settings.tuning.clock_hold_s * 10**9, log)
         self._machine = machine = Machine(
@@ -86,7 +93,6 @@ class Coordinator:
         for problem in store.problems:
             log.error(problem)
         self._error: ImmortalError | None = None
-        self._was_ready = False  # an app was recovered, or begun, in this process
         self._stop_requests = StopRequests()
         self._stop_deadline_ns: int | None = None  # on the monotonic clock, as all that follows
         self._clock_due_ns = 0
@@ -97,11 +103,12 @@ class Coordinator:
         post = self._inbox.append
         self._epoll = select.epoll()
         self._app = AppEndpoint(settings, log, self._epoll)
-        self._peers = PeerEndpoint(settings, registry, log, self._limited, post)
+        self._peers = PeerEndpoint(settings, registry, log, post)
         writer = LogWriter(
             store,
             keep_checkpoints=settings.keep_checkpoints,
             inline_size_bytes_max=settings.tuning.commit_inline_kib_max << 10,
+            times=metrics,
         )
         keep_ns = None if settings.keep_log_days is None else settings.keep_log_days * DAY_NS
         self._log_endpoint = LogEndpoint(store, writer, self._clock, log, keep_ns, self._inbox)
@@ -214,15 +221,7 @@ class Coordinator:
             upgrade_mark.give_up(self._settings.folder, effect.problem)
 
     def report(self, effect: ef.Report) -> None:
-        if effect.kind or effect.level in ("warning", "error"):
-            kind = (effect.kind or effect.message, effect.fields.get("peer"))
-            self._limited.log(effect.level, effect.message, kind=kind, **effect.fields)
-        else:
-            getattr(self._log, effect.level)(effect.message, **effect.fields)
-        began = effect.message == "checkpoint taken" and effect.level == "info" and not self._was_ready
-        if effect.message == "recovered" or began:
-            self._was_ready = True
-            control.report_ready()
+        self._log.take(effect.notice)
 
     def stop(self, effect: ef.Stop) -> None:
         reach(FaultPoint.STOPPING)
@@ -307,25 +306,37 @@ def upgrade_asked_for(settings: InstanceSettings, registry: Registry, store: Log
     return mark.to if mark is not None and mark.pending else None
 
 
-def _serve_metrics(settings: InstanceSettings) -> None:
-    """Raises ImmortalError."""
+def _serve_metrics(settings: InstanceSettings, log: Notices) -> Sink:
+    """The sink that they are made of. Raises ImmortalError."""
     try:
-        from coordinator.metrics import Access, serve_metrics
+        from prometheus_client import CollectorRegistry
+
+        from coordinator.notices.metrics import NoticeMetrics, StatusCollector
+        from coordinator.notices.metrics_server import Access, serve_metrics
     except ModuleNotFoundError:
         raise ImmortalError("metrics need prometheus-client: pip install 'immortal[metrics]'") from None
     access = Access(
         settings.metrics_token_file, settings.metrics_certificate_file, settings.metrics_key_file, settings.insecure
     )
-    serve_metrics(settings.name, str(settings.metrics), lambda: control.query(settings.folder, "status"), access)
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(StatusCollector(settings.name, lambda: control.query(settings.folder, "status")))
+    sink = NoticeMetrics(settings.name, registry)
+    serve_metrics(log, str(settings.metrics), registry, access)
+    return sink
 
 
 def run_coordinator(
-    settings: InstanceSettings, registry: Registry, *, promote: bool = False, trust_pickle: bool = False
+    settings: InstanceSettings,
+    registry: Registry,
+    log: Notices,
+    *,
+    promote: bool = False,
+    trust_pickle: bool = False,
 ) -> int:
     """Open the log (a new one at the first start) and serve until stopped; the exit status.
 
-    ``promote``: a recovered app begins to work without a checkpoint first. ``trust_pickle``: the log may be of another
-    home, with states that pickle wrote.
+    ``log``: where its lines go. ``promote``: a recovered app begins to work without a checkpoint first.
+    ``trust_pickle``: the log may be of another home, with states that pickle wrote.
 
     Raises ImmortalError for what keeps it from starting, and may be otherwise the next time.
     """
@@ -334,27 +345,30 @@ def run_coordinator(
     keep_freed_memory()
     descriptors.raise_limit()
     try:
-        return _run_with_log(settings, registry, promote=promote, trust_pickle=trust_pickle)
+        return _run_with_log(settings, registry, log, promote=promote, trust_pickle=trust_pickle)
     except (DamagedLogError, LogFormatError, LogIdentityError, LogKeyError, PickleRefusedError) as error:
-        Events(settings.name).error(str(error))
+        log.error(str(error))
         return STATUS_NO_RECOVERY
 
 
-def _run_with_log(settings: InstanceSettings, registry: Registry, *, promote: bool, trust_pickle: bool) -> int:
+def _run_with_log(
+    settings: InstanceSettings, registry: Registry, log: Notices, *, promote: bool, trust_pickle: bool
+) -> int:
     store = own_logs.open_log(settings)
     try:
         own_logs.take_for_own(settings, store, trust_pickle=trust_pickle)
         if store.macs is not None:
             marker = store.macs.marker
             first = marker.first_sequence_id
-            Events(settings.name).info("the log is authenticated", key=marker.key_id, from_record=first or None)
+            log.info("the log is authenticated", key=marker.key_id, from_record=first or None)
         if (opened := tighten_log(settings.log)) is not None:
-            Events(settings.name).warning(opened)
+            log.warning(opened)
         for line in store.rebuilt:
-            Events(settings.name).warning(line)
+            log.warning(line)
         upgrade_to = upgrade_asked_for(settings, registry, store)
-        if settings.metrics is not None:
-            _serve_metrics(settings)
-        return Coordinator(settings, registry, store, Events(settings.name), upgrade_to, promote=promote).run()
+        metrics = None if settings.metrics is None else _serve_metrics(settings, log)
+        if metrics is not None:
+            store.synced = lambda seconds: metrics.take(SyncTimed(seconds))
+        return Coordinator(settings, registry, store, log, upgrade_to, promote=promote, metrics=metrics).run()
     finally:
         store.close()

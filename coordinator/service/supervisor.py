@@ -40,7 +40,7 @@ from types import FrameType
 
 from coordinator.app import secret as app_secret
 from coordinator.config import AppAuth, InstanceSettings, override
-from coordinator.logs import Events
+from coordinator.notices import Notices
 from coordinator.operator.control import READY_VARIABLE
 from coordinator.service.parent_death import die_with_parent
 from coordinator.service.stop_requests import StopRequests
@@ -245,7 +245,7 @@ class Supervisor:
     def __init__(
         self,
         commands: Callable[[], Mapping[Role, Command]],
-        events: Events,
+        log: Notices,
         *,
         restart: bool = False,
         gave_up_upgrade: Callable[[], bool] = lambda: False,
@@ -254,7 +254,7 @@ class Supervisor:
         clean_stop_s: float = CLEAN_STOP_S,
     ) -> None:
         self._commands = commands
-        self._events = events
+        self._log = log
         self._restart = restart
         self._gave_up_upgrade = gave_up_upgrade
         self._announced = announced or contextlib.nullcontext()
@@ -301,7 +301,7 @@ class Supervisor:
                 self._close_ready()
                 if self._stop_requests.count:
                     return status
-                self._events.info("starting both again, as asked")
+                self._log.info("starting both again, as asked")
                 continue
             first = who_died_first(list(self._exits.values()))
             life_s = time.monotonic() - started_s
@@ -314,15 +314,15 @@ class Supervisor:
             if verdict in (Verdict.CALLED_WRONGLY, Verdict.NO_RECOVERY):
                 return 1
             if verdict is Verdict.UPGRADE_FAILED and self._gave_up_upgrade() and not self._stop_requests.count:
-                self._events.info("starting the version before again")
+                self._log.info("starting the version before again")
                 continue
             if self._stop_requests.count or not (self._restart or self._restart_asked):
                 return 0 if verdict is Verdict.STOPPED else 1
             pause_s = pause.after(life_s, recovered=self._was_ready)
-            self._events.info("restarting", pause_s=pause_s)
+            self._log.info("restarting", pause_s=pause_s)
             self._wait_for(lambda: self._is_asked, pause_s)
             if self._stop_requests.count:
-                self._events.info("both stopped")
+                self._log.info("both stopped")
                 return 0
 
     @property
@@ -339,14 +339,14 @@ class Supervisor:
             if dead is None:
                 return
             if dead.returncode == STATUS_RECOVER_ME:
-                self._events.info("the app left to be recovered, and is started again", pid=dead.pid)
+                self._log.info("the app left to be recovered, and is started again", pid=dead.pid)
                 pause_s = 0.0
             else:
-                self._events.error(f"the app died: {dead}; its coordinator goes on", pid=dead.pid)
+                self._log.error(f"the app died: {dead}; its coordinator goes on", pid=dead.pid)
                 if self._app_was_ready:  # it got somewhere: it comes back at once, however often
                     pause = RestartPause(APP_DEATHS_AT_ONCE)
                 pause_s = pause.after(time.monotonic() - started_s, recovered=False)
-                self._events.info("restarting", pause_s=pause_s)
+                self._log.info("restarting", pause_s=pause_s)
             interrupted = self._wait_for(lambda: self._is_asked or Role.COORDINATOR in self._exits, pause_s)
             if Role.COORDINATOR in self._exits:
                 return
@@ -381,7 +381,7 @@ class Supervisor:
         self._tell_started()
 
     def _tell_started(self) -> None:
-        self._events.info("started", **{f"{role.value}_pid": self._children[role].process.pid for role in Role})
+        self._log.info("started", **{f"{role.value}_pid": self._children[role].process.pid for role in Role})
 
     def _start_app(self, commands: Mapping[Role, Command]) -> None:
         self._app_was_ready = False
@@ -404,14 +404,14 @@ class Supervisor:
         child.send(signal.SIGTERM)
         if not self._wait_for(lambda: role in self._exits, self._stop_grace_s):
             grace = f"{self._stop_grace_s:g} s"
-            self._events.warning(f"the {role.value} did not stop within {grace} and is killed", pid=child.process.pid)
+            self._log.warning(f"the {role.value} did not stop within {grace} and is killed", pid=child.process.pid)
             child.send(signal.SIGKILL)
             self._wait_for(lambda: role in self._exits)
         return self._exits[role]
 
     def _stop_cleanly(self) -> int:
         """The coordinator says goodbye to the app; both end by themselves."""
-        self._events.info("stopping")
+        self._log.info("stopping")
         requests = self._stop_requests.count
         self._children[Role.COORDINATOR].send(signal.SIGTERM)
 
@@ -423,13 +423,13 @@ class Supervisor:
         if not self._wait_for(is_over, self._clean_stop_s):
             waited = f"{self._clean_stop_s:g} s"
             for role, child in self._children.items():
-                self._events.warning(f"the {role.value} has not ended within {waited}", pid=child.process.pid)
+                self._log.warning(f"the {role.value} has not ended within {waited}", pid=child.process.pid)
         exits = [self._terminate(role) for role in Role if role in self._children or role in self._exits]
         failed = [one for one in exits if one.returncode != 0 and not self._was_starting(one)]
         for one in failed:
-            self._events.error(f"the {one.role.value} ended with {one}, not with status 0", pid=one.pid)
+            self._log.error(f"the {one.role.value} ended with {one}, not with status 0", pid=one.pid)
         if not failed:
-            self._events.info("both stopped")
+            self._log.info("both stopped")
         return 1 if failed else 0
 
     def _was_starting(self, one: Exit) -> bool:
@@ -441,31 +441,31 @@ class Supervisor:
         """The one line about who died, and how."""
         what = f"the {first.role.value} died: {first}"
         if verdict is Verdict.STOPPED:
-            self._events.info(
+            self._log.info(
                 f"the {first.role.value} was stopped, and the {first.role.other.value} with it", pid=first.pid
             )
         elif verdict is Verdict.HANDLER_FAILED:
-            self._events.error(
+            self._log.error(
                 f"{what}: a handler failed, and a replay would only repeat it; nothing is lost: mend the handler,"
                 " then start 'immortal run' again",
                 pid=first.pid,
             )
         elif verdict is Verdict.UPGRADE_FAILED:
-            self._events.error(f"{what}: the upgrade failed; the old version is whole", pid=first.pid)
+            self._log.error(f"{what}: the upgrade failed; the old version is whole", pid=first.pid)
         elif verdict is Verdict.NO_RECOVERY:
-            self._events.error(
+            self._log.error(
                 f"{what}: its log can't be replayed as it is, a restart would not help; its own line says why",
                 pid=first.pid,
             )
         elif verdict is Verdict.CALLED_WRONGLY:
-            self._events.error(
+            self._log.error(
                 f"{what}: it was called wrongly, a restart would not help; its own line says why", pid=first.pid
             )
         else:
             hint = ""
             if first.role is Role.COORDINATOR and first.returncode in _PAGE_DEATHS:
-                hint = f"; the file of its log may be damaged: 'immortal log verify {self._events.instance}' says"
-            self._events.error(f"{what}; the {first.role.other.value} was stopped{hint}", pid=first.pid)
+                hint = f"; the file of its log may be damaged: 'immortal log verify {self._log.instance}' says"
+            self._log.error(f"{what}; the {first.role.other.value} was stopped{hint}", pid=first.pid)
 
     # --- waiting ----------------------------------------------------------------------------------------------------
 
@@ -492,7 +492,7 @@ class Supervisor:
         if self._ready_descriptor is not None and self._ready_descriptor in readable:
             if os.read(self._ready_descriptor, 64):
                 self._was_ready = self._app_was_ready = True
-                self._events.info("ready")
+                self._log.info("ready")
             else:
                 self._close_ready()
         for role, child in list(self._children.items()):

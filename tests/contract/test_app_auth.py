@@ -32,7 +32,8 @@ from coordinator.config.app_hosts import is_loopback
 from coordinator.config.socket_paths import UNIX_PATH_SIZE_BYTES_MAX
 from coordinator.core import events as ev
 from coordinator.instances.registry import HOME_VARIABLE, Registry
-from coordinator.limited_log import LINES_MAX, LimitedLog
+from coordinator.notices import Notices
+from coordinator.notices.limited import LINES_MAX, Limited
 from coordinator.operator.unregister import unregister
 from protocol.app_proof import encode_challenge
 from protocol.messages import MessageType, encode_message
@@ -42,7 +43,6 @@ from tests.helpers.app_port import (
     OTHER_SECRET,
     REFUSED,
     Endpoint,
-    Lines,
     all_that_came,
     hello,
     only_refusal,
@@ -50,6 +50,7 @@ from tests.helpers.app_port import (
     stranger,
 )
 from tests.helpers.cli import HOME, Run, immortal
+from tests.helpers.notices import Told
 from tests.helpers.processes import DEADLINE_S, CoordinatorProcess, House, SocketApp
 
 
@@ -304,7 +305,7 @@ def test_silence_has_an_end(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch,
         while not endpoint.log.lines:
             assert endpoint.turn() == []
         assert time.monotonic() - begun_s >= 0.2
-        assert endpoint.log.lines == [(f"{REFUSED}: it came to no Hello within 0.2 s", {})]
+        assert endpoint.log.lines == [("warning", f"{REFUSED}: it came to no Hello within 0.2 s", {})]
         assert all_that_came(one) == b""
         assert endpoint.endpoint.next_deadline_ns() is None
 
@@ -333,7 +334,8 @@ def test_who_says_something_else_is_closed(endpoint: Endpoint, said: bytes, why:
         while not endpoint.log.lines:
             assert endpoint.turn() == []
         assert all_that_came(one) == b""
-    ((line, values),) = endpoint.log.lines
+    ((_, line, values),) = endpoint.log.lines
+    assert endpoint.log.notices[0].kind() is not None, "a stranger can write as many lines as it likes"
     assert (line.startswith(REFUSED), values) == (True, {})
     assert why in line
 
@@ -386,31 +388,32 @@ def test_a_socket_that_others_reach_is_told_of(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("coordinator.app.endpoint.is_loopback", lambda host: False)  # tests stay on loopback
     made = Endpoint(tmp_path / "home", app_host="127.0.0.1")
     made.close()
-    ((line, _),) = made.log.lines
+    ((_, line, _),) = made.log.lines
     assert "the app's socket at 127.0.0.1 is open to others than this machine, though only the app gets in" in line
 
 
 def test_few_lines_for_many_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     now_ns = 10**9
     monkeypatch.setattr(time, "monotonic_ns", lambda: now_ns)
-    log = Lines()
-    limited = LimitedLog(log)  # type: ignore[arg-type]
+    told = Told()
+    limited = Limited(told)
+    log = Notices("counter", limited)
     for _ in range(LINES_MAX):
-        limited.warning("it happened")
+        log.warning("it happened", kind="it")
     assert limited.next_deadline_ns() is None
     for _ in range(100):
-        limited.warning("it happened again")
+        log.warning("it happened again", kind="it")
     limited.process()
-    assert log.lines == [("it happened", {})] * LINES_MAX
+    assert told.lines == [("warning", "it happened", {})] * LINES_MAX
     due_ns = limited.next_deadline_ns()
     assert due_ns == 10**9 + INTERVAL_NS
     now_ns = due_ns
     limited.process()
-    assert log.lines[LINES_MAX:] == [("it happened again", {"left_out": 99})]
+    assert told.lines[LINES_MAX:] == [("warning", "it happened again", {"left_out": 99})]
     assert limited.next_deadline_ns() is None
     now_ns += INTERVAL_NS
-    limited.warning("and once more")
-    assert log.lines[-1] == ("and once more", {})
+    log.warning("and once more", kind="it")
+    assert told.lines[-1] == ("warning", "and once more", {})
 
 
 # --- the SDK ---------------------------------------------------------------------------------------------------------

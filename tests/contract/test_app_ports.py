@@ -18,7 +18,7 @@ from coordinator.app.dialer import RETRY_PAUSE_S_MAX, AppDialer
 from coordinator.cli import main
 from coordinator.config import AppSendMode, InstanceSettings
 from coordinator.config.app_hosts import hosts_of
-from coordinator.logs import Events
+from coordinator.notices import Notices
 from protocol.messages import RpcType, encode_outgoing_rpc
 from tests.helpers.processes import DEADLINE_S, TOLD, CoordinatorProcess, House, SocketApp
 
@@ -238,7 +238,7 @@ def test_what_a_dead_app_left_is_not_paired_with_a_living_one(
     settings = house.settings("alice")
     assert settings.app_send_port is not None
     receive_address, send_address = (("127.0.0.1", port) for port in (settings.app_port, settings.app_send_port))
-    listener = app_listener.AppListener(settings, Events("alice"), epoll)
+    listener = app_listener.AppListener(settings, Notices("alice"), epoll)
     listener.listen()
     living: list[socket.socket] = []
     if mode is LISTEN:
@@ -271,7 +271,7 @@ def test_an_app_that_dies_while_it_is_connected_to_leaves_nothing(house: House, 
     house.register("alice", app_send_port=0, app_send_mode=LISTEN.value)
     settings = house.settings("alice")
     assert settings.app_send_port is not None
-    listener = app_listener.AppListener(settings, Events("alice"), epoll)
+    listener = app_listener.AppListener(settings, Notices("alice"), epoll)
     listener.listen()
     try:
         with listen_at("127.0.0.1", settings.app_send_port):
@@ -382,7 +382,7 @@ def test_a_machine_without_ipv6(house: House, monkeypatch: pytest.MonkeyPatch) -
     assert hosts_of("localhost") == ("127.0.0.1",)
     house.register("alice")
     epoll = select.epoll()
-    listener = app_listener.AppListener(house.settings("alice"), Events("alice"), epoll)
+    listener = app_listener.AppListener(house.settings("alice"), Notices("alice"), epoll)
     try:
         listener.listen()
         assert len(listener._listening) == 1
@@ -418,7 +418,7 @@ def test_attempts_are_apart_and_go_on_until_the_app_listens(
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(("127.0.0.1", 0))
         port = reserved.getsockname()[1]
-        dialer = AppDialer(["127.0.0.1"], port, Events("alice"), epoll)
+        dialer = AppDialer(["127.0.0.1"], port, Notices("alice"), epoll)
         pauses_s = []
         for attempts in range(1, 10):
             assert attempted(dialer, epoll) is None
@@ -443,7 +443,7 @@ def test_an_attempt_without_an_answer_ends(epoll: select.epoll, monkeypatch: pyt
         full.listen(0)
         address = full.getsockname()
         waiting = socket.create_connection(address)
-        dialer = AppDialer(["127.0.0.1"], address[1], Events("alice"), epoll)
+        dialer = AppDialer(["127.0.0.1"], address[1], Notices("alice"), epoll)
         assert dialer.process({}) is None
         if dialer._attempt is None or epoll.poll(0):
             pytest.skip("this kernel's backlog takes more than it is told")

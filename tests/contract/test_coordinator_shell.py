@@ -22,8 +22,8 @@ from coordinator.driver.reads import problem_of
 from coordinator.instances.registry import Registry
 from coordinator.log.memory import MemoryLogStore
 from coordinator.log_writer import JOINED_SIZE_BYTES_MAX, LogWriter
-from coordinator.logs import Events
 from coordinator.messenger import Messenger
+from coordinator.notices import Notices
 from coordinator.service.runtime import Coordinator
 from protocol.checksum import crc64
 from protocol.peer import FrameType, PeerFrame, encode_frame
@@ -333,7 +333,7 @@ def test_what_the_app_was_sent_is_told_when_it_is_asked_for(tmp_path: Path) -> N
     registry = Registry(tmp_path)
     settings = registry.register("alice", "tcp://127.0.0.1:*", app_auth="none")
     epoll = select.epoll()
-    endpoint = AppEndpoint(settings, Events("alice"), epoll)
+    endpoint = AppEndpoint(settings, Notices("alice"), epoll)
     endpoint.listen()
     try:
         with socket.create_connection(("127.0.0.1", settings.app_port)) as app:
@@ -359,7 +359,7 @@ def test_the_next_app_is_accepted_only_when_the_core_knows_that_the_last_one_is_
     registry = Registry(tmp_path)
     settings = registry.register("alice", "tcp://127.0.0.1:*", app_auth="none")
     epoll = select.epoll()
-    endpoint = AppEndpoint(settings, Events("alice"), epoll)
+    endpoint = AppEndpoint(settings, Notices("alice"), epoll)
     endpoint.listen()
 
     def turn() -> list[ev.Event]:
@@ -386,7 +386,7 @@ def test_a_peer_that_says_hello_is_connected_to_at_once(tmp_path: Path, monkeypa
         monkeypatch.setattr(f"coordinator.messenger.link.{name}", 60_000)
     registry = Registry(tmp_path)
     settings, bob = (registry.register(name, f"ipc://{tmp_path}/{name}.peers") for name in ("alice", "bob"))
-    coordinator = Coordinator(settings, registry, MemoryLogStore(), Events("alice"))
+    coordinator = Coordinator(settings, registry, MemoryLogStore(), Notices("alice"))
     ours, theirs = coordinator._peers._messenger, Messenger()
 
     def drive(until: Callable[[], bool]) -> None:

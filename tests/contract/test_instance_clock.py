@@ -11,7 +11,8 @@ from coordinator import clock as module
 from coordinator.clock import FILE_NAME, InstanceClock
 from coordinator.core.interfaces import CheckpointHeader
 from coordinator.log.memory import MemoryLogStore
-from coordinator.logs import Events
+from coordinator.notices import Notices
+from tests.helpers.notices import Told
 
 S = 1_000_000_000
 HOUR, DAY = 3600 * S, 86_400 * S
@@ -24,7 +25,7 @@ class Machine:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
         self.wall_ns, self.steady_ns = NOW, 1000 * S
-        self.lines: list[str] = []
+        self.told = Told()
         self._boot = folder / "boot"
         monkeypatch.setattr(module, "_BOOT_ID", self._boot)
         self.boot("first")
@@ -33,6 +34,10 @@ class Machine:
         self._boot.write_text(name)
         self.steady_ns = steady_ns
 
+    @property
+    def lines(self) -> list[str]:
+        return [notice.text for notice in self.told.notices]
+
     def passes(self, duration_ns: int) -> None:
         self.wall_ns += duration_ns
         self.steady_ns += duration_ns
@@ -40,10 +45,8 @@ class Machine:
     def start(self, *checkpoints_ns: int, last_ns: int = 0) -> InstanceClock:
         headers = [CheckpointHeader(number, number, 0, 0, at) for number, at in enumerate(checkpoints_ns, 1)]
         summary = replace(MemoryLogStore(77).summary(), checkpoints=headers, last_time_ns=last_ns)
-        log = Events("alice")
-        log._log = lambda level, message, values, exc_info=False: self.lines.append(message)  # type: ignore[method-assign]
         clocks = {"wall_ns": lambda: self.wall_ns, "steady_ns": lambda: self.steady_ns}
-        return InstanceClock(self.folder, summary, 600 * S, log, **clocks)
+        return InstanceClock(self.folder, summary, 600 * S, Notices("alice", self.told), **clocks)
 
 
 @pytest.fixture
@@ -113,7 +116,7 @@ def test_a_broken_file_is_said_and_made_anew(machine: Machine, content: bytes) -
     (machine.folder / FILE_NAME).write_bytes(content)
     assert machine.start().now_ns() == NOW
     assert "can't be read" in machine.lines[0]
-    machine.lines.clear()
+    machine.told.notices.clear()
     machine.start()
     assert machine.lines == []
 

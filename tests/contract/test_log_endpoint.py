@@ -15,7 +15,7 @@ from coordinator.core.interfaces import CheckpointHeader, Transaction
 from coordinator.log.memory import MemoryLogStore
 from coordinator.log_endpoint import LogEndpoint
 from coordinator.log_writer import LogWriter
-from coordinator.logs import Events
+from coordinator.notices import Notices
 from protocol.checksum import crc64
 
 BLOB = b"a state of many gigabytes"
@@ -44,7 +44,7 @@ class Log:
         self.inbox: list[ev.Event] = []
         self.writer = LogWriter(self.store, keep_checkpoints=None, inline_size_bytes_max=1 << 16)
         clock = None  # asked where something is trimmed
-        self.endpoint = LogEndpoint(self.store, self.writer, clock, Events("a"), None, self.inbox)  # type: ignore[arg-type]
+        self.endpoint = LogEndpoint(self.store, self.writer, clock, Notices("a"), None, self.inbox)  # type: ignore[arg-type]
 
 
 @pytest.fixture

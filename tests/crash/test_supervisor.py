@@ -31,6 +31,7 @@ DRIVER = """
 import json, sys
 from coordinator.logs import configure
 from coordinator.service.supervisor import Command, Role, Supervisor
+from coordinator.notices import configure
 given = json.loads(sys.argv[1])
 commands = {Role.COORDINATOR: Command(given["coordinator"]), Role.APP: Command(given["app"], {"TEST_ROLE": "app"})}
 if given["options"].pop("broken", None):

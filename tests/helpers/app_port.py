@@ -15,6 +15,7 @@ from coordinator.app.endpoint import AppEndpoint
 from coordinator.config import AppAuth, InstanceSettings
 from coordinator.core import events as ev
 from coordinator.instances.registry import Registry
+from coordinator.notices import Notices
 from protocol.app_proof import (
     NONCE_SIZE_BYTES,
     Answer,
@@ -28,6 +29,7 @@ from protocol.app_proof import (
 from protocol.extensions import ALL_EXTENSIONS, Hello, encode_hello
 from protocol.messages import MessageType, decode_messages
 from protocol.readers import Record, RecordReader
+from tests.helpers.notices import Told
 from tests.helpers.processes import DEADLINE_S
 
 NONCE = bytes(range(NONCE_SIZE_BYTES))
@@ -89,16 +91,6 @@ def handshake_at(one: socket.socket, answer: Answer, nonce: bytes = NONCE) -> Ha
     return Handshake(nonce, answer.coordinator_nonce, answer.instance, channel)
 
 
-class Lines:
-    """What is logged."""
-
-    def __init__(self) -> None:
-        self.lines: list[tuple[str, dict[str, object]]] = []
-
-    def warning(self, message: str, **values: object) -> None:
-        self.lines.append((message, values))
-
-
 class Endpoint:
     """An app's endpoint with the secret, driven by hand."""
 
@@ -106,8 +98,8 @@ class Endpoint:
         self.settings = Registry(folder).register("alice", "tcp://127.0.0.1:*", app_port=0, **options)
         assert self.settings.app_auth is AppAuth.CHALLENGE
         self.epoll = select.epoll()
-        self.log = Lines()
-        self.endpoint = AppEndpoint(self.settings, self.log, self.epoll)  # type: ignore[arg-type]
+        self.log = Told()
+        self.endpoint = AppEndpoint(self.settings, Notices("alice", self.log), self.epoll)
         self.endpoint.listen()
 
     def turn(self) -> list[ev.Event]:

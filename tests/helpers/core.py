@@ -140,6 +140,7 @@ class Driven:
         self.now_ns = NOW_NS
         self.effects: list[ef.Effect] = []  # all of them, in order
         self.app_bytes = bytearray()  # sent to the current app
+        self.tags: dict[str, int] = {}  # of what was last sent to each peer
         self.bad_checkpoints: set[int] = set()
         self.unanswered: tuple[type, ...] = ()  # kinds of reads that the log leaves without an answer
         self.log = _Log(self)
@@ -151,8 +152,13 @@ class Driven:
             self.log,
             _Clock(self),
             PlainHost(),
-            lambda effect: self.effects.append(effect),
+            self._seen,
         )
+
+    def _seen(self, effect: ef.Effect) -> None:
+        self.effects.append(effect)
+        if isinstance(effect, ef.SendToPeer):
+            self.tags[effect.destination] = effect.tag
 
     # --- events in -------------------------------------------------------------------------------------------------
 
@@ -186,7 +192,7 @@ class Driven:
 
     def app_took_all(self) -> list[ef.Effect]:
         """The app's socket has taken everything."""
-        return self.handle(ev.AppSent(self.machine._session.unsent_bytes))
+        return self.handle(ev.AppSent(self.unsent_bytes))
 
     @property
     def jobs(self) -> deque[Write]:
@@ -232,14 +238,20 @@ class Driven:
 
     @property
     def phase(self) -> Phase:
-        return self.machine._session.phase
+        return Phase(self.machine.status(self.now_ns)["phase"])
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Of what the app was sent, what its socket has not taken."""
+        return int(str(self.machine.status(self.now_ns)["unsent_bytes"]))
 
     def of(self, effect_type: type[EffectType]) -> list[EffectType]:
         return [effect for effect in self.effects if isinstance(effect, effect_type)]
 
     @property
     def reports(self) -> list[tuple[str, str]]:
-        return [(report.level, report.message) for report in self.of(ef.Report)]
+        told = [report.notice for report in self.of(ef.Report)]
+        return [(notice.level, notice.text) for notice in told if notice.level != "trace"]
 
     @property
     def stop(self) -> ef.Stop:
@@ -284,7 +296,7 @@ class Driven:
     ) -> list[ef.Effect]:
         """``destination`` answers; without a ``tag``, the newest attempt of that stream."""
         if tag is None:
-            tag = self.machine._peers.outputs[destination].attempt
+            tag = self.tags[destination]
         frame = self.peer_frame(frame_type, position, **({"sender": destination} | fields))
         return self.handle(ev.PeerReplied(destination, tag, frame))
 

@@ -312,7 +312,7 @@ def test_a_stranger_cannot_do_without_a_proof(endpoint: Endpoint) -> None:
         with stranger(endpoint.settings, said) as one:
             while len(endpoint.log.lines) == lines:
                 assert endpoint.turn() == []
-            assert "it began with something else than a Challenge or a Hello" in endpoint.log.lines[-1][0]
+            assert "it began with something else than a Challenge or a Hello" in endpoint.log.lines[-1][1]
     with stranger(endpoint.settings, challenge + hello(b"")) as one:
         while endpoint.endpoint.next_deadline_ns() is None or len(endpoint.log.lines) < 5:
             assert endpoint.turn() == []
@@ -338,7 +338,7 @@ def test_a_stranger_cannot_stay_by_speaking_slowly(endpoint: Endpoint, monkeypat
             assert endpoint.endpoint.next_deadline_ns() == due_ns
         let_time_pass(monkeypatch)
         assert endpoint.turn() == []
-        assert "it came to no Hello within 5 s" in endpoint.log.lines[0][0]
+        assert "it came to no Hello within 5 s" in endpoint.log.lines[0][1]
         only_answer(all_that_came(one))
 
 
@@ -370,7 +370,7 @@ def test_a_proven_app_without_a_hello_is_not_served(endpoint: Endpoint, monkeypa
         assert endpoint.turn() == []
         let_time_pass(monkeypatch)
         assert endpoint.turn() == []
-        assert "it came to no Hello within 5 s" in endpoint.log.lines[0][0]
+        assert "it came to no Hello within 5 s" in endpoint.log.lines[0][1]
 
 
 def test_the_secret_is_not_on_the_wire(house: House) -> None:

@@ -16,6 +16,7 @@ from coordinator.instances import own_logs
 from coordinator.instances.registry import Registry
 from coordinator.log import create_log, open_reader
 from coordinator.log.authentication import ForgedLogError, LogKeyError
+from coordinator.notices import Notices
 from coordinator.service.runtime import STATUS_NO_RECOVERY, run_coordinator
 from tests.faults.sample_log import COMMITTER_ID, NAME, put_record, write_log
 from tests.security import log_forger as forger
@@ -104,7 +105,7 @@ def test_each_command_finds_a_forged_record(home: Home) -> None:
 @pytest.mark.parametrize("forgery", [forger.change_a_position, forger.forge_a_checkpoint], ids=lambda one: one.__name__)
 def test_no_command_goes_on_with_a_forged_table(home: Home, forgery: Any, tmp_path: Path) -> None:
     forgery(home.settings.log)
-    assert run_coordinator(home.settings, home.registry) == STATUS_NO_RECOVERY
+    assert run_coordinator(home.settings, home.registry, Notices(NAME)) == STATUS_NO_RECOVERY
     for command in (["replay", NAME, "--app", "m:C"], ["status", NAME], ["verify", NAME, "--app", "m:C"]):
         assert "not authentic" in home.run(*command, status=1).output, command
     assert "not authentic" in home.run("log", "verify", NAME, status=1).stdout
@@ -115,7 +116,7 @@ def test_no_command_goes_on_with_a_forged_table(home: Home, forgery: Any, tmp_pa
 
 def test_a_forger_cannot_take_the_key_away(home: Home) -> None:
     forger.take_the_key_away(home.settings.log)
-    assert run_coordinator(home.settings, home.registry) == STATUS_NO_RECOVERY
+    assert run_coordinator(home.settings, home.registry, Notices(NAME)) == STATUS_NO_RECOVERY
     assert "is not authenticated, and was once" in home.run("log", "verify", NAME, status=1).stdout
     assert "is not authenticated, and was once" in home.run("replay", NAME, status=1).stderr
     with pytest.raises(LogKeyError, match="is not authenticated, and was once"):

@@ -14,8 +14,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from coordinator import metrics
-from coordinator.metrics import Access, MetricsError, serve_metrics
+from coordinator.notices import metrics_server as metrics
+from coordinator.notices.metrics_server import Access, MetricsError
+from tests.helpers.notices import Told, serve_status
 from tests.helpers.processes import DEADLINE_S, House
 
 TOKEN = "0123456789abcdef0123"
@@ -86,16 +87,18 @@ def certificate(tmp_path: Path) -> tuple[Path, Path]:
 @pytest.mark.parametrize("address", ["0.0.0.0:*", "[::]:*", "example.org:9400"])
 def test_beyond_loopback_nobody_can_ask_without_more(address: str) -> None:
     with pytest.raises(MetricsError, match="would be open to whoever reaches that address: give metrics_token_file"):
-        serve_metrics("counter", address, ask)
+        serve_status(address, ask)
 
 
-def test_insecure_has_to_be_said_and_is_said_again(caplog: pytest.LogCaptureFixture) -> None:
-    assert is_up(serve_metrics("counter", "0.0.0.0:*", ask, Access(insecure=True)))
-    assert "INSECURE, as asked for: whoever reaches 0.0.0.0:* can read the metrics" in caplog.text
+def test_insecure_has_to_be_said_and_is_said_again() -> None:
+    told = Told()
+    assert is_up(serve_status("0.0.0.0:*", ask, Access(insecure=True), told))
+    line = "INSECURE, as asked for: whoever reaches 0.0.0.0:* can read the metrics"
+    assert ("warning", line, {}) in told.lines
 
 
 def test_a_stranger_without_the_token_is_told_nothing(token_file: Path) -> None:
-    url = serve_metrics("counter", "0.0.0.0:*", ask, Access(token_file))
+    url = serve_status("0.0.0.0:*", ask, Access(token_file))
     for brought in (None, "", "x", TOKEN[:-1], TOKEN + "x", "ä"):
         status, body = get(url, token=brought)
         assert (status, body) == (401, b"a token is needed\n")
@@ -103,7 +106,7 @@ def test_a_stranger_without_the_token_is_told_nothing(token_file: Path) -> None:
 
 
 def test_another_token_needs_no_restart(token_file: Path) -> None:
-    url = serve_metrics("counter", "127.0.0.1:*", ask, Access(token_file))
+    url = serve_status("127.0.0.1:*", ask, Access(token_file))
     token_file.write_text("a" * 20)
     assert get(url, token=TOKEN)[0] == 401
     assert is_up(url, token="a" * 20)
@@ -124,16 +127,16 @@ def test_a_token_that_is_none_keeps_it_from_starting(token_file: Path, text: str
     token_file.write_text(text)
     token_file.chmod(mode)
     with pytest.raises(MetricsError, match=problem):
-        serve_metrics("counter", "127.0.0.1:*", ask, Access(token_file))
+        serve_status("127.0.0.1:*", ask, Access(token_file))
 
 
 def test_a_token_that_is_missing_keeps_it_from_starting(tmp_path: Path) -> None:
     with pytest.raises(MetricsError, match="can't be read: No such file"):
-        serve_metrics("counter", "127.0.0.1:*", ask, Access(tmp_path / "none"))
+        serve_status("127.0.0.1:*", ask, Access(tmp_path / "none"))
 
 
 def test_with_a_certificate_it_is_encrypted(certificate: tuple[Path, Path], token_file: Path) -> None:
-    url = serve_metrics("counter", "0.0.0.0:*", ask, Access(token_file, *certificate))
+    url = serve_status("0.0.0.0:*", ask, Access(token_file, *certificate))
     assert url.startswith("https://")
     assert is_up(url, token=TOKEN, trusted=certificate[0])
     assert get(url, trusted=certificate[0])[0] == 401
@@ -146,7 +149,7 @@ def test_a_certificate_that_can_not_be_used(tmp_path: Path) -> None:
     for path in (paths := (tmp_path / "certificate.pem", tmp_path / "key.pem")):
         path.write_text("x")
     with pytest.raises(MetricsError, match="the certificate of the metrics can't be used"):
-        serve_metrics("counter", "127.0.0.1:*", ask, Access(None, *paths))
+        serve_status("127.0.0.1:*", ask, Access(None, *paths))
 
 
 # --- time and number -------------------------------------------------------------------------------------------------
@@ -156,7 +159,7 @@ def test_silent_connections_take_a_bounded_number_of_threads_and_have_their_time
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(metrics, "CONNECTION_TIMEOUT_S", 1.0)
-    url = serve_metrics("counter", "127.0.0.1:*", ask)
+    url = serve_status("127.0.0.1:*", ask)
     before = threading.active_count()
     silent = [connect(url) for _ in range(30)]
     late = silent[metrics.CONNECTIONS_MAX :]
@@ -173,7 +176,7 @@ def test_who_sends_a_byte_now_and_then_is_cut_off(
     certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, encrypted: bool
 ) -> None:
     monkeypatch.setattr(metrics, "CONNECTION_TIMEOUT_S", 0.5)
-    url = serve_metrics("counter", "127.0.0.1:*", ask, Access(None, *certificate) if encrypted else None)
+    url = serve_status("127.0.0.1:*", ask, Access(None, *certificate) if encrypted else None)
     began_s = time.monotonic()
     with connect(url) as slow:
         slow.settimeout(0.1)

@@ -24,6 +24,7 @@ from coordinator.instances.registry import Registry
 from coordinator.log import format as log_format
 from coordinator.log import open_log, open_reader
 from coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
+from coordinator.notices import Notices
 from coordinator.service.runtime import STATUS_NO_RECOVERY, run_coordinator
 from protocol.checksum import crc64
 from protocol.state_envelope import serializer_of
@@ -153,7 +154,7 @@ def test_an_instance_from_before_there_was_a_note_goes_on(home: Home) -> None:
 
 
 def test_a_stranger_cannot_run_code_by_a_start(home: Home) -> None:
-    assert run_coordinator(home.settings, Registry(home.folder)) == STATUS_NO_RECOVERY
+    assert run_coordinator(home.settings, Registry(home.folder), Notices("box")) == STATUS_NO_RECOVERY
     with open_reader(home.settings.log) as reader:
         assert not own_logs.OwnLogs(home.settings.folder).has(reader.identity)
 

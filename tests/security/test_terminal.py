@@ -21,10 +21,11 @@ from appsdk.errors import HookError
 from appsdk.running.runner import say
 from coordinator.cli import main
 from coordinator.cli.common import Commands
+from coordinator.core import notices
 from coordinator.core.interfaces import AuditEntry, Transaction
 from coordinator.instances.registry import Registry
 from coordinator.log import create_log
-from coordinator.logs import configure
+from coordinator.notices import configure
 from coordinator.operator import control
 from pipeline.cli import _print as print_of_pipeline
 from pipeline.jobs.stats import BinStats, Figures, MethodStats, ServiceStats, Stats, TalkerStats
@@ -91,7 +92,7 @@ def test_what_is_printable_stays_as_it_is(text: str) -> None:
 
 @pytest.fixture
 def own_logging() -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in ("immortal", "coordinator")]
+    loggers = [logging.getLogger("coordinator")]
     before = [(one.handlers[:], one.propagate, one.level) for one in loggers]
     yield
     for one, (handlers, propagate, level) in zip(loggers, before, strict=True):
@@ -104,29 +105,45 @@ def own_logging() -> Iterator[None]:
 @given(text=texts, log_format=st.sampled_from(["human", "json"]))
 def test_a_stranger_cannot_forge_a_line_of_the_log(text: str, log_format: str) -> None:
     stream = io.StringIO()
-    events = configure(text or "counter", log_format=log_format, stream=stream)
-    events.warning(f"a frame was dropped: {text}", reason=text, names=[text], error=ImmortalError(text))
+    log = configure(text or "counter", log_format=log_format, stream=stream)
+    log.warning(f"a frame was dropped: {text}", reason=text, names=[text], error=ImmortalError(text))
     logging.getLogger("coordinator.messenger").warning("from %s", text)
+    log.take(notices.PeerRefused(text, text))
+    log.take(notices.AppBrokeProtocol(text))
+    log.take(notices.Spills(text, 64, 0.5, text, 64))
     lines = check_lines(stream.getvalue())
-    assert len(lines) == 2
+    assert len(lines) == 5
     if log_format == "json":
-        assert json.loads(lines[0])["reason"] == text
-        assert json.loads(lines[1])["message"] == f"from {text}"
+        dropped, _, refused, broke, spills = map(json.loads, lines)
+        assert dropped["reason"] == refused["peer"] == broke["error"] == spills["state"] == text
+        assert [json.loads(line)["message"] for line in lines[1:4]] == [
+            f"from {text}",
+            f"stream refused: {text}",
+            f"the app broke the protocol: {text}; its connection is closed, nothing logged is lost",
+        ]
+        assert (refused["notice"], refused["level"], refused["instance"]) == ("PeerRefused", "error", text or "counter")
+        assert "notice" not in dropped
 
 
 @pytest.mark.usefixtures("own_logging")
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(text=texts)
-def test_an_exception_cannot_forge_a_line_of_the_log(text: str) -> None:
+@given(text=texts, log_format=st.sampled_from(["human", "json"]))
+def test_an_exception_cannot_forge_a_line_of_the_log(text: str, log_format: str) -> None:
     stream = io.StringIO()
-    events = configure("counter", stream=stream)
+    configure("counter", log_format=log_format, stream=stream)
     try:
         raise ValueError(text)
     except ValueError:
-        events.exception("a handler failed")
-    first, *rest = check_lines(stream.getvalue(), lambda line: " error   counter  a handler failed" in line)
-    assert first.endswith("a handler failed")
-    assert rest[0] == "    Traceback (most recent call last):"
+        logging.getLogger("coordinator.messenger").exception("a callback failed")
+    (line,) = check_lines(stream.getvalue())
+    assert "a callback failed" in line
+    assert "Traceback (most recent call last):" in line
+
+
+def test_no_field_is_taken_for_a_part_of_the_template(own_logging: None) -> None:
+    stream = io.StringIO()
+    configure("counter", stream=stream).take(notices.PeerRefused("{reason.__class__}", "{peer} {0} %s {"))
+    assert stream.getvalue().endswith("stream refused: {peer} {0} %s {  peer={reason.__class__}\n")
 
 
 def test_a_value_cannot_pass_for_another_one(own_logging: None) -> None:

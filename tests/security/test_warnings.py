@@ -11,9 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.limited_log import LINES_MAX, LimitedLog
+from coordinator.core.notices import PeerRefused
 from coordinator.messenger import Messenger, Received
+from coordinator.notices import Notices
+from coordinator.notices.limited import LINES_MAX, Limited
 from protocol.rate_limit import BURST, INTERVAL_NS, KINDS_MAX, RateLimit
+from tests.helpers.notices import Told
 from tests.helpers.processes import DEADLINE_S, House
 
 # --- how many pass ----------------------------------------------------------------------------------------------------
@@ -56,49 +59,39 @@ def test_a_stranger_cannot_fill_the_memory_or_the_log_with_new_names() -> None:
     assert len(limit._kinds) <= 2, "what is not used any more is kept"
 
 
-class Lines:
-    def __init__(self) -> None:
-        self.lines: list[tuple[str, str, dict[str, object]]] = []
-
-    def warning(self, message: str, **values: object) -> None:
-        self.lines.append(("warning", message, values))
-
-    def error(self, message: str, **values: object) -> None:
-        self.lines.append(("error", message, values))
-
-
 def test_a_flood_of_one_kind_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     now_ns = 10**9
     monkeypatch.setattr(time, "monotonic_ns", lambda: now_ns)
-    log = Lines()
-    limited = LimitedLog(log)  # type: ignore[arg-type]
+    told = Told()
+    limited = Limited(told)
+    log = Notices("counter", limited)
     for number in range(1000):
-        limited.warning(f"stranger {number}", kind="stranger")
-    limited.log("error", "the peer's log was replaced", kind=("refused", "bob"), peer="bob")
-    assert log.lines[LINES_MAX:] == [("error", "the peer's log was replaced", {"peer": "bob"})]
+        log.warning(f"stranger {number}", kind="stranger")
+    log.take(PeerRefused("bob", "its log was replaced"))
+    assert told.lines[LINES_MAX:] == [("error", "stream refused: its log was replaced", {"peer": "bob"})]
     due_ns = limited.next_deadline_ns()
     assert due_ns is not None
     now_ns = due_ns - 1
     limited.process()
-    assert len(log.lines) == LINES_MAX + 1
+    assert len(told.lines) == LINES_MAX + 1
     now_ns = due_ns
     limited.process()
-    assert log.lines[-1] == ("warning", "stranger 999", {"left_out": 1000 - LINES_MAX - 1})
+    assert told.lines[-1] == ("warning", "stranger 999", {"left_out": 1000 - LINES_MAX - 1})
     assert limited.next_deadline_ns() is None
 
 
 def test_lines_with_made_up_names_are_counted_too(monkeypatch: pytest.MonkeyPatch) -> None:
     now_ns = 10**9
     monkeypatch.setattr(time, "monotonic_ns", lambda: now_ns)
-    log = Lines()
-    limited = LimitedLog(log)  # type: ignore[arg-type]
+    told = Told()
+    limited = Limited(told)
     for number in range(10_000):
-        limited.warning(f"stranger {number}", kind=number)
-    assert len(log.lines) == KINDS_MAX + LINES_MAX
+        limited.take(PeerRefused(f"stranger {number}", "it is none"))
+    assert len(told.lines) == KINDS_MAX + LINES_MAX
     while (due_ns := limited.next_deadline_ns()) is not None:
         now_ns = due_ns
         limited.process()
-    counted = sum(1 + int(str(values.get("left_out", 0))) for _, _, values in log.lines)
+    counted = sum(1 + int(str(values.get("left_out", 0))) for _, _, values in told.lines)
     assert counted == 10_000
 
 
@@ -131,6 +124,7 @@ def test_a_peer_cannot_fill_the_log_with_frames_that_are_none(house: House) -> N
             if len(replies) == 300:
                 break
     assert process.count("a frame was dropped") <= 2 * LINES_MAX
+    assert "a frame was dropped" in process.line("left_out="), "the last one is written once it is due"
     app.impulse(1)
     app.until(lambda: app.state["forwarded"] == [1])
 

@@ -8,32 +8,34 @@ from __future__ import annotations
 
 from collections import Counter
 
+from coordinator.core import notices
 from coordinator.core.session import GETS_RECORDS, Phase
 from protocol.verdicts import VerdictKind
 from tests.simulation.plan import CRASHES, FAULT_KINDS
 
 _PHASES = [phase for phase in Phase if phase is not Phase.STOPPED]
 
-REPORTS = {
-    "the app is gone": "app lost",
-    "falling back to the one before": "fell back to an older checkpoint",
-    "could not take its checkpoint": "snapshot given up",
-    "was interrupted": "upgrade interrupted",
-    "upgraded": "upgrade durable",
-    "goes on": "upgrade failed",
-    "stream stopped": "stream stopped",
-    "is not called any more": "verdict: KILLED",
-    "which has sent only": "older copy found out",
-    "ended in the middle of a message": "app lost inside a message",
+NOTICES: dict[type[notices.Notice], str] = {
+    notices.AppGone: "app lost",
+    notices.CheckpointDamaged: "fell back to an older checkpoint",
+    notices.CheckpointFailed: "snapshot given up",
+    notices.UpgradeInterrupted: "upgrade interrupted",
+    notices.Upgraded: "upgrade durable",
+    notices.UpgradeFailed: "upgrade failed",
+    notices.StreamStopped: "stream stopped",
+    notices.StreamWaits: "stream stopped",
+    notices.NotCalledAgain: "verdict: KILLED",
+    notices.AppCutOff: "app lost inside a message",
 }
-"""Words of the core's reports, and the mark that each is."""
+"""Of what the core tells, the marks."""
 
 EXPECTED = frozenset(
     [
         *(f"{kind} while {phase.value}" for kind in CRASHES for phase in _PHASES if kind != "crash app"),
         *(f"crash app while {phase.value}" for phase in _PHASES if phase is not Phase.WAITING),
         *(f"fault: {kind}" for kind in FAULT_KINDS),
-        *REPORTS.values(),
+        *NOTICES.values(),
+        "older copy found out",
         "crash right before Commit",
         "crash right before SendToPeer",
         "crash right before ReplyToPeer",

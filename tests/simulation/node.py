@@ -21,7 +21,7 @@ from tests.simulation.checkers import Checker
 from tests.simulation.clock import MS, US
 from tests.simulation.disk import Disk
 from tests.simulation.log_side import LogSide
-from tests.simulation.marks import REPORTS
+from tests.simulation.marks import NOTICES
 from tests.simulation.node_clock import HOLD_NS, NodeClock
 from tests.simulation.peer_side import PeerSide
 from tests.simulation.trace import Violation, describe, describe_events
@@ -301,11 +301,13 @@ class Node:
         self.world.upgrades += effect.problem is None
 
     def report(self, effect: ef.Report) -> None:
-        for words, mark in REPORTS.items():
-            if words in effect.message:
-                self.world.marks[mark] += 1
-        if effect.level == "error":
-            self.world.error_told(self, effect.message)
+        notice = effect.notice
+        if (mark := NOTICES.get(type(notice))) is not None:
+            self.world.marks[mark] += 1
+        if "which has sent only" in notice.text:
+            self.world.marks["older copy found out"] += 1
+        if notice.level == "error":
+            self.world.error_told(self, notice)
 
     def stop(self, effect: ef.Stop) -> None:
         self._stopped = effect

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordinator.core import events as ev
+from coordinator.core.notices import Notice
 from coordinator.core.streams.reset import reset_transaction
 from coordinator.log.memory import MemoryLogStore
 from protocol.peer import PeerFrame
@@ -61,11 +62,11 @@ class WipedWorld(World):
             self.resets += 1
             node.post(ev.PeerReset("b", None))
 
-    def error_told(self, node: Node, message: str) -> None:
-        if "immortal peers reset" not in message:
-            super().error_told(node, message)
-        elif not self.outside.wiped or "reset b " in message:
-            raise Violation(f"{node.name} names a reset that is none of its business: {message}")
+    def error_told(self, node: Node, notice: Notice) -> None:
+        if "immortal peers reset" not in notice.text:
+            super().error_told(node, notice)
+        elif not self.outside.wiped or "reset b " in notice.text:
+            raise Violation(f"{node.name} names a reset that is none of its business: {notice.text}")
 
     def refused(self, node: Node, frame: PeerFrame) -> None:
         """Until the reset."""

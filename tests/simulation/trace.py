@@ -51,7 +51,7 @@ def describe(what: ev.Event | ef.Effect) -> str:
     if isinstance(what, ef.SendToApp | ev.AppData):
         return f"{name} {len(what.data)} bytes"
     if isinstance(what, ef.Report):
-        return f"{name} {what.level}: {what.message} {dict(what.fields)}"
+        return f"{name} {what.notice.level}: {what.notice.text} {what.notice.values()}"
     if isinstance(what, ev.RecordsRead):
         return f"{name} {len(what.values)} records"
     if isinstance(what, ev.LogLoaded):

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
+from coordinator.core import notices
 from coordinator.core.machine import Machine
 from coordinator.core.streams.output_stream import StreamState
 from coordinator.log.memory import MemoryLogStore
@@ -31,9 +32,9 @@ COPY_EVENTS = 1_500  # how long a copy runs beside the first
 LOOK_EVERY_EVENTS = 16
 NO_MORE_FAULTS = 1 << 62
 
-ERRORS_WITH_DAMAGE = ("falling back to the one before",)
-ERRORS_TOLD = ("could not take its checkpoint", "it can't (simulated)", "is not called any more")
-ERRORS_WITH_A_COPY = ("stream stopped", "stream refused")
+ERRORS_WITH_DAMAGE = (notices.CheckpointDamaged,)
+ERRORS_TOLD = (notices.CheckpointFailed, notices.NotCalledAgain)
+ERRORS_WITH_A_COPY = (notices.StreamStopped, notices.PeerRefused)
 
 
 @dataclass
@@ -288,14 +289,14 @@ class World:
 
     # --- what a node tells -------------------------------------------------------------------------------------------
 
-    def error_told(self, node: Node, message: str) -> None:
-        expected: tuple[str, ...] = ERRORS_TOLD
+    def error_told(self, node: Node, notice: notices.Notice) -> None:
+        expected: tuple[type[notices.Notice], ...] = ERRORS_TOLD
         if node.disk.damaged:
             expected += ERRORS_WITH_DAMAGE
         if self._copied_at is not None:
             expected += ERRORS_WITH_A_COPY
-        if not any(words in message for words in expected):
-            raise Violation(f"{node.name} tells an error that nothing here explains: {message}")
+        if not isinstance(notice, expected) and "it can't (simulated)" not in notice.text:
+            raise Violation(f"{node.name} tells an error that nothing here explains: {notice.text}")
 
     def refused(self, node: Node, frame: PeerFrame) -> None:
         if frame.code == RefusedCode.STALE_EPOCH:

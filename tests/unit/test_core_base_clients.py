@@ -299,16 +299,16 @@ def test_a_batch_of_more_than_64_mib_is_taken() -> None:
     for _ in range(70):
         driven.data(one)
     assert not driven.of(ef.CloseApp), driven.reports
-    assert driven.machine._peers.outputs["b"].position == 70
+    assert driven.machine.peers_status()["b"]["made"] == 70
     driven.data(CALL_B)
-    assert driven.machine._peers.outputs["b"].position == 71
+    assert driven.machine.peers_status()["b"]["made"] == 71
 
 
 @pytest.mark.parametrize("arguments_bytes", [64 * MIB, 64 * MIB - 5])
 def test_a_call_may_have_64_mib_of_arguments(arguments_bytes: int) -> None:
     driven = base()
     driven.data(outgoing(arguments_bytes))
-    assert driven.machine._peers.outputs["b"].position == 1
+    assert driven.machine.peers_status()["b"]["made"] == 1
     assert not driven.of(ef.CloseApp)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from coordinator.core import effects as ef
@@ -114,7 +116,8 @@ def test_what_ends_an_app_that_is_to_upgrade_behind_it_is_found_as_well() -> Non
         driven.data(said)
         assert driven.phase is Phase.UPGRADING
         driven.data(b"".join(map(encode_handling, noted)))
-        assert driven.machine._failing.watch.suspect.runs_count == runs_count - 1
+        suspect: Any = driven.machine.status(driven.now_ns)["suspect"]
+        assert (suspect["runs"] if suspect else 0) == runs_count - 1
         driven.close()
     (verdict,) = driven.store.summary().verdicts
     assert (verdict.key, verdict.kind) == ((1, 0, 0, 0), VerdictKind.KILLED)

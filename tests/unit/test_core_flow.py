@@ -91,7 +91,7 @@ def test_beyond_the_limit_the_app_is_not_read_until_there_is_room() -> None:
     driven.reply(FrameType.WELCOME, 0)
     assert sent(driven) == list(range(1, number + 1))
     assert driven.machine.status(driven.now_ns)["held_up_for"] == []
-    assert not driven.machine._back_pressure.paused
+    assert not driven.machine.status(driven.now_ns)["app_paused"]
 
 
 def test_a_crash_of_the_app_and_a_replay_do_not_spill_twice() -> None:
@@ -245,7 +245,7 @@ def test_what_was_spilled_shrinks_while_the_app_goes_on() -> None:
     for _ in range(200):
         frames = driven.frames(FrameType.BATCH)
         driven.reply(FrameType.TRIM_TO, frames[-1].position + frames[-1].count - 1)
-        while not driven.machine._back_pressure.paused:
+        while not driven.machine.status(driven.now_ns)["app_paused"]:
             number += 1
             driven.data(call("b", large(number)))
         if not stream(driven)["spilled_bytes"]:

@@ -15,7 +15,7 @@ from protocol.messages import MessageType, decode_messages
 from protocol.peer import FrameType
 from protocol.record import decode_header
 from protocol.trailer import BatchKind, BatchSource, OutputMarkEntry
-from tests.helpers.core import COMMITTER_ID, NOW_NS, Driven, arguments, attach, call, records, rpc
+from tests.helpers.core import COMMITTER_ID, NOW_NS, Driven, arguments, attach, call, rpc
 
 SOURCE = BatchSource(BatchKind.STREAM, "b", 1, 1, 0)
 
@@ -29,23 +29,6 @@ def fresh(group_size_bytes: int = 100) -> GroupCommit:
 
 
 # --- through the machine ---------------------------------------------------------------------------------------------
-
-
-def test_idle_a_message_commits_at_once_and_busy_they_gather() -> None:
-    driven = Driven.started(auto=False)
-    driven.batch("t1", 1, rpc(1))
-    assert [len(commit.transaction.records) for commit in commits(driven)] == [1]
-    for position in (2, 3, 4):
-        driven.batch(f"t{position}", position, rpc(position))
-    assert len(commits(driven)) == 1, "a second commit while one is on its way"
-    assert driven.replies == []
-    driven.disk()
-    assert driven.replies == [("t1", FrameType.TRIM_TO, 1)]
-    assert len(commits(driven)) == 2
-    driven.disk()
-    assert driven.replies[1:] == [(f"t{n}", FrameType.TRIM_TO, 4) for n in (2, 3, 4)]
-    assert [record.header.sequence_id for record in records(bytes(driven.app_bytes))] == [1, 2]
-    assert arguments(bytes(driven.app_bytes)) == [rpc(n) for n in (1, 2, 3, 4)]
 
 
 def test_a_group_is_closed_at_its_size() -> None:

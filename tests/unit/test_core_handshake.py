@@ -309,7 +309,7 @@ def test_an_app_may_call_as_soon_as_it_has_its_whole_state() -> None:
     driven.data(first_start(b"calls that were held back" * 2))
     driven = driven.crash()
     driven.connect()
-    driven.handle(ev.AppSent(driven.machine._session.unsent_bytes), ev.AppData(attach("b") + call("b", 1)))
+    driven.handle(ev.AppSent(driven.unsent_bytes), ev.AppData(attach("b") + call("b", 1)))
     assert driven.phase is Phase.BECOMING_PRIMARY
     assert driven.machine.status(0)["outputs"]["b"]["position"] == 1  # type: ignore[index]
     assert all(level != "error" for level, _ in driven.reports)

@@ -633,8 +633,8 @@ def test_a_slow_app_is_fed_from_the_log_and_its_peers_are_acknowledged_meanwhile
     assert [position for _, _, position in driven.replies] == list(range(1, 21))
     assert len(driven.app_bytes) < 300 + 200 + 100
     assert driven.machine.status(0)["backlog_records"] > 10  # type: ignore[operator]
-    while driven.machine._session.unsent_bytes:
-        driven.handle(ev.AppSent(min(50, driven.machine._session.unsent_bytes)))
+    while driven.unsent_bytes:
+        driven.handle(ev.AppSent(min(50, driven.unsent_bytes)))
     assert arguments(bytes(driven.app_bytes)) == [rpc(b"x" * 100)] * 20
     assert driven.machine.status(0)["backlog_records"] == 0
 
@@ -650,8 +650,8 @@ def test_a_large_checkpoint_is_given_in_pieces_as_the_app_takes_them() -> None:
     second = driven.crash()
     second.connect()
     assert len(second.app_bytes) < 500
-    while second.machine._session.unsent_bytes:
-        second.handle(ev.AppSent(min(100, second.machine._session.unsent_bytes)))
+    while second.unsent_bytes:
+        second.handle(ev.AppSent(min(100, second.unsent_bytes)))
     assert second.heard[0] == blob
 
 

@@ -176,7 +176,7 @@ def test_a_second_reset_counts_from_where_the_first_one_began() -> None:
 
 def test_answers_from_before_a_reset_do_not_count() -> None:
     driven = three_of_five()
-    tag = driven.machine._peers.outputs["b"].attempt
+    tag = driven.tags["b"]
     reset(driven)
     driven.reply(FrameType.WELCOME, 0, **OTHER)
     driven.reply(FrameType.TRIM_TO, 5, tag=tag, **SAME)
@@ -257,7 +257,7 @@ def test_an_older_copy_of_this_log_never_takes_what_the_receiver_has_for_its_own
     # The receiver has as many as were made here, or fewer, and yet the 4th and 5th may be others.
     driven = three_of_five()
     sign(driven)  # type: ignore[operator]
-    more = [number for number in (6, 7) if driven.machine._peers.outputs["b"].position > 5]
+    more = [number for number in (6, 7) if driven.machine.peers_status()["b"]["made"] > 5]
     if crash:
         driven = driven.crash()
         driven.connect()
@@ -783,7 +783,7 @@ def test_only_the_streams_of_that_peer_are_reset() -> None:
     assert {effect.destination for effect in driven.of(ef.SendToPeer)} == {"b"}
     assert [effect.destination for effect in driven.of(ef.ResetPeer)] == ["b"]
     frame = PeerFrame(FrameType.TRIM_TO, "c", "a", 6, 1, 1)
-    driven.handle(ev.PeerReplied("c", driven.machine._peers.outputs["c"].attempt, frame))
+    driven.handle(ev.PeerReplied("c", driven.tags["c"], frame))
     assert driven.machine.status(0)["outputs"]["c"]["acknowledged"] == 1  # type: ignore[index]
 
 

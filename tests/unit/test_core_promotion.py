@@ -18,24 +18,6 @@ def promoted(driven: Driven) -> Driven:
     return second
 
 
-def test_it_works_without_a_checkpoint_of_its_own() -> None:
-    driven = Driven.started()
-    driven.batch("t", 1, rpc(1))
-    second = promoted(driven)
-    assert second.heard == [
-        b"state one",
-        (0, "RECORD_TIME", "INSTANCE_NAME", "INITIAL_MESSAGE"),
-        (1, "RECORD_TIME", "RPC"),
-        PRIMARY,
-    ]
-    assert second.phase is Phase.NORMAL
-    assert ("info", "recovered") in second.reports
-    assert not second.of(ef.WriteCheckpointChunk)
-    second.forget()
-    second.data(call("", 5, rpc_type=2))
-    assert second.heard[0] == (2, "RECORD_TIME", "RPC")
-
-
 def with_outputs() -> Driven:
     driven = Driven.started()
     driven.data(attach("b") + call("b", 1))

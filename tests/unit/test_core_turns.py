@@ -307,7 +307,7 @@ def test_frames_that_come_again_are_sent_back_where_there_is_no_room_for_them() 
     for position in (3, 4):
         send(driven, "b", position, small(position))
     driven.disk_all()
-    assert driven.machine._peers.inputs["b"].durable == 4
+    assert driven.machine.peers_status()["b"]["received"] == 4
 
 
 def test_what_is_here_already_does_not_wait() -> None:

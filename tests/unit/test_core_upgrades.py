@@ -83,20 +83,6 @@ def test_the_handshake_and_its_one_transaction() -> None:
     assert second.machine.status(0)["version"] == 2
 
 
-def test_no_record_goes_to_the_new_code_before_the_upgrade_is_durable() -> None:
-    # What it would make of it could be with a peer already when a crash brings the old code back.
-    second = upgrading(old())
-    second.data(checkpoint(b"upgraded"))
-    second.batch("u", 2, rpc(2))
-    second.app_bytes.clear()
-    second.auto = False
-    second.data(checkpoint(b"confirmed"))
-    assert second.phase is Phase.COMPLETING_UPGRADE
-    assert second.heard == []
-    second.disk_all()
-    assert second.heard == [(2, "RECORD_TIME", "RPC")]
-
-
 @pytest.mark.parametrize("blobs", [0, 1])
 def test_a_crash_before_the_last_checkpoint_is_durable_leaves_the_old_version_whole(blobs: int) -> None:
     second = upgrading(old())

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from coordinator.metrics import MetricsError, serve_metrics
+from coordinator.notices.metrics_server import MetricsError
 from coordinator.operator.control import NotRunningError
+from tests.helpers.notices import serve_status
 
 STATUS: dict[str, Any] = {
     "name": "counter",
@@ -64,7 +65,7 @@ def scraped(url: str) -> dict[tuple[str, str], float]:
 
 
 def test_what_is_served() -> None:
-    assert scraped(serve_metrics("counter", "127.0.0.1:*", lambda: STATUS)) == {
+    assert scraped(serve_status("127.0.0.1:*", lambda: STATUS)) == {
         ("immortal_up", ""): 1,
         ("immortal_phase_info", ""): 1,
         ("immortal_app_connected", ""): 1,
@@ -108,17 +109,17 @@ def test_a_coordinator_that_does_not_answer_is_down() -> None:
     def ask() -> dict[str, Any]:
         raise NotRunningError("it does not run")
 
-    assert scraped(serve_metrics("counter", "127.0.0.1:*", ask)) == {("immortal_up", ""): 0}
+    assert scraped(serve_status("127.0.0.1:*", ask)) == {("immortal_up", ""): 0}
 
 
 @pytest.mark.parametrize("address", ["9400", "127.0.0.1", "localhost:port", ""])
 def test_an_address_that_is_none(address: str) -> None:
     with pytest.raises(MetricsError, match="expected HOST:PORT"):
-        serve_metrics("counter", address, dict)
+        serve_status(address, dict)
 
 
 def test_an_address_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(MetricsError, match="can't serve the metrics of 'counter' at"):
-            serve_metrics("counter", f"127.0.0.1:{port}", dict)
+            serve_status(f"127.0.0.1:{port}", dict)

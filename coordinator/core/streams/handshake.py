@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from coordinator.core.effects import Report, ResetPeer, SendToPeer
 from coordinator.core.interfaces import StreamStart
+from coordinator.core.notices import StreamReset, StreamStopped, StreamWaits
 from coordinator.core.streams import problems
 from coordinator.core.streams.local_end import LocalEnd
 from coordinator.core.streams.output_stream import OutputStream, StreamState
@@ -110,13 +111,7 @@ class Handshake:
         receivers.set_committer(destination, frame.committer_id, group)
         stream.open(group.ticket)
         receivers.acknowledge(stream, position)
-        end.effects.append(
-            Report(
-                "warning",
-                "the stream was reset and goes on",
-                {"peer": destination, "behind_position": stream.acknowledged, "receiver_has": frame.position},
-            )
-        )
+        end.effects.append(Report(StreamReset(destination, stream.acknowledged, frame.position)))
 
     # --- what stops a stream -----------------------------------------------------------------------------------------
 
@@ -138,7 +133,7 @@ class Handshake:
         stream.forked = stream.forked or frame.code == RefusedCode.STALE_EPOCH
         full = frame.code == RefusedCode.LOG_FULL
         reason = problems.refused(self._end.name, stream.destination, frame)
-        self._fail(stream, reason, failure="log full" if full else "", level="warning" if full else "error")
+        self._fail(stream, reason, failure="log full" if full else "", notice=StreamWaits if full else StreamStopped)
 
     def fail_forked(self, stream: OutputStream, received: int) -> None:
         """The receiver has ``received`` messages, by its numbers, and this log never sent so many."""
@@ -147,7 +142,9 @@ class Handshake:
         reason = problems.own_log_older(self._end.name, stream.destination, received, sent)
         self._fail(stream, reason, failure="own log older")
 
-    def _fail(self, stream: OutputStream, reason: str, *, failure: str = "", level: str = "error") -> None:
+    def _fail(
+        self, stream: OutputStream, reason: str, *, failure: str = "", notice: type[StreamStopped] = StreamStopped
+    ) -> None:
         """``failure``: what it is about, where the reason has figures that change. The same one is told once."""
         told = stream.failure == (failure or reason)
         stream.failure = failure or reason
@@ -155,8 +152,7 @@ class Handshake:
         self.some_failed = True
         self._end.effects.append(ResetPeer(stream.destination))
         if not told:
-            what = f"stream stopped: {reason}; its messages are kept"
-            self._end.effects.append(Report(level, what, {"peer": stream.destination}, "stopped"))
+            self._end.effects.append(Report(notice(stream.destination, reason)))
 
     def moved(self, stream: OutputStream) -> None:
         """Nothing of what is on its way will arrive: ask how much has. A stopped stream waits for its turn."""

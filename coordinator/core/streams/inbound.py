@@ -13,6 +13,7 @@ from itertools import chain
 
 from coordinator.core.effects import ReplyToPeer, Report
 from coordinator.core.interfaces import IMPULSES, ONESELF, OutputBatch, SourcePosition, Token
+from coordinator.core.notices import FrameRefused
 from coordinator.core.streams.delivery import Delivered, Delivery
 from coordinator.core.streams.grants import Grants
 from coordinator.core.streams.input_stream import InputStream
@@ -242,9 +243,7 @@ class Inbound:
     def _beyond_window(self, stream: InputStream, reason: str) -> _Reply:
         if not stream.told_beyond:
             stream.told_beyond = True
-            self._end.effects.append(
-                Report("error", f"a frame was refused: {reason}; this is said once", {"peer": stream.source})
-            )
+            self._end.effects.append(Report(FrameRefused(stream.source, reason)))
         return _refuse(RefusedCode.BEYOND_WINDOW, reason)
 
     def _reply(self, token: Token, receiver: str, reply: _Reply) -> None:

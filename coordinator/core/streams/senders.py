@@ -6,6 +6,7 @@ from collections import OrderedDict
 
 from coordinator.core.effects import Report
 from coordinator.core.interfaces import IMPULSES, LogSummary
+from coordinator.core.notices import OldPeerRefused, PeerRefused
 from coordinator.core.streams import problems
 from coordinator.core.streams.grants import Grants
 from coordinator.core.streams.input_stream import InputStream
@@ -76,10 +77,9 @@ class Senders:
         if code is RefusedCode.LOG_FULL or told:
             return  # that the log is full is told once, for all peers
         if code is not RefusedCode.STALE_EPOCH:
-            effects.append(Report("error", f"stream refused: {reason}", {"peer": sender}, "refused"))
+            effects.append(Report(PeerRefused(sender, reason)))
         elif frame.frame_type is FrameType.HELLO:  # one that was late is no error: its sender knows
-            text = problems.perhaps_older(self._end.name, sender, reason)
-            effects.append(Report("warning", f"stream refused: {text}", {"peer": sender}, "refused"))
+            effects.append(Report(OldPeerRefused(sender, problems.perhaps_older(self._end.name, sender, reason))))
 
     def _add(self, stream: InputStream) -> None:
         self.streams[stream.source] = stream

@@ -1,0 +1,13 @@
+"""What an instance tells its operator. Whoever has something to say gives a notice to :class:`Notices`, which gives it
+to each sink: lines for people or machines, the supervisor's readiness, metrics. A sink has one method.
+
+log = configure("counter", level="info", log_format="human")
+log.take(Recovered(epoch=4, sequence_id=41))
+log.warning("a frame was dropped", kind="frame", origin=origin)
+"""
+
+from coordinator.notices.configuring import LOG_FORMATS, configure, warnings_on_stderr
+from coordinator.notices.lines import LOG_LEVELS
+from coordinator.notices.sink import Notices, Sink
+
+__all__ = ["LOG_FORMATS", "LOG_LEVELS", "Notices", "Sink", "configure", "warnings_on_stderr"]

@@ -1,0 +1,60 @@
+"""``python -m coordinator.notices``: the tables of docs/guide/notices.md, notices and then metrics."""
+
+from __future__ import annotations
+
+import inspect
+import string
+import sys
+from collections.abc import Iterable, Iterator
+
+from msgspec.structs import fields
+
+from coordinator.core.notices import Notice
+from coordinator.notices.lines import LOG_LEVELS
+from coordinator.notices.metrics import NOTICES, PHASE, STATUS, TIMES, UP
+from coordinator.notices.sink import Line
+from coordinator.notices.timed import Timed
+
+
+def notices() -> list[type[Notice]]:
+    """All that have a type of their own, as they are defined."""
+    found = [one for one in _below(Notice) if not issubclass(one, Line) and one is not Timed]
+    return [one for one in found if not one.__name__.startswith("_")]
+
+
+def _below(base: type[Notice]) -> Iterator[type[Notice]]:
+    for one in base.__subclasses__():
+        yield one
+        yield from _below(one)
+
+
+def notices_table() -> Iterator[str]:
+    yield from _rows(("notice", "level", "line", "fields", "when"), map(_notice, notices()))
+
+
+def _notice(one: type[Notice]) -> tuple[str, ...]:
+    parts = string.Formatter().parse(one.template)
+    text = "".join(f"{text}{f'`{name}`' if name else ''}" for text, name, _, _ in parts)
+    names = ", ".join(field.encode_name for field in fields(one) if field.name != "left_out")
+    return one.__name__, one.level, text if one.level in LOG_LEVELS else "", names, inspect.getdoc(one) or ""
+
+
+def metrics_table() -> Iterator[str]:
+    rows = [(UP[0], "gauge", "", UP[1]), (f"{PHASE[0]}_info", "info", "phase", PHASE[1])]
+    for one in STATUS:
+        counts = one.counts
+        name = f"{one.name}_total" if counts else one.name
+        rows.append((name, "counter" if counts else "gauge", one.label, one.text))
+    rows.append((f"{NOTICES[0]}_total", "counter", "notice, level", NOTICES[1]))
+    rows += [(time.name, "histogram", "", time.text) for time in TIMES]
+    yield from _rows(("metric", "kind", "labels", "what"), rows)
+
+
+def _rows(headings: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    for row in (headings, ["---"] * len(headings), *rows):
+        yield f"| {' | '.join(row)} |"
+
+
+if __name__ == "__main__":
+    for table in (notices_table(), metrics_table()):
+        sys.stdout.writelines(f"{line}\n" for line in (*table, ""))

@@ -1,0 +1,36 @@
+"""What is told, kept; and metrics served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from coordinator.core.notices import Notice
+from coordinator.notices import Notices
+from coordinator.notices.metrics import StatusCollector
+from coordinator.notices.metrics_server import Access, serve_metrics
+
+
+class Told:
+    """A sink."""
+
+    def __init__(self) -> None:
+        self.notices: list[Notice] = []
+
+    def take(self, notice: Notice) -> None:
+        self.notices.append(notice)
+
+    @property
+    def lines(self) -> list[tuple[str, str, dict[str, object]]]:
+        return [(notice.level, notice.text, notice.values()) for notice in self.notices]
+
+
+def serve_status(
+    address: str, ask: Callable[[], Mapping[str, Any]], access: Access | None = None, told: Told | None = None
+) -> str:
+    """The URL at which the metrics of "counter" are, whose status ``ask`` gives."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(StatusCollector("counter", ask))
+    return serve_metrics(Notices("counter", told or Told()), address, registry, access)
