@@ -49,6 +49,7 @@ class Service:
             )
             self.app = subprocess.Popen(
                 [sys.executable, "-P", "-m", "appsdk", self._app],
+                cwd=settings.folder,  # an app's modules are looked for there: no bench.py of the user's is found
                 env={
                     **self.environment,
                     "IMMORTAL_APP_ADDRESS": settings.app_addresses[0],

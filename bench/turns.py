@@ -29,7 +29,7 @@ class TurnCosts:
 
 def measure_turns() -> TurnCosts:
     """In a process of its own. Raises BenchError."""
-    command = [sys.executable, "-m", "bench.turn_apps"]
+    command = [sys.executable, "-P", "-m", "bench.turn_apps"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     if done.returncode != 0:
         raise BenchError(f"the turns could not be measured: {done.stderr.strip()[-2000:]}")
