@@ -72,6 +72,7 @@ def test_a_line_for_machines_has_the_notice_and_all_that_is_in_its_text() -> Non
     stream = io.StringIO()
     JsonLines("counter", stream, "info").take(notices.StreamStopped("b", "it has gone"))
     said = json.loads(stream.getvalue())
+    assert list(said) == ["time", "level", "instance", "message", "notice", "peer", "reason"], "for who looks at it"
     assert said.pop("time").endswith("Z")
     assert said == {
         "level": "error",
@@ -81,6 +82,15 @@ def test_a_line_for_machines_has_the_notice_and_all_that_is_in_its_text() -> Non
         "peer": "b",
         "reason": "it has gone",
     }
+
+
+def test_no_value_takes_the_place_of_what_every_line_has() -> None:
+    stream = io.StringIO()
+    named = {"message": "forged", "level": "debug", "instance": "other", "time": "never"}
+    JsonLines("counter", stream, "info").take(Line("it was", named))
+    said = json.loads(stream.getvalue())
+    assert (said["message"], said["level"], said["instance"]) == ("it was", "info", "counter")
+    assert said["time"] != "never"
 
 
 @pytest.mark.parametrize("form", [TextLines, JsonLines])
