@@ -43,6 +43,7 @@ ROOMS = (
         "core",
         "coordinator/core",
         (
+            "traces/test_*.py",
             "unit/test_core_*.py",
             "unit/test_driver.py",
             "properties/test_core_*.py",
