@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 
-from coordinator import control, descriptors, own_logs, upgrade_mark
+from coordinator import control, descriptors, upgrade_mark
 from coordinator.app_endpoint import AppEndpoint
 from coordinator.audit import AuditLog
 from coordinator.auditor import Auditor
@@ -22,7 +22,13 @@ from coordinator.config import InstanceSettings
 from coordinator.control_server import ControlServer
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
-from coordinator.core.errors import DamagedLogError, DivergenceError, LogFormatError, LogIdentityError
+from coordinator.core.errors import (
+    DamagedLogError,
+    DivergenceError,
+    FencedError,
+    LogFormatError,
+    LogIdentityError,
+)
 from coordinator.core.interfaces import LogStore
 from coordinator.core.limits import MIB, Limits
 from coordinator.core.machine import Machine
@@ -32,8 +38,9 @@ from coordinator.fault_points import FaultPoint, reach
 from coordinator.foreign_state import PickleRefusedError
 from coordinator.limited_log import LimitedLog
 from coordinator.log.authentication import LogKeyError
-from coordinator.log.modes import tighten_log
 from coordinator.log_endpoint import LogEndpoint
+from coordinator.log_follower import LogFollower, Places
+from coordinator.log_places import LogPlaces
 from coordinator.log_writer import LogWriter
 from coordinator.logs import Events
 from coordinator.operator_endpoint import OperatorEndpoint
@@ -49,40 +56,53 @@ STOP_TIMEOUT_S = 25.0  # for the last checkpoint; the supervisor waits 30
 FAREWELL_TIMEOUT_S = 1.0  # for the last bytes to the app
 SWITCH_INTERVAL_S = 0.0005  # the commit thread gets the interpreter back this soon: 5 ms would be 5 ms per commit
 STATUS_NO_RECOVERY = 3  # the log can't be replayed as it is: the next start would find the same
+STATUS_FENCED = 4  # another process writes the log by now
+_NO_RECOVERY = (DivergenceError, DamagedLogError, LogFormatError, LogIdentityError, LogKeyError, PickleRefusedError)
 DAY_NS = 24 * 3600 * 10**9
 
 
 class Coordinator:
-    """One running coordinator over an open log. :meth:`run` returns when it has stopped."""
+    """One running coordinator. :meth:`run` returns when it has stopped.
+
+    ``store``: the log, open for writing; None: ``follow`` says where it is, which another process may write. ``place``:
+    the settings with the places where the app and operators find it for as long as that is so; those of the instance
+    where None.
+    """
 
     def __init__(
         self,
         settings: InstanceSettings,
         registry: Registry,
-        store: LogStore,
+        store: LogStore | None,
         log: Events,
         upgrade_to: int | None = None,
         *,
         promote: bool = False,
+        follow: Places | None = None,
+        place: InstanceSettings | None = None,
     ) -> None:
         self._settings = settings
+        self._place = place = place or settings
         self._registry = registry
         self._log = log
         self._limited = LimitedLog(log)  # what others can cause
-        summary = store.summary()
-        self._clock = InstanceClock(settings.folder, summary, settings.tuning.clock_hold_s * 10**9, log)
+        self._clock = InstanceClock(
+            settings.folder,
+            None if store is None else store.summary(),
+            settings.tuning.clock_hold_s * 10**9,
+            log,
+            is_ours=store is not None,
+        )
         self._machine = machine = Machine(
             settings.name,
-            summary,
             limits_of(settings),
             upgrade_to,
             promote=promote,
-            clients=store.clients(),
+            follow=follow is not None,
             permissions=settings.permissions,
             running=self._clock.running,
         )
-        for problem in store.problems:
-            log.error(problem)
+        self._is_the_instance = False  # it is reached where the instance is
         self._error: ImmortalError | None = None
         self._was_ready = False  # an app was recovered, or begun, in this process
         self._stop_requests = StopRequests()
@@ -94,19 +114,23 @@ class Coordinator:
         self._inbox: list[ev.Event] = []
         post = self._inbox.append
         self._epoll = select.epoll()
-        self._app = AppEndpoint(settings, log, self._epoll)
+        self._app = AppEndpoint(place, log, self._epoll)
         self._peers = PeerEndpoint(settings, registry, log, self._limited, post)
-        writer = LogWriter(
-            store,
-            keep_checkpoints=settings.keep_checkpoints,
-            inline_size_bytes_max=settings.tuning.commit_inline_kib_max << 10,
-        )
         keep_ns = None if settings.keep_log_days is None else settings.keep_log_days * DAY_NS
-        self._log_endpoint = LogEndpoint(store, writer, self._clock, log, keep_ns, self._inbox)
+        self._log_endpoint = LogEndpoint(
+            store,
+            self._make_writer,
+            self._clock,
+            log,
+            keep_ns,
+            self._inbox,
+            None if follow is None else LogFollower(follow),
+            self._was_granted,
+        )
         self._auditor = Auditor(AuditLog(settings.folder, log.warning))
-        self._control = ControlServer(settings.folder)
+        self._control = ControlServer(place.folder)
         self._operator = OperatorEndpoint(
-            machine, self._app, self._peers, store, writer, self._clock, self._auditor, post
+            machine, self._app, self._peers, self._log_endpoint, self._clock, self._auditor, post
         )
         self.peer_reset_done, self.operator_answered = self._operator.peer_reset_done, self._operator.operator_answered
         self._driver = Driver(machine, self._inbox, self._app, self._peers, self._log_endpoint, self._clock, self)
@@ -115,35 +139,20 @@ class Coordinator:
         self._epoll.register(self._control_fileno, select.EPOLLIN)
 
     def run(self) -> int:
-        """Serve until stopped: 0 after a clean stop; after an error, which has been logged, 1 or STATUS_NO_RECOVERY."""
-        settings = self._settings
+        """Serve until stopped: 0 after a clean stop; after an error, which has been logged, the status that it has."""
         try:
-            self._app.listen()
-            self._peers.listen()
-            control_path = self._control.listen()
             self._wake_receiver, self._wake_sender = socket.socketpair()
             self._catch_signals()
             self._wake_fileno = self._wake_receiver.fileno()
             for descriptor in (self._peers_fileno, self._log_fileno, self._wake_fileno):
                 self._epoll.register(descriptor, select.EPOLLIN)
-            control.announce(settings.folder, control_path)
-            reach(FaultPoint.ANNOUNCED)
-            self._auditor.started(process=os.getpid(), user=os.geteuid(), insecure=settings.insecure)
-            security = self._peers.security.security
-            self._log.info(
-                "coordinator started",
-                peer=settings.peer,
-                app=settings.app_address,
-                app_socket=settings.app_unix_address,
-                app_send=settings.app_send_address,
-                app_send_mode=settings.app_send_mode if settings.app_send_port is not None else None,
-                encrypted=security is not None,
-                runs=compiled.describe(),
-                **{key: self._machine.status(self._clock.now_ns())[key] for key in ("committer_id", "sequence_id")},
-            )
-            if (warning := insecurity(settings, security)) is not None:
-                self._log.warning(warning)
+            self._driver.start()
+            self._app.listen()
+            if not self._machine.right.writes:
+                self._begin_to_follow()
             while not self._machine.stopped:
+                if not self._is_the_instance and self._machine.right.writes:
+                    self._become_the_instance()
                 self._take_in()
                 self._driver.turn()
             self._say_farewell()
@@ -151,9 +160,58 @@ class Coordinator:
             self._close()
         if self._error is not None:
             self._log.error(str(self._error))
-            return STATUS_NO_RECOVERY if isinstance(self._error, DivergenceError | DamagedLogError) else 1
+            return status_of(self._error)
         self._log.info("stopped")
         return 0
+
+    def _begin_to_follow(self) -> None:
+        """Be found by who looks for this follower; the instance is another process."""
+        control.announce(self._place.folder, self._control.listen())
+        place = self._place
+        self._log.info("coordinator started, to follow", app=place.app_address, app_socket=place.app_unix_address)
+
+    def _become_the_instance(self) -> None:
+        """The log is ours to write: peers and operators find us where the instance is."""
+        self._is_the_instance = True
+        settings = self._settings
+        self._peers.listen()
+        if self._place is not settings:
+            self._epoll.unregister(self._control_fileno)
+            control.withdraw(self._place.folder)
+            self._control.close()
+            self._control = ControlServer(settings.folder)
+            self._control_fileno = self._control.fileno()
+            self._epoll.register(self._control_fileno, select.EPOLLIN)
+        control.announce(settings.folder, self._control.listen())
+        reach(FaultPoint.ANNOUNCED)
+        if settings.metrics is not None:
+            _serve_metrics(settings)
+        self._auditor.started(process=os.getpid(), user=os.geteuid(), insecure=settings.insecure)
+        security = self._peers.security.security
+        self._log.info(
+            "coordinator started",
+            peer=settings.peer,
+            app=self._place.app_address,
+            app_socket=self._place.app_unix_address,
+            app_send=self._place.app_send_address,
+            app_send_mode=self._place.app_send_mode if self._place.app_send_port is not None else None,
+            encrypted=security is not None,
+            runs=compiled.describe(),
+            **{key: self._machine.status(self._clock.now_ns())[key] for key in ("committer_id", "sequence_id")},
+        )
+        if (warning := insecurity(settings, security)) is not None:
+            self._log.warning(warning)
+
+    def _make_writer(self, store: LogStore) -> LogWriter:
+        return LogWriter(
+            store,
+            keep_checkpoints=self._settings.keep_checkpoints,
+            inline_size_bytes_max=self._settings.tuning.commit_inline_kib_max << 10,
+        )
+
+    def _was_granted(self, store: LogStore) -> None:
+        if self._place is not self._settings:
+            self._clock.take_over(store.summary())
 
     def _take_in(self) -> None:
         """Wait until something is ready or due, and put what comes of it into the driver's inbox."""
@@ -250,20 +308,25 @@ class Coordinator:
         self._machine.stopped = True
 
     def _say_farewell(self) -> None:
-        """Let the last bytes reach the app and the last answers the peers."""
+        """Let the last bytes reach the app and the last answers the peers; nothing of one whose log is another's."""
         self._app.drain(FAREWELL_TIMEOUT_S)
-        self._peers.flush(patient=False)
+        if not isinstance(self._error, FencedError):
+            self._peers.flush(patient=False)
 
     def _close(self) -> None:
         signal.set_wakeup_fd(-1)
-        self._auditor.close(error=None if self._error is None else str(self._error))
+        if self._is_the_instance:
+            self._auditor.close(error=None if self._error is None else str(self._error))
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)  # stopped already: one more wish must not spoil the exit status
         self._log_endpoint.close()
+        if self._place is not self._settings and self._log_endpoint.store is not None:
+            self._log_endpoint.store.close()
         self._clock.close()
         self._app.close()
         self._peers.close()
-        control.withdraw(self._settings.folder)  # first: who is waiting for an answer looks there when it is cut off
+        for place in (self._settings, self._place):  # first: who waits for an answer looks there when it is cut off
+            control.withdraw(place.folder)
         self._control.close()
         self._epoll.close()
 
@@ -317,13 +380,26 @@ def _serve_metrics(settings: InstanceSettings) -> None:
     serve_metrics(settings.name, str(settings.metrics), lambda: control.query(settings.folder, "status"), access)
 
 
+def status_of(error: ImmortalError) -> int:
+    """The exit status of a coordinator that ``error`` has ended."""
+    if isinstance(error, FencedError):
+        return STATUS_FENCED
+    return STATUS_NO_RECOVERY if isinstance(error, _NO_RECOVERY) else 1
+
+
 def run_coordinator(
-    settings: InstanceSettings, registry: Registry, *, promote: bool = False, trust_pickle: bool = False
+    settings: InstanceSettings,
+    registry: Registry,
+    *,
+    promote: bool = False,
+    trust_pickle: bool = False,
+    place: InstanceSettings | None = None,
 ) -> int:
     """Open the log (a new one at the first start) and serve until stopped; the exit status.
 
     ``promote``: a recovered app begins to work without a checkpoint first. ``trust_pickle``: the log may be of another
-    home, with states that pickle wrote.
+    home, with states that pickle wrote. ``place``: follow the log while another process writes it, and be found there
+    (coordinator.places).
 
     Raises ImmortalError for what keeps it from starting, and may be otherwise the next time.
     """
@@ -332,27 +408,21 @@ def run_coordinator(
     keep_freed_memory()
     descriptors.raise_limit()
     try:
+        if place is not None:
+            log = Events(settings.name)
+            follow = LogPlaces(settings, log, trust_pickle=trust_pickle)
+            return Coordinator(settings, registry, None, log, promote=promote, follow=follow, place=place).run()
         return _run_with_log(settings, registry, promote=promote, trust_pickle=trust_pickle)
-    except (DamagedLogError, LogFormatError, LogIdentityError, LogKeyError, PickleRefusedError) as error:
+    except _NO_RECOVERY as error:
         Events(settings.name).error(str(error))
         return STATUS_NO_RECOVERY
 
 
 def _run_with_log(settings: InstanceSettings, registry: Registry, *, promote: bool, trust_pickle: bool) -> int:
-    store = own_logs.open_log(settings)
+    log = Events(settings.name)
+    store = LogPlaces(settings, log, trust_pickle=trust_pickle).open_store()
     try:
-        own_logs.take_for_own(settings, store, trust_pickle=trust_pickle)
-        if store.macs is not None:
-            marker = store.macs.marker
-            first = marker.first_sequence_id
-            Events(settings.name).info("the log is authenticated", key=marker.key_id, from_record=first or None)
-        if (opened := tighten_log(settings.log)) is not None:
-            Events(settings.name).warning(opened)
-        for line in store.rebuilt:
-            Events(settings.name).warning(line)
         upgrade_to = upgrade_asked_for(settings, registry, store)
-        if settings.metrics is not None:
-            _serve_metrics(settings)
-        return Coordinator(settings, registry, store, Events(settings.name), upgrade_to, promote=promote).run()
+        return Coordinator(settings, registry, store, log, upgrade_to, promote=promote).run()
     finally:
         store.close()

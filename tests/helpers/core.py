@@ -129,11 +129,9 @@ class Driven:
         self.store = store or MemoryLogStore(COMMITTER_ID)
         self.machine = Machine(
             name,
-            self.store.summary(),
             limits,
             upgrade_to,
             promote=promote,
-            clients=self.store.clients(),
             permissions=permissions,
         )
         self.auto = auto
@@ -153,6 +151,8 @@ class Driven:
             PlainHost(),
             lambda effect: self.effects.append(effect),
         )
+        self.driver.start()
+        self.forget()
 
     # --- events in -------------------------------------------------------------------------------------------------
 
