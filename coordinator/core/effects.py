@@ -3,7 +3,7 @@
 Duties of a driver:
 
 1. Commit and WriteCheckpointChunk reach the log in the order in which they were asked for, and are answered in it.
-   One that fails holds those behind it: once LogFailed has answered it, they are neither done nor answered any more.
+   One that fails holds those behind it: they are neither done nor answered, up to the answer to the next ReadTail.
 2. Nothing is answered as done before it is: Committed means durable. A log that another has taken answers Fenced.
 3. SendToApp's bytes go to the connection that was up when it was asked for, in order, or nowhere.
 4. SendToPeer is at least once and may be reordered; after ResetPeer nothing asked for before it is sent any more.

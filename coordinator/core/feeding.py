@@ -44,7 +44,8 @@ class Feeding:
             if not self._recover():
                 return
             if self.right.follows and session.phase is Phase.FOLLOWING:
-                self._read()  # to its end, and what comes behind it
+                if not self.right.is_granted:
+                    self._read()  # to its end, and what comes behind it
                 return
         elif session.reading or self._takes_none:
             return
@@ -70,7 +71,7 @@ class Feeding:
         if session.phase is Phase.LOADING:
             self.lifecycle.load_if_due()
             return False
-        if session.reading or self._takes_none:
+        if session.reading or session.refused or self._takes_none:
             return False
         if session.phase is Phase.RESTORING:
             self._read_blob()

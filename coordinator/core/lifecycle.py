@@ -75,6 +75,7 @@ class Lifecycle:
     _load_ticket: int = 0  # the commit to wait for before the log is loaded for a new session; 0: none
     _load_due: bool = False  # the log is to be loaded for a new session
     _loading: bool = False  # that was asked for, and is not answered
+    _looked_again: int = 0  # the checkpoint of a log that is followed that was no good when it was last looked at
 
     # --- the app connects, and is gone -------------------------------------------------------------------------------
 
@@ -89,7 +90,7 @@ class Lifecycle:
         if self.right.writes:
             # The new epoch's commit is behind all that the last app has sent: once it is durable, so is that.
             self._load_ticket = self.epoch.begin()
-        self._load_due = self.right.writes or self.right.follows
+        self._load_due = self.right.may_read
 
     def app_lost(self) -> None:
         self.recovery.forget()
@@ -97,7 +98,8 @@ class Lifecycle:
         self.took_over = False
 
     def load_if_due(self) -> None:
-        if self._load_due and not self._loading and self.log.durable_ticket >= self._load_ticket:
+        is_due = self._load_due and not self._loading and self.right.may_read
+        if is_due and self.log.durable_ticket >= self._load_ticket:
             self._load_due = False
             self._loading = True
             self.turn.effects.append(LoadLog())
@@ -135,7 +137,11 @@ class Lifecycle:
     def checkpoint_checked(self, event: ev.CheckpointChecked) -> None:
         if self.session.phase is not Phase.LOADING:
             return
-        if event.problem is not None:
+        if event.problem is not None and self.right.follows and event.checkpoint_id != self._looked_again:
+            self._looked_again = event.checkpoint_id  # its writer may have removed it since
+            self.recovery.forget()
+            self._load_due = True
+        elif event.problem is not None:
             self.turn.report(
                 "error",
                 f"checkpoint {event.checkpoint_id} is damaged ({event.problem}); falling back to the one before",

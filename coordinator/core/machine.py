@@ -23,7 +23,7 @@ from coordinator.core.checkpointing import Checkpointing
 from coordinator.core.clients import Clients
 from coordinator.core.clock import RunningTime
 from coordinator.core.dead_letters import Operator
-from coordinator.core.effects import Commit, Effect, Stop, Trim
+from coordinator.core.effects import Commit, Effect, ReadCheckpointChunk, Stop, Trim
 from coordinator.core.epoch import Epoch
 from coordinator.core.errors import FencedError
 from coordinator.core.failing import Failing
@@ -265,11 +265,14 @@ class Machine:
 
     def _advance(self, now_ns: int) -> None:
         peers, clients = self._peers, self._clients
-        if self._taking_over.waits:
-            self._taking_over.go_on()
         if self._lifecycle.proof is BEHIND:
             self._lifecycle.look_whether_behind()
-        self._feeding.feed()
+        if self._taking_over.waits:
+            self._taking_over.go_on()
+            self._feeding.feed()
+            self._taking_over.go_on()  # that may have brought the app to where it follows
+        else:
+            self._feeding.feed()
         if self._impulses.held_bytes:
             self._inbox.let_impulses_in()
         if peers.turns.waiting_bytes:
@@ -362,6 +365,10 @@ class Machine:
         if event.retryable:
             self._access.failed(event)
             self._wakes.log_at(self._access.due_ns)
+        elif isinstance(event.request, ReadCheckpointChunk) and self.right.follows:
+            if self._session.phase is Phase.RESTORING:  # its writer may have removed it; the next look says
+                self._session.reading = False
+                self._lifecycle.begin_anew(f"the checkpoint can't be restored ({event.error})")
         else:
             self._stop(event.error)
 

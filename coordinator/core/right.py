@@ -27,7 +27,14 @@ class Right:
     follows: bool = False
     writes: bool = False
     fence: int = 0  # the term of the right, once it is granted
+    is_granted: bool = False  # to this one, and the log is not loaded yet
+    is_loaded: bool = False  # all parts of the machine know what the log says, as of some moment
     holder: str = ""  # who has it while this one follows, in words
+
+    @property
+    def may_read(self) -> bool:
+        """What an app is to be told is in the log, and there is nobody else's right to wait for."""
+        return self.writes or (self.follows and self.is_loaded)
 
     def become(self, role: Role) -> None:
         self.role = role

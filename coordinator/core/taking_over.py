@@ -35,7 +35,6 @@ class TakingOver:
     lifecycle: Lifecycle
     load: Callable[[LogSummary, StoredClients | None], None]  # into all parts of the machine
     follow: bool
-    is_loaded: bool = False  # all parts know what the log says, as of some moment
     _granted: ev.RightGranted | None = None  # and not made use of
     _epoch_ticket: int = 0  # of the commit of the epoch under which a session that has followed works; 0: none
 
@@ -59,6 +58,7 @@ class TakingOver:
 
     def granted(self, event: ev.RightGranted) -> None:
         self._granted = event
+        self.right.is_granted = True
 
     def go_on(self) -> None:
         """What has become possible."""
@@ -68,6 +68,7 @@ class TakingOver:
             if right.follows:
                 self.turn.report("info", f"taking over: {right.holder} writes the log no more")
             right.become(Role.LOADING)
+            right.is_granted = False
             right.fence = granted.term
             self.log.appends_max = granted.appends_max
             self.turn.effects.append(LoadLog(with_clients=True))
@@ -87,12 +88,12 @@ class TakingOver:
         if self.right.role is Role.STARTING:
             return True
         is_between = self.session.phase in (Phase.WAITING, Phase.LOADING, Phase.FOLLOWING)
-        return self.is_loaded and is_between and self.lifecycle.may_begin_anew and not self.session.reading
+        return self.right.is_loaded and is_between and self.lifecycle.may_begin_anew and not self.session.reading
 
     def log_loaded(self, event: ev.LogLoaded) -> None:
         if event.clients is not None:
             self._load_as_writer(event.summary, event.clients)
-        elif not self.is_loaded:
+        elif not self.right.is_loaded:
             self._load(event.summary, None)
             if self.session.phase is Phase.LOADING:
                 self.lifecycle.begin()
@@ -100,7 +101,7 @@ class TakingOver:
             self.lifecycle.log_loaded(event)
 
     def _load(self, summary: LogSummary, clients: StoredClients | None) -> None:
-        self.is_loaded = True
+        self.right.is_loaded = True
         self.load(summary, clients)
 
     def _load_as_writer(self, summary: LogSummary, clients: StoredClients) -> None:
