@@ -8,7 +8,6 @@ to write is ours.
 from __future__ import annotations
 
 import select
-import time
 from collections.abc import Callable
 
 from coordinator.clock import InstanceClock
@@ -216,5 +215,3 @@ def _measured(store: LogStore) -> ev.Event:
         return failed(error, None)
     except Exception as error:
         return ev.LogFailed(LogError(f"the log could not be measured: {error!r}"))
-
-

@@ -10,7 +10,6 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
 from typing import Protocol
 
 from coordinator.core import effects as ef
@@ -167,9 +166,7 @@ class LogFollower:
         try:
             match request:
                 case ef.CheckCheckpoint(header):
-                    return ev.CheckpointChecked(
-                        header.checkpoint_id, problem_of(reader, header, lambda: self._closing)
-                    )
+                    return ev.CheckpointChecked(header.checkpoint_id, problem_of(reader, header, lambda: self._closing))
                 case ef.ReadCheckpointChunk(checkpoint_id, index):
                     return ev.CheckpointChunkRead(reader.read_checkpoint_chunk(checkpoint_id, index))
         except LogError as error:

@@ -21,6 +21,7 @@ class LogPlaces:
         self._settings = settings
         self._log = log
         self._trust_pickle = trust_pickle
+        self._holder = "another process"  # as it could be named last
 
     def open_store(self) -> LmdbLogStore:
         """The log, which is ours to write for as long as it is open; a new one where there is none.
@@ -33,9 +34,7 @@ class LogPlaces:
             own_logs.take_for_own(settings, store, trust_pickle=self._trust_pickle)
             if store.macs is not None:
                 marker = store.macs.marker
-                log.info(
-                    "the log is authenticated", key=marker.key_id, from_record=marker.first_sequence_id or None
-                )
+                log.info("the log is authenticated", key=marker.key_id, from_record=marker.first_sequence_id or None)
             if (opened := tighten_log(settings.log)) is not None:
                 log.warning(opened)
             for line in store.rebuilt:
@@ -59,7 +58,8 @@ class LogPlaces:
         with contextlib.suppress(OSError):
             descriptor = os.open(folder / LOCK_FILE_NAME, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                return holder_of(descriptor)
+                found = holder_of(descriptor)
             finally:
                 os.close(descriptor)
-        return "another process"
+            self._holder = found if found.startswith("process") else self._holder
+        return self._holder

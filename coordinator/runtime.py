@@ -148,13 +148,15 @@ class Coordinator:
                 self._epoll.register(descriptor, select.EPOLLIN)
             self._driver.start()
             self._app.listen()
-            if not self._machine.right.writes:
+            if self._machine.right.writes:
+                self._become_the_instance()
+            else:
                 self._begin_to_follow()
             while not self._machine.stopped:
-                if not self._is_the_instance and self._machine.right.writes:
-                    self._become_the_instance()
                 self._take_in()
                 self._driver.turn()
+                if not self._is_the_instance and self._machine.right.writes:
+                    self._become_the_instance()
             self._say_farewell()
         finally:
             self._close()
@@ -201,6 +203,8 @@ class Coordinator:
         )
         if (warning := insecurity(settings, security)) is not None:
             self._log.warning(warning)
+        if self._was_ready:  # it followed
+            control.report_ready()
 
     def _make_writer(self, store: LogStore) -> LogWriter:
         return LogWriter(
@@ -278,7 +282,8 @@ class Coordinator:
         began = effect.message == "checkpoint taken" and effect.level == "info" and not self._was_ready
         if effect.message == "recovered" or began:
             self._was_ready = True
-            control.report_ready()
+            if self._is_the_instance:
+                control.report_ready()
 
     def stop(self, effect: ef.Stop) -> None:
         reach(FaultPoint.STOPPING)

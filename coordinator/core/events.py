@@ -156,7 +156,7 @@ class Committed(Struct):
 
 
 class Fenced(Struct):
-    """The Commit with this ticket was not taken, and none behind it will be: ``holder``, in words, writes the log now."""
+    """The Commit with this ticket was not taken, and none behind it will be: ``holder``, in words, writes the log."""
 
     ticket: int
     holder: str

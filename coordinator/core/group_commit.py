@@ -1,4 +1,4 @@
-"""Group commit: while as many transactions are on their way as the log takes at once, further input gathers in the next.
+"""Group commit: while as many transactions are on their way as the log takes, further input gathers in the next.
 
 A group becomes one log record (if it has input) and one transaction. Idle, a message commits at once; busy, groups grow
 up to a size. Nothing in here waits for a timer. Groups become durable in the order of their tickets.

@@ -108,6 +108,6 @@ def _is_there(write: Write, tail: TailRead) -> bool:
     last = write.transaction.records[-1][0] if write.transaction.records else write.expected_last_sequence_id
     require(
         not is_there or last <= tail.last_sequence_id,
-        f"the log has append {write.ticket}, which ends with record {last}, but ends with record {tail.last_sequence_id}",
+        f"the log has append {write.ticket}, up to record {last}, but ends with record {tail.last_sequence_id}",
     )
     return is_there

@@ -93,9 +93,7 @@ class Machine:
         self._policy = policy = ReplayPolicy(name, limits, session, turn.effects)
         self._intake = intake = Intake(name, permissions or {})
         self._peers = peers = Peers(name, limits, log, turn.effects, policy=policy, intake=intake)
-        self._clients = Clients(
-            name, limits, log, turn.effects, lambda: peers.ready, peers.delivery, self.running
-        )
+        self._clients = Clients(name, limits, log, turn.effects, lambda: peers.ready, peers.delivery, self.running)
         self._impulses = Impulses(limits, log, peers, epoch, turn)
         self._checkpoints = Checkpointing(limits)
         self._versions = Versions(upgrade_to)
@@ -134,9 +132,7 @@ class Machine:
             self._load,
             promote,
         )
-        self._taking_over = TakingOver(
-            name, turn, right, session, log, epoch, self._lifecycle, self._load, follow
-        )
+        self._taking_over = TakingOver(name, turn, right, session, log, epoch, self._lifecycle, self._load, follow)
         self._feeding = Feeding(
             turn,
             outbox,

@@ -13,9 +13,7 @@ from coordinator.core import effects as ef
 from coordinator.core.events import Event
 
 Write = ef.Commit | ef.WriteCheckpointChunk
-StoreRead = (
-    ef.LoadLog | ef.CheckCheckpoint | ef.ReadCheckpointChunk | ef.ReadRecords | ef.ReadSpilled | ef.ReadLetters
-)
+StoreRead = ef.LoadLog | ef.CheckCheckpoint | ef.ReadCheckpointChunk | ef.ReadRecords | ef.ReadSpilled | ef.ReadLetters
 """What an open log answers by itself."""
 Read = StoreRead | ef.ReadTail
 

@@ -46,9 +46,7 @@ class Chunks(Protocol):
     def read_checkpoint_chunk(self, checkpoint_id: int, index: int) -> bytes: ...
 
 
-def problem_of(
-    store: Chunks, header: CheckpointHeader, is_given_up: Callable[[], bool] = lambda: False
-) -> str | None:
+def problem_of(store: Chunks, header: CheckpointHeader, is_given_up: Callable[[], bool] = lambda: False) -> str | None:
     """What is wrong with the blob of ``header``'s checkpoint; None if every byte is what was written.
 
     ``is_given_up``: looked at before each chunk; nobody wants to know any more.

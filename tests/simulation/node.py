@@ -115,9 +115,7 @@ class Node:
         self._upgrade_tried = self.upgrade_to is not None
         limits = self.world.plan.limits
         running = self.time.running
-        machine = Machine(
-            self.name, limits, self.upgrade_to, promote=promote, follow=self.follows, running=running
-        )
+        machine = Machine(self.name, limits, self.upgrade_to, promote=promote, follow=self.follows, running=running)
         self._app_side = AppSide(self, self._rng)
         self.peer_side = PeerSide(self, self._rng)
         inbox: list[ev.Event] = []
@@ -170,7 +168,9 @@ class Node:
                 side.end()
         lost = self.disk.crash()
         if self.disk.shared.release(self):
-            self._clock.after(self._rng.random() * self._rng.choice((50 * US, 2 * MS)), self.world.offer_right, self.name)
+            self._clock.after(
+                self._rng.random() * self._rng.choice((50 * US, 2 * MS)), self.world.offer_right, self.name
+            )
         self.world.marks["writes lost in a crash"] += lost > 0
         self.note(f"is down, {lost} writes are lost")
         self.life += 1
@@ -219,11 +219,14 @@ class Node:
         if world.trace is not None:
             self.note(f"<- {describe_events(self._driver.inbox)}")
         world.turns += 1
+        is_fenced = any(isinstance(event, ev.Fenced) for event in self._driver.inbox)
         try:
             self._driver.turn()
         except _StruckError:
             return
         self._turn_due = False
+        if is_fenced and self._stopped is None:
+            raise Violation(f"{self.name} goes on, though another writes its log")
         self._look_who_writes()
         peers = self._driver.machine._peers
         world.marks["batch waited for its turn"] += peers.turns.waiting_bytes > 0

@@ -38,7 +38,9 @@ class WipedWorld(World):
         self.had = {name: known.position for name, known in b.disk.store.summary().sources.items()}
         checker = Checker("b")
         checker.is_reset = True
-        disk = Disk(SharedLog(MemoryLogStore(NEW_COMMITTER_ID)), self.plan.stream("new disk"), 2, checker.became_durable)
+        disk = Disk(
+            SharedLog(MemoryLogStore(NEW_COMMITTER_ID)), self.plan.stream("new disk"), 2, checker.became_durable
+        )
         b.wipe(disk, checker)
         self.outside.wiped = "b"
         for node in self.nodes:

@@ -385,7 +385,9 @@ class World:
             for caller, number in calls_that_wait(other.checker.ledger)
             if caller == name or (caller == "" and other.name == name)
         )
-        waiting = sum(other.app.count_that_answer(name) for other in self.network.nodes.values() if other.app is not None)
+        waiting = sum(
+            other.app.count_that_answer(name) for other in self.network.nodes.values() if other.app is not None
+        )
         if asked.total() - answers.total() != waiting:
             raise Violation(
                 f"{name} waits for {asked.total() - answers.total()} answers {sorted(asked - answers)}, "

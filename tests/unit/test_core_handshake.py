@@ -14,7 +14,6 @@ from protocol.messages import MessageType, encode_message
 from protocol.peer import FrameType
 from protocol.record import verify_record
 from tests.helpers.core import (
-    COMMITTER_ID,
     HELLO,
     INITIAL,
     NOW_NS,

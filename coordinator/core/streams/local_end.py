@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from coordinator.core.effects import Effect
 from coordinator.core.group_commit import GroupCommit
