@@ -200,7 +200,7 @@ class Machine:
             ev.MessageSkipped: self._operator.skip,
             ev.Committed: self._committed,
             ev.ChunkWritten: self._chunk_written,
-            ev.LogLoaded: self._was_read(self._taking_over.log_loaded),
+            ev.LogLoaded: self._was_read(self._log_loaded),
             ev.CheckpointChecked: self._was_read(self._lifecycle.checkpoint_checked),
             ev.CheckpointChunkRead: self._was_read(self._feeding.checkpoint_chunk_read),
             ev.RecordsRead: self._was_read(self._feeding.records_read),
@@ -289,6 +289,15 @@ class Machine:
             self._stop(None)
 
     # --- the log -----------------------------------------------------------------------------------------------------
+
+    def _log_loaded(self, event: ev.LogLoaded) -> None:
+        was_loaded = self._session.is_loaded
+        self._taking_over.log_loaded(event)
+        if not was_loaded:  # what an app has said by now is judged now
+            try:
+                self._inbox.received(ev.AppData(b""))
+            except RemoteProtocolError as error:
+                self._inbox.refuse(error)
 
     def _load(self, summary: LogSummary, clients: StoredClients | None = None) -> None:
         """All parts take in what the log says. ``clients``: this coordinator is its writer from now on."""

@@ -172,6 +172,11 @@ class AppSession:
         self._rules: dict[str, CallRules] = {}  # by destination
         self._sources: list[tuple[int, str]] | None = None  # as the app was told last
 
+    @property
+    def is_loaded(self) -> bool:
+        """It is known whose log this is, and of which kind of app."""
+        return self._committer_id != 0
+
     def advance(self, step: Step) -> None:
         following = TRANSITIONS.get((self.phase, step))
         require(following is not None, f"{step.value!r} in phase {self.phase.value!r}")
