@@ -126,14 +126,11 @@ class Failing:
 
     @property
     def is_at_one(self) -> bool:
-        """The app that follows has come to each verdict that the log has on what it was given."""
-        return not self._awaited
+        """The app that follows has come to each verdict that the log has on what it was given, and to no other.
 
-    def take_over(self) -> None:
-        """What the app has said of messages while it followed, and the log has not, is to become durable."""
-        unlogged, self._unlogged = self._unlogged, {}
-        for verdict in unlogged.values():
-            self.give(verdict, from_app=True)
+        Else its state may not be the writer's: a message may fail for one and not for the other.
+        """
+        return not self._awaited and not self._unlogged
 
     def forget_unlogged(self) -> None:
         """The app that has said it is gone."""

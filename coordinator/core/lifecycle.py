@@ -219,9 +219,12 @@ class Lifecycle:
 
     def take_over(self) -> None:
         """The session has followed the log, which is ours to write by now; our epoch is durable."""
+        if not self.failing.is_at_one:
+            self.failing.forget_unlogged()
+            self.begin_anew("messages have failed for the app that follows, or for the one before it, and not for both")
+            return
         self.took_over = True
         self.session.advance(Step.RIGHT_TAKEN)
-        self.failing.take_over()
         self.peers.take_over(self.epoch.number, self.epoch.began_ns)
 
     # --- the end of the replay ---------------------------------------------------------------------------------------

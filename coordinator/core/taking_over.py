@@ -109,9 +109,6 @@ class TakingOver:
         is_followed = session.phase is Phase.FOLLOWING and not session.refused
         if is_followed and not lifecycle.log_grew(summary):
             is_followed = False  # it begins anew, by itself
-        elif is_followed and not lifecycle.failing.is_at_one:
-            lifecycle.begin_anew("the app that follows may be behind a message that has failed")
-            is_followed = False
         self._load(summary, clients)
         self.right.become(Role.WRITING)
         self.log.held = False

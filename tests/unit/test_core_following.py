@@ -11,9 +11,13 @@ from coordinator.core.interfaces import Transaction, VersionStart
 from coordinator.core.machine import Machine
 from coordinator.core.right import Role
 from coordinator.core.session import Phase
+from protocol.extensions import Hello, encode_hello
 from protocol.messages import RpcType
 from protocol.peer import FrameType
-from tests.helpers.core import HELLO, Driven, arguments, attach, call, rpc
+from protocol.verdicts import Cause, Verdict, VerdictKind, encode_verdict
+from tests.helpers.core import EXTENSIONS, HELLO, Driven, arguments, attach, call, checkpoint, rpc
+
+ALL_HELLO = encode_hello(Hello(EXTENSIONS, "test"))
 
 
 def both() -> tuple[Driven, Driven]:
@@ -171,3 +175,64 @@ def test_a_stop_before_the_log_is_loaded_says_nothing_to_the_app() -> None:
     machine.take([ev.Started(), ev.AppConnected(), ev.AppData(HELLO)], 1)
     effects = list(machine.take([ev.StopRequested()], 1))
     assert [type(one) for one in effects] == [ef.Stop]
+
+
+def failed(sequence_id: int) -> bytes:
+    """What an app says of a message that has failed."""
+    return encode_verdict(Verdict(sequence_id, 0, VerdictKind.UNDONE, "ValueError", "no", method="m"))
+
+
+def following_failures() -> tuple[Driven, Driven]:
+    """As both(), of apps that take verdicts; both have record 1."""
+    store = Driven.started().store
+    writer = Driven(store)
+    writer.connect(ALL_HELLO)
+    writer.data(checkpoint(b"state"))
+    writer.settle()
+    follower = Driven(store, follow=True)
+    follower.connect(ALL_HELLO)
+    record(writer, 1)
+    follower.look()
+    return writer, follower
+
+
+def test_a_message_that_fails_for_both_stands_in_no_way() -> None:
+    writer, follower = following_failures()
+    follower.data(failed(1))
+    assert follower.of(ef.Commit) == []
+    writer.data(failed(1))
+    follower.take_over()
+    assert follower.phase is Phase.NORMAL
+    assert [commit.transaction.verdicts for commit in follower.of(ef.Commit)] == [[]]
+
+
+def test_a_message_that_fails_for_one_alone_keeps_that_state_from_being_promoted() -> None:
+    for of_writer in (True, False):
+        writer, follower = following_failures()
+        (writer if of_writer else follower).data(failed(1))
+        follower.take_over()
+        assert follower.of(ef.CloseApp), of_writer
+        assert follower.phase is not Phase.NORMAL
+        follower.close()
+        follower.connect(ALL_HELLO)
+        assert follower.phase is Phase.BECOMING_PRIMARY, "it recovers as any"
+
+
+def test_a_message_that_the_writers_app_died_of_makes_it_begin_anew() -> None:
+    writer, follower = following_failures()
+    killed = Verdict(1, 0, VerdictKind.KILLED, "ProcessEnded", "it ended the app's process 3 times")
+    writer.store.commit(Transaction(verdicts=[killed]))
+    record(writer, 2)
+    follower.look()
+    assert follower.of(ef.CloseApp)
+    assert any("passed over by now" in text for _, text in follower.reports)
+
+
+def test_a_verdict_on_a_record_to_come_is_told_before_it() -> None:
+    writer, follower = following_failures()
+    refused = Verdict(2, 0, VerdictKind.REFUSED, "", "no", Cause.FORBIDDEN)
+    writer.store.commit(Transaction(verdicts=[refused]))
+    record(writer, 2)
+    follower.look()
+    told = [entry[1] for entry in follower.heard if isinstance(entry, tuple)]
+    assert told.index("VERDICTS") < len(told) - 1
