@@ -145,7 +145,8 @@ class _Commits:
         """Commit one record; how long that took, in seconds. Raises BenchError."""
         value = _value(self.sequence_id, COMMIT_SIZE_BYTES)
         begun = time.perf_counter()
-        self._writer.submit(Commit(self.sequence_id, Transaction(records=[(self.sequence_id, value)]), len(value)))
+        transaction = Transaction(records=[(self.sequence_id, value)])
+        self._writer.submit(Commit(self.sequence_id, transaction, len(value), self.sequence_id - 1, 1))
         (event,) = self._writer.run_inline()
         seconds = time.perf_counter() - begun
         if not isinstance(event, Committed):

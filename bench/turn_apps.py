@@ -81,9 +81,10 @@ class _Core:
     def __init__(self, peers: int) -> None:
         inbox: list[ev.Event] = []
         log = PlainLog(MemoryLogStore(1), inbox)
-        machine = Machine("a", log.store.summary())
+        machine = Machine("a")
         self._log, self._peers = log, _Peers()
         self._driver = Driver(machine, inbox, PlainApp(), self._peers, log, SetClock(NOW_NS), PlainHost())
+        self._driver.start()
         self._turn(ev.AppConnected())
         hello = encode_hello(Hello(ALL_EXTENSIONS - {MessageType.SOURCES}, "turns"))
         first = encode_message(MessageType.INITIAL_MESSAGE, encode_incoming_rpc(1, 1, b""))

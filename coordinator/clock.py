@@ -48,15 +48,17 @@ class _Saved(msgspec.Struct):
 
 
 class InstanceClock:
-    """``hold_ns``: how long a jump has to stand until it is taken. Reports go to ``log``."""
+    """``hold_ns``: how long a jump has to stand until it is taken. Reports go to ``log``. ``is_ours``: no other process
+    runs the instance, and what is kept is kept here."""
 
     def __init__(
         self,
         folder: Path,
-        summary: LogSummary,
+        summary: LogSummary | None,
         hold_ns: int,
         log: Notices,
         *,
+        is_ours: bool = True,
         wall_ns: Callable[[], int] = time.time_ns,
         steady_ns: Callable[[], int] = steady_ns,
     ) -> None:
@@ -69,14 +71,26 @@ class InstanceClock:
         self._boot = _boot_id()
         self._looked_ns = self._saved_ns = steady_ns()
         self._unsaved_told = False
+        self._hold_ns = hold_ns
+        self._is_ours = is_ours
         self._keeper = self._continued(summary, hold_ns)
         self.now_ns()
         self._save()
 
-    def _continued(self, summary: LogSummary, hold_ns: int) -> Timekeeper:
+    def take_over(self, summary: LogSummary) -> None:
+        """The instance is run by this process from now on: its time goes on as the one before had it."""
+        before, self._keeper = self._keeper, self._continued(summary, self._hold_ns)
+        now, running = self._keeper, before.running
+        now.clock.offset_ns = max(now.clock.offset_ns, before.clock.offset_ns)
+        running.past, running.first_ns, running.last_ns = now.running.past, now.running.first_ns, now.running.last_ns
+        now.running = running  # others have it
+        self._is_ours = True
+        self._save()
+
+    def _continued(self, summary: LogSummary | None, hold_ns: int) -> Timekeeper:
         """As the process before had it; time goes on behind the last record at least."""
-        checkpoints_ns = [header.time_ns for header in summary.checkpoints]
-        logged_ns = max(summary.last_time_ns, *checkpoints_ns, 0)
+        checkpoints_ns = [] if summary is None else [header.time_ns for header in summary.checkpoints]
+        logged_ns = max(0 if summary is None else summary.last_time_ns, *checkpoints_ns, 0)
         saved = self._load()
         wall_ns = self._wall_ns()
         clock = SteadyClock(wall_ns - self._looked_ns, hold_ns)
@@ -177,6 +191,8 @@ class InstanceClock:
 
     def _save(self) -> None:
         self._saved_ns = self._looked_ns
+        if not self._is_ours:
+            return
         clock = self._keeper.clock
         saved = _Saved(
             self._boot,

@@ -1,30 +1,33 @@
-"""The log as the driver has it: writes go to the writer, reads are answered at once, its room is measured.
+"""The log as the driver has it: writes go to the writer, small reads are answered at once, large ones beside the loop.
 
-Only a large checkpoint that is read whole is read beside the loop: with gigabytes of state that takes seconds, in which
-peers and operators want their answers.
+A record or two is read faster than a thread is woken; a chunk of a checkpoint is not. Its room is measured now and
+then, beside the loop as well. Where another process writes the log it is followed (`log_follower.py`), until the right
+to write is ours.
 """
 
 from __future__ import annotations
 
-import os
-import threading
-from collections import deque
+import select
+from collections.abc import Callable
 
 from coordinator.clock import InstanceClock
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
-from coordinator.core.errors import LogError
+from coordinator.core.errors import LogError, fail
 from coordinator.core.interfaces import LogStore
-from coordinator.driver.ports import Read, Write
-from coordinator.driver.reads import answer, problem_of
+from coordinator.driver.ports import Read, StoreRead, Write
+from coordinator.driver.reads import answer, failed, problem_of
 from coordinator.fault_points import FaultPoint, reach
+from coordinator.log_follower import LogFollower
+from coordinator.log_reads import LogReads
 from coordinator.log_writer import LogWriter
 from coordinator.notices import Notices
 
-CHECKED_AT_ONCE_SIZE_BYTES_MAX = 4 << 20
-"""A checkpoint of this size takes some ms to read whole; beside the loop an app would wait longer for it."""
-MEASURE_INTERVAL_NS = 500_000_000  # of the log's room: it takes some 20 µs
+CHECKED_AT_ONCE_SIZE_BYTES_MAX = 256 << 10
+"""A checkpoint of this size takes some 0.3 ms to read whole and to check; a thread takes as long to be woken."""
+MEASURE_INTERVAL_NS = 500_000_000  # of the log's room
 MEASURE_SIZE_BYTES = 4 << 20  # ... and after so much was written
+ONLY_TERM = 1  # of a log whose writer holds a lock for as long as it lives
 
 _READS = {
     ef.LoadLog: FaultPoint.LOG_LOADED,
@@ -35,79 +38,156 @@ _READS = {
 
 
 class LogEndpoint:
-    """``keep_ns``: how long history is kept, counted in the time in which the instance ran; None: no matter how old."""
+    """``make_writer``: of a log that is ours to write. ``follower``: follows one that another writes; None: ``store``
+    is open for writing. ``was_granted``: called with the store, before the machine hears of the right.
+
+    ``keep_ns``: how long history is kept, counted in the time in which the instance ran; None: no matter how old.
+    """
 
     def __init__(
         self,
-        store: LogStore,
-        writer: LogWriter,
+        store: LogStore | None,
+        make_writer: Callable[[LogStore], LogWriter],
         clock: InstanceClock,
         log: Notices,
         keep_ns: int | None,
         inbox: list[ev.Event],
+        follower: LogFollower | None = None,
+        was_granted: Callable[[LogStore], None] = lambda store: None,
     ) -> None:
-        self._store, self._writer, self._clock, self._log, self._inbox = store, writer, clock, log, inbox
+        self._store, self._make_writer, self._clock, self._log, self._inbox = store, make_writer, clock, log, inbox
         self._keep_ns = keep_ns
-        self._checks: list[threading.Thread] = []
-        self._answers: deque[ev.Event] = deque()  # appended to by the threads
-        self._closing = False
+        self._follower, self._was_granted = follower, was_granted
+        self._writer: LogWriter | None = None
+        self._reads = LogReads()
+        self._ready = select.epoll()
+        self._ready.register(self._reads.fileno(), select.EPOLLIN)
+        if follower is not None:
+            self._ready.register(follower.fileno(), select.EPOLLIN)
+        self._large_checkpoints: set[int] = set()  # their chunks are read beside the loop
+        self._measuring = False
         self._unmeasured_bytes = 0  # handed to the disk since it was measured
         self.measure_at_ns = 0  # on the monotonic clock
 
+    # --- the right to write ------------------------------------------------------------------------------------------
+
+    def acquire(self, effect: ef.AcquireRight) -> None:
+        if self._store is not None:
+            self._inbox.append(self._grant(self._store))
+        elif self._follower is not None:
+            self._follower.acquire()
+
+    def _grant(self, store: LogStore) -> ev.RightGranted:
+        self._store = store
+        self._was_granted(store)
+        self._writer = self._make_writer(store)
+        self._ready.register(self._writer.fileno(), select.EPOLLIN)
+        return ev.RightGranted(ONLY_TERM)
+
+    @property
+    def store(self) -> LogStore | None:
+        """None while another process writes the log."""
+        return self._store
+
+    @property
+    def commit_s(self) -> float:
+        """What a commit takes, as :attr:`LogWriter.commit_s`; 0 while another process writes the log."""
+        return 0.0 if self._writer is None else self._writer.commit_s
+
+    # --- the driver's port -------------------------------------------------------------------------------------------
+
     def submit(self, request: Write | Read) -> None:
-        if isinstance(request, ef.Commit):
+        store, writer = self._store, self._writer
+        if store is None or writer is None:
+            if self._follower is None or isinstance(request, Write | ef.ReadTail):
+                fail(f"{type(request).__name__} of a log that is not open for writing")
+            self._follower.submit(request)
+        elif isinstance(request, ef.Commit):
             self._unmeasured_bytes += request.size_bytes
-            self._writer.submit(request)
+            writer.submit(request)
         elif isinstance(request, ef.WriteCheckpointChunk):
-            self._writer.submit(request)
-        elif isinstance(request, ef.CheckCheckpoint) and request.header.size_bytes > CHECKED_AT_ONCE_SIZE_BYTES_MAX:
-            thread = threading.Thread(target=self._check, args=(request,), name="checkpoint-check", daemon=True)
-            self._checks.append(thread)
-            thread.start()
+            writer.submit(request)
+        elif isinstance(request, ef.ReadTail):
+            self._inbox.append(ev.TailRead(writer.ticket, store.summary().last_sequence_id))
         else:
-            if (point := _READS.get(type(request))) is not None:
-                reach(point)
-            self._inbox.append(answer(self._store, request))
+            self._read(store, request)
+
+    def _read(self, store: LogStore, request: StoreRead) -> None:
+        if (point := _READS.get(type(request))) is not None:
+            reach(point)
+        large = self._large_checkpoints
+        if isinstance(request, ef.CheckCheckpoint) and request.header.size_bytes > CHECKED_AT_ONCE_SIZE_BYTES_MAX:
+            large.add(request.header.checkpoint_id)
+            self._reads.submit(lambda: self._check(store, request))
+        elif isinstance(request, ef.ReadCheckpointChunk) and request.checkpoint_id in large:
+            self._reads.submit(lambda: _answered(store, request))
+        else:
+            self._inbox.append(answer(store, request))
             if isinstance(request, ef.LoadLog):
-                for problem in self._store.problems:
+                for problem in store.problems:
                     self._log.error(problem)
 
+    def _hand_over(self, store: LogStore, request: StoreRead) -> None:
+        """What was asked of a log that another wrote."""
+        if isinstance(request, ef.ReadRecords):  # there is no more of that
+            self._inbox.append(ev.RecordsRead([], None, request.session))
+        else:
+            self._read(store, request)
+
+    def _check(self, store: LogStore, request: ef.CheckCheckpoint) -> ev.Event:
+        reads = self._reads
+
+        def is_given_up() -> bool:
+            reads.do_waiting()
+            return reads.closing
+
+        try:
+            problem = problem_of(store, request.header, is_given_up)
+        except Exception as error:  # it must be answered: the machine would wait for ever
+            problem = repr(error)
+        return ev.CheckpointChecked(request.header.checkpoint_id, problem)
+
     def trim(self, effect: ef.Trim) -> None:
-        self._writer.trim(None if self._keep_ns is None else self._clock.running.before(self._keep_ns))
+        if self._writer is not None:
+            self._writer.trim(None if self._keep_ns is None else self._clock.running.before(self._keep_ns))
 
     @property
     def has_inline(self) -> bool:
-        return self._writer.has_inline
+        return self._writer is not None and self._writer.has_inline
 
     def run_inline(self) -> None:
-        self._inbox += self._writer.run_inline()
+        if self._writer is not None:
+            self._inbox += self._writer.run_inline()
+
+    # --- for the loop ------------------------------------------------------------------------------------------------
 
     def fileno(self) -> int:
         """Readable when there is something to :meth:`collect`."""
-        return self._writer.fileno()
+        return self._ready.fileno()
 
     def collect(self) -> None:
-        self._inbox += self._writer.take_done()
-        while self._answers:
-            self._inbox.append(self._answers.popleft())
-        self._checks = [thread for thread in self._checks if thread.is_alive()]
-
-    def _check(self, request: ef.CheckCheckpoint) -> None:
-        header = request.header
-        try:
-            problem = problem_of(self._store, header, lambda: self._closing)
-        except Exception as error:  # it must be answered: the machine would wait for ever
-            problem = repr(error)
-        self._answers.append(ev.CheckpointChecked(header.checkpoint_id, problem))
-        if not self._closing:
-            os.eventfd_write(self.fileno(), 1)
+        inbox = self._inbox
+        if self._writer is not None:
+            inbox += self._writer.take_done()
+        for event in self._reads.take_done():
+            self._measuring = self._measuring and not isinstance(event, ev.LogMeasured | ev.LogFailed)
+            inbox.append(event)
+        if self._follower is not None and self._writer is None:
+            inbox += self._follower.take_done()
+            if (store := self._follower.take_store()) is not None:
+                self._ready.unregister(self._follower.fileno())
+                inbox.append(self._grant(store))
+                for request in self._follower.take_unanswered():
+                    self._hand_over(store, request)
 
     def close(self) -> None:
         """Finish what was to be written; what is read is not wanted any more."""
-        self._closing = True
-        for thread in self._checks:
-            thread.join()
-        self._writer.close()
+        if self._follower is not None:
+            self._follower.close()
+        self._reads.close()
+        if self._writer is not None:
+            self._writer.close()
+        self._ready.close()
 
     def measure(self, now_ns: int) -> None:
         """Now and then while the log changes, and while it has too little room: a trim makes some."""
@@ -115,7 +195,23 @@ class LogEndpoint:
             return
         self._unmeasured_bytes = 0
         self.measure_at_ns = now_ns + MEASURE_INTERVAL_NS
-        try:
-            self._inbox.append(ev.LogMeasured(self._store.space()))
-        except LogError as error:
-            self._inbox.append(ev.LogFailed(error))
+        store = self._store
+        if store is not None and not self._measuring:
+            self._measuring = True
+            self._reads.submit(lambda: _measured(store))
+
+
+def _answered(store: LogStore, request: StoreRead) -> ev.Event:
+    try:
+        return answer(store, request)
+    except Exception as error:  # as above
+        return failed(LogError(f"the log could not be read: {error!r}"), request)
+
+
+def _measured(store: LogStore) -> ev.Event:
+    try:
+        return ev.LogMeasured(store.space())
+    except LogError as error:
+        return failed(error, None)
+    except Exception as error:
+        return ev.LogFailed(LogError(f"the log could not be measured: {error!r}"))

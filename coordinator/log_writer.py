@@ -12,9 +12,11 @@ import threading
 import time
 from collections import deque
 
+from msgspec.structs import replace
+
 from coordinator.core.effects import Commit, WriteCheckpointChunk
-from coordinator.core.errors import LogError
-from coordinator.core.events import ChunkWritten, Committed, Event, LogFailed
+from coordinator.core.errors import FencedError, LogError, LogUnavailableError
+from coordinator.core.events import ChunkWritten, Committed, Event, Fenced, LogFailed
 from coordinator.core.interfaces import LogStore, Transaction
 from coordinator.fault_points import FaultPoint, armed, reach
 from coordinator.notices import Sink
@@ -59,6 +61,7 @@ class LogWriter:
         self._trim_lock = threading.Lock()  # between asking for one and taking the last for done
         self._closing = False
         self._kept: WriteCheckpointChunk | None = None  # taken while looking for a commit to join
+        self.ticket = 0  # of the last append that is durable
         self.commit_s = 0.0  # what a commit takes, with its sync: a running mean over the last few
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
@@ -131,6 +134,7 @@ class LogWriter:
                         _reach_commit(job.transaction, _BEFORE)
                     started_s = time.perf_counter()
                     self._store.commit(job.transaction)
+                    self.ticket = job.ticket
                     took_s = time.perf_counter() - started_s
                     self.commit_s += (took_s - self.commit_s) * COMMIT_MEAN_WEIGHT
                     if self._times is not None:
@@ -141,8 +145,10 @@ class LogWriter:
                 self._store.write_checkpoint_chunk(job.checkpoint_id, job.index, job.data)
                 reach(FaultPoint.AFTER_CHUNK)
                 return ChunkWritten(len(job.data))
+        except FencedError as error:
+            return Fenced(job.ticket if isinstance(job, Commit) else 0, error.holder)
         except Exception as error:  # it must not end the thread: the machine would wait for its answer for ever
-            return _failed(error)
+            return _failed(error, job)
 
     def _run(self) -> None:
         while True:
@@ -166,14 +172,16 @@ class LogWriter:
             size_bytes += following.size_bytes
         joined = job
         if len(commits) > 1:
-            joined = Commit(commits[-1].ticket, Transaction(), size_bytes)
+            joined = Commit(commits[-1].ticket, Transaction(), size_bytes, job.expected_last_sequence_id, job.fence)
             try:
                 for commit in commits:
                     joined.transaction.absorb(commit.transaction)
             except Exception as error:  # as in _write
-                return [_failed(error)]
+                return [_failed(error, job)]
         event = self._write(joined)
-        return [Committed(commit.ticket) for commit in commits] if isinstance(event, Committed) else [event]
+        if isinstance(event, Committed):
+            return [Committed(commit.ticket) for commit in commits]
+        return [replace(event, request=job) if isinstance(event, LogFailed) else event]
 
     def _take_if_commit(self) -> Commit | None:
         """The next job if there is one and it is a commit; another kind is kept for the next turn."""
@@ -214,8 +222,10 @@ class LogWriter:
                 self._trim.clear()
 
 
-def _failed(error: Exception) -> LogFailed:
-    return LogFailed(error if isinstance(error, LogError) else LogError(f"a write to the log failed: {error!r}"))
+def _failed(error: Exception, job: _Job) -> LogFailed:
+    if not isinstance(error, LogError):
+        error = LogError(f"a write to the log failed: {error!r}")
+    return LogFailed(error, isinstance(error, LogUnavailableError), job)
 
 
 # Fault points of a commit: of any, of an epoch's, of a checkpoint's, of a version's, of a reset stream's, of a spill's.

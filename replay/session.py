@@ -119,7 +119,8 @@ class ReplaySession:
         self._upgrade_to = route.upgrade_to
         self._reader = MessageReader(rpc_size_bytes_max=(rpc_limit_mib << 20) + RPC_FRONT_SIZE_BYTES_MAX)
         # What apps may say is checked as a coordinator does, during its replay.
-        self._app = coordinator_session.AppSession(summary.committer_id)
+        self._app = coordinator_session.AppSession()
+        self._app.load(summary.committer_id, None)
         self._app.phase = coordinator_session.Phase.REPLAYING
         self._output: list[bytes | memoryview] = []
         self._origins: list[Origin] | None = None

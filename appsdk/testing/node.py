@@ -77,7 +77,7 @@ class Node:
     def start(self) -> None:
         """Coordinator and app begin, from what the log has."""
         self.failure = None
-        machine = Machine(self.name, self.store.summary(), None, self.upgrade_to)
+        machine = Machine(self.name, None, self.upgrade_to)
         inbox: list[ev.Event] = []
         self._log = PlainLog(self.store, inbox)
         self._driver = Driver(
@@ -90,6 +90,7 @@ class Node:
             _Host(self),
             lambda effect: self.world.crashes.point(self),
         )
+        inbox.append(ev.Started())
         self.connect()
 
     def connect(self) -> None:

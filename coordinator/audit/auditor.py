@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from coordinator.audit.audit_log import AuditLog
 from coordinator.messenger import Counters, Role, Security
 
-_READ_ONLY = frozenset({"status", "peers", "clock"})  # verbs that change nothing
+READ_ONLY = frozenset({"status", "peers", "clock"})  # verbs that change nothing
 
 
 class Auditor:
@@ -72,7 +72,7 @@ class Auditor:
 
     def operator(self, who: str, verb: str, argument: str) -> None:
         """An operator has asked for this."""
-        if verb not in _READ_ONLY:
+        if verb not in READ_ONLY:
             self._log.write_through("operator", who=who, verb=verb, argument=argument)
 
     def close(self, **fields: object) -> None:

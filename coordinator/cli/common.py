@@ -104,6 +104,14 @@ def promote_option(function: Function) -> Function:
     )(function)
 
 
+def follow_option(function: Function) -> Function:
+    return click.option(
+        "--follow",
+        is_flag=True,
+        help="While another process runs the instance, follow its log, ready to take over when that is gone.",
+    )(function)
+
+
 def trust_pickle_option(function: Function) -> Function:
     return click.option(
         "--trust-pickle",

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import click
 
-from coordinator.cli.common import log_options, name_argument, pass_registry, promote_option, trust_pickle_option
+from coordinator.cli.common import (
+    follow_option,
+    log_options,
+    name_argument,
+    pass_registry,
+    promote_option,
+    trust_pickle_option,
+)
 from coordinator.cli.setting_options import said, start_option
 from coordinator.config import override
 from coordinator.core.notices import Level
@@ -20,6 +28,8 @@ from coordinator.instances.registry import Registry
 @start_option("app_auth")
 @start_option("insecure")
 @promote_option
+@follow_option
+@click.option("--place", hidden=True, type=click.Path(path_type=Path), help="Of a follower; from 'immortal run'.")
 @start_option("replay_check")
 @start_option("metrics")
 @trust_pickle_option
@@ -30,6 +40,8 @@ def coordinator(
     /,
     name: str,
     promote: bool,
+    follow: bool,
+    place: Path | None,
     trust_pickle: bool,
     log_format: str,
     log_level: Level,
@@ -37,11 +49,19 @@ def coordinator(
 ) -> None:
     """Run a coordinator alone, for an app that is started by other means.
 
-    The app finds it by IMMORTAL_APP_ADDRESS, and its secret by IMMORTAL_APP_SECRET_FILE: HOME/NAME/app_secret.
+    The app finds it by IMMORTAL_APP_ADDRESS, and its secret by IMMORTAL_APP_SECRET_FILE: HOME/NAME/app_secret. With
+    --follow both are in HOME/NAME/followers/1, or the next number: the first line says where.
+
+    It ends with status 0 after a clean stop, 3 where its log can't be replayed as it is, 4 where another process writes
+    the log by now, and 1 after any other error.
     """
+    from coordinator.follower_places import settings_at, take_place
     from coordinator.notices import configure
     from coordinator.service.runtime import run_coordinator
 
     settings = override(registry.load(name), **said(options))
     log = configure(name, level=log_level, log_format=log_format)
-    sys.exit(run_coordinator(settings, registry, log, promote=promote, trust_pickle=trust_pickle))
+    at = None
+    if follow:
+        at = settings_at(settings, place or take_place(settings).folder)
+    sys.exit(run_coordinator(settings, registry, log, promote=promote, trust_pickle=trust_pickle, place=at))

@@ -10,6 +10,7 @@ import click
 
 from coordinator.cli.common import (
     app_name,
+    follow_option,
     log_options,
     name_argument,
     pass_registry,
@@ -33,6 +34,7 @@ from protocol.errors import ImmortalError
 @click.option("--strict", is_flag=True, help="Refuse an app whose handlers do what no replay can repeat.")
 @start_option("insecure")
 @promote_option
+@follow_option
 @start_option("replay_check")
 @start_option("metrics")
 @trust_pickle_option
@@ -46,6 +48,7 @@ def run(
     restart: bool,
     strict: bool,
     promote: bool,
+    follow: bool,
     trust_pickle: bool,
     log_format: str,
     log_level: Level,
@@ -55,26 +58,36 @@ def run(
 
     Without MODULE:CLASS it is the one of the last run. 'immortal stop NAME', SIGTERM or Ctrl-C stop both cleanly, with
     a checkpoint; 'immortal restart NAME' starts both again.
+
+    With --follow, beside an instance that runs: both processes keep up with its log, and take its place when its
+    coordinator is gone. Where none runs, they are the instance at once.
+
+    It ends with status 0 after a clean stop, with 4 where another process writes the log by now, with 70 where a
+    handler stops the app, and with 1 after any other error.
     """
+    from coordinator.follower_places import settings_at, take_place
     from coordinator.notices import configure
     from coordinator.peers.security import check_start
     from coordinator.service.supervisor import Command, Role, Supervisor, app_command, coordinator_command, supervised
 
     settings = registry.load(name)
     _refuse_two_ports(settings)
-    control.refuse_running(settings.folder)
+    if not follow:
+        control.refuse_running(settings.folder)
     mark = upgrade_mark.read(settings.folder)
-    upgrading = mark is not None and mark.pending
+    upgrading = mark is not None and mark.pending and not follow
     app = app or (mark.app if mark is not None and upgrading else None) or settings.app
     if app is None:
         raise RegistryError(f"{name!r} has not been run yet: say what its app is ('immortal run {name} MODULE:CLASS')")
     if mark is not None and upgrading:
         upgrade_mark.write(settings.folder, UpgradeMark(mark.to, app))  # registered once the upgrade is durable
-    else:
+    elif not follow:
         settings = registry.remember_app(name, app)
     own = supervised(override(settings, **said(options)))
     registry.refuse_open_folder(name)
     check_start(own)  # a restart would find the same
+    place = take_place(own) if follow else None
+    at = own if place is None else settings_at(own, place.folder)
     now = app
 
     def commands() -> dict[Role, Command]:
@@ -82,13 +95,18 @@ def run(
         nonlocal now, upgrading
         with contextlib.suppress(ImmortalError):  # as it was: the coordinator reads the same, and says what is wrong
             mark = upgrade_mark.read(settings.folder)
-            upgrading = mark is not None and mark.pending
+            upgrading = mark is not None and mark.pending and not follow
             now = (mark.app if mark is not None and upgrading else None) or registry.load(name).app or now
         return {
             Role.COORDINATOR: coordinator_command(
-                own, log_format=log_format, log_level=log_level, promote=promote, trust_pickle=trust_pickle
+                own,
+                log_format=log_format,
+                log_level=log_level,
+                promote=promote,
+                trust_pickle=trust_pickle,
+                place=None if place is None else place.folder,
             ),
-            Role.APP: app_command(own, now, strict=strict),
+            Role.APP: app_command(at, now, strict=strict),
         }
 
     def gave_up_upgrade() -> bool:
@@ -97,7 +115,9 @@ def run(
 
     log = configure(name, level=log_level, log_format=log_format)
     announced = control.supervised(settings.folder)
-    supervisor = Supervisor(commands, log, restart=restart, gave_up_upgrade=gave_up_upgrade, announced=announced)
+    supervisor = Supervisor(
+        commands, log, restart=restart, gave_up_upgrade=gave_up_upgrade, announced=announced, follows=follow
+    )
     sys.exit(supervisor.run())
 
 

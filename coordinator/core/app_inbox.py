@@ -90,6 +90,8 @@ class AppInbox:
             return
         reader = session.reader
         reader.receive_data(event.data)
+        if not session.is_loaded:
+            return  # whether it is the app that this log is of is not known yet
         while (message := reader.next_event()) is not None:
             if isinstance(message, Message):
                 self._message(message)

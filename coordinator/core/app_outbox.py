@@ -36,8 +36,8 @@ class AppOutbox:
 
     def say(self, message_type: MessageType, text: str) -> None:
         """In words, to an app that has asked for them."""
-        if self._session.phase is Phase.RESTORING:
-            return  # the app would take it for a part of the blob
+        if self._session.phase is Phase.RESTORING or not self._session.is_loaded:
+            return  # the app would take it for a part of the blob; or for words of another instance
         if message_type in self._session.extensions:
             self.control(message_type, encode_message(message_type, text.encode()))
 

@@ -17,6 +17,7 @@ from coordinator.core.failing import Failing
 from coordinator.core.group_commit import Group, GroupCommit
 from coordinator.core.interfaces import ONESELF, CheckpointHeader, VersionStart
 from coordinator.core.lifecycle import BEHIND, Lifecycle
+from coordinator.core.log_access import LogAccess
 from coordinator.core.session import AWAITING_CHECKPOINT, AppSession, Phase, Step
 from coordinator.core.stopping import Stopping
 from coordinator.core.streams.intake import Intake
@@ -38,6 +39,7 @@ class CheckpointTaking:
     outbox: AppOutbox
     session: AppSession
     log: GroupCommit
+    access: LogAccess
     peers: Peers
     intake: Intake
     failing: Failing
@@ -140,7 +142,7 @@ class CheckpointTaking:
     def _receive(self, data: bytes, *, last: bool) -> None:
         chunk = self.checkpoints.receive(data, last=last)
         if chunk is not None:
-            self.turn.effects.append(chunk)
+            self.access.write(chunk)
 
     def _end(self) -> None:
         session = self.session

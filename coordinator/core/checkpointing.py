@@ -13,17 +13,20 @@ from coordinator.core.recovery import without_outputs
 
 
 class Checkpointing:
-    """``taken``: the checkpoints of the log, oldest first."""
-
-    def __init__(self, limits: Limits, taken: Sequence[CheckpointHeader]) -> None:
+    def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._next_id = 1 + max((header.checkpoint_id for header in taken), default=0)
+        self._next_id = 1
         self._writer: CheckpointWriter | None = None
         self._logged_bytes_at_last = 0
-        self.last = without_outputs(taken[-1]) if taken else None
+        self.last: CheckpointHeader | None = None
         self.wanted = False  # the app or the operator has asked for one
         self.settled = True  # no header waits to become durable: the log takes one blob after the other
         self.chunks_pending_bytes = 0  # handed to the disk, not written yet
+
+    def load(self, taken: Sequence[CheckpointHeader]) -> None:
+        """The checkpoints of the log, oldest first."""
+        self._next_id = 1 + max((header.checkpoint_id for header in taken), default=0)
+        self.last = without_outputs(taken[-1]) if taken else None
 
     @property
     def on_its_way(self) -> bool:

@@ -87,19 +87,17 @@ class Clients:
     def __init__(
         self,
         name: str,
-        committer_id: int,
         limits: Limits,
         log: GroupCommit,
         effects: list[Effect],
-        stored: StoredClients,
         is_ready: Callable[[], bool],
         delivery: Delivery,
         running: RunningTime,
     ) -> None:
-        self.accepting = True  # not while stopping
+        self.accepting = False  # once there is the right to write, and not while stopping
         self.replies_count = self.replies_bytes = self.open_count = 0
         self._name = name
-        self._committer_id = committer_id
+        self._committer_id = 0
         self._limits = limits
         self._log = log
         self._effects = effects
@@ -108,7 +106,7 @@ class Clients:
         self._intake = delivery.intake
         self._running = running
         self._methods = encode_methods({})  # of the app; the last one that was here
-        self._forgotten_ns = stored.forgotten_ns
+        self._forgotten_ns = 0
         self._clients: OrderedDict[str, Client] = OrderedDict()  # the one that was unused for longest first
         # Those that have replies: (used, then; ID; client), a heap. Who has none any more is left out when it is met.
         self._holders: list[tuple[int, str, Client]] = []
@@ -122,9 +120,11 @@ class Clients:
         self.log_full = False  # no more is taken until there is room again
         self._ungathered_bytes = 0  # replies that no commit has been asked for
         self._open_by: Counter[str] = Counter()  # open requests, by owner
-        self._load(stored)
 
-    def _load(self, stored: StoredClients) -> None:
+    def load(self, committer_id: int, stored: StoredClients) -> None:
+        """What the log has, once."""
+        self._committer_id = committer_id
+        self._forgotten_ns = stored.forgotten_ns
         for client_id, known in sorted(stored.positions.items(), key=lambda item: (item[1].time_ns, item[0])):
             self._use(client_id, Client(known.number, known.released, known.time_ns, owner=known.owner))
         for (client_id, number), data in sorted(stored.replies.items()):

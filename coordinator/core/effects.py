@@ -2,11 +2,13 @@
 
 Duties of a driver:
 
-1. Commit and WriteCheckpointChunk reach the log in the order in which they were asked for, and each is answered.
-2. Nothing is answered as done before it is: Committed means durable.
+1. Commit and WriteCheckpointChunk reach the log in the order in which they were asked for, and are answered in it.
+   One that fails holds those behind it: they are neither done nor answered, up to the answer to the next ReadTail.
+2. Nothing is answered as done before it is: Committed means durable. A log that another has taken answers Fenced.
 3. SendToApp's bytes go to the connection that was up when it was asked for, in order, or nowhere.
 4. SendToPeer is at least once and may be reordered; after ResetPeer nothing asked for before it is sent any more.
-5. LoadLog, CheckCheckpoint and the reads are answered once each, LogFailed counting as an answer.
+5. LoadLog, CheckCheckpoint and the reads are answered once each, LogFailed counting as an answer. AcquireRight is
+   answered by RightHeld while another has it, and by RightGranted once it is ours.
 6. WakeAt is answered by one Tick once as much time has passed as was left to it, whatever the wall clock does
    meanwhile; a later WakeAt takes its place.
 7. After Stop nothing else is carried out.
@@ -42,10 +44,19 @@ class ResumeApp(Struct):
     pass
 
 
+class AcquireRight(Struct):
+    """Ask for the right to write the log, which only one has at a time: it is waited for where another has it."""
+
+
 class Commit(Struct):
+    """An append. It counts only where the log ends with the record ``expected_last_sequence_id`` (-1: it has none), and
+    nobody was given the right to write since ``fence``, the term of this writer's."""
+
     ticket: int
     transaction: Transaction
     size_bytes: int
+    expected_last_sequence_id: int
+    fence: int
 
 
 class WriteCheckpointChunk(Struct):
@@ -58,8 +69,14 @@ class Trim(Struct):
     """Remove, in small steps and when there is time, what no kept checkpoint needs."""
 
 
+class ReadTail(Struct):
+    """Ask which of this writer's appends the log has: after one whose outcome is not known."""
+
+
 class LoadLog(Struct):
-    pass
+    """``with_clients``: for the writer that begins. Who follows is answered once there is a checkpoint."""
+
+    with_clients: bool = False
 
 
 class CheckCheckpoint(Struct):
@@ -74,8 +91,11 @@ class ReadCheckpointChunk(Struct):
 
 
 class ReadRecords(Struct):
+    """Who follows is answered once there is more than before, or the right to write is granted."""
+
     first_sequence_id: int
     size_bytes_max: int
+    session: int  # of the app: the answer has it, too
 
 
 class ReadSpilled(Struct):
@@ -167,9 +187,11 @@ Effect = (
     | CloseApp
     | PauseApp
     | ResumeApp
+    | AcquireRight
     | Commit
     | WriteCheckpointChunk
     | Trim
+    | ReadTail
     | LoadLog
     | CheckCheckpoint
     | ReadCheckpointChunk

@@ -7,12 +7,12 @@ from coordinator.core.turn import Turn
 
 
 class Epoch:
-    """``number``: that of the log, as opened. ``began_ns``: in this process; 0 until then."""
+    """``number``: the last one of the log. ``began_ns``: in this process; 0 until then."""
 
     __slots__ = ("_log", "_turn", "began_ns", "number")
 
-    def __init__(self, number: int, log: GroupCommit, turn: Turn) -> None:
-        self.number = number
+    def __init__(self, log: GroupCommit, turn: Turn) -> None:
+        self.number = 0
         self.began_ns = 0
         self._log = log
         self._turn = turn

@@ -23,6 +23,18 @@ class LogIdentityError(LogError):
     """The log belongs to another instance or committer."""
 
 
+class FencedError(LogError):
+    """Another writer holds the log now: nothing of this one is taken any more. ``holder`` says who."""
+
+    def __init__(self, holder: str, message: str = "") -> None:
+        super().__init__(message or f"fenced by {holder}: it writes this log now")
+        self.holder = holder
+
+
+class LogUnavailableError(LogError):
+    """The log can't be reached for now. Of a write nobody knows whether it was done."""
+
+
 class LogFullError(LogError):
     """The disk, or the log's limit, is full: the transaction was not written."""
 
@@ -53,6 +65,10 @@ class AppProtocolError(RemoteProtocolError):
 
 class DivergenceError(ImmortalError):
     """Replay did not do what was done before."""
+
+
+class FollowerError(ImmortalError):
+    """The log goes on in a way that this follower can't go with."""
 
 
 class InvariantError(ImmortalError):

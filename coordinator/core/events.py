@@ -6,12 +6,27 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
+from coordinator.core.effects import (
+    CheckCheckpoint,
+    Commit,
+    LoadLog,
+    ReadCheckpointChunk,
+    ReadLetters,
+    ReadRecords,
+    ReadSpilled,
+    ReadTail,
+    WriteCheckpointChunk,
+)
 from coordinator.core.errors import LogError
-from coordinator.core.interfaces import Letter, LogSpace, LogSummary, OutputBatch, Token
+from coordinator.core.interfaces import Letter, LogSpace, LogSummary, OutputBatch, StoredClients, Token
 from coordinator.core.permissions import Permission
 from protocol.client import ClientFrame
 from protocol.peer import PeerFrame
 from protocol.verdicts import MessageKey
+
+
+class Started(Struct):
+    """The first event of all: the process has begun."""
 
 
 class AppConnected(Struct):
@@ -118,10 +133,41 @@ class MessageSkipped(Struct):
     token: Token
 
 
+class RightGranted(Struct):
+    """Answers AcquireRight: this coordinator is the log's writer, and nobody else is from now on.
+
+    ``term``: rises with each that is given the right. ``appends_max``: as many Commits are worth handing over at once.
+    """
+
+    term: int
+    appends_max: int = 1
+
+
+class RightHeld(Struct):
+    """Answers AcquireRight: ``holder``, in words, has it. RightGranted follows where it is given up or lost."""
+
+    holder: str
+
+
 class Committed(Struct):
     """The transaction of the Commit with this ticket is durable, and all before it."""
 
     ticket: int
+
+
+class Fenced(Struct):
+    """The Commit with this ticket was not taken, and none behind it will be: ``holder``, in words, writes the log."""
+
+    ticket: int
+    holder: str
+
+
+class TailRead(Struct):
+    """Answers ReadTail: the log ends with the record ``last_sequence_id``, and of this writer's appends it has those up
+    to ``ticket`` (0: none)."""
+
+    ticket: int
+    last_sequence_id: int
 
 
 class ChunkWritten(Struct):
@@ -134,6 +180,7 @@ class LogLoaded(Struct):
     """Answers LoadLog."""
 
     summary: LogSummary
+    clients: StoredClients | None = None
 
 
 class CheckpointChecked(Struct):
@@ -150,9 +197,14 @@ class CheckpointChunkRead(Struct):
 
 
 class RecordsRead(Struct):
-    """Answers ReadRecords: verified values (record + trailer), in order."""
+    """Answers ReadRecords: verified values (record + trailer), in order.
+
+    ``summary``: for who follows, the log as it was once these were in it.
+    """
 
     values: Sequence[bytes]
+    summary: LogSummary | None = None
+    session: int | None = None  # that of the ReadRecords; None: that of now
 
 
 class SpilledRead(Struct):
@@ -176,10 +228,29 @@ class LogMeasured(Struct):
     space: LogSpace
 
 
+Asked = (
+    Commit
+    | WriteCheckpointChunk
+    | ReadTail
+    | LoadLog
+    | CheckCheckpoint
+    | ReadCheckpointChunk
+    | ReadRecords
+    | ReadSpilled
+    | ReadLetters
+)
+
+
 class LogFailed(Struct):
-    """The log could not be read or written; there is no way on."""
+    """The log could not be read or written.
+
+    ``retryable``: it may be possible later, and ``request`` says what. Of a write nobody knows then whether it was
+    done. Else there is no way on.
+    """
 
     error: LogError
+    retryable: bool = False
+    request: Asked | None = None
 
 
 class CheckpointRequested(Struct):
@@ -206,7 +277,8 @@ class StopRequested(Struct):
 
 
 Event = (
-    AppConnected
+    Started
+    | AppConnected
     | AppData
     | AppSent
     | AppClosed
@@ -220,7 +292,11 @@ Event = (
     | LettersDropped
     | LettersRetried
     | MessageSkipped
+    | RightGranted
+    | RightHeld
     | Committed
+    | Fenced
+    | TailRead
     | ChunkWritten
     | LogLoaded
     | CheckpointChecked

@@ -20,9 +20,10 @@ from coordinator.core.errors import AppProtocolError
 from coordinator.core.group_commit import Group, GroupCommit
 from coordinator.core.interfaces import NO_SUSPECT, UNKNOWN, LogSummary, Suspect, Transaction
 from coordinator.core.limits import Limits
+from coordinator.core.right import Right
 from coordinator.core.session import SENDS_CALLS, AppSession
 from coordinator.core.streams.peers import Peers
-from coordinator.core.verdicts import Verdicts
+from coordinator.core.verdicts import OVERRULING, Verdicts
 from coordinator.core.words import Methods
 from protocol.messages import MessageType
 from protocol.readers import Message
@@ -32,6 +33,7 @@ from protocol.verdicts import (
     TRACE_CHARACTERS_MAX,
     Cause,
     Handling,
+    MessageKey,
     Verdict,
     VerdictKind,
     decode_handling,
@@ -54,6 +56,7 @@ class Failing:
     effects: list[Effect]
     verdicts: Verdicts
     watch: Watch
+    right: Right
     methods: Methods = field(default_factory=dict)  # of the app that was here last
     forbidden: Counter[str] = field(default_factory=Counter)  # calls that a caller may not make, since the start
     _suspect: Suspect = NO_SUSPECT  # as the log has it, or will
@@ -61,9 +64,15 @@ class Failing:
     _settled_sequence_id: int = -1  # the session began behind this record, or has a checkpoint of it
     _told: bool = False  # this session's app has its verdicts
     _leaving: bool = False
+    _unlogged: dict[MessageKey, Verdict] = field(default_factory=dict)  # of apps that follow, and not in the log yet
+    _awaited: set[MessageKey] = field(default_factory=set)  # in the log, on what the app that follows has been given
 
-    def __post_init__(self) -> None:
-        self._suspect = self.watch.suspect
+    def load(self, summary: LogSummary) -> None:
+        """What the log has."""
+        self.watch.suspect = self._suspect = summary.suspect
+        self.verdicts.load(summary)
+        if self.right.follows:
+            self.verdicts.know(self._unlogged.values())
 
     # --- a session ---------------------------------------------------------------------------------------------------
 
@@ -72,6 +81,7 @@ class Failing:
         self._summary = summary
         self._settled_sequence_id = settled_sequence_id
         self._told = self._leaving = False
+        self._awaited.clear()
 
     def introduce(self) -> None:
         """Before the first record, and behind the blob: what the app is to know of the records to come."""
@@ -91,6 +101,43 @@ class Failing:
 
     def _send(self, message_type: MessageType, message: bytes) -> None:
         self.effects.append(SendToApp(self.session.control_record(message_type, message)))
+
+    # --- a session that follows --------------------------------------------------------------------------------------
+
+    def log_grew(self, summary: LogSummary) -> bool:
+        """The log that is followed has these verdicts: the app is told those on records to come. False where it was
+        given a record that was passed over since then: it has to begin anew."""
+        fed_sequence_id, known = self.session.fed_sequence_id, self.verdicts.known
+        told: list[Verdict] = []
+        for verdict in summary.verdicts:
+            key = verdict.key
+            own = self._unlogged.pop(key, None)
+            if known(key) is not None or own is not None or key[0] <= self._settled_sequence_id:
+                continue
+            if key[0] > fed_sequence_id:
+                told.append(verdict)
+            elif verdict.kind in OVERRULING:
+                return False
+            else:
+                self._awaited.add(key)  # the app comes to the same by itself, sooner or later
+        if self._told:
+            for message in encode_verdicts(told):
+                self._send(MessageType.VERDICTS, message)
+        return True
+
+    @property
+    def is_at_one(self) -> bool:
+        """The app that follows has come to each verdict that the log has on what it was given, and to no other.
+
+        Else its state may not be the writer's: a message may fail for one and not for the other.
+        """
+        return not self._awaited and not self._unlogged
+
+    def forget_unlogged(self) -> None:
+        """The app that has said it is gone."""
+        self._unlogged = {}
+
+    # --- what befalls a session --------------------------------------------------------------------------------------
 
     def checkpoint_durable(self, sequence_id: int) -> None:
         self._settled_sequence_id = sequence_id
@@ -113,7 +160,7 @@ class Failing:
         )
         self._summary = None
         self._told = False
-        if not may_have_crashed:
+        if not may_have_crashed or not self.right.writes:  # a follower's deaths are no other's
             self.watch.forget()
             return
         verdict = self.watch.died(session.fed_sequence_id, all_heard=all_heard)
@@ -136,7 +183,7 @@ class Failing:
             self._keep_suspect()
 
     def _keep_suspect(self) -> None:
-        if self.watch.suspect != self._suspect:
+        if self.watch.suspect != self._suspect and self.right.writes:
             self._suspect = self.watch.suspect
             self.log.append_outside_record(0).transaction.suspect = self._suspect
 
@@ -183,7 +230,12 @@ class Failing:
                 f"the app sent a Verdict with a text of {len(verdict.text)} characters, "
                 f"at most {TEXT_CHARACTERS_MAX} are allowed"
             )
-        self.give(_clipped(verdict), from_app=True)
+        self._awaited.discard(verdict.key)
+        if self.right.writes and not self.peers.following:
+            self.give(_clipped(verdict), from_app=True)
+        elif self.verdicts.known(verdict.key) is None:
+            self._unlogged[verdict.key] = _clipped(verdict)
+            self.verdicts.know([_clipped(verdict)])
 
     def give(self, verdict: Verdict, *, from_app: bool = False) -> Group | None:
         """Nothing leaves from here on before it is durable. None if there is one on that message already."""

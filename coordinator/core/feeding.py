@@ -11,7 +11,8 @@ from coordinator.core.group_commit import Group, GroupCommit
 from coordinator.core.lifecycle import BEHIND, Lifecycle
 from coordinator.core.limits import Limits
 from coordinator.core.recovery import Recovery
-from coordinator.core.session import GETS_RECORDS, RECOVERED, RECOVERING, WORKS, AppSession, Phase, Step
+from coordinator.core.right import Right
+from coordinator.core.session import GETS_RECORDS, RECOVERED, RECOVERING, REPLAYS, WORKS, AppSession, Phase, Step
 from coordinator.core.stopping import Stopping
 from coordinator.core.streams.intake import Intake
 from coordinator.core.streams.peers import Peers
@@ -26,6 +27,7 @@ class Feeding:
     turn: Turn
     outbox: AppOutbox
     session: AppSession
+    right: Right
     limits: Limits
     log: GroupCommit
     peers: Peers
@@ -41,6 +43,10 @@ class Feeding:
         if session.phase in RECOVERING:
             if not self._recover():
                 return
+            if self.right.follows and session.phase is Phase.FOLLOWING:
+                if not self.right.is_granted:
+                    self._read()  # to its end, and what comes behind it
+                return
         elif session.reading or self._takes_none:
             return
         if (
@@ -49,10 +55,15 @@ class Feeding:
             and not session.reading
             and session.fed_sequence_id < self._last_sequence_id()
         ):
-            session.reading = True
-            self.turn.effects.append(ReadRecords(session.fed_sequence_id + 1, self.limits.read_size_bytes))
+            self._read()
         if session.acceptances:
             self.outbox.acceptances()
+
+    def _read(self) -> None:
+        session = self.session
+        session.reading = True
+        first = session.fed_sequence_id + 1
+        self.turn.effects.append(ReadRecords(first, self.limits.read_size_bytes, session.number))
 
     def _recover(self) -> bool:
         """Go on with the recovery; whether more may be given to the app in this turn."""
@@ -60,11 +71,12 @@ class Feeding:
         if session.phase is Phase.LOADING:
             self.lifecycle.load_if_due()
             return False
-        if session.reading or self._takes_none:
+        if session.reading or session.refused or self._takes_none:
             return False
         if session.phase is Phase.RESTORING:
             self._read_blob()
-        if session.phase is Phase.REPLAYING:
+        if session.phase in REPLAYS:
+            self.lifecycle.look_who_writes()
             if session.waits_for_hello:
                 return False
             self.lifecycle.introduce()
@@ -83,7 +95,7 @@ class Feeding:
             return session.replay_target  # of a later one's calls nobody could tell those that are still missing
         if session.phase in WORKS:
             return self.log.durable_sequence_id
-        if session.phase is Phase.REPLAYING:
+        if session.phase in REPLAYS:
             return self.versions.replay_bound(session.replay_target)
         return self.log.durable_sequence_id if session.flushes else session.replay_target  # as above
 
@@ -111,10 +123,14 @@ class Feeding:
 
     def records_read(self, event: ev.RecordsRead) -> None:
         session = self.session
+        if event.session not in (None, session.number):
+            return  # whoever asked is gone
         session.reading = False
         if session.phase not in GETS_RECORDS or self.stopping.takes_last_checkpoint:
             return
-        replaying = session.phase is Phase.REPLAYING
+        if self.right.follows and event.summary is not None and not self.lifecycle.log_grew(event.summary):
+            return
+        replaying = session.phase in REPLAYS
         for value in event.values:
             header = decode_header(value)
             if header.sequence_id != session.fed_sequence_id + 1:
@@ -126,6 +142,8 @@ class Feeding:
             if replaying:
                 self.peers.expect(header.sequence_id, record, trailer)
                 self.intake.replayed(header.sequence_id, record, trailer.batches)
+                if self.peers.following:
+                    self.peers.place(trailer.outputs)
             session.fed_sequence_id = header.sequence_id
             self.outbox.record(record, trailer.batches)
 

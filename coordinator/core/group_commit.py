@@ -1,4 +1,4 @@
-"""Group commit: while one transaction is on its way to the disk, all further input gathers in the next.
+"""Group commit: while as many transactions are on their way as the log takes, further input gathers in the next.
 
 A group becomes one log record (if it has input) and one transaction. Idle, a message commits at once; busy, groups grow
 up to a size. Nothing in here waits for a timer. Groups become durable in the order of their tickets.
@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from coordinator.core.errors import fail
-from coordinator.core.interfaces import OutputMark, Transaction
+from coordinator.core.interfaces import LogSummary, OutputMark, Transaction
 from protocol.extensions import encode_record_time
+from protocol.messages import MessageType
 from protocol.record import encode_header
 from protocol.trailer import BatchSource, OutputMarkEntry, Trailer, encode_trailer
 
@@ -34,6 +35,7 @@ class Group:
     from_app_bytes: int = 0
     required: bool = False  # there is something besides acknowledgements, which alone are not worth a sync
     sequence_id: int | None = None  # of its record, once sealed
+    expected_last_sequence_id: int = -1  # of the record before it
     record: memoryview | None = None  # as the app gets it, once sealed
 
     @property
@@ -44,22 +46,33 @@ class Group:
 class GroupCommit:
     """The groups between input and disk.
 
-    ``with_record_time``: records begin with their time (the app has asked for it).
+    ``with_record_time``: records begin with their time (the app has asked for it). ``appends_max``: as many are handed
+    over at once, whether they are full or not. ``held``: none is, for now.
     """
 
-    def __init__(self, committer_id: int, last_sequence_id: int, last_time_ns: int, group_size_bytes: int) -> None:
-        self._committer_id = committer_id
+    def __init__(self, group_size_bytes: int) -> None:
+        self._committer_id = 0
         self._group_size_bytes = group_size_bytes
-        self._last_time_ns = last_time_ns
-        self._next_sequence_id = last_sequence_id + 1
+        self._last_time_ns = 0
+        self._next_sequence_id = 0
         self._waiting: deque[Group] = deque([Group(1)])
         self._committing: deque[Group] = deque()
         self.with_record_time = False
+        self.appends_max = 1
+        self.held = True  # until there is the right to write
         self.durable_ticket = 0
-        self.durable_sequence_id = last_sequence_id
+        self.durable_sequence_id = -1
         self.from_app_bytes = 0  # waiting or on its way, from the app
         self.pending_bytes = 0  # waiting or on its way, all of it
         self.logged_bytes = 0  # committed since the start
+
+    def load(self, summary: LogSummary) -> None:
+        """The log is as ``summary`` says: what comes goes behind that. For who has nothing on its way there."""
+        self._committer_id = summary.committer_id
+        self._next_sequence_id = summary.last_sequence_id + 1
+        self._last_time_ns = max(summary.last_time_ns, *(header.time_ns for header in summary.checkpoints), 0)
+        self.durable_sequence_id = summary.last_sequence_id
+        self.with_record_time = MessageType.RECORD_TIME in (summary.extensions or ())
 
     @property
     def open(self) -> Group:
@@ -70,10 +83,12 @@ class GroupCommit:
     def commits_next(self) -> bool:
         """:meth:`next_commit` would give a group now."""
         waiting = self._waiting
+        if self.held:
+            return False
         if len(waiting) > 1:  # a full one
             return len(self._committing) < COMMITS_ON_THEIR_WAY_MAX
         first = waiting[0]
-        return bool(first.required or first.chunks) and not self._committing
+        return bool(first.required or first.chunks) and len(self._committing) < self.appends_max
 
     @property
     def seals_next(self) -> bool:
@@ -139,6 +154,7 @@ class GroupCommit:
             self.close_group()
         group = self._waiting.popleft()
         self._committing.append(group)
+        group.expected_last_sequence_id = self._next_sequence_id - 1
         if group.chunks:
             self._seal(group, now_ns, marks)
         return group

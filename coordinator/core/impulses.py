@@ -21,19 +21,22 @@ HELD_OVERHEAD_BYTES = 300  # of Python's objects around a batch that is held
 class Impulses:
     """Those of one instance. ``count``: that it has sent to itself, in all its life."""
 
-    def __init__(
-        self, summary: LogSummary, limits: Limits, log: GroupCommit, peers: Peers, epoch: Epoch, turn: Turn
-    ) -> None:
-        known = summary.sources.get(IMPULSES)
-        self.count = known.position if known else 0
+    def __init__(self, limits: Limits, log: GroupCommit, peers: Peers, epoch: Epoch, turn: Turn) -> None:
+        self.count = 0
         self.held_bytes = 0
         self._held: list[Calls] = []  # that must not be taken yet
         self._held_bytes_max = limits.held_impulses_bytes + limits.arguments_bytes_max
-        self._committer_id = summary.committer_id
+        self._committer_id = 0
         self._log = log
         self._peers = peers
         self._epoch = epoch
         self._turn = turn
+
+    def load(self, summary: LogSummary) -> None:
+        """What the log has."""
+        known = summary.sources.get(IMPULSES)
+        self.count = known.position if known else 0
+        self._committer_id = summary.committer_id
 
     def hold(self, calls: Calls) -> None:
         """Keep them until there is room in the log, or the app's upgrade is confirmed. Raises AppProtocolError."""

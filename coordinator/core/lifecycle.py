@@ -1,12 +1,14 @@
 """An app's way from its connection to being primary: it starts anew, or recovers from a checkpoint and a replay.
 
-The session's phases say how far it is (`session.py`). What the replay still owes when its last record is handled is
-here: a log that was cut by hand waits for the receivers, and an app that is primary may have to make more of what the
-log knows of before anything later may come.
+The session's phases say how far it is (`session.py`). A recovery is a replay of a log that has ended; to follow is the
+same of one that another writes, and ends when this coordinator is given the right to write (`taking_over.py`). What the
+replay still owes when its last record is handled is here: a log that was cut by hand waits for the receivers, and an
+app that is primary may have to make more of what the log knows of before anything later may come.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -16,13 +18,15 @@ from coordinator.core.app_clock import AppClock
 from coordinator.core.app_outbox import AppOutbox
 from coordinator.core.checkpointing import Checkpointing
 from coordinator.core.clients import Clients
-from coordinator.core.effects import LoadLog
+from coordinator.core.effects import CloseApp, LoadLog
 from coordinator.core.epoch import Epoch
+from coordinator.core.errors import FollowerError
 from coordinator.core.failing import Failing
 from coordinator.core.group_commit import GroupCommit
 from coordinator.core.interfaces import CheckpointHeader, LogSummary, Transaction
 from coordinator.core.recovery import Recovery
 from coordinator.core.replay_check import ReplayPolicy
+from coordinator.core.right import Right
 from coordinator.core.session import AppSession, Phase, Step
 from coordinator.core.streams.intake import Intake
 from coordinator.core.streams.peers import Peers
@@ -48,6 +52,7 @@ class Lifecycle:
     """``promote``: a recovered app begins to work without a checkpoint first."""
 
     turn: Turn
+    right: Right
     outbox: AppOutbox
     session: AppSession
     app_clock: AppClock
@@ -61,12 +66,17 @@ class Lifecycle:
     recovery: Recovery
     checkpoints: Checkpointing
     upgrades: Upgrades
+    load: Callable[[LogSummary], None]  # into all parts of the machine
     promote: bool
     is_cut: bool = False  # the log that is replayed was cut by hand
     proof: Proof = Proof.COMPLETE
     _healing: Transaction | None = None  # what heals the cut, until a checkpoint takes it along
+    took_over: bool = False  # the session has followed the log of another
     _waiting_told: bool = False  # the operator knows that receivers are waited for
     _load_ticket: int = 0  # the commit to wait for before the log is loaded for a new session; 0: none
+    _load_due: bool = False  # the log is to be loaded for a new session
+    _loading: bool = False  # that was asked for, and is not answered
+    _looked_again: int = 0  # the checkpoint of a log that is followed that was no good when it was last looked at
 
     # --- the app connects, and is gone -------------------------------------------------------------------------------
 
@@ -74,17 +84,31 @@ class Lifecycle:
         self.session.connect()
         self.session.advance(Step.APP_CONNECTED)
         self.app_clock.connected()
-        # The new epoch's commit is behind all that the last app has sent: once it is durable, so is that.
-        self._load_ticket = self.epoch.begin()
+        self.begin()
+
+    def begin(self) -> None:
+        """The app that is connected may be told what the log has, now or as soon as that is known."""
+        if self.right.writes:
+            # The new epoch's commit is behind all that the last app has sent: once it is durable, so is that.
+            self._load_ticket = self.epoch.begin()
+        self._load_due = self.right.may_read
 
     def app_lost(self) -> None:
         self.recovery.forget()
-        self._load_ticket = 0
+        self._load_due = False
+        self.took_over = False
 
     def load_if_due(self) -> None:
-        if self._load_ticket and self.log.durable_ticket >= self._load_ticket:
-            self._load_ticket = 0
+        is_due = self._load_due and not self._loading and self.right.may_read
+        if is_due and self.log.durable_ticket >= self._load_ticket:
+            self._load_due = False
+            self._loading = True
             self.turn.effects.append(LoadLog())
+
+    @property
+    def may_begin_anew(self) -> bool:
+        """Nothing that was asked of the log for this session is still to be answered."""
+        return not self._loading and not self.recovery.is_choosing
 
     def introduce(self) -> None:
         """What the app is to know before its first record."""
@@ -95,8 +119,12 @@ class Lifecycle:
 
     def log_loaded(self, event: ev.LogLoaded) -> None:
         session, epoch = self.session, self.epoch
-        if session.phase is not Phase.LOADING:
-            return
+        self._loading = False
+        self.peers.following = self.right.follows
+        if session.phase is not Phase.LOADING or self._load_due:
+            return  # of a session that has ended
+        if self.right.follows and not event.summary.checkpoints:
+            return  # the first start has not come to its end, and its writer is gone: it is ours to begin
         if self.peers.ready:
             self.turn.effects.append(self.recovery.choose(event.summary))
             return
@@ -110,7 +138,11 @@ class Lifecycle:
     def checkpoint_checked(self, event: ev.CheckpointChecked) -> None:
         if self.session.phase is not Phase.LOADING:
             return
-        if event.problem is not None:
+        if event.problem is not None and self.right.follows and event.checkpoint_id != self._looked_again:
+            self._looked_again = event.checkpoint_id  # its writer may have removed it since
+            self.recovery.forget()
+            self._load_due = True
+        elif event.problem is not None:
             self.turn.report(notices.CheckpointDamaged(event.checkpoint_id, event.problem))
             if (check := self.recovery.choose_another(event.checkpoint_id)) is not None:
                 self.turn.effects.append(check)
@@ -136,6 +168,55 @@ class Lifecycle:
         to_replay = session.replay_target - header.sequence_id
         self.turn.report(notices.Recovering(header.checkpoint_id, header.sequence_id, to_replay, epoch.number))
 
+    # --- a log that another writes -----------------------------------------------------------------------------------
+
+    def look_who_writes(self) -> None:
+        if self.session.phase is Phase.REPLAYING and self.peers.following:
+            self.session.advance(Step.FOLLOWS)
+
+    def log_grew(self, summary: LogSummary) -> bool:
+        """The log that the session follows is as ``summary`` says now. False where it has to begin anew, which it does.
+
+        Raises FollowerError.
+        """
+        session, versions = self.session, self.upgrades.versions
+        if len(summary.versions) > len(versions.starts):
+            started, had = summary.versions[-1], versions.current
+            raise FollowerError(
+                f"the log goes on with version {started.version} of the app behind record {started.sequence_id}, and "
+                f"this follower runs version {had}: start it again with the new code"
+            )
+        problem = ""
+        if summary.last_sequence_id < session.fed_sequence_id:
+            problem = f"the log ends with record {summary.last_sequence_id}, it was cut or replaced"
+        elif summary.first_sequence_id > session.fed_sequence_id + 1:
+            problem = f"the log begins with record {summary.first_sequence_id} by now, what is before is trimmed away"
+        elif not self.failing.log_grew(summary):
+            problem = "a message that it has handled is passed over by now"
+        if problem:
+            self.begin_anew(f"the app that follows has the records up to {session.fed_sequence_id}: {problem}")
+            return False
+        self.load(summary)
+        session.replay_target = summary.last_sequence_id
+        self.peers.log_grew(summary)
+        return True
+
+    def begin_anew(self, why: str) -> None:
+        """The app's state is of no use any more: the next one begins at a checkpoint."""
+        self.turn.report(notices.FollowerBeginsAnew(problem=why))
+        self.session.refused = True
+        self.turn.effects.append(CloseApp())
+
+    def take_over(self) -> None:
+        """The session has followed the log, which is ours to write by now; our epoch is durable."""
+        if not self.failing.is_at_one:
+            self.failing.forget_unlogged()
+            self.begin_anew("messages have failed for the app that follows, or for the one before it, and not for both")
+            return
+        self.took_over = True
+        self.session.advance(Step.RIGHT_TAKEN)
+        self.peers.take_over(self.epoch.number, self.epoch.began_ns)
+
     # --- the end of the replay ---------------------------------------------------------------------------------------
 
     def end_replay_if_due(self) -> None:
@@ -145,12 +226,14 @@ class Lifecycle:
         if versions.begins_behind(fed):
             if not session.hello_is_due:
                 self.upgrades.repeat_next()
+        elif session.phase is Phase.FOLLOWING:
+            return  # there may be more at any time
         elif fed < session.replay_target or (self.is_cut and self._waits_for_receivers()):
             return
         elif versions.upgrade_to is not None:
             if not session.hello_is_due:  # it says whether the app wants to know the version
                 self.upgrades.ask_for_new()
-        elif self.promote and not self.is_cut:
+        elif (self.promote or self.took_over) and not self.is_cut:
             self._promote_if_due()
         else:
             session.advance(Step.CAUGHT_UP)

@@ -25,6 +25,12 @@ class Limits:
     group_size_bytes: int = 1 * MIB
     """A group is sealed above this. Syncs of 1 MiB run at the disk's full rate; larger ones only add latency."""
 
+    log_retry_ns_min: int = 50_000_000
+    """A log that does not answer is asked again after this, then after twice as long each time ..."""
+
+    log_retry_ns_max: int = 2_000_000_000
+    """... up to this: nobody waits longer than that for a log that is there again."""
+
     stream_retry_ns: int = 2_000_000_000
     """A stream that has stopped greets its receiver again after this: what was wrong may have been mended there."""
 

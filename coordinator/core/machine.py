@@ -24,25 +24,29 @@ from coordinator.core.checkpointing import Checkpointing
 from coordinator.core.clients import Clients
 from coordinator.core.clock import RunningTime
 from coordinator.core.dead_letters import Operator
-from coordinator.core.effects import Commit, Effect, Stop, Trim
+from coordinator.core.effects import Commit, Effect, ReadCheckpointChunk, Stop, Trim
 from coordinator.core.epoch import Epoch
+from coordinator.core.errors import FencedError
 from coordinator.core.failing import Failing
 from coordinator.core.feeding import Feeding
 from coordinator.core.group_commit import GroupCommit
 from coordinator.core.impulses import Impulses
-from coordinator.core.interfaces import LogSummary, StoredClients
+from coordinator.core.interfaces import NO_SUSPECT, LogSummary, StoredClients
 from coordinator.core.lifecycle import BEHIND, Lifecycle
 from coordinator.core.limits import Limits
+from coordinator.core.log_access import LogAccess
 from coordinator.core.log_room import LogRoom
 from coordinator.core.permissions import Permission
 from coordinator.core.recovery import Recovery
 from coordinator.core.replay_check import ReplayPolicy
 from coordinator.core.resets import Resets
-from coordinator.core.session import INTRODUCED, NORMAL, RECOVERED, WORKS, AppSession, Phase, Step
-from coordinator.core.status import describe, describe_flow, describe_peers
+from coordinator.core.right import Right
+from coordinator.core.session import NORMAL, RECOVERED, WORKS, AppSession, Phase, Step
+from coordinator.core.status import describe, describe_flow, describe_peers, describe_right
 from coordinator.core.stopping import Stopping
 from coordinator.core.streams.intake import Intake
 from coordinator.core.streams.peers import Peers
+from coordinator.core.taking_over import TakingOver
 from coordinator.core.turn import Turn
 from coordinator.core.upgrades import Upgrades
 from coordinator.core.verdicts import Verdicts
@@ -56,23 +60,22 @@ from protocol.verdicts import MessageKey
 
 
 class Machine:
-    """One coordinator, from the opening of its log to its end.
+    """One coordinator, from its start to its end. What its log says it knows once it has the right to write it.
 
-    ``name``: the instance. ``summary``: its log, as opened. ``upgrade_to``: the version of the app that its next
-    recovery is to end in. ``promote``: a recovered app begins to work without a checkpoint first.
-    ``clients``: what the log holds of clients. ``permissions``: of callers, by name; others may call all methods.
-    ``running``: when it ran before; by default, always.
+    ``name``: the instance. ``upgrade_to``: the version of the app that its next recovery is to end in. ``promote``: a
+    recovered app begins to work without a checkpoint first. ``follow``: where another writes the log, follow it until
+    the right to write is ours. ``permissions``: of callers, by name; others may call all methods. ``running``: when it
+    ran before; by default, always.
     """
 
     def __init__(
         self,
         name: str,
-        summary: LogSummary,
         limits: Limits | None = None,
         upgrade_to: int | None = None,
         *,
         promote: bool = False,
-        clients: StoredClients | None = None,
+        follow: bool = False,
         permissions: Mapping[str, Permission] | None = None,
         running: RunningTime | None = None,
     ) -> None:
@@ -81,56 +84,26 @@ class Machine:
         self.stopped = False
         self.running = running or RunningTime()
         self._turn = turn = Turn()
-        self._log = log = GroupCommit(
-            summary.committer_id,
-            summary.last_sequence_id,
-            max(summary.last_time_ns, *(header.time_ns for header in summary.checkpoints), 0),
-            limits.group_size_bytes,
-        )
-        log.with_record_time = MessageType.RECORD_TIME in (summary.extensions or ())
-        self.epoch = epoch = Epoch(summary.epoch, log, turn)
-        self._session = session = AppSession(
-            summary.committer_id, limits.arguments_bytes_max + RPC_FRONT_SIZE_BYTES_MAX, summary.extensions
-        )
+        self.right = right = Right()
+        self._log = log = GroupCommit(limits.group_size_bytes)
+        self._access = access = LogAccess(limits, log, turn)
+        self.epoch = epoch = Epoch(log, turn)
+        self._session = session = AppSession(limits.arguments_bytes_max + RPC_FRONT_SIZE_BYTES_MAX)
         self._outbox = outbox = AppOutbox(session, turn)
         app_clock = AppClock(session, outbox.control)
         self._policy = policy = ReplayPolicy(name, limits, session, turn.effects)
-        self._intake = intake = Intake(name, permissions or {}, recovers=summary.extensions is not None)
-        self._peers = peers = Peers(
-            name,
-            summary.committer_id,
-            limits,
-            log,
-            summary.epoch,
-            turn.effects,
-            ready=summary.extensions is not None,
-            committer_ids=dict(summary.peers),
-            policy=policy,
-            intake=intake,
-            starts=dict(summary.stream_starts),
-            app_speaks=not INTRODUCED.isdisjoint(summary.extensions or ()),
-        )
-        peers.load_inputs(summary)
-        self._clients = Clients(
-            name,
-            summary.committer_id,
-            limits,
-            log,
-            turn.effects,
-            clients or StoredClients(),
-            lambda: peers.ready,
-            peers.delivery,
-            self.running,
-        )
-        self._impulses = Impulses(summary, limits, log, peers, epoch, turn)
-        self._checkpoints = Checkpointing(limits, summary.checkpoints)
-        self._versions = Versions(summary.versions, upgrade_to)
+        self._intake = intake = Intake(name, permissions or {})
+        self._peers = peers = Peers(name, limits, log, turn.effects, policy=policy, intake=intake)
+        self._clients = Clients(name, limits, log, turn.effects, lambda: peers.ready, peers.delivery, self.running)
+        self._impulses = Impulses(limits, log, peers, epoch, turn)
+        self._checkpoints = Checkpointing(limits)
+        self._versions = Versions(upgrade_to)
         self._wakes = Wakes(limits, turn.effects)
         self._log_room = LogRoom(name, limits)
-        verdicts = Verdicts(summary, limits, log)
-        watch = Watch(summary.suspect, limits.kills_max)
+        verdicts = Verdicts(limits, log)
+        watch = Watch(NO_SUSPECT, limits.kills_max)
         self._failing = failing = Failing(
-            name, limits, log, session, peers, self._checkpoints, turn.effects, verdicts, watch
+            name, limits, log, session, peers, self._checkpoints, turn.effects, verdicts, watch, right
         )
         intake.failing = failing
         self._operator = Operator(failing, verdicts, self._impulses, self._log_room, self._versions, turn)
@@ -143,6 +116,7 @@ class Machine:
         recovery = Recovery(name)
         self._lifecycle = Lifecycle(
             turn,
+            right,
             outbox,
             session,
             app_clock,
@@ -156,12 +130,15 @@ class Machine:
             recovery,
             self._checkpoints,
             self._upgrades,
+            self._load,
             promote,
         )
+        self._taking_over = TakingOver(name, turn, right, session, log, epoch, self._lifecycle, self._load, follow)
         self._feeding = Feeding(
             turn,
             outbox,
             session,
+            right,
             limits,
             log,
             peers,
@@ -177,6 +154,7 @@ class Machine:
             outbox,
             session,
             log,
+            access,
             peers,
             intake,
             failing,
@@ -204,6 +182,9 @@ class Machine:
             stopping,
         )
         self._handlers: dict[type, Callable[[Any], None]] = {
+            ev.Started: self._taking_over.started,
+            ev.RightHeld: self._taking_over.held,
+            ev.RightGranted: self._taking_over.granted,
             ev.AppConnected: self._lifecycle.connected,
             ev.AppData: self._inbox.received,
             ev.AppSent: self._app_sent,
@@ -220,12 +201,14 @@ class Machine:
             ev.MessageSkipped: self._operator.skip,
             ev.Committed: self._committed,
             ev.ChunkWritten: self._chunk_written,
-            ev.LogLoaded: self._lifecycle.log_loaded,
-            ev.CheckpointChecked: self._lifecycle.checkpoint_checked,
-            ev.CheckpointChunkRead: self._feeding.checkpoint_chunk_read,
-            ev.RecordsRead: self._feeding.records_read,
-            ev.SpilledRead: self._spilled_read,
-            ev.LettersRead: self._operator.letters_read,
+            ev.LogLoaded: self._was_read(self._log_loaded),
+            ev.CheckpointChecked: self._was_read(self._lifecycle.checkpoint_checked),
+            ev.CheckpointChunkRead: self._was_read(self._feeding.checkpoint_chunk_read),
+            ev.RecordsRead: self._was_read(self._feeding.records_read),
+            ev.SpilledRead: self._was_read(self._spilled_read),
+            ev.LettersRead: self._was_read(self._operator.letters_read),
+            ev.TailRead: self._tail_read,
+            ev.Fenced: self._fenced,
             ev.LogMeasured: self._log_measured,
             ev.LogFailed: self._log_failed,
             ev.CheckpointRequested: self._checkpoint_requested,
@@ -281,7 +264,12 @@ class Machine:
         peers, clients = self._peers, self._clients
         if self._lifecycle.proof is BEHIND:
             self._lifecycle.look_whether_behind()
-        self._feeding.feed()
+        if self._taking_over.waits:
+            self._taking_over.go_on()
+            self._feeding.feed()
+            self._taking_over.go_on()  # that may have brought the app to where it follows
+        else:
+            self._feeding.feed()
         if self._impulses.held_bytes:
             self._inbox.let_impulses_in()
         if peers.turns.waiting_bytes:
@@ -303,15 +291,43 @@ class Machine:
 
     # --- the log -----------------------------------------------------------------------------------------------------
 
+    def _log_loaded(self, event: ev.LogLoaded) -> None:
+        was_loaded = self._session.is_loaded
+        self._taking_over.log_loaded(event)
+        if not was_loaded:  # what an app has said by now is judged now
+            try:
+                self._inbox.received(ev.AppData(b""))
+            except RemoteProtocolError as error:
+                self._inbox.refuse(error)
+
+    def _load(self, summary: LogSummary, clients: StoredClients | None = None) -> None:
+        """All parts take in what the log says. ``clients``: this coordinator is its writer from now on."""
+        peers, session = self._peers, self._session
+        self._log.load(summary)
+        self.epoch.number = summary.epoch
+        session.load(summary.committer_id, summary.extensions)
+        peers.load(summary)
+        self._impulses.load(summary)
+        self._checkpoints.load(summary.checkpoints)
+        self._versions.load(summary.versions)
+        self._failing.load(summary)
+        if session.phase in (Phase.WAITING, Phase.LOADING):
+            self._intake.open_calls.is_known = not peers.ready
+        if clients is not None:
+            self._clients.load(summary.committer_id, clients)
+            peers.accepting = self._clients.accepting = not self._stopping.asked
+
     def _commit(self, now_ns: int) -> None:
         log = self._log
         # Marks are new once only: they are taken when there is a record to hold them.
         marked = self._session.phase in WORKS and log.seals_next
         group = log.next_commit(now_ns, self._peers.new_marks(log.next_ticket) if marked else {})
         if group is not None:
-            self._turn.effects.append(Commit(group.ticket, group.transaction, group.size_bytes))
+            expected_last, fence = group.expected_last_sequence_id, self.right.fence
+            self._access.write(Commit(group.ticket, group.transaction, group.size_bytes, expected_last, fence))
 
     def _committed(self, event: ev.Committed) -> None:
+        self._access.written()
         ticket, now_ns, peers = event.ticket, self._turn.now_ns, self._peers
         group = self._log.committed(ticket)
         peers.turns.committed(ticket, now_ns)
@@ -338,13 +354,50 @@ class Machine:
             self._taking.durable(transaction.checkpoint)
 
     def _chunk_written(self, event: ev.ChunkWritten) -> None:
+        self._access.written()
         self._checkpoints.chunks_pending_bytes -= event.size_bytes
 
     def _checkpoint_requested(self, event: ev.CheckpointRequested) -> None:
         self._checkpoints.wanted = True
 
+    def _tail_read(self, event: ev.TailRead) -> None:
+        for write in self._access.settle(event):
+            if isinstance(write, Commit):
+                self._committed(ev.Committed(write.ticket))
+            else:
+                self._chunk_written(ev.ChunkWritten(len(write.data)))
+
     def _log_failed(self, event: ev.LogFailed) -> None:
-        self._stop(event.error)
+        if event.retryable:
+            self._access.failed(event)
+            self._wakes.log_at(self._access.due_ns)
+        elif isinstance(event.request, ReadCheckpointChunk) and self.right.follows:
+            if self._session.phase is Phase.RESTORING:  # its writer may have removed it; the next look says
+                self._session.reading = False
+                self._lifecycle.begin_anew(f"the checkpoint can't be restored ({event.error})")
+        else:
+            self._stop(event.error)
+
+    def _fenced(self, event: ev.Fenced) -> None:
+        """Another has the right to write by now: what is not durable is nobody's, and nothing more may leave."""
+        epoch = self.epoch.number
+        self._stop(
+            FencedError(
+                event.holder,
+                f"fenced by {event.holder} at epoch {epoch}: it writes the log of {self.name!r} now; nothing that was "
+                f"acknowledged is lost, and nothing more of this coordinator counts",
+            )
+        )
+
+    def _was_read(self, then: Callable[[Any], None]) -> Callable[[Any], None]:
+        """``then``, behind a look whether that ends a silence of the log."""
+        access = self._access
+
+        def read(event: Any) -> None:
+            access.read()
+            then(event)
+
+        return read
 
     def _log_measured(self, event: ev.LogMeasured) -> None:
         """A log that is full takes no input but what the app makes of it: that is the way to a checkpoint, and room."""
@@ -434,6 +487,7 @@ class Machine:
 
     def _tick(self, event: ev.Tick) -> None:
         """Time has passed. Whether a checkpoint is due is looked at in each turn."""
+        self._access.tick()
         self._wakes.tick(self._turn.now_ns, self._peers.retry_failed, self._answer_parked)
 
     # --- the end -----------------------------------------------------------------------------------------------------
@@ -500,6 +554,7 @@ class Machine:
             self._checkpoints.last,
             now_ns,
         ) | {
+            **describe_right(self.right, self._access, now_ns),
             **describe_flow(self._back_pressure, self._log_room, self._log, self.name, self.limits),
             **self._failing.describe(now_ns),
             "impulses": self._impulses.count,

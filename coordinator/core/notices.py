@@ -95,6 +95,43 @@ class CheckpointDamaged(Notice):
     problem: str
 
 
+class LogSilent(Notice):
+    """What failed may pass: reads are asked again, and writes once it is known whether they are there."""
+
+    level = "warning"
+    template = "the log does not answer, trying again: {problem}"
+    problem: str
+
+
+class LogAnswers(Notice):
+    """What it did not answer is settled: asked again, or known to be there."""
+
+    template = "the log answers again"
+    silent_s: float
+
+
+class Following(Notice):
+    """This coordinator reads a log that another process writes."""
+
+    template = "following {holder}, who writes the log"
+    holder: str
+
+
+class TakingOver(Notice):
+    """The follower becomes the instance."""
+
+    template = "taking over: {holder} writes the log no more"
+    holder: str
+
+
+class FollowerBeginsAnew(Notice):
+    """The state of the app that follows is of no use any more."""
+
+    level = "warning"
+    template = "{problem}; it begins anew, at the last checkpoint"
+    problem: str
+
+
 class WaitsForReceivers(Notice):
     """A log that was cut can't be recovered before all receivers of this instance's calls are up."""
 

@@ -29,6 +29,11 @@ class Recovery:
         self._next_chunk_index = 0
         self._read_bytes = 0
 
+    @property
+    def is_choosing(self) -> bool:
+        """A checkpoint is being checked."""
+        return self._summary is not None
+
     def forget(self) -> None:
         """The app is gone. Checkpoints once found damaged stay so."""
         self._header = self._summary = None

@@ -4,6 +4,7 @@
             --recovery-----> LOADING --> RESTORING --> REPLAYING --> BECOMING_PRIMARY ----> NORMAL
                                           |                            (its checkpoint)
                                           '--promoted, BecomingPrimary sent-----------> NORMAL
+    REPLAYING --another writes the log--> FOLLOWING --this one does from now on--> REPLAYING
     NORMAL --TakeCheckpoint sent--> CHECKPOINTING --its checkpoint, or that there is none--> NORMAL
     REPLAYING --UpgradeTakeCheckpoint sent--> UPGRADING --its checkpoint--> REPLAYING        a version of the log's past
     REPLAYING --UpgradeTakeCheckpoint sent--> UPGRADING --its checkpoint, TakeCheckpoint sent--> CONFIRMING_UPGRADE
@@ -40,6 +41,7 @@ class Phase(Enum):
     FIRST_START = "first start"
     RESTORING = "restoring the checkpoint"
     REPLAYING = "replaying"
+    FOLLOWING = "following"
     BECOMING_PRIMARY = "becoming primary"
     NORMAL = "normal"
     CHECKPOINTING = "taking a checkpoint"
@@ -60,6 +62,8 @@ class Step(Enum):
     LOG_IS_NEW = "the log is new"
     CHECKPOINT_CHOSEN = "a checkpoint was chosen"
     BLOB_SENT = "the blob was sent"
+    FOLLOWS = "another writes the log"
+    RIGHT_TAKEN = "the log is ours to write"
     CAUGHT_UP = "the replay is complete"
     CHECKPOINT_ASKED = "a checkpoint was asked for"
     CHECKPOINT_RECEIVED = "the checkpoint was received"
@@ -78,6 +82,8 @@ TRANSITIONS: dict[tuple[Phase, Step], Phase] = {
     (Phase.LOADING, Step.LOG_IS_NEW): Phase.FIRST_START,
     (Phase.LOADING, Step.CHECKPOINT_CHOSEN): Phase.RESTORING,
     (Phase.RESTORING, Step.BLOB_SENT): Phase.REPLAYING,
+    (Phase.REPLAYING, Step.FOLLOWS): Phase.FOLLOWING,
+    (Phase.FOLLOWING, Step.RIGHT_TAKEN): Phase.REPLAYING,
     (Phase.REPLAYING, Step.CAUGHT_UP): Phase.BECOMING_PRIMARY,
     (Phase.REPLAYING, Step.PROMOTED): Phase.NORMAL,
     (Phase.FIRST_START, Step.CHECKPOINT_RECEIVED): Phase.NORMAL,
@@ -86,6 +92,7 @@ TRANSITIONS: dict[tuple[Phase, Step], Phase] = {
     (Phase.CHECKPOINTING, Step.CHECKPOINT_RECEIVED): Phase.NORMAL,
     (Phase.CHECKPOINTING, Step.CHECKPOINT_ABANDONED): Phase.NORMAL,
     (Phase.REPLAYING, Step.UPGRADE_ASKED): Phase.UPGRADING,
+    (Phase.FOLLOWING, Step.UPGRADE_ASKED): Phase.UPGRADING,
     (Phase.UPGRADING, Step.UPGRADE_REPLAYED): Phase.REPLAYING,
     (Phase.UPGRADING, Step.CHECKPOINT_RECEIVED): Phase.CONFIRMING_UPGRADE,
     (Phase.CONFIRMING_UPGRADE, Step.UPGRADE_CONFIRMED): Phase.COMPLETING_UPGRADE,
@@ -101,13 +108,16 @@ AWAITING_CHECKPOINT = frozenset(
 )
 """The phases in which the app owes a checkpoint, and may send one."""
 
-GETS_RECORDS = frozenset({Phase.REPLAYING, Phase.BECOMING_PRIMARY, Phase.NORMAL, Phase.CHECKPOINTING})
+REPLAYS = frozenset({Phase.REPLAYING, Phase.FOLLOWING})
+"""The phases in which the app does again what was done before, or elsewhere."""
+
+GETS_RECORDS = REPLAYS | {Phase.BECOMING_PRIMARY, Phase.NORMAL, Phase.CHECKPOINTING}
 """The phases in which logged records go to the app."""
 
-RECOVERING = frozenset({Phase.LOADING, Phase.RESTORING, Phase.REPLAYING})
+RECOVERING = REPLAYS | {Phase.LOADING, Phase.RESTORING}
 """The phases in which each turn may bring the app a step further."""
 
-RECOVERED = GETS_RECORDS - {Phase.REPLAYING}
+RECOVERED = GETS_RECORDS - REPLAYS
 """Those of them behind the replay: new records go to the app as soon as they are durable."""
 
 WORKS = frozenset({Phase.NORMAL, Phase.CHECKPOINTING})
@@ -126,20 +136,22 @@ class AppSession:
     ``logged_extensions``: those of the app that the log was begun with; None if the log is new.
     """
 
-    def __init__(
-        self,
-        committer_id: int,
-        rpc_size_bytes_max: int = RPC_SIZE_BYTES_MAX,
-        logged_extensions: frozenset[int] | None = None,
-    ) -> None:
-        self.logged_extensions = logged_extensions
+    def __init__(self, rpc_size_bytes_max: int = RPC_SIZE_BYTES_MAX) -> None:
+        self.logged_extensions: frozenset[int] | None = None
         self._rpc_size_bytes_max = rpc_size_bytes_max
         self.phase = Phase.WAITING
-        self._committer_id = committer_id
+        self._committer_id = 0
+        self.number = 0  # of this connection
         self.connect()
+
+    def load(self, committer_id: int, logged_extensions: frozenset[int] | None) -> None:
+        """What the log says of itself and of its app."""
+        self._committer_id = committer_id
+        self.logged_extensions = logged_extensions
 
     def connect(self) -> None:
         """Forget all about the last connection."""
+        self.number += 1
         self.reader = MessageReader(rpc_size_bytes_max=self._rpc_size_bytes_max)
         self.hello: Hello | None = None
         self._extensions_of: Hello | None = None
@@ -159,6 +171,11 @@ class AppSession:
         self.acceptances: deque[tuple[int, int]] = deque()  # to be told: (behind this record, accepted by then)
         self._rules: dict[str, CallRules] = {}  # by destination
         self._sources: list[tuple[int, str]] | None = None  # as the app was told last
+
+    @property
+    def is_loaded(self) -> bool:
+        """It is known whose log this is, and of which kind of app."""
+        return self._committer_id != 0
 
     def advance(self, step: Step) -> None:
         following = TRANSITIONS.get((self.phase, step))

@@ -8,7 +8,9 @@ from coordinator.core.back_pressure import BackPressure
 from coordinator.core.group_commit import GroupCommit
 from coordinator.core.interfaces import ONESELF, CheckpointHeader
 from coordinator.core.limits import Limits
+from coordinator.core.log_access import LogAccess
 from coordinator.core.log_room import LogRoom
+from coordinator.core.right import Right
 from coordinator.core.session import GETS_RECORDS, AppSession, Phase
 from coordinator.core.streams.peers import Peers
 from protocol.client import CLIENTS
@@ -67,6 +69,16 @@ def describe(
 def _granted(peers: Peers, source: str) -> dict[str, int]:
     granted_bytes = peers.grants.granted_bytes.get(source)
     return {} if granted_bytes is None else {"window_bytes": granted_bytes}
+
+
+def describe_right(right: Right, access: LogAccess, now_ns: int) -> dict[str, object]:
+    """Whether this coordinator writes the log, or who does; and since when the log does not answer."""
+    since_ns = access.silent_since_ns
+    return {
+        "role": right.role.value,
+        "follows": right.holder if right.follows else None,
+        "log_silent_s": None if since_ns is None else round(max(0, now_ns - since_ns) / 1e9, 3),
+    }
 
 
 def describe_flow(

@@ -14,23 +14,30 @@ from coordinator.core.limits import Limits
 from protocol.verdicts import MessageKey, Verdict, VerdictKind
 
 FRONT_SIZE_BYTES = 64  # of a verdict, beside its texts: about
-_OVERRULING = (VerdictKind.KILLED, VerdictKind.SKIPPED)  # also what runs again at each replay, and is found to kill
+OVERRULING = (VerdictKind.KILLED, VerdictKind.SKIPPED)  # also what runs again at each replay, and is found to kill
 
 
 class Verdicts:
     """Those of one instance. ``letters``: the sizes in bytes of the dead letters that are kept, oldest first."""
 
-    def __init__(self, summary: LogSummary, limits: Limits, log: GroupCommit) -> None:
+    def __init__(self, limits: Limits, log: GroupCommit) -> None:
         self.counts: Counter[VerdictKind] = Counter()  # since this coordinator was started
-        self.letters = dict(summary.letters)
-        self.letters_bytes = sum(self.letters.values())
+        self.letters: dict[MessageKey, int] = {}
+        self.letters_bytes = 0
         self.letters_lost = 0  # since this coordinator was started: there was no room for them any more
         self._limits = limits
         self._log = log
         self._known: dict[MessageKey, Verdict] = {}  # on what a replay may come to
-        self._load(summary.verdicts)
 
-    def _load(self, verdicts: Iterable[Verdict]) -> None:
+    def load(self, summary: LogSummary) -> None:
+        """What the log has."""
+        self.letters = dict(summary.letters)
+        self.letters_bytes = sum(self.letters.values())
+        self._known = {}
+        self.know(summary.verdicts)
+
+    def know(self, verdicts: Iterable[Verdict]) -> None:
+        """Those that an app is to be told of as well, where nothing else is known."""
         for verdict in verdicts:
             self._known.setdefault(verdict.key, verdict)
 
@@ -39,7 +46,7 @@ class Verdicts:
 
     def behind(self, sequence_id: int, summary: LogSummary) -> list[Verdict]:
         """Those that a replay from behind this record is to be told, in their order."""
-        self._load(summary.verdicts)  # it may begin before the last checkpoint
+        self.know(summary.verdicts)  # it may begin before the last checkpoint
         self.forget_until(sequence_id)
         return [self._known[key] for key in sorted(self._known)]
 
@@ -55,7 +62,7 @@ class Verdicts:
         """The group that makes it durable, which is ``group`` where that has the message itself; None if there is a
         verdict on that message already."""
         known = self._known.get(verdict.key)
-        if known is not None and (known.skips or verdict.kind not in _OVERRULING):
+        if known is not None and (known.skips or verdict.kind not in OVERRULING):
             return None
         size_bytes = FRONT_SIZE_BYTES + len(verdict.text) + len(verdict.message) + len(verdict.trace)
         if group is None:

@@ -13,10 +13,16 @@ FIRST_VERSION = 1
 class Versions:
     """``upgrade_to``: the version that the next recovery is to end in; None if it is to stay as it is."""
 
-    def __init__(self, starts: Sequence[VersionStart], upgrade_to: int | None) -> None:
-        self.starts = list(starts)
-        self.upgrade_to = None if upgrade_to == self.current else upgrade_to
+    def __init__(self, upgrade_to: int | None) -> None:
+        self.starts: list[VersionStart] = []
+        self.upgrade_to = upgrade_to
         self._ahead: deque[VersionStart] = deque()
+
+    def load(self, starts: Sequence[VersionStart]) -> None:
+        """Those of the log, oldest first."""
+        self.starts = list(starts)
+        if self.upgrade_to == self.current:
+            self.upgrade_to = None
 
     @property
     def current(self) -> int:

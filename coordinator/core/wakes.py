@@ -21,9 +21,14 @@ class Wakes:
     _spill_ns: int | None = None  # for streams whose receivers are waited for
     _held_back_ns: int | None = None  # for senders that have used up their rate
     _turn_ns: int | None = None  # for batches that wait for their turn
+    _log_ns: int | None = None  # for a log that does not answer
 
     def checkpoint_at(self, time_ns: int) -> None:
         self._checkpoint_ns = time_ns
+        self._plan()
+
+    def log_at(self, time_ns: int | None) -> None:
+        self._log_ns = time_ns
         self._plan()
 
     def look_after(self, peers: Peers, now_ns: int) -> None:
@@ -56,11 +61,20 @@ class Wakes:
             answer_parked()
         if self._turn_ns is not None and now_ns >= self._turn_ns:
             self._turn_ns = None
+        if self._log_ns is not None and now_ns >= self._log_ns:
+            self._log_ns = None
         self._plan()
 
     def _plan(self) -> None:
         """One WakeAt takes the place of the one before: the next of all that is waited for."""
-        wishes_ns = (self._checkpoint_ns, self._retry_ns, self._spill_ns, self._held_back_ns, self._turn_ns)
+        wishes_ns = (
+            self._checkpoint_ns,
+            self._retry_ns,
+            self._spill_ns,
+            self._held_back_ns,
+            self._turn_ns,
+            self._log_ns,
+        )
         due_ns = [at_ns for at_ns in wishes_ns if at_ns is not None]
         if due_ns:
             self.effects.append(WakeAt(min(due_ns)))

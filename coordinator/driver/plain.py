@@ -66,7 +66,8 @@ class PlainPeers:
 
 
 class PlainLog:
-    """Over ``store``. Writes wait for :meth:`work`; reads are answered at once, into ``inbox``."""
+    """Over ``store``, which nobody else writes. Writes wait for :meth:`work`; reads are answered at once, into
+    ``inbox``."""
 
     has_inline = False
 
@@ -74,6 +75,10 @@ class PlainLog:
         self.store = store
         self.inbox = inbox
         self.jobs: deque[Write] = deque()
+        self._ticket = 0  # of the last append that was done
+
+    def acquire(self, effect: ef.AcquireRight) -> None:
+        self.inbox.append(ev.RightGranted(1))
 
     def submit(self, request: Write | Read) -> None:
         if isinstance(request, ef.Commit | ef.WriteCheckpointChunk):
@@ -82,6 +87,8 @@ class PlainLog:
             self.inbox.append(self.answer(request))
 
     def answer(self, request: Read) -> ev.Event:
+        if isinstance(request, ef.ReadTail):
+            return ev.TailRead(self._ticket, self.store.summary().last_sequence_id)
         return answer(self.store, request)
 
     def work(self) -> ev.Event:
@@ -89,6 +96,7 @@ class PlainLog:
         job = self.jobs.popleft()
         if isinstance(job, ef.Commit):
             self.store.commit(job.transaction)
+            self._ticket = job.ticket
             return ev.Committed(job.ticket)
         self.store.write_checkpoint_chunk(job.checkpoint_id, job.index, job.data)
         return ev.ChunkWritten(len(job.data))

@@ -13,7 +13,9 @@ from coordinator.core import effects as ef
 from coordinator.core.events import Event
 
 Write = ef.Commit | ef.WriteCheckpointChunk
-Read = ef.LoadLog | ef.CheckCheckpoint | ef.ReadCheckpointChunk | ef.ReadRecords | ef.ReadSpilled | ef.ReadLetters
+StoreRead = ef.LoadLog | ef.CheckCheckpoint | ef.ReadCheckpointChunk | ef.ReadRecords | ef.ReadSpilled | ef.ReadLetters
+"""What an open log answers by itself."""
+Read = StoreRead | ef.ReadTail
 
 
 class AppPort(Protocol):
@@ -69,6 +71,8 @@ class PeerPort(Protocol):
 
 class LogPort(Protocol):
     """The log. Each request is answered by an event in the inbox, at once or later: writes in their order."""
+
+    def acquire(self, effect: ef.AcquireRight, /) -> None: ...
 
     def submit(self, request: Write | Read, /) -> None:
         """Raises nothing: what fails is answered by LogFailed."""

@@ -3,40 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
-from coordinator.core.errors import DamagedLogError, LogError
+from coordinator.core.errors import DamagedLogError, LogError, LogUnavailableError
 from coordinator.core.interfaces import CheckpointHeader, LogStore
-from coordinator.driver.ports import Read
+from coordinator.driver.ports import StoreRead
 from protocol.checksum import crc64
 from protocol.verdicts import MessageKey
 
 
-def answer(store: LogStore, asked: Read) -> ev.Event:
-    """What ``store`` has for ``asked``; LogFailed where it can't be read."""
+def answer(store: LogStore, asked: StoreRead) -> ev.Event:
+    """What ``store`` has for ``asked``, which its writer asks; LogFailed where it can't be read."""
     try:
         match asked:
-            case ef.LoadLog():
-                return ev.LogLoaded(store.summary())
+            case ef.LoadLog(with_clients):
+                return ev.LogLoaded(store.summary(), store.clients() if with_clients else None)
             case ef.CheckCheckpoint(header):
                 return ev.CheckpointChecked(header.checkpoint_id, problem_of(store, header))
             case ef.ReadCheckpointChunk(checkpoint_id, index):
                 return ev.CheckpointChunkRead(store.read_checkpoint_chunk(checkpoint_id, index))
-            case ef.ReadRecords(first_sequence_id, size_bytes_max):
-                return ev.RecordsRead(store.read(first_sequence_id, size_bytes_max))
+            case ef.ReadRecords(first_sequence_id, size_bytes_max, session):
+                return ev.RecordsRead(store.read(first_sequence_id, size_bytes_max), None, session)
             case ef.ReadSpilled(destination, first, last, size_bytes_max):
                 batches = store.read_spilled(destination, first, last, size_bytes_max)
                 return ev.SpilledRead(destination, first, batches)
             case ef.ReadLetters(keys):
                 return _letters(store, keys)
     except LogError as error:
-        return ev.LogFailed(error)
+        return failed(error, asked)
 
 
-def problem_of(
-    store: LogStore, header: CheckpointHeader, is_given_up: Callable[[], bool] = lambda: False
-) -> str | None:
+def failed(error: LogError, asked: ev.Asked | None) -> ev.LogFailed:
+    """What a log answers that could not do what it was asked for."""
+    return ev.LogFailed(error, isinstance(error, LogUnavailableError), asked)
+
+
+class Chunks(Protocol):
+    """A log whose checkpoints can be read."""
+
+    def read_checkpoint_chunk(self, checkpoint_id: int, index: int) -> bytes: ...
+
+
+def problem_of(store: Chunks, header: CheckpointHeader, is_given_up: Callable[[], bool] = lambda: False) -> str | None:
     """What is wrong with the blob of ``header``'s checkpoint; None if every byte is what was written.
 
     ``is_given_up``: looked at before each chunk; nobody wants to know any more.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from coordinator.core import effects as ef
-from coordinator.core.events import Event
+from coordinator.core.events import Event, Started
 from coordinator.core.machine import Machine
 from coordinator.driver.ports import AppPort, ClockPort, HostPort, LogPort, PeerPort
 
@@ -45,8 +45,10 @@ class Driver:
             ef.CloseApp: app.close_app,
             ef.PauseApp: app.pause,
             ef.ResumeApp: app.resume,
+            ef.AcquireRight: log.acquire,
             ef.Commit: log.submit,
             ef.WriteCheckpointChunk: log.submit,
+            ef.ReadTail: log.submit,
             ef.LoadLog: log.submit,
             ef.CheckCheckpoint: log.submit,
             ef.ReadCheckpointChunk: log.submit,
@@ -67,6 +69,11 @@ class Driver:
             ef.Stop: host.stop,
         }
         self._observer = observer
+
+    def start(self) -> None:
+        """The first turn of all: the machine asks for the right to write its log."""
+        self.inbox.insert(0, Started())
+        self.turn()
 
     def turn(self) -> None:
         """Handle all that has come in, and all that this brings about at once."""

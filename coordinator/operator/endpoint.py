@@ -8,15 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from coordinator.app.endpoint import AppEndpoint
-from coordinator.audit.auditor import Auditor
+from coordinator.audit.auditor import READ_ONLY, Auditor
 from coordinator.clock import InstanceClock
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
-from coordinator.core.errors import LogError
-from coordinator.core.interfaces import LogStore
+from coordinator.core.errors import LogError, fail
 from coordinator.core.machine import Machine
 from coordinator.fault_points import FaultPoint, reach
-from coordinator.log_writer import LogWriter
+from coordinator.log_endpoint import LogEndpoint
 from coordinator.operator import verbs as operator_verbs
 from coordinator.operator.control_server import Asked
 from coordinator.operator.verbs import VerbError
@@ -31,14 +30,13 @@ class OperatorEndpoint:
         machine: Machine,
         app: AppEndpoint,
         peers: PeerEndpoint,
-        store: LogStore,
-        writer: LogWriter,
+        log: LogEndpoint,
         clock: InstanceClock,
         auditor: Auditor,
         post: Callable[[ev.Event], None],
     ) -> None:
-        self._machine, self._app, self._peers, self._store = machine, app, peers, store
-        self._writer, self._clock, self._auditor, self._post = writer, clock, auditor, post
+        self._machine, self._app, self._peers, self._log = machine, app, peers, log
+        self._clock, self._auditor, self._post = clock, auditor, post
         self._verbs: dict[str, Callable[[Asked], None]] = {
             "status": lambda asked: asked.answer(self._status()),
             "checkpoint": self._checkpoint,
@@ -55,8 +53,11 @@ class OperatorEndpoint:
             reach(FaultPoint.CONTROL)
             self._auditor.operator(f"uid {asked.uid}", asked.verb, asked.argument.decode(errors="replace"))
             verb = self._verbs.get(asked.verb)
+            right = self._machine.right
             if verb is None:
                 asked.answer({"error": f"unknown verb {asked.verb!r}; known: {', '.join(self._verbs)}"})
+            elif not right.writes and asked.verb not in READ_ONLY:
+                asked.answer({"refused": f"it does not write the log now ({right.role.value}): ask {right.holder}"})
             else:
                 verb(asked)
 
@@ -77,8 +78,11 @@ class OperatorEndpoint:
         asked.answer(self._clock.status())
 
     def _change(self, asked: Asked) -> None:
+        store = self._log.store
+        if store is None:
+            fail("an operator changes a log that is not ours")
         try:
-            event = operator_verbs.event_of(asked.verb, asked.argument, asked, self._store, self._machine.letters)
+            event = operator_verbs.event_of(asked.verb, asked.argument, asked, store, self._machine.letters)
         except (VerbError, LogError) as error:
             asked.answer({"error": str(error)})
         else:
@@ -89,7 +93,7 @@ class OperatorEndpoint:
             **self._machine.status(self._clock.now_ns()),
             "pid": os.getpid(),
             "clock": self._clock.status(),
-            "commit_ms": round(self._writer.commit_s * 1000, 3),
+            "commit_ms": round(self._log.commit_s * 1000, 3),
             "security": self._peers.describe_security(),
         }
         status["unsent_bytes"] -= self._app.sent_bytes  # of which the machine has not heard

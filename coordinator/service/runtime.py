@@ -20,19 +20,27 @@ from coordinator.clock import LOOK_NS, InstanceClock
 from coordinator.config import InstanceSettings
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
-from coordinator.core.errors import DamagedLogError, DivergenceError, LogFormatError, LogIdentityError
+from coordinator.core.errors import (
+    DamagedLogError,
+    DivergenceError,
+    FencedError,
+    LogFormatError,
+    LogIdentityError,
+)
 from coordinator.core.interfaces import LogStore
 from coordinator.core.limits import MIB, Limits
 from coordinator.core.machine import Machine
 from coordinator.driver.turn import Driver
 from coordinator.earliest import earliest
 from coordinator.fault_points import FaultPoint, reach
-from coordinator.instances import own_logs, upgrade_mark
+from coordinator.instances import upgrade_mark
 from coordinator.instances.foreign_state import PickleRefusedError
 from coordinator.instances.registry import Registry
+from coordinator.log import LmdbLogStore
 from coordinator.log.authentication import LogKeyError
-from coordinator.log.modes import tighten_log
 from coordinator.log_endpoint import LogEndpoint
+from coordinator.log_follower import LogFollower, Places
+from coordinator.log_places import LogPlaces
 from coordinator.log_writer import LogWriter
 from coordinator.notices import Notices, Sink
 from coordinator.notices.limited import Limited
@@ -53,45 +61,56 @@ STOP_TIMEOUT_S = 25.0  # for the last checkpoint; the supervisor waits 30
 FAREWELL_TIMEOUT_S = 1.0  # for the last bytes to the app
 SWITCH_INTERVAL_S = 0.0005  # the commit thread gets the interpreter back this soon: 5 ms would be 5 ms per commit
 STATUS_NO_RECOVERY = 3  # the log can't be replayed as it is: the next start would find the same
+STATUS_FENCED = 4  # another process writes the log by now
+_NO_RECOVERY = (DivergenceError, DamagedLogError, LogFormatError, LogIdentityError, LogKeyError, PickleRefusedError)
 DAY_NS = 24 * 3600 * 10**9
 
 
 class Coordinator:
-    """One running coordinator over an open log. :meth:`run` returns when it has stopped.
+    """One running coordinator. :meth:`run` returns when it has stopped.
 
-    ``lines``: where its lines go. ``metrics``: who else wants its notices, and what takes how long.
+    ``store``: the log, open for writing; None: ``follow`` says where it is, which another process may write. ``lines``:
+    where its lines go. ``place``: the settings with the places where the app and operators find it for as long as it
+    follows; those of the instance where None.
     """
 
     def __init__(
         self,
         settings: InstanceSettings,
         registry: Registry,
-        store: LogStore,
+        store: LogStore | None,
         lines: Sink,
         upgrade_to: int | None = None,
         *,
         promote: bool = False,
-        metrics: Sink | None = None,
+        follow: Places | None = None,
+        place: InstanceSettings | None = None,
     ) -> None:
         self._settings = settings
+        self._place = place = place or settings
         self._registry = registry
         self._limited = Limited(lines)
-        sinks: list[Sink] = [self._limited, Readiness(control.report_ready), *([] if metrics is None else [metrics])]
-        self._log = log = Notices(settings.name, *sinks)
-        summary = store.summary()
-        self._clock = InstanceClock(settings.folder, summary, settings.tuning.clock_hold_s * 10**9, log)
+        self._metrics = None if settings.metrics is None else Metrics(settings)
+        sinks: list[Sink] = [self._limited, Readiness(self._is_ready)]
+        self._log = log = Notices(settings.name, *sinks, *([] if self._metrics is None else [self._metrics.sink]))
+        self._clock = InstanceClock(
+            settings.folder,
+            None if store is None else store.summary(),
+            settings.tuning.clock_hold_s * 10**9,
+            log,
+            is_ours=store is not None,
+        )
         self._machine = machine = Machine(
             settings.name,
-            summary,
             limits_of(settings),
             upgrade_to,
             promote=promote,
-            clients=store.clients(),
+            follow=follow is not None,
             permissions=settings.permissions,
             running=self._clock.running,
         )
-        for problem in store.problems:
-            log.error(problem)
+        self._is_the_instance = False  # it is reached where the instance is
+        self._was_ready = False  # an app was recovered, or begun, in this process
         self._error: ImmortalError | None = None
         self._stop_requests = StopRequests()
         self._stop_deadline_ns: int | None = None  # on the monotonic clock, as all that follows
@@ -102,20 +121,23 @@ class Coordinator:
         self._inbox: list[ev.Event] = []
         post = self._inbox.append
         self._epoll = select.epoll()
-        self._app = AppEndpoint(settings, log, self._epoll)
+        self._app = AppEndpoint(place, log, self._epoll)
         self._peers = PeerEndpoint(settings, registry, log, post)
-        writer = LogWriter(
-            store,
-            keep_checkpoints=settings.keep_checkpoints,
-            inline_size_bytes_max=settings.tuning.commit_inline_kib_max << 10,
-            times=metrics,
-        )
         keep_ns = None if settings.keep_log_days is None else settings.keep_log_days * DAY_NS
-        self._log_endpoint = LogEndpoint(store, writer, self._clock, log, keep_ns, self._inbox)
+        self._log_endpoint = LogEndpoint(
+            store,
+            self._make_writer,
+            self._clock,
+            log,
+            keep_ns,
+            self._inbox,
+            None if follow is None else LogFollower(follow),
+            self._was_granted,
+        )
         self._auditor = Auditor(AuditLog(settings.folder, log.warning))
-        self._control = ControlServer(settings.folder)
+        self._control = ControlServer(place.folder)
         self._operator = OperatorEndpoint(
-            machine, self._app, self._peers, store, writer, self._clock, self._auditor, post
+            machine, self._app, self._peers, self._log_endpoint, self._clock, self._auditor, post
         )
         self.peer_reset_done, self.operator_answered = self._operator.peer_reset_done, self._operator.operator_answered
         self._driver = Driver(machine, self._inbox, self._app, self._peers, self._log_endpoint, self._clock, self)
@@ -124,45 +146,87 @@ class Coordinator:
         self._epoll.register(self._control_fileno, select.EPOLLIN)
 
     def run(self) -> int:
-        """Serve until stopped: 0 after a clean stop; after an error, which has been logged, 1 or STATUS_NO_RECOVERY."""
-        settings = self._settings
+        """Serve until stopped: 0 after a clean stop; after an error, which has been logged, the status that it has."""
         try:
-            self._app.listen()
-            self._peers.listen()
-            control_path = self._control.listen()
             self._wake_receiver, self._wake_sender = socket.socketpair()
             self._catch_signals()
             self._wake_fileno = self._wake_receiver.fileno()
             for descriptor in (self._peers_fileno, self._log_fileno, self._wake_fileno):
                 self._epoll.register(descriptor, select.EPOLLIN)
-            control.announce(settings.folder, control_path)
-            reach(FaultPoint.ANNOUNCED)
-            self._auditor.started(process=os.getpid(), user=os.geteuid(), insecure=settings.insecure)
-            security = self._peers.security.security
-            self._log.info(
-                "coordinator started",
-                peer=settings.peer,
-                app=settings.app_address,
-                app_socket=settings.app_unix_address,
-                app_send=settings.app_send_address,
-                app_send_mode=settings.app_send_mode if settings.app_send_port is not None else None,
-                encrypted=security is not None,
-                runs=compiled.describe(),
-                **{key: self._machine.status(self._clock.now_ns())[key] for key in ("committer_id", "sequence_id")},
-            )
-            if (warning := insecurity(settings, security)) is not None:
-                self._log.warning(warning)
+            self._driver.start()
+            self._app.listen()
+            if self._machine.right.writes:
+                self._become_the_instance()
+            else:
+                self._begin_to_follow()
             while not self._machine.stopped:
                 self._take_in()
                 self._driver.turn()
+                if not self._is_the_instance and self._machine.right.writes:
+                    self._become_the_instance()
             self._say_farewell()
         finally:
             self._close()
         if self._error is not None:
             self._log.error(str(self._error))
-            return STATUS_NO_RECOVERY if isinstance(self._error, DivergenceError | DamagedLogError) else 1
+            return status_of(self._error)
         self._log.info("stopped")
         return 0
+
+    def _begin_to_follow(self) -> None:
+        """Be found by who looks for this follower; the instance is another process."""
+        control.announce(self._place.folder, self._control.listen())
+        place = self._place
+        self._log.info("coordinator started, to follow", app=place.app_address, app_socket=place.app_unix_address)
+
+    def _become_the_instance(self) -> None:
+        """The log is ours to write: peers and operators find us where the instance is."""
+        self._is_the_instance = True
+        settings = self._settings
+        self._peers.listen()
+        if self._place is not settings:
+            self._epoll.unregister(self._control_fileno)
+            control.withdraw(self._place.folder)
+            self._control.close()
+            self._control = ControlServer(settings.folder)
+            self._control_fileno = self._control.fileno()
+            self._epoll.register(self._control_fileno, select.EPOLLIN)
+        control.announce(settings.folder, self._control.listen())
+        reach(FaultPoint.ANNOUNCED)
+        if self._metrics is not None:
+            self._metrics.serve(self._log)
+        self._auditor.started(process=os.getpid(), user=os.geteuid(), insecure=settings.insecure)
+        security = self._peers.security.security
+        self._log.info(
+            "coordinator started",
+            peer=settings.peer,
+            app=self._place.app_address,
+            app_socket=self._place.app_unix_address,
+            app_send=self._place.app_send_address,
+            app_send_mode=self._place.app_send_mode if self._place.app_send_port is not None else None,
+            encrypted=security is not None,
+            runs=compiled.describe(),
+            **{key: self._machine.status(self._clock.now_ns())[key] for key in ("committer_id", "sequence_id")},
+        )
+        if (warning := insecurity(settings, security)) is not None:
+            self._log.warning(warning)
+        if self._was_ready:  # it followed
+            control.report_ready()
+
+    def _make_writer(self, store: LogStore) -> LogWriter:
+        times = None if self._metrics is None else self._metrics.sink
+        if times is not None and isinstance(store, LmdbLogStore):
+            store.synced = lambda seconds: times.take(SyncTimed(seconds))
+        return LogWriter(
+            store,
+            keep_checkpoints=self._settings.keep_checkpoints,
+            inline_size_bytes_max=self._settings.tuning.commit_inline_kib_max << 10,
+            times=times,
+        )
+
+    def _was_granted(self, store: LogStore) -> None:
+        if self._place is not self._settings:
+            self._clock.take_over(store.summary())
 
     def _take_in(self) -> None:
         """Wait until something is ready or due, and put what comes of it into the driver's inbox."""
@@ -223,6 +287,11 @@ class Coordinator:
     def report(self, effect: ef.Report) -> None:
         self._log.take(effect.notice)
 
+    def _is_ready(self) -> None:
+        self._was_ready = True
+        if self._is_the_instance:
+            control.report_ready()
+
     def stop(self, effect: ef.Stop) -> None:
         reach(FaultPoint.STOPPING)
         self._error = effect.error
@@ -251,20 +320,25 @@ class Coordinator:
         self._machine.stopped = True
 
     def _say_farewell(self) -> None:
-        """Let the last bytes reach the app and the last answers the peers."""
+        """Let the last bytes reach the app and the last answers the peers; nothing of one whose log is another's."""
         self._app.drain(FAREWELL_TIMEOUT_S)
-        self._peers.flush(patient=False)
+        if not isinstance(self._error, FencedError):
+            self._peers.flush(patient=False)
 
     def _close(self) -> None:
         signal.set_wakeup_fd(-1)
-        self._auditor.close(error=None if self._error is None else str(self._error))
+        if self._is_the_instance:
+            self._auditor.close(error=None if self._error is None else str(self._error))
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)  # stopped already: one more wish must not spoil the exit status
         self._log_endpoint.close()
+        if self._place is not self._settings and self._log_endpoint.store is not None:
+            self._log_endpoint.store.close()
         self._clock.close()
         self._app.close()
         self._peers.close()
-        control.withdraw(self._settings.folder)  # first: who is waiting for an answer looks there when it is cut off
+        for place in (self._settings, self._place):  # first: who waits for an answer looks there when it is cut off
+            control.withdraw(place.folder)
         self._control.close()
         self._epoll.close()
 
@@ -306,23 +380,37 @@ def upgrade_asked_for(settings: InstanceSettings, registry: Registry, store: Log
     return mark.to if mark is not None and mark.pending else None
 
 
-def _serve_metrics(settings: InstanceSettings, log: Notices) -> Sink:
-    """The sink that they are made of. Raises ImmortalError."""
-    try:
-        from prometheus_client import CollectorRegistry
+class Metrics:
+    """``sink``: what they are made of, besides the status. Raises ImmortalError."""
 
-        from coordinator.notices.metrics import NoticeMetrics, StatusCollector
+    def __init__(self, settings: InstanceSettings) -> None:
+        try:
+            from prometheus_client import CollectorRegistry
+
+            from coordinator.notices.metrics import NoticeMetrics, StatusCollector
+        except ModuleNotFoundError:
+            raise ImmortalError("metrics need prometheus-client: pip install 'immortal[metrics]'") from None
+        self._settings = settings
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(StatusCollector(settings.name, lambda: control.query(settings.folder, "status")))
+        self.sink: Sink = NoticeMetrics(settings.name, self._registry)
+
+    def serve(self, log: Notices) -> None:
+        """Raises MetricsError."""
         from coordinator.notices.metrics_server import Access, serve_metrics
-    except ModuleNotFoundError:
-        raise ImmortalError("metrics need prometheus-client: pip install 'immortal[metrics]'") from None
-    access = Access(
-        settings.metrics_token_file, settings.metrics_certificate_file, settings.metrics_key_file, settings.insecure
-    )
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(StatusCollector(settings.name, lambda: control.query(settings.folder, "status")))
-    sink = NoticeMetrics(settings.name, registry)
-    serve_metrics(log, str(settings.metrics), registry, access)
-    return sink
+
+        settings = self._settings
+        access = Access(
+            settings.metrics_token_file, settings.metrics_certificate_file, settings.metrics_key_file, settings.insecure
+        )
+        serve_metrics(log, str(settings.metrics), self._registry, access)
+
+
+def status_of(error: ImmortalError) -> int:
+    """The exit status of a coordinator that ``error`` has ended."""
+    if isinstance(error, FencedError):
+        return STATUS_FENCED
+    return STATUS_NO_RECOVERY if isinstance(error, _NO_RECOVERY) else 1
 
 
 def run_coordinator(
@@ -332,11 +420,13 @@ def run_coordinator(
     *,
     promote: bool = False,
     trust_pickle: bool = False,
+    place: InstanceSettings | None = None,
 ) -> int:
     """Open the log (a new one at the first start) and serve until stopped; the exit status.
 
     ``log``: where its lines go. ``promote``: a recovered app begins to work without a checkpoint first.
-    ``trust_pickle``: the log may be of another home, with states that pickle wrote.
+    ``trust_pickle``: the log may be of another home, with states that pickle wrote. ``place``: follow the log while
+    another process writes it, and be found there (coordinator/follower_places.py).
 
     Raises ImmortalError for what keeps it from starting, and may be otherwise the next time.
     """
@@ -345,30 +435,15 @@ def run_coordinator(
     keep_freed_memory()
     descriptors.raise_limit()
     try:
-        return _run_with_log(settings, registry, log, promote=promote, trust_pickle=trust_pickle)
-    except (DamagedLogError, LogFormatError, LogIdentityError, LogKeyError, PickleRefusedError) as error:
+        places = LogPlaces(settings, log, trust_pickle=trust_pickle)
+        if place is not None:
+            return Coordinator(settings, registry, None, log, promote=promote, follow=places, place=place).run()
+        store = places.open_store()
+        try:
+            upgrade_to = upgrade_asked_for(settings, registry, store)
+            return Coordinator(settings, registry, store, log, upgrade_to, promote=promote).run()
+        finally:
+            store.close()
+    except _NO_RECOVERY as error:
         log.error(str(error))
         return STATUS_NO_RECOVERY
-
-
-def _run_with_log(
-    settings: InstanceSettings, registry: Registry, log: Notices, *, promote: bool, trust_pickle: bool
-) -> int:
-    store = own_logs.open_log(settings)
-    try:
-        own_logs.take_for_own(settings, store, trust_pickle=trust_pickle)
-        if store.macs is not None:
-            marker = store.macs.marker
-            first = marker.first_sequence_id
-            log.info("the log is authenticated", key=marker.key_id, from_record=first or None)
-        if (opened := tighten_log(settings.log)) is not None:
-            log.warning(opened)
-        for line in store.rebuilt:
-            log.warning(line)
-        upgrade_to = upgrade_asked_for(settings, registry, store)
-        metrics = None if settings.metrics is None else _serve_metrics(settings, log)
-        if metrics is not None:
-            store.synced = lambda seconds: metrics.take(SyncTimed(seconds))
-        return Coordinator(settings, registry, store, log, upgrade_to, promote=promote, metrics=metrics).run()
-    finally:
-        store.close()

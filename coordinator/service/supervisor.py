@@ -13,6 +13,8 @@ What a death means (`Verdict`):
 - status 75 of the app: it left to be recovered. It is started again at once, with restart or without.
 - status 2 of either: it was called wrongly; the next start would be, too.
 - status 3 of the coordinator: its log can't be replayed as it is, and could not be the next time.
+- status 4 of the coordinator: another process writes its log by now. One that is to follow is started again, and does;
+  any other is not.
 - status 0 of the coordinator: somebody else asked it to stop. It is a clean end once the app has ended with 0 as well;
   with restart both come back, since it was not the supervisor that was asked.
 - status 0 of the app: it was said goodbye to, if the coordinator ends by itself with 0 as well; else a death like any.
@@ -36,6 +38,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 
 from coordinator.app import secret as app_secret
@@ -52,6 +55,7 @@ STATUS_RECOVER_ME = 75
 STATUS_TERMINATED = 128 + signal.SIGTERM  # of an app
 STATUS_CALLED_WRONGLY = 2
 STATUS_NO_RECOVERY = 3
+STATUS_FENCED = 4
 # What ends a process that reads a page of its log which the disk does not give, or that follows a damaged one.
 _PAGE_DEATHS = (-signal.SIGBUS, -signal.SIGSEGV, -signal.SIGABRT)
 _OWN_DEATHS = (STATUS_HANDLER_FAILED, STATUS_UPGRADE_FAILED, STATUS_CALLED_WRONGLY)
@@ -96,8 +100,15 @@ def supervised(settings: InstanceSettings) -> InstanceSettings:
 
 
 def coordinator_command(
-    settings: InstanceSettings, *, log_format: str, log_level: str, promote: bool = False, trust_pickle: bool = False
+    settings: InstanceSettings,
+    *,
+    log_format: str,
+    log_level: str,
+    promote: bool = False,
+    trust_pickle: bool = False,
+    place: Path | None = None,
 ) -> Command:
+    """``place``: the folder of a follower; None: it is none."""
     home = str(settings.folder.parent)
     argv = [*PYTHON, "-m", "coordinator", "--home", home, "coordinator", settings.name]
     argv += ["--app-auth", settings.app_auth.value]
@@ -111,6 +122,8 @@ def coordinator_command(
         argv += ["--metrics", settings.metrics]
     if trust_pickle:
         argv.append("--trust-pickle")
+    if place is not None:
+        argv += ["--follow", "--place", str(place)]
     options = ["--log-format", log_format, "--log-level", log_level, *(["--promote"] if promote else [])]
     return Command([*argv, *options])
 
@@ -150,6 +163,7 @@ class Verdict(enum.Enum):
     UPGRADE_FAILED = "an upgrade failed"
     CALLED_WRONGLY = "called wrongly"
     NO_RECOVERY = "the log can't be replayed"
+    FENCED = "another process writes the log"
 
 
 def judge(first: Exit, second: Exit, second_was_told: bool) -> Verdict:
@@ -161,6 +175,8 @@ def judge(first: Exit, second: Exit, second_was_told: bool) -> Verdict:
     coordinator = first if first.role is Role.COORDINATOR else second
     if coordinator.returncode == STATUS_NO_RECOVERY:  # the app may be found dead first: it leaves when it hears of it
         return Verdict.NO_RECOVERY
+    if coordinator.returncode == STATUS_FENCED:
+        return Verdict.FENCED
     if first.returncode == STATUS_CALLED_WRONGLY:
         return Verdict.CALLED_WRONGLY
     if first.returncode == 0 and second.returncode == 0 and not second_was_told:
@@ -239,7 +255,8 @@ class Supervisor:
     SIGTERM, SIGINT and RESTART_SIGNAL.
 
     ``commands`` is asked before each start. ``gave_up_upgrade`` is told that the app gave an upgrade up, and says
-    whether there is a version before it that can go on. ``announced`` is entered once signals are understood.
+    whether there is a version before it that can go on. ``announced`` is entered once signals are understood; with
+    ``follows``, once the coordinator is ready, which it is when it has taken over.
     """
 
     def __init__(
@@ -250,6 +267,7 @@ class Supervisor:
         restart: bool = False,
         gave_up_upgrade: Callable[[], bool] = lambda: False,
         announced: AbstractContextManager[None] | None = None,
+        follows: bool = False,
         stop_grace_s: float = STOP_GRACE_S,
         clean_stop_s: float = CLEAN_STOP_S,
     ) -> None:
@@ -258,6 +276,8 @@ class Supervisor:
         self._restart = restart
         self._gave_up_upgrade = gave_up_upgrade
         self._announced = announced or contextlib.nullcontext()
+        self._follows = follows
+        self._entered = contextlib.ExitStack()  # announced
         self._stop_grace_s = stop_grace_s
         self._clean_stop_s = clean_stop_s
         self._children: dict[Role, _Child] = {}  # those that run
@@ -276,7 +296,9 @@ class Supervisor:
             signal.signal(number, self._take_signal)
         old_wake = signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
         try:
-            with self._announced:
+            with self._entered:
+                if not self._follows:
+                    self._announce()
                 return self._run()
         finally:
             for child in self._children.values():  # only where something raised
@@ -288,6 +310,11 @@ class Supervisor:
             self._close_ready()
             self._wake_read.close()
             self._wake_write.close()
+
+    def _announce(self) -> None:
+        """From now on this is who starts and stops the instance."""
+        announced, self._announced = self._announced, contextlib.nullcontext()
+        self._entered.enter_context(announced)
 
     def _run(self) -> int:
         pause = RestartPause()
@@ -313,6 +340,8 @@ class Supervisor:
                 return STATUS_HANDLER_FAILED
             if verdict in (Verdict.CALLED_WRONGLY, Verdict.NO_RECOVERY):
                 return 1
+            if verdict is Verdict.FENCED and not (self._follows and self._restart):
+                return STATUS_FENCED
             if verdict is Verdict.UPGRADE_FAILED and self._gave_up_upgrade() and not self._stop_requests.count:
                 self._log.info("starting the version before again")
                 continue
@@ -457,6 +486,9 @@ class Supervisor:
                 f"{what}: its log can't be replayed as it is, a restart would not help; its own line says why",
                 pid=first.pid,
             )
+        elif verdict is Verdict.FENCED:
+            then = "it follows from now on" if self._follows and self._restart else "nothing is started again here"
+            self._log.warning(f"{what}: another process writes its log by now; {then}", pid=first.pid)
         elif verdict is Verdict.CALLED_WRONGLY:
             self._log.error(
                 f"{what}: it was called wrongly, a restart would not help; its own line says why", pid=first.pid
@@ -492,6 +524,7 @@ class Supervisor:
         if self._ready_descriptor is not None and self._ready_descriptor in readable:
             if os.read(self._ready_descriptor, 64):
                 self._was_ready = self._app_was_ready = True
+                self._announce()
                 self._log.info("ready")
             else:
                 self._close_ready()

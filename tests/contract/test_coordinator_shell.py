@@ -64,7 +64,7 @@ class Store(MemoryLogStore):
 
 
 def commit(number: int, size_bytes: int = 0) -> ef.Commit:
-    return ef.Commit(number, Transaction(epoch=number), size_bytes)
+    return ef.Commit(number, Transaction(epoch=number), size_bytes, -1, 1)
 
 
 @pytest.fixture
@@ -195,7 +195,7 @@ def test_commits_that_cannot_be_joined_are_answered_and_the_thread_lives(store: 
     writer.submit(commit(1, 101))
     assert store.entered.wait(DEADLINE_S)
     for number in (2, 3):
-        writer.submit(ef.Commit(number, Transaction(version=VersionStart(number, 0)), 101))
+        writer.submit(ef.Commit(number, Transaction(version=VersionStart(number, 0)), 101, -1, 1))
     store.gate.set()
     committed, failed = collected(writer, 2)
     assert committed == ev.Committed(1)

@@ -11,7 +11,7 @@ import pytest
 from coordinator import log_endpoint
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
-from coordinator.core.interfaces import CheckpointHeader, Transaction
+from coordinator.core.interfaces import CheckpointHeader, LogStore, Transaction
 from coordinator.log.memory import MemoryLogStore
 from coordinator.log_endpoint import LogEndpoint
 from coordinator.log_writer import LogWriter
@@ -42,9 +42,14 @@ class Log:
         self.store.write_checkpoint_chunk(1, 0, BLOB)
         self.store.commit(Transaction(checkpoint=HEADER))
         self.inbox: list[ev.Event] = []
-        self.writer = LogWriter(self.store, keep_checkpoints=None, inline_size_bytes_max=1 << 16)
         clock = None  # asked where something is trimmed
-        self.endpoint = LogEndpoint(self.store, self.writer, clock, Notices("a"), None, self.inbox)  # type: ignore[arg-type]
+        self.endpoint = LogEndpoint(self.store, _writer, clock, Notices("a"), None, self.inbox)  # type: ignore[arg-type]
+        self.endpoint.acquire(ef.AcquireRight())
+        self.inbox.clear()
+
+
+def _writer(store: LogStore) -> LogWriter:
+    return LogWriter(store, keep_checkpoints=None, inline_size_bytes_max=1 << 16)
 
 
 @pytest.fixture
@@ -91,7 +96,7 @@ def test_a_check_that_nobody_waits_for_ends_with_the_log(log: Log) -> None:
     log.store.read_checkpoint_chunk = lambda checkpoint_id, index: b"more and more"  # type: ignore[method-assign]
     log.endpoint.submit(ef.CheckCheckpoint(many))
     log.endpoint.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "checkpoint-check"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "log-reads"]
     log.endpoint = Log().endpoint  # one that the fixture can close
 
 

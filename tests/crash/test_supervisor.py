@@ -29,7 +29,6 @@ from coordinator.service.supervisor import (
 
 DRIVER = """
 import json, sys
-from coordinator.logs import configure
 from coordinator.service.supervisor import Command, Role, Supervisor
 from coordinator.notices import configure
 given = json.loads(sys.argv[1])

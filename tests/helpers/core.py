@@ -75,10 +75,28 @@ class _Log(PlainLog):
     def __init__(self, driven: Driven) -> None:
         super().__init__(driven.store, [])
         self._driven = driven
+        self.waiting: ef.ReadRecords | None = None  # of who follows
+
+    def acquire(self, effect: ef.AcquireRight) -> None:
+        holder = self._driven.held_by
+        self.inbox.append(ev.RightHeld(holder) if holder else ev.RightGranted(1))
 
     def submit(self, request: Write | Read) -> None:
-        if not isinstance(request, self._driven.unanswered):
+        if isinstance(request, self._driven.unanswered):
+            return
+        if self._driven.held_by and isinstance(request, ef.ReadRecords):
+            self.waiting = request
+            self.look()
+        else:
             super().submit(request)
+
+    def look(self) -> None:
+        """Of a log that is followed: whether it has more."""
+        request = self.waiting
+        if request is not None and self.store.summary().last_sequence_id >= request.first_sequence_id:
+            self.waiting = None
+            values = self.store.read(request.first_sequence_id, request.size_bytes_max)
+            self.inbox.append(ev.RecordsRead(values, self.store.summary(), request.session))
 
     def answer(self, request: Read) -> ev.Event:
         if isinstance(request, ef.CheckCheckpoint) and request.header.checkpoint_id in self._driven.bad_checkpoints:
@@ -124,16 +142,17 @@ class Driven:
         name: str = "a",
         upgrade_to: int | None = None,
         promote: bool = False,
+        follow: bool = False,
         permissions: Mapping[str, Permission] | None = None,
     ) -> None:
+        self.held_by = "process 77" if follow else ""  # who writes the log
         self.store = store or MemoryLogStore(COMMITTER_ID)
         self.machine = Machine(
             name,
-            self.store.summary(),
             limits,
             upgrade_to,
             promote=promote,
-            clients=self.store.clients(),
+            follow=follow,
             permissions=permissions,
         )
         self.auto = auto
@@ -154,6 +173,8 @@ class Driven:
             PlainHost(),
             self._seen,
         )
+        self.driver.start()
+        self.forget()
 
     def _seen(self, effect: ef.Effect) -> None:
         self.effects.append(effect)
@@ -205,6 +226,22 @@ class Driven:
         return Driven(
             self.store.crash(), limits=machine.limits, auto=self.auto, name=machine.name, upgrade_to=upgrade_to
         )
+
+    # --- who follows -------------------------------------------------------------------------------------------------
+
+    def look(self) -> list[ef.Effect]:
+        """The log that is followed may have grown."""
+        seen = len(self.effects)
+        self.log.look()
+        self.driver.turn()
+        return self.effects[seen:]
+
+    def take_over(self) -> list[ef.Effect]:
+        """The writer of the log that is followed is gone."""
+        self.held_by = ""
+        request, self.log.waiting = self.log.waiting, None
+        answered = [] if request is None else [ev.RecordsRead([], None, request.session)]
+        return self.handle(*answered, ev.RightGranted(2))
 
     # --- common beginnings -------------------------------------------------------------------------------------------
 

@@ -757,7 +757,7 @@ def test_a_refused_call_is_open_until_its_caller_is_told() -> None:
 
 
 def test_a_peer_with_a_limit_waits_for_an_app_that_can_leave_calls_out() -> None:
-    intake = Intake("a", TWO, recovers=False)
+    intake = Intake("a", TWO)
     assert "lets 'b' have 2 calls open at once" in intake.why_peer_waits("b")
     assert (intake.why_peer_waits("c"), intake.why_waiting("b")) == ("", "")
     intake.permissions.app_came(takes_verdicts=True)

@@ -34,6 +34,8 @@ class Checker:
         self.is_reset = False  # its streams are: positions in frames are not those of the log
         self.wiped = ""  # an instance that has lost its log
         self.last_time_ns = 0
+        self.epoch = 0  # of the log
+        self.speakers: dict[int, int] = {}  # by epoch: the node that has sent frames in it
 
     def copy(self) -> Checker:
         """For a second copy of the log."""
@@ -72,6 +74,9 @@ class Checker:
             self.failures.became_durable(verdict, self.ledger[verdict.sequence_id])
         if transaction.checkpoint is not None:
             self.checkpointed = True
+        if transaction.epoch is not None:
+            self.require(transaction.epoch > self.epoch, f"epoch {transaction.epoch} begins behind {self.epoch}")
+            self.epoch = transaction.epoch
 
     def _begin_anew_if_reset(self, source: str, known: SourcePosition) -> None:
         """An operator has let in another log of a peer that has lost its own."""
@@ -137,8 +142,11 @@ class Checker:
         )
         self.acknowledged[frame.receiver] = max(frame.position, self.acknowledged.get(frame.receiver, 0))
 
-    def sent_to_peer(self, effect: ef.SendToPeer) -> None:
+    def sent_to_peer(self, effect: ef.SendToPeer, node: int) -> None:
+        """By this node; of those that have the same log."""
         frame = effect.frame
+        speaker = self.speakers.setdefault(frame.epoch, node)
+        self.require(speaker == node, f"node {node} sends in epoch {frame.epoch}, which is that of node {speaker}")
         if frame.frame_type is FrameType.BATCH:
             self.require(self.checkpointed, "a Batch left before the first checkpoint was durable")
             last = frame.position + frame.count - 1

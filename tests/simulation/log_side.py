@@ -38,6 +38,9 @@ class LogSide:
         self._late_share = rng.choice((0, 0, 0.3))
         self._reads_under_way = 0
         self._busy = self._is_gone = False
+        self._appends_max = rng.choice((1, 1, 3))
+        self._waiting: list[ef.LoadLog | ef.ReadRecords] = []  # of who follows, for the log to grow
+        self._right_asked = self._looking = False
 
     @property
     def is_quiet(self) -> bool:
@@ -48,17 +51,89 @@ class LogSide:
         self._is_gone = True
         self._disk.jobs.extend(self._inline)
 
+    # --- the right to write, and the log of another ------------------------------------------------------------------
+
+    def acquire(self, effect: ef.AcquireRight) -> None:
+        shared, node = self._disk.shared, self._node
+        if shared.writer is None:
+            self._inbox.append(self._grant())
+            return
+        if shared.writer is node:
+            raise Violation(f"{node.name} asks for a right that it has")
+        shared.waiting.append(node)
+        self._inbox.append(ev.RightHeld(f"node {shared.writer.number}"))
+
+    def _grant(self) -> ev.Event:
+        self._disk.fence = self._disk.shared.grant(self._node)
+        return ev.RightGranted(self._disk.fence, self._appends_max)
+
+    def granted(self) -> None:
+        """The right to write is given to this one, whoever has it."""
+        if self._is_gone:
+            return
+        self._node.note("is given the right to write")
+        events = [self._grant()]
+        waiting, self._waiting = self._waiting, []
+        for request in waiting:
+            if isinstance(request, ef.ReadRecords):
+                events.append(ev.RecordsRead([], None, request.session))
+            else:
+                events.append(answer(self._disk.store, request))
+        self._node.post(*events)
+
+    def log_grew(self) -> None:
+        """Something was written by whoever writes."""
+        if self._waiting and not self._looking:
+            self._looking = True
+            self._clock.after(self._rng.random() * 200 * US, self._look)
+
+    def _look(self) -> None:
+        self._looking = False
+        waiting, self._waiting = self._waiting, []
+        if not self._is_gone:
+            for request in waiting:
+                self._follow(request)
+
+    def _follow(self, request: ef.LoadLog | ef.ReadRecords) -> None:
+        """Answer it, or wait until there is more."""
+        summary = self._disk.store.summary()
+        if isinstance(request, ef.LoadLog):
+            if summary.checkpoints:
+                self._node.post(ev.LogLoaded(summary))
+            else:
+                self._waiting.append(request)
+        elif summary.last_sequence_id == request.first_sequence_id - 1:
+            self._waiting.append(request)
+        else:
+            first = request.first_sequence_id
+            is_there = summary.first_sequence_id <= first <= summary.last_sequence_id
+            values = self._disk.store.read(first, request.size_bytes_max) if is_there else []
+            self._world.marks["record followed"] += len(values) > 0
+            self._node.post(ev.RecordsRead(values, summary, request.session))
+
     # --- the driver's port -------------------------------------------------------------------------------------------
 
     def submit(self, request: Write | Read) -> None:
         if isinstance(request, ef.Commit | ef.WriteCheckpointChunk):
             self._write(request)
+        elif not self._disk.fence and isinstance(request, ef.LoadLog | ef.ReadRecords):
+            self._clock.after(self._rng.random() * 100 * US, self._follow_later, request)
         elif self._rng.random() < self._late_share:
             self._world.marks["read answered late"] += 1
             self._reads_under_way += 1
             self._clock.after(self._rng.random() * 300 * US, self._answer_late, request)
         else:
             self._inbox.append(self._answer(request))
+
+    def _follow_later(self, request: ef.LoadLog | ef.ReadRecords) -> None:
+        if self._is_gone:
+            return
+        if not self._disk.fence:
+            self._follow(request)
+        elif isinstance(request, ef.ReadRecords):
+            self._node.post(ev.RecordsRead([], None, request.session))
+        else:
+            self._node.post(answer(self._disk.store, request))
 
     def trim(self, effect: ef.Trim) -> None:
         self._disk.trimming = True
@@ -69,9 +144,10 @@ class LogSide:
         return bool(self._inline)
 
     def run_inline(self) -> None:
-        while self._inline:
+        while self._inline and not self._disk.holds:
             self._node.may_be_struck(self._inline[0], moments=SYNC_MOMENTS)  # what has left before it arrives
             self._inbox += self._disk.write_at_once(self._inline.popleft())
+        self._inline.clear()
 
     # --- writes ------------------------------------------------------------------------------------------------------
 
@@ -82,6 +158,8 @@ class LogSide:
             self._world.marks["record later than the machine's clock"] += (
                 machine._log._last_time_ns > self._node.time.wall_ns
             )
+        if self._disk.holds:
+            return
         is_small = isinstance(job, ef.Commit) and self._rng.random() < self._inline_share
         if is_small and not self._busy and not self._disk.jobs:
             self._world.marks["commit written at once"] += 1
@@ -111,8 +189,18 @@ class LogSide:
             self._node.post(self._answer(request))
 
     def _answer(self, request: Read) -> ev.Event:
-        event = answer(self._disk.store, request)
         marks = self._world.marks
+        if (silence := self._disk.answers_nothing(request)) is not None:
+            marks["read not answered"] += 1
+            return silence
+        if isinstance(request, ef.ReadTail):
+            marks["append settled"] += 1
+            self._disk.holds = False
+            shared = self._disk.shared
+            # Of who was fenced there is nothing: what it hears next is that it was.
+            ticket = shared.ticket if self._disk.is_writer else 0
+            return ev.TailRead(ticket, shared.store.summary().last_sequence_id)
+        event = answer(self._disk.store, request)
         if isinstance(event, ev.LogLoaded):
             summary = event.summary
             outputs = summary.checkpoints[-1].outputs if summary.checkpoints else {}
@@ -121,7 +209,7 @@ class LogSide:
                 if mark is None or batch.first_position > mark.position:
                     marks["impulse put back by a replay"] += 1
         elif isinstance(event, ev.CheckpointChecked) and event.problem is not None:
-            if not self._disk.damaged:
+            if not self._disk.damaged and self._disk.is_writer:
                 raise Violation(f"checkpoint {event.checkpoint_id} is not what was written: {event.problem}")
         elif isinstance(request, ef.ReadSpilled):
             marks["spilled messages read"] += 1

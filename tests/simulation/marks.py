@@ -80,6 +80,13 @@ EXPECTED = frozenset(
         "spilled messages read",
         "second copy beside the first",
         "everything crashed at once",
+        "log silent",
+        "read not answered",
+        "append settled",
+        "record followed",
+        "taken over",
+        "taken over from one that lives",
+        "fenced",
     ]
 )
 

@@ -24,11 +24,15 @@ from coordinator.core.clients import Clients
 from coordinator.core.clock import SteadyClock, Timekeeper
 from coordinator.core.epoch import Epoch
 from coordinator.core.failing import Failing
+from coordinator.core.lifecycle import Lifecycle
+from coordinator.core.log_access import LogAccess
 from coordinator.core.machine import Machine
+from coordinator.core.streams.followed import Followed
 from coordinator.core.streams.handshake import Handshake
 from coordinator.core.streams.inbound import Inbound
 from coordinator.core.streams.input_stream import InputStream
 from coordinator.core.streams.output_stream import OutputStream
+from coordinator.core.taking_over import TakingOver
 from coordinator.core.verdicts import Verdicts
 from coordinator.core.versions import Versions
 from coordinator.log.memory import MemoryLogStore
@@ -46,6 +50,41 @@ class Mutation:
 
 
 MUTATIONS = (
+    Mutation(
+        "an append of which nobody knows whether it was done is done again",
+        LogAccess,
+        "tick",
+        "self._turn.effects.append(ReadTail())",
+        "self._unknown = self._log.held = False; self._turn.effects.extend(self._writes)",
+    ),
+    Mutation(
+        "an app takes over before it has the log to its end",
+        Lifecycle,
+        "log_grew",
+        "session.replay_target = summary.last_sequence_id",
+        "session.replay_target = session.fed_sequence_id",
+    ),
+    Mutation(
+        "a follower's calls take their places before the impulses between them are known",
+        Followed,
+        "_place",
+        "(room := stream.room_up_to(marked))",
+        "(room := 1 << 30)",
+    ),
+    Mutation(
+        "who is fenced goes on",
+        Machine,
+        "_fenced",
+        "        epoch = self.epoch.number\n",
+        "        epoch = self.epoch.number\n        return\n",
+    ),
+    Mutation(
+        "who takes over works on in the epoch of the one before",
+        TakingOver,
+        "_load_as_writer",
+        "self._epoch_ticket = self.epoch.begin()",
+        "self._epoch_ticket = 1; self.log.durable_ticket = 1",
+    ),
     Mutation(
         "a frame is acknowledged before it is durable",
         Inbound,

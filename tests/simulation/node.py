@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
-from coordinator.core.errors import DamagedLogError, LogError, LogFullError, LogSyncError
+from coordinator.core.errors import DamagedLogError, FencedError, LogError, LogFullError, LogSyncError
 from coordinator.core.events import ClockMoved
 from coordinator.core.machine import Machine
 from coordinator.core.session import Phase
@@ -33,7 +33,12 @@ VERSION_MAX = 3
 
 
 class Node:
-    def __init__(self, world: World, number: int, name: str, disk: Disk, checker: Checker) -> None:
+    """``follows``: where another node of that name has the log, it follows it."""
+
+    def __init__(
+        self, world: World, number: int, name: str, disk: Disk, checker: Checker, *, follows: bool = False
+    ) -> None:
+        self.follows = follows
         self.world, self.number, self.name, self.disk, self.checker = world, number, name, disk, checker
         self.life = 0  # of the coordinator
         self.app_life = 0
@@ -50,7 +55,7 @@ class Node:
         self._driver: Driver | None = None
         self._app_side: AppSide | None = None
         self.peer_side: PeerSide | None = None
-        self._log_side: LogSide | None = None
+        self.log_side: LogSide | None = None
         self._stopped: ef.Stop | None = None
         self._wake_ns: int | None = None
 
@@ -108,19 +113,17 @@ class Node:
         self._slow = self._rng.choice((1, 1, 1, 20, 60))
         self.world.marks["upgrade asked for again"] += self.upgrade_to is not None and self._upgrade_tried
         self._upgrade_tried = self.upgrade_to is not None
-        clients = self.disk.store.clients()
         limits = self.world.plan.limits
         running = self.time.running
-        machine = Machine(
-            self.name, summary, limits, self.upgrade_to, promote=promote, clients=clients, running=running
-        )
+        machine = Machine(self.name, limits, self.upgrade_to, promote=promote, follow=self.follows, running=running)
         self._app_side = AppSide(self, self._rng)
         self.peer_side = PeerSide(self, self._rng)
         inbox: list[ev.Event] = []
-        self._log_side = LogSide(self, self._rng, inbox)
+        self.log_side = LogSide(self, self._rng, inbox)
         self._driver = Driver(
-            machine, inbox, self._app_side, self.peer_side, self._log_side, _ClockSide(self), self, self._observe
+            machine, inbox, self._app_side, self.peer_side, self.log_side, _ClockSide(self), self, self._observe
         )
+        self.post(ev.Started())
         self.world.starts += 1
         self.note(f"starts, the log ends at record {summary.last_sequence_id}, version {current}, to {self.upgrade_to}")
         self._connect_later()
@@ -137,9 +140,9 @@ class Node:
         if life != self.life or self.machine is None:
             return
         self._connecting = False
-        versions = self.machine._versions
+        starts = self.disk.store.summary().versions
         self.checker.app_begins()
-        app = self.world.make_app(self, versions.upgrade_to or versions.current)
+        app = self.world.make_app(self, self.machine._versions.upgrade_to or (starts[-1].version if starts else 1))
         app.fails_upgrade = self.upgrade_fails
         self.app_life += 1
         assert self._app_side is not None
@@ -160,15 +163,19 @@ class Node:
         self._start_later()
 
     def _end(self) -> None:
-        for side in (self._app_side, self.peer_side, self._log_side):
+        for side in (self._app_side, self.peer_side, self.log_side):
             if side is not None:
                 side.end()
         lost = self.disk.crash()
+        if self.disk.shared.release(self):
+            self._clock.after(
+                self._rng.random() * self._rng.choice((50 * US, 2 * MS)), self.world.offer_right, self.name
+            )
         self.world.marks["writes lost in a crash"] += lost > 0
         self.note(f"is down, {lost} writes are lost")
         self.life += 1
         self.app_life += 1
-        self._driver = self._app_side = self.peer_side = self._log_side = self._stopped = None
+        self._driver = self._app_side = self.peer_side = self.log_side = self._stopped = None
         self._turn_due = self._connecting = False
         self.stop_asked = False
         self._wake_ns = None
@@ -212,15 +219,19 @@ class Node:
         if world.trace is not None:
             self.note(f"<- {describe_events(self._driver.inbox)}")
         world.turns += 1
+        is_fenced = any(isinstance(event, ev.Fenced) for event in self._driver.inbox)
         try:
             self._driver.turn()
         except _StruckError:
             return
         self._turn_due = False
+        if is_fenced and self._stopped is None:
+            raise Violation(f"{self.name} goes on, though another writes its log")
+        self._look_who_writes()
         peers = self._driver.machine._peers
         world.marks["batch waited for its turn"] += peers.turns.waiting_bytes > 0
         for destination, stream in peers.outputs.items():
-            if destination not in peers.busy and not stream.is_idle:
+            if destination not in peers.busy and not stream.is_idle and not peers.following:
                 raise Violation(f"{self.name} would not look at its stream to {destination!r}")
         self.post(*self._take_inbox())
         if self._stopped is not None:
@@ -230,6 +241,16 @@ class Node:
             self._start_later()
         elif self.app is None and not self._connecting and not self.stop_asked:
             self._connect_later()
+
+    def _look_who_writes(self) -> None:
+        assert self._driver is not None
+        machine, nodes = self._driver.machine, self.world.network.nodes
+        self.world.marks["log silent"] += machine._access.silent_since_ns is not None
+        if not (self.follows and machine.right.writes) or nodes[self.name] is self or not self.disk.is_writer:
+            return
+        self.world.marks["taken over"] += 1
+        self.world.marks["taken over from one that lives"] += nodes[self.name].machine is not None
+        nodes[self.name] = self  # this is where frames arrive from now on
 
     def _take_inbox(self) -> list[ev.Event]:
         """What is left for another turn."""
@@ -326,6 +347,8 @@ class Node:
             marks["stopped cleanly"] += 1
         elif isinstance(error, LogFullError | LogSyncError) and "simulated" in str(error):
             marks["stopped: disk full" if isinstance(error, LogFullError) else "stopped: sync fails"] += 1
+        elif isinstance(error, FencedError) and not self.disk.is_writer:
+            marks["fenced"] += 1
         elif isinstance(error, LogError) and self.disk.damaged:
             marks[
                 "stopped: damaged record" if isinstance(error, DamagedLogError) else "stopped: no usable checkpoint"
@@ -337,8 +360,13 @@ class Node:
     @property
     def is_quiet(self) -> bool:
         """Nothing of it is on its way anywhere."""
-        driver, app, log_side = self._driver, self._app_side, self._log_side
-        if driver is None or app is None or log_side is None or self.phase is not Phase.NORMAL:
+        driver, app, log_side = self._driver, self._app_side, self.log_side
+        if driver is None or app is None or log_side is None:
+            return False
+        if self.phase is Phase.FOLLOWING and driver.machine.right.follows:
+            fed, last = driver.machine._session.fed_sequence_id, self.disk.store.summary().last_sequence_id
+            return fed == last and not driver.inbox
+        if self.phase is not Phase.NORMAL:
             return False
         if driver.inbox or not app.is_quiet or not log_side.is_quiet:
             return False

@@ -62,7 +62,7 @@ class PeerSide:
         pass
 
     def send(self, effect: ef.SendToPeer) -> None:
-        self._node.checker.sent_to_peer(effect)
+        self._node.checker.sent_to_peer(effect, self._node.number)
         self._out.append((effect.destination, partial(self._world.network.send, self._node, effect)))
 
     def reset(self, effect: ef.ResetPeer) -> None:

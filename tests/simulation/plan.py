@@ -13,18 +13,20 @@ from dataclasses import dataclass, replace
 from coordinator.core.limits import Limits, ReplayCheck
 
 CRASHES = ("crash app", "crash coordinator", "crash both")
-DISK_FAULTS = ("disk full", "sync fails", "slow disk")
+DISK_FAULTS = ("disk full", "sync fails", "slow disk", "log silent")
 DAMAGE = ("flip record", "flip trailer", "flip chunk", "flip header", "flip table")
 NETWORK_FAULTS = ("partition", "one-way partition", "hang", "one-way hang", "peer moved")
 OPERATOR = ("clean stop", "upgrade", "failing upgrade", "checkpoint", "clock jump", "power failure")
-FAULT_KINDS = (*CRASHES, *DISK_FAULTS, *DAMAGE, *NETWORK_FAULTS, *OPERATOR, "second copy")
+FAULT_KINDS = (*CRASHES, *DISK_FAULTS, *DAMAGE, *NETWORK_FAULTS, *OPERATOR, "second copy", "take over")
 _WEIGHTS = {
     **dict.fromkeys(FAULT_KINDS, 2),
     **dict.fromkeys(CRASHES, 8),
     "slow disk": 4,
     "upgrade": 4,
     "clock jump": 4,
+    "log silent": 4,
     "second copy": 0,
+    "take over": 0,
 }
 
 APPS = ("plain", "checking", "sdk")
@@ -51,6 +53,8 @@ SMALL = Limits(
     chunks_pending_bytes=256,
     checkpoint_trigger_bytes=6000,
     stream_retry_ns=5_000_000,
+    log_retry_ns_min=200_000,
+    log_retry_ns_max=5_000_000,
     replies_gather_bytes=100,  # less than memory has room for: else the app is not read for the sake of what waits here
     client_keep_ns=1_800_000_000_000,  # a run is shorter, and most jumps of a clock are longer
 )
@@ -85,6 +89,7 @@ class Plan:
     ends_with_power_failure: bool = False
     fails: bool = False  # some messages do
     salt: int = 0  # which ones
+    followers: bool = False  # each instance has one, ready to take over
 
     @property
     def has_copy(self) -> bool:
@@ -101,6 +106,7 @@ def draw(seed: int) -> Plan:
     app = rng.choices(APPS, (1, 8, 3))[0]
     count = rng.choices((1, 2, 3), (1, 6, 3))[0] if app != "sdk" else rng.choice((2, 2, 3))
     rough = rng.random() < 0.6  # the network
+    followers = rng.random() < 0.3
     plan = Plan(
         seed=seed,
         names=("a", "b", "c")[:count],
@@ -109,23 +115,27 @@ def draw(seed: int) -> Plan:
         loss_rate=rng.choice((0.02, 0.15)) if rough else 0.0,
         duplicate_rate=0.05 if rough else 0.0,
         late_rate=rng.choice((0.05, 0.2)) if rough else 0.0,
-        faults=_draw_faults(rng, app),
+        faults=_draw_faults(rng, app, followers=followers),
         limits=_draw_limits(rng),
         callers=rng.randrange(4) if app == "sdk" else 0,
         keep_checkpoints=rng.choice((1, 2, 2, 3)),
         ends_with_power_failure=rng.random() < 0.25,
+        followers=followers,
     )
     # Two copies of a log may come to different verdicts, and none can see it; the base protocol knows none.
-    fails = rng.random() < 0.6 and app != "plain" and not plan.has_copy
+    fails = rng.random() < 0.6 and app != "plain" and not plan.has_copy and not followers
     return replace(plan, fails=fails, salt=rng.randrange(1000))
 
 
-def _draw_faults(rng: random.Random, app: str) -> tuple[Fault, ...]:
-    if rng.random() < 0.06 and app == "checking":
+def _draw_faults(rng: random.Random, app: str, *, followers: bool) -> tuple[Fault, ...]:
+    if rng.random() < 0.06 and app == "checking" and not followers:
         return _draw_copies(rng)
     weights = dict(_WEIGHTS)
     for kind in rng.sample(FAULT_KINDS, 6):  # each seed has favourites: kinds that meet themselves
         weights[kind] *= 4
+    if followers:
+        # A follower's clock is that of another machine here: how far the two are apart is not what is looked at.
+        weights |= {**dict.fromkeys((*DAMAGE, "upgrade", "failing upgrade", "clock jump"), 0), "take over": 16}
     if app == "plain":  # it knows no versions
         weights["upgrade"] = weights["failing upgrade"] = 0
     faults = []

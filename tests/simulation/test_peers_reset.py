@@ -14,6 +14,7 @@ from tests.simulation.clock import MS
 from tests.simulation.disk import Disk
 from tests.simulation.node import Node
 from tests.simulation.plan import CRASHES, Fault, Plan
+from tests.simulation.shared_log import SharedLog
 from tests.simulation.trace import Trace, Violation
 from tests.simulation.world import World
 
@@ -38,7 +39,9 @@ class WipedWorld(World):
         self.had = {name: known.position for name, known in b.disk.store.summary().sources.items()}
         checker = Checker("b")
         checker.is_reset = True
-        disk = Disk(MemoryLogStore(NEW_COMMITTER_ID), self.plan.stream("new disk"), 2, checker.became_durable)
+        disk = Disk(
+            SharedLog(MemoryLogStore(NEW_COMMITTER_ID)), self.plan.stream("new disk"), 2, checker.became_durable
+        )
         b.wipe(disk, checker)
         self.outside.wiped = "b"
         for node in self.nodes:

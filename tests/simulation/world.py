@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core import notices
+from coordinator.core.interfaces import Transaction
 from coordinator.core.machine import Machine
 from coordinator.core.streams.output_stream import StreamState
 from coordinator.log.memory import MemoryLogStore
@@ -25,6 +26,7 @@ from tests.simulation.node_clock import JUMPS_NS, SIMULATED_NS_MAX
 from tests.simulation.plan import CRASHES, DAMAGE, Fault, Plan
 from tests.simulation.sdk_apps import SdkApp
 from tests.simulation.sdk_failing import doom_of as sdk_doom_of
+from tests.simulation.shared_log import SharedLog
 from tests.simulation.trace import Trace, Violation
 
 CALM_EVENTS_MAX = 10_000  # from the last fault on, and once all ways are open: until everything has converged
@@ -84,17 +86,35 @@ class World:
         self.next_fault_at = self._faults[0].at_effect if self._faults else NO_MORE_FAULTS
         self.nodes: list[Node] = []
         for name in plan.names:
-            self.nodes.append(self._make_node(name, MemoryLogStore(len(self.nodes) + 1)))
+            self.nodes.append(self._make_node(name, SharedLog(MemoryLogStore(len(self.nodes) + 1))))
         self.network.nodes = {node.name: node for node in self.nodes}
+        if plan.followers:
+            for first in list(self.network.nodes.values()):
+                self.nodes.append(self._make_node(first.name, first.disk.shared, first.checker))
         self.callers = [
             Caller(self, number, self._rng.choice(plan.names), 2 * plan.work) for number in range(plan.callers)
         ]
 
-    def _make_node(self, name: str, store: MemoryLogStore, checker: Checker | None = None) -> Node:
+    def _make_node(self, name: str, log: SharedLog, checker: Checker | None = None) -> Node:
         number = len(self.nodes)
         checker = checker or Checker(name, sdk_doom_of if self.plan.app == "sdk" else doom_of)
-        disk = Disk(store, self.plan.stream(f"disk {number}"), self.plan.keep_checkpoints, checker.became_durable)
-        return Node(self, number, name, disk, checker)
+
+        def written(transaction: Transaction) -> None:
+            checker.became_durable(transaction)
+            for node in self.nodes:
+                if node.disk.shared is log and node.log_side is not None:
+                    node.log_side.log_grew()
+
+        disk = Disk(log, self.plan.stream(f"disk {number}"), self.plan.keep_checkpoints, written)
+        return Node(self, number, name, disk, checker, follows=self.plan.followers)
+
+    def offer_right(self, name: str) -> None:
+        """Nobody may write the log of ``name``: one of those who wait for that does from now on."""
+        waiting = [node for node in self.nodes if node.name == name and node in node.disk.shared.waiting]
+        if waiting and waiting[0].disk.shared.writer is None:
+            log_side = self._rng.choice(waiting).log_side
+            assert log_side is not None
+            log_side.granted()
 
     def make_app(self, node: Node, version: int) -> App:
         plan = self.plan
@@ -245,6 +265,23 @@ class World:
             self._set_clock(node, share)
         elif kind == "power failure":
             self._fail_power()
+        elif kind == "log silent":
+            disk.silent = 1 + int(share * 5)
+        elif kind == "take over":
+            self._take_over(node)
+
+    def _take_over(self, node: Node) -> None:
+        """The right to write goes to a follower, though the one that has it lives, and goes on."""
+        shared = node.disk.shared
+        log_side = shared.waiting[0].log_side if shared.waiting else None
+        if log_side is not None and shared.writer is not None:
+            # One that has nothing to write does not find out: its machine is looked after, sooner or later.
+            self.clock.after(self._rng.random() * 30 * MS, self._end_fenced, shared.writer, shared.writer.life)
+            log_side.granted()
+
+    def _end_fenced(self, node: Node, life: int) -> None:
+        if node.life == life and node.machine is not None and not node.disk.is_writer:
+            node.power_off()
 
     def _set_clock(self, node: Node, share: float) -> None:
         """A little; or an hour, three days or ten years, in either direction, for a while or for good."""
@@ -281,7 +318,7 @@ class World:
         """A copy of its log as it is on disk now, and a coordinator on it, beside the first one."""
         if len(node.disk.store.summary().checkpoints) == 0 or self._copied_at is not None:
             return
-        copy = self._make_node(node.name, node.disk.copy(), node.checker.copy())
+        copy = self._make_node(node.name, SharedLog(node.disk.copy()), node.checker.copy())
         self.nodes.append(copy)
         self._copied_at = self.events
         self.marks["second copy beside the first"] += 1
@@ -293,7 +330,7 @@ class World:
         expected: tuple[type[notices.Notice], ...] = ERRORS_TOLD
         if node.disk.damaged:
             expected += ERRORS_WITH_DAMAGE
-        if self._copied_at is not None:
+        if self._copied_at is not None or not node.disk.is_writer:
             expected += ERRORS_WITH_A_COPY
         if not isinstance(notice, expected) and "it can't (simulated)" not in notice.text:
             raise Violation(f"{node.name} tells an error that nothing here explains: {notice.text}")
@@ -313,7 +350,7 @@ class World:
             self.marks["commits joined"] += node.disk.joined > 0
         if self._copied_at is not None:
             return
-        apps = {node.name: node.app for node in self.nodes}
+        apps = {name: node.app for name, node in self.network.nodes.items()}
         for name, app in apps.items():
             assert app is not None
             for other, sender in apps.items():
@@ -345,11 +382,13 @@ class World:
             raise Violation(f"{name} got more than one answer to its calls {twice}")
         asked = Counter(
             number
-            for other in self.nodes
+            for other in self.network.nodes.values()
             for caller, number in calls_that_wait(other.checker.ledger)
             if caller == name or (caller == "" and other.name == name)
         )
-        waiting = sum(other.app.count_that_answer(name) for other in self.nodes if other.app is not None)
+        waiting = sum(
+            other.app.count_that_answer(name) for other in self.network.nodes.values() if other.app is not None
+        )
         if asked.total() - answers.total() != waiting:
             raise Violation(
                 f"{name} waits for {asked.total() - answers.total()} answers {sorted(asked - answers)}, "
@@ -361,7 +400,7 @@ class World:
             runs=1,
             events=self.events,
             effects=self.effects,
-            records=sum(len(node.checker.ledger) for node in self.nodes),
+            records=sum(len(node.checker.ledger) for node in self.network.nodes.values()),
             messages=self.network.delivered,
             frames_lost=self.network.lost,
             frames_doubled=self.network.doubled,

@@ -76,12 +76,12 @@ class Instance:
 
     def _start(self, **options: Any) -> None:
         self.clock = SetClock(NOW_NS)
-        summary = self.store.summary()
-        self.machine = Machine("a", summary, self.limits, clients=self.store.clients(), **options)
+        self.machine = Machine("a", self.limits, **options)
         inbox: list[ev.Event] = []
         self.log = PlainLog(self.store, inbox)
         ports = PlainApp(), PlainPeers(), self.log, self.clock, PlainHost()
         self.driver = Driver(self.machine, inbox, *ports, observer=self._seen)
+        self.driver.start()
 
     def _seen(self, effect: ef.Effect) -> None:
         self.said += self.words.of(effect)
@@ -110,6 +110,7 @@ class Instance:
         """For an instance that has not begun."""
         self.limits = replace(self.limits, **{name: int(value)})
         self._start()
+        self.said.clear()
 
     @command(r"it works")
     def works(self) -> None:

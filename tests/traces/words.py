@@ -85,7 +85,9 @@ _PLAIN: dict[type[ef.Effect], str] = {
     ef.CloseApp: "close the app's connection",
     ef.PauseApp: "read no more from the app",
     ef.ResumeApp: "read from the app again",
+    ef.AcquireRight: "ask for the right to write the log",
     ef.LoadLog: "load the log",
+    ef.ReadTail: "ask where the log ends",
     ef.Trim: "trim the log",
 }
 

@@ -9,6 +9,7 @@ from coordinator.core.errors import InvariantError
 from coordinator.core.group_commit import COMMITS_ON_THEIR_WAY_MAX, GroupCommit
 from coordinator.core.interfaces import OutputMark
 from coordinator.core.limits import Limits
+from coordinator.log.memory import MemoryLogStore
 from coordinator.log.values import verify_value
 from protocol.checksum import crc64
 from protocol.messages import MessageType, decode_messages
@@ -25,7 +26,10 @@ def commits(driven: Driven) -> list[ef.Commit]:
 
 
 def fresh(group_size_bytes: int = 100) -> GroupCommit:
-    return GroupCommit(COMMITTER_ID, -1, 0, group_size_bytes)
+    groups = GroupCommit(group_size_bytes)
+    groups.load(MemoryLogStore(COMMITTER_ID).summary())
+    groups.held = False
+    return groups
 
 
 # --- through the machine ---------------------------------------------------------------------------------------------

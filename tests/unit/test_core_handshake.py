@@ -14,7 +14,6 @@ from protocol.messages import MessageType, encode_message
 from protocol.peer import FrameType
 from protocol.record import verify_record
 from tests.helpers.core import (
-    COMMITTER_ID,
     HELLO,
     INITIAL,
     NOW_NS,
@@ -344,7 +343,7 @@ def in_phase(phase: Phase) -> Driven:
     return driven
 
 
-PHASES_WITH_APP = [phase for phase in Phase if phase not in {Phase.WAITING, Phase.STOPPED, *UPGRADES}]
+PHASES_WITH_APP = [phase for phase in Phase if phase not in {Phase.WAITING, Phase.FOLLOWING, Phase.STOPPED, *UPGRADES}]
 
 
 @pytest.mark.parametrize("phase", PHASES_WITH_APP)
@@ -584,7 +583,7 @@ def test_an_app_that_dies_instead_of_the_last_checkpoint_ends_the_stop() -> None
 def test_every_step_that_the_table_does_not_have_is_an_internal_error() -> None:
     for phase in Phase:
         for step in Step:
-            session = AppSession(COMMITTER_ID)
+            session = AppSession()
             session.phase = phase
             if (phase, step) in TRANSITIONS:
                 session.advance(step)

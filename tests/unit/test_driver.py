@@ -115,8 +115,9 @@ class Turns:
         inbox: list[ev.Event] = []
         self.app, self.peers, self.log = _App(self.done), _Peers(self.done, inbox), _Log(self.done, inbox)
         self.clock = _Clock()
-        self.machine = Machine("a", self.log.store.summary())
+        self.machine = Machine("a")
         self.driver = Driver(self.machine, inbox, self.app, self.peers, self.log, self.clock, PlainHost())
+        self.driver.start()
         self.turn(ev.AppConnected())
         self.turn(ev.AppData(HELLO + first_start()))
 

@@ -38,6 +38,10 @@ class Expected:
         """What the log has of a stream that there is now."""
         return self._spilled.pop(destination, ())
 
+    def spilled(self, spilled: Mapping[str, Sequence[SpilledExtent]]) -> None:
+        """The log has these now, of what is made by then or is still to be made."""
+        self._spilled = dict(spilled)
+
     def record(self, sequence_id: int, record: memoryview, trailer: Trailer) -> None:
         """A ``record`` to be replayed holds these marks. Raises DivergenceError where they do not fit the replay."""
         own = self.check(ONESELF) if self._policy.counts else None

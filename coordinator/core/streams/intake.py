@@ -17,11 +17,11 @@ if TYPE_CHECKING:  # it needs the streams, which need this
 
 
 class Intake:
-    """That of one instance, ``name``. ``recovers``: its log has a state already."""
+    """That of one instance, ``name``."""
 
-    def __init__(self, name: str, given: Mapping[str, Permission], *, recovers: bool) -> None:
+    def __init__(self, name: str, given: Mapping[str, Permission]) -> None:
         self.permissions = Permissions(name, given)
-        self.open_calls = OpenCalls(given, is_known=not recovers)  # of peers
+        self.open_calls = OpenCalls(given, is_known=True)  # of peers
         self.failing: Failing | None = None  # given once it is there
         self._name = name
 

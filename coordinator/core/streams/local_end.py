@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from coordinator.core.effects import Effect
 from coordinator.core.group_commit import GroupCommit
@@ -15,14 +15,15 @@ class LocalEnd:
     """Each part of the streams reads it as it is now; the machine, and who is named, change it."""
 
     name: str
-    committer_id: int
     limits: Limits
     log: GroupCommit
-    epoch: int
     effects: list[Effect]  # where effects go; the machine's
-    ready: bool = field(kw_only=True)  # the instance has completed its first start
-    app_speaks: bool = field(kw_only=True)  # its calls and answers are as WIRE.md's part 4.1 says: who waits shows
-    accepting: bool = True  # of new input; not while stopping
+    committer_id: int = 0
+    epoch: int = 0
+    ready: bool = False  # the instance has completed its first start
+    app_speaks: bool = False  # its calls and answers are as WIRE.md's part 4.1 says: who waits shows
+    accepting: bool = False  # of new input: by the right to write, and not while stopping
+    following: bool = False  # another writes the log: what the app makes goes nowhere
     log_full: str = ""  # why no input is taken from peers, in words; "" if it is
     epoch_began_ns: int = 0  # ns since the Unix epoch
     catching_up: bool = False  # a replay is making messages again: receivers may have more than there are yet

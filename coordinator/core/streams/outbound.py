@@ -6,11 +6,12 @@ log as well.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from coordinator.core.effects import OpenPeer, ResetPeer, SendToPeer
 from coordinator.core.interfaces import ONESELF, OutputBatch, OutputMark
 from coordinator.core.streams.expected import Expected
+from coordinator.core.streams.followed import Followed
 from coordinator.core.streams.handshake import Handshake
 from coordinator.core.streams.inbound import Inbound
 from coordinator.core.streams.intake import Intake
@@ -20,6 +21,7 @@ from coordinator.core.streams.receivers import Receivers
 from coordinator.core.streams.spilling import Spilling
 from protocol.client import CLIENTS
 from protocol.peer import FrameType, PeerFrame
+from protocol.trailer import OutputMarkEntry
 
 
 class Outbound:
@@ -33,6 +35,7 @@ class Outbound:
         expected: Expected,
         inbound: Inbound,
         intake: Intake,
+        followed: Followed,
     ) -> None:
         self.streams: dict[str, OutputStream] = {}
         self.busy: dict[str, OutputStream] = {}
@@ -43,6 +46,7 @@ class Outbound:
         self._expected = expected
         self._inbound = inbound
         self._intake = intake
+        self._followed = followed
         self._moved: set[str] = set()  # those that may have a new mark
 
     # --- which there are ---------------------------------------------------------------------------------------------
@@ -82,30 +86,48 @@ class Outbound:
         self.streams[destination] = self.busy[destination] = stream
         if destination in (ONESELF, CLIENTS):
             stream.state = StreamState.OPEN
-        else:
-            stream.offset = self._receivers.start(destination).offset
-            self._end.effects.append(OpenPeer(destination))
-            self._handshake.greet(stream)
+        elif not self._end.following:
+            self.begin(stream)
         return stream
+
+    def begin(self, stream: OutputStream) -> None:
+        """Reach for the receiver: the stream is one of an app that works, or is to."""
+        stream.offset = self._receivers.start(stream.destination).offset
+        self._end.effects.append(OpenPeer(stream.destination))
+        self._handshake.greet(stream)
 
     def forget(self) -> None:
         """The app is gone: its outputs will come again, by replay."""
-        for destination in self.streams:
-            if destination not in (ONESELF, CLIENTS):
+        for destination, stream in self.streams.items():
+            if destination not in (ONESELF, CLIENTS) and stream.state is not StreamState.CLOSED:
                 self._end.effects.append(ResetPeer(destination))
         self.forget_streams()
 
     def forget_streams(self) -> None:
         for known in (self.streams, self.busy, self._moved):
             known.clear()
+        self._followed.forget()
 
     # --- from the app ------------------------------------------------------------------------------------------------
 
     def append(self, destination: str, count: int, payload: bytes) -> None:
         """The app's next ``count`` messages to ``destination``."""
         self._intake.open_calls.answered(destination, payload)
-        self.stream(destination).append(count, payload, self._end.held_ticket)
         self._moved.add(destination)
+        stream = self.stream(destination)
+        if self._end.following:
+            self._followed.made(stream, count, payload)
+        else:
+            stream.append(count, payload, self._end.held_ticket)
+
+    def place(self, marks: Iterable[OutputMarkEntry]) -> None:
+        """The log that is followed has these ``marks``: what the app has made up to them takes its place."""
+        for mark in marks:
+            self._followed.reached(self.stream(mark.destination), mark.position)
+
+    def place_all(self) -> None:
+        """There is nobody any more whose marks are to be waited for."""
+        self._followed.place_all(self.streams)
 
     def new_marks(self, ticket: int) -> dict[str, OutputMark]:
         """The marks of the streams that have moved since this was last asked, for the commit ``ticket``.
@@ -127,7 +149,7 @@ class Outbound:
     def send(self, now_ns: int) -> None:
         """Put on their way all batches that may go now; none before the first checkpoint is durable: they follow it."""
         end, busy, spilling = self._end, self.busy, self.spilling
-        if not end.ready or end.held:
+        if not end.ready or end.held or end.following:
             return
         durable_ticket = end.log.durable_ticket
         end.wants_replies = spilling.waits_for_receiver = False
@@ -164,7 +186,7 @@ class Outbound:
     def take_answers(self) -> list[OutputBatch]:
         """The app's new answers to clients; under the same conditions as :meth:`send`."""
         stream = self.streams.get(CLIENTS)
-        if stream is None or not self._end.ready or self._end.held:
+        if stream is None or not self._end.ready or self._end.held or self._end.following:
             return []
         return stream.take_all(self._end.log.durable_ticket)
 

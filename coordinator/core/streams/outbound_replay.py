@@ -16,7 +16,10 @@ from protocol.client import CLIENTS
 
 
 class OutboundReplay:
-    """A replay begins with :meth:`restore`, and ends with :meth:`finish` or :meth:`heal_cut`."""
+    """A replay begins with :meth:`restore`, and ends with :meth:`finish` or :meth:`heal_cut`.
+
+    Of a log that another writes :meth:`log_grew` tells what is new, and :meth:`take_over` that it is ours now.
+    """
 
     def __init__(
         self,
@@ -62,6 +65,31 @@ class OutboundReplay:
                     spilled=expected.take_spilled(destination),
                 ),
             )
+
+    def log_grew(self, summary: LogSummary) -> None:
+        """The log that is followed is as ``summary`` says now: what is acknowledged there, or spilled, goes from memory
+        here, and impulses have their places."""
+        outbound = self._outbound
+        self._receivers.load(summary.acknowledged)
+        self._expected.spilled(summary.spilled)
+        for destination, impulses in summary.impulses_by_destination().items():
+            outbound.stream(destination).keep_impulses(impulses)
+        for destination, stream in outbound.streams.items():
+            stream.acknowledge(outbound.acknowledged(destination))
+            stream.spilled_by_writer(summary.spilled.get(destination, ()))
+
+    def take_over(self, epoch: int, epoch_began_ns: int) -> None:
+        """The log was read to its end, and this epoch of ours is durable: what the app has made takes its place, and
+        receivers are greeted."""
+        end, outbound = self._end, self._outbound
+        end.epoch, end.epoch_began_ns = epoch, epoch_began_ns
+        end.following = False
+        outbound.place_all()
+        for destination, stream in outbound.streams.items():
+            stream.attempt = epoch << 32
+            if destination not in (ONESELF, CLIENTS):
+                outbound.begin(stream)
+        self._touch_all()
 
     def finish(self, *, all_sent: bool) -> None:
         """The app has replayed what it was to; :meth:`OutputStream.finish_replay`. Raises DivergenceError."""

@@ -130,6 +130,16 @@ class OutputStream:
         self._add(count, payload, ticket)
         self._add_impulses_that_follow()
 
+    def keep_impulses(self, impulses: Sequence[ImpulseBatch]) -> None:
+        """The log has these impulses, in the order of their positions: the new ones among them get theirs."""
+        last = self._kept_impulses[-1].last_position if self._kept_impulses else self.position
+        self._kept_impulses.extend(batch for batch in impulses if batch.first_position > last)
+
+    def room_up_to(self, position: int) -> int:
+        """How many messages of the app, impulses left out, the stream takes until it has ``position``."""
+        kept = sum([batch.count for batch in self._kept_impulses if batch.first_position <= position])
+        return max(0, position - self.position - kept)
+
     def append_impulses(self, count: int, payload: bytes, ticket: int) -> ImpulseBatch:
         """New impulses; not sent, nor anything behind them, before the commit ``ticket`` is durable."""
         if self._kept_impulses:  # an app that had held calls back sends something new before them
@@ -279,6 +289,11 @@ class OutputStream:
         """For what is sent before all that is spilled; the rest is for what gathers to be a row."""
         limits = self._limits
         return limits.output_memory_bytes - limits.spill_row_bytes - self._in_flight_bytes - self._unsent_bytes
+
+    def spilled_by_writer(self, extents: Sequence[SpilledExtent]) -> None:
+        """Of a stream that follows: the log has these of its messages, which need not stay in memory here."""
+        if self._may_spill and extents:
+            self.spill.know(extents)
 
     def next_read(self, durable_ticket: int) -> tuple[int, int, int] | None:
         """Where there is room again: what gathered goes back to the others; (first, last position, size) to read."""

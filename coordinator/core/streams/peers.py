@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from coordinator.core.interfaces import SourcePosition, StreamStart
+from coordinator.core.interfaces import LogSummary, SourcePosition, StreamStart
 from coordinator.core.replay_check import ReplayPolicy
+from coordinator.core.session import INTRODUCED
 from coordinator.core.streams.delivery import Delivery
 from coordinator.core.streams.expected import Expected
+from coordinator.core.streams.followed import Followed
 from coordinator.core.streams.handshake import Handshake
 from coordinator.core.streams.inbound import Inbound
 from coordinator.core.streams.intake import Intake
@@ -23,10 +25,10 @@ from coordinator.core.streams.reset import Reset
 class Peers(LocalEnd):
     """Made of its parts, of which each knows only those above it."""
 
-    committer_ids: dict[str, int] = field(kw_only=True)  # of receivers, once seen
     policy: ReplayPolicy = field(kw_only=True)  # for what a replay makes
     intake: Intake = field(kw_only=True)
-    starts: dict[str, StreamStart] = field(kw_only=True, default_factory=dict)  # of the streams that were reset
+    committer_ids: dict[str, int] = field(init=False, default_factory=dict)  # of receivers, once seen
+    starts: dict[str, StreamStart] = field(init=False, default_factory=dict)  # of the streams that were reset
 
     def __post_init__(self) -> None:
         self.delivery = Delivery(self.log, self.intake)
@@ -34,12 +36,12 @@ class Peers(LocalEnd):
         receivers = Receivers(self, self.committer_ids, self.starts)
         handshake = Handshake(self, receivers)
         expected = Expected(self, self.policy)
-        self.outbound = outbound = Outbound(self, receivers, handshake, expected, inbound, self.intake)
+        self.followed = followed = Followed(self)
+        self.outbound = outbound = Outbound(self, receivers, handshake, expected, inbound, self.intake, followed)
         replay = OutboundReplay(self, receivers, handshake, expected, inbound, outbound)
         reset = Reset(self, receivers, handshake, inbound, outbound, self.intake.open_calls)
 
         self.senders, self.grants, self.turns = inbound.senders, inbound.grants, inbound.turns
-        self.load_inputs = inbound.senders.load
         self.inputs, self.input = inbound.streams, inbound.stream
         self.received = inbound.received
         self.take_turns = inbound.take_turns
@@ -49,6 +51,7 @@ class Peers(LocalEnd):
         self.spilling = outbound.spilling
         self.outputs, self.output, self.busy = outbound.streams, outbound.stream, outbound.busy
         self.append = outbound.append
+        self.place = outbound.place
         self.new_marks = outbound.new_marks
         self.send = outbound.send
         self.take_answers = outbound.take_answers
@@ -61,6 +64,8 @@ class Peers(LocalEnd):
 
         self.restore = replay.restore
         self.expect = expected.record
+        self.log_grew = replay.log_grew
+        self.take_over = replay.take_over
         self.replay_is_behind = replay.is_behind
         self.unheard = replay.unheard
         self.finish_replay = replay.finish
@@ -68,6 +73,17 @@ class Peers(LocalEnd):
 
         self.known = reset.known
         self.reset = reset.reset
+
+    def load(self, summary: LogSummary) -> None:
+        """What the log says of other instances, and of this one."""
+        self.committer_id, self.epoch = summary.committer_id, summary.epoch
+        self.ready = summary.extensions is not None
+        self.app_speaks = not INTRODUCED.isdisjoint(summary.extensions or ())
+        self.committer_ids.clear()
+        self.committer_ids.update(summary.peers)
+        self.starts.clear()
+        self.starts.update(summary.stream_starts)
+        self.senders.load(summary)
 
     def became_durable(self, sources: Iterable[tuple[str, SourcePosition]], now_ns: int) -> None:
         """Records up to these positions are on disk: acknowledge them."""

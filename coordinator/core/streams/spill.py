@@ -90,6 +90,19 @@ class Spill:
             front, rest = _split_behind(rest, known[0].last_position)
             self.add_stored(front.first_position, front.last_position, len(front.payload))
 
+    def know(self, extents: Iterable[SpilledExtent]) -> None:
+        """The log has these by now, written by another: what of them has gathered here is stored there."""
+        segments, self._segments = self._segments, deque()
+        self._known, self._kept = deque(extents), deque()
+        self.gathered_bytes = self.stored_bytes = self.kept_bytes = 0
+        for extent in self._known:
+            self._keep(extent.last_position, extent.size_bytes)
+        for segment in segments:
+            if isinstance(segment, _Gathered):
+                self.add(segment.batch, segment.ticket, logged=segment.logged)
+            else:
+                self.add_stored(segment.first_position, segment.last_position, segment.size_bytes, segment.ticket)
+
     def _gather(self, batch: OutputBatch, ticket: int, logged: bool) -> None:
         self._segments.append(_Gathered(batch, ticket, logged))
         self.gathered_bytes += len(batch.payload)

@@ -1,0 +1,68 @@
+"""Where a follower on the same machine as its instance has its sockets, its secret and its files.
+
+<home>/counter/followers/1/      the first; its app.sock, app_secret, control.sock and coordinator.json
+<home>/counter/followers/2/      a second one beside it
+
+A place belongs to the process that holds the lock in it. When the follower becomes the instance, peers and operators
+find it where they find the instance; its app stays where it is.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from coordinator.config import InstanceSettings
+from protocol.errors import ImmortalError
+from protocol.file_lock import open_lock, take
+from protocol.private_files import make_folder
+
+FOLDER_NAME = "followers"
+LOCK_FILE_NAME = "lock"
+PLACES_MAX = 16  # more followers of one log on one machine help nobody
+
+
+class FollowerPlaceError(ImmortalError):
+    """There is no place for one more follower."""
+
+
+@dataclass(slots=True)
+class FollowerPlace:
+    """Held until :meth:`release`, or until the process ends. ``folder``: where its files are."""
+
+    folder: Path
+    _descriptor: int
+
+    def release(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def take_place(settings: InstanceSettings) -> FollowerPlace:
+    """A place of its own for a follower of the instance. Raises FollowerPlaceError."""
+    folder = settings.folder / FOLDER_NAME
+    try:
+        for number in range(1, PLACES_MAX + 1):
+            place = folder / str(number)
+            make_folder(place)
+            descriptor = open_lock(place / LOCK_FILE_NAME)
+            try:
+                take(descriptor, 0)
+            except BlockingIOError:
+                os.close(descriptor)
+            else:
+                return FollowerPlace(place, descriptor)
+    except OSError as error:
+        raise FollowerPlaceError(f"{folder} can't be used: {error.strerror}; make room for it there") from None
+    raise FollowerPlaceError(f"{settings.name!r} has {PLACES_MAX} followers on this machine already: stop one of them")
+
+
+def settings_at(settings: InstanceSettings, folder: Path) -> InstanceSettings:
+    """``settings`` with the sockets and files of a follower in ``folder``: its app comes by a Unix socket there."""
+    return msgspec.structs.replace(
+        settings, folder=folder, log=settings.log, app_port=None, app_send_port=None, app_socket=None
+    )

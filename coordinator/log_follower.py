@@ -1,0 +1,215 @@
+"""A log that another process writes, as its follower has it: read as it grows, and taken over when its writer is gone.
+
+One thread does all of it, so that nothing here holds up the loop. While something is waited for it looks every
+LOOK_S whether there is more, and whether the lock of the log is free: that takes some 50 µs.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections import deque
+from typing import Protocol
+
+from coordinator.core import effects as ef
+from coordinator.core import events as ev
+from coordinator.core.errors import DamagedLogError, LogError, LogLockedError
+from coordinator.core.interfaces import LogStore, LogSummary
+from coordinator.driver.ports import StoreRead
+from coordinator.driver.reads import failed, problem_of
+from protocol.errors import ImmortalError
+
+LOOK_S = 0.01
+
+
+class FollowedLog(Protocol):
+    """What is read of a log beside its writer: a LogReader."""
+
+    def summary(self) -> LogSummary: ...
+
+    def last_sequence_id(self) -> int: ...
+
+    def read(self, first_sequence_id: int, size_bytes_max: int) -> list[bytes]: ...
+
+    def read_checkpoint_chunk(self, checkpoint_id: int, index: int) -> bytes: ...
+
+    def close(self) -> None: ...
+
+
+class Places(Protocol):
+    """Where the log is. All of it is called by the follower's thread alone."""
+
+    def open_store(self) -> LogStore:
+        """For writing; a new log where there is none. Raises LogLockedError where another has it, ImmortalError."""
+
+    def open_reader(self) -> FollowedLog | None:
+        """None where there is no log yet. Raises LogError."""
+
+    def holder(self) -> str | None:
+        """Who writes it, in words; None: nobody does."""
+
+
+class LogFollower:
+    """``fileno()`` is readable when there is something in :meth:`take_done`, or in :meth:`take_store`."""
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        self._asked: queue.SimpleQueue[StoreRead | None] = queue.SimpleQueue()
+        self._waiting: list[ef.LoadLog | ef.ReadRecords] = []  # for the log to grow
+        self._done: deque[ev.Event] = deque()  # appended to by the thread
+        self._store: LogStore | None = None
+        self._reader: FollowedLog | None = None
+        self._holder: str | None = None  # as the machine was told
+        self._closing = False
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="log-follower", daemon=True)
+
+    def fileno(self) -> int:
+        return self._wake
+
+    def acquire(self) -> None:
+        """Begin to wait for the right to write."""
+        self._thread.start()
+
+    def submit(self, request: StoreRead) -> None:
+        self._asked.put(request)
+
+    def take_done(self) -> list[ev.Event]:
+        try:
+            os.eventfd_read(self._wake)
+        except BlockingIOError:
+            return []
+        events = []
+        while self._done:
+            events.append(self._done.popleft())
+        return events
+
+    def take_store(self) -> LogStore | None:
+        """The log, once it is ours to write: nothing else is answered here from then on."""
+        store, self._store = self._store, None
+        return store
+
+    def take_unanswered(self) -> list[StoreRead]:
+        """What was asked for and is the store's to answer, once that was taken."""
+        requests: list[StoreRead] = [*self._waiting]
+        while not self._asked.empty():
+            request = self._asked.get()
+            if request is not None:
+                requests.append(request)
+        return requests
+
+    def close(self) -> None:
+        self._closing = True
+        self._asked.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+        if self._store is not None:  # nobody has taken it
+            self._store.close()
+        os.close(self._wake)
+
+    # --- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                if self._take_over():
+                    return
+                self._look()
+                self._answer_next()
+        except Exception as error:  # it must be told: the machine would wait for ever
+            known = error if isinstance(error, ImmortalError) else LogError(f"the log can't be followed: {error!r}")
+            self._tell(ev.LogFailed(known))  # type: ignore[arg-type]  # also of a log that must not be opened
+        finally:
+            if self._reader is not None:
+                self._reader.close()
+
+    def _tell(self, event: ev.Event) -> None:
+        self._done.append(event)
+        os.eventfd_write(self._wake, 1)
+
+    def _take_over(self) -> bool:
+        """Open the log for writing if nobody else has it."""
+        places = self._places
+        holder = places.holder()
+        if holder is None:
+            if self._reader is not None:  # a process opens a log once only
+                self._reader.close()
+                self._reader = None
+            try:
+                self._store = places.open_store()
+            except LogLockedError:
+                holder = places.holder() or "another process"  # another follower was faster
+            else:
+                os.eventfd_write(self._wake, 1)
+                return True
+        if holder != self._holder:
+            self._holder = holder
+            self._tell(ev.RightHeld(holder))
+        return False
+
+    def _answer_next(self) -> None:
+        """What is asked for now, or within LOOK_S."""
+        try:
+            request = self._asked.get(timeout=LOOK_S)
+        except queue.Empty:
+            return
+        if isinstance(request, ef.LoadLog | ef.ReadRecords):
+            self._waiting.append(request)
+        elif request is not None:
+            self._tell(self._answer(request))
+
+    def _answer(self, request: StoreRead) -> ev.Event:
+        reader = self._reader
+        if reader is None:
+            return ev.LogFailed(LogError("the log that is followed is not there any more"))
+        try:
+            match request:
+                case ef.CheckCheckpoint(header):
+                    return ev.CheckpointChecked(header.checkpoint_id, problem_of(reader, header, lambda: self._closing))
+                case ef.ReadCheckpointChunk(checkpoint_id, index):
+                    return ev.CheckpointChunkRead(reader.read_checkpoint_chunk(checkpoint_id, index))
+        except LogError as error:
+            return failed(error, request)
+        return ev.LogFailed(LogError(f"a follower has no use for {type(request).__name__}"))
+
+    def _look(self) -> None:
+        """Whether there is what is waited for."""
+        if not self._waiting:
+            return
+        if self._reader is None:
+            self._reader = self._places.open_reader()
+            if self._reader is None:
+                return
+        reader, waiting = self._reader, self._waiting
+        self._waiting = []
+        for request in waiting:
+            try:
+                event = _loaded(reader) if isinstance(request, ef.LoadLog) else _grown(reader, request)
+            except LogError as error:
+                event = failed(error, request)
+            if event is None:
+                self._waiting.append(request)
+            else:
+                self._tell(event)
+
+
+def _loaded(reader: FollowedLog) -> ev.Event | None:
+    summary = reader.summary()
+    return ev.LogLoaded(summary) if summary.checkpoints else None
+
+
+def _grown(reader: FollowedLog, request: ef.ReadRecords) -> ev.Event | None:
+    """The records behind what the follower has, and what the log says once they are in it."""
+    first = request.first_sequence_id
+    last = reader.last_sequence_id()
+    if last == first - 1:
+        return None
+    values: list[bytes] = []
+    if last >= first:
+        try:
+            values = reader.read(first, request.size_bytes_max)
+        except DamagedLogError:
+            if reader.summary().first_sequence_id <= first:  # else it was trimmed away: the summary says so
+                raise
+    return ev.RecordsRead(values, reader.summary(), request.session)

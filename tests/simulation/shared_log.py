@@ -1,0 +1,44 @@
+"""A log that several processes may have open: one writes it, by a term of its own, others follow it.
+
+Who has the right to write keeps it until its process ends, or until another is given it all the same: then the first
+one does not know, and goes on until the log takes nothing more of it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from coordinator.log.memory import MemoryLogStore
+
+if TYPE_CHECKING:
+    from tests.simulation.node import Node
+
+
+class SharedLog:
+    """``ticket``: of the last append of the writer that is there."""
+
+    def __init__(self, store: MemoryLogStore) -> None:
+        self.store = store
+        self.term = 0
+        self.ticket = 0
+        self.writer: Node | None = None
+        self.waiting: list[Node] = []  # for the right to write
+
+    def grant(self, node: Node) -> int:
+        """To ``node``, whoever has it; its term. What the last writer has begun is no part of the log."""
+        self.term += 1
+        self.ticket = 0
+        self.writer = node
+        self.store = self.store.crash()
+        if node in self.waiting:
+            self.waiting.remove(node)
+        return self.term
+
+    def release(self, node: Node) -> bool:
+        """The process of ``node`` has ended; whether it had the right."""
+        if node in self.waiting:
+            self.waiting.remove(node)
+        if self.writer is not node:
+            return False
+        self.writer = None
+        return True
