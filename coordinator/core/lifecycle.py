@@ -125,7 +125,7 @@ class Lifecycle:
         if self.right.writes and event.summary.epoch > epoch.number:
             raise FencedError(
                 "another coordinator",
-                f"fenced by another coordinator at epoch {epoch.number}: the log has epoch {event.summary.epoch} by now",
+                f"fenced by another coordinator at epoch {epoch.number}: its log has {event.summary.epoch} by now",
             )
         if self.right.follows and not event.summary.checkpoints:
             return  # the first start has not come to its end, and its writer is gone: it is ours to begin
