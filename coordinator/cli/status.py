@@ -250,6 +250,8 @@ def _problems(row: dict[str, Any]) -> list[str]:
         )
     if (row.get("log") or {}).get("full"):
         problems.append(f"{row['name']}: no input is taken from peers, and no impulses: {row['log']['full']}")
+    if row.get("log_silent_s") is not None:
+        problems.append(f"{row['name']}: the log does not answer since {_age(row['log_silent_s'])} ago, trying again")
     clock = row.get("clock") or {}
     if clock.get("ahead_s"):
         problems.append(f"{row['name']}: {clock_problem(clock)} ('immortal clock {row['name']}')")

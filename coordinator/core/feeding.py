@@ -43,8 +43,8 @@ class Feeding:
         if session.phase in RECOVERING:
             if not self._recover():
                 return
-            if self.right.follows and session.phase is Phase.FOLLOWING:
-                if not self.right.is_granted:
+            if session.phase is Phase.FOLLOWING and not self.right.writes:
+                if self.right.follows and not self.right.is_granted:
                     self._read()  # to its end, and what comes behind it
                 return
         elif session.reading or self._takes_none:

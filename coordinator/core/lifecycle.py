@@ -20,7 +20,7 @@ from coordinator.core.checkpointing import Checkpointing
 from coordinator.core.clients import Clients
 from coordinator.core.effects import CloseApp, LoadLog
 from coordinator.core.epoch import Epoch
-from coordinator.core.errors import FollowerError
+from coordinator.core.errors import FencedError, FollowerError
 from coordinator.core.failing import Failing
 from coordinator.core.group_commit import GroupCommit
 from coordinator.core.interfaces import CheckpointHeader, LogSummary, Transaction
@@ -123,6 +123,11 @@ class Lifecycle:
         self.peers.following = self.right.follows
         if session.phase is not Phase.LOADING or self._load_due:
             return  # of a session that has ended
+        if self.right.writes and event.summary.epoch > epoch.number:
+            raise FencedError(
+                "another coordinator",
+                f"fenced by another coordinator at epoch {epoch.number}: its log has {event.summary.epoch} by now",
+            )
         if self.right.follows and not event.summary.checkpoints:
             return  # the first start has not come to its end, and its writer is gone: it is ours to begin
         if self.peers.ready:

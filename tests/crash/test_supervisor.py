@@ -463,3 +463,16 @@ def test_an_app_that_leaves_because_its_coordinator_gives_up_is_not_started_agai
     gives_up = Exit(Role.COORDINATOR, 2, 3)
     for first, second in ((app, gives_up), (gives_up, app)):
         assert judge(first, second, second_was_told=False) is Verdict.NO_RECOVERY
+
+
+def test_one_whose_log_another_writes_is_started_again_only_to_follow() -> None:
+    fenced = Exit(Role.COORDINATOR, 1, 4)
+    app = Exit(Role.APP, 2, 1)
+    assert judge(fenced, app, second_was_told=True) is Verdict.FENCED
+    assert judge(app, fenced, second_was_told=False) is Verdict.FENCED
+
+
+@pytest.mark.parametrize("options", [{"restart": True}, {"follows": True}])
+def test_status_4_of_the_coordinator_ends_who_is_not_to_follow(start: Start, options: dict[str, bool]) -> None:
+    supervised = start(UP + "up(); sys.exit(4)", LIVES, **options)
+    assert supervised.process.wait(FAST_S) == 4

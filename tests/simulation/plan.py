@@ -13,20 +13,19 @@ from dataclasses import dataclass, replace
 from coordinator.core.limits import Limits, ReplayCheck
 
 CRASHES = ("crash app", "crash coordinator", "crash both")
-DISK_FAULTS = ("disk full", "sync fails", "slow disk", "log silent")
+DISK_FAULTS = ("disk full", "sync fails", "slow disk")
 DAMAGE = ("flip record", "flip trailer", "flip chunk", "flip header", "flip table")
 NETWORK_FAULTS = ("partition", "one-way partition", "hang", "one-way hang", "peer moved")
 OPERATOR = ("clean stop", "upgrade", "failing upgrade", "checkpoint", "clock jump", "power failure")
-FAULT_KINDS = (*CRASHES, *DISK_FAULTS, *DAMAGE, *NETWORK_FAULTS, *OPERATOR, "second copy", "take over")
+SINGLE_LOG_KINDS = (*CRASHES, *DISK_FAULTS, *DAMAGE, *NETWORK_FAULTS, *OPERATOR, "second copy")
+FAULT_KINDS = (*SINGLE_LOG_KINDS, "log silent", "take over")
 _WEIGHTS = {
-    **dict.fromkeys(FAULT_KINDS, 2),
+    **dict.fromkeys(SINGLE_LOG_KINDS, 2),
     **dict.fromkeys(CRASHES, 8),
     "slow disk": 4,
     "upgrade": 4,
     "clock jump": 4,
-    "log silent": 4,
     "second copy": 0,
-    "take over": 0,
 }
 
 APPS = ("plain", "checking", "sdk")
@@ -106,7 +105,6 @@ def draw(seed: int) -> Plan:
     app = rng.choices(APPS, (1, 8, 3))[0]
     count = rng.choices((1, 2, 3), (1, 6, 3))[0] if app != "sdk" else rng.choice((2, 2, 3))
     rough = rng.random() < 0.6  # the network
-    followers = rng.random() < 0.3
     plan = Plan(
         seed=seed,
         names=("a", "b", "c")[:count],
@@ -115,27 +113,41 @@ def draw(seed: int) -> Plan:
         loss_rate=rng.choice((0.02, 0.15)) if rough else 0.0,
         duplicate_rate=0.05 if rough else 0.0,
         late_rate=rng.choice((0.05, 0.2)) if rough else 0.0,
-        faults=_draw_faults(rng, app, followers=followers),
+        faults=_draw_faults(rng, app),
         limits=_draw_limits(rng),
         callers=rng.randrange(4) if app == "sdk" else 0,
         keep_checkpoints=rng.choice((1, 2, 2, 3)),
         ends_with_power_failure=rng.random() < 0.25,
-        followers=followers,
     )
     # Two copies of a log may come to different verdicts, and none can see it; the base protocol knows none.
-    fails = rng.random() < 0.6 and app != "plain" and not plan.has_copy and not followers
-    return replace(plan, fails=fails, salt=rng.randrange(1000))
+    fails = rng.random() < 0.6 and app != "plain" and not plan.has_copy
+    return _with_other_logs(replace(plan, fails=fails, salt=rng.randrange(1000)))
 
 
-def _draw_faults(rng: random.Random, app: str, *, followers: bool) -> tuple[Fault, ...]:
-    if rng.random() < 0.06 and app == "checking" and not followers:
+def _with_other_logs(plan: Plan) -> Plan:
+    """With a log that does not answer at times; and in some with followers, which are given it now and then."""
+    if plan.has_copy:
+        return plan
+    rng = plan.stream("other logs")
+    followers = rng.random() < 0.3
+    kept = [fault for fault in plan.faults if not followers or fault.kind not in _ALONE]
+    last = max((fault.at_effect for fault in kept), default=200)
+    kinds = ["log silent"] * rng.choice((0, 0, 1, 3)) + ["take over"] * (rng.randrange(5) if followers else 0)
+    more = [Fault(rng.randrange(1, last + 100), kind, rng.random()) for kind in kinds]
+    faults = sorted([*kept, *more], key=lambda fault: fault.at_effect)
+    return replace(plan, followers=followers, faults=tuple(faults), fails=plan.fails and not followers)
+
+
+# Not beside followers. A follower's clock is that of another machine here: how far the two are apart is not looked at.
+_ALONE = (*DAMAGE, "upgrade", "failing upgrade", "clock jump")
+
+
+def _draw_faults(rng: random.Random, app: str) -> tuple[Fault, ...]:
+    if rng.random() < 0.06 and app == "checking":
         return _draw_copies(rng)
     weights = dict(_WEIGHTS)
-    for kind in rng.sample(FAULT_KINDS, 6):  # each seed has favourites: kinds that meet themselves
+    for kind in rng.sample(SINGLE_LOG_KINDS, 6):  # each seed has favourites: kinds that meet themselves
         weights[kind] *= 4
-    if followers:
-        # A follower's clock is that of another machine here: how far the two are apart is not what is looked at.
-        weights |= {**dict.fromkeys((*DAMAGE, "upgrade", "failing upgrade", "clock jump"), 0), "take over": 16}
     if app == "plain":  # it knows no versions
         weights["upgrade"] = weights["failing upgrade"] = 0
     faults = []
@@ -143,7 +155,7 @@ def _draw_faults(rng: random.Random, app: str, *, followers: bool) -> tuple[Faul
     for _ in range(rng.choice((0, 2, 4, 6, 8, 10))):
         # Soon after one another: recoveries, checkpoints and upgrades are interrupted, and the next one too.
         at_effect += rng.randrange(1, 40) if rng.random() < 0.45 else rng.randrange(1, 120)
-        kind = rng.choices(FAULT_KINDS, [weights[kind] for kind in FAULT_KINDS])[0]
+        kind = rng.choices(SINGLE_LOG_KINDS, [weights[kind] for kind in SINGLE_LOG_KINDS])[0]
         faults.append(Fault(at_effect, kind, rng.random()))
         if kind == "upgrade":
             for _ in range(rng.randrange(3)):  # within it

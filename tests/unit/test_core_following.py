@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
-from coordinator.core.errors import DivergenceError, FollowerError
+from coordinator.core.errors import DivergenceError, FencedError, FollowerError
 from coordinator.core.interfaces import Transaction, VersionStart
 from coordinator.core.machine import Machine
 from coordinator.core.right import Role
@@ -236,3 +236,13 @@ def test_a_verdict_on_a_record_to_come_is_told_before_it() -> None:
     follower.look()
     told = [entry[1] for entry in follower.heard if isinstance(entry, tuple)]
     assert told.index("VERDICTS") < len(told) - 1
+
+
+def test_a_writer_that_reads_a_later_epoch_in_its_log_is_fenced() -> None:
+    """It had nothing to write meanwhile: what it reads tells it."""
+    writer = Driven.started()
+    writer.close()
+    writer.unanswered = (ef.LoadLog,)
+    writer.connect(HELLO)
+    writer.handle(ev.LogLoaded(replace(writer.store.summary(), epoch=9)))
+    assert isinstance(writer.stop.error, FencedError)

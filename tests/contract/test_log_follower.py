@@ -1,0 +1,157 @@
+"""A log that another writes, as its follower's driver has it: a real log, its real lock, and the follower's thread."""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from coordinator.core import effects as ef
+from coordinator.core import events as ev
+from coordinator.core.errors import FencedError, LogUnavailableError
+from coordinator.core.interfaces import CheckpointHeader, Transaction
+from coordinator.log.memory import MemoryLogStore
+from coordinator.log_follower import LogFollower
+from coordinator.log_places import LogPlaces
+from coordinator.log_writer import LogWriter
+from coordinator.logs import Events
+from coordinator.registry import Registry
+from protocol.checksum import crc64
+from protocol.record import encode_header
+from protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
+
+WAIT_S = 20.0
+
+
+class Log:
+    """One instance's log: ``store`` writes it, followers come beside it."""
+
+    def __init__(self, home: Path) -> None:
+        registry = Registry(home)
+        registry.register("a", peer="tcp://127.0.0.1:*")
+        self.settings = registry.load("a")
+        self.places = LogPlaces(self.settings, Events("a"), trust_pickle=False)
+        self.store = self.places.open_store()
+        self.followers: list[LogFollower] = []
+
+    def record(self, sequence_id: int) -> None:
+        committer_id = self.store.summary().committer_id
+        message = b"\x02\x09\x00"  # an InitialMessage without data
+        header = encode_header(committer_id, sequence_id, [message])
+        trailer = Trailer(1, [BatchSource(BatchKind.INITIAL, "", 1, 1, 1)], [])
+        check = int.from_bytes(header[8:16], "little")
+        value = header + message + encode_trailer(trailer, check)
+        self.store.commit(Transaction(records=[(sequence_id, value)]))
+
+    def checkpoint(self) -> None:
+        self.store.write_checkpoint_chunk(1, 0, b"state")
+        header = CheckpointHeader(1, -1, 5, crc64(b"state"), 1)
+        self.store.commit(Transaction(checkpoint=header, extensions=frozenset(), epoch=1))
+
+    def follower(self) -> LogFollower:
+        follower = LogFollower(LogPlaces(self.settings, Events("a"), trust_pickle=False))
+        self.followers.append(follower)
+        follower.acquire()
+        return follower
+
+
+def events_of(follower: LogFollower, count: int) -> list[ev.Event]:
+    found: list[ev.Event] = []
+    deadline_s = time.monotonic() + WAIT_S
+    while len(found) < count and time.monotonic() < deadline_s:
+        select.select([follower.fileno()], [], [], 0.5)
+        found += follower.take_done()
+    assert len(found) >= count, found
+    return found
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[Log]:
+    log = Log(tmp_path)
+    yield log
+    for follower in log.followers:
+        follower.close()
+    log.store.close()
+
+
+# One process opens a log once: the follower reads a log whose writer's environment is closed, under the writer's lock.
+
+
+@pytest.fixture
+def held(log: Log) -> Iterator[Log]:
+    log.checkpoint()
+    log.record(0)
+    lock, log.store._folder_lock = log.store._folder_lock, _NoLock()  # type: ignore[assignment]
+    log.store.close()
+    yield log
+    lock.release()
+
+
+class _NoLock:
+    def release(self) -> None:
+        pass
+
+
+def test_it_is_told_who_writes_and_reads_beside_that(held: Log) -> None:
+    follower = held.follower()
+    follower.submit(ef.LoadLog())
+    told, loaded = events_of(follower, 2)
+    assert isinstance(told, ev.RightHeld)
+    assert told.holder.startswith("process ")
+    assert isinstance(loaded, ev.LogLoaded)
+    assert (loaded.summary.last_sequence_id, loaded.clients) == (0, None)
+    follower.submit(ef.CheckCheckpoint(loaded.summary.checkpoints[0]))
+    follower.submit(ef.ReadCheckpointChunk(1, 0))
+    assert events_of(follower, 2) == [ev.CheckpointChecked(1, None), ev.CheckpointChunkRead(b"state")]
+    follower.submit(ef.ReadRecords(0, 1 << 20, 7))
+    (grown,) = events_of(follower, 1)
+    assert isinstance(grown, ev.RecordsRead)
+    assert (len(grown.values), grown.session, grown.summary is not None) == (1, 7, True)
+
+
+def test_it_opens_the_log_for_writing_once_the_lock_is_free(log: Log) -> None:
+    log.checkpoint()
+    log.store.close()
+    follower = log.follower()
+    follower.submit(ef.ReadRecords(0, 1 << 20, 3))
+    deadline_s = time.monotonic() + WAIT_S
+    store = None
+    while store is None and time.monotonic() < deadline_s:
+        select.select([follower.fileno()], [], [], 0.5)
+        follower.take_done()
+        store = follower.take_store()
+    assert store is not None
+    assert follower.take_unanswered() == [ef.ReadRecords(0, 1 << 20, 3)]
+    assert store.summary().epoch == 1
+    store.close()
+
+
+class FencingStore(MemoryLogStore):
+    error: Exception = FencedError("process 77")
+
+    def commit(self, transaction: Transaction) -> None:
+        raise self.error
+
+
+@pytest.mark.parametrize("inline", [0, 1 << 16])
+def test_the_writer_says_what_has_become_of_an_append(inline: int) -> None:
+    store = FencingStore()
+    writer = LogWriter(store, keep_checkpoints=None, inline_size_bytes_max=inline)
+    commit = ef.Commit(3, Transaction(epoch=1), 100, -1, 1)
+    try:
+        for error, expected in (
+            (FencedError("process 77"), ev.Fenced(3, "process 77")),
+            (silent := LogUnavailableError("no network"), ev.LogFailed(silent, True, commit)),
+        ):
+            store.error = error
+            writer.submit(commit)
+            events = writer.run_inline()
+            if not events:
+                assert select.select([writer.fileno()], [], [], WAIT_S)[0]
+                events = writer.take_done()
+            assert events == [expected]
+    finally:
+        writer.close()
