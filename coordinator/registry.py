@@ -23,6 +23,8 @@ from coordinator.config import AppAuth, ConfigError, InstanceSettings, check_ins
 from coordinator.config.reading import check_settings, read_settings
 from coordinator.config.values import check_app
 from coordinator.config.writing import file_values, settings_text, text_with_app, write_atomically
+from coordinator.core.errors import LogError
+from coordinator.log_url import is_in_folder, split_url
 from coordinator.socket_paths import socket_path
 from protocol.errors import ImmortalError
 from protocol.file_lock import holder_of, open_lock, take
@@ -123,12 +125,14 @@ class Registry:
                     f" 'immortal unregister {name}' removes it"
                 )
             values = self._with_ports({"peer": peer, **file_values(given)})
-            if "log" in values:
-                values["log"] = os.path.abspath(values["log"])
+            if "log" in values and is_in_folder(values["log"]):
+                values["log"] = os.path.abspath(split_url(values["log"])[1])
             settings = check_settings(values, name, path)
             peer_address = split_tcp(settings.peer)
             if peer_address is not None and peer_address[1] in (settings.app_port, settings.app_send_port):
                 raise ConfigError(f"the app of {name!r} and its peers cannot both use port {peer_address[1]}")
+            if not is_in_folder(settings.log):
+                _require_backend(settings.log)
             self._refuse_shared_log(settings)
             text = settings_text(settings, log=settings.log if "log" in values else None)
             write_atomically(path, text.encode(), mode=PUBLIC_FILE_MODE)
@@ -154,12 +158,13 @@ class Registry:
                 taken.add(values[key])
         return values
 
-    def unregister(self, name: str, *, delete_log: bool = False) -> Path:
-        """Remove the settings of ``name``, its keys, and its log where that is asked for; returns the log's folder.
+    def unregister(self, name: str, *, delete_log: bool = False) -> str:
+        """Remove the settings of ``name``, its keys, and its log where that is asked for; returns where that is.
 
         Raises RunningError while it runs.
         """
         from coordinator import keys, own_logs  # keys need ZeroMQ, whose loading takes longer than most commands
+        from coordinator.log import log_exists
 
         with self._locked():
             try:
@@ -174,7 +179,7 @@ class Registry:
                 _delete_log(settings)
                 audit.remove(folder)
                 clock.remove(folder)
-            if settings is not None and not (settings.log / "data.mdb").exists():
+            if settings is not None and not log_exists(settings.log):
                 own_logs.remove(folder)
             self.path(name).unlink(missing_ok=True)
             control.path(folder).unlink(missing_ok=True)
@@ -186,7 +191,7 @@ class Registry:
             upgrade_mark.clear(folder)
             with contextlib.suppress(OSError):
                 folder.rmdir()  # stays where it still holds the log
-        return settings.log if settings is not None else folder / "log"
+        return settings.log if settings is not None else str(folder / "log")
 
     def remember_app(self, name: str, app: str) -> InstanceSettings:
         """Write down ``app`` ("module:Class") as the one that ``name`` was last run with."""
@@ -268,18 +273,34 @@ class Registry:
 
     def _refuse_shared_log(self, settings: InstanceSettings) -> None:
         for other in self._readable():
-            if os.path.realpath(other.log) == os.path.realpath(settings.log):
+            if _real(other.log) == _real(settings.log):
                 raise RegistryError(f"{settings.log} is the log folder of {other.name!r}: each instance needs its own")
 
 
+def _real(log: str) -> str:
+    return os.path.realpath(log) if is_in_folder(log) else log
+
+
+def _require_backend(url: str) -> None:
+    """Raises RegistryError for a log of which no backend is known."""
+    from coordinator.log.open import place_of
+
+    try:
+        place_of(url)
+    except LogError as error:
+        raise RegistryError(str(error)) from None
+
+
 def _delete_log(settings: InstanceSettings) -> None:
-    """Remove the log's files. The folder itself goes only if it holds nothing else: it may have been given by hand."""
-    for file in ("data.mdb", "journal", "journal.new", "high-water-mark", "lock.mdb", "lock"):
-        (settings.log / file).unlink(missing_ok=True)
-    if settings.log == settings.folder / "log":
+    """Raises RegistryError where it can't be."""
+    from coordinator.log.open import place_of
+
+    try:
+        place_of(settings.log).remove()
+    except LogError as error:
+        raise RegistryError(str(error)) from None
+    if settings.log == str(settings.folder / "log"):
         shutil.rmtree(settings.log, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        settings.log.rmdir()
 
 
 def free_port(hosts: Sequence[str], taken: Set[int]) -> int:

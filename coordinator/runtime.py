@@ -32,7 +32,7 @@ from coordinator.fault_points import FaultPoint, reach
 from coordinator.foreign_state import PickleRefusedError
 from coordinator.limited_log import LimitedLog
 from coordinator.log.authentication import LogKeyError
-from coordinator.log.modes import tighten_log
+from coordinator.log.open import place_of
 from coordinator.log_endpoint import LogEndpoint
 from coordinator.log_writer import LogWriter
 from coordinator.logs import Events
@@ -346,7 +346,7 @@ def _run_with_log(settings: InstanceSettings, registry: Registry, *, promote: bo
             marker = store.macs.marker
             first = marker.first_sequence_id
             Events(settings.name).info("the log is authenticated", key=marker.key_id, from_record=first or None)
-        if (opened := tighten_log(settings.log)) is not None:
+        if (opened := place_of(settings.log).make_private()) is not None:
             Events(settings.name).warning(opened)
         for line in store.rebuilt:
             Events(settings.name).warning(line)

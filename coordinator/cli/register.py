@@ -11,6 +11,7 @@ import click
 from coordinator.cli.common import echo, name_argument, pass_registry
 from coordinator.cli.setting_options import register_options, said
 from coordinator.config import AppSendMode
+from coordinator.log_url import is_in_folder
 from coordinator.registry import Registry
 
 
@@ -45,7 +46,11 @@ def register(registry: Registry, /, name: str, **options: Any) -> None:
 def unregister(registry: Registry, name: str, delete_log: bool) -> None:
     """Remove an instance's settings; its log stays unless --delete-log is given."""
     log = registry.unregister(name, delete_log=delete_log)
-    kept = f"; its log stays in {_relative(log)}" if log.exists() else ""
+    kept = ""
+    if not is_in_folder(log):
+        kept = "" if delete_log else f"; its log stays in {log}"
+    elif Path(log).exists():
+        kept = f"; its log stays in {_relative(Path(log))}"
     echo(f"unregistered {name}{kept}")
 
 

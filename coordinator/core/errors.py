@@ -31,6 +31,17 @@ class LogSyncError(LogError):
     """A write or sync failed: what is on disk is unknown until the log is opened again."""
 
 
+class FencedError(LogError):
+    """Another writer has taken this log over: nothing of this one is written any more. ``holder``: who that is."""
+
+    def __init__(self, message: str, holder: str) -> None:
+        super().__init__(message, holder)
+        self.holder = holder
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class DamagedLogError(LogError):
     """A record or its trailer is not what was written."""
 
