@@ -14,7 +14,7 @@ from bench.processes import BenchError
 from coordinator.core.effects import Commit
 from coordinator.core.events import Committed
 from coordinator.core.interfaces import CheckpointHeader, Transaction
-from coordinator.log import LmdbLogStore, create_log
+from coordinator.log import RowLogStore, create_log
 from coordinator.log_writer import LogWriter
 from coordinator.service.runtime import SWITCH_INTERVAL_S
 from protocol.checksum import crc64
@@ -82,7 +82,7 @@ def measure_trimming(
     return results
 
 
-def _measure(store: LmdbLogStore, size_bytes: int, records: int, progress: Callable[[str], None]) -> TrimResult:
+def _measure(store: RowLogStore, size_bytes: int, records: int, progress: Callable[[str], None]) -> TrimResult:
     writer = LogWriter(store, keep_checkpoints=1, inline_size_bytes_max=1 << 20)
     try:
         commits = _Commits(writer)
@@ -117,7 +117,7 @@ def _value(sequence_id: int, size_bytes: int) -> bytes:
     return record + encode_trailer(trailer, int.from_bytes(record[8:16], "little"))
 
 
-def _fill(store: LmdbLogStore, first_sequence_id: int, size_bytes: int, records: int) -> int:
+def _fill(store: RowLogStore, first_sequence_id: int, size_bytes: int, records: int) -> int:
     """Write ``records`` records; the sequence ID behind the last."""
     per_commit = max(1, _FILL_SIZE_BYTES // (size_bytes + 100))
     end = first_sequence_id + records
@@ -127,7 +127,7 @@ def _fill(store: LmdbLogStore, first_sequence_id: int, size_bytes: int, records:
     return end
 
 
-def _checkpoint(store: LmdbLogStore, checkpoint_id: int, sequence_id: int) -> None:
+def _checkpoint(store: RowLogStore, checkpoint_id: int, sequence_id: int) -> None:
     blob = b"state"
     store.write_checkpoint_chunk(checkpoint_id, 0, blob)
     header = CheckpointHeader(checkpoint_id, sequence_id, len(blob), crc64(blob), time.time_ns())

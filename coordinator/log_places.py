@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-
 from coordinator.config import InstanceSettings
 from coordinator.instances import own_logs
-from coordinator.log import LmdbLogStore, LogReader, log_exists
-from coordinator.log.lock import LOCK_FILE_NAME, is_locked
-from coordinator.log.modes import tighten_log
+from coordinator.log import LogReader, RowLogStore
+from coordinator.log.open import place_of
 from coordinator.notices import Notices
-from protocol.file_lock import holder_of
 
 
 class LogPlaces:
@@ -21,9 +16,9 @@ class LogPlaces:
         self._settings = settings
         self._log = log
         self._trust_pickle = trust_pickle
-        self._holder = "another process"  # as it could be named last
+        self._place = place_of(settings.log)
 
-    def open_store(self) -> LmdbLogStore:
+    def open_store(self) -> RowLogStore:
         """The log, which is ours to write for as long as it is open; a new one where there is none.
 
         Raises LogLockedError where another process has it, LogError, PickleRefusedError.
@@ -35,7 +30,7 @@ class LogPlaces:
             if store.macs is not None:
                 marker = store.macs.marker
                 log.info("the log is authenticated", key=marker.key_id, from_record=marker.first_sequence_id or None)
-            if (opened := tighten_log(settings.log)) is not None:
+            if (opened := self._place.make_private()) is not None:
                 log.warning(opened)
             for line in store.rebuilt:
                 log.warning(line)
@@ -46,20 +41,10 @@ class LogPlaces:
 
     def open_reader(self) -> LogReader | None:
         """The log, beside its writer; None where there is none yet. Raises LogError."""
-        if not log_exists(self._settings.log):
+        if not self._place.exists():
             return None
         return own_logs.open_reader(self._settings, trust_pickle=self._trust_pickle)
 
     def holder(self) -> str | None:
         """Who writes the log, in words; None: nobody does."""
-        folder = self._settings.log
-        if not is_locked(folder):
-            return None
-        with contextlib.suppress(OSError):
-            descriptor = os.open(folder / LOCK_FILE_NAME, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                found = holder_of(descriptor)
-            finally:
-                os.close(descriptor)
-            self._holder = found if found.startswith("process") else self._holder
-        return self._holder
+        return self._place.holder()

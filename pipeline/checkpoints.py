@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pyarrow as pa
 
 from coordinator.core.errors import DamagedCheckpointError, DamagedLogError
+from coordinator.log import LogReader
 from coordinator.log import format as log_format
 from coordinator.log import reading as log_reading
-from coordinator.log.environment import Tables
 from coordinator.log.format import StoredHeader
-from pipeline.reading import LogRange, OpenLog
+from pipeline.reading import LogRange
 from pipeline.tables import signed
 from protocol.checksum import crc64
 
 
-def read(log: OpenLog, wanted: LogRange, check: bool, columns: pa.Schema) -> Iterator[pa.RecordBatch]:
+def read(log: LogReader, wanted: LogRange, check: bool, columns: pa.Schema) -> Iterator[pa.RecordBatch]:
     """A row for each checkpoint, oldest first. Raises DamagedLogError where their table cannot be read."""
-    headers = log.transact(lambda transaction, tables: list(log_reading.stored_headers(transaction, tables)))
+    with log.view() as view:
+        headers = list(log_reading.stored_headers(view))
     for checkpoint_id, stored in headers:
         row: dict[str, Any] = {"instance": wanted.instance, "checkpoint_id": checkpoint_id}
         if isinstance(stored, DamagedLogError):
@@ -42,18 +42,20 @@ def read(log: OpenLog, wanted: LogRange, check: bool, columns: pa.Schema) -> Ite
         yield pa.RecordBatch.from_pylist([{name: row.get(name) for name in columns.names}], schema=columns)
 
 
-def _problem(log: OpenLog, stored: StoredHeader) -> str | None:
+def _problem(log: LogReader, stored: StoredHeader) -> str | None:
     header = stored.header
     size_bytes = check = 0
     try:
         for index in itertools.count():
-            chunk = log.transact(partial(_chunk, checkpoint_id=header.checkpoint_id, index=index))
+            with log.view() as view:
+                chunk = log_reading.read_chunk(view, header.checkpoint_id, index)
             if not chunk:
                 break
             log.have_touched(len(chunk))
             size_bytes += len(chunk)
             check = crc64(chunk, check)
-        log.transact(lambda transaction, tables: log_reading.check_outputs(transaction, tables, stored))
+        with log.view() as view:
+            log_reading.check_outputs(view, stored)
     except (DamagedCheckpointError, DamagedLogError) as error:
         return str(error)
     if (size_bytes, check) != (header.size_bytes, header.check):
@@ -64,10 +66,7 @@ def _problem(log: OpenLog, stored: StoredHeader) -> str | None:
     return None
 
 
-def _chunk(transaction: log_reading.ReadTransaction, tables: Tables, checkpoint_id: int, index: int) -> bytes:
-    return log_reading.read_chunk(transaction, tables, checkpoint_id, index)
-
-
-def _is_there(log: OpenLog, checkpoint_id: int) -> bool:
+def _is_there(log: LogReader, checkpoint_id: int) -> bool:
     key = log_format.SEQUENCE_KEY.pack(checkpoint_id)
-    return log.transact(lambda transaction, tables: transaction.get(key, db=tables.checkpoints) is not None)
+    with log.view() as view:
+        return view.get("checkpoints", key) is not None

@@ -27,7 +27,7 @@ from coordinator.core.interfaces import (
     SourcePosition,
     Transaction,
 )
-from coordinator.log import LmdbLogStore, create_log
+from coordinator.log import RowLogStore, create_log
 from protocol.batch import encode_batch, offset_after
 from protocol.checksum import crc64
 from protocol.errors import ImmortalError
@@ -103,7 +103,7 @@ class PlannedLog:
 
     def __init__(self, folder: Path, name: str, committer_id: int) -> None:
         self._committer_id = committer_id
-        self._store: LmdbLogStore = create_log(folder, name, committer_id=committer_id)
+        self._store: RowLogStore = create_log(folder, name, committer_id=committer_id)
         self._next_sequence_id = 0
         self._transaction = Transaction(epoch=_EPOCH, extensions=frozenset({int(MessageType.RECORD_TIME)}))
         self._pending_bytes = 0

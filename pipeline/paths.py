@@ -1,4 +1,4 @@
-"""From the paths that a user gives to log folders: a log, an instance's folder, a registry's home, patterns of them."""
+"""From what a user gives to logs: URLs, log folders, an instance's folder, a registry's home, patterns of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from coordinator.core.errors import LogError
 from coordinator.log import log_exists
+from coordinator.log_url import FOLDERS, split_url
 from pipeline.errors import SourceError
 
 
@@ -28,18 +30,35 @@ def paths_of(options: Mapping[str, str]) -> list[str]:
 
 
 def log_folders(paths: list[str], *, may_be_none: bool = False) -> list[str]:
-    """Every log folder at ``paths``, absolute, sorted, each once. Raises SourceError where there is none."""
+    """Every log at ``paths``, folders absolute, sorted, each once. Raises SourceError where there is none."""
     if not paths:
         raise SourceError("no path was given: load() takes log folders, or a registry's home")
     found: dict[str, str] = {}
-    for path in paths:
+    for given in paths:
+        scheme, path = split_url(given)
+        if scheme != FOLDERS:
+            found.setdefault(given, _url(given))
+            continue
         matches = sorted(glob.glob(path)) if glob.has_magic(path) and not os.path.exists(path) else [path]
         folders = [folder for match in matches for folder in _folders(Path(match))]
         if not folders and not may_be_none:
             raise SourceError(_nothing_at(path, matches))
         for folder in folders:
-            found.setdefault(os.path.realpath(folder), os.path.abspath(folder))
+            if isinstance(folder, str):
+                found.setdefault(folder, folder)
+            else:
+                found.setdefault(os.path.realpath(folder), os.path.abspath(folder))
     return sorted(found.values())
+
+
+def _url(url: str) -> str:
+    """A log that is in no folder, as it is called. Raises SourceError."""
+    try:
+        if not log_exists(url):
+            raise SourceError(f"there is no log {url}")
+    except LogError as error:
+        raise SourceError(str(error)) from None
+    return url
 
 
 def _nothing_at(path: str, matches: list[str]) -> str:
@@ -49,10 +68,11 @@ def _nothing_at(path: str, matches: list[str]) -> str:
         return f"there is no folder {path}"
     if not os.path.isdir(matches[0]):
         return f"{path} is a file: a log folder, or a registry's home, was expected"
-    return f"there is no log in {path}: a log folder (it holds data.mdb), or a registry's home, was expected"
+    return f"there is no log in {path}: a log folder, the URL of a log, or a registry's home, was expected"
 
 
-def _folders(path: Path) -> Iterator[Path]:
+def _folders(path: Path) -> Iterator[Path | str]:
+    """Log folders, and the URLs of logs that are in none."""
     if log_exists(path):
         yield path
         return
@@ -65,18 +85,21 @@ def _folders(path: Path) -> Iterator[Path]:
         return
     for entry in entries:
         if entry.suffix == ".toml" and not entry.name.startswith("."):
-            folder = _registered_log(entry)
-            if log_exists(folder):  # an instance that was never started has none
-                yield folder
+            log = _registered_log(entry)
+            if log_exists(log):  # an instance that was never started has none
+                yield log
         elif entry.is_dir() and log_exists(entry / "log"):
             yield entry / "log"
 
 
-def _registered_log(settings: Path) -> Path:
+def _registered_log(settings: Path) -> Path | str:
     """Where the settings of an instance say that its log is (coordinator.config writes them)."""
     default = settings.with_suffix("") / "log"
     try:
         log = tomllib.loads(settings.read_text()).get("log")
     except (OSError, ValueError):
         return default
-    return settings.parent / log if isinstance(log, str) else default
+    if not isinstance(log, str):
+        return default
+    scheme, location = split_url(log)
+    return settings.parent / location if scheme == FOLDERS else log

@@ -6,36 +6,22 @@ import itertools
 import os
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import TypeVar
 
-import lmdb
 import numpy as np
 
 from coordinator.core.errors import LogError
-from coordinator.log import format as log_format
-from coordinator.log import reading as log_reading
-from coordinator.log.environment import (
-    DATA_FILE_NAME,
-    LogIdentity,
-    Tables,
-    open_environment,
-    open_tables,
-    read_identity,
-)
-from coordinator.log.format import SEQUENCE_KEY
-from coordinator.log.residency import MappedPages
-from coordinator.log.snapshot import Snapshots
+from coordinator.log import LogReader, log_exists, open_reader
+from coordinator.log.backend import View
+from coordinator.log.format import INT, META_TRIMMED, SEQUENCE_KEY
+from coordinator.log.meta import meta_value
+from coordinator.log.open import place_of
 from pipeline.decode import PADDING, Values
 from pipeline.errors import LogChangedError
+from protocol.varint import Readable
 
-Result = TypeVar("Result")
-Operation = Callable[[log_reading.ReadTransaction, Tables], Result]
-
-# One read transaction covers at most this much: it holds back the writer's free pages, and all of it is in memory.
+# One view covers at most this much: it holds back the writer's free pages, and all of it is in memory.
 PIECE_SIZE_BYTES = 16 << 20
 PIECE_ROWS_MAX = 50_000
 SMALL_SIZE_BYTES = 16 << 10  # smaller values are copied faster by LMDB than taken from its memory
@@ -61,68 +47,24 @@ class Gap:
     reason: str
 
 
-class OpenLog:
-    """A log open for reading in this process. No transaction stays open between calls."""
-
-    def __init__(self, folder: str, environment: lmdb.Environment, tables: Tables, identity: LogIdentity) -> None:
-        self.folder = folder
-        self.identity = identity
-        self._environment = environment
-        self._snapshots = Snapshots(Path(folder), environment, tables, identity)
-        self._mapped_pages = MappedPages(Path(folder) / DATA_FILE_NAME)
-
-    def transact(self, operation: Operation[Result], *, copies: bool = False) -> Result:
-        """Run ``operation`` in a read transaction of its own, which gives memory of LMDB's, or ``copies`` of it.
-
-        Copies are faster for small values. As Snapshots.transact, with its errors.
-        """
-        return self._snapshots.transact(operation, buffers=not copies)
-
-    def have_touched(self, size_bytes: int) -> None:
-        """Count what was read: the pages of the map are given back now and then, else they count as this process's."""
-        self._mapped_pages.have_touched(size_bytes)
-
-    def release(self) -> None:
-        """Give all pages of the map back."""
-        self._mapped_pages.release()
-
-    def close(self) -> None:
-        self._environment.close()
+_open: OrderedDict[str, tuple[tuple[int, object], LogReader]] = OrderedDict()
 
 
-def open_log(folder: str) -> OpenLog:
-    """As :func:`coordinator.log.open_reader`, with the same errors."""
-    path = Path(folder)
-    environment = open_environment(path, readonly=True, map_size_bytes=0)
-    try:
-        tables = open_tables(environment, path, create=False)
-        with environment.begin(buffers=True) as transaction:
-            return OpenLog(folder, environment, tables, read_identity(transaction, tables, path, None))
-    except BaseException:
-        environment.close()
-        raise
-
-
-_open: OrderedDict[str, tuple[tuple[int, int, int], OpenLog]] = OrderedDict()
-
-
-def open_shared(folder: str) -> OpenLog:
+def open_shared(folder: str) -> LogReader:
     """The log open in this process, which LMDB allows once for each file. It stays open for later tasks.
 
     Raises what :func:`coordinator.log.open_reader` raises.
     """
-    try:
-        status = os.stat(Path(folder) / DATA_FILE_NAME)
-        version = (os.getpid(), status.st_dev, status.st_ino)
-    except OSError:
-        version = None
+    place = place_of(folder)
+    there = place.version()
+    version = None if there is None else (os.getpid(), there)
     known = _open.pop(folder, None)
     if known is not None and known[0] == version:
         _open[folder] = known
         return known[1]
     if known is not None and known[0][0] == os.getpid():  # else it is the parent's, which fork has copied
         known[1].close()
-    log = open_log(folder)
+    log = open_reader(place)
     if version is not None:
         _open[folder] = (version, log)
         while len(_open) > OPEN_LOGS_MAX:
@@ -139,16 +81,16 @@ def close_shared() -> None:
 def whole_range(folder: str) -> LogRange:
     """All records that the log has now. Raises as :func:`open_shared`."""
     log = open_shared(folder)
-    first, last = log.transact(log_reading.first_and_last_sequence_id)
+    first, last = log.ends()
     return LogRange(folder, log.identity.instance_name, log.identity.committer_id, first, last + 1)
 
 
-def open_range(wanted: LogRange) -> OpenLog:
+def open_range(wanted: LogRange) -> LogReader:
     """The log that ``wanted`` is of. Raises LogChangedError where another has taken its place."""
     try:
         log = open_shared(wanted.folder)
     except LogError as error:
-        if (Path(wanted.folder) / DATA_FILE_NAME).exists():
+        if log_exists(wanted.folder):
             raise
         raise LogChangedError(f"the log in {wanted.folder} was removed while it was read") from error
     if log.identity.committer_id != wanted.committer_id:
@@ -171,11 +113,12 @@ def read_range(wanted: LogRange) -> Iterator[Values | Gap]:
         log.release()
 
 
-def _read(log: OpenLog, wanted: LogRange) -> Iterator[Values | Gap]:
+def _read(log: LogReader, wanted: LogRange) -> Iterator[Values | Gap]:
     expected = wanted.first
     are_small = True  # what comes is taken to be like what came before
     while expected < wanted.end:
-        values = log.transact(partial(_piece, first=expected, end=wanted.end), copies=are_small)
+        with log.view(copies=are_small) as view:
+            values = _piece(view, expected, wanted.end)
         if values is None:
             yield _gap(log, wanted, expected, wanted.end - 1)
             return
@@ -195,10 +138,9 @@ def _read(log: OpenLog, wanted: LogRange) -> Iterator[Values | Gap]:
             expected = first + len(part.sequence_ids)
 
 
-def _gap(log: OpenLog, wanted: LogRange, first: int, last: int) -> Gap:
-    trimmed = log.transact(
-        lambda transaction, tables: log_reading.meta_value(transaction, tables, log_format.META_TRIMMED, log_format.INT)
-    )
+def _gap(log: LogReader, wanted: LogRange, first: int, last: int) -> Gap:
+    with log.view() as view:
+        trimmed = meta_value(view, META_TRIMMED, INT)
     if trimmed is not None and trimmed >= first:
         raise LogChangedError(
             f"the log of {wanted.instance!r} in {wanted.folder} was trimmed up to record {trimmed} while record {first}"
@@ -207,20 +149,17 @@ def _gap(log: OpenLog, wanted: LogRange, first: int, last: int) -> Gap:
     return Gap(first, f"record {first} is missing" if first == last else f"records {first} to {last} are missing")
 
 
-def _piece(transaction: log_reading.ReadTransaction, tables: Tables, first: int, end: int) -> Values | None:
+def _piece(view: View, first: int, end: int) -> Values | None:
     """The next values: about PIECE_SIZE_BYTES of them, at least one if there is one."""
-    keys: list[bytes | memoryview] = []
-    found: list[bytes | memoryview] = []
+    keys: list[Readable] = []
+    found: list[Readable] = []
     rest_bytes = PIECE_SIZE_BYTES
-    with transaction.cursor(tables.records) as cursor:
-        if not cursor.set_range(SEQUENCE_KEY.pack(first)):
-            return None
-        for key, value in cursor.iternext():
-            keys.append(key)
-            found.append(value)
-            rest_bytes -= len(value)
-            if rest_bytes <= 0 or len(keys) == PIECE_ROWS_MAX:
-                break
+    for key, value in view.scan("records", SEQUENCE_KEY.pack(first)):
+        keys.append(key)
+        found.append(value)
+        rest_bytes -= len(value)
+        if rest_bytes <= 0 or len(keys) == PIECE_ROWS_MAX:
+            break
     joined = b"".join(keys)
     if len(joined) != SEQUENCE_KEY.size * len(keys):
         raise struct.error(f"a key behind record {first} is no sequence ID")

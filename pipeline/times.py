@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-from coordinator.log.environment import Tables
+from coordinator.log import LogReader
 from coordinator.log.format import SEQUENCE_KEY
-from coordinator.log.reading import ReadTransaction
 from pipeline.plain import read_record
-from pipeline.reading import LogRange, OpenLog, open_range
+from pipeline.reading import LogRange, open_range
 
 
 def first_at(wanted: LogRange, time_ns: int) -> int:
@@ -30,10 +27,12 @@ def first_at(wanted: LogRange, time_ns: int) -> int:
     return first
 
 
-def _time_from(reader: OpenLog, wanted: LogRange, first: int, end: int) -> tuple[int, int] | None:
+def _time_from(reader: LogReader, wanted: LogRange, first: int, end: int) -> tuple[int, int] | None:
     """(sequence ID, time) of the first sound record from ``first`` on."""
     for sequence_id in range(first, end):
-        value = reader.transact(partial(_value, sequence_id=sequence_id))
+        with reader.view() as view:
+            found = view.get("records", SEQUENCE_KEY.pack(sequence_id))
+            value = None if found is None else bytes(found)
         if value is not None:
             record = read_record(value, sequence_id, wanted.committer_id, whole=False)
             if not isinstance(record, str):
@@ -41,18 +40,8 @@ def _time_from(reader: OpenLog, wanted: LogRange, first: int, end: int) -> tuple
     return None
 
 
-def _value(transaction: ReadTransaction, tables: Tables, sequence_id: int) -> bytes | None:
-    value = transaction.get(SEQUENCE_KEY.pack(sequence_id), db=tables.records)
-    return None if value is None else bytes(value)
-
-
 def size_bytes(wanted: LogRange) -> int:
     """About how much the range takes on disk: its share of the log's pages."""
-
-    def pages(transaction: ReadTransaction, tables: Tables) -> tuple[int, int]:
-        statistics = transaction.stat(tables.records)
-        size = (statistics["leaf_pages"] + statistics["overflow_pages"]) * statistics["psize"]
-        return int(size), int(statistics["entries"])
-
-    size, entries = open_range(wanted).transact(pages)
+    with open_range(wanted).view() as view:
+        size, entries = view.size("records")
     return size * (wanted.end - wanted.first) // max(entries, 1)

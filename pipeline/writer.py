@@ -21,9 +21,8 @@ from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
 from coordinator.core.interfaces import IMPULSES, ClientPosition, SourcePosition, Transaction
-from coordinator.log import LmdbLogStore, create_log, log_exists, open_log, verify_value
-from coordinator.log import format as log_format
-from coordinator.log.environment import DATA_FILE_NAME, open_environment, open_tables, sync_folder
+from coordinator.log import RowLogStore, create_log, log_exists, verify_value
+from coordinator.log.format import SEQUENCE_KEY
 from pipeline.errors import SourceError
 from pipeline.paths import paths_of
 from pipeline.records import decode_row, encode_record_of, encode_row, row_key
@@ -38,7 +37,7 @@ from protocol.trailer import BatchKind
 _PART_MAP_SIZE_BYTES = 1 << 40  # sparse
 _COMMIT_SIZE_BYTES = 8 << 20
 _COMMIT_ROWS_MAX = 10_000
-_KEY = log_format.SEQUENCE_KEY
+_KEY = SEQUENCE_KEY
 
 Rows = Iterator[tuple[bytes, bytes]]
 Value = TypeVar("Value", str, int)
@@ -113,7 +112,7 @@ class Writer(DataSourceArrowWriter):
                 self._make_log(instance, committer_ids, rows)
             make_folder(self._folder.parent)
             os.rename(self._staging / "log", self._folder)
-            sync_folder(self._folder.parent)
+            _sync_folder(self._folder.parent)
         finally:
             shutil.rmtree(self._staging, ignore_errors=True)
 
@@ -136,13 +135,25 @@ class Writer(DataSourceArrowWriter):
                 raise SourceError(f"the value of record {first_sequence_id} is no record: {error}") from None
         committer_id = _only("committers", committer_ids) if committer_ids else None
         rows = _with_first(first, rows)
-        store = _create(self._staging / "log", instance, committer_id, first_sequence_id)
+        # What comes before was trimmed from the log that the rows are from: this one says so too.
+        store = create_log(
+            self._staging / "log", instance, committer_id=committer_id, first_sequence_id=first_sequence_id
+        )
         try:
             own_id = store.identity.committer_id
             values = rows if self._table == "raw" else _records(rows, instance, own_id)
             _fill(store, values, first_sequence_id, own_id)
         finally:
             store.close()
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make durable which names it holds."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _table_of(schema: StructType) -> str:
@@ -183,7 +194,7 @@ def _open_part(folder: Path, *, readonly: bool = False) -> lmdb.Environment:
 
 
 def _rows_of(stack: ExitStack, part: Path) -> Rows:
-    if not (part / DATA_FILE_NAME).exists():
+    if not part.is_dir():
         raise SourceError(f"{part} is not here: tasks and driver need one file system where the log is written")
     environment = stack.enter_context(_open_part(part, readonly=True))
     transaction = stack.enter_context(environment.begin())
@@ -222,24 +233,7 @@ def _records(rows: Rows, instance: str, committer_id: int) -> Rows:
         yield current, encode_record_of(group, instance, committer_id)
 
 
-def _create(folder: Path, instance: str, committer_id: int | None, first_sequence_id: int) -> LmdbLogStore:
-    store = create_log(folder, instance, committer_id=committer_id)
-    if not first_sequence_id:
-        return store
-    store.close()
-    # What comes before was trimmed from the log that the rows are from: this one says so too.
-    environment = open_environment(folder, readonly=False, map_size_bytes=0)
-    try:
-        tables = open_tables(environment, folder, create=False)
-        key = log_format.META_TRIMMED
-        with environment.begin(write=True) as transaction:
-            transaction.put(key, log_format.seal(b"meta", key, first_sequence_id - 1), db=tables.meta)
-    finally:
-        environment.close()
-    return open_log(folder, instance)
-
-
-def _fill(store: LmdbLogStore, values: Rows, first_sequence_id: int, committer_id: int) -> None:
+def _fill(store: RowLogStore, values: Rows, first_sequence_id: int, committer_id: int) -> None:
     """Raises SourceError for a gap, DamagedLogError for a damaged record."""
     expected = first_sequence_id
     transaction = Transaction()

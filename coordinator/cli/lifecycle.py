@@ -191,7 +191,7 @@ def _nobody_starts(settings: InstanceSettings, coordinator: ProcessFile | None) 
 
 def _refuse_strangers(settings: InstanceSettings) -> None:
     """One that is just starting by hand says nothing of itself yet, and holds its log."""
-    from coordinator.log.lock import is_locked
+    from coordinator.log import is_locked
 
     if is_locked(settings.log):
         raise FailedError(f"the log of {settings.name!r} is in use by a process that can't be asked yet: try it again")

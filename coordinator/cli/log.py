@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -21,6 +23,10 @@ from coordinator.cli.common import (
 from coordinator.config import InstanceSettings
 from coordinator.core.words import Methods
 from coordinator.instances.registry import Registry, RegistryError
+from coordinator.log_url import is_in_folder
+
+if TYPE_CHECKING:
+    from coordinator.log.backend import Place
 
 
 @click.group(cls=Commands)
@@ -246,15 +252,15 @@ def diff(registry: Registry, first: str, second: str, limit: int, as_json: bool)
 
     The exit status is 0 if they hold the same, 3 if not.
     """
-    folders = _log_folder(registry, first), _log_folder(registry, second)
-    if folders[0].resolve() == folders[1].resolve():
-        raise click.UsageError(f"{first} and {second} are the same log, in {folders[0]}")
+    places = _log_place(registry, first), _log_place(registry, second)
+    if places[0].key == places[1].key:
+        raise click.UsageError(f"{first} and {second} are the same log, in {places[0].where}")
     from coordinator.cli.log_diff import diff_lines, diff_values
     from coordinator.cli.progress import progress_bar
     from coordinator.log import open_reader
     from replay.log_diff import diff_logs
 
-    with open_reader(folders[0]) as ours, open_reader(folders[1]) as theirs:
+    with open_reader(places[0]) as ours, open_reader(places[1]) as theirs:
         with progress_bar("comparing") as progress:
             found = diff_logs(ours, theirs, limit=limit, progress=progress)
         if as_json:
@@ -265,19 +271,19 @@ def diff(registry: Registry, first: str, second: str, limit: int, as_json: bool)
     sys.exit(0 if found.is_same else 3)
 
 
-def _log_folder(registry: Registry, name_or_folder: str) -> Path:
-    """The log of an instance, or the folder itself. A registered name comes first."""
-    from coordinator.log import log_exists
+def _log_place(registry: Registry, name_or_log: str) -> Place:
+    """The log of an instance, or the one that a folder or URL names. A registered name comes first."""
+    from coordinator.log.open import place_of
 
-    if name_or_folder not in registry.names():
-        folder = Path(name_or_folder)
-        if log_exists(folder):
-            return folder
-        if len(folder.parts) > 1 or folder.is_dir():
-            raise RegistryError(f"there is no log in {name_or_folder}: an instance, or a log's folder, was expected")
-    settings = registry.load(name_or_folder)
+    if name_or_log not in registry.names():
+        place = place_of(name_or_log)
+        if place.exists():
+            return place
+        if not is_in_folder(name_or_log) or os.sep in name_or_log or os.path.isdir(name_or_log):
+            raise RegistryError(f"there is no log in {place.where}: an instance, or a log's folder, was expected")
+    settings = registry.load(name_or_log)
     require_log(settings)
-    return settings.log
+    return place_of(settings.log)
 
 
 @log.command()

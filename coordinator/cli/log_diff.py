@@ -61,7 +61,7 @@ def _log_values(diff: LogDiff, readers: tuple[LogReader, LogReader], index: int)
     return {
         "instance": identity.instance_name,
         "committer_id": identity.committer_id,
-        "folder": str(readers[index].folder),
+        "folder": str(readers[index].where),
         "first_sequence_id": summary.first_sequence_id,
         "last_sequence_id": summary.last_sequence_id,
         "records": totals.records,

@@ -12,6 +12,7 @@ from coordinator.cli.common import echo, name_argument, pass_registry
 from coordinator.cli.setting_options import register_options, said
 from coordinator.config import AppSendMode
 from coordinator.instances.registry import Registry
+from coordinator.log_url import is_in_folder
 
 
 @click.command()
@@ -48,7 +49,11 @@ def unregister(registry: Registry, name: str, delete_log: bool) -> None:
     from coordinator.operator import unregister as without  # needs ZeroMQ, whose loading takes long
 
     log = without.unregister(registry, name, delete_log=delete_log)
-    kept = f"; its log stays in {_relative(log)}" if log.exists() else ""
+    kept = ""
+    if not is_in_folder(log):
+        kept = "" if delete_log else f"; its log stays in {log}"
+    elif Path(log).exists():
+        kept = f"; its log stays in {_relative(Path(log))}"
     echo(f"unregistered {name}{kept}")
 
 

@@ -28,6 +28,7 @@ from coordinator.config import InstanceSettings
 from coordinator.instances import own_logs
 from coordinator.instances.registry import Registry, RegistryError
 from coordinator.log import LogReader, log_exists, open_reader
+from coordinator.log.open import place_of
 from protocol.private_files import opener
 from protocol.shown import printable_json
 from protocol.verdicts import Verdict
@@ -273,12 +274,12 @@ def _peers(
 ) -> Iterator[LogReader]:
     """The readers of the logs that were given by an instance's name or as a folder."""
     for given in peer_logs:
-        folder = registry.load(given).log if given in registry.names() else Path(given)
-        if not log_exists(folder):
+        place = place_of(registry.load(given).log if given in registry.names() else given)
+        if not place.exists():
             raise RegistryError(f"{given!r} is neither a registered instance with a log nor the folder of one")
-        if folder.resolve() == own.log.resolve():
+        if place.key == place_of(own.log).key:
             raise click.UsageError(f"--peer-log {given}: this is the log of {own.name!r} itself, which is used anyway")
-        yield stack.enter_context(open_reader(folder))
+        yield stack.enter_context(open_reader(place))
 
 
 @contextmanager

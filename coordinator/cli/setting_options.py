@@ -14,6 +14,7 @@ from coordinator.config import InstanceSettings
 from coordinator.config.app_hosts import UNIX
 from coordinator.config.setting import Setting, settings_of
 from coordinator.config.values import WrongValueError
+from coordinator.log_url import is_in_folder
 
 _SETTING = re.compile(r"(?<![/\w])[a-z]+(_[a-z]+)+")  # in a text; options have names of their own
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -48,14 +49,15 @@ class _Text(click.ParamType):  # type: ignore[type-arg]  # generic in newer vers
         about, meant = self._setting.about, value
         if "free" in about:
             return value  # for the registry to complete, and to judge
-        if "path" in about and value not in ("", UNIX, about.get("bare")):
+        is_place = about.get("path") == "log" and not is_in_folder(value)
+        if "path" in about and not is_place and value not in ("", UNIX, about.get("bare")):
             prefix = UNIX if value.startswith(UNIX) else ""
             meant = prefix + os.path.abspath(value.removeprefix(prefix))
         try:
             self._setting.value_of(meant)
         except WrongValueError as error:
             self.fail(f"got {value!r}, expected {error}", param, ctx)
-        if about.get("path") == "folder" and os.path.isfile(meant):
+        if about.get("path") in ("folder", "log") and os.path.isfile(meant):
             self.fail(f"{meant} is a file, expected a folder", param, ctx)
         return meant
 
@@ -66,7 +68,7 @@ def _option(setting: Setting, default: str | None = None) -> Callable[[_Function
         details |= {"is_flag": True, "default": None}
     elif setting.type is int:
         details["type"] = _Number(setting)
-    elif issubclass(setting.type, enum.Enum):
+    elif isinstance(setting.type, type) and issubclass(setting.type, enum.Enum):
         details["type"] = click.Choice([choice.value for choice in setting.type])
     else:
         details |= {"type": _Text(setting), "metavar": setting.about["metavar"]}

@@ -15,6 +15,7 @@ from coordinator.config.schema import AppAuth, InstanceSettings
 from coordinator.config.setting import Setting, setting_of, settings_of
 from coordinator.config.values import ConfigError, WrongValueError, check_instance_name
 from coordinator.core.permissions import ANYTHING
+from coordinator.log_url import is_in_folder
 
 
 def near_miss(word: str, known: Iterable[str]) -> str:
@@ -116,7 +117,8 @@ def check_settings(values: Mapping[str, Any], name: str, path: Path, text: str =
         limited = {caller: permission for caller, permission in allowed.items() if permission != ANYTHING}
         given |= {"allow": tuple(allowed), "permissions": limited}
     folder = path.parent / check_instance_name(name)
-    given.setdefault("log", folder / "log")
+    log = given.get("log", str(folder / "log"))
+    given["log"] = str(path.parent / log) if is_in_folder(log) else log
     given |= {key: path.parent / value for key, value in given.items() if isinstance(value, Path)}
     return InstanceSettings(name=name, folder=folder, **given)
 

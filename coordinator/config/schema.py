@@ -21,9 +21,9 @@ from coordinator.config.values import (
     Callers,
     Endpoint,
     File,
-    Folder,
     Host,
     HostPort,
+    Log,
     LogKey,
     PeerTemplate,
     Port,
@@ -127,7 +127,7 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
     app_insecure: Annotated[bool, says("app_auth none is meant, although others than this machine reach app_host.")] = (
         False
     )
-    log: Annotated[Folder, says("The log's folder.", default="HOME/NAME/log")]
+    log: Annotated[Log, says("The log's folder, or its URL: lmdb:FOLDER.", default="HOME/NAME/log")]
     log_key: Annotated[
         LogKey | None,
         says(

@@ -30,6 +30,7 @@ from msgspec import Meta
 from coordinator.config.app_hosts import UNIX
 from coordinator.config.socket_paths import UNIX_PATH_SIZE_BYTES_MAX
 from coordinator.core.permissions import ANYTHING, Permission
+from coordinator.log_url import is_in_folder, split_url
 from protocol.errors import ImmortalError
 from protocol.extensions import QUERIES
 
@@ -160,6 +161,12 @@ def _path(value: object) -> Path:
     return Path(value)
 
 
+def _log(value: object) -> str:
+    """A folder's path, or the URL of a log that is in none."""
+    _path(value)
+    return str(_path(split_url(str(value))[1])) if is_in_folder(str(value)) else str(value)
+
+
 def _public_keys(value: object) -> tuple[str, ...]:
     found = value if isinstance(value, list) else [value]
     if not found or not all(isinstance(key, str) and _PUBLIC_KEY.fullmatch(key) for key in found):
@@ -215,7 +222,7 @@ HostPort = Annotated[
     str, kind("HOST:PORT", 'HOST:PORT such as "127.0.0.1:9400" (HOST:* takes a free port)', read=_metrics)
 ]
 File = Annotated[Path, kind("FILE", "a path", read=_path, path="file")]
-Folder = Annotated[Path, kind("FOLDER", "a path", read=_path, path="folder")]
+Log = Annotated[str, kind("FOLDER|URL", "a path, or the URL of a log", read=_log, path="log")]
 LogKey = Annotated[
     str,
     Meta(pattern=rf"\A({LOG_KEY_FILE}|/[^\0]*)\Z"),

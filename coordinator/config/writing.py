@@ -45,14 +45,14 @@ def _said(table: Struct) -> dict[str, Any]:
     return said
 
 
-def _values(settings: InstanceSettings, *, log: Path | None) -> dict[str, Any]:
+def _values(settings: InstanceSettings, *, log: str | None) -> dict[str, Any]:
     values = _said(settings)
     for worked_out in ("app_auth", "log"):
         values.pop(worked_out, None)
     if settings.app_auth is not default_app_auth(settings.app_send_port):
         values["app_auth"] = settings.app_auth.value
     if log is not None:
-        values["log"] = str(log)
+        values["log"] = log
     if settings.allow is not None and settings.permissions:
         values["allow"] = _allow_value(
             {caller: settings.permissions.get(caller, ANYTHING) for caller in settings.allow}
@@ -60,7 +60,7 @@ def _values(settings: InstanceSettings, *, log: Path | None) -> dict[str, Any]:
     return values
 
 
-def settings_text(settings: InstanceSettings, *, log: Path | None) -> str:
+def settings_text(settings: InstanceSettings, *, log: str | None) -> str:
     """The settings file's text. Defaults are left out, ``log`` too when it is None."""
     import tomlkit  # here: few commands write settings
 

@@ -27,8 +27,11 @@ class FencedError(LogError):
     """Another writer holds the log now: nothing of this one is taken any more. ``holder`` says who."""
 
     def __init__(self, holder: str, message: str = "") -> None:
-        super().__init__(message or f"fenced by {holder}: it writes this log now")
+        super().__init__(holder, message)
         self.holder = holder
+
+    def __str__(self) -> str:
+        return self.args[1] or f"fenced by {self.holder}: it writes this log now"
 
 
 class LogUnavailableError(LogError):

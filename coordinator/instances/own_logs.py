@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING
 from coordinator.config import LOG_KEY_FILE, InstanceSettings, write_atomically
 from coordinator.core.interfaces import LogStore
 from coordinator.instances.foreign_state import refuse_pickle_in
-from coordinator.log import LmdbLogStore, LogIdentity, LogReader, create_log, log_exists
+from coordinator.log import LogIdentity, LogReader, RowLogStore, create_log, log_exists
 from coordinator.log import open_log as open_log_folder
 from coordinator.log import open_reader as open_folder_reader
 from coordinator.log.authentication import KEY_SIZE_BYTES, LogKey, LogKeyError, not_authenticated
 
 if TYPE_CHECKING:
+    from coordinator.log import LogReader
     from coordinator.log.verify import LogVerification
 
 FOLDER_NAME = "keys"  # with the pairs of coordinator.peers.keys
@@ -148,7 +149,7 @@ def remove(folder: Path) -> None:
 # --- the instance's log -----------------------------------------------------------------------------------------------
 
 
-def open_log(settings: InstanceSettings) -> LmdbLogStore:
+def open_log(settings: InstanceSettings) -> RowLogStore:
     """The instance's log, for writing; a new one where there is none. Where ``log_key`` is set it is authenticated.
 
     Raises LogError.
@@ -179,7 +180,7 @@ def open_log(settings: InstanceSettings) -> LmdbLogStore:
     return store
 
 
-def take_for_own(settings: InstanceSettings, store: LmdbLogStore, *, trust_pickle: bool) -> None:
+def take_for_own(settings: InstanceSettings, store: RowLogStore, *, trust_pickle: bool) -> None:
     """A coordinator is to begin on the log ``store``: it is the instance's own from here on.
 
     Raises PickleRefusedError for one that was not, with a state that pickle wrote, unless ``trust_pickle``.

@@ -21,6 +21,8 @@ from coordinator.config.app_hosts import LOCALHOST, hosts_of
 from coordinator.config.reading import check_settings, read_settings
 from coordinator.config.values import check_app
 from coordinator.config.writing import file_values, settings_text, text_with_app, write_atomically
+from coordinator.core.errors import LogError
+from coordinator.log_url import is_in_folder, split_url
 from protocol.errors import ImmortalError
 from protocol.file_lock import holder_of, open_lock, take
 from protocol.private_files import PUBLIC_FILE_MODE, make_folder, openness
@@ -120,12 +122,14 @@ class Registry:
                     f" 'immortal unregister {name}' removes it"
                 )
             values = self._with_ports({"peer": peer, **file_values(given)})
-            if "log" in values:
-                values["log"] = os.path.abspath(values["log"])
+            if "log" in values and is_in_folder(values["log"]):
+                values["log"] = os.path.abspath(split_url(values["log"])[1])
             settings = check_settings(values, name, path)
             peer_address = split_tcp(settings.peer)
             if peer_address is not None and peer_address[1] in (settings.app_port, settings.app_send_port):
                 raise ConfigError(f"the app of {name!r} and its peers cannot both use port {peer_address[1]}")
+            if not is_in_folder(settings.log):
+                _require_backend(settings.log)
             self._refuse_shared_log(settings)
             text = settings_text(settings, log=settings.log if "log" in values else None)
             write_atomically(path, text.encode(), mode=PUBLIC_FILE_MODE)
@@ -231,8 +235,22 @@ class Registry:
 
     def _refuse_shared_log(self, settings: InstanceSettings) -> None:
         for other in self._readable():
-            if os.path.realpath(other.log) == os.path.realpath(settings.log):
+            if _real(other.log) == _real(settings.log):
                 raise RegistryError(f"{settings.log} is the log folder of {other.name!r}: each instance needs its own")
+
+
+def _real(log: str) -> str:
+    return os.path.realpath(log) if is_in_folder(log) else log
+
+
+def _require_backend(url: str) -> None:
+    """Raises RegistryError for a log of which no backend is known."""
+    from coordinator.log.open import place_of
+
+    try:
+        place_of(url)
+    except LogError as error:
+        raise RegistryError(str(error)) from None
 
 
 def free_port(hosts: Sequence[str], taken: Set[int]) -> int:

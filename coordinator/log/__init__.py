@@ -1,27 +1,34 @@
-"""The durable log of one instance, in LMDB: docs/LOG_FORMAT.md says what is on disk.
+"""The durable log of one instance, over a backend: docs/LOG_FORMAT.md says what its rows are.
 
-create_log, open_log    open for writing: an LmdbLogStore, the core's LogStore
+create_log, open_log    open for writing: a RowLogStore, the core's LogStore
 open_reader             open for reading beside a live writer: a LogReader
 
-What no running coordinator needs is in modules of its own, which it does not import:
+rows.py and reading.py turn the core's words into rows and back; backend.py says what a backend does with them, and
+open.py which backends there are. What no running coordinator needs is in modules of its own, which it does not import:
 
 verify.verify_log       a walk over all that a log holds; says what is damaged and what that means (findings)
 cut.LogCutter           cuts the end of a log off by hand, and keeps what it cuts (cut_plan)
-memory.MemoryLogStore   the same interface in memory, for tests and the simulator
+backup.back_up          a copy that the next one brings up to date
+memory.MemoryLogStore   a log in memory that crashes, fails and rots when a test says so
 """
 
-from coordinator.log.environment import LogIdentity, log_exists
-from coordinator.log.folder import create_log, open_log, open_reader
-from coordinator.log.lock import is_locked
-from coordinator.log.reader import LoggedValue, LogReader, TrimmedError
-from coordinator.log.store import LmdbLogStore
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from coordinator.log.meta import LogIdentity
+from coordinator.log.open import create_log, is_locked, log_exists, open_log, open_reader
+from coordinator.log.store import RowLogStore
 from coordinator.log.values import check_value, verify_value
 
+if TYPE_CHECKING:
+    from coordinator.log.reader import LoggedValue, LogReader, TrimmedError
+
 __all__ = [
-    "LmdbLogStore",
     "LogIdentity",
     "LogReader",
     "LoggedValue",
+    "RowLogStore",
     "TrimmedError",
     "check_value",
     "create_log",
@@ -31,3 +38,12 @@ __all__ = [
     "open_reader",
     "verify_value",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """A running coordinator reads its log through its store: the reader is not in its memory."""
+    if name in ("LogReader", "LoggedValue", "TrimmedError"):
+        from coordinator.log import reader
+
+        return getattr(reader, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
-
-import lmdb
 
 from coordinator.core.errors import require
 from coordinator.core.interfaces import CheckpointHeader
 from coordinator.log import format as log_format
 from coordinator.log import reading
-from coordinator.log.environment import Tables
+from coordinator.log.backend import Span, View
+from coordinator.log.budget import Budget
 from coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
-from coordinator.log.trim import Budget, delete_range
+from coordinator.log.rows import Changes
 from protocol.checksum import crc64
 from protocol.varint import Readable
-
-WriteTransaction: TypeAlias = "lmdb.Transaction[memoryview]"
 
 
 @dataclass(slots=True)
@@ -46,14 +42,14 @@ class PendingBlob:
 class CheckpointWriter:
     """Keeps track of the one blob that is on its way, so that only a whole and right one can get its header."""
 
-    def __init__(self, tables: Tables) -> None:
-        self._tables = tables
+    def __init__(self) -> None:
         self._pending: PendingBlob | None = None
 
-    def put_chunk(self, transaction: WriteTransaction, checkpoint_id: int, index: int, data: Readable) -> None:
-        """Put one chunk; index 0 begins the blob anew. Call :meth:`chunk_committed` once it is durable."""
+    def put_chunk(self, view: View, checkpoint_id: int, index: int, data: Readable) -> Changes:
+        """For one chunk; index 0 begins the blob anew. Call :meth:`chunk_committed` once it is durable."""
+        changes = Changes()
         if index == 0:
-            self._remove_attempt(transaction, checkpoint_id)
+            changes.deletes += _attempt(view, checkpoint_id)
         else:
             pending = self._pending
             require(
@@ -61,62 +57,64 @@ class CheckpointWriter:
                 f"chunk {index} of checkpoint {checkpoint_id} does not follow the chunk before it: {pending}",
             )
         key = CHUNK_KEY.pack(checkpoint_id, index)
-        transaction.put(key, log_format.seal_chunk(key, data), db=self._tables.chunks)
+        changes.puts.append(("chunks", key, log_format.seal_chunk(key, data)))
+        return changes
 
     def chunk_committed(self, checkpoint_id: int, index: int, data: Readable) -> None:
         if index == 0 or self._pending is None:
             self._pending = PendingBlob(checkpoint_id)
         self._pending.add(data)
 
-    def put_header(self, transaction: WriteTransaction, header: CheckpointHeader) -> None:
-        """Put the header and the unacknowledged outputs; the blob must be there, with the size and CRC it says."""
+    def put_header(self, view: View, header: CheckpointHeader, changes: Changes) -> None:
+        """Header and outputs go into ``changes``; the blob must be there, with the header's size and CRC."""
         pending = self._pending
         if pending is None or pending.checkpoint_id != header.checkpoint_id:
             pending = PendingBlob(header.checkpoint_id)
         pending.require_complete(header)
         if not pending.chunk_count:
-            self._remove_attempt(transaction, header.checkpoint_id)
+            changes.deletes += _attempt(view, header.checkpoint_id)
         outputs = log_format.encode_outputs(header.unacknowledged)
         for index, offset in enumerate(range(0, len(outputs), log_format.OUTPUTS_PIECE_SIZE_BYTES)):
             key = CHUNK_KEY.pack(header.checkpoint_id, index)
             piece = outputs[offset : offset + log_format.OUTPUTS_PIECE_SIZE_BYTES]
-            transaction.put(key, log_format.seal_chunk(key, piece), db=self._tables.outputs)
-        transaction.put(
-            SEQUENCE_KEY.pack(header.checkpoint_id),
-            log_format.encode_header(header, pending.chunk_count, outputs),
-            db=self._tables.checkpoints,
-        )
-
-    def _remove_attempt(self, transaction: WriteTransaction, checkpoint_id: int) -> None:
-        """Remove what an earlier attempt under the same ID has left: it may have had more chunks than this one.
-
-        So is a complete one that is damaged: the core was not told of it, and gives its ID away again.
-        """
-        require(
-            not reading.has_readable_header(transaction, self._tables, checkpoint_id),
-            f"checkpoint {checkpoint_id} is complete already",
-        )
-        transaction.delete(SEQUENCE_KEY.pack(checkpoint_id), db=self._tables.checkpoints)
-        first, end = CHUNK_KEY.pack(checkpoint_id, 0), CHUNK_KEY.pack(checkpoint_id + 1, 0)
-        for table in (self._tables.chunks, self._tables.outputs):
-            delete_range(transaction, table, first, end, Budget.unlimited())
+            changes.puts.append(("outputs", key, log_format.seal_chunk(key, piece)))
+        value = log_format.encode_header(header, pending.chunk_count, outputs)
+        changes.puts.append(("checkpoints", SEQUENCE_KEY.pack(header.checkpoint_id), value))
 
     def header_committed(self) -> None:
         self._pending = None
 
 
-def remove_half_written(transaction: WriteTransaction, tables: Tables) -> bool:
-    """Remove one bounded step of the chunks that have no header; True if there were any: more may remain."""
-    budget = Budget.step()
-    for table in (tables.chunks, tables.outputs):
+def checkpoint_spans(checkpoint_id: int) -> list[Span]:
+    """All of a checkpoint but its header."""
+    first, end = CHUNK_KEY.pack(checkpoint_id, 0), CHUNK_KEY.pack(checkpoint_id + 1, 0)
+    return [Span(table, first, end) for table in ("chunks", "outputs")]
+
+
+def _attempt(view: View, checkpoint_id: int) -> list[Span]:
+    """What an earlier attempt under the same ID has left: it may have had more chunks than this one.
+
+    So is a complete one that is damaged: the core was not told of it, and gives its ID away again.
+    """
+    require(
+        not reading.has_readable_header(view, checkpoint_id),
+        f"checkpoint {checkpoint_id} is complete already",
+    )
+    return [Span.of_one("checkpoints", SEQUENCE_KEY.pack(checkpoint_id)), *checkpoint_spans(checkpoint_id)]
+
+
+def half_written(view: View) -> Changes:
+    """One bounded step of the chunks that have no header; none: there are no more."""
+    budget, changes = Budget.step(), Changes()
+    for table in ("chunks", "outputs"):
         checkpoint_id = 0
         while not budget.exhausted:
-            with transaction.cursor(table) as cursor:
-                if not cursor.set_range(CHUNK_KEY.pack(checkpoint_id, 0)):
-                    break
-                checkpoint_id = CHUNK_KEY.unpack(cursor.key())[0]
-            if transaction.get(SEQUENCE_KEY.pack(checkpoint_id), db=tables.checkpoints) is None:
-                first, end = CHUNK_KEY.pack(checkpoint_id, 0), CHUNK_KEY.pack(checkpoint_id + 1, 0)
-                delete_range(transaction, table, first, end, budget)
+            first = next(view.scan(table, CHUNK_KEY.pack(checkpoint_id, 0)), None)
+            if first is None:
+                break
+            checkpoint_id = CHUNK_KEY.unpack(first[0])[0]
+            if view.get("checkpoints", SEQUENCE_KEY.pack(checkpoint_id)) is None:
+                begin, end = CHUNK_KEY.pack(checkpoint_id, 0), CHUNK_KEY.pack(checkpoint_id + 1, 0)
+                changes.deletes += budget.take_span(view, table, end, begin)
             checkpoint_id += 1
-    return budget != Budget.step()
+    return changes

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from coordinator.core.errors import DamagedLogError, LogError
 from coordinator.core.interfaces import IMPULSES, LogSummary
 from coordinator.log.authentication import LogKey
 from coordinator.log.findings import Finding, Severity
-from coordinator.log.folder import open_reader
+from coordinator.log.open import Log, open_reader
 from coordinator.log.reader import LoggedValue, LogReader
 from coordinator.log.values import verify_value
 from coordinator.log.verify import LogVerification, verify_log
@@ -50,7 +49,7 @@ class CutPlan:
 
 
 def plan_cut(
-    folder: Path,
+    log: Log,
     instance_name: str,
     sequence_id: int,
     *,
@@ -62,7 +61,7 @@ def plan_cut(
 
     ``force``: also where recovery does not need the record. Raises CutRefusedError, which says why, and LogError.
     """
-    verification = verify_log(folder, instance_name, lock_held=True, keys=keys)
+    verification = verify_log(log, instance_name, lock_held=True, keys=keys)
     unreadable = None
     for finding in verification.findings():
         on_finding(finding)
@@ -70,7 +69,7 @@ def plan_cut(
             unreadable = finding
     if unreadable is not None:
         raise CutRefusedError(f"{unreadable.message}: cutting records off does not help")
-    with open_reader(folder, instance_name) as reader:
+    with open_reader(log, instance_name) as reader:
         try:
             summary = reader.summary()
         except DamagedLogError as error:

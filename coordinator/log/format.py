@@ -27,6 +27,7 @@ FORMAT_VERSIONS_READ = (3, 4, 5, 6)
 JOURNAL_VERSION = 4  # the first with a journal
 VERDICTS_VERSION = 5  # the first with the tables of verdicts, letters and audit
 CRC_SIZE_BYTES = 8
+MAC_SIZE_BYTES = 16
 OUTPUTS_PIECE_SIZE_BYTES = 1 << 20  # one LMDB value of 64 MiB would need 64 MiB of contiguous free pages
 COMMITTER_ID_MAX = (1 << 31) - 1
 
@@ -37,6 +38,14 @@ _POSITION = struct.Struct(">Q")
 CRC = struct.Struct("<Q")
 _BATCH_HEAD = struct.Struct("<QIQ")  # CRC of the head, count, CRC of the payload
 _BATCH_COUNTED = struct.Struct("<IQ")
+
+TABLES = (
+    *("records", "checkpoints", "chunks", "outputs", "sources", "acknowledged", "peers", "impulses", "clients"),
+    *("replies", "spilled", "versions", "meta"),
+)
+TABLES_OF_VERDICTS = ("verdicts", "letters", "audit")  # which a log may lack that was begun before VERDICTS_VERSION
+TABLES_OF_SEALS = ("record_seals", "checkpoint_seals")  # of authenticated logs
+ALL_TABLES = (*TABLES, *TABLES_OF_VERDICTS, *TABLES_OF_SEALS)
 
 IMPULSES_TABLE = b"impulses"
 SPILLED_TABLE = b"spilled"

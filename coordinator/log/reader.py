@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import TypeVar
-
-import lmdb
 
 from coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError
 from coordinator.core.interfaces import AuditEntry, Letter, LogSummary, OutputBatch
@@ -25,19 +21,15 @@ from coordinator.log.authentication import (
     read_chunk,
     read_marker,
 )
-from coordinator.log.environment import DATA_FILE_NAME, LogIdentity, Tables
+from coordinator.log.backend import ReadBackend, View
+from coordinator.log.findings import Finding
 from coordinator.log.format import INT, META_TRIMMED, SEQUENCE_KEY, StoredHeader, decode_header
-from coordinator.log.residency import MappedPages
-from coordinator.log.snapshot import Snapshots
-from coordinator.log.store import checked_prefix
-from coordinator.log.values import check_value
+from coordinator.log.meta import first_and_last_sequence_id, meta_value
+from coordinator.log.values import check_value, checked_prefix
 from protocol.checksum import crc64
 from protocol.verdicts import MessageKey, Verdict
 
-Result = TypeVar("Result")
-_Collected = tuple[list[bytes], list[bool], DamagedLogError | None]
-
-# One read transaction covers at most this much: pages freed while it is open cannot be used again by the writer.
+# One view covers at most this much: what is freed while it is open cannot be used again by the writer.
 SCAN_ROWS_MAX = 4096
 SCAN_SIZE_BYTES_MAX = 8 << 20
 
@@ -60,19 +52,17 @@ class LoggedValue:
 
 
 class LogReader:
-    """Made by :func:`coordinator.log.folder.open_reader`. For one thread; no transaction stays open between calls."""
+    """Made by :func:`coordinator.log.open_reader`. For one thread; no view stays open between calls."""
 
-    def __init__(self, folder: Path, environment: lmdb.Environment, tables: Tables, identity: LogIdentity) -> None:
-        self.folder = folder
-        self.identity = identity
+    def __init__(self, backend: ReadBackend) -> None:
+        self.where = backend.where
+        self.identity = backend.identity
         self.problems: list[str] = []
         self.macs: Macs | None = None
         """None: the log is not authenticated, or that is not looked at."""
         self.trusts_pickle = False
         """Whether a state in it that pickle wrote may be read, which runs what is in it (instances.own_logs)."""
-        self._environment = environment
-        self._mapped_pages = MappedPages(folder / DATA_FILE_NAME)
-        self._snapshots = Snapshots(folder, environment, tables, identity)
+        self._backend = backend
 
     def __enter__(self) -> LogReader:
         return self
@@ -85,20 +75,20 @@ class LogReader:
 
         ``check``: the other tables now. Raises LogKeyError where the key is not among ``keys``, ForgedLogError.
         """
-        marker = self.transact(read_marker)
+        marker = self.marker
         if marker is None:
             return
         self.macs = macs = Macs(find_key(keys, marker, self.identity.instance_name), self.identity, marker)
         if check:
-            self.transact(
-                lambda transaction, tables: check_state(transaction, tables, macs, self.identity.instance_name)
-            )
-            self._mapped_pages.release()
+            with self.view() as view:
+                check_state(view, macs, self.identity.instance_name)
+            self.release()
 
     @property
     def marker(self) -> Marker | None:
         """What the log says of its authentication, checked or not; None where it has none."""
-        return self.transact(read_marker)
+        with self.view() as view:
+            return read_marker(view)
 
     @property
     def authenticity(self) -> str:
@@ -110,29 +100,28 @@ class LogReader:
         return f"authenticated with key {marker.key_id}{since if marker.first_sequence_id > 0 else ''}"
 
     def summary(self) -> LogSummary:
-        """As LmdbLogStore.summary, as of now."""
+        """As RowLogStore.summary, as of now."""
         problems: list[str] = []
-        summary = self.transact(
-            lambda transaction, tables: reading.load_summary(
-                transaction, tables, self.identity.committer_id, self._load_outputs, problems
-            )
-        )
+        with self.view() as view:
+            summary = reading.load_summary(view, self.identity.committer_id, self._load_outputs, problems)
         self.problems = problems
-        self._mapped_pages.release()  # the heads of rows were looked at, and whole rows mapped
+        self.release()  # the heads of rows were looked at, and whole rows mapped
         return summary
+
+    def ends(self) -> tuple[int, int]:
+        """The first and the last record that is kept, as of now; the first is last + 1 where there is none."""
+        with self.view() as view:
+            return first_and_last_sequence_id(view)
 
     def last_sequence_id(self) -> int:
         """The last record's, as of now; -1 in a new log. Cheap: whoever follows a live log may poll it."""
-        return self.transact(reading.first_and_last_sequence_id)[1]
+        return self.ends()[1]
 
     def read(self, first_sequence_id: int, size_bytes_max: int) -> list[bytes]:
-        """As LmdbLogStore.read; behind the last record an empty list."""
-
-        def collect(transaction: reading.ReadTransaction, tables: Tables) -> _Collected:
-            values, gap = reading.collect_values(transaction, tables, first_sequence_id, size_bytes_max)
-            return values, are_authentic(transaction, tables, self.macs, enumerate(values, first_sequence_id)), gap
-
-        values, are, gap = self.transact(collect)
+        """As RowLogStore.read; behind the last record an empty list."""
+        with self.view() as view:
+            values, gap = reading.collect_values(view, first_sequence_id, size_bytes_max)
+            are = are_authentic(view, self.macs, enumerate(values, first_sequence_id))
         if not values and gap is not None:
             raise gap
         checked = checked_prefix(values, first_sequence_id, self.identity.committer_id)
@@ -147,12 +136,12 @@ class LogReader:
         """
         expected = max(first_sequence_id, 0)
         while True:
-            rows, are, last_there = self.transact(partial(self._scan_to_last, first=expected, last=last_sequence_id))
+            rows, are, last_there = self._scan_to_last(expected, last_sequence_id)
             if not rows:
                 if expected <= last_there and (last_sequence_id is None or expected <= last_sequence_id):
                     raise self._not_there(expected)
                 return
-            self._have_touched(rows)
+            self.have_touched(sum(len(value) for _, value in rows))
             for (sequence_id, value), is_authentic in zip(rows, are, strict=True):
                 if sequence_id != expected:
                     raise self._not_there(expected)
@@ -167,17 +156,17 @@ class LogReader:
     ) -> Iterator[LoggedValue]:
         """Every record of the range (both ends included; None: the log's own ends), damaged and missing ones marked.
 
-        A scan never holds back the writer: its transaction is renewed every SCAN_ROWS_MAX records or
+        A scan never holds back the writer: its view is renewed every SCAN_ROWS_MAX records or
         SCAN_SIZE_BYTES_MAX.
         Without ``last_sequence_id`` it goes on to what is the last record when it gets there.
         """
-        first, _ = self.transact(reading.first_and_last_sequence_id)
+        first, _ = self.ends()
         expected = first if first_sequence_id is None else max(first_sequence_id, first)
         while True:
-            rows, are, _ = self.transact(partial(self._scan_to_last, first=expected, last=last_sequence_id))
+            rows, are, _ = self._scan_to_last(expected, last_sequence_id)
             if not rows:
                 return
-            self._have_touched(rows)
+            self.have_touched(sum(len(value) for _, value in rows))
             for (sequence_id, value), is_authentic in zip(rows, are, strict=True):
                 if sequence_id > expected and not self._trimmed(sequence_id - 1):
                     yield _missing(expected, sequence_id - 1)
@@ -188,8 +177,9 @@ class LogReader:
                 expected = sequence_id + 1
 
     def read_checkpoint_chunk(self, checkpoint_id: int, index: int) -> bytes:
-        """As LmdbLogStore.read_checkpoint_chunk."""
-        return self.transact(partial(read_chunk, macs=self.macs, checkpoint_id=checkpoint_id, index=index))
+        """As RowLogStore.read_checkpoint_chunk."""
+        with self.view() as view:
+            return read_chunk(view, self.macs, checkpoint_id, index)
 
     def checkpoint_chunks(self, checkpoint_id: int) -> Iterator[bytes]:
         """The chunks of a blob, in order, each checked; behind the last one the whole is.
@@ -206,7 +196,7 @@ class LogReader:
                 raise
             size_bytes += len(chunk)
             check = crc64(chunk, check)
-            self._mapped_pages.have_touched(len(chunk))
+            self.have_touched(len(chunk))
             yield chunk
         header = stored.header
         if (size_bytes, check) != (header.size_bytes, header.check):
@@ -218,20 +208,20 @@ class LogReader:
 
     def verdicts(self) -> list[Verdict]:
         """On the records that are kept, in their order. Raises DamagedLogError."""
-        return self.transact(
-            lambda transaction, tables: verdicts.load_verdicts(
-                transaction, tables, reading.first_and_last_sequence_id(transaction, tables)[0]
-            )
-        )
+        with self.view() as view:
+            return verdicts.load_verdicts(view, first_and_last_sequence_id(view)[0])
 
     def letter(self, key: MessageKey) -> Letter | None:
         """A dead letter; None where there is none. Raises DamagedLogError."""
-        return self.transact(lambda transaction, tables: verdicts.load_letter(transaction, tables, key))
+        with self.view() as view:
+            return verdicts.load_letter(view, key)
 
     def letters(self) -> Iterator[Letter]:
         """The dead letters, in the order of their records; a damaged one is left out and told in :attr:`problems`."""
         self.problems = []
-        for key in self.transact(verdicts.letter_sizes):
+        with self.view() as view:
+            keys = list(verdicts.letter_sizes(view))
+        for key in keys:
             try:
                 letter = self.letter(key)
             except DamagedLogError as error:
@@ -243,41 +233,52 @@ class LogReader:
     def audit(self) -> list[AuditEntry]:
         """What operators did, oldest first; a damaged entry is left out and told in :attr:`problems`."""
         self.problems = []
-        return self.transact(lambda transaction, tables: verdicts.load_audit(transaction, tables, self.problems))
+        with self.view() as view:
+            return verdicts.load_audit(view, self.problems)
 
-    def transact(self, operation: Callable[[reading.ReadTransaction, Tables], Result]) -> Result:
-        """Run ``operation`` in a read transaction of its own. As Snapshots.transact."""
-        return self._snapshots.transact(operation)
+    def view(self, *, copies: bool = False) -> AbstractContextManager[View]:
+        """The log at one moment. As ReadBackend.view."""
+        return self._backend.view(copies=copies)
 
-    def journal_problems(self) -> tuple[list[str], list[str]]:
-        """As Snapshots.journal_problems."""
-        return self._snapshots.journal_problems()
+    def is_live(self) -> bool:
+        """Whether a process writes it now."""
+        return self._backend.is_live()
+
+    def findings(self) -> Iterator[Finding]:
+        """As ReadBackend.findings."""
+        return self._backend.findings(None if self.macs is None else self.macs.mark)
+
+    def have_touched(self, size_bytes: int) -> None:
+        """So much was looked at: a scan of a large log must not make this process as large as the log."""
+        self._backend.have_touched(size_bytes)
+
+    def release(self) -> None:
+        """Nothing is read for a while: give back the memory that reading took."""
+        self._backend.release()
 
     def close(self) -> None:
-        self._environment.close()
+        self._backend.close()
 
     def _load_outputs(self, stored: StoredHeader) -> dict[str, list[OutputBatch]]:
-        return self.transact(lambda transaction, tables: reading.load_outputs(transaction, tables, stored))
+        with self.view() as view:
+            return reading.load_outputs(view, stored)
 
-    def _scan_to_last(
-        self, transaction: reading.ReadTransaction, tables: Tables, first: int, last: int | None
-    ) -> tuple[list[tuple[int, bytes]], list[bool], int]:
+    def _scan_to_last(self, first: int, last: int | None) -> tuple[list[tuple[int, bytes]], list[bool], int]:
         """Rows, which are authentic, and the last record's ID at that moment: it tells the log's end from a gap."""
-        rows = _scan(transaction, tables, first, last)
-        last_there = reading.first_and_last_sequence_id(transaction, tables)[1]
-        return rows, are_authentic(transaction, tables, self.macs, rows), last_there
-
-    def _have_touched(self, rows: list[tuple[int, bytes]]) -> None:
-        """A scan of a large log must not make this process as large as the log."""
-        self._mapped_pages.have_touched(sum(len(value) for _, value in rows))
+        with self.view() as view:
+            rows = _scan(view, first, last)
+            last_there = first_and_last_sequence_id(view)[1]
+            return rows, are_authentic(view, self.macs, rows), last_there
 
     def _stored_header(self, checkpoint_id: int) -> StoredHeader:
         """Raises TrimmedError, DamagedCheckpointError."""
         key = SEQUENCE_KEY.pack(checkpoint_id)
-        value = self.transact(lambda transaction, tables: _copy(transaction.get(key, db=tables.checkpoints)))
+        with self.view() as view:
+            found = view.get("checkpoints", key)
+            value = None if found is None else bytes(found)
         if value is None:
             raise TrimmedError(
-                f"checkpoint {checkpoint_id} is not in the log in {self.folder}: old ones are trimmed away"
+                f"checkpoint {checkpoint_id} is not in the log in {self.where}: old ones are trimmed away"
                 " ('--keep-checkpoints' and '--keep-log-days' of the instance say how many are kept)"
             )
         try:
@@ -290,12 +291,12 @@ class LogReader:
     def _not_there(self, sequence_id: int) -> LogError:
         """Why a record below the last one is not in the log."""
         if self._trimmed(sequence_id):
-            first, _ = self.transact(reading.first_and_last_sequence_id)
+            first, _ = self.ends()
             return TrimmedError(
-                f"record {sequence_id} is not in the log in {self.folder}: it begins with record {first}, what was"
+                f"record {sequence_id} is not in the log in {self.where}: it begins with record {first}, what was"
                 " before is trimmed away"
             )
-        return DamagedLogError(f"record {sequence_id} is missing in the log in {self.folder}", sequence_id)
+        return DamagedLogError(f"record {sequence_id} is missing in the log in {self.where}", sequence_id)
 
     def _problem(self, sequence_id: int, value: bytes) -> str | None:
         try:
@@ -306,12 +307,9 @@ class LogReader:
 
     def _trimmed(self, sequence_id: int) -> bool:
         """Whether the writer has removed that record, perhaps since a scan began."""
-        trimmed = self.transact(lambda transaction, tables: reading.meta_value(transaction, tables, META_TRIMMED, INT))
+        with self.view() as view:
+            trimmed = meta_value(view, META_TRIMMED, INT)
         return trimmed is not None and sequence_id <= trimmed
-
-
-def _copy(value: memoryview | None) -> bytes | None:
-    return None if value is None else bytes(value)
 
 
 def _missing(first: int, last: int) -> LoggedValue:
@@ -320,20 +318,15 @@ def _missing(first: int, last: int) -> LoggedValue:
     return LoggedValue(first, b"", what, last)
 
 
-def _scan(
-    transaction: reading.ReadTransaction, tables: Tables, first: int, last: int | None
-) -> list[tuple[int, bytes]]:
+def _scan(view: View, first: int, last: int | None) -> list[tuple[int, bytes]]:
     rows: list[tuple[int, bytes]] = []
     rest_bytes = SCAN_SIZE_BYTES_MAX
-    with transaction.cursor(tables.records) as cursor:
-        if not cursor.set_range(SEQUENCE_KEY.pack(max(first, 0))):
-            return rows
-        for key, value in cursor:
-            (sequence_id,) = SEQUENCE_KEY.unpack(key)
-            if last is not None and sequence_id > last:
-                break
-            rows.append((sequence_id, bytes(value)))
-            rest_bytes -= len(value)
-            if rest_bytes <= 0 or len(rows) >= SCAN_ROWS_MAX:
-                break
+    for key, value in view.scan("records", SEQUENCE_KEY.pack(max(first, 0))):
+        (sequence_id,) = SEQUENCE_KEY.unpack(key)
+        if last is not None and sequence_id > last:
+            break
+        rows.append((sequence_id, bytes(value)))
+        rest_bytes -= len(value)
+        if rest_bytes <= 0 or len(rows) >= SCAN_ROWS_MAX:
+            break
     return rows

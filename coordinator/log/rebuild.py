@@ -8,20 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
-
-import lmdb
 
 from coordinator.core.errors import DamagedLogError
 from coordinator.core.interfaces import IMPULSES, ONESELF, SourcePosition
 from coordinator.log import format as log_format
 from coordinator.log import reading
-from coordinator.log.environment import Tables
+from coordinator.log.backend import Span, View
 from coordinator.log.format import SEQUENCE_KEY
+from coordinator.log.meta import meta_value
+from coordinator.log.rows import Changes
 from coordinator.log.values import verify_value
 from protocol.trailer import BatchKind
 
-WriteTransaction: TypeAlias = "lmdb.Transaction[memoryview]"
 _TABLE = b"sources"
 
 
@@ -35,22 +33,22 @@ class RebuiltSource:
     how: str
 
 
-def plan_rebuilding(transaction: reading.ReadTransaction, tables: Tables, committer_id: int) -> list[RebuiltSource]:
+def plan_rebuilding(view: View, committer_id: int) -> list[RebuiltSource]:
     """What is to be put in the place of each damaged row. Raises DamagedLogError where that cannot be known."""
     plan = []
     from_records: dict[str, tuple[bytes, str]] = {}
-    for key, value, problem in _damaged_rows(transaction, tables):
+    for key, value, problem in _damaged_rows(view):
         mended = _with_one_bit_flipped(key, value)
         if mended is not None:
             plan.append(RebuiltSource(key, *mended, f"{problem}: one flipped bit was put right"))
         else:
             from_records[log_format.name_of_key(key)] = (key, problem)
     if from_records:
-        committers = _committers(transaction, tables, committer_id)
+        committers = _committers(view, committer_id)
         for name, (_, problem) in from_records.items():
             if name not in committers:
                 raise DamagedLogError(f"{problem}, and nothing else says which log {name!r} had", -1)
-        found = _last_positions(transaction, tables, committer_id, from_records)
+        found = _last_positions(view, committer_id, from_records)
         for name, (key, problem) in from_records.items():
             if name not in found:
                 raise DamagedLogError(f"{problem}, and no record that is kept says how far that stream was", -1)
@@ -62,29 +60,28 @@ def plan_rebuilding(transaction: reading.ReadTransaction, tables: Tables, commit
     return plan
 
 
-def rebuild(transaction: WriteTransaction, tables: Tables, committer_id: int) -> list[str]:
-    """Put damaged rows right; what was done. Raises DamagedLogError where that cannot be."""
-    plan = plan_rebuilding(transaction, tables, committer_id)
-    damaged = {row.damaged_key for row in plan}
-    with transaction.cursor(tables.sources) as cursor:
-        # By walking: where keys are damaged they are not found by their order.
-        positioned = cursor.first()
-        while positioned:
-            positioned = cursor.delete() and bool(cursor.key()) if bytes(cursor.key()) in damaged else cursor.next()
+def rebuilding(view: View, committer_id: int) -> tuple[Changes, list[str]]:
+    """To put damaged rows right; what that does, in words. Raises DamagedLogError where that cannot be."""
+    plan = plan_rebuilding(view, committer_id)
+    changes = Changes()
+    if plan:  # the whole table is written anew: where keys are damaged they are not found by their order
+        damaged = {row.damaged_key for row in plan}
+        changes.deletes.append(Span("sources"))
+        rows = ((bytes(key), bytes(value)) for key, value in view.scan("sources"))
+        changes.puts += [("sources", key, value) for key, value in rows if key not in damaged]
     for row in plan:
         payload = (row.known.committer_id, row.known.epoch, row.known.position)
-        transaction.put(row.key, log_format.seal(_TABLE, row.key, payload), db=tables.sources)
-    return [row.how for row in plan]
+        changes.puts.append(("sources", row.key, log_format.seal(_TABLE, row.key, payload)))
+    return changes, [row.how for row in plan]
 
 
-def _damaged_rows(transaction: reading.ReadTransaction, tables: Tables) -> Iterator[tuple[bytes, bytes, str]]:
-    with transaction.cursor(tables.sources) as cursor:
-        for key_view, value_view in cursor:
-            key, value = bytes(key_view), bytes(value_view)
-            try:
-                log_format.unseal(_TABLE, key, value, log_format.SOURCE)
-            except DamagedLogError as error:
-                yield key, value, str(error)
+def _damaged_rows(view: View) -> Iterator[tuple[bytes, bytes, str]]:
+    for key_view, value_view in view.scan("sources"):
+        key, value = bytes(key_view), bytes(value_view)
+        try:
+            log_format.unseal(_TABLE, key, value, log_format.SOURCE)
+        except DamagedLogError as error:
+            yield key, value, str(error)
 
 
 def _with_one_bit_flipped(key: bytes, value: bytes) -> tuple[bytes, SourcePosition] | None:
@@ -101,35 +98,30 @@ def _with_one_bit_flipped(key: bytes, value: bytes) -> tuple[bytes, SourcePositi
     return None
 
 
-def _committers(transaction: reading.ReadTransaction, tables: Tables, committer_id: int) -> dict[str, int]:
+def _committers(view: View, committer_id: int) -> dict[str, int]:
     """By name, whose log the streams that are still as they began come from."""
-    receivers = reading.named_rows(transaction, tables.peers, b"peers", log_format.INT)
-    began_anew = reading.stream_starts(transaction, tables)  # the last record may be from before that
+    receivers = reading.named_rows(view, "peers", log_format.INT)
+    began_anew = reading.stream_starts(view)  # the last record may be from before that
     known = {name: receiver for name, receiver in receivers.items() if name not in began_anew}
     return {**known, ONESELF: committer_id, IMPULSES: committer_id}
 
 
-def _last_positions(
-    transaction: reading.ReadTransaction, tables: Tables, committer_id: int, names: Collection[str]
-) -> dict[str, tuple[int, int]]:
+def _last_positions(view: View, committer_id: int, names: Collection[str]) -> dict[str, tuple[int, int]]:
     """By source, the last record with a batch of it, and that batch's last position; without those not found.
 
     Raises DamagedLogError for a record that cannot be read: it may hold one of them.
     """
-    cuts = reading.meta_value(transaction, tables, log_format.META_CUTS, log_format.INTS) or [0]
+    cuts = meta_value(view, log_format.META_CUTS, log_format.INTS) or [0]
     found: dict[str, tuple[int, int]] = {}
-    with transaction.cursor(tables.records) as cursor:
-        positioned = cursor.last()
-        while positioned and len(found) < len(names):
-            (sequence_id,) = SEQUENCE_KEY.unpack(cursor.key())
-            if sequence_id < cuts[-1]:
-                break  # what was cut off there counts as received, and is not here
-            _, trailer = verify_value(bytes(cursor.value()), sequence_id, committer_id)
-            for batch in trailer.batches:
-                source = IMPULSES if batch.kind == BatchKind.IMPULSES else batch.name
-                if source in names and batch.kind != BatchKind.INITIAL:
-                    before = found.get(source, (sequence_id, 0))
-                    if before[0] == sequence_id:
-                        found[source] = (sequence_id, batch.last_position)
-            positioned = cursor.prev()
+    for key, value in view.scan_back("records"):
+        (sequence_id,) = SEQUENCE_KEY.unpack(key)
+        if sequence_id < cuts[-1] or len(found) == len(names):
+            break  # what was cut off there counts as received, and is not here
+        _, trailer = verify_value(bytes(value), sequence_id, committer_id)
+        for batch in trailer.batches:
+            source = IMPULSES if batch.kind == BatchKind.IMPULSES else batch.name
+            if source in names and batch.kind != BatchKind.INITIAL:
+                before = found.get(source, (sequence_id, 0))
+                if before[0] == sequence_id:
+                    found[source] = (sequence_id, batch.last_position)
     return found

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from coordinator.core.interfaces import LogSummary
-from coordinator.log.environment import LogIdentity
+from coordinator.log.meta import LogIdentity
 
 
 class RecordSource(Protocol):

@@ -59,3 +59,15 @@ def _trailer_error(error: RemoteProtocolError, sequence_id: int) -> DamagedLogEr
     if isinstance(error, DamagedRecordError):
         return DamagedLogError(f"the trailer of record {sequence_id} is damaged: {error}", sequence_id)
     return DamagedLogError(f"the trailer of record {sequence_id} cannot be read: {error}", sequence_id)
+
+
+def checked_prefix(values: list[bytes], first_sequence_id: int, committer_id: int) -> list[bytes]:
+    """Those of ``values`` before the first damaged one. Raises DamagedLogError if that is the first."""
+    for index, value in enumerate(values):
+        try:
+            check_value(value, first_sequence_id + index, committer_id)
+        except DamagedLogError:
+            if index == 0:
+                raise
+            return values[:index]
+    return values

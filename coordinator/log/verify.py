@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 
 from coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError, LogLockedError
 from coordinator.core.interfaces import ClientPosition
 from coordinator.log import format as log_format
 from coordinator.log import reading, spilled, verdicts
 from coordinator.log.authentication import ForgedLogError, LogKey, LogKeyError, not_authenticated
-from coordinator.log.environment import (
-    DATA_FILE_NAME,
-    LogIdentity,
-    Tables,
-    check_data_file,
-    log_exists,
-    said_of,
-    structure_problems,
-)
+from coordinator.log.backend import Place, View
 from coordinator.log.findings import Finding, Severity
-from coordinator.log.folder import open_reader
 from coordinator.log.format import StoredHeader
-from coordinator.log.high_water import HighWaterMark
-from coordinator.log.lock import is_locked
-from coordinator.log.pages import PageError, check_pages
+from coordinator.log.meta import LogIdentity, first_and_last_sequence_id, meta_value
+from coordinator.log.open import Log, open_reader, place_of
 from coordinator.log.reader import LogReader, TrimmedError
 from coordinator.log.rebuild import plan_rebuilding
 from coordinator.log.stream_positions import StreamPositions
@@ -43,7 +29,7 @@ _READ_SIZE_BYTES_MIN = 4096  # to name the place
 class LogVerification:
     """A verification under way: iterate :meth:`findings` to its end, then read the figures."""
 
-    folder: Path
+    log: Place
     instance_name: str | None = None
     lock_held: bool = False  # by the caller: no coordinator writes the log
     keys: Sequence[LogKey] | None = None  # that it may be authenticated with; None: that is not looked at
@@ -85,39 +71,18 @@ class LogVerification:
             yield finding
 
     def _walk(self) -> Iterator[Finding]:
-        if not log_exists(self.folder):
-            yield Finding(Severity.FATAL, "file", f"there is no log in {self.folder}")
+        place = self.log
+        if not place.exists():
+            yield Finding(Severity.FATAL, "file", f"there is no log in {place.where}")
             return
-        path = self.folder / DATA_FILE_NAME
+        stops = False
+        for finding in place.findings(held=self.lock_held):
+            stops = stops or finding.severity is Severity.FATAL
+            yield finding
+        if stops:
+            return  # to open it could end this process
         try:
-            check_data_file(path)
-        except LogError as error:
-            yield Finding(Severity.FATAL, "file", str(error))
-            return
-        unreadable = _first_unreadable(path)
-        if unreadable is not None:
-            yield Finding(Severity.FATAL, "file", unreadable)
-            return  # a mapped page that the disk does not give would kill this process
-        if not self.lock_held and is_locked(self.folder):
-            yield Finding(
-                Severity.NOTE, "file", "a coordinator writes this log: the structure of its pages is not checked"
-            )
-        else:
-            problems = structure_problems(path)
-            if problems is None:
-                yield Finding(Severity.NOTE, "file", "the installed py-lmdb cannot check the structure of the pages")
-            for problem in problems or ():
-                yield Finding(
-                    Severity.FATAL, "file", f"LMDB's page structure is damaged: {problem}; restore a copy of the log"
-                )
-            with contextlib.suppress(PageError, OSError):  # open_reader names these
-                unnamed = check_pages(path)
-                if unnamed is not None:
-                    yield Finding(Severity.NOTE, "file", f"{said_of(unnamed)}: the next start takes it in")
-            if problems:
-                return  # LMDB follows page numbers without checking them: what comes next could kill this process
-        try:
-            reader = open_reader(self.folder, self.instance_name)
+            reader = open_reader(self.log, self.instance_name)
         except DamagedLogError as error:
             yield Finding(Severity.FATAL, "meta", f"{error}; the log cannot be opened")
             return
@@ -129,23 +94,14 @@ class LogVerification:
         with reader:
             self.identity = reader.identity
             try:
-                yield from self._verify_journal(reader)
                 yield from self._verify_authenticity(reader)
+                yield from reader.findings()
             except DamagedLogError as error:
                 yield Finding(Severity.FATAL, "journal", f"{error}; the log cannot be opened")
                 return
-            yield from self._verify_high_water_mark(reader)
             yield from self._verify_checkpoints(reader)
             yield from self._verify_records(reader)
             yield from self._verify_tables(reader)
-
-    def _verify_journal(self, reader: LogReader) -> Iterator[Finding]:
-        """Raises DamagedLogError for what keeps everybody from reading."""
-        mended, left_out = reader.journal_problems()
-        for problem in mended:
-            yield Finding(Severity.DAMAGE, "journal", f"{problem}; the next start makes that last")
-        for problem in left_out:
-            yield Finding(Severity.NOTE, "journal", problem)
 
     def _verify_authenticity(self, reader: LogReader) -> Iterator[Finding]:
         if self.keys is not None:
@@ -157,27 +113,13 @@ class LogVerification:
         if self.must_be_authentic and reader.marker is None:
             yield Finding(Severity.FATAL, "authentication", not_authenticated(reader.identity.instance_name))
 
-    def _verify_high_water_mark(self, reader: LogReader) -> Iterator[Finding]:
-        high_water_mark = HighWaterMark(self.folder, reader.identity, reader.macs)
-        try:
-            mark = high_water_mark.read()  # before the log: a live writer may go on
-        except (OSError, ValueError) as error:
-            severity = Severity.NOTE if reader.macs is None else Severity.DAMAGE
-            yield Finding(severity, "high-water mark", str(error))
-            return
-        if mark is None and reader.macs is not None and reader.last_sequence_id() >= 0:
-            what = f"{high_water_mark.path} is missing: records that were removed at the end would not be missed"
-            yield Finding(Severity.NOTE, "high-water mark", what)
-        lacking = reader.transact(partial(high_water_mark.lacking, mark=mark))
-        if lacking is not None:
-            yield Finding(Severity.FATAL, "high-water mark", f"{lacking}; the log cannot be opened")
-
     def _verify_checkpoints(self, reader: LogReader) -> Iterator[Finding]:
         damaged: list[tuple[int, str]] = []
         checked: set[int] = set()
         while True:
             try:
-                headers = reader.transact(lambda transaction, tables: list(reading.stored_headers(transaction, tables)))
+                with reader.view() as view:
+                    headers = list(reading.stored_headers(view))
             except DamagedLogError as error:
                 yield Finding(Severity.FATAL, "checkpoints", str(error))
                 return
@@ -186,7 +128,7 @@ class LogVerification:
                 checked.add(checkpoint_id)
                 self.checkpoints_checked += 1
                 problem = str(stored) if isinstance(stored, DamagedLogError) else self._blob_problem(reader, stored)
-                if problem is not None and not reader.transact(partial(_has_header, checkpoint_id=checkpoint_id)):
+                if problem is not None and not _has_header(reader, checkpoint_id):
                     continue  # a live writer trimmed it meanwhile
                 if problem is not None or isinstance(stored, DamagedLogError):
                     damaged.append((checkpoint_id, problem or ""))
@@ -216,15 +158,18 @@ class LogVerification:
         try:
             for _ in reader.checkpoint_chunks(stored.header.checkpoint_id):
                 pass
-            reader.transact(lambda transaction, tables: reading.check_outputs(transaction, tables, stored))
+            with reader.view() as view:
+                reading.check_outputs(view, stored)
         except (DamagedCheckpointError, DamagedLogError, TrimmedError) as error:
             return str(error)
         return None
 
     def _verify_records(self, reader: LogReader) -> Iterator[Finding]:
         try:
-            self.first_sequence_id, self.last_sequence_id, trimmed = reader.transact(_ends)
-            cuts = reader.transact(partial(reading.meta_value, key=log_format.META_CUTS, decoder=log_format.INTS))
+            with reader.view() as view:  # one, since a live writer goes on
+                self.first_sequence_id, self.last_sequence_id = first_and_last_sequence_id(view)
+                trimmed = meta_value(view, log_format.META_TRIMMED, log_format.INT)
+                cuts = meta_value(view, log_format.META_CUTS, log_format.INTS)
         except DamagedLogError as error:
             yield Finding(Severity.FATAL, "meta", str(error))
             return
@@ -284,14 +229,10 @@ class LogVerification:
     def _verify_tables(self, reader: LogReader) -> Iterator[Finding]:
         """Every small value's CRC; ``sources`` against the trailers; the payloads of all impulses."""
         try:
-            # One transaction for the last record and the table: a live writer may have gone on.
-            sources, clients, last = reader.transact(
-                lambda transaction, tables: (
-                    reading.named_rows(transaction, tables.sources, b"sources", log_format.SOURCE),
-                    _client_positions(transaction, tables),
-                    reading.first_and_last_sequence_id(transaction, tables)[1],
-                )
-            )
+            with reader.view() as view:  # one, for the last record and the tables: a live writer may have gone on
+                sources = reading.named_rows(view, "sources", log_format.SOURCE)
+                clients = _client_positions(view)
+                last = first_and_last_sequence_id(view)[1]
             if last == self.last_sequence_id:
                 positions = {name: row[2] for name, row in sources.items()}
                 positions |= {caller_of(client_id): known.number for client_id, known in clients.items()}
@@ -310,14 +251,16 @@ class LogVerification:
             ("meta", _check_meta, "the log cannot be opened"),
         ):
             try:
-                reader.transact(check)
+                with reader.view() as view:
+                    check(view)
             except DamagedLogError as error:
                 yield Finding(Severity.FATAL, place, f"{error}; {meaning}")
 
     def _verify_clients(self, reader: LogReader) -> Iterator[Finding]:
         problems: list[str] = []
         try:
-            reader.transact(lambda transaction, tables: reading.load_clients(transaction, tables, problems))
+            with reader.view() as view:
+                reading.load_clients(view, problems)
         except DamagedLogError as error:
             yield Finding(Severity.FATAL, "clients", f"{error}; the log cannot be opened")
         for problem in problems:
@@ -336,7 +279,8 @@ class LogVerification:
         """Of a table of sources that is damaged: whether the next start can put it right."""
         committer_id = reader.identity.committer_id
         try:
-            plan = reader.transact(lambda transaction, tables: plan_rebuilding(transaction, tables, committer_id))
+            with reader.view() as view:
+                plan = plan_rebuilding(view, committer_id)
         except DamagedLogError as error:
             yield Finding(Severity.FATAL, "sources", f"{error}; the log cannot be opened")
             return
@@ -344,76 +288,50 @@ class LogVerification:
             yield Finding(Severity.DAMAGE, "sources", f"{row.how}, at the next start")
 
 
-def _first_unreadable(path: Path) -> str | None:
-    """What the disk does not give of the file, in words."""
-    offset_bytes, size_bytes = 0, _READ_SIZE_BYTES
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        while True:
-            try:
-                data = os.pread(descriptor, size_bytes, offset_bytes)
-            except OSError as error:
-                if size_bytes == _READ_SIZE_BYTES_MIN:
-                    problem = f"{path} cannot be read at byte {offset_bytes}: {error.strerror}"
-                    return f"{problem}; restore the log from a copy"
-                size_bytes = _READ_SIZE_BYTES_MIN
-                continue
-            if not data:
-                return None
-            offset_bytes += len(data)
-    finally:
-        os.close(descriptor)
+def _has_header(reader: LogReader, checkpoint_id: int) -> bool:
+    with reader.view() as view:
+        return view.get("checkpoints", log_format.SEQUENCE_KEY.pack(checkpoint_id)) is not None
 
 
-def _ends(transaction: reading.ReadTransaction, tables: Tables) -> tuple[int, int, int | None]:
-    """The first and the last record, and the last that was trimmed: as of one moment, since a live writer goes on."""
-    trimmed = reading.meta_value(transaction, tables, log_format.META_TRIMMED, log_format.INT)
-    return *reading.first_and_last_sequence_id(transaction, tables), trimmed
-
-
-def _has_header(transaction: reading.ReadTransaction, tables: Tables, checkpoint_id: int) -> bool:
-    return transaction.get(log_format.SEQUENCE_KEY.pack(checkpoint_id), db=tables.checkpoints) is not None
-
-
-def _client_positions(transaction: reading.ReadTransaction, tables: Tables) -> dict[str, ClientPosition]:
+def _client_positions(view: View) -> dict[str, ClientPosition]:
     """None where the table is damaged, which is a finding of its own."""
     try:
-        return reading.client_positions(transaction, tables)
+        return reading.client_positions(view)
     except DamagedLogError:
         return {}
 
 
-def _check_versions(transaction: reading.ReadTransaction, tables: Tables) -> None:
-    reading.version_starts(transaction, tables)
+def _check_versions(view: View) -> None:
+    reading.version_starts(view)
 
 
-def _check_acknowledged(transaction: reading.ReadTransaction, tables: Tables) -> None:
-    reading.acknowledged_positions(transaction, tables)
+def _check_acknowledged(view: View) -> None:
+    reading.acknowledged_positions(view)
 
 
-def _check_peers(transaction: reading.ReadTransaction, tables: Tables) -> None:
-    reading.named_rows(transaction, tables.peers, b"peers", log_format.INT)
+def _check_peers(view: View) -> None:
+    reading.named_rows(view, "peers", log_format.INT)
 
 
-def _check_meta(transaction: reading.ReadTransaction, tables: Tables) -> None:
-    reading.meta_value(transaction, tables, log_format.META_EPOCH, log_format.INT)
-    reading.meta_value(transaction, tables, log_format.META_EXTENSIONS, log_format.INTS)
-    reading.meta_value(transaction, tables, log_format.META_CUT, log_format.INT)
-    reading.stream_starts(transaction, tables)
-    verdicts.load_suspect(transaction, tables)
+def _check_meta(view: View) -> None:
+    meta_value(view, log_format.META_EPOCH, log_format.INT)
+    meta_value(view, log_format.META_EXTENSIONS, log_format.INTS)
+    meta_value(view, log_format.META_CUT, log_format.INT)
+    reading.stream_starts(view)
+    verdicts.load_suspect(view)
 
 
 def verify_log(
-    folder: str | os.PathLike[str],
+    log: Log,
     instance_name: str | None = None,
     *,
     lock_held: bool = False,
     keys: Sequence[LogKey] | None = None,
     must_be_authentic: bool = False,
 ) -> LogVerification:
-    """A verification of the log in ``folder``: iterate its ``findings()``, then look at its figures.
+    """A verification of the log ``log``: iterate its ``findings()``, then look at its figures.
 
     ``lock_held``: by the caller, who so knows that no coordinator writes the log. ``keys``: those that it may be
     authenticated with; None: that is not looked at. ``must_be_authentic``: one that is not is no sound one.
     """
-    return LogVerification(Path(folder), instance_name, lock_held, keys, must_be_authentic)
+    return LogVerification(place_of(log), instance_name, lock_held, keys, must_be_authentic)

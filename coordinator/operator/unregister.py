@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from pathlib import Path
 
 from coordinator import clock
 from coordinator.app import secret as app_secret
@@ -12,14 +11,16 @@ from coordinator.audit import audit_log
 from coordinator.config import ConfigError, InstanceSettings
 from coordinator.config.app_hosts import SOCKET_FILE_NAME
 from coordinator.config.socket_paths import socket_path
+from coordinator.core.errors import LogError
 from coordinator.instances import own_logs, upgrade_mark
-from coordinator.instances.registry import Registry
+from coordinator.instances.registry import Registry, RegistryError
+from coordinator.log.open import log_exists, place_of
 from coordinator.operator import control
 from coordinator.peers import keys
 
 
-def unregister(registry: Registry, name: str, *, delete_log: bool = False) -> Path:
-    """Remove the settings of ``name``, its keys, and its log where that is asked for; returns the log's folder.
+def unregister(registry: Registry, name: str, *, delete_log: bool = False) -> str:
+    """Remove the settings of ``name``, its keys, and its log where that is asked for; returns where that is.
 
     Raises RunningError while it runs.
     """
@@ -36,7 +37,7 @@ def unregister(registry: Registry, name: str, *, delete_log: bool = False) -> Pa
             _delete_log(settings)
             audit_log.remove(folder)
             clock.remove(folder)
-        if settings is not None and not (settings.log / "data.mdb").exists():
+        if settings is not None and not log_exists(settings.log):
             own_logs.remove(folder)
         registry.path(name).unlink(missing_ok=True)
         control.path(folder).unlink(missing_ok=True)
@@ -48,14 +49,14 @@ def unregister(registry: Registry, name: str, *, delete_log: bool = False) -> Pa
         upgrade_mark.clear(folder)
         with contextlib.suppress(OSError):
             folder.rmdir()  # stays where it still holds the log
-    return settings.log if settings is not None else folder / "log"
+    return settings.log if settings is not None else str(folder / "log")
 
 
 def _delete_log(settings: InstanceSettings) -> None:
-    """Remove the log's files. The folder itself goes only if it holds nothing else: it may have been given by hand."""
-    for file in ("data.mdb", "journal", "journal.new", "high-water-mark", "lock.mdb", "lock"):
-        (settings.log / file).unlink(missing_ok=True)
-    if settings.log == settings.folder / "log":
+    """Raises RegistryError where it can't be."""
+    try:
+        place_of(settings.log).remove()
+    except LogError as error:
+        raise RegistryError(str(error)) from None
+    if settings.log == str(settings.folder / "log"):
         shutil.rmtree(settings.log, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        settings.log.rmdir()

@@ -36,7 +36,7 @@ from coordinator.fault_points import FaultPoint, reach
 from coordinator.instances import upgrade_mark
 from coordinator.instances.foreign_state import PickleRefusedError
 from coordinator.instances.registry import Registry
-from coordinator.log import LmdbLogStore
+from coordinator.log import RowLogStore
 from coordinator.log.authentication import LogKeyError
 from coordinator.log_endpoint import LogEndpoint
 from coordinator.log_follower import LogFollower, Places
@@ -215,8 +215,8 @@ class Coordinator:
 
     def _make_writer(self, store: LogStore) -> LogWriter:
         times = None if self._metrics is None else self._metrics.sink
-        if times is not None and isinstance(store, LmdbLogStore):
-            store.synced = lambda seconds: times.take(SyncTimed(seconds))
+        if times is not None and isinstance(store, RowLogStore):
+            store.backend.synced = lambda seconds: times.take(SyncTimed(seconds))
         return LogWriter(
             store,
             keep_checkpoints=self._settings.keep_checkpoints,

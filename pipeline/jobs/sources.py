@@ -203,7 +203,7 @@ def log_states(folders: Iterable[str]) -> dict[str, LogState]:
     states: dict[str, LogState] = {}
     for folder in folders:
         with open_reader(folder) as reader:
-            state = LogState.of(reader.identity, folder, reader.summary(), live=is_locked(Path(folder)))
+            state = LogState.of(reader.identity, folder, reader.summary(), live=is_locked(folder))
         other = states.setdefault(state.instance, state)
         if other is not state:
             raise SourceError(

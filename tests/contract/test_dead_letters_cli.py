@@ -220,9 +220,9 @@ def test_export(letters: InstanceSettings, tmp_path: Path) -> None:
 def test_a_damaged_letter_is_told_and_left_out(letters: InstanceSettings) -> None:
     store = open_log(letters.log, "counter")
     store.settle()
-    with store._environment.begin(write=True) as transaction:
+    with store.backend.environment.begin(write=True) as transaction:
         key = log_format.MESSAGE_KEY.pack(*UNDONE.key)
-        transaction.put(key, b"damaged, and long enough", db=store._tables.letters)
+        transaction.put(key, b"damaged, and long enough", db=store.backend.tables["letters"])
     store.close()
     result = immortal(letters, "dead-letters", "counter")
     assert [line.split()[0] for line in result.stdout.splitlines()[1:]] == ["1:0", "9:0"]

@@ -14,12 +14,12 @@ import pytest
 
 from coordinator.core.errors import LogFullError
 from coordinator.core.interfaces import Transaction
-from coordinator.log import LmdbLogStore, backup, create_log, open_log, open_reader, reading
+from coordinator.log import RowLogStore, create_log, open_log, open_reader, reading
+from coordinator.log.backend import View
+from coordinator.log.backends.lmdb import copying
 from coordinator.log.backup import BackupError, back_up
 from coordinator.log.cut import LogCutter
-from coordinator.log.environment import Tables
 from coordinator.log.findings import Severity
-from coordinator.log.reading import ReadTransaction
 from coordinator.log.verify import verify_log
 from tests.faults.sample_log import COMMITTER_ID, NAME, put_checkpoint, put_record, read_contents, write_log
 
@@ -46,7 +46,7 @@ while True:
 """
 
 
-def opened(folder: Path) -> LmdbLogStore:
+def opened(folder: Path) -> RowLogStore:
     return open_log(folder, NAME, map_size_bytes=1 << 26)
 
 
@@ -111,10 +111,10 @@ def test_checkpoints_that_are_trimmed_while_they_are_looked_at_are_no_damage(
     store.close()
     now, looks = reading.stored_headers, 0
 
-    def as_they_were(transaction: ReadTransaction, tables: Tables) -> list[tuple[int, Any]]:
+    def as_they_were(view: View) -> list[tuple[int, Any]]:
         nonlocal looks
         looks += 1
-        headers: list[tuple[int, Any]] = list(now(transaction, tables))
+        headers: list[tuple[int, Any]] = list(now(view))
         gone = 10  # checkpoints 1 and 2: the writer has taken two others since
         if looks == 1:
             headers = [
@@ -138,7 +138,7 @@ def test_a_backup_that_is_cut_off_leaves_the_one_before(tmp_path: Path, monkeypa
 
     def fails() -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(backup, "_bring_up_checkpoints", full)
+            patch.setattr(copying, "_bring_up_checkpoints", full)
             with pytest.raises(LogFullError, match=r"the disk of the log folder .*/backup is full"):
                 back_up(tmp_path / "log", NAME, tmp_path / "backup")
 

@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.core.errors import DamagedLogError
 from coordinator.core.interfaces import ClientPosition, LogStore, StoredClients, Transaction
-from coordinator.log import LmdbLogStore, create_log, open_log
+from coordinator.log import RowLogStore, create_log, open_log
 from coordinator.log import format as log_format
 from coordinator.log.findings import Severity
 from coordinator.log.memory import MemoryLogStore
@@ -129,7 +129,7 @@ def severe(log: Path) -> list[tuple[Severity, str, str]]:
     return [each for each in findings(log) if each[0] is not Severity.NOTE]
 
 
-def opened(log: Path) -> LmdbLogStore:
+def opened(log: Path) -> RowLogStore:
     return open_log(log, "alice", map_size_bytes=MAP_SIZE_BYTES)
 
 

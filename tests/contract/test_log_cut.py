@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import lmdb
 import pytest
 
-import coordinator.log.cut as cut_module
 from coordinator.core.errors import LogError, LogLockedError
 from coordinator.core.interfaces import (
     IMPULSES,
@@ -21,8 +19,12 @@ from coordinator.core.interfaces import (
     Transaction,
     VersionStart,
 )
-from coordinator.log import LmdbLogStore, create_log, open_log, open_reader
+from coordinator.log import RowLogStore, create_log, open_log, open_reader
 from coordinator.log import format as log_format
+from coordinator.log.backend import Append, Span
+from coordinator.log.backends.lmdb import copying
+from coordinator.log.backends.lmdb.tables import Writing
+from coordinator.log.backends.lmdb.writing import LmdbBackend
 from coordinator.log.cut import LogCutter
 from coordinator.log.cut_plan import CutPlan, CutRefusedError, LostMessages
 from coordinator.log.findings import Severity
@@ -53,9 +55,9 @@ def make_value(sequence_id: int) -> bytes:
 def put(folder: Path, table: str, key: bytes, value: bytes | None) -> None:
     """Write past the store's checks."""
     store = open_log(folder, "alice")
-    handle = getattr(store._tables, table)
+    handle = store.backend.tables[table]
     store.settle()
-    with store._environment.begin(write=True) as transaction:
+    with store.backend.environment.begin(write=True) as transaction:
         if value is None:
             transaction.delete(key, db=handle)
         else:
@@ -71,7 +73,7 @@ def damage(folder: Path, sequence_id: int) -> bytes:
     return bytes(value)
 
 
-def put_checkpoint(store: LmdbLogStore, checkpoint_id: int, sequence_id: int) -> None:
+def put_checkpoint(store: RowLogStore, checkpoint_id: int, sequence_id: int) -> None:
     chunks = [b"first chunk of %d, " % checkpoint_id, b"second chunk"]
     for index, chunk in enumerate(chunks):
         store.write_checkpoint_chunk(checkpoint_id, index, chunk)
@@ -204,8 +206,8 @@ def test_a_damaged_checkpoint_behind_the_cut(log: Path, damaged_header: bool) ->
     with open_reader(log) as reader:
         assert [header.checkpoint_id for header in reader.summary().checkpoints] == [1]
     assert list(findings(log)) == [Severity.NOTE]
-    with open_reader(kept) as reader:
-        value = reader.transact(lambda transaction, tables: bytes(transaction.get(key, db=getattr(tables, table))))
+    with open_reader(kept) as reader, reader.view() as view:
+        value = bytes(view.get(table, key) or b"")
     assert value == b"damaged"
 
 
@@ -352,7 +354,8 @@ def test_cutting_twice(log: Path) -> None:
 
 CRASH = """
 import os, sys
-import coordinator.log.cut as cut_module
+import coordinator.log.backends.lmdb.copying as copying
+import coordinator.log.backends.lmdb.writing as writing
 from coordinator.log.cut import LogCutter
 where, log = sys.argv[1:]
 def crash_behind(function):
@@ -361,11 +364,11 @@ def crash_behind(function):
         os._exit(9)
     return crashing
 if where == "copying":
-    cut_module._put_rows = crash_behind(cut_module._put_rows)
+    copying.put_rows = crash_behind(copying.put_rows)
 elif where == "renaming":
-    cut_module.sync_folder = crash_behind(cut_module.sync_folder)
+    copying.sync_folder = crash_behind(copying.sync_folder)
 else:
-    cut_module.remove_from = crash_behind(cut_module.remove_from)
+    writing.Writing.delete = crash_behind(writing.Writing.delete)
 with LogCutter(log, "alice") as cutter:
     cutter.cut(cutter.plan(12))
 """
@@ -374,15 +377,19 @@ with LogCutter(log, "alice") as cutter:
 def test_what_is_cut_off_and_its_name_are_synced_before_anything_is_removed(
     log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = []
-    for name in ("sync_folder", "remove_from"):
-        function = getattr(cut_module, name)
+    done: list[tuple[str, Path | None]] = []
+    sync_folder, append = copying.sync_folder, LmdbBackend.append
 
-        def noted(*arguments: object, name: str = name, function: Callable[..., None] = function) -> None:
-            done.append((name, arguments[0] if name == "sync_folder" else None))
-            function(*arguments)
+    def synced(path: Path) -> None:
+        done.append(("sync_folder", path))
+        sync_folder(path)
 
-        monkeypatch.setattr(cut_module, name, noted)
+    def removed(self: LmdbBackend, change: Append) -> None:
+        done.append(("remove_from", None))
+        append(self, change)
+
+    monkeypatch.setattr(copying, "sync_folder", synced)
+    monkeypatch.setattr(LmdbBackend, "append", removed)
     kept = cut(log, 12)
     assert done == [("sync_folder", log / f".{kept.name}"), ("sync_folder", log), ("remove_from", None)]
 
@@ -406,7 +413,7 @@ def test_nothing_is_cut_where_it_can_not_be_kept(log: Path, monkeypatch: pytest.
     def fail(*arguments: object) -> None:
         raise error
 
-    monkeypatch.setattr(cut_module, "_put_rows", fail)
+    monkeypatch.setattr(copying, "put_rows", fail)
     with pytest.raises(LogError, match=r"cannot be kept in .*cut-12-19-1, so nothing was cut"):
         cut(log, 12)
     assert sorted(entry.name for entry in log.iterdir()) == ["data.mdb", "high-water-mark", "lock", "lock.mdb"]
@@ -415,13 +422,13 @@ def test_nothing_is_cut_where_it_can_not_be_kept(log: Path, monkeypatch: pytest.
 
 
 def test_nothing_is_cut_where_the_removal_fails(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = cut_module.remove_from
+    real = Writing.delete
 
-    def fail(*arguments: object) -> None:
-        real(*arguments)  # type: ignore[arg-type]
+    def fail(self: Writing, span: Span) -> None:
+        real(self, span)
         raise lmdb.DiskError("full")
 
-    monkeypatch.setattr(cut_module, "remove_from", fail)
+    monkeypatch.setattr(Writing, "delete", fail)
     with pytest.raises(LogError, match="could not be cut, it is as it was"):
         cut(log, 12)
     assert last_sequence_id(log) == 19
@@ -429,7 +436,7 @@ def test_nothing_is_cut_where_the_removal_fails(log: Path, monkeypatch: pytest.M
 
 def test_a_large_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than one transaction of the copy."""
-    monkeypatch.setattr(cut_module, "COPIED_SIZE_BYTES_MAX", 10_000)
+    monkeypatch.setattr(copying, "COPIED_SIZE_BYTES_MAX", 10_000)
     store = create_log(tmp_path, "alice", committer_id=COMMITTER_ID, map_size_bytes=1 << 20)
     put_checkpoint(store, 1, -1)
     values = [value_of(number) for number in range(5_000)]

@@ -22,9 +22,9 @@ from coordinator.core.interfaces import (
     StreamStart,
     Transaction,
 )
-from coordinator.log import LmdbLogStore, create_log, open_log, open_reader
+from coordinator.log import RowLogStore, create_log, open_log, open_reader
 from coordinator.log import format as log_format
-from coordinator.log.environment import check_data_file, structure_problems
+from coordinator.log.backends.lmdb.data_file import check_data_file, structure_problems
 from coordinator.log.findings import Severity
 from coordinator.log.verify import verify_log
 from protocol.checksum import crc64
@@ -52,18 +52,18 @@ def make_value(sequence_id: int, committer_id: int = COMMITTER_ID, first_positio
     return record + encode_trailer(trailer, int.from_bytes(record[8:16], "little"))
 
 
-def put(store: LmdbLogStore, table: str, key: bytes, value: bytes | None) -> None:
+def put(store: RowLogStore, table: str, key: bytes, value: bytes | None) -> None:
     """Write past the store's checks."""
-    handle = getattr(store._tables, table)
+    handle = store.backend.tables[table]
     store.settle()
-    with store._environment.begin(write=True) as transaction:
+    with store.backend.environment.begin(write=True) as transaction:
         if value is None:
             transaction.delete(key, db=handle)
         else:
             transaction.put(key, value, db=handle)
 
 
-def open_small(folder: Path) -> LmdbLogStore:
+def open_small(folder: Path) -> RowLogStore:
     return open_log(folder, "alice", map_size_bytes=1 << 20)
 
 

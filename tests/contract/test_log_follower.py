@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from coordinator.logs import Events
+from coordinator.registry import Registry
 
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
@@ -17,8 +19,6 @@ from coordinator.log.memory import MemoryLogStore
 from coordinator.log_follower import LogFollower
 from coordinator.log_places import LogPlaces
 from coordinator.log_writer import LogWriter
-from coordinator.logs import Events
-from coordinator.registry import Registry
 from protocol.checksum import crc64
 from protocol.record import encode_header
 from protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer

@@ -6,7 +6,7 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,19 @@ import pytest
 
 from coordinator.core.errors import DamagedLogError, LogSyncError
 from coordinator.core.interfaces import SourcePosition, Transaction
-from coordinator.log import LmdbLogStore, create_log, open_log, open_reader
+from coordinator.log import RowLogStore, create_log, open_log, open_reader
+from coordinator.log.backend import Row
+from coordinator.log.backends.lmdb.environment import open_environment
+from coordinator.log.backends.lmdb.high_water import FILE_NAME as MARK_FILE_NAME
+from coordinator.log.backends.lmdb.journal import FILE_NAME, FILE_SIZE_BYTES, Journal
+from coordinator.log.backends.lmdb.journal_entries import BLOCK_SIZE_BYTES
+from coordinator.log.backends.lmdb.journal_reader import JournalReader
+from coordinator.log.backends.lmdb.tables import Writing
+from coordinator.log.backends.lmdb.view import JournalRows
 from coordinator.log.cut import LogCutter
-from coordinator.log.environment import open_environment
 from coordinator.log.findings import Severity
-from coordinator.log.format import META_FORMAT, META_JOURNAL, seal
-from coordinator.log.high_water import FILE_NAME as MARK_FILE_NAME
-from coordinator.log.journal import BLOCK_SIZE_BYTES, FILE_NAME, FILE_SIZE_BYTES, Journal, JournalReader, Rows
-from coordinator.log.store import _rows as journal_rows
+from coordinator.log.format import META_FORMAT, META_JOURNAL, SEQUENCE_KEY, seal
+from coordinator.log.rows import changes_of
 from coordinator.log.verify import verify_log
 from protocol.record import encode_record
 from protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
@@ -45,14 +50,14 @@ def commit(sequence_id: int, size_bytes: int = 20) -> Transaction:
     )
 
 
-def new_log(folder: Path, commits: int = 0) -> LmdbLogStore:
+def new_log(folder: Path, commits: int = 0) -> RowLogStore:
     store = create_log(folder, "alice", committer_id=COMMITTER_ID, map_size_bytes=MAP_SIZE_BYTES)
     for sequence_id in range(commits):
         store.commit(commit(sequence_id))
     return store
 
 
-def reopened(folder: Path) -> LmdbLogStore:
+def reopened(folder: Path) -> RowLogStore:
     return open_log(folder, "alice", map_size_bytes=MAP_SIZE_BYTES)
 
 
@@ -338,7 +343,7 @@ def test_a_reader_begins_anew_where_the_writer_has_gone_on(tmp_path: Path, monke
     store.close()
     look = JournalReader.rows
 
-    def goes_on(self: JournalReader, transaction_id: int, **options: Any) -> Rows:
+    def goes_on(self: JournalReader, transaction_id: int, **options: Any) -> JournalRows:
         monkeypatch.undo()
         for name, content in files.items():
             with (copy / name).open("r+b", buffering=0) as file:
@@ -402,11 +407,11 @@ def test_tables_are_durable_before_an_entry_follows_them(tmp_path: Path, monkeyp
 
     append = Journal.append
 
-    def noted(self: Journal, rows: Rows) -> bool:
+    def noted(self: Journal, rows: Sequence[Row]) -> bool:
         done.append("append")
         return append(self, rows)
 
-    monkeypatch.setattr("coordinator.log.folder.open_environment", watched)
+    monkeypatch.setattr("coordinator.log.backends.lmdb.writing.open_environment", watched)
     monkeypatch.setattr(Journal, "append", noted)
     store = reopened(tmp_path / "log")
     store.commit(commit(0))
@@ -485,7 +490,7 @@ def test_a_failed_write_is_never_tried_again(tmp_path: Path, monkeypatch: pytest
     def failing(*_: object) -> int:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("coordinator.log.journal.os.pwrite", failing)
+    monkeypatch.setattr("coordinator.log.backends.lmdb.journal.os.pwrite", failing)
     with pytest.raises(LogSyncError, match="what is on disk is unknown"):
         store.commit(commit(1))
     monkeypatch.undo()
@@ -509,7 +514,7 @@ def test_a_file_system_that_takes_no_direct_write_gets_others(tmp_path: Path, mo
         return write(descriptor, data, offset)
 
     store = new_log(tmp_path / "log")
-    monkeypatch.setattr("coordinator.log.journal.os.pwrite", pwrite)
+    monkeypatch.setattr("coordinator.log.backends.lmdb.journal.os.pwrite", pwrite)
     store.commit(commit(0))
     store.commit(commit(1))
     monkeypatch.undo()
@@ -544,7 +549,7 @@ def test_a_log_that_was_not_stopped_is_not_whole_without_its_journal(tmp_path: P
 
 def test_a_crash_before_the_tables_know_of_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = new_log(tmp_path / "log")
-    monkeypatch.setattr(LmdbLogStore, "_put_meta", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(Writing, "put_rows", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         store.commit(commit(0))
     monkeypatch.undo()
@@ -563,7 +568,7 @@ def test_a_disk_with_no_room_for_all_of_the_journal_gets_none(tmp_path: Path, mo
     write = os.pwrite
     store = new_log(tmp_path / "log")
     monkeypatch.setattr(
-        "coordinator.log.journal.os.pwrite", lambda *given: write(given[0], given[1][:20_000], given[2])
+        "coordinator.log.backends.lmdb.journal.os.pwrite", lambda *given: write(given[0], given[1][:20_000], given[2])
     )
     for sequence_id in range(3):
         store.commit(commit(sequence_id))
@@ -609,8 +614,8 @@ def test_a_cut_takes_the_journal_in(tmp_path: Path) -> None:
 def test_a_log_of_an_earlier_format_is_read_and_becomes_format_5(tmp_path: Path, version: int) -> None:
     store = new_log(tmp_path / "log", 2)
     store.settle()
-    with store._environment.begin(write=True) as transaction:
-        transaction.put(META_FORMAT, seal(b"meta", META_FORMAT, version), db=store._tables.meta)
+    with store.backend.environment.begin(write=True) as transaction:
+        transaction.put(META_FORMAT, seal(b"meta", META_FORMAT, version), db=store.backend.tables["meta"])
     store.close()
     (tmp_path / "log" / MARK_FILE_NAME).unlink()
     with open_reader(tmp_path / "log") as reader:
@@ -624,16 +629,20 @@ def test_a_log_of_an_earlier_format_is_read_and_becomes_format_5(tmp_path: Path,
 
 def test_the_journal_of_a_log_of_format_4_counts(tmp_path: Path) -> None:
     store = new_log(tmp_path / "log")
-    with store._environment.begin(write=True) as transaction:
+    with store.backend.environment.begin(write=True) as transaction:
         for key, value in ((META_FORMAT, 4), (META_JOURNAL, 1)):
-            transaction.put(key, seal(b"meta", key, value), db=store._tables.meta)
-    transaction_id = store._environment.info()["last_txnid"]
+            transaction.put(key, seal(b"meta", key, value), db=store.backend.tables["meta"])
+    transaction_id = store.backend.environment.info()["last_txnid"]
     identity = store.identity
     copy = tmp_path / "copy"
     copy.mkdir()
     shutil.copy(tmp_path / "log" / "data.mdb", copy)
     store.close()
-    entries = [journal_rows(commit(number)) for number in range(3)]
+    entries = []
+    for number in range(3):
+        transaction = commit(number)
+        entries.append({("records", SEQUENCE_KEY.pack(key)): value for key, value in transaction.records})
+        entries[-1] |= {(table, key): bytes(value) for table, key, value in changes_of(transaction, 0).puts}
     (copy / FILE_NAME).write_bytes(journal_of_format_4(identity, transaction_id, entries))
     flip(copy, 100)
     with open_reader(copy) as reader:

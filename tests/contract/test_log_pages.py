@@ -11,8 +11,8 @@ import pytest
 
 from coordinator.core.errors import DamagedLogError
 from coordinator.log import open_log, open_reader
-from coordinator.log.environment import DATA_FILE_NAME
-from coordinator.log.pages import PageError, check_pages
+from coordinator.log.backends.lmdb.data_file import DATA_FILE_NAME
+from coordinator.log.backends.lmdb.pages import PageError, check_pages
 from tests.faults.sample_log import (
     NAMED,
     OTHER,

@@ -45,14 +45,14 @@ def home(tmp_path: Path) -> Path:
 
 
 def log_of(home: Path) -> Path:
-    return Registry(home).load("counter").log
+    return Path(Registry(home).load("counter").log)
 
 
 def damage(home: Path, table: str, key: bytes) -> None:
     store = open_log(log_of(home), "counter")
     store.settle()
-    with store._environment.begin(write=True) as transaction:
-        transaction.put(key, b"damaged, and long enough to be a value", db=getattr(store._tables, table))
+    with store.backend.environment.begin(write=True) as transaction:
+        transaction.put(key, b"damaged, and long enough to be a value", db=store.backend.tables[table])
     store.close()
 
 
@@ -76,10 +76,10 @@ def damaged_value(folder: Path, sequence_id: int) -> None:
     store = open_log(folder, "alice")
     key = log_format.SEQUENCE_KEY.pack(sequence_id)
     store.settle()
-    with store._environment.begin(write=True) as transaction:
-        value = bytearray(transaction.get(key, db=store._tables.records))
+    with store.backend.environment.begin(write=True) as transaction:
+        value = bytearray(transaction.get(key, db=store.backend.tables["records"]))
         value[40] ^= 1
-        transaction.put(key, bytes(value), db=store._tables.records)
+        transaction.put(key, bytes(value), db=store.backend.tables["records"])
     store.close()
 
 

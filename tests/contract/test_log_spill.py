@@ -19,9 +19,8 @@ from coordinator.core.interfaces import (
     SpilledExtent,
     Transaction,
 )
-from coordinator.log import create_log, open_log, open_reader
+from coordinator.log import RowLogStore, create_log, open_log, open_reader
 from coordinator.log import format as log_format
-from coordinator.log import reading as log_reading
 from coordinator.log.memory import MemoryLogStore
 from coordinator.log.verify import verify_log
 from protocol.messages import decode_messages, encode_incoming_rpc
@@ -150,10 +149,9 @@ def test_many_rows_are_told_as_few(store: LogStore) -> None:
     assert sum(extent.size_bytes for extent in extents) == len(messages(1, 40, 60_000))
 
 
-def test_of_impulses_that_wait_only_so_many_are_loaded(store: LogStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_reading, "IMPULSES_LOADED_SIZE_BYTES_MAX", 100)
-    if isinstance(store, MemoryLogStore):
-        store.impulses_loaded_size_bytes_max = 100
+def test_of_impulses_that_wait_only_so_many_are_loaded(store: LogStore) -> None:
+    assert isinstance(store, RowLogStore)
+    store.impulses_loaded_size_bytes_max = 100
     payloads = [messages(number, 1, 30) for number in range(1, 6)]
     store.commit(Transaction(impulses=[ImpulseBatch("bob", n, 1, payload) for n, payload in enumerate(payloads, 1)]))
     store.commit(Transaction(acknowledged={"bob": 1}))

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-import coordinator.log.trim as trim_module
 from coordinator.core.errors import (
     DamagedCheckpointError,
     DamagedLogError,
@@ -33,14 +32,19 @@ from coordinator.core.interfaces import (
     Transaction,
     VersionStart,
 )
-from coordinator.log import LmdbLogStore, TrimmedError, create_log, open_log, open_reader, verify_value
+from coordinator.log import RowLogStore, TrimmedError, create_log, open_log, open_reader, verify_value
+from coordinator.log import budget as budget_module
 from coordinator.log import format as log_format
+from coordinator.log.backend import Append, Options
 from coordinator.log.cut import LogCutter
 from coordinator.log.memory import MemoryLogStore
+from coordinator.log.meta import first_and_last_sequence_id
+from coordinator.log.removal import cut_checkpoint_ids, removal
 from coordinator.log.verify import verify_log
 from protocol.checksum import crc64
 from protocol.record import encode_record
 from protocol.trailer import BatchSource, Trailer, encode_trailer
+from tests.helpers.toy_backend import ToyPlace
 
 COMMITTER_ID = 77
 MAP_SIZE_BYTES = 1 << 20
@@ -110,11 +114,11 @@ class Bench:
         return self.store
 
 
-def open_small(folder: Path) -> LmdbLogStore:
+def open_small(folder: Path) -> RowLogStore:
     return open_log(folder, "alice", map_size_bytes=MAP_SIZE_BYTES)
 
 
-@pytest.fixture(params=["memory", "lmdb"])
+@pytest.fixture(params=["memory", "lmdb", "toy"])
 def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
     if request.param == "memory":
 
@@ -128,6 +132,24 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
             return store.crash()
 
         bench = Bench(MemoryLogStore(COMMITTER_ID), crash, cut_in_memory)
+    elif request.param == "toy":
+        place = ToyPlace(str(tmp_path / "log"))
+
+        def open_again(store: LogStore) -> LogStore:
+            store.close()
+            return open_log(place, "alice")
+
+        def cut_rows(store: LogStore, sequence_id: int) -> LogStore:
+            store.close()
+            backend = place.open("alice", Options())
+            with backend.view() as view:
+                changes = removal(view, sequence_id, cut_checkpoint_ids(view, sequence_id))
+                last = first_and_last_sequence_id(view)[1]
+            backend.append(Append(last, backend.fence, puts=changes.puts, deletes=changes.deletes))
+            backend.close()
+            return open_log(place, "alice")
+
+        bench = Bench(create_log(place, "alice", committer_id=COMMITTER_ID), open_again, cut_rows)
     else:
 
         def close_and_open(store: LogStore) -> LogStore:
@@ -445,7 +467,7 @@ def test_trim_goes_in_bounded_steps(bench: Bench) -> None:
     seen = []
     while bench.store.trim(keep_checkpoints=1):
         seen.append(bench.store.summary().first_sequence_id)
-    assert seen == [trim_module.STEP_ROWS_MAX * steps for steps in range(1, 10)]
+    assert seen == [budget_module.STEP_ROWS_MAX * steps for steps in range(1, 10)]
     assert bench.reopen().summary().first_sequence_id == 9_998
 
 
@@ -526,7 +548,7 @@ sys.stdin.readline()
 """
 
 
-def new_log(folder: Path, **options: int) -> LmdbLogStore:
+def new_log(folder: Path, **options: int) -> RowLogStore:
     return create_log(folder, "alice", committer_id=COMMITTER_ID, **{"map_size_bytes": MAP_SIZE_BYTES, **options})
 
 
@@ -692,7 +714,7 @@ def test_the_map_grows_during_chunks_and_for_one_large_record(tmp_path: Path) ->
     store.close()
 
 
-def commit_until_full(store: LmdbLogStore, record_count: int, size_bytes: int, message: str) -> int:
+def commit_until_full(store: RowLogStore, record_count: int, size_bytes: int, message: str) -> int:
     """Commit until LogFullError; the last sequence ID that was committed."""
     committed = -1
     while True:
@@ -762,11 +784,11 @@ def test_a_failed_sync_is_never_tried_again(tmp_path: Path, monkeypatch: pytest.
 
         def close(self) -> None: ...
 
-    real = store._environment
-    monkeypatch.setattr(store, "_environment", FailingEnvironment())
+    real = store.backend.environment
+    monkeypatch.setattr(store.backend, "environment", FailingEnvironment())
     with pytest.raises(LogSyncError, match="what is on disk is unknown"):
         store.commit(Transaction(epoch=2))
-    monkeypatch.setattr(store, "_environment", real)
+    monkeypatch.setattr(store.backend, "environment", real)
     for call in (lambda: store.commit(records(1, 2)), store.summary, lambda: store.trim(keep_checkpoints=1)):
         with pytest.raises(LogSyncError):
             call()
@@ -784,9 +806,9 @@ def test_the_folder_of_another_instance(tmp_path: Path) -> None:
 def test_a_newer_format(tmp_path: Path) -> None:
     store = new_log(tmp_path)
     store.settle()
-    with store._environment.begin(write=True) as transaction:
+    with store.backend.environment.begin(write=True) as transaction:
         value = log_format.seal(b"meta", log_format.META_FORMAT, 9)
-        transaction.put(log_format.META_FORMAT, value, db=store._tables.meta)
+        transaction.put(log_format.META_FORMAT, value, db=store.backend.tables["meta"])
     store.close()
     with pytest.raises(
         LogFormatError, match=f"format version 9, this program reads version {log_format.AUTHENTICATED_VERSION}"
@@ -800,10 +822,10 @@ def test_a_log_of_the_first_format(tmp_path: Path) -> None:
     """It lacks a database that this one has: that must not be taken for a log that was not made to the end."""
     store = new_log(tmp_path)
     store.settle()
-    with store._environment.begin(write=True) as transaction:
+    with store.backend.environment.begin(write=True) as transaction:
         value = log_format.seal(b"meta", log_format.META_FORMAT, 1)
-        transaction.put(log_format.META_FORMAT, value, db=store._tables.meta)
-        transaction.drop(store._tables.versions)
+        transaction.put(log_format.META_FORMAT, value, db=store.backend.tables["meta"])
+        transaction.drop(store.backend.tables["versions"])
     store.close()
     for opener in (open_small, open_reader):
         with pytest.raises(LogFormatError, match=r"format version 1, this program reads .*: no release wrote it"):
@@ -878,7 +900,7 @@ def test_what_was_reported_as_committed_survives_a_kill(tmp_path: Path, kill_aft
 
 
 def test_a_trim_that_was_cut_off_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trim_module, "STEP_ROWS_MAX", 3)
+    monkeypatch.setattr(budget_module, "STEP_ROWS_MAX", 3)
     store = new_log(tmp_path)
     store.commit(records(0, 20))
     for checkpoint_id in range(1, 5):
@@ -928,7 +950,7 @@ def test_reads_beside_commits_that_grow_the_map(tmp_path: Path) -> None:
 def test_a_new_log_is_synced_with_the_names_of_all_its_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder's name is in the folder above: without a sync there a loss of power takes all that is below."""
     synced: list[Path] = []
-    monkeypatch.setattr("coordinator.log.folder.sync_folder", synced.append)
+    monkeypatch.setattr("coordinator.log.backends.lmdb.names.sync_folder", synced.append)
     create_log(tmp_path / "made" / "on the way" / "log", "alice").close()
     assert synced[:4] == [
         tmp_path / "made" / "on the way" / "log",

@@ -10,7 +10,7 @@ import pytest
 from coordinator.core.errors import DamagedLogError
 from coordinator.core.interfaces import LogStore, SourcePosition, StreamStart, Transaction
 from coordinator.core.streams.reset import reset_transaction
-from coordinator.log import LmdbLogStore, create_log, open_log, open_reader
+from coordinator.log import RowLogStore, create_log, open_log, open_reader
 from coordinator.log import format as log_format
 from coordinator.log.memory import MemoryLogStore
 from coordinator.log.verify import verify_log
@@ -74,10 +74,10 @@ def test_a_reader_sees_them_and_damage_is_found(tmp_path: Path) -> None:
     assert "stream_starts" in finding.message
 
 
-def flip(store: LmdbLogStore) -> None:
+def flip(store: RowLogStore) -> None:
     """One bit of the value."""
     store.settle()
-    with store._environment.begin(write=True) as transaction:
-        value = bytearray(transaction.get(log_format.META_STREAM_STARTS, db=store._tables.meta) or b"")
+    with store.backend.environment.begin(write=True) as transaction:
+        value = bytearray(transaction.get(log_format.META_STREAM_STARTS, db=store.backend.tables["meta"]) or b"")
         value[-1] ^= 1
-        transaction.put(log_format.META_STREAM_STARTS, bytes(value), db=store._tables.meta)
+        transaction.put(log_format.META_STREAM_STARTS, bytes(value), db=store.backend.tables["meta"])

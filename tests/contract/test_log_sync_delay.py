@@ -10,7 +10,7 @@ import pytest
 from coordinator.core.errors import LogError
 from coordinator.core.interfaces import Transaction
 from coordinator.log import create_log
-from coordinator.log.sync_delay import VARIABLE, sync_delay_s
+from coordinator.log.backends.lmdb.sync_delay import VARIABLE, sync_delay_s
 
 DELAY_MS = 30
 

@@ -18,13 +18,12 @@ from coordinator.core.interfaces import (
     Transaction,
     VersionStart,
 )
-from coordinator.log import LmdbLogStore, create_log, open_log, open_reader
+from coordinator.log import LogIdentity, RowLogStore, create_log, open_log, open_reader
 from coordinator.log import format as log_format
+from coordinator.log.backends.lmdb.high_water import FILE_NAME as MARK_FILE_NAME
+from coordinator.log.backends.lmdb.journal import FILE_NAME
 from coordinator.log.cut import LogCutter
-from coordinator.log.environment import LogIdentity
 from coordinator.log.findings import Severity
-from coordinator.log.high_water import FILE_NAME as MARK_FILE_NAME
-from coordinator.log.journal import FILE_NAME
 from coordinator.log.memory import MemoryLogStore
 from coordinator.log.verdicts import verdict_rows
 from coordinator.log.verify import verify_log
@@ -156,9 +155,9 @@ def test_trimming_takes_the_verdicts_on_what_it_takes_and_no_letter(store: LogSt
     assert summary.first_sequence_id == 4
     assert [one.key for one in summary.verdicts] == [STEP.key, LATER.key]
     assert list(summary.letters) == [LETTER.key, LATER.key]
-    if isinstance(store, LmdbLogStore):
-        with store._environment.begin() as transaction:
-            assert transaction.stat(store._tables.verdicts)["entries"] == 2  # the others are gone, not passed over
+    assert isinstance(store, RowLogStore)
+    with store.backend.view() as view:
+        assert view.size("verdicts").rows_count == 2  # the others are gone, not passed over
     store.close()
 
 
@@ -251,7 +250,7 @@ def test_a_damaged_letter_is_reported_and_left_out_and_can_be_dropped(log: Path)
 
 
 def test_a_letter_under_another_key_is_found(log: Path) -> None:
-    rows = verdict_rows([LETTER], 5)
+    rows = {(table, key): value for table, key, value in verdict_rows([LETTER], 5)}
     environment = raw(log)
     with environment.begin(write=True) as transaction:
         database = environment.open_db(b"letters", txn=transaction, create=False)
@@ -272,14 +271,13 @@ def test_what_only_the_journal_has_is_read(tmp_path: Path) -> None:
     store = create_log(tmp_path / "log", "alice", committer_id=COMMITTER_ID, map_size_bytes=MAP_SIZE_BYTES)
     store.commit(records(0, 5))
     store.commit(Transaction(verdicts=[LETTER], suspect=Suspect(4, -1, 1, 4)))
-    assert ("letters", row_key(LETTER)) in store._journaled[1]
+    assert ("letters", row_key(LETTER)) in store.backend.journaled[1]
     summary = store.summary()
     assert ([one.key for one in summary.verdicts], list(summary.letters)) == ([LETTER.key], [LETTER.key])
     assert summary.suspect == Suspect(4, -1, 1, 4)
     letter = store.letter(LETTER.key)
     assert letter is not None
-    store._environment.close()  # as a crash leaves it
-    store._folder_lock.release()
+    store.backend.abandon()  # as a crash leaves it
     with open_reader(tmp_path / "log", "alice") as reader:
         assert (list(reader.letters()), reader.summary().suspect) == ([letter], Suspect(4, -1, 1, 4))
     again = open_log(tmp_path / "log", "alice", map_size_bytes=MAP_SIZE_BYTES)

@@ -24,9 +24,8 @@ from coordinator.core.interfaces import (
     Transaction,
     VersionStart,
 )
-from coordinator.log import create_log, open_log
+from coordinator.log import RowLogStore, create_log, open_log
 from coordinator.log.authentication import LogKey
-from coordinator.log.store import LmdbLogStore
 from protocol.checksum import crc64
 from protocol.errors import ImmortalError
 from protocol.record import encode_record
@@ -50,7 +49,7 @@ def record(sequence_id: int, size_bytes: int) -> bytes:
     return encoded + encode_trailer(trailer, int.from_bytes(encoded[8:16], "little"))
 
 
-def put_record(store: LmdbLogStore, sequence_id: int, size_bytes: int = 300) -> None:
+def put_record(store: RowLogStore, sequence_id: int, size_bytes: int = 300) -> None:
     sources = {
         "bob": SourcePosition(5, 1, sequence_id + 1),
         IMPULSES: SourcePosition(COMMITTER_ID, 1, sequence_id + 1),
@@ -58,7 +57,7 @@ def put_record(store: LmdbLogStore, sequence_id: int, size_bytes: int = 300) -> 
     store.commit(Transaction(records=[(sequence_id, record(sequence_id, size_bytes))], sources=sources))
 
 
-def put_checkpoint(store: LmdbLogStore, checkpoint_id: int, sequence_id: int, chunk_size_bytes: int = 9000) -> None:
+def put_checkpoint(store: RowLogStore, checkpoint_id: int, sequence_id: int, chunk_size_bytes: int = 9000) -> None:
     chunks = [f"<chunk {index} of {checkpoint_id}>".encode() * (chunk_size_bytes // 15) for index in range(CHUNKS)]
     for index, chunk in enumerate(chunks):
         store.write_checkpoint_chunk(checkpoint_id, index, chunk)

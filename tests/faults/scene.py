@@ -14,8 +14,8 @@ import pytest
 from coordinator.core.errors import LogLockedError
 from coordinator.fault_points import VARIABLE, FaultPoint
 from coordinator.log import open_log
-from coordinator.log.high_water import FILE_NAME as MARK_FILE_NAME
-from coordinator.log.journal import FILE_NAME
+from coordinator.log.backends.lmdb.high_water import FILE_NAME as MARK_FILE_NAME
+from coordinator.log.backends.lmdb.journal import FILE_NAME
 from coordinator.operator import control
 from protocol.errors import ImmortalError
 from protocol.messages import MessageType
@@ -49,7 +49,7 @@ class Scene:
 
     @property
     def log(self) -> Path:
-        return self.house.settings(NAME).log / "data.mdb"
+        return Path(self.house.settings(NAME).log) / "data.mdb"
 
     @property
     def journal(self) -> Path:

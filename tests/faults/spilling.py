@@ -14,8 +14,8 @@ from typing import Any
 from coordinator.core.interfaces import OutputBatch
 from coordinator.fault_points import FaultPoint
 from coordinator.log import open_reader, spilled
+from coordinator.log.backends.lmdb.journal import FILE_SIZE_BYTES
 from coordinator.log.findings import Severity
-from coordinator.log.journal import FILE_SIZE_BYTES
 from coordinator.log.verify import verify_log
 from tests.faults.clock import JUMPS
 from tests.faults.disk import Disk, read_journal, undone, without_power
@@ -210,7 +210,8 @@ def _spilled(folder: Path) -> list[OutputBatch]:
     with open_reader(folder) as reader:
         first, last = (reader.summary().spilled[PEER][at] for at in (0, -1))
         span = (first.first_position, last.last_position, 1 << 30)
-        return reader.transact(lambda transaction, tables: spilled.read(transaction, tables, PEER, *span))
+        with reader.view() as view:
+            return spilled.read(view, PEER, *span)
 
 
 @shows(Fault.BIT_FLIP)

@@ -14,9 +14,10 @@ import pytest
 
 from coordinator.core.interfaces import Transaction
 from coordinator.log import create_log, open_log, open_reader
-from coordinator.log.environment import READERS_FILE_NAME, structure_problems
+from coordinator.log.backends.lmdb.data_file import structure_problems
+from coordinator.log.backends.lmdb.environment import READERS_FILE_NAME
+from coordinator.log.backends.lmdb.pages import check_pages
 from coordinator.log.findings import Severity
-from coordinator.log.pages import check_pages
 from coordinator.log.verify import verify_log
 from tests.faults.disk import Disk, shimmed
 from tests.faults.sample_log import COMMITTER_ID, NAME, PAGE_SIZE_BYTES, put_checkpoint, put_record
@@ -102,12 +103,11 @@ def unnamed_log(folder: Path, size_bytes: int = 300) -> int:
     while True:
         put_record(store, sequence_id, size_bytes)
         store.commit(Transaction(epoch=sequence_id))
-        transaction_id = store._environment.info()["last_txnid"]
+        transaction_id = store.backend.environment.info()["last_txnid"]
         if sequence_id > 3 and transaction_id & 2:
             break
         sequence_id += 1
-    store._environment.close()  # without what a clean stop writes
-    store._folder_lock.release()
+    store.backend.abandon()  # without what a clean stop writes
     set_transaction_id(folder, transaction_id & 1, transaction_id - 2)
     return int(transaction_id)
 

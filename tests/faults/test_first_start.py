@@ -13,8 +13,9 @@ import pytest
 
 from coordinator.core.errors import DamagedLogError, LogFormatError
 from coordinator.log import create_log, log_exists, open_log
-from coordinator.log.environment import Tables, new_environment
+from coordinator.log.backends.lmdb.environment import new_environment
 from coordinator.log.findings import Severity
+from coordinator.log.format import ALL_TABLES
 from coordinator.log.verify import verify_log
 from tests.faults.disk import Disk, shimmed
 from tests.faults.sample_log import COMMITTER_ID, NAME, PAGE_SIZE_BYTES, put_record
@@ -130,7 +131,7 @@ def unfinished_log(folder: Path, transactions: int) -> bytes:
     with new_environment(folder) as environment:
         if transactions:
             with environment.begin(write=True) as transaction:
-                for name in Tables.__dataclass_fields__:
+                for name in ALL_TABLES:
                     environment.open_db(name.encode(), txn=transaction)
     return (folder / "data.mdb").read_bytes()
 

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from coordinator.log.environment import LogIdentity
-from coordinator.log.journal import BLOCK_SIZE_BYTES, FILE_SIZE_BYTES
+from coordinator.log import LogIdentity
+from coordinator.log.backends.lmdb.journal import FILE_SIZE_BYTES
+from coordinator.log.backends.lmdb.journal_entries import BLOCK_SIZE_BYTES
 from protocol.checksum import crc64
 
 

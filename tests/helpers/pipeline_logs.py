@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.core.interfaces import IMPULSES, SourcePosition, Transaction
-from coordinator.log import LmdbLogStore, create_log
+from coordinator.log import RowLogStore, create_log
 from protocol.batch import encode_batch, encode_replayable_batch
 from protocol.extensions import encode_record_time
 from protocol.messages import MessageType, RpcKind, RpcType, encode_incoming_rpc, encode_message
@@ -200,7 +200,7 @@ def make_log(folder: Path, instance: str, specs: Sequence[RecordSpec]) -> Path:
     return folder
 
 
-def open_for_writing(folder: Path, instance: str, committer_id: int = COMMITTER_ID) -> LmdbLogStore:
+def open_for_writing(folder: Path, instance: str, committer_id: int = COMMITTER_ID) -> RowLogStore:
     return create_log(folder, instance, committer_id=committer_id, map_size_bytes=1 << 22)
 
 

@@ -43,7 +43,7 @@ class Pair:
         assert self.processes[name].ended()[0] == 0
 
     def log(self, name: str) -> Path:
-        return self.house.settings(name).log
+        return Path(self.house.settings(name).log)
 
     def wipe(self, name: str) -> None:
         self.kill(name)

@@ -15,7 +15,8 @@ from pyspark.sql import DataFrame, SparkSession
 from coordinator.core.interfaces import CheckpointHeader, Transaction
 from coordinator.log import create_log, open_reader
 from coordinator.log import format as log_format
-from coordinator.log.environment import open_environment, open_tables
+from coordinator.log.backends.lmdb.environment import open_environment
+from coordinator.log.backends.lmdb.tables import open_tables
 from coordinator.log.verify import verify_log
 from pipeline.errors import clear_error
 from protocol.checksum import crc64

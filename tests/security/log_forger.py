@@ -11,7 +11,8 @@ import lmdb
 
 from coordinator.core.interfaces import CheckpointHeader, OutputMark
 from coordinator.log import format as log_format
-from coordinator.log.environment import open_environment, open_tables
+from coordinator.log.backends.lmdb.environment import open_environment
+from coordinator.log.backends.lmdb.tables import open_tables
 from coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY, record_key
 from protocol.checksum import crc64
 from protocol.record import encode_record
@@ -25,7 +26,7 @@ def written(folder: Path) -> Iterator[tuple[lmdb.Transaction[memoryview], Any]]:
     """A transaction past the store, and the tables."""
     environment = open_environment(folder, readonly=False, map_size_bytes=1 << 26)
     try:
-        tables = open_tables(environment, folder, create=False)
+        tables = open_tables(environment, folder)
         with environment.begin(write=True, buffers=True) as transaction:
             yield transaction, tables
     finally:
@@ -34,7 +35,7 @@ def written(folder: Path) -> Iterator[tuple[lmdb.Transaction[memoryview], Any]]:
 
 def row(folder: Path, table: str, key: bytes) -> bytes:
     with written(folder) as (transaction, tables):
-        value = transaction.get(key, db=getattr(tables, table))
+        value = transaction.get(key, db=tables[table])
         assert value is not None
         return bytes(value)
 
@@ -42,9 +43,9 @@ def row(folder: Path, table: str, key: bytes) -> bytes:
 def put(folder: Path, table: str, key: bytes, value: bytes | None) -> None:
     with written(folder) as (transaction, tables):
         if value is None:
-            assert transaction.delete(key, db=getattr(tables, table))
+            assert transaction.delete(key, db=tables[table])
         else:
-            transaction.put(key, value, db=getattr(tables, table))
+            transaction.put(key, value, db=tables[table])
 
 
 def forged_record(sequence_id: int, content: bytes = b"pay everything to mallory") -> bytes:
@@ -203,10 +204,10 @@ def take_the_key_away(folder: Path) -> None:
     """As a log looks that never had one."""
     change_a_record(folder)
     with written(folder) as (transaction, tables):
-        transaction.drop(tables.record_seals, delete=True)
-        transaction.drop(tables.checkpoint_seals, delete=True)
+        transaction.drop(tables["record_seals"], delete=True)
+        transaction.drop(tables["checkpoint_seals"], delete=True)
         for key in (log_format.META_AUTHENTICATED, log_format.META_SEAL):
-            transaction.delete(key, db=tables.meta)
+            transaction.delete(key, db=tables["meta"])
         key = log_format.META_FORMAT
-        transaction.put(key, log_format.seal(b"meta", key, log_format.FORMAT_VERSION), db=tables.meta)
+        transaction.put(key, log_format.seal(b"meta", key, log_format.FORMAT_VERSION), db=tables["meta"])
     (folder / "high-water-mark").unlink()

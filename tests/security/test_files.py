@@ -20,7 +20,7 @@ from coordinator.core.errors import LogLockedError
 from coordinator.instances import registry
 from coordinator.instances.registry import Registry, RegistryError
 from coordinator.log import open_log
-from coordinator.log.lock import FolderLock, is_locked
+from coordinator.log.backends.lmdb.lock import FolderLock, is_locked
 from coordinator.peers import keys
 from protocol.private_files import make_folder, opener, tighten
 from tests.helpers.processes import House
@@ -80,7 +80,7 @@ def test_a_stranger_cannot_read_copies_of_a_log(house: House, tmp_path: Path) ->
         result = run(house.home, *command)
         assert result.exit_code == 0, result.output
     assert modes(out) == {}
-    log = house.settings("alice").log
+    log = Path(house.settings("alice").log)
     house.close()
     result = run(house.home, "recover", "alice", "--truncate-at", "2", "--force", "--yes")
     assert result.exit_code == 0, result.output
@@ -131,22 +131,22 @@ def test_a_log_of_an_earlier_version_is_tightened_and_it_is_said_once(house: Hou
     lived(house)
     settings = house.settings("alice")
     house.close()
-    cut = settings.log / "cut-3-3-1"
+    cut = Path(settings.log) / "cut-3-3-1"
     cut.mkdir()
     (cut / "data.mdb").write_bytes(b"")
-    foreign = settings.log / "notes of mine"
+    foreign = Path(settings.log) / "notes of mine"
     foreign.write_text("")
-    ours = [path for path in settings.log.rglob("*") if path.is_file() and path != foreign]
+    ours = [path for path in Path(settings.log).rglob("*") if path.is_file() and path != foreign]
     for path in ours:
         path.chmod(0o644)
     foreign.chmod(0o644)
-    for folder in (settings.log, cut):
+    for folder in (Path(settings.log), cut):
         folder.chmod(0o755)
     process = house.start("alice")
     line = process.line("was open to others")
     assert "data.mdb 0644" in line
     assert "log 0755" in line
-    assert modes(settings.log) == {"notes of mine": "0644"}
+    assert modes(Path(settings.log)) == {"notes of mine": "0644"}
     process.terminate()
     process.ended()
     process = house.start("alice")
@@ -209,7 +209,7 @@ def holding() -> Iterator[Callable[[Path], int]]:
 @needs_root
 def test_a_stranger_cannot_lock_a_log_or_the_registry(house: House) -> None:
     lived(house)
-    log = house.settings("alice").log
+    log = Path(house.settings("alice").log)
     house.close()
     for path in (house.home.parent, house.home, log.parent):
         open_to_all(path)
@@ -233,7 +233,7 @@ def test_a_lock_that_is_held_ends_a_registration_and_its_holder_is_named(
 
 def test_who_holds_a_log_is_named_truly(house: House, holding: Callable[[Path], int]) -> None:
     lived(house)
-    log = house.settings("alice").log
+    log = Path(house.settings("alice").log)
     house.close()
     pid = holding(log / "lock")
     (log / "lock").write_text("1\n")  # what the last coordinator wrote, or anybody

@@ -10,15 +10,15 @@ import pytest
 
 from coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError
 from coordinator.core.interfaces import AuditEntry, SpilledBatch, Transaction
-from coordinator.log import LmdbLogStore, create_log, open_log, open_reader
+from coordinator.log import RowLogStore, create_log, open_log, open_reader
 from coordinator.log import format as log_format
 from coordinator.log.authentication import ForgedLogError, LogKey, LogKeyError
+from coordinator.log.backends.lmdb.journal import FILE_NAME as JOURNAL
+from coordinator.log.backends.lmdb.journal_entries import Place, decode_entry, encode_entry
 from coordinator.log.backup import BackupError, back_up
 from coordinator.log.cut import LogCutter
 from coordinator.log.findings import Severity
 from coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
-from coordinator.log.journal import FILE_NAME as JOURNAL
-from coordinator.log.journal import decode_entry, encode_entry
 from coordinator.log.verify import verify_log
 from tests.faults.sample_log import CHUNKS, COMMITTER_ID, NAME, put_checkpoint, put_record, read_contents, write_log
 from tests.security import log_forger as forger
@@ -28,7 +28,7 @@ KEYS = (KEY,)
 Forgery = Callable[[Path], None]
 
 
-def opened(folder: Path, keys: Sequence[LogKey] = KEYS, *, adopt: bool = False, accept: bool = False) -> LmdbLogStore:
+def opened(folder: Path, keys: Sequence[LogKey] = KEYS, *, adopt: bool = False, accept: bool = False) -> RowLogStore:
     return open_log(folder, NAME, map_size_bytes=1 << 26, keys=keys, adopt=adopt, accept=accept)
 
 
@@ -95,10 +95,10 @@ def test_a_log_that_nobody_touched_is_authentic(log: Path, tmp_path: Path) -> No
 def test_a_log_without_a_key_is_as_it_always_was(tmp_path: Path) -> None:
     write_log(tmp_path / "log")
     with forger.written(tmp_path / "log") as (transaction, tables):
-        assert tables.record_seals is tables.checkpoint_seals is None
-        keys = {bytes(key) for key, _ in transaction.cursor(tables.meta)}
+        assert not tables.keys() & {"record_seals", "checkpoint_seals"}
+        keys = {bytes(key) for key, _ in transaction.cursor(tables["meta"])}
         assert not keys & {log_format.META_AUTHENTICATED, log_format.META_SEAL}
-        value = bytes(transaction.get(log_format.META_FORMAT, db=tables.meta))
+        value = bytes(transaction.get(log_format.META_FORMAT, db=tables["meta"]))
     assert log_format.unseal(b"meta", log_format.META_FORMAT, value, log_format.INT) == 5
 
 
@@ -120,9 +120,9 @@ def test_all_that_a_life_does_stays_authentic(log: Path) -> None:
     recover(log)
     assert findings(log) == []
     with forger.written(log) as (transaction, tables):
-        kept = [SEQUENCE_KEY.unpack(key)[0] for key, _ in transaction.cursor(tables.record_seals)]
+        kept = [SEQUENCE_KEY.unpack(key)[0] for key, _ in transaction.cursor(tables["record_seals"])]
         assert kept == list(range(130, 161))  # the one before the first record is what its MAC covers
-        assert transaction.stat(tables.checkpoint_seals)["entries"] == 1
+        assert transaction.stat(tables["checkpoint_seals"])["entries"] == 1
 
 
 def test_a_crash_leaves_an_authentic_log(log: Path, tmp_path: Path) -> None:
@@ -279,9 +279,8 @@ def test_a_forger_cannot_write_into_the_journal(log: Path, tmp_path: Path) -> No
     data = path.read_bytes()
     transaction_id, number, nonce = (int.from_bytes(data[at : at + 8], "little") for at in (8, 16, 24))
     size_bytes = int.from_bytes(data[4:8], "little")
-    from coordinator.log.journal import _Place
 
-    assert decode_entry(data, identity.check, _Place(transaction_id, number, nonce)) == data[40 : 40 + size_bytes]
+    assert decode_entry(data, identity.check, Place(transaction_id, number, nonce)) == data[40 : 40 + size_bytes]
     rows = [("records", SEQUENCE_KEY.pack(120), forger.forged_record(120))]
     forged = encode_entry(identity.check, transaction_id, number, nonce, log_format._encode(rows))
     path.write_bytes(forged + bytes(4096 - len(forged)) + data[4096:])

@@ -91,7 +91,7 @@ def test_a_key_outside_the_home(tmp_path: Path) -> None:
 
 def test_each_command_finds_a_forged_record(home: Home) -> None:
     assert "sound" in home.run("log", "verify", NAME).stdout
-    forger.change_a_record(home.settings.log)
+    forger.change_a_record(Path(home.settings.log))
     said = home.run("log", "verify", NAME, status=1).stdout
     assert "record 90 is not authentic" in said
     assert "DAMAGED" in said
@@ -104,7 +104,7 @@ def test_each_command_finds_a_forged_record(home: Home) -> None:
 
 @pytest.mark.parametrize("forgery", [forger.change_a_position, forger.forge_a_checkpoint], ids=lambda one: one.__name__)
 def test_no_command_goes_on_with_a_forged_table(home: Home, forgery: Any, tmp_path: Path) -> None:
-    forgery(home.settings.log)
+    forgery(Path(home.settings.log))
     assert run_coordinator(home.settings, home.registry, Notices(NAME)) == STATUS_NO_RECOVERY
     for command in (["replay", NAME, "--app", "m:C"], ["status", NAME], ["verify", NAME, "--app", "m:C"]):
         assert "not authentic" in home.run(*command, status=1).output, command
@@ -115,7 +115,7 @@ def test_no_command_goes_on_with_a_forged_table(home: Home, forgery: Any, tmp_pa
 
 
 def test_a_forger_cannot_take_the_key_away(home: Home) -> None:
-    forger.take_the_key_away(home.settings.log)
+    forger.take_the_key_away(Path(home.settings.log))
     assert run_coordinator(home.settings, home.registry, Notices(NAME)) == STATUS_NO_RECOVERY
     assert "is not authenticated, and was once" in home.run("log", "verify", NAME, status=1).stdout
     assert "is not authenticated, and was once" in home.run("replay", NAME, status=1).stderr
@@ -147,7 +147,7 @@ def test_a_lost_key_is_said_and_no_new_one_is_made(home: Home) -> None:
 def test_without_the_setting_the_log_stays_authenticated(home: Home) -> None:
     home.edit('log_key = "file"\n', "")
     home.start()
-    forger.change_a_position(home.settings.log)
+    forger.change_a_position(Path(home.settings.log))
     with pytest.raises(ForgedLogError):
         home.start()
 

@@ -90,7 +90,7 @@ class Home:
             self._plant()
 
     def _plant(self) -> None:
-        log = self.settings.log
+        log = Path(self.settings.log)
         with open_reader(log) as reader:
             header = reader.summary().checkpoints[-1]
             blob = b"".join(reader.checkpoint_chunks(header.checkpoint_id))

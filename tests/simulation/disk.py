@@ -1,10 +1,10 @@
 """A disk with one log: it answers late, loses what it has not answered, fills up, fails a sync, and rots.
 
-The log is `MemoryLogStore`, whose commits are whole or not at all, in order: that is the contract of a `LogStore`, and
-what LMDB's commits keep. So a torn write cannot show here, and neither can a subset of the commits: those belong under
-LMDB, and are tested there, with real files. What is left for a crash to choose is how many of the writes that were
-asked for and not answered have got through, whether several commits were joined in one, and what a failed sync has
-written.
+The log is `MemoryLogStore`, the store that runs in service over rows in memory: its appends are whole or not at all, in
+order. That is the contract of a backend, which LMDB's keeps. So a torn write cannot show here, and neither can a
+subset of the commits: those belong under LMDB, and are tested there, with real files. What is left for a crash to
+choose is how many of the writes that were asked for and not answered have got through, whether several commits were
+joined in one, and what a failed sync has written.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.errors import LogError, LogFullError, LogSyncError, LogUnavailableError
 from coordinator.core.interfaces import LogSummary, Transaction
+from coordinator.log.backend import Span
+from coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
 from coordinator.log.memory import MemoryLogStore
 from tests.simulation.clock import US
 from tests.simulation.shared_log import SharedLog
@@ -174,10 +176,7 @@ class Disk:
 
     def copy(self) -> MemoryLogStore:
         """The log as it is now, for another disk."""
-        store, failure = self.store, self.store._failure
-        copied = store.crash()
-        store._failure = failure
-        return copied
+        return self.store.copy()
 
     def open(self) -> LogSummary:
         """The log as the next process finds it. Raises LogError."""
@@ -193,44 +192,34 @@ class Disk:
 
     def flip(self, kind: str, share: float) -> bool:
         """Damage one value, at ``share`` of all; False if there is none of that kind."""
-        durable = self.store._durable
         if kind in ("flip record", "flip trailer"):
-            if not durable.records:
+            sequence_ids = [SEQUENCE_KEY.unpack(key)[0] for key in self._keys("records")]
+            if not sequence_ids:
                 return False
-            sequence_id = _at(sorted(durable.records), share)
-            value = durable.records[sequence_id]
+            sequence_id = _at(sequence_ids, share)
+            value = self._rows("records")[SEQUENCE_KEY.pack(sequence_id)]
             size_bytes = min(int.from_bytes(value[4:8], "little"), len(value) - 1)  # that may be damaged already
             within = int(share * 7919) % size_bytes
             trailer_offset = size_bytes + int(share * 7919) % (len(value) - size_bytes)
+            put_back = self._put_back("records", SEQUENCE_KEY.pack(sequence_id))
             self.store.damage_record(sequence_id, within if kind == "flip record" else trailer_offset)
-
-            def put_back() -> None:
-                if sequence_id in self.store._durable.records:
-                    self.store._durable.records[sequence_id] = value
-
         elif kind == "flip chunk":
-            if not durable.checkpoints or not durable.chunks:
-                return False
-            newest = max(durable.checkpoints)
-            keys = [key for key in sorted(durable.chunks) if key[0] == newest]
+            headers = self._keys("checkpoints")
+            newest = SEQUENCE_KEY.unpack(headers[-1])[0] if headers else -1
+            keys = [key for key in self._keys("chunks") if CHUNK_KEY.unpack(key)[0] == newest]
             if not keys:
                 return False
             key = _at(keys, share)
-            chunk = durable.chunks[key]
-            self.store.damage_chunk(*key)
-
-            def put_back() -> None:
-                if key in self.store._durable.chunks and key[0] in self.store._durable.checkpoints:
-                    self.store._durable.chunks[key] = chunk
-
+            put_back = self._put_back("chunks", key)
+            self.store.damage_chunk(*CHUNK_KEY.unpack(key))
         elif kind == "flip header":
-            if len(durable.checkpoints) < 2:
+            headers = self._keys("checkpoints")
+            if len(headers) < 2:
                 return False
-            header = durable.checkpoints.pop(max(durable.checkpoints))  # left out of a summary, and said so
+            self.store.backend.durable.delete(Span.of_one("checkpoints", headers[-1]))  # left out, and said so
 
             def put_back() -> None:
                 """Its place may have been given away: it stays lost."""
-                assert header
 
         else:
             self._table_damaged = True
@@ -240,6 +229,23 @@ class Disk:
 
         self._sound.append(put_back)
         return True
+
+    def _rows(self, table: str) -> dict[bytes, bytes]:
+        found = self.store.backend.durable.tables.get(table)
+        return {} if found is None else found.rows
+
+    def _keys(self, table: str) -> list[bytes]:
+        return sorted(self._rows(table))
+
+    def _put_back(self, table: str, key: bytes) -> Callable[[], None]:
+        """What puts the row back as it is now, if it is still there then."""
+        value = self._rows(table)[key]
+
+        def put_back() -> None:
+            if key in self._rows(table):
+                self._rows(table)[key] = value
+
+        return put_back
 
     def repair(self) -> None:
         """An operator puts a good copy in place."""

@@ -6,9 +6,11 @@ Each is a change of a line or two of one function, as a slip would make it.
 from __future__ import annotations
 
 import inspect
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from appsdk.dispatch.dispatcher import Dispatcher
@@ -35,7 +37,7 @@ from coordinator.core.streams.output_stream import OutputStream
 from coordinator.core.taking_over import TakingOver
 from coordinator.core.verdicts import Verdicts
 from coordinator.core.versions import Versions
-from coordinator.log.memory import MemoryLogStore
+from coordinator.log import RowLogStore, spilled, trim, verdicts
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Mutation:
     """``right``, a part of ``function``'s source that occurs once in it, becomes ``wrong``."""
 
     name: str
-    owner: type
+    owner: type | ModuleType
     function: str
     right: str
     wrong: str
@@ -161,10 +163,10 @@ MUTATIONS = (
     ),
     Mutation(
         "the log is trimmed one record too far",
-        MemoryLogStore,
-        "trim",
-        "oldest.sequence_id + 1)",
-        "oldest.sequence_id + 2)",
+        trim,
+        "_trim_history",
+        '"records", SEQUENCE_KEY.pack(oldest.sequence_id + 1)',
+        '"records", SEQUENCE_KEY.pack(oldest.sequence_id + 2)',
     ),
     Mutation(
         "what is here already is taken again",
@@ -294,10 +296,10 @@ MUTATIONS = (
     ),
     Mutation(
         "damage is passed on",
-        MemoryLogStore,
+        RowLogStore,
         "read",
-        "check_value(value, sequence_id, self._durable.committer_id)",
-        "pass",
+        "checked_prefix(values, first_sequence_id, self.identity.committer_id)",
+        "values",
     ),
     Mutation(
         "the new code gets the old records",
@@ -345,13 +347,11 @@ MUTATIONS = (
     ),
     Mutation(
         "spilled messages are removed before they are acknowledged",
-        MemoryLogStore,
+        spilled,
         "trim",
-        "        self._refuse_after_failure()",
-        "        self._refuse_after_failure()\n"
-        "        for key, batch in list(self._durable.spilled.items()):\n"
-        "            if batch.destination in self._durable.acknowledged:\n"
-        "                del self._durable.spilled[key]",
+        "or first_position > position:\n            break\n        if first",
+        "or (table == 'impulses' and first_position > position):\n            break\n"
+        "        if table == 'impulses' and first",
     ),
     Mutation(
         "an older copy of a log is not found out",
@@ -404,9 +404,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a dead letter is not kept",
-        MemoryLogStore,
-        "commit",
-        "durable.letters[verdict.key] = Letter(verdict, self.clock_ns())",
+        verdicts,
+        "verdict_rows",
+        'rows.append(("letters", key, log_format.seal(b"letters", key, (now_ns, verdict))))',
         "pass",
     ),
     Mutation(
@@ -461,7 +461,7 @@ def planted(mutation: Mutation) -> Iterator[None]:
     source = inspect.getsource(original)
     found = source.count(mutation.right)
     assert found == 1, f"{mutation.name}: {mutation.right!r} occurs {found} times in {mutation.function}"
-    source = "if True:\n" + source.replace(mutation.right, mutation.wrong)  # it is indented, as in its class
+    source = textwrap.dedent(source.replace(mutation.right, mutation.wrong))  # that of a method is indented
     namespace: dict[str, Any] = {}
     exec(compile(source, f"<{mutation.name}>", "exec"), original.__globals__, namespace)
     setattr(mutation.owner, mutation.function, namespace[mutation.function])

@@ -285,7 +285,7 @@ class Faults:
         self._restored += 1
         home = self._folder / f"restored-{self._restored}"
         settings = Registry(home).register(backup.service.name, "tcp://127.0.0.1:*")
-        settings.log.parent.mkdir(parents=True, exist_ok=True)
+        Path(settings.log).parent.mkdir(parents=True, exist_ok=True)
         shutil.copytree(backup.target, settings.log)
         for command in (("log", "verify"), ("recover",)):
             told = subprocess.run(

@@ -7,7 +7,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,17 +46,22 @@ class WordCount:
     LINES_AT_ONCE = 300
     VOCABULARY = (*(f"word{number}" for number in range(300)), "zähler", "x" * 300)
 
-    def __init__(self, folder: Path, rng: random.Random) -> None:
+    def __init__(
+        self, folder: Path, rng: random.Random, environment: Mapping[str, str] | None = None, **settings: Any
+    ) -> None:
+        """``environment``: of its processes; ``settings``: of its instances, with {name} for theirs."""
         self._folder, self._rng = folder, rng
         self._listing = folder / "files.txt"
         self._parts: list[Path] = []
         self._words: Counter[str] = Counter()
         self._line_count = 0
         registry = Registry(folder / "registry")
-        run_environment = {"WORDCOUNT_FILES": str(self._listing)}
+        run_environment = {"WORDCOUNT_FILES": str(self._listing), **(environment or {})}
         self.services = [
             Service(
-                registry.register(name, "tcp://127.0.0.1:*"),
+                registry.register(
+                    name, "tcp://127.0.0.1:*", **{key: value.format(name=name) for key, value in settings.items()}
+                ),
                 Run(f"wordcount:{class_name}", EXAMPLES / "wordcount", run_environment),
                 folder,
             )

@@ -106,7 +106,7 @@ def test_register_with_all_options(home: Path, tmp_path: Path) -> None:
     options = ["--app-port", "*", "--log", str(tmp_path / "l"), "--keep-checkpoints", "all", "--log-trigger-mb", "5"]
     run(home, "register", "counter", "--peer", "tcp://127.0.0.1:*", *options)
     settings = Registry(home).load("counter")
-    assert (settings.log, settings.keep_checkpoints, settings.log_trigger_mb) == (tmp_path / "l", None, 5)
+    assert (settings.log, settings.keep_checkpoints, settings.log_trigger_mb) == (str(tmp_path / "l"), None, 5)
 
 
 def test_home_from_the_environment(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +305,7 @@ def test_log_verify(logged: Registry) -> None:
 
 
 def test_log_verify_of_a_damaged_log(logged: Registry) -> None:
-    path = logged.load("counter").log / "data.mdb"
+    path = Path(logged.load("counter").log) / "data.mdb"
     data = path.read_bytes()
     path.write_bytes(data.replace(b"hello", b"jello"))
     result = run(logged.home, "log", "verify", "counter", status=1)

@@ -13,6 +13,9 @@ from coordinator.core.limits import Limits
 from coordinator.core.log_room import LogRoom
 from coordinator.core.session import Phase
 from coordinator.core.streams.grants import Grants
+from coordinator.log.backend import Span
+from coordinator.log.format import SEQUENCE_KEY, decode_batch_count
+from coordinator.log.memory import MemoryLogStore
 from protocol.messages import decode_incoming_rpc, decode_messages, encode_outgoing_rpc
 from protocol.peer import FrameType, RefusedCode
 from tests.helpers.core import HELLO, Driven, attach, call, checkpoint, rpc
@@ -58,6 +61,11 @@ def sent(driven: Driven, destination: str = "b") -> list[int]:
 # --- spilling --------------------------------------------------------------------------------------------------------
 
 
+def spilled_rows(store: MemoryLogStore) -> list[tuple[bytes, bytes]]:
+    """As they are in the log."""
+    return [(bytes(key), bytes(value)) for key, value in store.backend.durable.scan("spilled")]
+
+
 def test_what_a_dead_peer_does_not_take_goes_to_the_log_and_comes_back_in_order() -> None:
     driven = Driven.started(limits=SMALL)
     driven.data(attach("b") + calls("b", 1, 12))
@@ -98,12 +106,12 @@ def test_a_crash_of_the_app_and_a_replay_do_not_spill_twice() -> None:
     driven = Driven.started(limits=SMALL)
     driven.batch("t", 1, rpc(1))
     driven.data(attach("b") + calls("b", 1, 12))
-    rows = dict(driven.store._durable.spilled)
+    rows = spilled_rows(driven.store)
     assert len(rows) >= 2
     second = driven.crash()
     second.connect()
     second.data(HELLO + attach("b") + calls("b", 1, 9))
-    assert second.store._durable.spilled == rows
+    assert spilled_rows(second.store) == rows
     second.data(calls("b", 10, 12) + checkpoint(b"two"))
     second.settle()
     second.data(calls("b", 13, 15))
@@ -149,7 +157,7 @@ def test_a_checkpoint_whose_outputs_the_log_has_lost_is_no_way_to_lose_them() ->
     driven.data(attach("b") + calls("b", 1, 12))
     driven.handle(ev.CheckpointRequested())
     driven.data(checkpoint(b"later"))
-    driven.store._durable.spilled.clear()
+    driven.store.backend.durable.delete(Span("spilled"))
     second = driven.crash()
     second.recover()
     second.reply(FrameType.WELCOME, 4)
@@ -170,7 +178,7 @@ def test_what_is_spilled_of_a_part_that_is_cut_off_goes() -> None:
     second.reply(FrameType.WELCOME, 2)
     second.data(checkpoint(b"cut"))
     assert second.phase is Phase.NORMAL, second.reports
-    assert all(batch.last_position <= 6 for batch in second.store._durable.spilled.values())
+    assert all(extent.last_position <= 6 for extents in second.store.summary().spilled.values() for extent in extents)
     found = [3, 4, 5, 6]
     second.data(calls("b", 21, 26))
     assert sent(second) == [*found, *range(21, 27)]
@@ -504,9 +512,10 @@ def test_impulses_are_spilled_by_leaving_them_where_they_are() -> None:
     driven.data(attach("b"))
     for number in range(1, 13):
         driven.data(call("b", large(number), rpc_type=2 if number % 2 else 1))
-    spilled = driven.store._durable.spilled.values()
+    spilled = spilled_rows(driven.store)
     assert spilled
-    assert all(batch.first_position % 2 == 0 and batch.count == 1 for batch in spilled)
+    assert all(SEQUENCE_KEY.unpack(key[-8:])[0] % 2 == 0 for key, _ in spilled)
+    assert all(decode_batch_count(b"spilled", key, value) == 1 for key, value in spilled)
     second = driven.crash()
     second.connect()
     second.data(HELLO + attach("b") + b"".join(call("b", large(number)) for number in range(2, 13, 2)))

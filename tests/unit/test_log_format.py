@@ -60,19 +60,19 @@ def test_verdicts_and_letters() -> None:
     front = bytes.fromhex("9c cd0102 03 01 a0") + b"\xa2no" + bytes.fromhex("01 00 00 a0 c0")
     kept = front + b"\xc4\0\xa0"
     letter = b"\x92\x05" + front + b"\xc4\1m\xa1t"
-    assert verdict_rows([verdict], 5) == {
-        ("verdicts", key): crc(b"verdicts\0" + key + kept) + kept,
-        ("letters", key): crc(b"letters\0" + key + letter) + letter,
-    }
+    assert verdict_rows([verdict], 5) == [
+        ("verdicts", key, crc(b"verdicts\0" + key + kept) + kept),
+        ("letters", key, crc(b"letters\0" + key + letter) + letter),
+    ]
     waited_for = Verdict(258, 3, VerdictKind.KEPT, task=1, step=2, caller="shop")
-    assert [(table, row[16:].hex()) for table, row in verdict_rows([waited_for], 5)] == [
+    assert [(table, key[16:].hex()) for table, key, _ in verdict_rows([waited_for], 5)] == [
         ("verdicts", "00000000000000010000000000000002")
     ]
 
 
 def test_a_suspect() -> None:
     payload = b"\x94\x07\xff\x02\x09"
-    assert suspect_row(Suspect(7, -1, 2, 9)) == {("meta", b"suspect"): crc(b"meta\0suspect" + payload) + payload}
+    assert suspect_row(Suspect(7, -1, 2, 9)) == ("meta", b"suspect", crc(b"meta\0suspect" + payload) + payload)
 
 
 def test_a_sealed_value_of_another_type() -> None:

@@ -29,7 +29,7 @@ def test_register_and_resolve(registry: Registry) -> None:
     assert registry.names() == ["counter"]
     assert registry.load("counter") == settings
     assert registry.resolve("counter") == "tcp://127.0.0.1:7001"
-    assert settings.log == registry.home / "counter" / "log"
+    assert settings.log == str(registry.home / "counter" / "log")
 
 
 def test_star_takes_a_port_and_writes_it_down(registry: Registry) -> None:
@@ -175,17 +175,17 @@ def test_an_instance_registered_later_is_found(registry: Registry) -> None:
 
 def test_unregister_keeps_the_log(registry: Registry) -> None:
     settings = registry.register("counter", "tcp://127.0.0.1:*")
-    settings.log.mkdir(parents=True)
-    (settings.log / "data.mdb").write_bytes(b"x")
+    Path(settings.log).mkdir(parents=True)
+    (Path(settings.log) / "data.mdb").write_bytes(b"x")
     assert unregister(registry, "counter") == settings.log
     assert registry.names() == []
-    assert (settings.log / "data.mdb").exists()
+    assert (Path(settings.log) / "data.mdb").exists()
 
 
 def test_unregister_with_the_log(registry: Registry) -> None:
     settings = registry.register("counter", "tcp://127.0.0.1:*")
-    settings.log.mkdir(parents=True)
-    (settings.log / "data.mdb").write_bytes(b"x")
+    Path(settings.log).mkdir(parents=True)
+    (Path(settings.log) / "data.mdb").write_bytes(b"x")
     unregister(registry, "counter", delete_log=True)
     assert not settings.folder.exists()
 

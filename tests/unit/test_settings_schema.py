@@ -110,7 +110,7 @@ def test_paths_of_options_are_those_of_the_shell(tmp_path: Path, monkeypatch: py
     assert CliRunner().invoke(main, [*arguments, "--log", "log", "--log-key", "key"]).exit_code == 0
     settings = Registry(tmp_path / "home").load("a")
     assert settings.metrics_token_file == tmp_path / "here" / "token"
-    assert (settings.log, settings.log_key) == (tmp_path / "here" / "log", str(tmp_path / "here" / "key"))
+    assert (settings.log, settings.log_key) == (str(tmp_path / "here" / "log"), str(tmp_path / "here" / "key"))
     (tmp_path / "here" / "file").write_text("x")
     refused = CliRunner().invoke(main, [*arguments[:3], "b", "--peer", "tcp://127.0.0.1:*", "--log", "file"])
     assert (refused.exit_code, "is a file, expected a folder" in refused.output) == (2, True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
@@ -76,7 +77,7 @@ def _log(context: Context) -> list[Figure]:
 
 def _size_bytes(service: Service) -> int:
     """What the log's pages take: the file itself may be larger than what is written."""
-    return (service.settings.log / "data.mdb").stat().st_blocks * 512
+    return (Path(service.settings.log) / "data.mdb").stat().st_blocks * 512
 
 
 def _take_checkpoint(service: Service) -> None:

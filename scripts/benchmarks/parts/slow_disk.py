@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from bench.calls import IMMORTAL, immortal_caller
-from coordinator.log.sync_delay import VARIABLE
+from coordinator.log.backends.lmdb.sync_delay import VARIABLE
 from scripts.benchmarks.calling import calls_by, latency_figure, rate_figure
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import Figure, Target

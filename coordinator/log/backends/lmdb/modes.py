@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
-from coordinator.log.environment import DATA_FILE_NAME, FILES_BESIDE, READERS_FILE_NAME
-from coordinator.log.journal import PARTIAL_FILE_NAME
-from coordinator.log.lock import LOCK_FILE_NAME
+from coordinator.log.backends.lmdb.data_file import DATA_FILE_NAME, FILES_BESIDE
+from coordinator.log.backends.lmdb.environment import READERS_FILE_NAME
+from coordinator.log.backends.lmdb.journal import PARTIAL_FILE_NAME
+from coordinator.log.backends.lmdb.lock import LOCK_FILE_NAME
 from protocol.private_files import FILE_MODE, FOLDER_MODE, tighten
 
-_FILE_NAMES = (DATA_FILE_NAME, READERS_FILE_NAME, LOCK_FILE_NAME, PARTIAL_FILE_NAME, *FILES_BESIDE)
+FILE_NAMES = (DATA_FILE_NAME, READERS_FILE_NAME, LOCK_FILE_NAME, PARTIAL_FILE_NAME, *FILES_BESIDE)
 
 
 def tighten_log(folder: Path) -> str | None:
@@ -20,7 +22,7 @@ def tighten_log(folder: Path) -> str | None:
     found = []
     try:
         for place in (folder, *folder.glob("cut-*")):
-            modes = {place / name: FILE_MODE for name in _FILE_NAMES if (place / name).is_file()}
+            modes = {place / name: FILE_MODE for name in FILE_NAMES if (place / name).is_file()}
             for path, mode in (modes | {place: FOLDER_MODE}).items():
                 before = tighten(path, mode)
                 if before is not None:
@@ -30,3 +32,11 @@ def tighten_log(folder: Path) -> str | None:
     if not found:
         return None
     return f"the log in {folder} was open to others ({', '.join(found)}): now only its owner can read it"
+
+
+def remove_log(folder: Path) -> None:
+    """Remove the log's own files; its folder too, where it holds nothing else: it may have been given by hand."""
+    for name in FILE_NAMES:
+        (folder / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()

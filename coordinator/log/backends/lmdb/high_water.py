@@ -12,10 +12,10 @@ from pathlib import Path
 from struct import Struct
 
 from coordinator.core.errors import DamagedLogError
-from coordinator.log.authentication import MAC_SIZE_BYTES, Macs
-from coordinator.log.environment import LogIdentity, Tables, sync_folder
-from coordinator.log.format import SEQUENCE_KEY
-from coordinator.log.reading import ReadTransaction, first_and_last_sequence_id
+from coordinator.log.backend import Mac, View
+from coordinator.log.backends.lmdb.names import sync_folder
+from coordinator.log.format import MAC_SIZE_BYTES, SEQUENCE_KEY
+from coordinator.log.meta import LogIdentity, first_and_last_sequence_id
 from coordinator.log.values import check_value
 from protocol.checksum import crc64
 from protocol.private_files import FILE_MODE
@@ -37,10 +37,10 @@ class Mark:
 class HighWaterMark:
     """The mark of the log in ``folder``; the file is opened by the first :meth:`put`."""
 
-    def __init__(self, folder: Path, identity: LogIdentity, macs: Macs | None = None) -> None:
-        """``macs``: those of an authenticated log, where its key is at hand."""
+    def __init__(self, folder: Path, identity: LogIdentity, mac: Mac | None = None) -> None:
+        """``mac``: that of an authenticated log, where its key is at hand."""
         self.path = folder / FILE_NAME
-        self._macs = macs
+        self._mac = mac
         self._seed = identity.check
         self._descriptor: int | None = None
 
@@ -59,26 +59,26 @@ class HighWaterMark:
             magic, _, sequence_id, check = _CHECKED.unpack_from(data)
             if data == self._encode(sequence_id, check):
                 return Mark(sequence_id, check)
-            if magic == _MAGIC_AUTHENTICATED and len(data) == _CHECKED.size + MAC_SIZE_BYTES and self._macs is None:
+            if magic == _MAGIC_AUTHENTICATED and len(data) == _CHECKED.size + MAC_SIZE_BYTES and self._mac is None:
                 return None
-            if self._macs is not None:
+            if self._mac is not None:
                 raise ValueError(
                     f"{self.path} is not authentic, or damaged: it is left out, and records that were removed at the"
                     " end of the log would not be missed"
                 )
         raise ValueError(f"{self.path} is damaged, or of another log: it is left out")
 
-    def lacking(self, transaction: ReadTransaction, tables: Tables, mark: Mark | None) -> str | None:
+    def lacking(self, view: View, mark: Mark | None) -> str | None:
         """What the log does not have of what was committed when ``mark`` was read, in words."""
         if mark is None:
             return None
-        _, last = first_and_last_sequence_id(transaction, tables)
+        _, last = first_and_last_sequence_id(view)
         if mark.sequence_id > last:
             what = f"record {mark.sequence_id} is missing"
             if mark.sequence_id > last + 1:
                 what = f"records {last + 1} to {mark.sequence_id} are missing"
             return f"{what}: the log in {self.path.parent} ends with record {last}, {self._way_out(mark)}"
-        value = transaction.get(SEQUENCE_KEY.pack(mark.sequence_id), db=tables.records)
+        value = view.get("records", SEQUENCE_KEY.pack(mark.sequence_id))
         if value is None or check_of(value) == mark.check or not _is_sound(value, mark.sequence_id):
             return None  # trimmed away; the same; or damaged, which whoever needs it says
         return (
@@ -112,9 +112,9 @@ class HighWaterMark:
             self._descriptor = None
 
     def _encode(self, sequence_id: int, check: int) -> bytes:
-        if self._macs is not None:
+        if self._mac is not None:
             checked = _CHECKED.pack(_MAGIC_AUTHENTICATED, 0, sequence_id, check)
-            return checked + self._macs.mark(checked)
+            return checked + self._mac(checked)
         checked = _CHECKED.pack(_MAGIC, 0, sequence_id, check)
         return checked + crc64(checked, self._seed).to_bytes(_CRC_SIZE_BYTES, "little")
 

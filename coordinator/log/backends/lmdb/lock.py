@@ -42,6 +42,19 @@ class FolderLock:
             self._descriptor = -1
 
 
+def named_holder(folder: Path) -> str | None:
+    """The process that has the lock, in words; None where the lock's file does not name it yet."""
+    try:
+        descriptor = os.open(folder / LOCK_FILE_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        found = holder_of(descriptor)
+    finally:
+        os.close(descriptor)
+    return found if found.startswith("process") else None
+
+
 def is_locked(folder: Path) -> bool:
     """Whether a process writes this log now."""
     try:

@@ -1,0 +1,259 @@
+"""What a log needs of the place that keeps it: tables of rows, read at one moment, changed whole or not at all.
+
+A row is a key and a value of a table, all bytes; what they mean is said by rows.py and reading.py, and nothing of it
+here. The table ``records`` has the sequence IDs as its keys, SEQUENCE_KEY each: records follow one another without a
+gap, and are only ever removed at the beginning or, by hand, at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import NamedTuple, Protocol, TypeAlias
+
+from msgspec import Struct
+
+from coordinator.core.errors import LogError
+from coordinator.fault_points import FaultPoint
+from coordinator.log.findings import Finding
+from coordinator.log.meta import LogIdentity
+from protocol.varint import Readable
+
+Row: TypeAlias = tuple[str, bytes, Readable]  # table, key, value
+Mac: TypeAlias = Callable[[bytes], bytes]
+
+
+class Span(NamedTuple):
+    """The rows of ``table`` with ``first`` <= key < ``end``; None: to the table's end."""
+
+    table: str
+    first: bytes = b""
+    end: bytes | None = None
+
+    @classmethod
+    def of_one(cls, table: str, key: bytes) -> Span:
+        return cls(table, key, key + b"\0")
+
+    @property
+    def is_one(self) -> bool:
+        return self.end == self.first + b"\0"
+
+    def has(self, key: bytes) -> bool:
+        return self.first <= key and (self.end is None or key < self.end)
+
+
+class Append(Struct):
+    """What becomes durable in one step, or not at all: rows go, then records and rows come.
+
+    ``expected_last_sequence_id``: the last record that the writer knows of. ``fence``: its term. A backend that two
+    processes could write compares both with what it has, in the step itself, and raises FencedError where they differ.
+    """
+
+    expected_last_sequence_id: int
+    fence: int = 0
+    records: Sequence[tuple[int, Readable]] = ()  # (sequence ID, value), behind the last one and without a gap
+    puts: Iterable[Row] = ()  # each key once; it may be gone through more than once
+    deletes: Sequence[Span] = ()
+    points: Sequence[FaultPoint] = (FaultPoint.DURING_COMMIT,)  # reached when all is put and nothing is durable
+
+
+class TableSize(NamedTuple):
+    """About: of a table beside its writer. What its rows take in their file, or elsewhere."""
+
+    size_bytes: int
+    rows_count: int
+
+
+class Space(NamedTuple):
+    used_bytes: int  # by the log's rows; what is free for others of them again does not count
+    free_bytes: int  # of what they lie on
+
+
+class View(Protocol):
+    """A log at one moment. What it gives may be memory of the backend's own: what is to stay is copied."""
+
+    def get(self, table: str, key: bytes) -> Readable | None: ...
+
+    def scan(self, table: str, first: bytes = b"") -> Iterator[tuple[Readable, Readable]]:
+        """The rows from the key ``first`` on, in the order of their keys. None where the log has no such table."""
+
+    def scan_back(self, table: str, last: bytes | None = None) -> Iterator[tuple[Readable, Readable]]:
+        """The rows from the key ``last`` (None: the last one) back to the first."""
+
+    def size(self, table: str) -> TableSize: ...
+
+
+class ReadBackend(Protocol):
+    """A log open for reading, beside its writer. For one thread."""
+
+    identity: LogIdentity
+    where: str
+    """How people know it: a folder, say."""
+
+    def view(self, *, copies: bool = False) -> AbstractContextManager[View]:
+        """As the log is now. It holds the writer back from nothing but room: it is not to be kept open.
+
+        ``copies``: what it gives is memory of its own, which is faster where values are small.
+        Raises DamagedLogError where the backend cannot read.
+        """
+
+    def is_live(self) -> bool:
+        """Whether a process writes it now."""
+        return False
+
+    def findings(self, mac: Mac | None) -> Iterator[Finding]:
+        """What is wrong with what the backend keeps beside the rows. ``mac``: as in :meth:`Backend.check_end`.
+
+        Raises DamagedLogError for what keeps everybody from reading.
+        """
+        return iter(())
+
+    def have_touched(self, size_bytes: int) -> None:
+        """So much of what views gave was looked at: memory may be given back now and then."""
+        return
+
+    def release(self) -> None:
+        """Nothing is read for a while: give back the memory that reading took."""
+        return
+
+    def close(self) -> None: ...
+
+
+class Backend(ReadBackend, Protocol):
+    """A log open for writing. One thread writes at a time, others may read beside it.
+
+    After a LogFullError, LogSyncError or FencedError all but :meth:`close` and :meth:`abandon` raises it again: what is
+    durable is unknown until the log is opened anew.
+    """
+
+    failure: LogError | None = None
+    """Why it accepts nothing more."""
+    fence: int
+    """The writer's term, for its appends; 0 where a lock alone keeps others off."""
+    mended: list[str]
+    """What was found damaged when it was opened and was put right, in words."""
+    synced: Callable[[float], None] | None = None
+    """Told how many seconds each write took of the disk."""
+
+    def refuse_after_failure(self) -> None:
+        """Raises :attr:`failure`, if there is one."""
+        if self.failure is not None:
+            raise type(self.failure)(*self.failure.args)
+
+    def append(self, append: Append) -> None:
+        """Make it durable, whole. Raises LogFullError, LogSyncError, FencedError."""
+
+    def space(self) -> Space: ...
+
+    def check_end(self, mac: Mac | None) -> list[str]:
+        """Whether all that was committed is there, where the backend can tell; what is wrong with that way, in words.
+
+        ``mac``: the log's key, or None: what is kept beside the rows is checked and made with it. Raises
+        DamagedLogError.
+        """
+        return []
+
+    def mark_end(self, mac: Mac | None) -> None:
+        """The log has another key from here on, or none: its end is as it is now."""
+        return
+
+    def keep_apart(self, name: str, rows: Iterable[Row]) -> Path:
+        """Write ``rows``, table by table and in the order of their keys, into a log of its own; where that is."""
+        raise only_in_folders(self.where, "cut")
+
+    def settle(self) -> None:
+        """Bring to its place what is durable and waits somewhere else for that."""
+        return
+
+    def abandon(self) -> None:
+        """Close it as it is, as the end of the process would. Harmless when closed already."""
+        self.close()
+
+
+class Place(Protocol):
+    """Where a log is, or would be; one class for each backend, named by the table of :mod:`coordinator.log.open`."""
+
+    scheme: str
+    location: str
+    """What a URL has behind the scheme."""
+
+    def __init__(self, location: str) -> None:
+        self.location = location
+
+    @property
+    def where(self) -> str:
+        """How people know it."""
+        return f"{self.scheme}:{self.location}"
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """The same for all that name the same log."""
+        return self.scheme, self.location
+
+    def exists(self) -> bool:
+        """Whether there is a log; whether it is one of ours shows when it is opened."""
+
+    def create(self, identity: LogIdentity, rows: Sequence[Row], options: Options) -> Backend:
+        """A new log with ``rows``. What was not created whole does not exist. Raises LogFormatError, LogFullError."""
+
+    def open(self, instance_name: str, options: Options) -> Backend:
+        """For writing. Raises LogFormatError, LogLockedError, LogIdentityError, DamagedLogError, LogError."""
+
+    def open_reader(self, instance_name: str | None) -> ReadBackend:
+        """Raises as :meth:`open`."""
+
+    def is_live(self) -> bool:
+        """Whether a process writes it now, where that can be told."""
+        return False
+
+    def holder(self) -> str | None:
+        """Who writes it now, in words; None: nobody does, or that can't be told."""
+        return "another process" if self.is_live() else None
+
+    def version(self) -> object:
+        """Another one where another log has taken this one's place; None where that can't be told."""
+        return None
+
+    def remove(self) -> None:
+        """Remove the log for good. Raises LogError, OSError."""
+        raise only_in_folders(self.where, "removed from here")
+
+    def make_private(self) -> str | None:
+        """Take from others what they may do with it; in words what that was."""
+        return None
+
+    def findings(self, *, held: bool) -> Iterator[Finding]:
+        """What is wrong with the files of a log before it is opened. ``held``: by the caller, see :meth:`hold`."""
+        return iter(())
+
+    def hold(self) -> Held:
+        """Keep writers off. Raises LogLockedError."""
+        raise only_in_folders(self.where, "cut")
+
+    def copy(self, source: View, identity: LogIdentity, mac: Mac | None) -> int:
+        """Make the log here, a copy of before or none yet, the one of ``source``; the records copied.
+
+        Raises ValueError where something else is here.
+        """
+        raise only_in_folders(self.where, "written as a backup")
+
+
+class Held(Protocol):
+    """A log that nobody else can write until it is released."""
+
+    def open(self, instance_name: str) -> Backend:
+        """As Place.open."""
+
+    def release(self) -> None: ...
+
+
+class Options(Struct, frozen=True):
+    """``size_bytes``: set aside for the log at first; ``size_bytes_max``: its limit. None: the backend's own."""
+
+    size_bytes: int | None = None
+    size_bytes_max: int | None = None
+
+
+def only_in_folders(where: str, what: str) -> LogError:
+    return LogError(f"the log {where} can't be {what}: only a log in a folder (lmdb:) can")

@@ -1,0 +1,199 @@
+"""A log in a folder: an LMDB environment, with a journal of small appends in front of it (docs/LOG_FORMAT.md)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import lmdb
+
+from coordinator.core.errors import LogError, LogFormatError
+from coordinator.fault_points import FaultPoint, reach
+from coordinator.log.backend import Held, Mac, Options, Place, Row, View
+from coordinator.log.backends.lmdb.data_file import (
+    DATA_FILE_NAME,
+    check_data_file,
+    first_unreadable,
+    log_exists,
+    structure_problems,
+)
+from coordinator.log.backends.lmdb.environment import failure_of, new_environment, said_of
+from coordinator.log.backends.lmdb.lock import FolderLock, is_locked, named_holder
+from coordinator.log.backends.lmdb.modes import remove_log, tighten_log
+from coordinator.log.backends.lmdb.names import sync_names
+from coordinator.log.backends.lmdb.pages import PageError, check_pages
+from coordinator.log.backends.lmdb.tables import make_tables
+from coordinator.log.backends.lmdb.writing import LmdbBackend
+from coordinator.log.findings import Finding, Severity
+from coordinator.log.meta import LogIdentity
+from protocol.private_files import make_folder
+
+_PARTIAL_FOLDER_NAME = ".new"
+
+
+if TYPE_CHECKING:
+    from coordinator.log.backends.lmdb.reading import LmdbReader
+
+
+class HeldFolder(Held):
+    """By its lock."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = FolderLock(folder)
+
+    def open(self, instance_name: str) -> LmdbBackend:
+        return _open(self._folder, None, instance_name, Options())
+
+    def release(self) -> None:
+        self._lock.release()
+
+
+class LmdbPlace(Place):
+    """A location is the path of the log's folder."""
+
+    scheme = "lmdb"
+
+    def __init__(self, location: str) -> None:
+        super().__init__(location)
+        self._folder = Path(location)
+        self._holder = "another process"  # as it could be named last
+
+    @property
+    def where(self) -> str:
+        return self.location
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.scheme, os.path.realpath(self._folder)
+
+    def exists(self) -> bool:
+        return log_exists(self._folder)
+
+    def create(self, identity: LogIdentity, rows: Sequence[Row], options: Options) -> LmdbBackend:
+        """The file has its name only once the log in it is complete: what is cut off does not count."""
+        folder = self._folder
+        make_folder(folder)
+        with _locked(folder) as lock:
+            if log_exists(folder):
+                check_data_file(folder / DATA_FILE_NAME)
+                raise LogFormatError(f"there is a log in {folder} already: open it, or choose another folder")
+            _make(folder, rows)
+            reach(FaultPoint.LOG_CREATED)
+            return _open(folder, lock, identity.instance_name, options)
+
+    def open(self, instance_name: str, options: Options) -> LmdbBackend:
+        folder = self._folder
+        if not log_exists(folder):
+            raise LogFormatError(f"there is no log in {folder}")
+        with _locked(folder) as lock:
+            return _open(folder, lock, instance_name, options)
+
+    def open_reader(self, instance_name: str | None) -> LmdbReader:
+        from coordinator.log.backends.lmdb.reading import LmdbReader  # here: no running coordinator reads with it
+
+        try:
+            return LmdbReader(self._folder, instance_name)
+        except lmdb.Error as error:
+            raise LogError(f"the log in {self._folder} cannot be opened: {error}") from error
+
+    def is_live(self) -> bool:
+        return is_locked(self._folder)
+
+    def holder(self) -> str | None:
+        if not self.is_live():
+            return None
+        self._holder = named_holder(self._folder) or self._holder
+        return self._holder
+
+    def version(self) -> object:
+        try:
+            status = (self._folder / DATA_FILE_NAME).stat()
+        except OSError:
+            return None
+        return status.st_dev, status.st_ino
+
+    def remove(self) -> None:
+        remove_log(self._folder)
+
+    def make_private(self) -> str | None:
+        return tighten_log(self._folder)
+
+    def hold(self) -> HeldFolder:
+        return HeldFolder(self._folder)
+
+    def findings(self, *, held: bool) -> Iterator[Finding]:
+        """Up to a fatal one: what comes then could kill this process."""
+        folder = self._folder
+        path = folder / DATA_FILE_NAME
+        try:
+            check_data_file(path)
+        except LogError as error:
+            yield Finding(Severity.FATAL, "file", str(error))
+            return
+        unreadable = first_unreadable(path)
+        if unreadable is not None:  # a mapped page that the disk does not give
+            yield Finding(Severity.FATAL, "file", unreadable)
+            return
+        if not held and is_locked(folder):
+            what = "a coordinator writes this log: the structure of its pages is not checked"
+            yield Finding(Severity.NOTE, "file", what)
+            return
+        problems = structure_problems(path)
+        if problems is None:
+            yield Finding(Severity.NOTE, "file", "the installed py-lmdb cannot check the structure of the pages")
+        for problem in problems or ():
+            what = f"LMDB's page structure is damaged: {problem}; restore a copy of the log"
+            yield Finding(Severity.FATAL, "file", what)
+        with contextlib.suppress(PageError, OSError):  # whoever opens it names these
+            unnamed = check_pages(path)
+            if unnamed is not None:
+                yield Finding(Severity.NOTE, "file", f"{said_of(unnamed)}: the next start takes it in")
+
+    def copy(self, source: View, identity: LogIdentity, mac: Mac | None) -> int:
+        from coordinator.log.backends.lmdb.copying import bring_up  # here: no running coordinator does
+
+        return bring_up(source, identity, mac, self._folder)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[FolderLock]:
+    """The lock is released where what is done under it fails."""
+    lock = FolderLock(folder)
+    try:
+        yield lock
+    except BaseException:
+        lock.release()
+        raise
+
+
+def _open(folder: Path, lock: FolderLock | None, instance_name: str, options: Options) -> LmdbBackend:
+    try:
+        sync_names(folder)
+        return LmdbBackend(folder, lock, instance_name, options)
+    except OSError as error:
+        raise failure_of(folder, error) from error
+    except lmdb.Error as error:
+        raise LogError(f"the log in {folder} cannot be opened: {error}") from error
+
+
+def _make(folder: Path, rows: Sequence[Row]) -> None:
+    """A new log's file, which gets its name once it is complete. Raises LogFullError, LogSyncError."""
+    partial = folder / _PARTIAL_FOLDER_NAME
+    shutil.rmtree(partial, ignore_errors=True)  # what was cut off
+    try:
+        make_folder(partial)
+        with new_environment(partial) as environment:
+            tables = make_tables(environment)
+            with environment.begin(write=True) as transaction:
+                for table, key, value in rows:
+                    transaction.put(key, value, db=tables[table])
+        (partial / DATA_FILE_NAME).replace(folder / DATA_FILE_NAME)
+    except (lmdb.Error, OSError) as error:
+        raise failure_of(folder, error) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

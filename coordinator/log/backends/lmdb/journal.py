@@ -1,0 +1,114 @@
+"""A journal in front of LMDB: small commits are appended to a file, with one sync each, and reach the tables together.
+
+An LMDB transaction of one small record writes six pages, syncs, writes its meta page, and syncs again. An entry of the
+journal is one write to blocks that the file has already. Entries hold rows of tables, and the ID of the LMDB
+transaction that they follow: the next transaction takes them all in, and with that none of them counts any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from coordinator.log.backend import Row
+from coordinator.log.backends.lmdb.journal_entries import BLOCK_SIZE_BYTES, FORM, blocks_size_bytes, encode_entry
+from coordinator.log.backends.lmdb.names import sync_folder
+from coordinator.log.meta import LogIdentity
+from protocol.private_files import FILE_MODE
+
+FILE_NAME = "journal"
+PARTIAL_FILE_NAME = "journal.new"  # until it has all its blocks: a journal that is shorter was cut
+FILE_SIZE_BYTES = 1 << 20  # what a start has to bring into the tables at most: milliseconds
+ENTRY_SIZE_BYTES_MAX = 32 << 10  # larger ones gain nothing
+
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Journal:
+    """The writer's end. What is in the tables says that there is one from :meth:`make` until before :meth:`remove`."""
+
+    def __init__(self, folder: Path, identity: LogIdentity) -> None:
+        self.nonce = secrets.randbits(63) | 2  # of this life
+        self._path = folder / FILE_NAME
+        self._seed = identity.check
+        self._descriptor: int | None = None
+        self._buffer = mmap.mmap(-1, ENTRY_SIZE_BYTES_MAX)  # aligned, as writes past the page cache must be
+        self._transaction_id: int | None = None
+        self._offset_bytes = 0
+        self._number = 0
+
+    def restart(self, transaction_id: int) -> None:
+        """All entries are in the tables, by the LMDB transaction of this ID at the latest."""
+        self._transaction_id = transaction_id
+        self._offset_bytes = self._number = 0
+
+    def append(self, rows: Sequence[Row]) -> bool:
+        """Make ``rows`` durable; False if they don't fit, or there is no journal. Raises OSError."""
+        if self._transaction_id is None or self._descriptor is None:
+            return False
+        packed = _encode(rows)
+        size_bytes = blocks_size_bytes(FORM, packed)
+        if size_bytes > ENTRY_SIZE_BYTES_MAX or self._offset_bytes + size_bytes > FILE_SIZE_BYTES:
+            return False
+        entry = encode_entry(self._seed, self._transaction_id, self._number, self.nonce, packed)
+        self._buffer[: len(entry)] = entry
+        with memoryview(self._buffer)[:size_bytes] as blocks:
+            written = os.pwrite(self._descriptor, blocks, self._offset_bytes)
+        if written != size_bytes:
+            raise OSError(0, f"{written} of {size_bytes} bytes were written to {self._path}")
+        self._offset_bytes += size_bytes
+        self._number += 1
+        return True
+
+    def make(self) -> bool:
+        """Give the file all its blocks, then its name; False where the disk has no room for them.
+
+        Takes the place of the one before: all entries must be in the tables.
+        """
+        partial = self._path.with_name(PARTIAL_FILE_NAME)
+        try:
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
+            try:
+                if os.pwrite(descriptor, bytes(FILE_SIZE_BYTES), 0) != FILE_SIZE_BYTES:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            partial.rename(self._path)
+            sync_folder(self._path.parent)
+            try:
+                self._descriptor = self._open_checked(os.O_DIRECT)
+            except OSError:  # not every file system has O_DIRECT, and some say so only when they are written to
+                self._descriptor = self._open_checked(0)
+        except OSError:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+        return self._descriptor is not None
+
+    def _open_checked(self, flags: int) -> int:
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_DSYNC | os.O_CLOEXEC | flags)
+        try:
+            with memoryview(self._buffer)[:BLOCK_SIZE_BYTES] as block:  # zeros, as all of the file: none was used yet
+                os.pwrite(descriptor, block, 0)
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def remove(self) -> None:
+        """Close it. Nothing in it may count any more."""
+        self.close()
+        self._path.unlink(missing_ok=True)

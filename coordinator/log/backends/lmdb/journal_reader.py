@@ -1,0 +1,180 @@
+"""What a journal holds behind a transaction of LMDB, for its writer's start and for readers beside it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from coordinator.core.errors import DamagedLogError
+from coordinator.log.backends.lmdb.journal import ENTRY_SIZE_BYTES_MAX, FILE_NAME, FILE_SIZE_BYTES
+from coordinator.log.backends.lmdb.journal_entries import (
+    BLOCK_SIZE_BYTES,
+    FORM,
+    ROWS,
+    Place,
+    blocks_size_bytes,
+    decode_entry,
+    fields_of,
+    form_of,
+    place_of,
+)
+from coordinator.log.backends.lmdb.view import JournalRows
+from coordinator.log.meta import LogIdentity
+
+
+class JournalReader:
+    """What a journal holds behind a transaction of LMDB; the next look at the same one reads only what came since."""
+
+    def __init__(self, folder: Path, identity: LogIdentity) -> None:
+        self.mended: list[str] = []  # what was found damaged and put right, in words
+        self.left_out: list[str] = []  # what was found cut off, in words
+        self._path = folder / FILE_NAME
+        self._seed = identity.check
+        self._next = Place(-1, 0)
+        self._offset_bytes = 0
+        self._rows: JournalRows = {}
+        self._tried = self._next  # to look for a flipped bit in a large entry takes a second
+
+    def rows(
+        self,
+        transaction_id: int,
+        *,
+        nonce: Callable[[], int | None] = lambda: None,
+        may_mend: Callable[[], bool] = lambda: True,
+    ) -> JournalRows:
+        """The rows behind the LMDB transaction ``transaction_id``. Not to be changed.
+
+        ``nonce``: which one that transaction says that the journal has, None where it says that there is none.
+        ``may_mend``: whether an entry that is not right can't be one that is being written just now; then a flipped bit
+        is put right. Raises DamagedLogError where an entry is damaged, or the file is missing.
+        """
+        first_look = transaction_id != self._next.transaction_id
+        if first_look:
+            self._next, self._offset_bytes, self._rows = Place(transaction_id, 0, nonce() or 0), 0, {}
+        try:
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            if nonce() is None:
+                return self._rows
+            raise DamagedLogError(
+                f"{self._path} is missing: the log was not stopped, and its last commits are nowhere else; restore both"
+                f" files from one copy (where there is none, 'truncate -s {FILE_SIZE_BYTES} {self._path}' stands in for"
+                " it: those commits are lost then, of which others may have been told)",
+                -1,
+            ) from None
+        except OSError as error:
+            raise DamagedLogError(f"{self._path} cannot be read: {error.strerror}", -1) from error
+        try:
+            size_bytes = os.fstat(descriptor).st_size
+            if size_bytes < FILE_SIZE_BYTES:
+                raise DamagedLogError(
+                    f"{self._path} is truncated: it has {size_bytes} bytes, a journal has {FILE_SIZE_BYTES}; restore"
+                    " the log from a copy",
+                    -1,
+                )
+            self._read_on(descriptor, may_mend)
+            if first_look:
+                self._check_end(descriptor)
+        except OSError as error:
+            raise DamagedLogError(f"{self._path} cannot be read: {error.strerror}", -1) from error
+        finally:
+            os.close(descriptor)
+        return self._rows
+
+    def make_durable(self) -> None:
+        """All entries whose rows were given. Raises OSError.
+
+        One of a write that failed can be read and may be on no disk; to sync it once more would do nothing, since the
+        kernel believes that it wrote it.
+        """
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            data = os.pread(descriptor, self._offset_bytes, 0)
+            if os.pwrite(descriptor, data, 0) != self._offset_bytes:
+                raise OSError(0, f"{self._path} was not written whole")
+            os.fdatasync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _read_on(self, descriptor: int, may_mend: Callable[[], bool]) -> None:
+        rows: JournalRows = {}
+        while True:
+            data = os.pread(descriptor, ENTRY_SIZE_BYTES_MAX, self._offset_bytes)
+            packed = decode_entry(data, self._seed, self._next)
+            if packed is None:
+                packed = self._mended(data, may_mend)
+            if packed is None:
+                break
+            rows |= {(table, key): value for table, key, value in ROWS.decode(packed)}
+            self._offset_bytes += blocks_size_bytes(form_of(self._next), packed)
+            self._next = replace(self._next, number=self._next.number + 1)
+        if rows:
+            self._rows = {**self._rows, **rows}
+
+    def _check_end(self, descriptor: int) -> None:
+        """Entries are written one after the other: behind the last one there is none that counts.
+
+        And none names a transaction that is not there, since that was durable before the entry was written; nor another
+        life of this log, since each begins a file of its own.
+        """
+        rest = os.pread(descriptor, FILE_SIZE_BYTES, self._offset_bytes)
+        for start in range(0, len(rest) - FORM.header_size_bytes + 1, BLOCK_SIZE_BYTES):
+            entry = rest[start : start + ENTRY_SIZE_BYTES_MAX]
+            place = place_of(entry)
+            if place is None or decode_entry(entry, self._seed, place) is None:
+                continue
+            if place.transaction_id > self._next.transaction_id:
+                raise DamagedLogError(
+                    f"{self._path} has commits that follow transaction {place.transaction_id}, and the tables end with"
+                    f" {self._next.transaction_id}: they lost some, or are an older copy; restore both files from one"
+                    " copy (a copy of a stopped log has no journal: then remove this one)",
+                    -1,
+                )
+            if place.nonce != self._next.nonce and self._next.nonce:
+                raise DamagedLogError(
+                    f"{self._path} is of another life of this log than the tables: one of them is from another copy;"
+                    " restore both files from one copy",
+                    -1,
+                )
+            if (place.transaction_id, place.number) <= (self._next.transaction_id, self._next.number):
+                continue
+            again = os.pread(descriptor, ENTRY_SIZE_BYTES_MAX, self._offset_bytes)
+            if decode_entry(again, self._seed, self._next) is not None:
+                return  # a live writer has gone on
+            raise DamagedLogError(
+                f"entry {self._next.number} of {self._path} is damaged, with commits behind it: restore the log from a"
+                " copy",
+                -1,
+            )
+
+    def _mended(self, data: bytes, may_mend: Callable[[], bool]) -> bytes | None:
+        """The rows of an entry that differs by one bit from one that would come here."""
+        form = form_of(self._next)
+        if len(data) < form.header_size_bytes:
+            return None
+        magic, size_bytes, *place = form.checked.unpack_from(data)
+        expected = form.checked.pack(form.magic, size_bytes, *fields_of(form, self._next))
+        differences = (int.from_bytes(data[: len(expected)]) ^ int.from_bytes(expected)).bit_count()
+        is_meant = (magic, *place[:2]) == (form.magic, self._next.transaction_id, self._next.number)
+        if not (differences <= 1 or is_meant) or self._next == self._tried or not may_mend():
+            return None
+        self._tried = self._next
+        number = self._next.number
+        packed = self._with_one_bit_flipped(data, form.header_size_bytes + size_bytes) if differences <= 1 else None
+        if packed is not None:
+            self.mended.append(f"entry {number} of {self._path} was damaged: one flipped bit was put right")
+        elif is_meant:
+            self.left_out.append(f"entry {number} of {self._path} is not whole: a commit that was cut off is left out")
+        return packed
+
+    def _with_one_bit_flipped(self, data: bytes, size_bytes: int) -> bytes | None:
+        entry = bytearray(data)
+        for bit in range(8 * (size_bytes if size_bytes <= len(data) else form_of(self._next).header_size_bytes)):
+            entry[bit // 8] ^= 1 << bit % 8
+            packed = decode_entry(bytes(entry), self._seed, self._next)
+            if packed is not None:
+                return packed
+            entry[bit // 8] ^= 1 << bit % 8
+        return None

@@ -1,0 +1,152 @@
+"""The named databases of a log's LMDB environment, one for each table."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import TypeAlias
+
+import lmdb
+
+from coordinator.core.errors import DamagedLogError, LogFormatError, fail, require
+from coordinator.fault_points import reach
+from coordinator.log.backend import Append, Row, Span
+from coordinator.log.backends.lmdb.view import JournalRows, LmdbView, Tables
+from coordinator.log.format import (
+    ALL_TABLES,
+    FORMAT_VERSION,
+    INT,
+    JOURNAL_VERSION,
+    META_AUTHENTICATED,
+    META_FORMAT,
+    META_JOURNAL,
+    SEQUENCE_KEY,
+    TABLES,
+    TABLES_OF_SEALS,
+    TABLES_OF_VERDICTS,
+    VERDICTS_VERSION,
+)
+from coordinator.log.meta import check_format, meta_row, meta_value
+
+WriteTransaction: TypeAlias = "lmdb.Transaction[memoryview]"
+
+
+def make_tables(environment: lmdb.Environment) -> Tables:
+    """Of a new log. Raises lmdb.Error."""
+    with environment.begin(write=True) as transaction:
+        return {name: environment.open_db(name.encode(), txn=transaction) for name in (*TABLES, *TABLES_OF_VERDICTS)}
+
+
+def open_tables(environment: lmdb.Environment, folder: Path) -> Tables:
+    """Those that there are.
+
+    Raises LogFormatError when one is missing or the log is of another format version, and DamagedLogError.
+    """
+    try:
+        meta = environment.open_db(b"meta", create=False)
+        with environment.begin(buffers=True) as transaction:  # first: another version may have other databases
+            version = check_format(LmdbView(transaction, {"meta": meta}), str(folder))
+        # Logs of version 3 were begun that have it not. To make a table is a transaction, which would have to take
+        # in what a journal has.
+        if version < JOURNAL_VERSION and not environment.flags()["readonly"]:
+            environment.open_db(b"spilled")
+        may_miss = TABLES_OF_SEALS if version >= VERDICTS_VERSION else (*TABLES_OF_VERDICTS, *TABLES_OF_SEALS)
+        opened = ((name, _open_table(environment, name, may_miss)) for name in ALL_TABLES)
+        return {name: table for name, table in opened if table is not None}
+    except (lmdb.NotFoundError, lmdb.ReadonlyError) as error:
+        raise LogFormatError(f"there is no complete log in {folder}: {error}") from None
+    except lmdb.Error as error:
+        raise LogFormatError(f"the log in {folder} is damaged: {error}") from error
+
+
+def _open_table(environment: lmdb.Environment, name: str, may_miss: Collection[str]) -> lmdb._Database | None:
+    """Raises lmdb.NotFoundError for a missing one that may not miss."""
+    try:
+        return environment.open_db(name.encode(), create=False)
+    except lmdb.NotFoundError:
+        if name not in may_miss:
+            raise
+        return None
+
+
+def journal_nonce(view: LmdbView) -> int | None:
+    """Of the journal without which the log is not whole; None where it is. Raises DamagedLogError."""
+    return meta_value(view, META_JOURNAL, INT)
+
+
+class Writing:
+    """A write transaction and the tables as it sees them: one that is missing is made by the first row that is put."""
+
+    def __init__(self, environment: lmdb.Environment, transaction: WriteTransaction, tables: Tables) -> None:
+        self.transaction = transaction
+        self.tables = dict(tables)
+        self._environment = environment
+
+    def view(self) -> LmdbView:
+        return LmdbView(self.transaction, self.tables)
+
+    def put_rows(self, rows: Iterable[Row]) -> None:
+        put = self.transaction.put
+        for table, key, value in rows:
+            put(key, value, db=self.tables.get(table) or self.make(table))
+
+    def make(self, table: str) -> lmdb._Database:
+        made = self._environment.open_db(table.encode(), txn=self.transaction)
+        self.tables[table] = made
+        return made
+
+    def delete(self, span: Span) -> None:
+        table = self.tables.get(span.table)
+        if table is None:
+            return
+        if span.is_one:
+            self.transaction.delete(span.first, db=table)
+        elif not span.first and span.end is None:
+            self.transaction.drop(table, delete=False)
+        else:
+            with self.transaction.cursor(table) as cursor:
+                found = cursor.set_range(span.first) if span.first else cursor.first()
+                while found and (span.end is None or bytes(cursor.key()) < span.end):
+                    cursor.delete()  # moves to the next row
+                    found = bool(cursor.key())
+
+    def take_in(self, rows: JournalRows) -> None:
+        """What only the journal has. Raises DamagedLogError."""
+        for (table, key), value in rows.items():
+            database = self.tables.get(table)
+            if database is None:
+                raise DamagedLogError(f"the log's journal has a row for the table {table!r}, which the log has not", -1)
+            put = self.transaction.put(key, value, append=table == "records", db=database)
+            require(put or table != "records", f"record {key.hex()} is in the log already")
+
+    def put(self, append: Append) -> None:
+        for span in append.deletes:
+            self.delete(span)
+        put, records = self.transaction.put, self.tables["records"]
+        for sequence_id, value in append.records:
+            if not put(SEQUENCE_KEY.pack(sequence_id), value, append=True, db=records):
+                fail(f"record {sequence_id} is in the log already")
+        self.put_rows(append.puts)
+        if Span("record_seals") in append.deletes:
+            self.fit_seal_tables()
+        for point in append.points:
+            reach(point)
+
+    def make_current(self) -> None:
+        """Give an older log the tables of this format, and its number."""
+        for table in TABLES_OF_VERDICTS:
+            if table not in self.tables:
+                self.make(table)
+        self.put_rows((meta_row(META_FORMAT, FORMAT_VERSION),))
+
+    def fit_seal_tables(self) -> None:
+        """Authenticated logs have the tables of seals, others have not."""
+        is_authenticated = self.transaction.get(META_AUTHENTICATED, db=self.tables["meta"]) is not None
+        for name in TABLES_OF_SEALS:
+            if is_authenticated and name not in self.tables:
+                self.make(name)
+            elif not is_authenticated and name in self.tables:
+                self.transaction.drop(self.tables.pop(name), delete=True)
+
+    def forget_journal(self) -> None:
+        self.transaction.delete(META_JOURNAL, db=self.tables["meta"])

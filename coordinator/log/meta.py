@@ -1,0 +1,110 @@
+"""What everybody has to know of a log first: whose it is, in which format, and where it begins and ends."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from coordinator.core.errors import LogFormatError, LogIdentityError
+from coordinator.log import format as log_format
+from coordinator.log.format import SEQUENCE_KEY
+from protocol.checksum import crc64
+from protocol.varint import Readable
+
+_IDENTITY = struct.Struct("<QQ")  # committer ID, when the log was made
+
+
+class Tables(Protocol):
+    """As much of a View as is needed here."""
+
+    def get(self, table: str, key: bytes) -> Readable | None: ...
+    def scan(self, table: str, first: bytes = b"") -> Iterator[tuple[Readable, Readable]]: ...
+    def scan_back(self, table: str, last: bytes | None = None) -> Iterator[tuple[Readable, Readable]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LogIdentity:
+    """Whose log it is."""
+
+    format_version: int
+    instance_name: str
+    committer_id: int
+    created_ns: int
+
+    @property
+    def check(self) -> int:
+        """With what the CRCs of files beside the tables begin: nothing of another log counts."""
+        return crc64(_IDENTITY.pack(self.committer_id, self.created_ns))
+
+    def rows(self) -> list[tuple[str, bytes, bytes]]:
+        """Of a new log."""
+        values: dict[bytes, object] = {
+            log_format.META_FORMAT: self.format_version,
+            log_format.META_INSTANCE: self.instance_name,
+            log_format.META_COMMITTER_ID: self.committer_id,
+            log_format.META_CREATED: self.created_ns,
+        }
+        return [meta_row(key, payload) for key, payload in values.items()]
+
+
+def meta_row(key: bytes, payload: object) -> tuple[str, bytes, bytes]:
+    return "meta", key, log_format.seal(b"meta", key, payload)
+
+
+def meta_value(
+    view: Tables, key: bytes, decoder: msgspec.msgpack.Decoder[log_format.Decoded]
+) -> log_format.Decoded | None:
+    """A value of the meta table, None when absent. Raises DamagedLogError."""
+    value = view.get("meta", key)
+    return None if value is None else log_format.unseal(b"meta", key, bytes(value), decoder)
+
+
+def first_and_last_sequence_id(view: Tables) -> tuple[int, int]:
+    """The first and last kept record; first is last + 1 when there is none. Raises DamagedLogError."""
+    for key, _ in view.scan("records"):
+        (first,) = SEQUENCE_KEY.unpack(key)
+        return first, SEQUENCE_KEY.unpack(next(view.scan_back("records"))[0])[0]
+    trimmed = meta_value(view, log_format.META_TRIMMED, log_format.INT)
+    last = -1 if trimmed is None else trimmed
+    return last + 1, last
+
+
+def read_identity(view: Tables, where: str, instance_name: str | None) -> LogIdentity:
+    """Whose log this is. Raises LogFormatError (none, or a newer version), LogIdentityError, DamagedLogError."""
+    version = check_format(view, where)
+    name = _required(view, where, log_format.META_INSTANCE, log_format.TEXT)
+    if instance_name is not None and name != instance_name:
+        raise LogIdentityError(
+            f"the log in {where} belongs to instance {name!r}, not to {instance_name!r}: check the log folder's path"
+        )
+    committer_id = _required(view, where, log_format.META_COMMITTER_ID, log_format.INT)
+    created_ns = _required(view, where, log_format.META_CREATED, log_format.INT)
+    return LogIdentity(version, name, committer_id, created_ns)
+
+
+def check_format(view: Tables, where: str) -> int:
+    """The format version, one that this program reads. Raises LogFormatError for another one, DamagedLogError."""
+    version = _required(view, where, log_format.META_FORMAT, log_format.INT)
+    if version in log_format.FORMAT_VERSIONS_READ:
+        return version
+    if version > log_format.AUTHENTICATED_VERSION:
+        remedy = "use the newer version of the program that wrote it"
+    else:
+        remedy = "no release wrote it, and none reads it; move that folder away to start with a new, empty log"
+    raise LogFormatError(
+        f"the log in {where} has format version {version}, this program reads version"
+        f" {log_format.AUTHENTICATED_VERSION}: {remedy}"
+    )
+
+
+def _required(
+    view: Tables, where: str, key: bytes, decoder: msgspec.msgpack.Decoder[log_format.Decoded]
+) -> log_format.Decoded:
+    value = meta_value(view, key, decoder)
+    if value is None:
+        raise LogFormatError(f"there is no complete log in {where}: its meta table has no {key.decode()!r}")
+    return value

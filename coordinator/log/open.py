@@ -1,0 +1,168 @@
+"""Making and opening logs by URL: the one place that knows which backends there are.
+
+``lmdb:PATH``, or a path alone, is a log in a folder. ``memory:NAME`` is one in this process, for tests. What another
+package brings it registers as an entry point of the group ``immortal.log_backends``: its name is the scheme, its value
+(``module:Class``) a :class:`coordinator.log.backend.Place`. docs/decisions/0027 has the reasons.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+from coordinator.core.errors import LogError, require
+from coordinator.log import format as log_format
+from coordinator.log.authentication import LogKey
+from coordinator.log.backend import Backend, Options, Place
+from coordinator.log.meta import LogIdentity, meta_row
+from coordinator.log.store import RowLogStore
+from coordinator.log_url import FOLDERS, split_url
+
+if TYPE_CHECKING:
+    from coordinator.log.reader import LogReader
+
+BACKENDS = {
+    "lmdb": "coordinator.log.backends.lmdb:LmdbPlace",
+    "memory": "coordinator.log.backends.memory:MemoryPlace",
+}
+ENTRY_POINTS = "immortal.log_backends"
+
+
+Log: TypeAlias = str | os.PathLike[str] | Place
+"""A URL, a path, or what either means."""
+
+
+def place_of(log: Log) -> Place:
+    """Raises LogError for a URL of which no backend is known."""
+    if isinstance(log, str):
+        scheme, location = split_url(log)
+    elif isinstance(log, os.PathLike):
+        scheme, location = FOLDERS, os.fspath(log)
+    else:
+        return log
+    if not location:
+        raise LogError(f"{log!r} names no log: a path, or {scheme}: with something behind it, was expected")
+    return backend_of(scheme)(location)
+
+
+@functools.cache
+def backend_of(scheme: str) -> type[Place]:
+    """Raises LogError."""
+    known = BACKENDS.get(scheme)
+    if known is not None:
+        module, _, name = known.partition(":")
+        return cast(type[Place], getattr(importlib.import_module(module), name))
+    from importlib.metadata import entry_points  # here: no log of our own needs it
+
+    found = entry_points(group=ENTRY_POINTS)
+    for point in found.select(name=scheme):
+        try:
+            return cast(type[Place], point.load())
+        except Exception as error:
+            raise LogError(f"the backend {point.value!r} of logs {scheme}: cannot be loaded: {error}") from error
+    schemes = ", ".join(f"{each}:" for each in sorted({*BACKENDS, *found.names}))
+    raise LogError(
+        f"no backend for logs {scheme}: is known: known are {schemes}"
+        f" (for a folder of that name write lmdb:{scheme}:...)"
+    )
+
+
+def log_exists(log: Log) -> bool:
+    """As Place.exists. Raises LogError."""
+    return place_of(log).exists()
+
+
+def is_locked(log: Log) -> bool:
+    """Whether a process writes this log now. Raises LogError."""
+    return place_of(log).is_live()
+
+
+def create_log(
+    log: Log,
+    instance_name: str,
+    *,
+    committer_id: int | None = None,
+    first_sequence_id: int = 0,
+    map_size_bytes: int | None = None,
+    map_size_bytes_max: int | None = None,
+    keys: Sequence[LogKey] = (),
+) -> RowLogStore:
+    """Make a new log and open it for writing; without ``committer_id`` a random one is drawn.
+
+    ``first_sequence_id``: what comes before that record counts as trimmed away.
+
+    ``keys``: it is authenticated with the first of them. What a start leaves that was cut off does not count. Raises
+    LogFormatError where there is a log already, LogFullError.
+    """
+    if committer_id is None:
+        committer_id = secrets.randbelow(log_format.COMMITTER_ID_MAX) + 1
+    require(0 < committer_id <= log_format.COMMITTER_ID_MAX, f"{committer_id} is no committer ID")
+    require(bool(instance_name), "an instance needs a name")
+    log_format.name_key(instance_name)
+    place, options = place_of(log), Options(map_size_bytes, map_size_bytes_max)
+    identity = LogIdentity(log_format.FORMAT_VERSION, instance_name, committer_id, time.time_ns())
+    rows = identity.rows()
+    if first_sequence_id:
+        rows.append(meta_row(log_format.META_TRIMMED, first_sequence_id - 1))
+    backend = place.create(identity, rows, options)
+    return _store(backend, keys, adopt=True)
+
+
+def open_log(
+    log: Log,
+    instance_name: str,
+    *,
+    map_size_bytes: int | None = None,
+    map_size_bytes_max: int | None = None,
+    keys: Sequence[LogKey] = (),
+    adopt: bool = False,
+    accept: bool = False,
+) -> RowLogStore:
+    """Open a log for writing.
+
+    ``keys``: those that it may be authenticated with, the one in use first; a log of another one of them gets that one.
+    ``adopt``: a log that is not authenticated yet gets the key, as it is now. ``accept``: so does any other, by hand.
+
+    Raises LogKeyError (no key for it, or none in it), ForgedLogError (written without the key), LogFormatError (no log,
+    not a log, truncated, newer format), LogLockedError, LogIdentityError, DamagedLogError.
+    """
+    place, options = place_of(log), Options(map_size_bytes, map_size_bytes_max)
+    backend = place.open(instance_name, options)
+    return _store(backend, keys, adopt=adopt, accept=accept)
+
+
+def _store(backend: Backend, keys: Sequence[LogKey], *, adopt: bool = False, accept: bool = False) -> RowLogStore:
+    """The backend is the store's, or closed."""
+    try:
+        return RowLogStore(backend, keys, adopt=adopt, accept=accept)
+    except BaseException:
+        backend.abandon()
+        raise
+
+
+def open_reader(
+    log: Log, instance_name: str | None = None, *, keys: Sequence[LogKey] | None = None, check: bool = True
+) -> LogReader:
+    """Open a log for reading only, also while a coordinator of another process writes it.
+
+    ``keys``: those that it may be authenticated with; None: that is not looked at. ``check``: its small tables as well,
+    now, beside each record and chunk when it is read.
+
+    Raises LogKeyError and ForgedLogError as :func:`open_log`, LogFormatError, LogIdentityError, DamagedLogError,
+    LogLockedError when this process has it open already.
+    """
+    from coordinator.log.reader import LogReader  # here, as in coordinator.log
+
+    reader = LogReader(place_of(log).open_reader(instance_name))
+    try:
+        if keys is not None:
+            reader.authenticate(keys, check=check)
+    except BaseException:
+        reader.close()
+        raise
+    return reader

@@ -1,0 +1,20 @@
+"""How a log is named: ``SCHEME:LOCATION``, or a path alone, which is that of a log in a folder. No I/O."""
+
+from __future__ import annotations
+
+import re
+
+FOLDERS = "lmdb"
+"""The scheme of paths."""
+_URL = re.compile(r"([a-z][a-z0-9+.-]*):(.*)", re.DOTALL)
+
+
+def split_url(log: str) -> tuple[str, str]:
+    """(scheme, location). A path that looks like a URL is written lmdb:PATH."""
+    found = _URL.fullmatch(log)
+    return (FOLDERS, log) if found is None else (found[1], found[2])
+
+
+def is_in_folder(log: str) -> bool:
+    """Whether ``log`` is a path, or the URL of one."""
+    return split_url(log)[0] == FOLDERS
