@@ -10,10 +10,10 @@ import matplotlib.pyplot as plt
 
 from scripts.benchmarks.figures import LIMITS, Figure, median, number
 
-mpl.use("svg")
-mpl.rcParams["svg.hashsalt"] = "immortal"  # so that the same figures make the same file
+mpl.use("agg")
 COLORS = ("#1f4e79", "#c05020", "#2e7d32", "#7b3fa0", "#8a6d1d", "#444444", "#1a8a8a")
 SIZE_INCHES = (7.0, 4.0)
+DPI = 100
 
 
 def draw(groups: dict[str, list[Figure]], folder: Path) -> dict[str, Path]:
@@ -23,7 +23,7 @@ def draw(groups: dict[str, list[Figure]], folder: Path) -> dict[str, Path]:
     for group, figures in groups.items():
         if len({figure.x for figure in figures}) < 2:
             continue
-        path = folder / f"{re.sub(r'[^a-z0-9]+', '-', group.lower()).strip('-')}.svg"
+        path = folder / f"{re.sub(r'[^a-z0-9]+', '-', group.lower()).strip('-')}.png"
         _draw(group, figures, path)
         files[group] = path
     return files
@@ -70,5 +70,5 @@ def _draw(group: str, figures: list[Figure], path: Path) -> None:
     axes.set_title(group, loc="left")
     axes.grid(visible=True, alpha=0.3)
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
-    chart.savefig(path, bbox_inches="tight", metadata={"Date": None})
+    chart.savefig(path, bbox_inches="tight", metadata={"Software": None}, dpi=DPI)
     plt.close(chart)

@@ -73,9 +73,9 @@ def test_report(run: tuple[Path, str, dict[str, Any]], tmp_path: Path) -> None:
     assert "## Awaited calls" in text
     assert "## What the rivals do that Immortal does not" in text
     assert "Run 1 did not have: one-way calls" in text
-    chart = tmp_path / "benchmarks" / "awaited-calls.svg"
-    assert "](benchmarks/awaited-calls.svg)" in text
-    assert "<svg" in chart.read_text()
+    chart = tmp_path / "benchmarks" / "awaited-calls.png"
+    assert "](benchmarks/awaited-calls.png)" in text
+    assert chart.read_bytes().startswith(b"\x89PNG\r\n")
 
 
 @pytest.mark.parametrize(
