@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from coordinator.logs import Events
 from coordinator.registry import Registry
 
 from coordinator.core import effects as ef
@@ -19,6 +18,7 @@ from coordinator.log.memory import MemoryLogStore
 from coordinator.log_follower import LogFollower
 from coordinator.log_places import LogPlaces
 from coordinator.log_writer import LogWriter
+from coordinator.notices import Notices
 from protocol.checksum import crc64
 from protocol.record import encode_header
 from protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
@@ -33,7 +33,7 @@ class Log:
         registry = Registry(home)
         registry.register("a", peer="tcp://127.0.0.1:*")
         self.settings = registry.load("a")
-        self.places = LogPlaces(self.settings, Events("a"), trust_pickle=False)
+        self.places = LogPlaces(self.settings, Notices("a"), trust_pickle=False)
         self.store = self.places.open_store()
         self.followers: list[LogFollower] = []
 
@@ -52,7 +52,7 @@ class Log:
         self.store.commit(Transaction(checkpoint=header, extensions=frozenset(), epoch=1))
 
     def follower(self) -> LogFollower:
-        follower = LogFollower(LogPlaces(self.settings, Events("a"), trust_pickle=False))
+        follower = LogFollower(LogPlaces(self.settings, Notices("a"), trust_pickle=False))
         self.followers.append(follower)
         follower.acquire()
         return follower

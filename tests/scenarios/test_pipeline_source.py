@@ -213,10 +213,10 @@ def damaged(home: Path, tmp_path: Path) -> Path:
     record = specs_of("alice")[123].record()
     flip(log, record[8:24], 16)  # its check bytes and sequence ID are found once; the content begins behind them
     environment = open_environment(log, readonly=False, map_size_bytes=0)
-    tables = open_tables(environment, log, create=False)
+    tables = open_tables(environment, log)
     with environment.begin(write=True) as transaction:
         for sequence_id in (200, 201, 202):
-            assert transaction.delete(log_format.SEQUENCE_KEY.pack(sequence_id), db=tables.records)
+            assert transaction.delete(log_format.SEQUENCE_KEY.pack(sequence_id), db=tables["records"])
     environment.close()
     return log
 
@@ -265,10 +265,10 @@ def test_what_is_said_of_wrong_options_and_paths(spark: SparkSession, home: Path
     (junk / "data.mdb").write_bytes(b"no log" * 1000)
     newer = make_log(tmp_path / "newer", "newer", random_specs(1, 2))
     environment = open_environment(newer, readonly=False, map_size_bytes=0)
-    tables = open_tables(environment, newer, create=False)
+    tables = open_tables(environment, newer)
     with environment.begin(write=True) as transaction:
         key = log_format.META_FORMAT
-        transaction.put(key, log_format.seal(b"meta", key, 99), db=tables.meta)
+        transaction.put(key, log_format.seal(b"meta", key, 99), db=tables["meta"])
     environment.close()
     for path, expected in (
         (tmp_path / "nowhere", f"there is no folder {tmp_path}/nowhere"),
