@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 
 from coordinator import own_logs
 from coordinator.config import InstanceSettings
@@ -12,6 +13,8 @@ from coordinator.log.lock import LOCK_FILE_NAME, is_locked
 from coordinator.log.modes import tighten_log
 from coordinator.logs import Events
 from protocol.file_lock import holder_of
+
+NAMED_S = 1.0  # who holds a lock is read from a list of all locks: not at each look whether it is free
 
 
 class LogPlaces:
@@ -22,6 +25,7 @@ class LogPlaces:
         self._log = log
         self._trust_pickle = trust_pickle
         self._holder = "another process"  # as it could be named last
+        self._named_s: float | None = None  # when that was looked up
 
     def open_store(self) -> LmdbLogStore:
         """The log, which is ours to write for as long as it is open; a new one where there is none.
@@ -54,7 +58,11 @@ class LogPlaces:
         """Who writes the log, in words; None: nobody does."""
         folder = self._settings.log
         if not is_locked(folder):
+            self._named_s = None
             return None
+        if self._named_s is not None and time.monotonic() - self._named_s < NAMED_S:
+            return self._holder
+        self._named_s = time.monotonic()
         with contextlib.suppress(OSError):
             descriptor = os.open(folder / LOCK_FILE_NAME, os.O_RDONLY | os.O_CLOEXEC)
             try:
