@@ -1,7 +1,7 @@
 """A log that another process writes, as its follower has it: read as it grows, and taken over when its writer is gone.
 
-One thread does all of it, so that nothing here holds up the loop. While something is waited for it looks every
-LOOK_S whether there is more, and whether the lock of the log is free: that takes some 50 µs.
+One thread does all of it, so that nothing here holds up the loop. It looks every LOOK_S whether there is more, and
+whether the lock of the log is free.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from collections import deque
 from typing import Protocol
 
@@ -21,6 +22,8 @@ from coordinator.driver.reads import failed, problem_of
 from protocol.errors import ImmortalError
 
 LOOK_S = 0.01
+IDLE_LOOK_S = 0.05  # once nothing was new for a second: 0.5 % of a processor, where LOOK_S takes 2 %
+IDLE_S = 1.0
 
 
 class FollowedLog(Protocol):
@@ -62,6 +65,7 @@ class LogFollower:
         self._reader: FollowedLog | None = None
         self._holder: str | None = None  # as the machine was told
         self._closing = False
+        self._news_s = 0.0  # when there was something new last
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="log-follower", daemon=True)
 
@@ -125,6 +129,7 @@ class LogFollower:
                 self._reader.close()
 
     def _tell(self, event: ev.Event) -> None:
+        self._news_s = time.monotonic()
         self._done.append(event)
         os.eventfd_write(self._wake, 1)
 
@@ -149,9 +154,10 @@ class LogFollower:
         return False
 
     def _answer_next(self) -> None:
-        """What is asked for now, or within LOOK_S."""
+        """What is asked for now, or before the next look."""
+        is_idle = time.monotonic() - self._news_s > IDLE_S
         try:
-            request = self._asked.get(timeout=LOOK_S)
+            request = self._asked.get(timeout=IDLE_LOOK_S if is_idle else LOOK_S)
         except queue.Empty:
             return
         if isinstance(request, ef.LoadLog | ef.ReadRecords):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 from coordinator.config import InstanceSettings
 from coordinator.instances import own_logs
 from coordinator.log import LogReader, RowLogStore
 from coordinator.log.open import place_of
 from coordinator.notices import Notices
+
+NAMED_S = 1.0  # who holds a lock is read from a list of all locks: not at each look whether it is free
 
 
 class LogPlaces:
@@ -17,6 +21,8 @@ class LogPlaces:
         self._log = log
         self._trust_pickle = trust_pickle
         self._place = place_of(settings.log)
+        self._holder = "another process"  # as it could be named last
+        self._named_s: float | None = None  # when that was looked up
 
     def open_store(self) -> RowLogStore:
         """The log, which is ours to write for as long as it is open; a new one where there is none.
@@ -47,4 +53,10 @@ class LogPlaces:
 
     def holder(self) -> str | None:
         """Who writes the log, in words; None: nobody does."""
-        return self._place.holder()
+        if not self._place.is_live():
+            self._named_s = None
+            return None
+        if self._named_s is None or time.monotonic() - self._named_s >= NAMED_S:
+            self._named_s = time.monotonic()
+            self._holder = self._place.holder() or self._holder
+        return self._holder

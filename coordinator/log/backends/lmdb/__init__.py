@@ -61,7 +61,6 @@ class LmdbPlace(Place):
     def __init__(self, location: str) -> None:
         super().__init__(location)
         self._folder = Path(location)
-        self._holder = "another process"  # as it could be named last
 
     @property
     def where(self) -> str:
@@ -105,10 +104,7 @@ class LmdbPlace(Place):
         return is_locked(self._folder)
 
     def holder(self) -> str | None:
-        if not self.is_live():
-            return None
-        self._holder = named_holder(self._folder) or self._holder
-        return self._holder
+        return (named_holder(self._folder) or "another process") if self.is_live() else None
 
     def version(self) -> object:
         try:
