@@ -15,7 +15,7 @@ from coordinator.core.effects import Commit
 from coordinator.core.events import Committed
 from coordinator.core.interfaces import CheckpointHeader, Transaction
 from coordinator.log import RowLogStore, create_log
-from coordinator.log_writer import LogWriter
+from coordinator.log_port.writer import LogWriter
 from coordinator.service.runtime import SWITCH_INTERVAL_S
 from protocol.checksum import crc64
 from protocol.record import encode_record

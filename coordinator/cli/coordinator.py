@@ -55,7 +55,7 @@ def coordinator(
     It ends with status 0 after a clean stop, 3 where its log can't be replayed as it is, 4 where another process writes
     the log by now, and 1 after any other error.
     """
-    from coordinator.follower_places import settings_at, take_place
+    from coordinator.instances.follower_places import settings_at, take_place
     from coordinator.notices import configure
     from coordinator.service.runtime import run_coordinator
 

@@ -65,7 +65,7 @@ def run(
     It ends with status 0 after a clean stop, with 4 where another process writes the log by now, with 70 where a
     handler stops the app, and with 1 after any other error.
     """
-    from coordinator.follower_places import settings_at, take_place
+    from coordinator.instances.follower_places import settings_at, take_place
     from coordinator.notices import configure
     from coordinator.peers.security import check_start
     from coordinator.service.supervisor import Command, Role, Supervisor, app_command, coordinator_command, supervised

@@ -15,7 +15,7 @@ from coordinator.core import events as ev
 from coordinator.core.errors import LogError, fail
 from coordinator.core.machine import Machine
 from coordinator.fault_points import FaultPoint, reach
-from coordinator.log_endpoint import LogEndpoint
+from coordinator.log_port.endpoint import LogEndpoint
 from coordinator.operator import verbs as operator_verbs
 from coordinator.operator.control_server import Asked
 from coordinator.operator.verbs import VerbError

@@ -38,10 +38,10 @@ from coordinator.instances.foreign_state import PickleRefusedError
 from coordinator.instances.registry import Registry
 from coordinator.log import RowLogStore
 from coordinator.log.authentication import LogKeyError
-from coordinator.log_endpoint import LogEndpoint
-from coordinator.log_follower import LogFollower, Places
-from coordinator.log_places import LogPlaces
-from coordinator.log_writer import LogWriter
+from coordinator.log_port.endpoint import LogEndpoint
+from coordinator.log_port.follower import LogFollower, Places
+from coordinator.log_port.places import LogPlaces
+from coordinator.log_port.writer import LogWriter
 from coordinator.notices import Notices, Sink
 from coordinator.notices.limited import Limited
 from coordinator.notices.readiness import Readiness
@@ -426,7 +426,7 @@ def run_coordinator(
 
     ``log``: where its lines go. ``promote``: a recovered app begins to work without a checkpoint first.
     ``trust_pickle``: the log may be of another home, with states that pickle wrote. ``place``: follow the log while
-    another process writes it, and be found there (coordinator/follower_places.py).
+    another process writes it, and be found there (coordinator/instances/follower_places.py).
 
     Raises ImmortalError for what keeps it from starting, and may be otherwise the next time.
     """

@@ -21,7 +21,7 @@ from coordinator.core.interfaces import CheckpointHeader, ImpulseBatch, SourcePo
 from coordinator.driver.reads import problem_of
 from coordinator.instances.registry import Registry
 from coordinator.log.memory import MemoryLogStore
-from coordinator.log_writer import JOINED_SIZE_BYTES_MAX, LogWriter
+from coordinator.log_port.writer import JOINED_SIZE_BYTES_MAX, LogWriter
 from coordinator.messenger import Messenger
 from coordinator.notices import Notices
 from coordinator.service.runtime import Coordinator

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from coordinator import log_endpoint
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.interfaces import CheckpointHeader, LogStore, Transaction
 from coordinator.log.memory import MemoryLogStore
-from coordinator.log_endpoint import LogEndpoint
-from coordinator.log_writer import LogWriter
+from coordinator.log_port import endpoint as log_endpoint
+from coordinator.log_port.endpoint import LogEndpoint
+from coordinator.log_port.writer import LogWriter
 from coordinator.notices import Notices
 from protocol.checksum import crc64
 

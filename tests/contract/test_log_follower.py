@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from coordinator.registry import Registry
 
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.errors import FencedError, LogUnavailableError
 from coordinator.core.interfaces import CheckpointHeader, Transaction
+from coordinator.instances.registry import Registry
 from coordinator.log.memory import MemoryLogStore
-from coordinator.log_follower import LogFollower
-from coordinator.log_places import LogPlaces
-from coordinator.log_writer import LogWriter
+from coordinator.log_port.follower import LogFollower
+from coordinator.log_port.places import LogPlaces
+from coordinator.log_port.writer import LogWriter
 from coordinator.notices import Notices
 from protocol.checksum import crc64
 from protocol.record import encode_header
@@ -84,7 +84,7 @@ def log(tmp_path: Path) -> Iterator[Log]:
 def held(log: Log) -> Iterator[Log]:
     log.checkpoint()
     log.record(0)
-    lock, log.store._folder_lock = log.store._folder_lock, _NoLock()  # type: ignore[assignment]
+    lock, log.store.backend._folder_lock = log.store.backend._folder_lock, _NoLock()  # type: ignore[assignment]
     log.store.close()
     yield log
     lock.release()

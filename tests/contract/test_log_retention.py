@@ -15,7 +15,7 @@ from coordinator.core.clock import RunningTime
 from coordinator.core.interfaces import CheckpointHeader, Transaction
 from coordinator.instances.registry import Registry
 from coordinator.log import create_log, open_reader
-from coordinator.log_writer import LogWriter
+from coordinator.log_port.writer import LogWriter
 from protocol.checksum import crc64
 from protocol.record import encode_record
 from protocol.trailer import Trailer, encode_trailer

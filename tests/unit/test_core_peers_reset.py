@@ -261,7 +261,8 @@ def test_an_older_copy_of_this_log_never_takes_what_the_receiver_has_for_its_own
     if crash:
         driven = driven.crash()
         driven.connect()
-        driven.data(HELLO + all_calls() + b"".join(call("b", number) for number in more) + checkpoint(b"x"))
+        driven.data(HELLO + all_calls() + b"".join(call("b", number) for number in more))
+        driven.data(checkpoint(b"x"))
     code = RefusedCode.STALE_EPOCH if sign is the_receiver_says_so else RefusedCode.NONE
     driven.forget()
     driven.reply(FrameType.WELCOME, 5, code=code)

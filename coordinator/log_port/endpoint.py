@@ -1,7 +1,7 @@
 """The log as the driver has it: writes go to the writer, small reads are answered at once, large ones beside the loop.
 
 A record or two is read faster than a thread is woken; a chunk of a checkpoint is not. Its room is measured now and
-then, beside the loop as well. Where another process writes the log it is followed (`log_follower.py`), until the right
+then, beside the loop as well. Where another process writes the log it is followed (`follower.py`), until the right
 to write is ours.
 """
 
@@ -18,9 +18,9 @@ from coordinator.core.interfaces import LogStore
 from coordinator.driver.ports import Read, StoreRead, Write
 from coordinator.driver.reads import answer, failed, problem_of
 from coordinator.fault_points import FaultPoint, reach
-from coordinator.log_follower import LogFollower
-from coordinator.log_reads import LogReads
-from coordinator.log_writer import LogWriter
+from coordinator.log_port.follower import LogFollower
+from coordinator.log_port.reads import LogReads
+from coordinator.log_port.writer import LogWriter
 from coordinator.notices import Notices
 
 CHECKED_AT_ONCE_SIZE_BYTES_MAX = 256 << 10
