@@ -1,6 +1,14 @@
-"""`python -m coordinator` is `immortal`."""
+"""``python -m coordinator``: what ``immortal`` does, and how a supervisor starts its coordinator."""
 
-from coordinator.cli import main
+import sys
+from importlib.util import find_spec
+
+# OpenSSL's hashes would be 3.5 MiB of each coordinator. Python has its own of those that are used, and hashlib and hmac
+# take these where there are no others.
+if find_spec("_blake2") and (find_spec("_sha256") or find_spec("_sha2")):
+    sys.modules["_hashlib"] = None  # type: ignore[assignment]
+
+from coordinator.cli import main  # noqa: E402
 
 if __name__ == "__main__":
     main()

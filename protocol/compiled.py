@@ -90,7 +90,8 @@ class _Codec(CompiledSet):
 
 
 class _Core(CompiledSet):
-    """The core and the driver's turn. Modules with Structs of msgspec stay as they are: native classes can't be those.
+    """The core and the driver's turn. Native classes can't be Structs of msgspec, and nobody else can inherit from them:
+    modules with Structs stay as they are, and so do the errors.
 
     What the core imports of the protocol is a source as well: its constants become part of the C.
     """
@@ -101,10 +102,11 @@ class _Core(CompiledSet):
         return {path.relative_to(root): path.read_bytes() for path in sorted(found)}
 
     def modules_of(self, sources: Mapping[Path, bytes]) -> list[str]:
+        stay = ("__init__.py", "errors.py")
         names = [
             ".".join(path.with_suffix("").parts)
             for path, content in sources.items()
-            if path.parts[0] == "coordinator" and path.name != "__init__.py" and b"(Struct" not in content
+            if path.parts[0] == "coordinator" and path.name not in stay and b"(Struct" not in content
         ]
         return [*names, CORE_SHARED]
 

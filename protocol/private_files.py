@@ -35,6 +35,15 @@ def opener(path: str, flags: int) -> int:
     return descriptor
 
 
+def open_beside(path: Path) -> tuple[int, Path]:
+    """A new file in the folder of ``path``, open for writing, that is to take its place. Raises OSError.
+
+    (tempfile, with all that it imports, is a MiB of each coordinator.)
+    """
+    temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
+    return os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE), temporary
+
+
 def openness(folder: Path) -> str | None:
     """What is wrong with a folder in which others can make and replace files, in words; None where nothing is."""
     try:

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import os
 import secrets
-import tempfile
 from pathlib import Path
 
 from protocol.errors import ImmortalError
-from protocol.private_files import make_folder
+from protocol.private_files import make_folder, open_beside
 
 SECRET_FILE_VARIABLE = "IMMORTAL_APP_SECRET_FILE"  # noqa: S105 (a name)
 FILE_NAME = "app_secret"
@@ -35,13 +34,13 @@ def make(folder: Path) -> bytes:
     secret = secrets.token_hex(_RANDOM_SIZE_BYTES).encode()
     try:
         make_folder(folder)
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{FILE_NAME}.", dir=folder)  # its mode is 0600
+        descriptor, temporary = open_beside(path(folder))
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(secret + b"\n")
             os.replace(temporary, path(folder))
         except BaseException:
-            Path(temporary).unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
     except OSError as error:
         raise AppSecretError(f"the app's secret can't be written to {path(folder)}: {error.strerror}") from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from coordinator.config.schema import InstanceSettings
 from coordinator.config.setting import settings_of
 from coordinator.core.permissions import ANYTHING, Permission
 from coordinator.fault_points import FaultPoint, reach
-from protocol.private_files import FILE_MODE
+from protocol.private_files import FILE_MODE, open_beside
 
 
 def override(settings: InstanceSettings, **changes: object) -> InstanceSettings:
@@ -110,7 +109,7 @@ def write_atomically(path: Path, data: bytes, *, mode: int = FILE_MODE) -> None:
 
     It is for its owner alone, where ``mode`` does not say otherwise.
     """
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    descriptor, temporary = open_beside(path)
     try:
         with os.fdopen(descriptor, "wb") as file:
             os.fchmod(file.fileno(), mode)
@@ -121,7 +120,7 @@ def write_atomically(path: Path, data: bytes, *, mode: int = FILE_MODE) -> None:
         os.replace(temporary, path)
         reach(FaultPoint.AFTER_REPLACE)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:

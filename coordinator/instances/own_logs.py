@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from coordinator.config import LOG_KEY_FILE, InstanceSettings, write_atomically
 from coordinator.core.interfaces import LogStore
 from coordinator.instances.foreign_state import refuse_pickle_in
-from coordinator.log import LogIdentity, LogReader, RowLogStore, create_log, log_exists
+from coordinator.log import LogIdentity, RowLogStore, create_log, log_exists
 from coordinator.log import open_log as open_log_folder
 from coordinator.log import open_reader as open_folder_reader
 from coordinator.log.authentication import KEY_SIZE_BYTES, LogKey, LogKeyError, not_authenticated

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
-from blake3 import blake3
 
 from coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError
 from coordinator.log import format as log_format
@@ -91,6 +90,8 @@ class Macs:
 
         def base(purpose: str, size_bytes: int) -> hashlib.blake2b:
             return hashlib.blake2b(key=secret, person=purpose.encode(), digest_size=size_bytes)
+
+        from blake3 import blake3  # here: half a MiB, which a log without a key spares
 
         def bulk(purpose: str) -> blake3:
             """For what may be large: BLAKE3 takes a seventh of the time for a MiB."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import select
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from coordinator.clock import InstanceClock
 from coordinator.core import effects as ef
@@ -18,10 +19,12 @@ from coordinator.core.interfaces import LogStore
 from coordinator.driver.ports import Read, StoreRead, Write
 from coordinator.driver.reads import answer, failed, problem_of
 from coordinator.fault_points import FaultPoint, reach
-from coordinator.log_port.follower import LogFollower
 from coordinator.log_port.reads import LogReads
 from coordinator.log_port.writer import LogWriter
 from coordinator.notices import Notices
+
+if TYPE_CHECKING:
+    from coordinator.log_port.follower import LogFollower
 
 CHECKED_AT_ONCE_SIZE_BYTES_MAX = 256 << 10
 """A checkpoint of this size takes some 0.3 ms to read whole and to check; a thread takes as long to be woken."""

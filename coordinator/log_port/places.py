@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 from coordinator.config import InstanceSettings
 from coordinator.instances import own_logs
-from coordinator.log import LogReader, RowLogStore
+from coordinator.log import RowLogStore
 from coordinator.log.open import place_of
 from coordinator.notices import Notices
+
+if TYPE_CHECKING:
+    from coordinator.log.reader import LogReader
 
 NAMED_S = 1.0  # who holds a lock is read from a list of all locks: not at each look whether it is free
 

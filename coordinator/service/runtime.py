@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from typing import TYPE_CHECKING
 
 from coordinator.app.endpoint import AppEndpoint
 from coordinator.audit.audit_log import AuditLog
@@ -39,7 +40,6 @@ from coordinator.instances.registry import Registry
 from coordinator.log import RowLogStore
 from coordinator.log.authentication import LogKeyError
 from coordinator.log_port.endpoint import LogEndpoint
-from coordinator.log_port.follower import LogFollower, Places
 from coordinator.log_port.places import LogPlaces
 from coordinator.log_port.writer import LogWriter
 from coordinator.notices import Notices, Sink
@@ -56,6 +56,9 @@ from coordinator.service.stop_requests import StopRequests
 from protocol import compiled
 from protocol.allocator import keep_freed_memory
 from protocol.errors import ImmortalError
+
+if TYPE_CHECKING:
+    from coordinator.log_port.follower import LogFollower, Places
 
 STOP_TIMEOUT_S = 25.0  # for the last checkpoint; the supervisor waits 30
 FAREWELL_TIMEOUT_S = 1.0  # for the last bytes to the app
@@ -131,7 +134,7 @@ class Coordinator:
             log,
             keep_ns,
             self._inbox,
-            None if follow is None else LogFollower(follow),
+            None if follow is None else _follower(follow),
             self._was_granted,
         )
         self._auditor = Auditor(AuditLog(settings.folder, log.warning))
@@ -378,6 +381,12 @@ def upgrade_asked_for(settings: InstanceSettings, registry: Registry, store: Log
         complete_upgrade(settings, registry, versions[-1].version)
     mark = upgrade_mark.read(settings.folder)
     return mark.to if mark is not None and mark.pending else None
+
+
+def _follower(places: Places) -> LogFollower:
+    from coordinator.log_port.follower import LogFollower  # here: who follows nobody holds no reader of logs
+
+    return LogFollower(places)
 
 
 class Metrics:

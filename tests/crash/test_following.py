@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from coordinator import control
 from coordinator.instances.registry import Registry
+from coordinator.operator import control
 
 CALLS = 4000
 WAIT_S = 60.0

@@ -103,7 +103,7 @@ class Faults:
     def _disk(self, service: Service) -> Disk:
         folder = self._folder / f"{service.name}-disk"
         folder.mkdir()
-        disk = Disk(folder, service.settings.log)
+        disk = Disk(folder, Path(service.settings.log))
         disk.keep_journals()
         service.environment |= disk.environment
         return disk
@@ -220,7 +220,7 @@ class Faults:
         return f"loss of power, {'some' if changed else 'none'} of it unsynced"
 
     def _lose(self, service: Service) -> list[str]:
-        return lose_power(service.settings.log, self._disks[service.name].journal, self._rng)
+        return lose_power(Path(service.settings.log), self._disks[service.name].journal, self._rng)
 
     # --- the clock ----------------------------------------------------------------------------------------------------
 
