@@ -15,23 +15,28 @@ from collections.abc import Callable
 
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
-from coordinator.core.errors import LogError, LogFullError, LogSyncError
+from coordinator.core.errors import LogError, LogFullError, LogSyncError, LogUnavailableError
 from coordinator.core.interfaces import LogSummary, Transaction
 from coordinator.log.backend import Span
 from coordinator.log.format import CHUNK_KEY, SEQUENCE_KEY
 from coordinator.log.memory import MemoryLogStore
 from tests.simulation.clock import US
+from tests.simulation.shared_log import SharedLog
+from tests.simulation.trace import Violation
 
 Job = ef.Commit | ef.WriteCheckpointChunk
 
 
 class Disk:
-    """``written``: called with each transaction as it becomes durable."""
+    """That of one process. ``written``: called with each transaction as it becomes durable."""
 
     def __init__(
-        self, store: MemoryLogStore, rng: random.Random, keep_checkpoints: int, written: Callable[[Transaction], None]
+        self, shared: SharedLog, rng: random.Random, keep_checkpoints: int, written: Callable[[Transaction], None]
     ) -> None:
-        self.store = store
+        self.shared = shared
+        self.fence = 0  # the term of this process
+        self.silent = 0  # so many answers will be that the log does not answer
+        self.holds = False  # a write has failed: nothing behind it is done before it is asked where the log ends
         self.jobs: deque[Job] = deque()
         self.trimming = False
         self.slow = 1  # times as slow as usual
@@ -44,6 +49,14 @@ class Disk:
         self._table_damaged = False
         self._sound: list[Callable[[], None]] = []  # puts back what was damaged, from a good copy
 
+    @property
+    def store(self) -> MemoryLogStore:
+        return self.shared.store
+
+    @property
+    def is_writer(self) -> bool:
+        return self.fence == self.shared.term
+
     # --- writes ------------------------------------------------------------------------------------------------------
 
     def latency_ns(self) -> float:
@@ -55,20 +68,48 @@ class Disk:
         if self.failed:
             return []
         jobs = self._take_joined() if self.jobs else []
+        if not jobs and not self.is_writer:
+            self.trimming = False
+            return []
         if not jobs:
             self.trimming = self.store.trim(keep_checkpoints=self._keep_checkpoints)
             return []
-        if self.fails_next is not None:
-            return [ev.LogFailed(self._fail(jobs))]
-        return self._write(jobs)
+        return self._try(jobs)
 
     def write_at_once(self, job: Job) -> list[ev.Event]:
         """Nothing else waits; the answers."""
-        if self.failed:
-            return []
+        return [] if self.failed else self._try([job])
+
+    def _try(self, jobs: list[Job]) -> list[ev.Event]:
+        if not self.is_writer:
+            self.failed = True
+            self.jobs.clear()
+            writer = self.shared.writer
+            ticket = jobs[0].ticket if isinstance(jobs[0], ef.Commit) else 0
+            return [ev.Fenced(ticket, f"node {writer.number}" if writer is not None else "somebody")]
         if self.fails_next is not None:
-            return [ev.LogFailed(self._fail([job]))]
-        return self._write([job])
+            return [ev.LogFailed(self._fail(jobs))]
+        if self.silent:
+            return [self._stay_silent(jobs)]
+        return self._write(jobs)
+
+    def _stay_silent(self, jobs: list[Job]) -> ev.Event:
+        """Nobody knows whether it was done; what waits behind it is done only if it was."""
+        self.silent -= 1
+        if self._rng.random() < 0.5:
+            self._write(jobs)
+            for _ in range(self._rng.randrange(len(self.jobs) + 1)):
+                self._write([self.jobs.popleft()])
+        self.jobs.clear()
+        self.holds = True
+        return ev.LogFailed(LogUnavailableError("the log is out of reach (simulated)"), True, jobs[0])
+
+    def answers_nothing(self, request: ev.Asked) -> ev.Event | None:
+        """Instead of what was to be read."""
+        if not self.silent or self._rng.random() < 0.3:
+            return None
+        self.silent -= 1
+        return ev.LogFailed(LogUnavailableError("the log is out of reach (simulated)"), True, request)
 
     def _take_joined(self) -> list[Job]:
         """One job; or several commits in a row, which get one sync."""
@@ -82,8 +123,19 @@ class Disk:
     def _write(self, jobs: list[Job]) -> list[ev.Event]:
         job = jobs[0]
         if isinstance(job, ef.WriteCheckpointChunk):
-            self.store.write_checkpoint_chunk(job.checkpoint_id, job.index, job.data)
+            pending = self.store._checkpoint_writer._pending
+            is_there = pending is not None and pending.checkpoint_id == job.checkpoint_id
+            if not is_there or pending is None or job.index >= pending.chunk_count:
+                self.store.write_checkpoint_chunk(job.checkpoint_id, job.index, job.data)
             return [ev.ChunkWritten(len(job.data))]
+        for one in jobs:
+            assert isinstance(one, ef.Commit)
+            if one.fence != self.fence or one.ticket != self.shared.ticket + 1:
+                raise Violation(f"append {one.ticket} of term {one.fence} behind {self.shared.ticket} of {self.fence}")
+            self.shared.ticket = one.ticket
+        last = self.store.summary().last_sequence_id
+        if job.expected_last_sequence_id != last:
+            raise Violation(f"an append expects record {job.expected_last_sequence_id}, the log ends with {last}")
         transaction = job.transaction
         if len(jobs) > 1:
             self.joined += len(jobs) - 1
@@ -108,14 +160,18 @@ class Disk:
 
     def crash(self) -> int:
         """The process ends: of what was not answered, the first few got through. How many were lost."""
-        survive = self._rng.randrange(len(self.jobs) + 1) if self.jobs and not self.failed else 0
+        is_writer = self.is_writer
+        survive = self._rng.randrange(len(self.jobs) + 1) if self.jobs and not self.failed and is_writer else 0
         for _ in range(survive):
             self._write([self.jobs.popleft()])
         lost = len(self.jobs)
         self.jobs.clear()
         self.trimming = self.failed = False
         self.fails_next = None
-        self.store = self.store.crash()
+        self.silent = self.fence = 0
+        self.holds = False
+        if is_writer:
+            self.shared.store = self.store.crash()
         return lost
 
     def copy(self) -> MemoryLogStore:
