@@ -331,6 +331,10 @@ class Teller(Base):
             await self.gather(5)  # type: ignore[call-overload]
         elif kind == "race nobody":
             await self.race()
+        elif kind == "lost":
+            lost = self.gather(self.event("x"), self.race(self.event("y"), self.clings()))
+            await self.race(self.take(1), lost)
+            await lost
         elif kind == "finally":
             await self.race(self.bank.nothing(), self.clings())
         elif kind == "each other":
@@ -739,6 +743,7 @@ def test_continue_as_cuts_the_journal(two: WaitingInstances) -> None:
         ("own raises", ["Teller.wrong raised InsufficientFunds"]),
         ("gather foreign", ["awaits a int"]),
         ("race nobody", ["nothing takes part"]),
+        ("lost", ["gather(event x, race(event y, Teller.clings)) was cancelled, by a race"]),
         ("finally", ["Teller.wrong raised UsageError", "Teller.clings has lost a race", ".fork(...)"]),
         ("each other", ["Teller.wrong raised UsageError", "wait for each other"]),
         ("handler", ["Bank has no handler 'stolen'"]),
