@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -278,6 +279,17 @@ class Teller(Base):
     async def signals(self, name: str) -> None:
         self.signal(name, "from async")
         await self.note("signalled")
+
+    @impulse
+    async def loop_beside(self, count: int) -> None:
+        try:
+            await self.gather(self.event("never"), self.starts_over(count))
+        finally:
+            self.note.fork(f"left {count}")
+
+    async def starts_over(self, count: int) -> None:
+        await self.sleep(timedelta(seconds=1))
+        self.continue_as(count - 1)
 
     @impulse
     async def loop(self, count: int) -> None:
@@ -718,6 +730,19 @@ def test_continue_as_cuts_the_journal(two: WaitingInstances) -> None:
     two.crash("teller")
     two.pass_time(1)
     assert (log(two), two.app("teller").balance) == (["looped"], 50)
+
+
+def test_continue_as_beside_others_ends_them_first(two: WaitingInstances) -> None:
+    gc.disable()  # it is not Python's clearing away that ends them
+    try:
+        two["teller"].impulse("loop_beside", 2)
+        two.pass_time(1)
+        assert log(two) == ["left 2"]
+    finally:
+        gc.enable()
+    two.crash("teller")
+    two.pass_time(1)
+    assert log(two) == ["left 2", "left 1"]
 
 
 # --- what is wrong ----------------------------------------------------------------------------------------------------
