@@ -24,7 +24,7 @@ def presence(folder: Path) -> Presence:
     name = folder.name
     files = [folder / SUPERVISOR_FILE_NAME, folder / COORDINATOR_FILE_NAME]
     try:
-        if not any(file.exists() for file in files):
+        if not any(map(_is_there, files)):
             return Presence(True, f"{name!r} does not run: 'immortal run {name}' starts it")
     except OSError:
         return _UNKNOWN  # the folder is not ours to read
@@ -34,3 +34,12 @@ def presence(folder: Path) -> Presence:
     if supervisor is not None:
         return Presence(False, f"{name!r} is starting ('immortal status {name}')")
     return Presence(False, f"{name!r} was killed, and nobody has started it again: 'immortal run {name}'")
+
+
+def _is_there(file: Path) -> bool:
+    """Raises OSError where it can't be told: from Python 3.14 on ``exists()`` says False there."""
+    try:
+        file.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from appsdk.client.aio import AsyncClient
 from appsdk.client.connection import Connection
 from appsdk.client.errors import ClientClosed, NotConnectable
 from appsdk.client.places import Finder
 from appsdk.client.transport import Transport
+from appsdk.client.watch import Watch
 
 REOPENED = 400  # one in a hundred or so was enough
 ACCEPTED_S = 10.0
@@ -34,6 +36,79 @@ def test_a_socket_that_is_made_anew_while_nobody_listens_connects_to_who_listens
         listener.settimeout(ACCEPTED_S)
         listener.accept()[0].close()
         transport.close()
+
+
+class Listener:
+    """A ROUTER; ``secret_key``: it takes only callers who know its public key."""
+
+    def __init__(self, secret_key: bytes | None) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        if secret_key is not None:
+            self._socket.setsockopt(zmq.CURVE_SERVER, 1)
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, secret_key)
+        self._socket.bind("tcp://127.0.0.1:*")
+        self.endpoint: str = self._socket.getsockopt(zmq.LAST_ENDPOINT).decode()  # type: ignore[union-attr]
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+def watched_until(problem: str, endpoint: str, server_key: bytes | None) -> None:
+    """Watch a caller who calls ``endpoint`` until it has that problem; ``server_key``: the one that is known here."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    watch, caller = Watch(context), context.socket(zmq.DEALER)
+    try:
+        caller.setsockopt(zmq.LINGER, 0)
+        caller.setsockopt(zmq.RECONNECT_IVL, 10)
+        if server_key is not None:
+            public, secret = zmq.curve_keypair()
+            caller.setsockopt(zmq.CURVE_SERVERKEY, server_key)
+            caller.setsockopt(zmq.CURVE_PUBLICKEY, public)
+            caller.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        watch.watch(caller, has_keys=server_key is not None)
+        caller.connect(endpoint)
+        deadline_s = time.monotonic() + ACCEPTED_S
+        while watch.problem != problem:
+            assert time.monotonic() < deadline_s, f"what is seen is {watch.problem!r}"
+            time.sleep(0.001)
+            watch.look()
+        assert watch.finds_nobody == (problem == "nobody listens there")
+    finally:
+        watch.close()
+        caller.close()
+        context.term()
+
+
+@pytest.mark.parametrize(
+    ("has_keys", "known", "problem"),
+    [
+        (True, "none", "it takes only callers with keys, and none of its public keys is known here"),
+        (False, "its own", "it has no keys, and here it is known with some"),
+        (True, "another", "it breaks off the handshake: it has other keys than those that are known here"),
+    ],
+)
+def test_a_handshake_that_fails_tells_whose_keys_are_missing(has_keys: bool, known: str, problem: str) -> None:
+    public, secret = zmq.curve_keypair()
+    listener = Listener(secret if has_keys else None)
+    try:
+        server_keys = {"none": None, "its own": public, "another": zmq.curve_keypair()[0]}
+        watched_until(problem, listener.endpoint, server_keys[known])
+    finally:
+        listener.close()
+
+
+@pytest.mark.parametrize("has_keys", [False, True])
+def test_without_a_handshake_it_is_told_whether_somebody_listens(has_keys: bool) -> None:
+    server_key = zmq.curve_keypair()[0] if has_keys else None
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        watched_until("nobody listens there", endpoint, server_key)
+        listener.listen()
+        watched_until("somebody listens there, and does not answer", endpoint, server_key)
 
 
 class Noted:

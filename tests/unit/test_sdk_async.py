@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -280,6 +281,17 @@ class Teller(Base):
         await self.note("signalled")
 
     @impulse
+    async def loop_beside(self, count: int) -> None:
+        try:
+            await self.gather(self.event("never"), self.starts_over(count))
+        finally:
+            self.note.fork(f"left {count}")
+
+    async def starts_over(self, count: int) -> None:
+        await self.sleep(timedelta(seconds=1))
+        self.continue_as(count - 1)
+
+    @impulse
     async def loop(self, count: int) -> None:
         await self.take(1)
         await self.sleep(timedelta(seconds=1))
@@ -331,6 +343,10 @@ class Teller(Base):
             await self.gather(5)  # type: ignore[call-overload]
         elif kind == "race nobody":
             await self.race()
+        elif kind == "lost":
+            lost = self.gather(self.event("x"), self.race(self.event("y"), self.clings()))
+            await self.race(self.take(1), lost)
+            await lost
         elif kind == "finally":
             await self.race(self.bank.nothing(), self.clings())
         elif kind == "each other":
@@ -716,6 +732,19 @@ def test_continue_as_cuts_the_journal(two: WaitingInstances) -> None:
     assert (log(two), two.app("teller").balance) == (["looped"], 50)
 
 
+def test_continue_as_beside_others_ends_them_first(two: WaitingInstances) -> None:
+    gc.disable()  # it is not Python's clearing away that ends them
+    try:
+        two["teller"].impulse("loop_beside", 2)
+        two.pass_time(1)
+        assert log(two) == ["left 2"]
+    finally:
+        gc.enable()
+    two.crash("teller")
+    two.pass_time(1)
+    assert log(two) == ["left 2", "left 1"]
+
+
 # --- what is wrong ----------------------------------------------------------------------------------------------------
 
 
@@ -739,6 +768,7 @@ def test_continue_as_cuts_the_journal(two: WaitingInstances) -> None:
         ("own raises", ["Teller.wrong raised InsufficientFunds"]),
         ("gather foreign", ["awaits a int"]),
         ("race nobody", ["nothing takes part"]),
+        ("lost", ["gather(event x, race(event y, Teller.clings)) was cancelled, by a race"]),
         ("finally", ["Teller.wrong raised UsageError", "Teller.clings has lost a race", ".fork(...)"]),
         ("each other", ["Teller.wrong raised UsageError", "wait for each other"]),
         ("handler", ["Bank has no handler 'stolen'"]),

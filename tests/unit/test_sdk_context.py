@@ -65,6 +65,12 @@ def test_the_same_moment_gives_the_same_values() -> None:
     assert dice().name() == dice().name()
 
 
+def test_before_the_first_record_the_moment_is_that_of_no_log() -> None:
+    made = Dice()
+    attach(made, Context(SEED))
+    assert made.two_places() == dice(sequence_id=-1, committer_id=0).two_places()
+
+
 def test_golden_values() -> None:
     # A change of these would make every log that is replayed diverge.
     assert dice().kept() == KEPT

@@ -357,6 +357,7 @@ def test_sets_of_the_state(program: Program) -> None:
     program.compare(
         """
         from collections import deque
+        from collections.abc import Iterator
         from dataclasses import dataclass
         from itertools import chain
 
@@ -407,6 +408,7 @@ def test_sets_of_the_state(program: Program) -> None:
                 self.names.extend(self.tags)  #: goes through
                 dict.fromkeys(self.tags)  #: goes through
                 [tag for tag in self.tags]  #: goes through
+                {int(tag) for tag in list(self.tags)}, {len(list(self.tags)) for _ in "a"}  #: goes through
                 {tag: 1 for tag in self.tags}  #: goes through
                 [*self.tags]  #: goes through
                 print(*self.tags)  #: goes through
@@ -415,6 +417,14 @@ def test_sets_of_the_state(program: Program) -> None:
                 list(chain(self.tags, "a"))  #: goes through
                 self.tags.pop()  #: takes any one element of self.tags, a set
                 self.take.fork(self.tags)  #: sends self.tags, a set
+
+            def several(self) -> Iterator[str]:
+                yield from self.tags  #: goes through
+                yield from [first for first in self.tags]  #: goes through
+
+            @rpc
+            def all(self) -> list[str]:
+                return [*self.several()]
 
             @rpc
             def take(self, tags: set[str]) -> None:

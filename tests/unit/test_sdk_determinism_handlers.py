@@ -40,6 +40,9 @@ def test_what_is_not_awaited(program: Program) -> None:
     program.compare(
         WAITING
         + """
+async def elsewhere() -> None:
+    await pending_elsewhere
+
 class Counter(Immortal):
     other = peer(Other, "other")
     total: int
@@ -96,6 +99,9 @@ class Counter(Immortal):
 
     @rpc
     async def right(self) -> int:
+        global pending_elsewhere
+        pending_elsewhere = self.add(1)
+        await elsewhere()
         await self.sleep(timedelta(1))
         pending = self.add(1)
         pair = self.gather(pending, self.other.price("x"))

@@ -139,6 +139,11 @@ class Shop(Immortal):
         self.signal("enough", 1)
 
     @impulse
+    async def price_and_send(self) -> None:
+        await self.effect(price, "apple")
+        self.signal("enough", 2)
+
+    @impulse
     async def uncaught(self) -> None:
         await self.effect(price, "apple")
 
@@ -240,6 +245,13 @@ def test_a_result_in_the_log_is_the_only_one(shop: WaitingInstances, by_hand: Ef
     second.returned(11)  # and what comes later is nobody's
     shop.settle()
     assert notes(shop) == ["10"]
+
+
+def test_whom_a_handler_wakes_behind_its_effect_goes_on_at_once(shop: WaitingInstances, by_hand: EffectsByHand) -> None:
+    shop["shop"].impulses([("work", ("race",)), ("price_and_send", ())])
+    by_hand.requests[1].returned(10)
+    shop.settle()
+    assert notes(shop) == ["Winner(index=1, value=2)"]
 
 
 def test_a_crash_before_the_result_is_logged_runs_it_again(shop: WaitingInstances, by_hand: EffectsByHand) -> None:

@@ -13,7 +13,7 @@ import pytest
 from appsdk import Immortal, Retry, Transient, Winner
 from appsdk.errors import StateError
 from appsdk.handlers.definition import definition_of
-from appsdk.state.schema import Envelope, decode_envelope, encode_envelope
+from appsdk.state.schema import FRONT, Envelope, decode_envelope, encode_envelope
 
 
 @dataclass
@@ -199,6 +199,8 @@ def test_envelope() -> None:
         (b"ANOTHER APPS STATE", "another kind of app"),
         (blob[:6] + b"\x04" + blob[7:], "version 4, this SDK reads versions 1 to 3"),
         (blob[:30], "header can't be read"),
+        (blob[: FRONT.size - 1], f"{FRONT.size - 1} bytes, at least {FRONT.size} were expected"),
+        (blob[: FRONT.size], "header can't be read"),
     ]:
         with pytest.raises(StateError, match=text):
             decode_envelope(damaged)

@@ -145,6 +145,12 @@ class ForgetfulTeller(Teller, formerly=("Teller",)):
         self.bank.credit.fork(account, amount + 1)
 
 
+class LavishTeller(Teller, formerly=("Teller",)):
+    @rpc
+    def feeds(self, account: str, amount: int) -> None:
+        self.bank.credit.fork(account, amount + 2)
+
+
 class Generous(Bank, formerly=("Bank",)):
     @rpc
     def credit(self, account: str, amount: int) -> int:
@@ -184,6 +190,16 @@ def test_another_class_is_told_where_it_differs(golden: Path) -> None:
         ReplayDiffers, match=r"Bank\.credit\('bob', 6\)  <- record \d+, message 0: ForgetfulTeller.feeds"
     ):
         assert_replays(golden / "teller.log", ForgetfulTeller)
+
+
+def test_where_calls_differ_it_is_said_whether_the_state_does(golden: Path) -> None:
+    with pytest.raises(ReplayDiffers) as caught:
+        assert_replays(golden / "teller.log", LavishTeller)
+    assert "Bank.credit('bob', 7)" in str(caught.value)
+    assert "\n  state: the same" in str(caught.value)
+    with pytest.raises(ReplayDiffers) as caught:
+        assert_replays(golden / "bank.log", CarelessBank)
+    assert "state: the same" not in str(caught.value)
 
 
 def test_the_receivers_log_shows_what_was_sent_then(golden: Path) -> None:

@@ -1,0 +1,136 @@
+"""The client of plain code, its threads and sockets real, and a coordinator's part that is played here, in a thread."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from appsdk.client import CallTimeout, ClientClosed, connect, with_timeout
+from appsdk.client.proxies import client_of
+from protocol.client import (
+    ClientFrame,
+    ClientFrameType,
+    Reply,
+    ReplyKind,
+    decode_client_frame,
+    encode_client_frame,
+    encode_methods,
+    encode_replies,
+)
+from protocol.messages import decode_incoming_rpc, decode_message
+
+DEADLINE_S = 20.0
+METHODS = encode_methods({3: "Shop.echo"})
+
+
+class Coordinator:
+    """Returns to each call what it was called with. ``called``: that of each, in the order of the requests.
+
+    ``is_up``: whether it answers at all; ``replies``: whether it answers calls.
+    """
+
+    def __init__(self) -> None:
+        self.is_up = self.replies = True
+        self.called: list[Any] = []
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind("tcp://127.0.0.1:*")
+        self.endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT).decode()  # type: ignore[union-attr]
+        self._end = os.eventfd(0)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def close(self) -> None:
+        os.eventfd_write(self._end, 1)
+        self._thread.join()
+        self._socket.close()
+        self._context.term()
+        os.close(self._end)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._end, zmq.POLLIN)
+        while self._end not in dict(poller.poll()):
+            sender, data = self._socket.recv_multipart()
+            if self.is_up:
+                self._answer(sender, decode_client_frame(data))
+
+    def _answer(self, sender: bytes, frame: ClientFrame) -> None:
+        if frame.frame_type is ClientFrameType.HELLO:
+            self._say(sender, frame, ClientFrameType.WELCOME, payload=METHODS, time_ns=1)
+        elif frame.frame_type is ClientFrameType.REQUEST:
+            replies, offset = [], 0
+            for number in range(frame.number, frame.number + frame.count):
+                _, start, offset = decode_message(frame.payload, offset)
+                (token,) = msgspec.msgpack.decode(decode_incoming_rpc(frame.payload, start, offset).arguments)
+                self.called.append(token)
+                replies.append(Reply(number, ReplyKind.VALUE, msgspec.msgpack.encode(token)))
+            if self.replies:
+                last, payload = replies[-1].number, encode_replies(replies)
+                self._say(sender, frame, ClientFrameType.REPLY, count=len(replies), number=last, payload=payload)
+
+    def _say(self, sender: bytes, asked: ClientFrame, frame_type: ClientFrameType, **fields: Any) -> None:
+        frame = ClientFrame(frame_type, asked.client_id, asked.instance, committer_id=7, **fields)
+        self._socket.send_multipart((sender, encode_client_frame(frame)))
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Coordinator]:
+    monkeypatch.setenv("IMMORTAL_HOME", str(tmp_path / "home"))
+    made = Coordinator()
+    yield made
+    made.close()
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "it does not come about"
+        time.sleep(0.001)
+
+
+def test_threads_share_a_client(coordinator: Coordinator) -> None:
+    tokens = list(range(400))
+    with connect("shop", endpoints=[coordinator.endpoint]) as shop, ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(shop.echo, tokens)) == tokens
+    assert sorted(coordinator.called) == tokens
+
+
+def test_a_call_that_is_given_up_before_it_was_sent_is_never_sent(coordinator: Coordinator) -> None:
+    coordinator.is_up = False
+    with connect("shop", endpoints=[coordinator.endpoint]) as shop:
+        with pytest.raises(CallTimeout):
+            with_timeout(shop, 0.05).echo("given up")
+        coordinator.is_up = True
+        assert shop.echo("wanted") == "wanted"
+    assert coordinator.called == ["wanted"]
+
+
+def test_a_call_that_waits_ends_as_its_client_is_closed(coordinator: Coordinator) -> None:
+    coordinator.replies = False
+    raised: list[BaseException] = []
+    with connect("shop", endpoints=[coordinator.endpoint], timeout=None) as shop:
+
+        def call() -> None:
+            try:
+                shop.echo("asked")
+            except BaseException as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=call, daemon=True)  # the test ends where it waits for ever
+        thread.start()
+        until(lambda: coordinator.called)
+        client_of(shop).close()
+        until(lambda: not thread.is_alive())
+    assert [type(error) for error in raised] == [ClientClosed]
