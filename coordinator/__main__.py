@@ -8,7 +8,7 @@ from importlib.util import find_spec
 if find_spec("_blake2") and (find_spec("_sha256") or find_spec("_sha2")):
     sys.modules["_hashlib"] = None  # type: ignore[assignment]
 
-from coordinator.cli import main  # noqa: E402
+from coordinator.cli import main
 
 if __name__ == "__main__":
     main()

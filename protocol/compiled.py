@@ -90,8 +90,8 @@ class _Codec(CompiledSet):
 
 
 class _Core(CompiledSet):
-    """The core and the driver's turn. Native classes can't be Structs of msgspec, nor have heirs elsewhere: modules with
-    Structs stay as they are, and so do the errors.
+    """The core and the driver's turn. Native classes can't be Structs of msgspec nor have heirs elsewhere: modules
+    with Structs stay as they are, and so do the errors.
 
     What the core imports of the protocol is a source as well: its constants become part of the C.
     """
