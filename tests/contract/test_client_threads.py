@@ -14,7 +14,8 @@ import msgspec
 import pytest
 import zmq
 
-from appsdk.client import CallTimeout, ClientClosed, connect, with_timeout
+from appsdk import Immortal, rpc
+from appsdk.client import CallRefused, CallTimeout, ClientClosed, connect, with_timeout
 from appsdk.client.proxies import client_of
 from protocol.client import (
     ClientFrame,
@@ -32,15 +33,22 @@ DEADLINE_S = 20.0
 METHODS = encode_methods({3: "Shop.echo"})
 
 
+class Shop(Immortal):
+    @rpc(id=3)
+    def echo(self, token: str = "none") -> str:
+        return token
+
+
 class Coordinator:
     """Returns to each call what it was called with. ``called``: that of each, in the order of the requests.
 
-    ``is_up``: whether it answers at all; ``replies``: whether it answers calls.
+    ``is_up``: whether it answers at all; ``replies``: whether it answers calls, and those before when it is asked next.
     """
 
     def __init__(self) -> None:
         self.is_up = self.replies = True
         self.called: list[Any] = []
+        self._unsent: list[Reply] = []
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -76,9 +84,11 @@ class Coordinator:
                 (token,) = msgspec.msgpack.decode(decode_incoming_rpc(frame.payload, start, offset).arguments)
                 self.called.append(token)
                 replies.append(Reply(number, ReplyKind.VALUE, msgspec.msgpack.encode(token)))
-            if self.replies:
-                last, payload = replies[-1].number, encode_replies(replies)
-                self._say(sender, frame, ClientFrameType.REPLY, count=len(replies), number=last, payload=payload)
+            self._unsent += replies
+        if self.replies and self._unsent:
+            last, payload = self._unsent[-1].number, encode_replies(self._unsent)
+            self._say(sender, frame, ClientFrameType.REPLY, count=len(self._unsent), number=last, payload=payload)
+            self._unsent.clear()
 
     def _say(self, sender: bytes, asked: ClientFrame, frame_type: ClientFrameType, **fields: Any) -> None:
         frame = ClientFrame(frame_type, asked.client_id, asked.instance, committer_id=7, **fields)
@@ -134,3 +144,38 @@ def test_a_call_that_waits_ends_as_its_client_is_closed(coordinator: Coordinator
         client_of(shop).close()
         until(lambda: not thread.is_alive())
     assert [type(error) for error in raised] == [ClientClosed]
+
+
+def test_who_gave_up_waiting_asks_for_the_same_reply_as_often_as_it_likes(coordinator: Coordinator) -> None:
+    coordinator.replies = False
+    with connect("shop", endpoints=[coordinator.endpoint]) as shop:
+        shop.echo.fork("first")
+        until(lambda: coordinator.called)
+        with pytest.raises(CallTimeout) as caught:
+            with_timeout(shop, 0.2).echo("asked")
+        assert caught.value.sent
+        coordinator.replies = True  # the client asks for what is not answered
+        assert caught.value.again() == "asked"
+        assert caught.value.again() == "asked"
+    assert coordinator.called == ["first", "asked"]
+
+
+def test_a_client_with_the_class_fills_in_what_is_not_given(coordinator: Coordinator) -> None:
+    with connect(Shop, "shop", endpoints=[coordinator.endpoint]) as shop:
+        for token in ("a", "b"):
+            shop.echo.fork(token)
+        assert [shop.echo("c"), shop.echo(token="d"), shop.echo()] == ["c", "d", "none"]
+        with pytest.raises(TypeError, match=r"Shop\.echo"):
+            shop.echo("e", "f")  # type: ignore[call-arg]
+    assert coordinator.called == ["a", "b", "c", "d", "none"]
+
+
+def test_a_fork_that_can_not_be_done_is_told_as_the_block_ends(coordinator: Coordinator) -> None:
+    def fork(*names: str) -> None:
+        with connect("shop", endpoints=[coordinator.endpoint]) as shop:
+            for name in names:
+                getattr(shop, name).fork("a")
+
+    with pytest.raises(CallRefused, match="'shop' has no handler 'nothing'"):
+        fork("nothing", "echo")
+    assert coordinator.called == ["a"]
