@@ -24,7 +24,8 @@ sys.path.insert(0, str(ROOT))
 from protocol import compiled  # noqa: E402
 
 FLAGS = [] if sys.platform == "win32" else ["-O2", "-g0", "-w"]  # debug information takes as long as the code
-CORE_FLAGS = [] if sys.platform == "win32" else ["-O1", "-g0", "-w"]  # half of the time to compile, the same to run
+# Half of the time to compile, the same to run; and a coordinator holds the less of it.
+CORE_FLAGS = [] if sys.platform == "win32" else ["-O1", "-g0", "-w", "-fno-asynchronous-unwind-tables"]
 
 
 def translate_codec(scratch: Path) -> list[Any]:
