@@ -378,7 +378,7 @@ MUTATIONS = (
         "a second verdict on a message takes the place of the first",
         Verdicts,
         "give",
-        "if known is not None and (known.skips or verdict.kind not in _OVERRULING):",
+        "if known is not None and (known.skips or verdict.kind not in OVERRULING):",
         "if False:",
     ),
     Mutation(
@@ -399,7 +399,7 @@ MUTATIONS = (
         "a replay from an older checkpoint is told the verdicts behind the newest",
         Verdicts,
         "behind",
-        "        self._load(summary.verdicts)  # it may begin before the last checkpoint\n",
+        "        self.know(summary.verdicts)  # it may begin before the last checkpoint\n",
         "",
     ),
     Mutation(

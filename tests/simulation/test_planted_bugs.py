@@ -13,6 +13,7 @@ SEEDS_MAX = 1000
 
 @pytest.mark.slow
 @pytest.mark.source
+@pytest.mark.timeout(300)  # 1,000 seeds of the source, while other tests run
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_a_planted_bug_is_found(mutation: Mutation) -> None:
     with planted(mutation):
