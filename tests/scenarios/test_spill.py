@@ -71,7 +71,6 @@ def test_what_memory_has_no_room_for_waits_on_disk(house: House, meanwhile: str)
     calls = 800 if meanwhile == "nothing" else 200  # 200 MiB, 50 MiB
     pair = Pair(house, memory_mib=16 if meanwhile == "nothing" else 4)
     pair.start_alice()
-    before_mib = rss_mib(pair.alice_process)
     pair.alice.feed(1, calls // 2)
     if "checkpoint" in meanwhile:
         pair.alice_process.terminate()  # with a last checkpoint
@@ -87,8 +86,9 @@ def test_what_memory_has_no_room_for_waits_on_disk(house: House, meanwhile: str)
     assert output["memory_bytes"] <= memory_bytes
     assert output["waiting_bytes"] == output["memory_bytes"] + output["spilled_bytes"] >= calls * CALL_SIZE_BYTES
     assert status["held_up_for"] == []
-    grown_mib = rss_mib(pair.alice_process) - before_mib
-    assert grown_mib < (memory_bytes >> 20) + 40, grown_mib
+    # Beside that memory: an idle coordinator's 22 MiB, groups on their way to the disk and their copies. It does not grow
+    # with what waits, which is 200 MiB.
+    assert rss_mib(pair.alice_process) < (memory_bytes >> 20) + 84
     assert "more goes to disk" in pair.alice_process.line("'bob' takes no messages")
     if "kill" in meanwhile:
         pair.kill_alice()

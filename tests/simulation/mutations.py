@@ -38,6 +38,7 @@ from coordinator.core.taking_over import TakingOver
 from coordinator.core.verdicts import Verdicts
 from coordinator.core.versions import Versions
 from coordinator.log import RowLogStore, spilled, trim, verdicts
+from protocol.compiled import CORE
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,12 @@ class Mutation:
     function: str
     right: str
     wrong: str
+
+    @property
+    def is_of_the_core(self) -> bool:
+        """Of a module that runs compiled where there is a compiler: only its source can be changed while it runs."""
+        module = self.owner.__name__ if isinstance(self.owner, ModuleType) else self.owner.__module__
+        return module in CORE.paths()
 
 
 MUTATIONS = (
