@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 SYNC_MOMENTS = 4  # a write at once takes so many times as long as another effect, and is as likely to be interrupted
 
+READS_IN_A_TURN_MAX = 10_000  # a log of a plan has some hundred records
+
 
 class LogSide:
     """``node.disk`` holds what outlives it."""
@@ -37,6 +39,7 @@ class LogSide:
         self._inline_share = rng.choice((0, 0, 0.5, 1))
         self._late_share = rng.choice((0, 0, 0.3))
         self._reads_under_way = 0
+        self._read_at = (0, 0)  # the event of the world in which reads were answered last, and how many
         self._busy = self._is_gone = False
         self._appends_max = rng.choice((1, 1, 3))
         self._waiting: list[ef.LoadLog | ef.ReadRecords] = []  # of who follows, for the log to grow
@@ -123,7 +126,15 @@ class LogSide:
             self._reads_under_way += 1
             self._clock.after(self._rng.random() * 300 * US, self._answer_late, request)
         else:
+            self._count_reads()
             self._inbox.append(self._answer(request))
+
+    def _count_reads(self) -> None:
+        """Nothing else happens until a turn ends: one that goes on asking would never."""
+        event, count = self._read_at
+        self._read_at = (self._world.events, count + 1 if event == self._world.events else 1)
+        if self._read_at[1] > READS_IN_A_TURN_MAX:
+            raise Violation(f"{self._node.name} reads on in one turn: {READS_IN_A_TURN_MAX} times")
 
     def _follow_later(self, request: ef.LoadLog | ef.ReadRecords) -> None:
         if self._is_gone:
