@@ -86,8 +86,8 @@ def test_what_memory_has_no_room_for_waits_on_disk(house: House, meanwhile: str)
     assert output["memory_bytes"] <= memory_bytes
     assert output["waiting_bytes"] == output["memory_bytes"] + output["spilled_bytes"] >= calls * CALL_SIZE_BYTES
     assert status["held_up_for"] == []
-    # Beside that memory: an idle coordinator's 22 MiB, groups on their way to the disk and their copies. It does not grow
-    # with what waits, which is 200 MiB.
+    # Beside that memory: an idle coordinator's 22 MiB, groups on their way to the disk and their copies. It does not
+    # grow with what waits, which is 200 MiB.
     assert rss_mib(pair.alice_process) < (memory_bytes >> 20) + 84
     assert "more goes to disk" in pair.alice_process.line("'bob' takes no messages")
     if "kill" in meanwhile:
