@@ -70,7 +70,12 @@ class PeerPort(Protocol):
 
 
 class LogPort(Protocol):
-    """The log. Each request is answered by an event in the inbox, at once or later: writes in their order."""
+    """The log. Each request is answered by an event in the inbox, at once or later: writes in their order.
+
+    A write that is answered by a LogFailed that may pass may have been done or not. What was submitted behind it is
+    neither done nor answered, up to a ReadTail: that is answered with where the log ends, and from there on things are
+    written again.
+    """
 
     def acquire(self, effect: ef.AcquireRight, /) -> None: ...
 

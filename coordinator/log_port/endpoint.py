@@ -108,10 +108,8 @@ class LogEndpoint:
         elif isinstance(request, ef.Commit):
             self._unmeasured_bytes += request.size_bytes
             writer.submit(request)
-        elif isinstance(request, ef.WriteCheckpointChunk):
+        elif isinstance(request, ef.WriteCheckpointChunk | ef.ReadTail):
             writer.submit(request)
-        elif isinstance(request, ef.ReadTail):
-            self._inbox.append(ev.TailRead(writer.ticket, store.summary().last_sequence_id))
         else:
             self._read(store, request)
 

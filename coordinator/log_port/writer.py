@@ -2,6 +2,9 @@
 
 A small commit takes 150 µs; handing it to a thread and back costs more than that, and with a busy Python thread beside
 it much more. A large one would keep the loop from everything else for milliseconds.
+
+Of a write that the log did not answer nobody knows whether it was done. What was submitted behind it is not written
+then: it would stand in the log before it, or twice. Whoever submits asks where the log ends (ReadTail), and writes on.
 """
 
 from __future__ import annotations
@@ -14,9 +17,9 @@ from collections import deque
 
 from msgspec.structs import replace
 
-from coordinator.core.effects import Commit, WriteCheckpointChunk
+from coordinator.core.effects import Commit, ReadTail, WriteCheckpointChunk
 from coordinator.core.errors import FencedError, LogError, LogUnavailableError
-from coordinator.core.events import ChunkWritten, Committed, Event, Fenced, LogFailed
+from coordinator.core.events import ChunkWritten, Committed, Event, Fenced, LogFailed, TailRead
 from coordinator.core.interfaces import LogStore, Transaction
 from coordinator.fault_points import FaultPoint, armed, reach
 from coordinator.notices import Sink
@@ -28,7 +31,8 @@ fills a disk of 250 MB/s loses a third to syncs of 5 ms."""
 COMMIT_MEAN_WEIGHT = 0.2  # of the last commit
 TRIM_PAUSE_S = 0.002  # between two steps, so that commits of the loop's thread get their turn
 
-_Job = Commit | WriteCheckpointChunk
+_Write = Commit | WriteCheckpointChunk
+_Job = _Write | ReadTail
 
 
 class LogWriter:
@@ -53,15 +57,16 @@ class LogWriter:
         self._inline_size_bytes_max = inline_size_bytes_max
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._on_thread = 0  # jobs handed over and not yet collected
-        self._inline: deque[_Job] = deque()
-        self._done: deque[Event] = deque()  # appended to by the thread
+        self._inline: deque[_Write] = deque()
+        self._done: deque[tuple[int, list[Event]]] = deque()  # how many jobs, and what came of them: by the thread
+        self._holds = False  # since a write that was not answered: nothing is written before the end of the log is read
         self._store_lock = threading.Lock()
         self._trim = threading.Event()
         self._trims_count = 0  # asked for
         self._trim_lock = threading.Lock()  # between asking for one and taking the last for done
         self._closing = False
-        self._kept: WriteCheckpointChunk | None = None  # taken while looking for a commit to join
-        self.ticket = 0  # of the last append that is durable
+        self._kept: _Job | None = None  # taken while looking for a commit to join
+        self._ticket = 0  # of the last append that is durable
         self.commit_s = 0.0  # what a commit takes, with its sync: a running mean over the last few
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
@@ -87,8 +92,9 @@ class LogWriter:
     def run_inline(self) -> list[Event]:
         """Do the small writes that were submitted since the last call; the events that say so."""
         events = []
-        while self._inline:
+        while self._inline and not self._holds:
             events.append(self._write(self._inline.popleft()))
+        self._inline.clear()
         return events
 
     def take_done(self) -> list[Event]:
@@ -99,8 +105,9 @@ class LogWriter:
             return []
         events = []
         while self._done:
-            events.append(self._done.popleft())
-        self._on_thread -= len(events)
+            jobs_count, came = self._done.popleft()
+            self._on_thread -= jobs_count
+            events += came
         return events
 
     def trim(self, keep_since_ns: int | None = None) -> None:
@@ -126,7 +133,7 @@ class LogWriter:
         self._thread.join()
         os.close(self._wake)
 
-    def _write(self, job: _Job) -> Event:
+    def _write(self, job: _Write) -> Event:
         try:
             with self._store_lock:
                 if isinstance(job, Commit):
@@ -134,7 +141,7 @@ class LogWriter:
                         _reach_commit(job.transaction, _BEFORE)
                     started_s = time.perf_counter()
                     self._store.commit(job.transaction)
-                    self.ticket = job.ticket
+                    self._ticket = job.ticket
                     took_s = time.perf_counter() - started_s
                     self.commit_s += (took_s - self.commit_s) * COMMIT_MEAN_WEIGHT
                     if self._times is not None:
@@ -148,23 +155,37 @@ class LogWriter:
         except FencedError as error:
             return Fenced(job.ticket if isinstance(job, Commit) else 0, error.holder)
         except Exception as error:  # it must not end the thread: the machine would wait for its answer for ever
-            return _failed(error, job)
+            failed = _failed(error, job)
+            self._holds = failed.retryable
+            return failed
+
+    def _read_tail(self) -> Event:
+        self._holds = False
+        return TailRead(self._ticket, self._store.summary().last_sequence_id)
 
     def _run(self) -> None:
         while True:
             job = self._next_job()
             if job is not None:
-                self._done.extend(self._write_joined(job))
+                self._done.append(self._do(job))
                 os.eventfd_write(self._wake, 1)
             elif self._closing and self._jobs.empty():
                 return
             elif self._trim.is_set():
                 self._trim_step()
 
-    def _write_joined(self, job: _Job) -> list[Event]:
-        """Write ``job``; if it is a commit, with those that wait behind it, in one sync."""
-        if not isinstance(job, Commit):
-            return [self._write(job)]
+    def _do(self, job: _Job) -> tuple[int, list[Event]]:
+        """How many jobs were done, ``job`` and some behind it, and what came of them."""
+        if isinstance(job, ReadTail):
+            return 1, [self._read_tail()]
+        if self._holds:
+            return 1, []
+        if isinstance(job, Commit):
+            return self._write_joined(job)
+        return 1, [self._write(job)]
+
+    def _write_joined(self, job: Commit) -> tuple[int, list[Event]]:
+        """Write ``job`` with the commits that wait behind it, in one sync."""
         commits = [job]
         size_bytes = job.size_bytes
         while size_bytes < JOINED_SIZE_BYTES_MAX and (following := self._take_if_commit()) is not None:
@@ -177,11 +198,11 @@ class LogWriter:
                 for commit in commits:
                     joined.transaction.absorb(commit.transaction)
             except Exception as error:  # as in _write
-                return [_failed(error, job)]
+                return len(commits), [_failed(error, job)]
         event = self._write(joined)
         if isinstance(event, Committed):
-            return [Committed(commit.ticket) for commit in commits]
-        return [replace(event, request=job) if isinstance(event, LogFailed) else event]
+            return len(commits), [Committed(commit.ticket) for commit in commits]
+        return len(commits), [replace(event, request=job) if isinstance(event, LogFailed) else event]
 
     def _take_if_commit(self) -> Commit | None:
         """The next job if there is one and it is a commit; another kind is kept for the next turn."""
@@ -222,7 +243,7 @@ class LogWriter:
                 self._trim.clear()
 
 
-def _failed(error: Exception, job: _Job) -> LogFailed:
+def _failed(error: Exception, job: _Write) -> LogFailed:
     if not isinstance(error, LogError):
         error = LogError(f"a write to the log failed: {error!r}")
     return LogFailed(error, isinstance(error, LogUnavailableError), job)

@@ -16,7 +16,7 @@ from coordinator.app.endpoint import AppEndpoint
 from coordinator.app.listener import AppListenError, listen
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
-from coordinator.core.errors import LogError, LogFullError, LogSyncError
+from coordinator.core.errors import LogError, LogFullError, LogSyncError, LogUnavailableError
 from coordinator.core.interfaces import CheckpointHeader, ImpulseBatch, SourcePosition, Transaction, VersionStart
 from coordinator.driver.reads import problem_of
 from coordinator.instances.registry import Registry
@@ -130,6 +130,63 @@ def test_a_failure_is_answered_and_the_thread_lives(
     store.error = None
     writer.submit(commit(2, size_bytes))
     assert (writer.run_inline() or collected(writer, 1)) == [ev.Committed(2)]
+
+
+@pytest.mark.parametrize("size_bytes", [0, 101], ids=["inline", "thread"])
+def test_what_waits_behind_a_write_without_an_answer_is_not_done(
+    store: Store, writer: LogWriter, size_bytes: int
+) -> None:
+    """It would be in the log before the first one, or twice: whoever submits it asks where the log ends, and says."""
+    store.error = LogUnavailableError("no network")
+    store.gate.clear()
+    commits = [commit(number, size_bytes) for number in (1, 2, 3)]
+    writer.submit(commits[0])
+    if size_bytes:
+        assert store.entered.wait(DEADLINE_S)  # it is alone: the others are not joined to it
+        writer.submit(ef.WriteCheckpointChunk(1, 0, b"blob"))
+    else:
+        store.gate.set()
+    writer.submit(commits[1])
+    writer.submit(commits[2])
+    events = writer.run_inline()
+    store.gate.set()
+    assert (events or collected(writer, 1)) == [ev.LogFailed(store.error, True, commits[0])]
+    store.error = None
+    writer.submit(commits[1])
+    assert writer.run_inline() == [], "no more than what was submitted before"
+    writer.submit(ef.ReadTail())
+    assert collected(writer, 1) == [ev.TailRead(0, -1)]
+    assert store.done == []
+    writer.submit(commits[0])
+    assert writer.run_inline() + (collected(writer, 1) if size_bytes else []) == [ev.Committed(1)]
+    assert store.done == ["commit 1"]
+    writer.submit(ef.ReadTail())
+    assert collected(writer, 1) == [ev.TailRead(1, -1)]
+
+
+def test_after_joined_commits_have_failed_small_ones_are_inline_again(store: Store, writer: LogWriter) -> None:
+    store.gate.clear()
+    writer.submit(ef.WriteCheckpointChunk(1, 0, b"blob"))
+    writer.submit(commit(1, 101))
+    assert store.entered.wait(DEADLINE_S)
+    writer.submit(commit(2, 101))
+    writer.submit(commit(3, 101))  # these are joined
+    store.gate.set()
+    assert len(collected(writer, 4)) == 4
+    store.error = LogSyncError("sync")
+    store.gate.clear()
+    store.entered.clear()
+    for number in (4, 5, 6):
+        writer.submit(commit(number, 101))
+    assert store.entered.wait(DEADLINE_S)
+    store.gate.set()
+    failed = collected(writer, 1)
+    while writer._on_thread:
+        failed += collected(writer, 1)
+    assert {type(event) for event in failed} == {ev.LogFailed}
+    store.error = None
+    writer.submit(commit(7))
+    assert writer.run_inline() == [ev.Committed(7)]
 
 
 def test_trimming_happens_when_there_is_nothing_to_write(store: Store, writer: LogWriter) -> None:

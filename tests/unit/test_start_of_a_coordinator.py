@@ -1,0 +1,25 @@
+"""What a process has loaded once it is a coordinator, and what it has where it is something else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SAYS_WHOSE_HASHES = """
+import contextlib, runpy, sys
+sys.argv = ["immortal", *sys.argv[1:]]
+with contextlib.suppress(SystemExit):
+    runpy.run_module("coordinator", run_name="__main__")
+import hashlib
+print("\\n" + hashlib.sha256(b"").__class__.__module__)
+"""
+
+
+@pytest.mark.parametrize(("verb", "is_coordinator"), [("coordinator", True), ("status", False)])
+def test_only_a_coordinator_does_without_openssl(tmp_path: Path, verb: str, is_coordinator: bool) -> None:
+    argv = [sys.executable, "-c", SAYS_WHOSE_HASHES, "--home", str(tmp_path), verb, "nobody"]
+    said = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert (said.stdout.splitlines()[-1] != "_hashlib") is is_coordinator, said.stderr
