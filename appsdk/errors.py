@@ -177,6 +177,10 @@ class ConnectError(AppError):
     """No coordinator listens at the address."""
 
 
+class StartError(AppError):
+    """An instance that was to run in this process does not."""
+
+
 class Refused(AppError):  # noqa: N818 (what happened, not what is wrong)
     """The coordinator closed the connection and said why."""
 

@@ -31,7 +31,8 @@ from appsdk.dispatch.upgrades import class_that_restores
 from appsdk.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_RUNNABLE, AppError, StateError
 from appsdk.handlers.definition import Definition, definition_of
 from appsdk.handlers.proxy import all_method_names
-from appsdk.running.runner import load_or_say, say
+from appsdk.running.life import say
+from appsdk.running.runner import load_or_say
 from appsdk.state.diff import differences
 from appsdk.state.journal import SavedTask, SavedTasks, described
 from appsdk.state.schema import Envelope, decode_envelope, is_transient

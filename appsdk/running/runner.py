@@ -5,24 +5,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import inspect
 import os
 import signal
 import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from appsdk.calls.context import SEED_SIZE_BYTES
-from appsdk.calls.report import FailureReporter, user_traceback
 from appsdk.determinism.check import DeterminismError, check
-from appsdk.dispatch.delivery import Delivery
-from appsdk.dispatch.dispatcher import Dispatcher
-from appsdk.effects.runner import OutsideRunner
 from appsdk.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -35,15 +29,13 @@ from appsdk.errors import (
     DefinitionError,
     Disconnected,
     HandlerError,
-    HookError,
     LoadError,
     RecoveryNeeded,
 )
 from appsdk.handlers.definition import Definition, definition_of
-from appsdk.handlers.proxy import Impulses
 from appsdk.running import tracing
 from appsdk.running.authenticate import authenticate
-from appsdk.running.breakpoint import Breakpoint
+from appsdk.running.life import AppLife, say, show
 from appsdk.running.options import (
     BREAK_VARIABLE,
     REWOUND_VARIABLE,
@@ -54,11 +46,8 @@ from appsdk.running.options import (
 )
 from appsdk.running.transport import CONNECT_TIMEOUT_S, Transport, Waker, connect, read_secret
 from appsdk.running.user_modules import HiddenModules, add_to_path
-from appsdk.running.watchdog import Watchdog
 from protocol.allocator import keep_freed_memory
 from protocol.errors import ImmortalError
-from protocol.shown import printable_message
-from protocol.verdicts import Verdict
 
 ADDRESS_VARIABLE = "IMMORTAL_APP_ADDRESS"
 SECRET_FILE_VARIABLE = "IMMORTAL_APP_SECRET_FILE"  # noqa: S105 (a name)
@@ -132,7 +121,7 @@ def load_or_say(target: str) -> type | None:
             trace.tb_frame.f_code.co_filename == __file__ or "importlib" in trace.tb_frame.f_code.co_filename
         ):
             trace = trace.tb_next
-        _show("".join(traceback.format_exception(type(error), error, trace)).rstrip())
+        show("".join(traceback.format_exception(type(error), error, trace)).rstrip())
         for problem in hidden.problems_of(error):
             say(target, problem)
     return None
@@ -150,18 +139,14 @@ def run_connection(
     definition: Definition,
     address: str,
     connect_timeout_s: float = CONNECT_TIMEOUT_S,
+    options: RunOptions = RunOptions(),  # noqa: B008 (it is frozen)
     *,
-    trace: bool = False,
-    checks_queries: bool = False,
-    stop: Breakpoint | None = None,
     secret_file: str | None = None,
-    rewound: bool = False,
 ) -> str:
     """Connect and run the app until the coordinator says Goodbye; its reason. Raises ImmortalError.
 
     ``secret_file``: where the coordinator's secret is, which both prove to know before anything else; None for a
-    coordinator that asks for no proof, and gives none. ``rewound``: see
-    :class:`RunOptions`.
+    coordinator that asks for no proof, and gives none.
     """
     for one in definition.chain:
         one.resolve(names_may_be_missing=False)  # what is wrong with the class needs no coordinator to be told
@@ -169,53 +154,27 @@ def run_connection(
     try:
         if secret_file:
             authenticate(connection, read_secret(secret_file), address)
-        return _run_connected(
-            definition, connection, address, trace=trace, checks_queries=checks_queries, stop=stop, rewound=rewound
-        )
+        return _run_connected(definition, connection, address, options)
     finally:
         connection.close()
 
 
-def _run_connected(
-    definition: Definition,
-    connection: socket.socket,
-    address: str,
-    *,
-    trace: bool,
-    checks_queries: bool,
-    stop: Breakpoint | None,
-    rewound: bool,
-) -> str:
+def _run_connected(definition: Definition, connection: socket.socket, address: str, options: RunOptions) -> str:
     waker = Waker()
-    effects = _effect_runner(definition)
-    make_dispatcher = tracing.TracingDispatcher if trace else Dispatcher
-    dispatcher = make_dispatcher(
+    life = AppLife(
         definition,
-        lambda: os.urandom(SEED_SIZE_BYTES),
+        options,
         waker.wake,
-        effects=effects,
-        make_delivery=Delivery if stop is None else stop.make_delivery,
-        keeps_large_copies=rewound or trace,  # a replay that is looked at is not started again
-        compares_queries=checks_queries and trace,  # to a recovery queries are as right as they were in service
+        say_beside=lambda message: transport.say_beside(message),
+        is_left=lambda: transport.is_left(),
+        coordinator=f" at {address}",
     )
-    for cls in {cls for one in definition.chain for cls in one.cls.__mro__}:
-        if cls.__module__ != "builtins" and (file_name := inspect.getsourcefile(cls)):
-            dispatcher.context.sites.load(file_name)
-    reporter = FailureReporter(lambda text: say(definition.name, text))
-    # A run that is looked at tells whoever looks, in its own way.
-    failed: Callable[[Verdict], None] = (lambda verdict: None) if trace else reporter.failed
-    transport = Transport(connection, dispatcher, waker, address, failed)
-    watchdog = Watchdog(
-        lambda: dispatcher.now_handling,
-        transport.say_beside,
-        None if stop is not None else definition.handler_time_limit,
-        lambda text: say(definition.name, text),
-        transport.is_left if stop is None else lambda: False,
-    )
-    watchdog.start()
+    dispatcher = life.dispatcher
+    transport = Transport(connection, life.loop, waker, address)
+    life.start()
     reason = f"the connection with the coordinator at {address} has ended"
     try:
-        return transport.run(lambda: _start_hooks(dispatcher, transport))
+        return transport.run()
     except (HandlerError, RecoveryNeeded) as error:
         if isinstance(dispatcher, tracing.TracingDispatcher) and isinstance(error, HandlerError):
             tracing.report_failure(error, dispatcher, transport)
@@ -227,42 +186,8 @@ def _run_connected(
         reason = str(error)
         raise
     finally:
-        watchdog.stop()
-        dispatcher.outbox.impulses.close(reason)
-        if effects is not None:
-            effects.stop()
+        life.close(reason)
         waker.close()
-
-
-def _effect_runner(definition: Definition) -> OutsideRunner | None:
-    if not any(one.has_tasks for one in definition.chain):
-        return None
-    return OutsideRunner(definition.concurrent_effects, lambda text: say(definition.name, text))
-
-
-def _start_hooks(dispatcher: Dispatcher, transport: Transport) -> None:
-    definition = dispatcher.definition
-    for name in definition.on_primary:
-        impulses = Impulses(dispatcher.instance, definition, dispatcher.outbox.impulses)
-        arguments = (dispatcher.instance, f"{definition.name}.{name}", name, impulses, transport)
-        threading.Thread(target=_run_hook, args=arguments, name=f"{definition.name}.{name}", daemon=True).start()
-
-
-def _run_hook(instance: Any, full_name: str, name: str, impulses: Impulses, transport: Transport) -> None:
-    try:
-        getattr(instance, name)(impulses)
-    except Disconnected:
-        pass  # the main thread says so
-    except (Exception, SystemExit) as error:
-        transport.fail(
-            HookError(
-                f"{full_name}, an @on_primary hook, raised {type(error).__name__}; the app "
-                f"stops\n{user_traceback(error)}\n"
-                f"  What it sent and what was accepted is in the log. Fix it and start the app again: the hook "
-                f"runs once\n"
-                f"  more, with the state as it is then."
-            )
-        )
 
 
 def run_to_status(
@@ -292,7 +217,7 @@ def _run_to_status(
     try:
         definition = definition_of(cls)
         options = options or run_options()
-        _check_determinism(definition, label, strict=options.strict)
+        check_determinism(definition, label, strict=options.strict)
         address = address or os.environ.get(ADDRESS_VARIABLE)
         if not address:
             raise ConnectError(
@@ -303,11 +228,8 @@ def _run_to_status(
             definition,
             address,
             connect_timeout_s,
-            trace=options.trace,
-            checks_queries=options.checks_queries,
-            stop=options.stop,
+            options,
             secret_file=secret_file or os.environ.get(SECRET_FILE_VARIABLE),
-            rewound=options.rewound,
         )
         if options.stop is not None and not options.stop.reached:
             say(label, f"{options.stop} did not come: there was nothing to stop at")
@@ -331,7 +253,7 @@ def again_if_needed(status: int) -> int:
     return status
 
 
-def _check_determinism(definition: Definition, label: str, *, strict: bool) -> None:
+def check_determinism(definition: Definition, label: str, *, strict: bool) -> None:
     """Warn of what a replay would not repeat; with ``strict`` raise DeterminismError."""
     try:
         findings = check(definition)
@@ -345,15 +267,6 @@ def _check_determinism(definition: Definition, label: str, *, strict: bool) -> N
         raise DeterminismError(findings)
     for finding in findings:
         say(label, f"warning: {finding}")
-
-
-def say(label: str, text: str) -> None:
-    """One message to the user, on stderr."""
-    _show(f"app {label}: {text}")
-
-
-def _show(text: str) -> None:
-    print(printable_message(text), file=sys.stderr, flush=True)  # noqa: T201 (the one place)
 
 
 def run(cls: type, address: str | None = None) -> NoReturn:

@@ -1,11 +1,8 @@
-"""The app's one connection: a blocking loop on the main thread that feeds the dispatcher and sends what it wants sent.
+"""The app's one connection: a blocking loop on the main thread between a socket and what the app does (`app_loop.py`).
 
 Two limits keep memory bounded. With OUTPUT_PENDING_BYTES_MAX not taken by the coordinator, no input is handled until it
 reads again (for however long: it pushes back when a peer is down). Up to INPUT_BUFFERED_BYTES_MAX the app goes on
 reading meanwhile, so that it hears of a Goodbye, a Refusal or the end, and never keeps the coordinator from sending.
-
-A checkpoint that a child process encodes goes out in chunks between the other messages, SNAPSHOT_CHUNKS_PENDING_MAX
-ahead of the coordinator at most; the rest waits in the child.
 """
 
 from __future__ import annotations
@@ -14,33 +11,22 @@ import contextlib
 import os
 import select
 import socket
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from appsdk.calls.outbox import Chunk
-from appsdk.dispatch.dispatcher import Dispatcher
-from appsdk.dispatch.events import BecamePrimary, Flush, Goodbye, MessageFailed, Refusal, SnapshotBegun
-from appsdk.errors import AppError, ConnectError, Disconnected, Refused, UpgradeError
+from appsdk.dispatch.events import Flush, Goodbye
+from appsdk.errors import AppError, ConnectError, Disconnected, UpgradeError
+from appsdk.running.app_loop import AppLoop
 from appsdk.running.authenticate import check_owner
-from appsdk.state.snapshot import CHUNK_SIZE_BYTES_MAX, Snapshot
-from protocol.errors import RemoteProtocolError
 from protocol.extensions import SECRET_SIZE_BYTES_MAX
-from protocol.messages import MessageType, encode_message
-from protocol.varint import encode_zigzag
-from protocol.verdicts import Verdict
 
 CONNECT_TIMEOUT_S = 30.0  # a coordinator that opens a large log may take seconds before it listens
 CONNECT_ATTEMPT_TIMEOUT_S = 5.0
 CONNECT_DELAY_S_MIN, CONNECT_DELAY_S_MAX = 0.01, 0.05  # an attempt costs less than a service that is still down
 RECEIVE_SIZE_BYTES = 256 << 10  # of one recv: larger ones cost more in fresh memory than they save in calls
-OUTPUT_PENDING_BYTES_MAX = 4 << 20  # handed to the socket and not taken: beyond it no input is handled
+OUTPUT_PENDING_BYTES_MAX = 4 << 20  # not taken by the socket: beyond it no input is handled
 INPUT_BUFFERED_BYTES_MAX = 8 << 20  # read while no input is handled
-SNAPSHOT_CHUNKS_PENDING_MAX = (1 << 20) // CHUNK_SIZE_BYTES_MAX  # handed to the socket and not taken
 LAST_WORDS_TIMEOUT_S = 5.0  # for what the coordinator is to hear before the app leaves
-_STEADY = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # the one that coordinators read
 TIMER_WAIT_MS_MAX = 10_000  # then the time is looked at again
 SEND_CHUNKS_MAX = 256  # of one sendmsg; the system's own limit is 1024
 UNIX = "unix:"  # in front of the path of a Unix socket
@@ -159,90 +145,52 @@ class Waker:
 
 
 class Transport:
-    """Runs one connection to its end. ``address`` is for messages.
+    """Runs one connection to its end. ``address`` is for messages."""
 
-    ``on_failure``: told of each message that has failed alone.
-    """
-
-    def __init__(
-        self,
-        connection: socket.socket,
-        dispatcher: Dispatcher,
-        waker: Waker,
-        address: str,
-        on_failure: Callable[[Verdict], None] = lambda verdict: None,
-    ) -> None:
+    def __init__(self, connection: socket.socket, loop: AppLoop, waker: Waker, address: str) -> None:
         self._connection = connection
-        self._dispatcher = dispatcher
+        self._loop = loop
+        self._dispatcher = loop.dispatcher
         self._waker = waker
         self._address = address
-        self._on_failure = on_failure
-        self._send_lock = threading.Lock()  # held while bytes go out, or wait to: nobody else's may come in between
-        self._pending: deque[memoryview] = deque()
-        self._pending_size_bytes = 0
-        self._sent_size_bytes = 0
-        self._snapshot: Snapshot | None = None
-        self._snapshot_ends: deque[int] = deque()  # up to which byte of all output each of its pending chunks goes
         self._snapshot_polled = -1
         self._input_ended = False
-        self._output_ended = False
-        self._failure: AppError | None = None
         self._poll = select.poll()
         self._poll.register(waker.fileno(), select.POLLIN)
         self._interest = 0
 
     def fail(self, error: AppError) -> None:
         """From any thread: end the run with this error."""
-        if self._failure is None:
-            self._failure = error
+        self._loop.fail(error)
         self._waker.wake()
 
-    def run(self, on_primary: Callable[[], None]) -> str:
-        """Run until the coordinator says Goodbye; its reason.
-
-        Raises Refused, Disconnected, what :meth:`fail` was given, and whatever the dispatcher raises.
-        """
+    def run(self) -> str:
+        """Run until the coordinator says Goodbye; its reason. Raises Disconnected, and as :meth:`AppLoop.step`."""
         try:
-            return self._run(on_primary)
+            return self._run()
         except UpgradeError:
             self.say_last_words()
             raise
         finally:
-            if self._snapshot is not None:
-                self._snapshot.close()
+            self._loop.close()
 
-    def _run(self, on_primary: Callable[[], None]) -> str:
+    def _run(self) -> str:
+        loop = self._loop
         while True:
-            if self._failure is not None:
-                raise self._failure
-            if self._snapshot is not None:
-                self._relay(self._snapshot)
-            if self._pending_size_bytes < OUTPUT_PENDING_BYTES_MAX:
-                event = self._dispatcher.next_event()
+            if loop.pending_size_bytes < OUTPUT_PENDING_BYTES_MAX:
+                event = loop.step()
                 if isinstance(event, Goodbye):
                     return event.reason
-                if isinstance(event, Refusal):
-                    raise Refused(f"the coordinator at {self._address} refuses: {event.reason}")
-                if isinstance(event, BecamePrimary):
-                    on_primary()
-                elif isinstance(event, MessageFailed):
-                    self._on_failure(event.verdict)
-                elif isinstance(event, SnapshotBegun):
-                    if self._snapshot is not None:
-                        raise RemoteProtocolError("a checkpoint was asked for while another one is on its way")
-                    self._snapshot = Snapshot(event.encode)
-                due_ns = self._dispatcher.next_due_ns
-                if due_ns is not None and due_ns <= (now_ns := self._now_ns()):
-                    self._dispatcher.tell_time(now_ns)
-                self._take(self._dispatcher.data_to_send())
                 self._send()
                 if isinstance(event, Flush):
-                    while self._pending:
+                    while loop.pending:
                         self._wait()
                 if event is not None:
                     continue
                 if self._input_ended:
                     raise self._gone()
+            else:
+                loop.look()
             self._wait()
 
     def say_last_words(self, timeout_s: float = LAST_WORDS_TIMEOUT_S) -> None:
@@ -250,10 +198,10 @@ class Transport:
         closed: what comes in after that would make the system throw away what is on its way out. Raises nothing."""
         deadline_s = time.monotonic() + timeout_s
         poll = select.poll()
-        self._take(self._dispatcher.data_to_send())
+        self._loop.take_output()
         self._send()
         with contextlib.suppress(OSError):
-            while self._pending:
+            while self._loop.pending:
                 poll.register(self._connection, select.POLLOUT)
                 if not poll.poll(1000 * max(0.0, deadline_s - time.monotonic())):
                     return
@@ -271,15 +219,6 @@ class Transport:
 
     # --- sending ----------------------------------------------------------------------------------------------------
 
-    def _take(self, chunks: Iterable[Chunk]) -> None:
-        if self._output_ended:
-            return
-        with self._send_lock:
-            for chunk in chunks:
-                if len(chunk):
-                    self._pending.append(memoryview(chunk))
-                    self._pending_size_bytes += len(chunk)
-
     def is_left(self) -> bool:
         """The coordinator has ended the connection. From any thread."""
         poller = select.poll()
@@ -288,83 +227,45 @@ class Transport:
 
     def say_beside(self, message: bytes) -> bool:
         """From any thread, while a handler runs: send ``message`` at once; False where that is not possible now."""
-        if not self._send_lock.acquire(blocking=False):
+        loop = self._loop
+        if not loop.lock.acquire(blocking=False):
             return False
         try:
-            if self._pending or self._output_ended:
+            if loop.pending or loop.output_ended:
                 return False
             sent = self._connection.send(message)
             if sent < len(message):
-                self._pending.append(memoryview(message)[sent:])
-                self._pending_size_bytes += len(message) - sent
+                loop.pending.append(memoryview(message)[sent:])
+                loop.pending_size_bytes += len(message) - sent
             return True
         except OSError:
             return False
         finally:
-            self._send_lock.release()
+            loop.lock.release()
 
     def _send(self) -> None:
         """As much as the socket takes now."""
-        with self._send_lock:
+        with self._loop.lock:
             self._send_pending()
 
     def _send_pending(self) -> None:
-        pending = self._pending
+        pending = self._loop.pending
         while pending:
             try:
                 sent = self._connection.sendmsg([pending[index] for index in range(min(len(pending), SEND_CHUNKS_MAX))])
             except BlockingIOError:
                 return
             except OSError:
-                self._end_output()  # what the coordinator said before it went away may still be read
+                self._loop.end_output()  # what the coordinator said before it went away may still be read
                 return
-            self._pending_size_bytes -= sent
-            self._sent_size_bytes += sent
-            while sent:
-                first = pending[0]
-                if sent < len(first):
-                    pending[0] = first[sent:]
-                    break
-                sent -= len(first)
-                pending.popleft()
+            self._loop.took(sent)
 
-    def _end_output(self) -> None:
-        self._output_ended = True
-        self._pending.clear()
-        self._pending_size_bytes = 0
-        if self._snapshot is not None:
-            self._snapshot.close()
-            self._snapshot = None
-
-    # --- a checkpoint beside the handlers ---------------------------------------------------------------------------
-
-    def _snapshot_has_room(self) -> bool:
-        ends = self._snapshot_ends
-        while ends and ends[0] <= self._sent_size_bytes:
-            ends.popleft()
-        return len(ends) < SNAPSHOT_CHUNKS_PENDING_MAX
-
-    def _relay(self, snapshot: Snapshot) -> None:
-        """Put what the child has written behind the output, as far as there is room for it."""
-        if not self._snapshot_has_room():
-            snapshot.not_read()
-        while self._snapshot_has_room():
-            chunk = snapshot.read()
-            if chunk is None:
-                return
-            if not chunk:
-                self._snapshot = None
-                self._dispatcher.forks_next = not snapshot.has_hung
-                self._take([encode_message(MessageType.SNAPSHOT_END, snapshot.reason.encode())])
-                return
-            front = encode_zigzag(1 + len(chunk)) + bytes((MessageType.SNAPSHOT_CHUNK,))
-            self._take([front, chunk])
-            self._snapshot_ends.append(self._sent_size_bytes + self._pending_size_bytes)
+    # --- waiting and receiving --------------------------------------------------------------------------------------
 
     def _poll_snapshot(self) -> None:
         """Wait for the child only while there is room for what it writes."""
-        snapshot = self._snapshot
-        wanted = snapshot.fileno() if snapshot is not None and self._snapshot_has_room() else -1
+        snapshot = self._loop.snapshot
+        wanted = snapshot.fileno() if snapshot is not None and self._loop.snapshot_has_room else -1
         if wanted == self._snapshot_polled:
             return
         if self._snapshot_polled >= 0:
@@ -373,13 +274,11 @@ class Transport:
             self._poll.register(wanted, select.POLLIN)
         self._snapshot_polled = wanted
 
-    # --- waiting and receiving --------------------------------------------------------------------------------------
-
     def _wait(self) -> None:
         """Until there is input, room for output, or a call of the waker; take what is there."""
-        interest = select.POLLOUT if self._pending else 0
+        interest = select.POLLOUT if self._loop.pending else 0
         if not self._input_ended and (
-            self._pending_size_bytes < OUTPUT_PENDING_BYTES_MAX
+            self._loop.pending_size_bytes < OUTPUT_PENDING_BYTES_MAX
             or self._dispatcher.buffered_bytes < INPUT_BUFFERED_BYTES_MAX
         ):
             interest |= select.POLLIN
@@ -402,16 +301,11 @@ class Transport:
         """Until a timer is due, or a child has been silent for too long."""
         times_ms = []
         due_ns = self._dispatcher.next_due_ns
-        if due_ns is not None and self._pending_size_bytes < OUTPUT_PENDING_BYTES_MAX:
-            times_ms.append(min(max(0, (due_ns - self._now_ns()) // 1_000_000 + 1), TIMER_WAIT_MS_MAX))
-        if self._snapshot is not None and self._snapshot_polled >= 0:
-            times_ms.append(max(0, int(1000 * self._snapshot.time_left_s()) + 1))
+        if due_ns is not None and self._loop.pending_size_bytes < OUTPUT_PENDING_BYTES_MAX:
+            times_ms.append(min(max(0, (due_ns - self._loop.now_ns()) // 1_000_000 + 1), TIMER_WAIT_MS_MAX))
+        if self._loop.snapshot is not None and self._snapshot_polled >= 0:
+            times_ms.append(max(0, int(1000 * self._loop.snapshot.time_left_s()) + 1))
         return min(times_ms, default=None)
-
-    def _now_ns(self) -> int:
-        """The instance's time. Its coordinator has the clock; one that tells no time leaves us with the machine's."""
-        told = self._dispatcher.time
-        return time.time_ns() if told is None else told.time_ns + time.clock_gettime_ns(_STEADY) - told.steady_ns
 
     def _receive(self) -> None:
         try:
@@ -424,4 +318,4 @@ class Transport:
             self._dispatcher.receive_data(data)
         else:
             self._input_ended = True
-            self._end_output()
+            self._loop.end_output()

@@ -39,6 +39,7 @@ class AppEndpoint:
         self._sent_bytes = 0  # handed to the socket, and the core has not heard of it
         self._paused = False
         self.moved_ns = time.monotonic_ns()  # when a byte last went to the app or came from it
+        self.is_handling = False  # another process does
 
     def listen(self) -> None:
         """Raises AppListenError, AppSecretError. For who holds the lock of the log: it makes a new secret."""
@@ -60,6 +61,16 @@ class AppEndpoint:
             takes_secret = settings.app_auth is AppAuth.SECRET
             self._gate = AppGate(settings.name, secret, self._log, self._arrivals, takes_secret=takes_secret)
         self._listener.listen()
+
+    @property
+    def where(self) -> Mapping[str, str | None]:
+        settings = self._settings
+        return {
+            "app": settings.app_address,
+            "app_socket": settings.app_unix_address,
+            "app_send": settings.app_send_address,
+            "app_send_mode": settings.app_send_mode if settings.app_send_port is not None else None,
+        }
 
     def next_deadline_ns(self) -> int | None:
         """When :meth:`process` is to be called although nothing is ready, on the monotonic clock."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -38,6 +39,9 @@ from protocol.errors import ImmortalError
 @start_option("replay_check")
 @start_option("metrics")
 @trust_pickle_option
+@click.option(
+    "--embedded", is_flag=True, help="Coordinator and app in one process, this one: for debuggers and development."
+)
 @log_options
 @pass_registry
 def run(
@@ -50,6 +54,7 @@ def run(
     promote: bool,
     follow: bool,
     trust_pickle: bool,
+    embedded: bool,
     log_format: str,
     log_level: Level,
     **options: Any,
@@ -79,6 +84,12 @@ def run(
     app = app or (mark.app if mark is not None and upgrading else None) or settings.app
     if app is None:
         raise RegistryError(f"{name!r} has not been run yet: say what its app is ('immortal run {name} MODULE:CLASS')")
+    if embedded:
+        if restart or follow or promote or trust_pickle or log_format != "human" or said(options):
+            raise click.UsageError(
+                "with --embedded go --strict and --log-level; what else there is needs two processes"
+            )
+        _become_embedded(settings, app, strict=strict, log_level=log_level)
     if mark is not None and upgrading:
         upgrade_mark.write(settings.folder, UpgradeMark(mark.to, app))  # registered once the upgrade is durable
     elif not follow:
@@ -119,6 +130,17 @@ def run(
         commands, log, restart=restart, gave_up_upgrade=gave_up_upgrade, announced=announced, follows=follow
     )
     sys.exit(supervisor.run())
+
+
+def _become_embedded(settings: InstanceSettings, app: str, *, strict: bool, log_level: str) -> NoReturn:
+    """This very process, with its terminal, is the instance from here on."""
+    from coordinator.service.supervisor import PYTHON
+
+    home = str(settings.folder.parent)
+    arguments = [settings.name, app, "--home", home, "--log-level", log_level]
+    environment = {**os.environ, **({"IMMORTAL_STRICT": "1"} if strict else {})}
+    environment.setdefault("PYTHONHASHSEED", "0")
+    os.execve(sys.executable, [*PYTHON, "-m", "appsdk.embedded", *arguments], environment)
 
 
 def _refuse_two_ports(settings: InstanceSettings) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from coordinator.app.endpoint import AppEndpoint
+from coordinator.app.side import AppSide
 from coordinator.audit.auditor import READ_ONLY, Auditor
 from coordinator.clock import InstanceClock
 from coordinator.core import effects as ef
@@ -28,7 +28,7 @@ class OperatorEndpoint:
     def __init__(
         self,
         machine: Machine,
-        app: AppEndpoint,
+        app: AppSide,
         peers: PeerEndpoint,
         log: LogEndpoint,
         clock: InstanceClock,

@@ -6,15 +6,19 @@ is drained through the messenger's descriptor; commits run inline when small, el
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
 import socket
 import sys
+import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from coordinator.app.endpoint import AppEndpoint
+from coordinator.app.side import AppSide
 from coordinator.audit.audit_log import AuditLog
 from coordinator.audit.auditor import Auditor
 from coordinator.clock import LOOK_NS, InstanceClock
@@ -68,13 +72,15 @@ STATUS_FENCED = 4  # another process writes the log by now
 _NO_RECOVERY = (DivergenceError, DamagedLogError, LogFormatError, LogIdentityError, LogKeyError, PickleRefusedError)
 DAY_NS = 24 * 3600 * 10**9
 
+MakeApp = Callable[["Coordinator", InstanceSettings, Notices, select.epoll], AppSide]
+
 
 class Coordinator:
     """One running coordinator. :meth:`run` returns when it has stopped.
 
     ``store``: the log, open for writing; None: ``follow`` says where it is, which another process may write. ``lines``:
     where its lines go. ``place``: the settings with the places where the app and operators find it for as long as it
-    follows; those of the instance where None.
+    follows; those of the instance where None. ``make_app``: the app's side, by default sockets for another process.
     """
 
     def __init__(
@@ -88,6 +94,7 @@ class Coordinator:
         promote: bool = False,
         follow: Places | None = None,
         place: InstanceSettings | None = None,
+        make_app: MakeApp | None = None,
     ) -> None:
         self._settings = settings
         self._place = place = place or settings
@@ -116,6 +123,9 @@ class Coordinator:
         self._was_ready = False  # an app was recovered, or begun, in this process
         self._error: ImmortalError | None = None
         self._stop_requests = StopRequests()
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._wake_fileno = self._wake_receiver.fileno()
+        self._has_signals = False  # the process's are ours
         self._stop_deadline_ns: int | None = None  # on the monotonic clock, as all that follows
         self._clock_due_ns = 0
         self._limited_due_ns: int | None = None
@@ -124,7 +134,9 @@ class Coordinator:
         self._inbox: list[ev.Event] = []
         post = self._inbox.append
         self._epoll = select.epoll()
-        self._app = AppEndpoint(place, log, self._epoll)
+        self._app: AppSide = (
+            AppEndpoint(place, log, self._epoll) if make_app is None else make_app(self, place, log, self._epoll)
+        )
         self._peers = PeerEndpoint(settings, registry, log, post)
         keep_ns = None if settings.keep_log_days is None else settings.keep_log_days * DAY_NS
         self._log_endpoint = LogEndpoint(
@@ -151,9 +163,7 @@ class Coordinator:
     def run(self) -> int:
         """Serve until stopped: 0 after a clean stop; after an error, which has been logged, the status that it has."""
         try:
-            self._wake_receiver, self._wake_sender = socket.socketpair()
             self._catch_signals()
-            self._wake_fileno = self._wake_receiver.fileno()
             for descriptor in (self._peers_fileno, self._log_fileno, self._wake_fileno):
                 self._epoll.register(descriptor, select.EPOLLIN)
             self._driver.start()
@@ -179,8 +189,7 @@ class Coordinator:
     def _begin_to_follow(self) -> None:
         """Be found by who looks for this follower; the instance is another process."""
         control.announce(self._place.folder, self._control.listen())
-        place = self._place
-        self._log.info("coordinator started, to follow", app=place.app_address, app_socket=place.app_unix_address)
+        self._log.info("coordinator started, to follow", **self._app.where)
 
     def _become_the_instance(self) -> None:
         """The log is ours to write: peers and operators find us where the instance is."""
@@ -203,10 +212,7 @@ class Coordinator:
         self._log.info(
             "coordinator started",
             peer=settings.peer,
-            app=self._place.app_address,
-            app_socket=self._place.app_unix_address,
-            app_send=self._place.app_send_address,
-            app_send_mode=self._place.app_send_mode if self._place.app_send_port is not None else None,
+            **self._app.where,
             encrypted=security is not None,
             runs=compiled.describe(),
             **{key: self._machine.status(self._clock.now_ns())[key] for key in ("committer_id", "sequence_id")},
@@ -240,6 +246,7 @@ class Coordinator:
             self._log_endpoint.collect()
         if self._wake_fileno in ready:
             self._wake_receiver.recv(64)
+            self._look_for_stop()
         peers_ready = self._peers_fileno in ready
         if not (peers_ready and len(ready) == 1) or app.is_due(now_ns):
             inbox += app.process(ready)
@@ -301,19 +308,33 @@ class Coordinator:
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
+    def request_stop(self) -> None:
+        """Stop cleanly; at once where that was asked for before. From any thread, and from signal handlers."""
+        self._stop_requests.signalled()
+        with contextlib.suppress(OSError):  # full: it is awake already
+            self._wake_sender.send(b"\0")
+
     def _catch_signals(self) -> None:
         self._wake_receiver.setblocking(False)
         self._wake_sender.setblocking(False)
-        signal.set_wakeup_fd(self._wake_sender.fileno(), warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._signalled)
+        self._has_signals = threading.current_thread() is threading.main_thread()
+        if self._has_signals:
+            signal.set_wakeup_fd(self._wake_sender.fileno(), warn_on_full_buffer=False)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, self._signalled)
 
     def _signalled(self, number: int, frame: object) -> None:
-        self._stop_requests.signalled()
+        self.request_stop()
+        if self._stop_requests.count > 1 and self._app.is_handling:
+            os._exit(128 + number)  # a handler in this very thread that does not come back: as a crash
+
+    def _look_for_stop(self) -> None:
+        if not self._stop_requests.count:
+            return
         if self._stop_deadline_ns is None:
             self._stop_deadline_ns = time.monotonic_ns() + int(STOP_TIMEOUT_S * 1e9)
             self._inbox.append(ev.StopRequested())
-        elif self._stop_requests.count > 1:
+        if self._stop_requests.count > 1:
             self._stop_deadline_ns = 0  # at once
 
     def _stop_late(self) -> None:
@@ -329,10 +350,11 @@ class Coordinator:
             self._peers.flush(patient=False)
 
     def _close(self) -> None:
-        signal.set_wakeup_fd(-1)
+        if self._has_signals:
+            signal.set_wakeup_fd(-1)
         if self._is_the_instance:
             self._auditor.close(error=None if self._error is None else str(self._error))
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT) if self._has_signals else ():
             signal.signal(number, signal.SIG_IGN)  # stopped already: one more wish must not spoil the exit status
         self._log_endpoint.close()
         if self._place is not self._settings and self._log_endpoint.store is not None:
@@ -344,6 +366,8 @@ class Coordinator:
             control.withdraw(place.folder)
         self._control.close()
         self._epoll.close()
+        self._wake_receiver.close()
+        self._wake_sender.close()
 
 
 def limits_of(settings: InstanceSettings) -> Limits:
@@ -430,12 +454,14 @@ def run_coordinator(
     promote: bool = False,
     trust_pickle: bool = False,
     place: InstanceSettings | None = None,
+    make_app: MakeApp | None = None,
 ) -> int:
     """Open the log (a new one at the first start) and serve until stopped; the exit status.
 
     ``log``: where its lines go. ``promote``: a recovered app begins to work without a checkpoint first.
     ``trust_pickle``: the log may be of another home, with states that pickle wrote. ``place``: follow the log while
-    another process writes it, and be found there (coordinator/instances/follower_places.py).
+    another process writes it, and be found there (coordinator/instances/follower_places.py). ``make_app``: as
+    :class:`Coordinator` has it.
 
     Raises ImmortalError for what keeps it from starting, and may be otherwise the next time.
     """
@@ -450,7 +476,7 @@ def run_coordinator(
         store = places.open_store()
         try:
             upgrade_to = upgrade_asked_for(settings, registry, store)
-            return Coordinator(settings, registry, store, log, upgrade_to, promote=promote).run()
+            return Coordinator(settings, registry, store, log, upgrade_to, promote=promote, make_app=make_app).run()
         finally:
             store.close()
     except _NO_RECOVERY as error:

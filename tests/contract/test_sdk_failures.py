@@ -14,6 +14,7 @@ from appsdk import Immortal, rpc
 from appsdk.calls.report import FailureReporter
 from appsdk.errors import HandlerError, RecoveryNeeded
 from appsdk.handlers.definition import definition_of
+from appsdk.running.options import RunOptions
 from appsdk.running.runner import run_connection, say
 from appsdk.testing.wire import AppOutput, call, checkpoint_record, control, initial_record, logged
 from protocol.messages import MessageType
@@ -143,7 +144,7 @@ def test_a_large_state_is_left_to_a_recovery_which_keeps_a_copy() -> None:
         it.send(GOODBYE)
 
     with coordinator(again) as it:
-        run_connection(definition_of(Shelf), it.address, rewound=True)
+        run_connection(definition_of(Shelf), it.address, options=RunOptions(rewound=True))
     assert b"\xa5items\x94\xa1a\xa1b\xa1c\xa1d" in it.output.blobs[-1]
 
 

@@ -12,6 +12,7 @@ import pytest
 from appsdk import Immortal, peer, rpc
 from appsdk.errors import EXIT_HANDLER_FAILED, EXIT_INTERRUPTED, EXIT_NOT_RUNNABLE, HandlerError
 from appsdk.handlers.definition import definition_of
+from appsdk.running.options import RunOptions
 from appsdk.running.runner import run_connection
 from appsdk.testing.wire import call, logged
 from protocol.extensions import decode_handler_failed, decode_origins
@@ -45,7 +46,7 @@ def test_a_failure_is_told_behind_all_that_was_sent() -> None:
         assert it.connection.recv(1) == b""
 
     with coordinator(script) as it, pytest.raises(HandlerError, match="bad line"):
-        run_connection(definition_of(Relay), it.address, trace=True)
+        run_connection(definition_of(Relay), it.address, options=RunOptions(trace=True))
     assert it.output.calls_count == count + 1
     failure = decode_handler_failed(it.output.messages[-1].data)
     assert (failure.sequence_id, failure.message_index) == (1, count)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-import appsdk.running.transport
+import appsdk.running.app_loop
 import appsdk.state.snapshot
 from appsdk import Immortal, Impulses, on_primary, peer, rpc
 from appsdk.errors import EXIT_HANDLER_FAILED, Disconnected, StateError
@@ -453,7 +453,7 @@ def test_a_coordinator_that_does_not_read_holds_up_the_child_not_the_handlers(mo
         assert relayed[0] == len(snapshot_of(it.output)) > 38 << 20
         it.send(GOODBYE)
 
-    monkeypatch.setattr(appsdk.running.transport, "Snapshot", Counting)
+    monkeypatch.setattr(appsdk.running.app_loop, "Snapshot", Counting)
     with coordinator(script) as it:
         run_connection(definition_of(Watched), it.address)
     assert reason_of(it.output) == ""

@@ -1,0 +1,224 @@
+"""A service in one process: its coordinator runs in the app's own thread. `docs/guide/embedded.md`.
+
+    run(Orders, "orders")                           a program of its own; never returns
+    with start(Orders, "orders"):                   in a thread: for tests, notebooks, several instances
+
+The log, the wire and the promises are those of `immortal run`; a log moves between both ways without change.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+from appsdk.embedded.app import EmbeddedApp
+from appsdk.errors import EXIT_FAILED, AppError, StartError
+from appsdk.handlers.definition import Definition, definition_of
+from appsdk.running.life import say
+from appsdk.running.options import RunOptions, run_options
+from appsdk.running.runner import check_determinism
+from coordinator.config import InstanceSettings
+from coordinator.core.notices import Level
+from coordinator.instances.registry import HOME_DEFAULT, HOME_VARIABLE, Registry, RegistryError
+from coordinator.notices import Notices, configure
+from coordinator.notices.readiness import Readiness
+from coordinator.operator import control
+from coordinator.peers.security import check_start
+from coordinator.service.runtime import Coordinator, run_coordinator
+from protocol.errors import ImmortalError
+
+HASH_SEED_VARIABLE = "PYTHONHASHSEED"
+PEER_DEFAULT = "tcp://127.0.0.1:*"
+READY_TIMEOUT_S = 60.0
+
+__all__ = ["Embedded", "run", "start"]
+
+
+class _Instance:
+    """One instance of ``cls`` that is to run in the thread that calls :meth:`serve`."""
+
+    def __init__(self, cls: type, name: str, home: str | os.PathLike[str] | None, level: Level, given: Any) -> None:
+        self.definition: Definition = definition_of(cls)
+        for one in self.definition.chain:
+            one.resolve(names_may_be_missing=False)
+        self.label = cls.__qualname__
+        self.options: RunOptions = run_options()
+        check_determinism(self.definition, self.label, strict=self.options.strict)
+        self.registry = Registry(Path(home or os.environ.get(HOME_VARIABLE) or HOME_DEFAULT))
+        self.settings = _settings(self.registry, name, given)
+        control.refuse_running(self.settings.folder)
+        if (app := _name_of(cls)) is not None:
+            self.settings = self.registry.remember_app(name, app)
+        check_start(self.settings)
+        self.level: Level = level
+        self.ready = threading.Event()
+        self.app: EmbeddedApp | None = None
+        self.coordinator: Coordinator | None = None
+
+    def serve(self) -> int:
+        """Until it is stopped; its exit status. What the user has to know is on stderr."""
+        log = Notices(
+            self.settings.name,
+            configure(self.settings.name, level=self.level),
+            Readiness(self.ready.set),
+        )
+        status = run_coordinator(self.settings, self.registry, log, make_app=self._make_app)
+        error = None if self.app is None else self.app.error
+        if error is None:
+            return status
+        say(self.label, str(error))
+        return error.exit_status if isinstance(error, AppError) else EXIT_FAILED
+
+    def _make_app(self, coordinator: Coordinator, settings: InstanceSettings, log: Notices, epoll: Any) -> EmbeddedApp:
+        self.coordinator = coordinator
+        self.app = EmbeddedApp(self.definition, self.options, epoll, coordinator.request_stop)
+        return self.app
+
+
+def run(
+    cls: type,
+    name: str,
+    *,
+    home: str | os.PathLike[str] | None = None,
+    log_level: Level = "info",
+    **settings: Any,
+) -> NoReturn:
+    """Run ``cls`` as the instance ``name`` in this process's main thread; never returns.
+
+    Where ``name`` is not registered in ``home`` (IMMORTAL_HOME, else .immortal) it is, with ``settings`` as
+    :meth:`Registry.register` takes them; those of one that is registered stay as they are. SIGTERM and Ctrl-C stop it
+    cleanly, with a checkpoint; once more, in the middle of a handler, ends the process at once, as a crash would.
+
+    The exit status is that of `immortal run`: 0 after a clean stop, 70 where a handler stops the app, 3 where its log
+    can't be replayed, 1 after another error, 2 for a class that can't be run.
+    """
+    _fix_hash_seed()
+    try:
+        instance = _Instance(cls, name, home, log_level, settings)
+        if "PYTHONBREAKPOINT" not in os.environ and sys.breakpointhook is sys.__breakpointhook__:
+            sys.breakpointhook = _breakpoint
+        sys.exit(instance.serve())
+    except ImmortalError as error:
+        say(getattr(cls, "__qualname__", repr(cls)), str(error))
+        sys.exit(error.exit_status if isinstance(error, AppError) else EXIT_FAILED)
+
+
+class Embedded:
+    """An instance that runs in a thread of this process, until :meth:`stop` or the end of its ``with``."""
+
+    def __init__(self, instance: _Instance) -> None:
+        self._instance = instance
+        self._status: int | None = None
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"immortal {instance.settings.name}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._status = self._instance.serve()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._ended.set()
+            self._instance.ready.set()
+
+    @property
+    def running(self) -> bool:
+        return not self._ended.is_set()
+
+    def wait_until_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
+        """Until the app is recovered, or begun. Raises StartError where it has ended before, or is not by then."""
+        name = self._instance.settings.name
+        if not self._instance.ready.wait(timeout_s):
+            raise StartError(f"{name!r} is not ready within {timeout_s:g} s: 'immortal status {name}' says where it is")
+        if not self.running:
+            why = "its lines on stderr say why" if self._error is None else str(self._error)
+            raise StartError(f"{name!r} has ended as it started: {why}") from self._error
+
+    def stop(self) -> int:
+        """Stop it cleanly, with a checkpoint, and wait for that; the exit status that it would have had."""
+        if (coordinator := self._instance.coordinator) is not None and self.running:
+            coordinator.request_stop()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return 0 if self._status is None else self._status
+
+    def __enter__(self) -> Embedded:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def start(
+    cls: type,
+    name: str,
+    *,
+    home: str | os.PathLike[str] | None = None,
+    log_level: Level = "warning",
+    ready_timeout_s: float = READY_TIMEOUT_S,
+    **settings: Any,
+) -> Embedded:
+    """Run ``cls`` as the instance ``name`` in a thread of this process; returns once it takes input.
+
+    As :func:`run`, but signals stay the caller's, and so does Python's hash seed: without PYTHONHASHSEED in the
+    environment the order of a set may differ at the next start. Raises ImmortalError.
+    """
+    embedded = Embedded(_Instance(cls, name, home, log_level, settings))
+    try:
+        embedded.wait_until_ready(ready_timeout_s)
+    except BaseException:
+        if embedded.running:
+            embedded.stop()
+        raise
+    return embedded
+
+
+def _settings(registry: Registry, name: str, given: dict[str, Any]) -> InstanceSettings:
+    if registry.path(name).exists():
+        if given:
+            raise RegistryError(
+                f"{name!r} is registered already, so {', '.join(sorted(given))} can't be given here: "
+                f"{registry.path(name)} has its settings"
+            )
+        return registry.load(name)
+    return registry.register(name, given.pop("peer", PEER_DEFAULT), **given)
+
+
+def _name_of(cls: type) -> str | None:
+    """``cls`` as `immortal run` and `immortal log show` would name it; None where they could not."""
+    module = cls.__module__
+    if module == "__main__":
+        main = sys.modules["__main__"]
+        spec, path = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+        if spec is not None:
+            module = spec.name
+        elif path is not None:
+            module = Path(path).stem
+        else:
+            return None
+    return None if "<" in cls.__qualname__ else f"{module}:{cls.__qualname__}"
+
+
+def _breakpoint() -> None:
+    """As Python's own, but Ctrl-C goes on stopping the instance: pdb would keep it for itself from here on."""
+    import pdb
+
+    pdb.Pdb(nosigint=True).set_trace(sys._getframe(1))
+
+
+def _fix_hash_seed() -> None:
+    """As `python -m appsdk` does, where the program can be started over."""
+    if os.environ.get(HASH_SEED_VARIABLE, "random") != "random" or sys.flags.ignore_environment:
+        return
+    if not hasattr(sys, "ps1") and sys.orig_argv and threading.active_count() == 1:
+        sys.stdout.flush()
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, HASH_SEED_VARIABLE: "0"})

@@ -1,0 +1,30 @@
+"""``python -m appsdk.embedded NAME MODULE:CLASS``: what `immortal run --embedded` becomes."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from appsdk.embedded import run
+from appsdk.errors import EXIT_NOT_RUNNABLE
+from appsdk.running.runner import load_or_say
+from coordinator.core.notices import Level
+from coordinator.notices import LOG_LEVELS
+
+
+@click.command()
+@click.argument("name")
+@click.argument("target", metavar="MODULE:CLASS")
+@click.option("--home", help="The registry folder.")
+@click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info")
+def main(name: str, target: str, home: str | None, log_level: Level) -> None:
+    """Run MODULE:CLASS as the instance NAME, with its coordinator in this process."""
+    cls = load_or_say(target)
+    if cls is None:
+        sys.exit(EXIT_NOT_RUNNABLE)
+    run(cls, name, home=home, log_level=log_level)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""The app of a coordinator that runs in the same thread: no socket, no second process.
+
+The coordinator's loop asks it now and then to go on (:meth:`EmbeddedApp.process`). It handles some of what the core has
+for the app, and gives back what the app says. So handlers and core take turns: while a handler runs, or stands at a
+breakpoint, the coordinator waits, and input waits in its sockets.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from appsdk.dispatch.events import Flush, Goodbye
+from appsdk.errors import AppError, RecoveryNeeded
+from appsdk.handlers.definition import Definition
+from appsdk.running.life import AppLife
+from appsdk.running.options import RunOptions
+from appsdk.running.transport import Waker
+from coordinator.core import effects as ef
+from coordinator.core import events as ev
+from protocol.errors import ImmortalError
+
+TURN_NS = 2_000_000  # then the coordinator has its turn, though there is more to handle
+INPUT_BUFFERED_BYTES_MAX = 1 << 20  # handed to the dispatcher and not handled
+
+
+class EmbeddedApp:
+    """``on_end``: called when the app has ended by an error, which is ``error`` then; it can't be begun again."""
+
+    def __init__(
+        self, definition: Definition, options: RunOptions, epoll: select.epoll, on_end: Callable[[], None]
+    ) -> None:
+        self._definition = definition
+        self._options = options
+        self._epoll = epoll
+        self._on_end = on_end
+        self._waker = Waker()
+        self._life: AppLife | None = None
+        self._to_app: list[bytes | memoryview] = []
+        self._begins = False  # it is to be there at the next turn
+        self._more = False  # there is something to do at once
+        self._paused = self._closing = False
+        self._sent_bytes = 0
+        self._snapshot_fileno = -1  # that is registered
+        self.error: ImmortalError | None = None
+        self.moved_ns = time.monotonic_ns()
+
+    def listen(self) -> None:
+        self._epoll.register(self._waker.fileno(), select.EPOLLIN)
+        self._begins = True
+
+    @property
+    def where(self) -> Mapping[str, str | None]:
+        return {"app": "in this process"}
+
+    @property
+    def is_handling(self) -> bool:
+        """A handler runs. From signal handlers, too."""
+        life = self._life
+        return life is not None and life.dispatcher.now_handling is not None
+
+    # --- the driver's port -------------------------------------------------------------------------------------------
+
+    def send(self, effect: ef.SendToApp) -> None:
+        if self._life is not None and not self._closing:
+            self._to_app.append(effect.data)
+
+    def close_app(self, effect: ef.CloseApp) -> None:
+        self._closing = True
+
+    def pause(self, effect: ef.PauseApp) -> None:
+        self._paused = True
+
+    def resume(self, effect: ef.ResumeApp) -> None:
+        self._paused, self._more = False, True
+
+    def flush(self) -> list[ev.Event]:
+        return []
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._sent_bytes
+
+    def take_sent(self) -> list[ev.Event]:
+        sent_bytes, self._sent_bytes = self._sent_bytes, 0
+        return [ev.AppSent(sent_bytes)] if sent_bytes else []
+
+    # --- for the loop ------------------------------------------------------------------------------------------------
+
+    def next_deadline_ns(self) -> int | None:
+        now_ns = time.monotonic_ns()
+        life = self._life
+        if self._begins or self._closing:
+            return now_ns
+        if life is None or self._paused:
+            return None
+        if self._to_app or self._more or life.loop.pending:
+            return now_ns
+        due_ns = life.dispatcher.next_due_ns
+        deadline_ns = None if due_ns is None else now_ns + max(0, due_ns - life.loop.now_ns())
+        if life.loop.snapshot is not None:
+            silent_ns = now_ns + int(1e9 * max(0.0, life.loop.snapshot.time_left_s()))
+            deadline_ns = silent_ns if deadline_ns is None else min(silent_ns, deadline_ns)
+        return deadline_ns
+
+    def is_due(self, now_ns: int) -> bool:
+        due_ns = self.next_deadline_ns()
+        return due_ns is not None and now_ns >= due_ns
+
+    def process(self, ready: Mapping[int, int]) -> list[ev.Event]:
+        if self._waker.fileno() in ready:
+            self._waker.clear()
+        life = self._life
+        if life is None:
+            return self._begin() if self._begins else []
+        if self._closing:
+            self._take_last(life, TURN_NS)
+            return [self._lose(life)]
+        if self._paused:
+            return []
+        now_ns = time.monotonic_ns()
+        try:
+            self._handle(life, now_ns + TURN_NS)
+        except ImmortalError as error:
+            return self._leave(life, error)
+        return self._said(life)
+
+    def drain(self, timeout_s: float) -> None:
+        if self._life is not None and self._to_app:
+            self._take_last(self._life, int(1e9 * timeout_s))
+
+    def close(self) -> None:
+        if self._life is not None:
+            self._lose(self._life)
+        self._waker.close()
+
+    def _begin(self) -> list[ev.Event]:
+        self._begins = False
+        life = self._life = AppLife(self._definition, self._options, self._waker.wake)
+        life.start()
+        self._paused = self._closing = False
+        life.loop.take_output()
+        return [ev.AppConnected(), *self._said(life)]
+
+    def _handle(self, life: AppLife, until_ns: int) -> None:
+        """Handle what is there, for a while. Raises ImmortalError."""
+        loop, dispatcher = life.loop, life.dispatcher
+        self._more = False
+        if self._to_app and dispatcher.buffered_bytes < INPUT_BUFFERED_BYTES_MAX:
+            data = b"".join(self._to_app)
+            self._to_app.clear()
+            self._sent_bytes += len(data)
+            dispatcher.receive_data(data)
+        while True:
+            event = loop.step()
+            if event is None or isinstance(event, Goodbye):
+                break
+            if isinstance(event, Flush) or time.monotonic_ns() >= until_ns:
+                self._more = True
+                break
+        self._watch_snapshot(life)
+
+    def _take_last(self, life: AppLife, for_ns: int) -> None:
+        """What the coordinator has said last, and why."""
+        try:
+            self._handle(life, time.monotonic_ns() + for_ns)
+        except ImmortalError as error:
+            self._end(error)
+
+    def _said(self, life: AppLife) -> list[ev.Event]:
+        loop = life.loop
+        with loop.lock:
+            if not loop.pending:
+                return []
+            data = b"".join(loop.pending)
+            loop.took(len(data))
+        self.moved_ns = time.monotonic_ns()
+        return [ev.AppData(data)]
+
+    def _leave(self, life: AppLife, error: ImmortalError) -> list[ev.Event]:
+        """The app ends, and says so: with ``error``, or to come back as the log has it."""
+        if isinstance(error, AppError):
+            life.dispatcher.say_leaving(str(error).partition("\n")[0])
+        life.loop.take_output()
+        events = [*self._said(life), self._lose(life)]
+        if isinstance(error, RecoveryNeeded):
+            self._options = replace(self._options, rewound=True)
+            self._begins = True
+        else:
+            self._end(error)
+        return events
+
+    def _end(self, error: ImmortalError) -> None:
+        self.error = self.error or error
+        self._on_end()
+
+    def _lose(self, life: AppLife) -> ev.Event:
+        self._watch_snapshot(life, ended=True)
+        life.close("the instance has stopped")
+        self._life = None
+        self._to_app.clear()
+        self._closing = self._more = False
+        self._sent_bytes = 0
+        return ev.AppClosed()
+
+    def _watch_snapshot(self, life: AppLife, *, ended: bool = False) -> None:
+        """Hear of what the child that encodes a checkpoint has written."""
+        snapshot = None if ended else life.loop.snapshot
+        wanted = -1 if snapshot is None else snapshot.fileno()
+        if wanted == self._snapshot_fileno:
+            return
+        if wanted >= 0:
+            self._epoll.register(wanted, select.EPOLLIN)  # one that is closed has left by itself
+        self._snapshot_fileno = wanted

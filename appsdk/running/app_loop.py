@@ -1,0 +1,157 @@
+"""What an app does with its dispatcher, wherever its bytes come from and go to: no socket, no wait.
+
+What is to be sent waits in ``pending``. A checkpoint that a child process encodes goes there in chunks between the
+other messages, SNAPSHOT_CHUNKS_PENDING_MAX ahead of who takes them at most; the rest waits in the child.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from appsdk.calls.outbox import Chunk
+from appsdk.dispatch.dispatcher import Dispatcher
+from appsdk.dispatch.events import BecamePrimary, Event, Goodbye, MessageFailed, Refusal, SnapshotBegun
+from appsdk.errors import AppError, Refused
+from appsdk.state.snapshot import CHUNK_SIZE_BYTES_MAX, Snapshot
+from protocol.errors import RemoteProtocolError
+from protocol.messages import MessageType, encode_message
+from protocol.varint import encode_zigzag
+from protocol.verdicts import Verdict
+
+SNAPSHOT_CHUNKS_PENDING_MAX = (1 << 20) // CHUNK_SIZE_BYTES_MAX  # handed over and not taken
+_STEADY = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # the one that coordinators read
+
+
+class AppLoop:
+    """``on_primary``: called when the app begins to work. ``on_failure``: told of each message that has failed alone.
+    ``coordinator``: which one it is, for messages."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        coordinator: str,
+        on_primary: Callable[[], None],
+        on_failure: Callable[[Verdict], None] = lambda verdict: None,
+    ) -> None:
+        self.dispatcher = dispatcher
+        self.snapshot: Snapshot | None = None
+        self.pending: deque[memoryview] = deque()
+        self.pending_size_bytes = 0
+        self.sent_size_bytes = 0
+        self.lock = threading.Lock()  # of what is pending: nobody else's bytes may come in between
+        self._coordinator = coordinator
+        self._on_primary = on_primary
+        self._on_failure = on_failure
+        self._snapshot_ends: deque[int] = deque()  # up to which byte of all output each of its pending chunks goes
+        self.output_ended = False
+        self._failure: AppError | None = None
+
+    def fail(self, error: AppError) -> None:
+        """From any thread: the next :meth:`step` raises it."""
+        if self._failure is None:
+            self._failure = error
+
+    def step(self) -> Event | None:
+        """Handle input up to the next event, and put what the app says into ``pending``. None: no more input.
+
+        Raises what :meth:`fail` was given, Refused, and whatever the dispatcher raises.
+        """
+        self.look()
+        event = self.dispatcher.next_event()
+        if isinstance(event, Goodbye):
+            return event
+        if isinstance(event, Refusal):
+            raise Refused(f"the coordinator{self._coordinator} refuses: {event.reason}")
+        if isinstance(event, BecamePrimary):
+            self._on_primary()
+        elif isinstance(event, MessageFailed):
+            self._on_failure(event.verdict)
+        elif isinstance(event, SnapshotBegun):
+            if self.snapshot is not None:
+                raise RemoteProtocolError("a checkpoint was asked for while another one is on its way")
+            self.snapshot = Snapshot(event.encode)
+        due_ns = self.dispatcher.next_due_ns
+        if due_ns is not None and due_ns <= (now_ns := self.now_ns()):
+            self.dispatcher.tell_time(now_ns)
+        self.take_output()
+        return event
+
+    def look(self) -> None:
+        """What has come from elsewhere: an error of a hook, a child's chunks. Raises it, StateError."""
+        if self._failure is not None:
+            raise self._failure
+        if self.snapshot is not None:
+            self._relay(self.snapshot)
+
+    def take_output(self) -> None:
+        """What the dispatcher has to say is pending from here on."""
+        self._take(self.dispatcher.data_to_send())
+
+    def now_ns(self) -> int:
+        """The instance's time. Its coordinator has the clock; one that tells no time leaves us with the machine's."""
+        told = self.dispatcher.time
+        return time.time_ns() if told is None else told.time_ns + time.clock_gettime_ns(_STEADY) - told.steady_ns
+
+    def took(self, size_bytes: int) -> None:
+        """So much of ``pending`` is on its way. For who holds the lock."""
+        self.pending_size_bytes -= size_bytes
+        self.sent_size_bytes += size_bytes
+        pending = self.pending
+        while size_bytes:
+            first = pending[0]
+            if size_bytes < len(first):
+                pending[0] = first[size_bytes:]
+                break
+            size_bytes -= len(first)
+            pending.popleft()
+
+    def end_output(self) -> None:
+        """Nobody takes any more of it."""
+        self.output_ended = True
+        self.pending.clear()
+        self.pending_size_bytes = 0
+        self.close()
+
+    def close(self) -> None:
+        if self.snapshot is not None:
+            self.snapshot.close()
+            self.snapshot = None
+
+    def _take(self, chunks: Iterable[Chunk]) -> None:
+        if self.output_ended:
+            return
+        with self.lock:
+            for chunk in chunks:
+                if len(chunk):
+                    self.pending.append(memoryview(chunk))
+                    self.pending_size_bytes += len(chunk)
+
+    # --- a checkpoint beside the handlers ---------------------------------------------------------------------------
+
+    @property
+    def snapshot_has_room(self) -> bool:
+        """What its child writes next is taken."""
+        ends = self._snapshot_ends
+        while ends and ends[0] <= self.sent_size_bytes:
+            ends.popleft()
+        return len(ends) < SNAPSHOT_CHUNKS_PENDING_MAX
+
+    def _relay(self, snapshot: Snapshot) -> None:
+        """Put what the child has written behind the output, as far as there is room for it."""
+        if not self.snapshot_has_room:
+            snapshot.not_read()
+        while self.snapshot_has_room:
+            chunk = snapshot.read()
+            if chunk is None:
+                return
+            if not chunk:
+                self.snapshot = None
+                self.dispatcher.forks_next = not snapshot.has_hung
+                self._take([encode_message(MessageType.SNAPSHOT_END, snapshot.reason.encode())])
+                return
+            front = encode_zigzag(1 + len(chunk)) + bytes((MessageType.SNAPSHOT_CHUNK,))
+            self._take([front, chunk])
+            self._snapshot_ends.append(self.sent_size_bytes + self.pending_size_bytes)

@@ -1,0 +1,128 @@
+"""One life of an app in this process: its dispatcher, and what runs beside it: effects, hooks, the watchdog."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from appsdk.calls.context import SEED_SIZE_BYTES
+from appsdk.calls.report import FailureReporter, user_traceback
+from appsdk.dispatch.delivery import Delivery
+from appsdk.dispatch.dispatcher import Dispatcher
+from appsdk.effects.runner import OutsideRunner
+from appsdk.errors import AppError, Disconnected, HookError
+from appsdk.handlers.definition import Definition
+from appsdk.handlers.proxy import Impulses
+from appsdk.running import tracing
+from appsdk.running.app_loop import AppLoop
+from appsdk.running.options import RunOptions
+from appsdk.running.watchdog import Watchdog
+from protocol.shown import printable_message
+from protocol.verdicts import Verdict
+
+
+class AppLife:
+    """From the connection with a coordinator to its end.
+
+    ``wake``: called by other threads when ``loop`` has something to do. ``coordinator``: which one it is, for messages.
+    ``say_beside`` and ``is_left``: see :class:`Watchdog`.
+    """
+
+    def __init__(
+        self,
+        definition: Definition,
+        options: RunOptions,
+        wake: Callable[[], None],
+        *,
+        say_beside: Callable[[bytes], bool] = lambda message: False,
+        is_left: Callable[[], bool] = lambda: False,
+        coordinator: str = "",
+    ) -> None:
+        self._wake = wake
+        self._effects = _effect_runner(definition)
+        trace, stop = options.trace, options.stop
+        make_dispatcher = tracing.TracingDispatcher if trace else Dispatcher
+        self.dispatcher = make_dispatcher(
+            definition,
+            lambda: os.urandom(SEED_SIZE_BYTES),
+            wake,
+            effects=self._effects,
+            make_delivery=Delivery if stop is None else stop.make_delivery,
+            keeps_large_copies=options.rewound or trace,  # a replay that is looked at is not started again
+            compares_queries=options.checks_queries and trace,  # to a recovery they are as right as in service
+        )
+        for cls in {cls for one in definition.chain for cls in one.cls.__mro__}:
+            if cls.__module__ != "builtins" and (file_name := inspect.getsourcefile(cls)):
+                self.dispatcher.context.sites.load(file_name)
+        reporter = FailureReporter(lambda text: say(definition.name, text))
+        # A run that is looked at tells whoever looks, in its own way.
+        failed: Callable[[Verdict], None] = (lambda verdict: None) if trace else reporter.failed
+        self.loop = AppLoop(self.dispatcher, coordinator, self._start_hooks, failed)
+        self._watchdog = Watchdog(
+            lambda: self.dispatcher.now_handling,
+            say_beside,
+            None if stop is not None else definition.handler_time_limit,
+            lambda text: say(definition.name, text),
+            is_left if stop is None else lambda: False,
+        )
+
+    def start(self) -> None:
+        """What was given to :meth:`__init__` may be called from here on."""
+        self._watchdog.start()
+
+    def fail(self, error: AppError) -> None:
+        """From any thread: end it with this error."""
+        self.loop.fail(error)
+        self._wake()
+
+    def close(self, reason: str) -> None:
+        """``reason``: why nothing is accepted any more, for hooks that still send."""
+        self._watchdog.stop()
+        self.dispatcher.outbox.impulses.close(reason)
+        if self._effects is not None:
+            self._effects.stop()
+        self.loop.close()
+
+    def _start_hooks(self) -> None:
+        definition, instance = self.dispatcher.definition, self.dispatcher.instance
+        for name in definition.on_primary:
+            impulses = Impulses(instance, definition, self.dispatcher.outbox.impulses)
+            full_name = f"{definition.name}.{name}"
+            arguments = (instance, full_name, name, impulses)
+            threading.Thread(target=self._run_hook, args=arguments, name=full_name, daemon=True).start()
+
+    def _run_hook(self, instance: Any, full_name: str, name: str, impulses: Impulses) -> None:
+        try:
+            getattr(instance, name)(impulses)
+        except Disconnected:
+            pass  # the main thread says so
+        except (Exception, SystemExit) as error:
+            self.fail(
+                HookError(
+                    f"{full_name}, an @on_primary hook, raised {type(error).__name__}; the app "
+                    f"stops\n{user_traceback(error)}\n"
+                    f"  What it sent and what was accepted is in the log. Fix it and start the app again: the hook "
+                    f"runs once\n"
+                    f"  more, with the state as it is then."
+                )
+            )
+
+
+def say(label: str, text: str) -> None:
+    """One message to the user, on stderr."""
+    show(f"app {label}: {text}")
+
+
+def show(text: str) -> None:
+    """As it is, on stderr."""
+    print(printable_message(text), file=sys.stderr, flush=True)  # noqa: T201 (the one place)
+
+
+def _effect_runner(definition: Definition) -> OutsideRunner | None:
+    if not any(one.has_tasks for one in definition.chain):
+        return None
+    return OutsideRunner(definition.concurrent_effects, lambda text: say(definition.name, text))
