@@ -129,6 +129,8 @@ class Backend(ReadBackend, Protocol):
 
     failure: LogError | None = None
     """Why it accepts nothing more."""
+    is_remote: bool = False
+    """What it is asked for may take long, or fail for a while: that is for threads, not for a loop."""
     fence: int
     """The writer's term, for its appends; 0 where a lock alone keeps others off."""
     mended: list[str]

@@ -63,6 +63,8 @@ class PostgresBackend(Backend):
     anything else is appended.
     """
 
+    is_remote = True
+
     def __init__(self, database: Database, log_id: int, instance_name: str | None, *, epoch: int, appends: int) -> None:
         self.where = database.where
         self.mended: list[str] = []
