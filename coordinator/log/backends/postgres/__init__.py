@@ -335,8 +335,9 @@ class PostgresPlace(Place):
         return self._database.log_name
 
     def _head(self, connection: Connection) -> tuple[Any, ...]:
+        name = self._name
         schema.check_version(schema.version_of(connection), self.where)
-        row = connection.execute(_HEAD, (self._name,)).fetchone()
+        row = connection.execute(_HEAD, (name,)).fetchone()
         if row is None:
             raise LogFormatError(f"there is no log {self.where}")
         return row
