@@ -49,7 +49,7 @@ class Chunks(Protocol):
 def problem_of(store: Chunks, header: CheckpointHeader, is_given_up: Callable[[], bool] = lambda: False) -> str | None:
     """What is wrong with the blob of ``header``'s checkpoint; None if every byte is what was written.
 
-    ``is_given_up``: looked at before each chunk; nobody wants to know any more.
+    ``is_given_up``: looked at before each chunk; nobody wants to know any more. Raises LogUnavailableError.
     """
     size_bytes = check = index = 0
     while size_bytes < header.size_bytes:
@@ -57,6 +57,8 @@ def problem_of(store: Chunks, header: CheckpointHeader, is_given_up: Callable[[]
             return "nobody waited until it was read"
         try:
             chunk = store.read_checkpoint_chunk(header.checkpoint_id, index)
+        except LogUnavailableError:
+            raise  # that says nothing of the checkpoint
         except LogError as error:
             return str(error)
         if not chunk:

@@ -67,6 +67,7 @@ class LogWriter:
         self._closing = False
         self._kept: _Job | None = None  # taken while looking for a commit to join
         self._ticket = 0  # of the last append that is durable
+        self._unanswered_ticket: int | None = None  # of the last one that was joined to what was not answered
         self.commit_s = 0.0  # what a commit takes, with its sync: a running mean over the last few
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
@@ -157,11 +158,22 @@ class LogWriter:
         except Exception as error:  # it must not end the thread: the machine would wait for its answer for ever
             failed = _failed(error, job)
             self._holds = failed.retryable
+            self._unanswered_ticket = job.ticket if isinstance(job, Commit) else None
             return failed
 
     def _read_tail(self) -> Event:
-        self._holds = False
-        return TailRead(self._ticket, self._store.summary().last_sequence_id)
+        """Where the log ends, once it is settled what has become of the write that was not answered."""
+        try:
+            with self._store_lock:
+                if self._store.was_done() and self._unanswered_ticket is not None:
+                    self._ticket = self._unanswered_ticket
+                last_sequence_id = self._store.summary().last_sequence_id
+        except FencedError as error:
+            return Fenced(0, error.holder)
+        except Exception as error:  # as above
+            return _failed(error, ReadTail())
+        self._holds, self._unanswered_ticket = False, None
+        return TailRead(self._ticket, last_sequence_id)
 
     def _run(self) -> None:
         while True:
@@ -171,7 +183,7 @@ class LogWriter:
                 os.eventfd_write(self._wake, 1)
             elif self._closing and self._jobs.empty():
                 return
-            elif self._trim.is_set():
+            elif self._trim.is_set() and not self._holds:
                 self._trim_step()
 
     def _do(self, job: _Job) -> tuple[int, list[Event]]:
@@ -243,7 +255,7 @@ class LogWriter:
                 self._trim.clear()
 
 
-def _failed(error: Exception, job: _Write) -> LogFailed:
+def _failed(error: Exception, job: _Job) -> LogFailed:
     if not isinstance(error, LogError):
         error = LogError(f"a write to the log failed: {error!r}")
     return LogFailed(error, isinstance(error, LogUnavailableError), job)
