@@ -16,6 +16,7 @@ from protocol.messages import RpcType
 from protocol.peer import FrameType
 from protocol.verdicts import Cause, Verdict, VerdictKind, encode_verdict
 from tests.helpers.core import EXTENSIONS, HELLO, Driven, arguments, attach, call, checkpoint, rpc
+from tests.unit.test_core_verdicts import told
 
 ALL_HELLO = encode_hello(Hello(EXTENSIONS, "test"))
 
@@ -233,9 +234,18 @@ def test_a_verdict_on_a_record_to_come_is_told_before_it() -> None:
     refused = Verdict(2, 0, VerdictKind.REFUSED, "", "no", Cause.FORBIDDEN)
     writer.store.commit(Transaction(verdicts=[refused]))
     record(writer, 2)
+    follower.forget()
     follower.look()
-    told = [entry[1] for entry in follower.heard if isinstance(entry, tuple)]
-    assert told.index("VERDICTS") < len(told) - 1
+    assert [entry[1] for entry in follower.heard if isinstance(entry, tuple)] == ["VERDICTS", "RECORD_TIME"]
+    assert told(follower) == [refused]
+
+
+def test_a_log_that_grows_without_verdicts_tells_none() -> None:
+    writer, follower = following_failures()
+    follower.forget()
+    record(writer, 2)
+    follower.look()
+    assert [entry[1] for entry in follower.heard if isinstance(entry, tuple)] == ["RECORD_TIME"]
 
 
 def test_a_writer_that_reads_a_later_epoch_in_its_log_is_fenced() -> None:
