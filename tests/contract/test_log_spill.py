@@ -19,8 +19,10 @@ from coordinator.core.interfaces import (
     SpilledExtent,
     Transaction,
 )
+from coordinator.fault_points import FaultPoint
 from coordinator.log import RowLogStore, create_log, open_log, open_reader
 from coordinator.log import format as log_format
+from coordinator.log import store as log_store
 from coordinator.log.memory import MemoryLogStore
 from coordinator.log.verify import verify_log
 from protocol.messages import decode_messages, encode_incoming_rpc
@@ -104,6 +106,18 @@ def test_what_is_acknowledged_goes_whole_rows_at_a_time(store: LogStore) -> None
     while store.trim(keep_checkpoints=2):
         pass
     assert not store.summary().spilled
+
+
+def test_the_fault_points_of_trimming_what_is_spilled_are_its_alone(
+    store: LogStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.commit(Transaction(spilled=[row("bob", 1, 5)], acknowledged={"bob": 5}))
+    reached: list[FaultPoint] = []
+    monkeypatch.setattr(log_store, "reach", reached.append)
+    store.trim(keep_checkpoints=1)
+    assert reached == [FaultPoint.AFTER_SPILL_TRIM]
+    store.trim(keep_checkpoints=1)
+    assert reached == [FaultPoint.AFTER_SPILL_TRIM]
 
 
 def test_impulses_that_wait_outlive_the_checkpoint_before_which_they_were_made(store: LogStore) -> None:

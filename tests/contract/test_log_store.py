@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import lmdb
 import pytest
 
 from coordinator.core.errors import (
@@ -35,10 +38,14 @@ from coordinator.core.interfaces import (
 from coordinator.log import RowLogStore, TrimmedError, create_log, open_log, open_reader, verify_value
 from coordinator.log import budget as budget_module
 from coordinator.log import format as log_format
+from coordinator.log import reader as reader_module
 from coordinator.log.backend import Append, Options
+from coordinator.log.backends import lmdb as lmdb_backend
+from coordinator.log.backends.lmdb.high_water import FILE_NAME as MARK_FILE_NAME
 from coordinator.log.cut import LogCutter
 from coordinator.log.memory import MemoryLogStore
 from coordinator.log.meta import first_and_last_sequence_id
+from coordinator.log.open import place_of
 from coordinator.log.removal import cut_checkpoint_ids, removal
 from coordinator.log.verify import verify_log
 from protocol.checksum import crc64
@@ -231,12 +238,13 @@ def test_ranges_and_size_limits(bench: Bench) -> None:
         [(0, make_value(0)), (2, make_value(2))],
         [(0, make_value(1))],
         [(0, b"short")],
+        [(0, struct.pack("<iiQq", COMMITTER_ID, 10, 0, 0))],  # a header alone
         [(0, encode_record(COMMITTER_ID, 0, b"no trailer"))],
         [(0, encode_record(COMMITTER_ID + 1, 0, b"") + bytes(20))],
     ],
 )
 def test_records_that_do_not_belong_there_are_a_bug(bench: Bench, wrong: list[tuple[int, bytes]]) -> None:
-    with pytest.raises(InvariantError):
+    with pytest.raises(InvariantError, match=r"record \d+ (is to be written|has only \d+ bytes|says it is)"):
         bench.store.commit(Transaction(records=wrong))
     bench.store.commit(records(0, 1))
     assert bench.reopen().summary().last_sequence_id == 0
@@ -497,6 +505,13 @@ def test_memory_a_failed_commit_leaves_nothing_and_refuses_more() -> None:
     assert store.crash().summary().last_sequence_id == 0
 
 
+def test_memory_a_crash_leaves_the_disk_as_it_is() -> None:
+    store = MemoryLogStore(COMMITTER_ID)
+    store.free_bytes = 5
+    after = store.crash()
+    assert (after.free_bytes, after.backend.space().free_bytes) == (5, 5)
+
+
 def test_memory_damage_is_found() -> None:
     store = MemoryLogStore(COMMITTER_ID)
     store.commit(records(0, 3))
@@ -665,6 +680,47 @@ for checkpoint_id, sequence_id in ((2, 4999), (3, 5001)):
         pass
     print("trimmed", flush=True)
 """
+
+
+def test_a_scan_calls_nothing_missing_that_was_trimmed_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_module, "SCAN_ROWS_MAX", 1)
+    log = "memory:trimmed-meanwhile"  # which is written and read in one process
+    store = create_log(log, "alice", committer_id=COMMITTER_ID)
+    store.commit(records(0, 10))
+    with open_reader(log) as reader:
+        scan = reader.records()
+        assert next(scan).sequence_id == 0
+        write_checkpoint(store, 1, 4, [b"one"])
+        trim_all(store, 1)
+        assert [(logged.sequence_id, logged.problem) for logged in scan] == [(number, None) for number in range(5, 10)]
+    place_of(log).remove()
+
+
+def mapped_bytes(path: Path) -> int:
+    """How much of the file is in this process's memory, by its mappings."""
+    size_bytes, is_its = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if not line.split()[0].endswith(":"):
+            is_its = line.split()[4] == str(path.stat().st_ino)
+        elif is_its and line.startswith("Rss:"):
+            size_bytes += int(line.split()[1]) * 1024
+    return size_bytes
+
+
+def test_what_reading_has_mapped_is_given_back(tmp_path: Path) -> None:
+    store = new_log(tmp_path)
+    store.commit(records(0, 10, bytes(50_000)))
+    path = tmp_path / "data.mdb"
+    assert len(store.read(0, 1 << 20)) == 10
+    assert mapped_bytes(path) > 400_000
+    store.backend.release()
+    assert mapped_bytes(path) == 0
+    store.close()
+    with open_reader(tmp_path) as reader:
+        assert len(list(reader.values(0))) == 10
+        assert mapped_bytes(path) > 400_000
+        reader.release()
+        assert mapped_bytes(path) == 0
 
 
 def test_a_reader_beside_a_trimming_writer_says_what_is_gone(tmp_path: Path) -> None:
@@ -847,6 +903,45 @@ def test_a_file_that_is_no_log(tmp_path: Path, size_bytes: int) -> None:
     for opener in (open_small, open_reader, lambda folder: create_log(folder, "alice")):
         with pytest.raises(LogFormatError, match="not an LMDB file"):
             opener(tmp_path)
+
+
+@pytest.mark.parametrize("page_size_bytes", [0, 128, 3000, 1 << 17])
+def test_a_file_with_pages_of_another_size(tmp_path: Path, page_size_bytes: int) -> None:
+    new_log(tmp_path).close()
+    path = tmp_path / "data.mdb"
+    data = bytearray(path.read_bytes())
+    at = 16 + 24  # behind the page's header: magic, version, address and size of the map
+    assert int.from_bytes(data[at : at + 4], "little") == 4096
+    data[at : at + 4] = page_size_bytes.to_bytes(4, "little")
+    path.write_bytes(data)
+    for opener in (open_small, open_reader):
+        with pytest.raises(LogFormatError, match="not an LMDB file of this kind of machine"):
+            opener(tmp_path)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "a bad disk"), lmdb.Error("a bad file")])
+def test_a_log_that_cannot_be_opened_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    new_log(tmp_path).close()
+
+    def fail(folder: Path) -> None:
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(lmdb_backend, "sync_names", fail)
+        with pytest.raises(LogError, match="a bad"):
+            open_small(tmp_path)
+    open_small(tmp_path).close()
+
+
+def test_trimming_leaves_the_high_water_mark(tmp_path: Path) -> None:
+    store = new_log(tmp_path)
+    store.commit(records(0, 10))
+    write_checkpoint(store, 1, 8, [b"one"])
+    before = (tmp_path / MARK_FILE_NAME).read_bytes()
+    trim_all(store, 1)
+    assert store.summary().first_sequence_id == 9
+    assert (tmp_path / MARK_FILE_NAME).read_bytes() == before
+    store.close()
 
 
 def test_creating_twice_and_after_a_cut(tmp_path: Path) -> None:

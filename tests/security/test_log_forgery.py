@@ -387,6 +387,7 @@ def test_a_key_can_be_taken_away(log: Path) -> None:
     store.close()
     store = opened(log, ())
     put_record(store, 120)
+    assert not set(store.backend.tables).intersection(log_format.TABLES_OF_SEALS)
     store.close()
     assert verify_log(log, NAME).is_sound
     assert findings(log) == []
