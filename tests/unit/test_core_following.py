@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.errors import DivergenceError, FencedError, FollowerError
@@ -139,6 +141,27 @@ def test_a_right_that_comes_while_no_app_is_there_makes_it_the_writer_at_once() 
     follower.connect(HELLO)
     assert follower.machine.epoch.number == 2
     assert follower.phase is Phase.BECOMING_PRIMARY
+
+
+@pytest.mark.parametrize("problem", [None, "that log is closed"])
+def test_a_checkpoint_that_was_chosen_before_the_right_came_is_chosen_anew(problem: str | None) -> None:
+    """Its header reads from the log as the follower had it open."""
+    writer = Driven.started()
+    follower = Driven(writer.store, follow=True)
+    follower.unanswered = (ef.CheckCheckpoint,)
+    follower.connect(HELLO)
+    (check,) = follower.of(ef.CheckCheckpoint)
+    follower.forget()
+    follower.unanswered = ()
+    follower.held_by = ""
+    follower.handle(ev.RightGranted(2), ev.CheckpointChecked(check.header.checkpoint_id, problem))
+    asked = [
+        one for one in follower.effects if isinstance(one, ef.LoadLog | ef.CheckCheckpoint | ef.ReadCheckpointChunk)
+    ]
+    assert asked[0] == ef.LoadLog(with_clients=True)
+    assert [type(one) for one in asked[1:]] == [ef.LoadLog, ef.CheckCheckpoint, ef.ReadCheckpointChunk]
+    assert follower.phase is Phase.BECOMING_PRIMARY
+    assert not [text for level, text in follower.reports if level == "error"]
 
 
 def test_it_begins_anew_where_the_log_was_trimmed_before_it() -> None:
