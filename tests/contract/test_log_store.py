@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -35,6 +36,7 @@ from coordinator.core.interfaces import (
     Transaction,
     VersionStart,
 )
+from coordinator.fault_points import FaultPoint
 from coordinator.log import RowLogStore, TrimmedError, create_log, open_log, open_reader, verify_value
 from coordinator.log import budget as budget_module
 from coordinator.log import format as log_format
@@ -42,7 +44,9 @@ from coordinator.log import reader as reader_module
 from coordinator.log.backend import Append, Options
 from coordinator.log.backends import lmdb as lmdb_backend
 from coordinator.log.backends.lmdb.high_water import FILE_NAME as MARK_FILE_NAME
+from coordinator.log.backup import back_up
 from coordinator.log.cut import LogCutter
+from coordinator.log.findings import Severity
 from coordinator.log.memory import MemoryLogStore
 from coordinator.log.meta import first_and_last_sequence_id
 from coordinator.log.open import place_of
@@ -905,15 +909,18 @@ def test_a_file_that_is_no_log(tmp_path: Path, size_bytes: int) -> None:
             opener(tmp_path)
 
 
+def changed_file(folder: Path, at: int, number: int) -> None:
+    """A log's file with another number at this byte of its first page."""
+    new_log(folder).close()
+    path = folder / "data.mdb"
+    data = bytearray(path.read_bytes())
+    data[at : at + 4] = number.to_bytes(4, "little")
+    path.write_bytes(data)
+
+
 @pytest.mark.parametrize("page_size_bytes", [0, 128, 3000, 1 << 17])
 def test_a_file_with_pages_of_another_size(tmp_path: Path, page_size_bytes: int) -> None:
-    new_log(tmp_path).close()
-    path = tmp_path / "data.mdb"
-    data = bytearray(path.read_bytes())
-    at = 16 + 24  # behind the page's header: magic, version, address and size of the map
-    assert int.from_bytes(data[at : at + 4], "little") == 4096
-    data[at : at + 4] = page_size_bytes.to_bytes(4, "little")
-    path.write_bytes(data)
+    changed_file(tmp_path, 16 + 24, page_size_bytes)  # behind its header: magic, version, address and size of the map
     for opener in (open_small, open_reader):
         with pytest.raises(LogFormatError, match="not an LMDB file of this kind of machine"):
             opener(tmp_path)
@@ -931,6 +938,70 @@ def test_a_log_that_cannot_be_opened_says_so(tmp_path: Path, monkeypatch: pytest
         with pytest.raises(LogError, match="a bad"):
             open_small(tmp_path)
     open_small(tmp_path).close()
+
+
+def test_a_file_of_another_version_of_lmdb(tmp_path: Path) -> None:
+    changed_file(tmp_path, 16 + 4, 2)
+    for opener in (open_small, open_reader):
+        with pytest.raises(LogFormatError, match="has LMDB data version 2, this program reads 1"):
+            opener(tmp_path)
+
+
+def test_a_file_that_ends_in_its_meta_pages(tmp_path: Path) -> None:
+    new_log(tmp_path).close()
+    os.truncate(tmp_path / "data.mdb", 4096)
+    for opener in (open_small, open_reader):
+        with pytest.raises(LogFormatError, match="it has not even LMDB's two meta pages"):
+            opener(tmp_path)
+
+
+def file_findings(folder: Path) -> list[tuple[Severity, str]]:
+    return [(one.severity, one.message) for one in verify_log(folder).findings() if one.place == "file"]
+
+
+def test_what_is_not_looked_at_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    new_log(tmp_path).close()
+    assert file_findings(tmp_path) == []
+    monkeypatch.setattr(lmdb_backend, "structure_problems", lambda path: None)
+    cannot = (Severity.NOTE, "the installed py-lmdb cannot check the structure of the pages")
+    assert file_findings(tmp_path) == [cannot]
+    process = in_process(WRITE_ON_DEMAND, tmp_path)
+    assert read_line(process) == "open"
+    is_written = (Severity.NOTE, "a coordinator writes this log: the structure of its pages is not checked")
+    assert file_findings(tmp_path) == [is_written]
+    process.communicate()
+
+
+def open_descriptors() -> list[str]:
+    """What this process has open, by name."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # of the listing itself
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sorted(found)
+
+
+def test_a_log_that_is_closed_leaves_nothing_open(tmp_path: Path) -> None:
+    before = open_descriptors()
+    store = new_log(tmp_path / "log")
+    store.commit(records(0, 10))
+    write_checkpoint(store, 1, 4, [b"one"])
+    trim_all(store, 1)
+    store.close()
+    back_up(tmp_path / "log", "alice", tmp_path / "backup")
+    with LogCutter(tmp_path / "log", "alice") as cutter:
+        cutter.cut(cutter.plan(7, force=True))
+    with open_reader(tmp_path / "log") as reader:
+        assert len(list(reader.values(5))) == 2
+    assert open_descriptors() == before
+
+
+def test_that_a_log_was_made_is_a_point_for_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reached: list[FaultPoint] = []
+    monkeypatch.setattr(lmdb_backend, "reach", reached.append)
+    new_log(tmp_path).close()
+    open_small(tmp_path).close()
+    assert reached == [FaultPoint.LOG_CREATED]
 
 
 def test_trimming_leaves_the_high_water_mark(tmp_path: Path) -> None:
