@@ -8,7 +8,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from coordinator.core.errors import DamagedLogError
+from coordinator.core.errors import DamagedLogError, InvariantError
 from coordinator.core.interfaces import (
     CheckpointHeader,
     ImpulseBatch,
@@ -105,6 +105,17 @@ def test_what_is_acknowledged_goes_whole_rows_at_a_time(store: LogStore) -> None
     store.commit(Transaction(acknowledged={"bob": 10, "carol": 2}))
     while store.trim(keep_checkpoints=2):
         pass
+    assert not store.summary().spilled
+
+
+@pytest.mark.parametrize(("position", "count"), [(0, 1), (1, 0), (-1, 1)])
+def test_a_row_without_a_message_or_before_the_first_is_a_bug(store: LogStore, position: int, count: int) -> None:
+    for transaction in (
+        Transaction(spilled=[SpilledBatch("bob", position, count, b"")]),
+        Transaction(impulses=[ImpulseBatch("bob", position, count, b"")]),
+    ):
+        with pytest.raises(InvariantError, match=f"{count} (spilled|impulses) at {position}"):
+            store.commit(transaction)
     assert not store.summary().spilled
 
 

@@ -962,6 +962,9 @@ def file_findings(folder: Path) -> list[tuple[Severity, str]]:
 def test_what_is_not_looked_at_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     new_log(tmp_path).close()
     assert file_findings(tmp_path) == []
+    with monkeypatch.context() as patched:
+        patched.setattr(lmdb_backend, "first_unreadable", lambda path: "a page is gone")
+        assert file_findings(tmp_path) == [(Severity.FATAL, "a page is gone")]
     monkeypatch.setattr(lmdb_backend, "structure_problems", lambda path: None)
     cannot = (Severity.NOTE, "the installed py-lmdb cannot check the structure of the pages")
     assert file_findings(tmp_path) == [cannot]

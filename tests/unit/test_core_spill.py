@@ -32,6 +32,15 @@ def test_an_acknowledgement_in_the_middle_of_what_gathers_leaves_the_rest() -> N
     assert (spill.gathered_bytes, spill.stored_bytes, spill.kept_bytes) == (0, 0, 0)
 
 
+def test_an_acknowledgement_in_the_middle_of_what_is_stored_leaves_its_share() -> None:
+    spill = Spill(1000)
+    spill.add_stored(11, 20, 1000)
+    for position, left_bytes in ((10, 1000), (11, 900), (15, 500), (18, 200), (20, 0)):
+        spill.acknowledge(position)
+        assert spill.stored_bytes == left_bytes
+    assert not spill.active
+
+
 def test_what_another_has_written_meanwhile_need_not_gather() -> None:
     spill = Spill(1000)
     spill.add(batch(1, 4), 0, logged=False)

@@ -15,9 +15,9 @@ from coordinator.core.interfaces import (
 )
 from coordinator.log import format as log_format
 from coordinator.log.backends.lmdb.journal_entries import FORM, Place, encode_entry, place_of
-from coordinator.log.verdicts import suspect_row, verdict_rows
+from coordinator.log.verdicts import letter_name, suspect_row, verdict_rows
 from protocol.checksum import crc64
-from protocol.verdicts import Cause, Verdict, VerdictKind
+from protocol.verdicts import Cause, MessageKey, Verdict, VerdictKind
 
 
 def crc(data: bytes) -> bytes:
@@ -76,6 +76,14 @@ def test_verdicts_and_letters() -> None:
     assert [(table, key[16:].hex()) for table, key, _ in verdict_rows([waited_for], 5)] == [
         ("verdicts", "00000000000000010000000000000002")
     ]
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [((1, 2, 0, 0), "1:2"), ((1, 2, 3, 0), "1:2:3:0"), ((1, 2, 0, 4), "1:2:0:4"), ((1, 2, 3, 4), "1:2:3:4")],
+)
+def test_what_people_call_a_letter(key: MessageKey, name: str) -> None:
+    assert letter_name(key) == name
 
 
 def test_a_suspect() -> None:
