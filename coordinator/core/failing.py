@@ -120,7 +120,7 @@ class Failing:
                 return False
             else:
                 self._awaited.add(key)  # the app comes to the same by itself, sooner or later
-        if self._told:
+        if self._told and told:
             for message in encode_verdicts(told):
                 self._send(MessageType.VERDICTS, message)
         return True

@@ -143,7 +143,9 @@ class Lifecycle:
     def checkpoint_checked(self, event: ev.CheckpointChecked) -> None:
         if self.session.phase is not Phase.LOADING:
             return
-        if event.problem is not None and self.right.follows and event.checkpoint_id != self._looked_again:
+        if self.right.is_granted:  # the log is about to be loaded anew, by its writer: this is of what was before
+            self.recovery.forget()
+        elif event.problem is not None and self.right.follows and event.checkpoint_id != self._looked_again:
             self._looked_again = event.checkpoint_id  # its writer may have removed it since
             self.recovery.forget()
             self._load_due = True

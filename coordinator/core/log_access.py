@@ -51,12 +51,12 @@ class LogAccess:
         """The first one that was not answered is durable."""
         self._writes.popleft()
         if self.silent_since_ns is not None:
-            self._answered()
+            self._answered(self.silent_since_ns)
 
     def read(self) -> None:
         """Something that was asked for was read."""
         if self.silent_since_ns is not None and not self._unknown and not self._again:
-            self._answered()
+            self._answered(self.silent_since_ns)
 
     def failed(self, event: LogFailed) -> None:
         """A failure that may pass."""
@@ -94,10 +94,10 @@ class LogAccess:
             self._turn.effects.append(write)
         return durable
 
-    def _answered(self) -> None:
-        since_ns, self.silent_since_ns = self.silent_since_ns, None
+    def _answered(self, since_ns: int) -> None:
+        self.silent_since_ns = None
         self._pause_ns = self._limits.log_retry_ns_min
-        silent_s = round((self._turn.now_ns - (since_ns or 0)) / 1e9, 3)
+        silent_s = round((self._turn.now_ns - since_ns) / 1e9, 3)
         self._turn.report(notices.LogAnswers(silent_s=silent_s))
 
 

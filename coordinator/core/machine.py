@@ -311,8 +311,7 @@ class Machine:
         self._checkpoints.load(summary.checkpoints)
         self._versions.load(summary.versions)
         self._failing.load(summary)
-        if session.phase in (Phase.WAITING, Phase.LOADING):
-            self._intake.open_calls.is_known = not peers.ready
+        self._intake.open_calls.is_known = not peers.ready  # if it is, the next app recovers
         if clients is not None:
             self._clients.load(summary.committer_id, clients)
             peers.accepting = self._clients.accepting = not self._stopping.asked

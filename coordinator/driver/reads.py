@@ -47,8 +47,9 @@ class Chunks(Protocol):
 
 
 def problem_of(store: Chunks, header: CheckpointHeader, is_given_up: Callable[[], bool] = lambda: False) -> str | None:
-    """What is wrong with the blob of ``header``'s checkpoint; None if every byte is what was written.
+    """What is wrong with ``header``'s checkpoint; None if every byte of its blob is what was written.
 
+    Its outputs are read as well: by now they can be, and who restores it may not have this log open any more.
     ``is_given_up``: looked at before each chunk; nobody wants to know any more. Raises LogUnavailableError.
     """
     size_bytes = check = index = 0
@@ -68,6 +69,10 @@ def problem_of(store: Chunks, header: CheckpointHeader, is_given_up: Callable[[]
         index += 1
     if size_bytes != header.size_bytes or check != header.check:
         return f"its check is {check:016x} over {size_bytes} bytes, {header.check:016x} was written"
+    try:
+        len(header.unacknowledged)
+    except LogError as error:
+        return str(error)
     return None
 
 

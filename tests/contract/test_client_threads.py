@@ -1,7 +1,9 @@
-"""The client of plain code, its threads and sockets real, and a coordinator's part that is played here, in a thread."""
+"""Clients of plain code and of asyncio, their threads and sockets real, and a coordinator that is played here, in a
+thread."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
@@ -16,7 +18,10 @@ import zmq
 
 from appsdk import Immortal, rpc
 from appsdk.client import CallRefused, CallTimeout, ClientClosed, connect, with_timeout
+from appsdk.client.lane import Call
 from appsdk.client.proxies import client_of
+from appsdk.client.results import NamedMethod
+from appsdk.client.transport import Transport
 from protocol.client import (
     ClientFrame,
     ClientFrameType,
@@ -103,6 +108,12 @@ def coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Coo
     made.close()
 
 
+@pytest.fixture
+def nothing_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pause of a client ends while a test runs: it hears what happens, or it waits too long."""
+    monkeypatch.setattr(Transport, "next_deadline_s", lambda self: time.monotonic() + 10 * DEADLINE_S)
+
+
 def until(condition: Callable[[], object]) -> None:
     deadline_s = time.monotonic() + DEADLINE_S
     while not condition():
@@ -120,7 +131,7 @@ def test_threads_share_a_client(coordinator: Coordinator) -> None:
 def test_a_call_that_is_given_up_before_it_was_sent_is_never_sent(coordinator: Coordinator) -> None:
     coordinator.is_up = False
     with connect("shop", endpoints=[coordinator.endpoint]) as shop:
-        with pytest.raises(CallTimeout):
+        with pytest.raises(CallTimeout, match=r"0\.05 s"):
             with_timeout(shop, 0.05).echo("given up")
         coordinator.is_up = True
         assert shop.echo("wanted") == "wanted"
@@ -160,6 +171,15 @@ def test_who_gave_up_waiting_asks_for_the_same_reply_as_often_as_it_likes(coordi
     assert coordinator.called == ["first", "asked"]
 
 
+def test_a_reply_that_comes_as_its_call_is_given_up_counts(coordinator: Coordinator) -> None:
+    with connect("shop", endpoints=[coordinator.endpoint]) as shop:
+        call, replied = Call("echo", b"", lambda call: None), threading.Lock()
+        call.finish(Reply(1, ReplyKind.VALUE, msgspec.msgpack.encode("asked")))
+        replied.acquire()
+        client: Any = client_of(shop)
+        assert client._wait(NamedMethod("echo"), call, replied, 0.0) == "asked"
+
+
 def test_a_client_with_the_class_fills_in_what_is_not_given(coordinator: Coordinator) -> None:
     with connect(Shop, "shop", endpoints=[coordinator.endpoint]) as shop:
         for token in ("a", "b"):
@@ -179,3 +199,38 @@ def test_a_fork_that_can_not_be_done_is_told_as_the_block_ends(coordinator: Coor
     with pytest.raises(CallRefused, match="'shop' has no handler 'nothing'"):
         fork("nothing", "echo")
     assert coordinator.called == ["a"]
+
+
+@pytest.mark.usefixtures("nothing_due")
+def test_neither_a_call_nor_its_reply_waits_for_what_is_due(coordinator: Coordinator) -> None:
+    with connect("shop", endpoints=[coordinator.endpoint], timeout=DEADLINE_S) as shop:
+        assert [shop.echo(token) for token in range(3)] == [0, 1, 2]
+
+
+@pytest.mark.usefixtures("nothing_due")
+def test_neither_an_awaited_call_nor_its_reply_waits_for_what_is_due(coordinator: Coordinator) -> None:
+    async def main() -> None:
+        async with connect("shop", endpoints=[coordinator.endpoint], timeout=DEADLINE_S) as shop:
+            assert [await shop.echo(token) for token in range(3)] == [0, 1, 2]
+
+    asyncio.run(main())
+
+
+def test_who_gave_up_awaiting_asks_for_the_same_reply_as_often_as_it_likes(coordinator: Coordinator) -> None:
+    async def main() -> None:
+        coordinator.replies = False
+        async with connect("shop", endpoints=[coordinator.endpoint]) as shop:
+            shop.echo.fork("first")
+            while not coordinator.called:
+                await asyncio.sleep(0.001)
+            with pytest.raises(CallTimeout) as caught:
+                await with_timeout(shop, 0.01).echo("asked")
+            assert caught.value.sent
+            with pytest.raises(CallTimeout) as caught_again:
+                await caught.value.again(0.01)
+            coordinator.replies = True  # the client asks for what is not answered
+            for error in (caught_again.value, caught.value, caught.value):
+                assert await asyncio.wait_for(error.again(), DEADLINE_S) == "asked"
+
+    asyncio.run(main())
+    assert coordinator.called == ["first", "asked"]

@@ -53,14 +53,14 @@ def test_what_is_committed_is_there_again(store: LogStore, tmp_path: Path) -> No
     store.commit(
         Transaction(
             records=[(0, value(0, BatchSource(BatchKind.CLIENT, caller_of("ann"), 1, 3, 5)))],
-            clients={"ann": ClientPosition(3, 0, 100), "bob": ClientPosition(1, 0, 90)},
+            clients={"ann": ClientPosition(3, 0, 100, "web"), "bob": ClientPosition(1, 0, 90)},
             replies={("ann", 1): b"\1one", ("ann", 2): b"\0", ("bob", 1): b"\2"},
             acknowledged={"~": 3},
         )
     )
     store = reopened(store, tmp_path)
     assert store.clients() == StoredClients(
-        {"ann": ClientPosition(3, 0, 100), "bob": ClientPosition(1, 0, 90)},
+        {"ann": ClientPosition(3, 0, 100, "web"), "bob": ClientPosition(1, 0, 90)},
         {("ann", 1): b"\1one", ("ann", 2): b"\0", ("bob", 1): b"\2"},
     )
     assert store.summary().acknowledged == {"~": 3}

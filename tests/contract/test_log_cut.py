@@ -144,6 +144,15 @@ def test_what_a_cut_means(log: Path) -> None:
     assert last_sequence_id(log) == 19, "a plan changes nothing"
 
 
+def test_a_plan_looks_at_the_structure_of_the_pages_too(log: Path) -> None:
+    damage(log, 12)
+    found: list[str] = []
+    with LogCutter(log, "alice") as cutter:
+        cutter.plan(12, on_finding=lambda finding: found.append(finding.message))
+    assert any("record 12" in message for message in found)
+    assert not any("is not checked" in message for message in found)
+
+
 def test_what_is_cut_off_is_kept_byte_for_byte(log: Path) -> None:
     damaged = damage(log, 12)
     kept = cut(log, 12)
@@ -170,7 +179,8 @@ def test_checkpoints_behind_the_cut_go_with_it(log: Path) -> None:
     store = open_log(log, "alice")
     store.commit(Transaction(version=VersionStart(2, 9)))
     store.close()
-    assert plan(log, 7, force=True).checkpoint_ids == [2]
+    for sequence_id, behind in ((5, [2]), (7, [2]), (9, [2]), (10, [])):
+        assert plan(log, sequence_id, force=True).checkpoint_ids == behind
     kept = cut(log, 7, force=True)
     with open_reader(kept) as reader:
         (header,) = reader.summary().checkpoints

@@ -12,7 +12,7 @@ import pytest
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.errors import FencedError, LogUnavailableError
-from coordinator.core.interfaces import CheckpointHeader, Transaction
+from coordinator.core.interfaces import CheckpointHeader, OutputBatch, Transaction
 from coordinator.instances.registry import Registry
 from coordinator.log.memory import MemoryLogStore
 from coordinator.log_port.follower import LogFollower
@@ -24,6 +24,7 @@ from protocol.record import encode_header
 from protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
 
 WAIT_S = 20.0
+OUTPUTS = {"b": [OutputBatch(1, 1, b"output")]}
 
 
 class Log:
@@ -48,7 +49,7 @@ class Log:
 
     def checkpoint(self) -> None:
         self.store.write_checkpoint_chunk(1, 0, b"state")
-        header = CheckpointHeader(1, -1, 5, crc64(b"state"), 1)
+        header = CheckpointHeader(1, -1, 5, crc64(b"state"), 1, {}, OUTPUTS)
         self.store.commit(Transaction(checkpoint=header, extensions=frozenset(), epoch=1))
 
     def follower(self) -> LogFollower:
@@ -110,6 +111,19 @@ def test_it_is_told_who_writes_and_reads_beside_that(held: Log) -> None:
     (grown,) = events_of(follower, 1)
     assert isinstance(grown, ev.RecordsRead)
     assert (len(grown.values), grown.session, grown.summary is not None) == (1, 7, True)
+
+
+def test_a_checkpoint_that_it_has_checked_can_be_restored_when_its_reader_is_closed(held: Log) -> None:
+    follower = held.follower()
+    follower.submit(ef.LoadLog())
+    _, loaded = events_of(follower, 2)
+    assert isinstance(loaded, ev.LogLoaded)
+    header = loaded.summary.checkpoints[0]
+    follower.submit(ef.CheckCheckpoint(header))
+    assert events_of(follower, 1) == [ev.CheckpointChecked(1, None)]
+    held.followers.remove(follower)
+    follower.close()
+    assert dict(header.unacknowledged) == OUTPUTS
 
 
 def test_it_opens_the_log_for_writing_once_the_lock_is_free(log: Log) -> None:

@@ -26,7 +26,8 @@ from coordinator.log.backends.lmdb.tables import Writing
 from coordinator.log.backends.lmdb.view import JournalRows
 from coordinator.log.cut import LogCutter
 from coordinator.log.findings import Severity
-from coordinator.log.format import META_FORMAT, META_JOURNAL, SEQUENCE_KEY, seal
+from coordinator.log.format import FORMAT_VERSION, META_FORMAT, META_JOURNAL, SEQUENCE_KEY, seal
+from coordinator.log.meta import LogIdentity
 from coordinator.log.rows import changes_of
 from coordinator.log.verify import verify_log
 from protocol.record import encode_record
@@ -177,6 +178,30 @@ def test_damage_with_commits_behind_it_stops_everybody(tmp_path: Path, entry: in
         reopened(copy)
     with open_reader(copy) as reader, pytest.raises(DamagedLogError, match=f"entry {entry} of .* is damaged"):
         reader.summary()
+
+
+def test_what_a_live_writer_adds_while_the_end_is_looked_for_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity = LogIdentity(FORMAT_VERSION, "alice", COMMITTER_ID, 0)
+    journal, reader = Journal(tmp_path, identity), JournalReader(tmp_path, identity)
+    journal.make()
+    journal.restart(5)
+    rows: list[Row] = [("meta", b"%d" % number, b"value") for number in range(3)]
+    for row in rows:
+        journal.append([row])
+    real, offsets_bytes = os.pread, []
+
+    def pread(descriptor: int, size_bytes: int, offset_bytes: int) -> bytes:
+        """The entry 1 comes just after it was looked for."""
+        data = real(descriptor, size_bytes, offset_bytes)
+        offsets_bytes.append(offset_bytes)
+        return bytes(len(data)) if offsets_bytes == [0, BLOCK_SIZE_BYTES] else data
+
+    monkeypatch.setattr(os, "pread", pread)
+    found = [dict(reader.rows(5, nonce=lambda: journal.nonce)) for _ in range(2)]
+    journal.close()
+    assert found == [{(table, key): value for table, key, value in rows[:count]} for count in (1, 3)]
 
 
 def test_tables_that_are_older_than_the_journal_stop_everybody(tmp_path: Path) -> None:

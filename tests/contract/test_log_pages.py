@@ -101,6 +101,22 @@ def test_a_meta_page_that_names_another_transaction(
         check_pages(tmp_path / DATA_FILE_NAME)
 
 
+def test_a_whole_transaction_that_its_meta_page_does_not_name_counts(
+    tmp_path: Path, sample: tuple[bytes, Contents]
+) -> None:
+    """As LMDB leaves it where a sync fails: the number of the transaction before, two less."""
+    data = bytearray(sample[0])
+    newest = max(transaction_ids(data))
+    place = transaction_ids(data).index(newest) * PAGE_SIZE_BYTES + TRANSACTION_ID_OFFSET_BYTES
+    struct.pack_into("=Q", data, place, newest - 2)
+    put(tmp_path, data)
+    store = open_log(tmp_path, "alice")
+    assert [text for text in store.rebuilt if "it counts, and its meta page says so now" in text]
+    store.close()
+    assert newest in transaction_ids((tmp_path / DATA_FILE_NAME).read_bytes())
+    assert read_contents(tmp_path) == sample[1]
+
+
 def test_a_root_that_is_an_earlier_one(tmp_path: Path, sample: tuple[bytes, Contents]) -> None:
     """The newest meta page points to the table of tables of the transaction before: a page that is free by now."""
     data = bytearray(sample[0])

@@ -8,7 +8,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from coordinator.core.errors import DamagedLogError
+from coordinator.core.errors import DamagedLogError, InvariantError
 from coordinator.core.interfaces import (
     CheckpointHeader,
     ImpulseBatch,
@@ -19,8 +19,10 @@ from coordinator.core.interfaces import (
     SpilledExtent,
     Transaction,
 )
+from coordinator.fault_points import FaultPoint
 from coordinator.log import RowLogStore, create_log, open_log, open_reader
 from coordinator.log import format as log_format
+from coordinator.log import store as log_store
 from coordinator.log.memory import MemoryLogStore
 from coordinator.log.verify import verify_log
 from protocol.messages import decode_messages, encode_incoming_rpc
@@ -104,6 +106,29 @@ def test_what_is_acknowledged_goes_whole_rows_at_a_time(store: LogStore) -> None
     while store.trim(keep_checkpoints=2):
         pass
     assert not store.summary().spilled
+
+
+@pytest.mark.parametrize(("position", "count"), [(0, 1), (1, 0), (-1, 1)])
+def test_a_row_without_a_message_or_before_the_first_is_a_bug(store: LogStore, position: int, count: int) -> None:
+    for transaction in (
+        Transaction(spilled=[SpilledBatch("bob", position, count, b"")]),
+        Transaction(impulses=[ImpulseBatch("bob", position, count, b"")]),
+    ):
+        with pytest.raises(InvariantError, match=f"{count} (spilled|impulses) at {position}"):
+            store.commit(transaction)
+    assert not store.summary().spilled
+
+
+def test_the_fault_points_of_trimming_what_is_spilled_are_its_alone(
+    store: LogStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.commit(Transaction(spilled=[row("bob", 1, 5)], acknowledged={"bob": 5}))
+    reached: list[FaultPoint] = []
+    monkeypatch.setattr(log_store, "reach", reached.append)
+    store.trim(keep_checkpoints=1)
+    assert reached == [FaultPoint.AFTER_SPILL_TRIM]
+    store.trim(keep_checkpoints=1)
+    assert reached == [FaultPoint.AFTER_SPILL_TRIM]
 
 
 def test_impulses_that_wait_outlive_the_checkpoint_before_which_they_were_made(store: LogStore) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import lmdb
 import pytest
 
 from coordinator.core.errors import (
@@ -32,13 +36,20 @@ from coordinator.core.interfaces import (
     Transaction,
     VersionStart,
 )
+from coordinator.fault_points import FaultPoint
 from coordinator.log import RowLogStore, TrimmedError, create_log, open_log, open_reader, verify_value
 from coordinator.log import budget as budget_module
 from coordinator.log import format as log_format
+from coordinator.log import reader as reader_module
 from coordinator.log.backend import Append, Options
+from coordinator.log.backends import lmdb as lmdb_backend
+from coordinator.log.backends.lmdb.high_water import FILE_NAME as MARK_FILE_NAME
+from coordinator.log.backup import back_up
 from coordinator.log.cut import LogCutter
+from coordinator.log.findings import Severity
 from coordinator.log.memory import MemoryLogStore
 from coordinator.log.meta import first_and_last_sequence_id
+from coordinator.log.open import place_of
 from coordinator.log.removal import cut_checkpoint_ids, removal
 from coordinator.log.verify import verify_log
 from protocol.checksum import crc64
@@ -231,12 +242,13 @@ def test_ranges_and_size_limits(bench: Bench) -> None:
         [(0, make_value(0)), (2, make_value(2))],
         [(0, make_value(1))],
         [(0, b"short")],
+        [(0, struct.pack("<iiQq", COMMITTER_ID, 10, 0, 0))],  # a header alone
         [(0, encode_record(COMMITTER_ID, 0, b"no trailer"))],
         [(0, encode_record(COMMITTER_ID + 1, 0, b"") + bytes(20))],
     ],
 )
 def test_records_that_do_not_belong_there_are_a_bug(bench: Bench, wrong: list[tuple[int, bytes]]) -> None:
-    with pytest.raises(InvariantError):
+    with pytest.raises(InvariantError, match=r"record \d+ (is to be written|has only \d+ bytes|says it is)"):
         bench.store.commit(Transaction(records=wrong))
     bench.store.commit(records(0, 1))
     assert bench.reopen().summary().last_sequence_id == 0
@@ -497,6 +509,13 @@ def test_memory_a_failed_commit_leaves_nothing_and_refuses_more() -> None:
     assert store.crash().summary().last_sequence_id == 0
 
 
+def test_memory_a_crash_leaves_the_disk_as_it_is() -> None:
+    store = MemoryLogStore(COMMITTER_ID)
+    store.free_bytes = 5
+    after = store.crash()
+    assert (after.free_bytes, after.backend.space().free_bytes) == (5, 5)
+
+
 def test_memory_damage_is_found() -> None:
     store = MemoryLogStore(COMMITTER_ID)
     store.commit(records(0, 3))
@@ -665,6 +684,47 @@ for checkpoint_id, sequence_id in ((2, 4999), (3, 5001)):
         pass
     print("trimmed", flush=True)
 """
+
+
+def test_a_scan_calls_nothing_missing_that_was_trimmed_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_module, "SCAN_ROWS_MAX", 1)
+    log = "memory:trimmed-meanwhile"  # which is written and read in one process
+    store = create_log(log, "alice", committer_id=COMMITTER_ID)
+    store.commit(records(0, 10))
+    with open_reader(log) as reader:
+        scan = reader.records()
+        assert next(scan).sequence_id == 0
+        write_checkpoint(store, 1, 4, [b"one"])
+        trim_all(store, 1)
+        assert [(logged.sequence_id, logged.problem) for logged in scan] == [(number, None) for number in range(5, 10)]
+    place_of(log).remove()
+
+
+def mapped_bytes(path: Path) -> int:
+    """How much of the file is in this process's memory, by its mappings."""
+    size_bytes, is_its = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if not line.split()[0].endswith(":"):
+            is_its = line.split()[4] == str(path.stat().st_ino)
+        elif is_its and line.startswith("Rss:"):
+            size_bytes += int(line.split()[1]) * 1024
+    return size_bytes
+
+
+def test_what_reading_has_mapped_is_given_back(tmp_path: Path) -> None:
+    store = new_log(tmp_path)
+    store.commit(records(0, 10, bytes(50_000)))
+    path = tmp_path / "data.mdb"
+    assert len(store.read(0, 1 << 20)) == 10
+    assert mapped_bytes(path) > 400_000
+    store.backend.release()
+    assert mapped_bytes(path) == 0
+    store.close()
+    with open_reader(tmp_path) as reader:
+        assert len(list(reader.values(0))) == 10
+        assert mapped_bytes(path) > 400_000
+        reader.release()
+        assert mapped_bytes(path) == 0
 
 
 def test_a_reader_beside_a_trimming_writer_says_what_is_gone(tmp_path: Path) -> None:
@@ -847,6 +907,115 @@ def test_a_file_that_is_no_log(tmp_path: Path, size_bytes: int) -> None:
     for opener in (open_small, open_reader, lambda folder: create_log(folder, "alice")):
         with pytest.raises(LogFormatError, match="not an LMDB file"):
             opener(tmp_path)
+
+
+def changed_file(folder: Path, at: int, number: int) -> None:
+    """A log's file with another number at this byte of its first page."""
+    new_log(folder).close()
+    path = folder / "data.mdb"
+    data = bytearray(path.read_bytes())
+    data[at : at + 4] = number.to_bytes(4, "little")
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("page_size_bytes", [0, 128, 3000, 1 << 17])
+def test_a_file_with_pages_of_another_size(tmp_path: Path, page_size_bytes: int) -> None:
+    changed_file(tmp_path, 16 + 24, page_size_bytes)  # behind its header: magic, version, address and size of the map
+    for opener in (open_small, open_reader):
+        with pytest.raises(LogFormatError, match="not an LMDB file of this kind of machine"):
+            opener(tmp_path)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "a bad disk"), lmdb.Error("a bad file")])
+def test_a_log_that_cannot_be_opened_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    new_log(tmp_path).close()
+
+    def fail(folder: Path) -> None:
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(lmdb_backend, "sync_names", fail)
+        with pytest.raises(LogError, match="a bad"):
+            open_small(tmp_path)
+    open_small(tmp_path).close()
+
+
+def test_a_file_of_another_version_of_lmdb(tmp_path: Path) -> None:
+    changed_file(tmp_path, 16 + 4, 2)
+    for opener in (open_small, open_reader):
+        with pytest.raises(LogFormatError, match="has LMDB data version 2, this program reads 1"):
+            opener(tmp_path)
+
+
+def test_a_file_that_ends_in_its_meta_pages(tmp_path: Path) -> None:
+    new_log(tmp_path).close()
+    os.truncate(tmp_path / "data.mdb", 4096)
+    for opener in (open_small, open_reader):
+        with pytest.raises(LogFormatError, match="it has not even LMDB's two meta pages"):
+            opener(tmp_path)
+
+
+def file_findings(folder: Path) -> list[tuple[Severity, str]]:
+    return [(one.severity, one.message) for one in verify_log(folder).findings() if one.place == "file"]
+
+
+def test_what_is_not_looked_at_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    new_log(tmp_path).close()
+    assert file_findings(tmp_path) == []
+    with monkeypatch.context() as patched:
+        patched.setattr(lmdb_backend, "first_unreadable", lambda path: "a page is gone")
+        assert file_findings(tmp_path) == [(Severity.FATAL, "a page is gone")]
+    monkeypatch.setattr(lmdb_backend, "structure_problems", lambda path: None)
+    cannot = (Severity.NOTE, "the installed py-lmdb cannot check the structure of the pages")
+    assert file_findings(tmp_path) == [cannot]
+    process = in_process(WRITE_ON_DEMAND, tmp_path)
+    assert read_line(process) == "open"
+    is_written = (Severity.NOTE, "a coordinator writes this log: the structure of its pages is not checked")
+    assert file_findings(tmp_path) == [is_written]
+    process.communicate()
+
+
+def open_descriptors() -> list[str]:
+    """What this process has open, by name."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # of the listing itself
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sorted(found)
+
+
+def test_a_log_that_is_closed_leaves_nothing_open(tmp_path: Path) -> None:
+    before = open_descriptors()
+    store = new_log(tmp_path / "log")
+    store.commit(records(0, 10))
+    write_checkpoint(store, 1, 4, [b"one"])
+    trim_all(store, 1)
+    store.close()
+    back_up(tmp_path / "log", "alice", tmp_path / "backup")
+    with LogCutter(tmp_path / "log", "alice") as cutter:
+        cutter.cut(cutter.plan(7, force=True))
+    with open_reader(tmp_path / "log") as reader:
+        assert len(list(reader.values(5))) == 2
+    assert open_descriptors() == before
+
+
+def test_that_a_log_was_made_is_a_point_for_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reached: list[FaultPoint] = []
+    monkeypatch.setattr(lmdb_backend, "reach", reached.append)
+    new_log(tmp_path).close()
+    open_small(tmp_path).close()
+    assert reached == [FaultPoint.LOG_CREATED]
+
+
+def test_trimming_leaves_the_high_water_mark(tmp_path: Path) -> None:
+    store = new_log(tmp_path)
+    store.commit(records(0, 10))
+    write_checkpoint(store, 1, 8, [b"one"])
+    before = (tmp_path / MARK_FILE_NAME).read_bytes()
+    trim_all(store, 1)
+    assert store.summary().first_sequence_id == 9
+    assert (tmp_path / MARK_FILE_NAME).read_bytes() == before
+    store.close()
 
 
 def test_creating_twice_and_after_a_cut(tmp_path: Path) -> None:

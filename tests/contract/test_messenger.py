@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import zmq
 
 from coordinator.messenger import (
     AlreadyRepliedError,
+    ClientRoute,
     EndpointError,
     EndpointInUseError,
     KeyPair,
@@ -27,6 +29,7 @@ from coordinator.messenger import (
     MessengerError,
     Received,
     RetryPolicy,
+    Role,
     Security,
 )
 from coordinator.messenger import link as messenger_link
@@ -45,6 +48,7 @@ from coordinator.messenger.limits import PATIENCE_NS, RECONNECT_REFUSED_NS
 from coordinator.messenger.link import Link
 from coordinator.messenger.listener import Listener
 from coordinator.messenger.security import connect_with
+from protocol.client import ClientFrame, ClientFrameType, encode_client_frame
 
 WAIT_SECONDS = 20.0
 
@@ -215,6 +219,33 @@ def test_a_message_without_callback_is_acknowledged(house: House) -> None:
     sender.send_message(endpoint, b"x")
     house.drive(lambda: sender.pending_count(endpoint) == 0)
     assert sender.counters().acknowledged == 1
+
+
+def test_a_clients_frame_goes_to_the_loop_of_clients_which_may_answer_as_often_as_it_likes(house: House) -> None:
+    messages: list[Received] = []
+    frames: list[tuple[str | None, bytes]] = []
+
+    def client_loop(route: ClientRoute, data: bytes) -> None:
+        frames.append((route.peer, data))
+        for answer in (b"first ", b"second "):
+            route.say(answer + data)
+
+    security = house.security
+    if security is not None:
+        security = replace(security, roles={security.own.public: Role.CLIENT})
+    receiver = house.messenger(security=security)
+    endpoint = receiver.listen(house.endpoint(), messages.append, client_loop=client_loop)
+    with house.raw(zmq.DEALER) as client:
+        client.setsockopt(zmq.LINGER, 0)
+        client.connect(endpoint)
+        frame = encode_client_frame(ClientFrame(ClientFrameType.HELLO, "c", "b"))
+        client.send(frame)
+        house.drive(lambda: frames)
+        for answer in (b"first ", b"second "):
+            assert client.poll(int(WAIT_SECONDS * 1000))
+            assert client.recv() == answer + frame
+    assert (messages, frames) == ([], [(house.peer, frame)])
+    assert receiver.counters().received == 1
 
 
 def test_to_itself(house: House) -> None:

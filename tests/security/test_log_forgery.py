@@ -354,6 +354,22 @@ def test_a_log_that_is_there_gets_a_key(tmp_path: Path) -> None:
         replay(log)
 
 
+def test_a_log_that_was_trimmed_gets_a_key(tmp_path: Path) -> None:
+    """What the MAC of its first record covers is not there any more."""
+    log = tmp_path / "log"
+    store = create_log(log, NAME, committer_id=COMMITTER_ID)
+    for sequence_id in range(3):
+        put_record(store, sequence_id)
+    put_checkpoint(store, 1, 0)
+    while store.trim(keep_checkpoints=1):
+        pass
+    assert store.summary().first_sequence_id == 1
+    store.close()
+    opened(log, adopt=True).close()
+    recover(log)
+    assert findings(log) == []
+
+
 def test_a_new_key_takes_the_place_of_another(log: Path, tmp_path: Path) -> None:
     before = shutil.copytree(log, tmp_path / "before")
     opened(log, (OTHER_KEY, KEY)).close()
@@ -387,6 +403,7 @@ def test_a_key_can_be_taken_away(log: Path) -> None:
     store.close()
     store = opened(log, ())
     put_record(store, 120)
+    assert not set(store.backend.tables).intersection(log_format.TABLES_OF_SEALS)
     store.close()
     assert verify_log(log, NAME).is_sound
     assert findings(log) == []

@@ -27,7 +27,7 @@ from coordinator.log.memory import MemoryLogStore
 from coordinator.peers import keys
 from protocol.batch import check_batch
 from protocol.client import ClientCode
-from protocol.extensions import QUERIES, AppDescription
+from protocol.extensions import ALL_EXTENSIONS, QUERIES, AppDescription, Hello, encode_hello
 from protocol.messages import RpcKind, encode_incoming_rpc
 from protocol.peer import FrameType, PeerFrame, RefusedCode
 from protocol.verdicts import Cause, Verdict, VerdictKind
@@ -439,6 +439,15 @@ def test_a_clock_that_is_set_gives_nobody_more(few: Guarded) -> None:
     assert few.serve() == list(range(8))
 
 
+def test_settings_that_leave_a_rate_as_it_was_give_nobody_more(few: Guarded) -> None:
+    few.send(1, *[fork(number) for number in range(4)])
+    few.driven.handle(ev.PermissionsChanged(FEW))
+    assert few.send(5, fork(4))[0].frame_type is FrameType.RESEND
+    few.driven.handle(ev.PermissionsChanged(FEW | {"b": Permission(rate=5)}))
+    few.send(5, *[fork(number) for number in range(4, 20)])
+    assert few.serve() == list(range(9)), "a second's worth of the new rate"
+
+
 def test_a_client_cannot_make_more_calls_than_its_rate(few: Guarded) -> None:
     calls = [requested(number) for number in range(6)]
     told = said(few.driven.handle(by("web", request("t", 1, *calls))))
@@ -636,6 +645,19 @@ def test_a_peers_open_calls_are_counted_over_a_crash(patient: Guarded, *, checkp
     assert open_calls(patient) == 2
     patient.send(6, waiting(6, 6, HOLD))
     assert patient.driven.machine.forbidden == {"b": 1}
+
+
+def test_what_is_open_is_not_known_before_the_checkpoint_is_chosen(patient: Guarded) -> None:
+    patient.send(1, waiting(1, 1, HOLD), waiting(2, 2, HOLD))
+    patient.serve()
+    patient.crash()
+    driven = patient.driven
+    driven.unanswered = (ef.CheckCheckpoint,)
+    driven.connect(encode_hello(Hello(ALL_EXTENSIONS, "test")))
+    assert driven.machine._intake.permissions.takes_verdicts, "the app has said so"
+    assert patient.greet() == []
+    (again,) = patient.send(3, waiting(3, 3, HOLD))
+    assert (again.frame_type, again.position) == (FrameType.RESEND, 0)
 
 
 def test_an_app_that_is_gone_answers_nobody_and_its_limited_callers_wait(patient: Guarded) -> None:

@@ -294,6 +294,14 @@ def test_who_lives_past_it_is_no_suspect() -> None:
     assert watch.suspect == UNKNOWN_ONCE
 
 
+def test_a_run_that_ends_without_blame_is_careful_no_more() -> None:
+    watch = Watch(Suspect(4, 2, 2), 3)
+    watch.begin(-1)
+    watch.forget()
+    watch.died(9, all_heard=True)
+    assert watch.suspect == UNKNOWN_ONCE
+
+
 # --- handlers that take long -----------------------------------------------------------------------------------------
 
 

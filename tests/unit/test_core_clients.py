@@ -359,6 +359,21 @@ def test_hello_tells_the_methods_the_position_and_the_time() -> None:
     assert decode_methods(welcome.payload) == {3: "Counter.add"}
 
 
+def test_only_a_welcome_tells_the_time() -> None:
+    driven = started()
+    effects = [*driven.handle(hello("t")), *driven.handle(ping("t")), *driven.handle(hello("t", instance="b"))]
+    told = {
+        effect.frame.frame_type.name: effect.frame.time_ns for effect in effects if isinstance(effect, ef.ReplyToClient)
+    }
+    assert told == {"WELCOME": NOW_NS, "PONG": 0, "REFUSED": 0}
+
+
+def test_who_is_not_the_writer_of_its_log_tells_clients_no_committer() -> None:
+    follower = Driven(started().store, follow=True)
+    (effect,) = [one for one in follower.handle(hello("t")) if isinstance(one, ef.ReplyToClient)]
+    assert (effect.frame.code, effect.frame.committer_id) == (ClientCode.NOT_READY, 0)
+
+
 def test_a_request_for_somebody_else_is_refused() -> None:
     driven = started()
     assert said(driven.handle(hello("t", instance="b"))) == [("t", "REFUSED", ClientCode.NOT_ME)]

@@ -53,6 +53,22 @@ def test_the_streams_go_on_behind_what_their_receivers_have() -> None:
     assert sent(second) == [(5, rpc(5, rpc_type=2) + rpc(6, rpc_type=2)), (7, rpc(7))]
 
 
+def test_that_a_receiver_is_waited_for_is_said_once() -> None:
+    driven = lived()
+    driven.store.cut(2)
+    second = driven.crash()
+    second.connect()
+    said = ("warning", "the log was cut: waiting for 'b' to say how much of this instance's calls they have")
+    for part in (HELLO, attach("b"), call("b", 1), call("b", 2)):
+        second.data(part)
+    assert second.reports.count(said) == 1
+    second.forget()
+    second.reply(FrameType.WELCOME, 4)
+    second.data(checkpoint(b"cut"))
+    assert second.phase is Phase.NORMAL
+    assert [text for _, text in second.reports if "waiting for" in text] == []
+
+
 def test_nothing_is_sent_before_the_new_positions_are_durable() -> None:
     # A crash in between would number the impulses again, and differently, after the receiver has taken them.
     driven = lived()

@@ -8,6 +8,7 @@ from dataclasses import replace
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.errors import DivergenceError
+from coordinator.core.impulses import HELD_OVERHEAD_BYTES
 from coordinator.core.interfaces import CheckpointHeader, LogSpace, SpilledBatch, Transaction
 from coordinator.core.limits import Limits
 from coordinator.core.log_room import LogRoom
@@ -221,6 +222,16 @@ def test_for_a_peer_that_takes_what_it_can_the_app_waits() -> None:
     assert not [one for one in driven.reports if one[0] in ("warning", "error")]
     driven.reply(FrameType.TRIM_TO, 4)
     assert pauses(driven) == ["PauseApp", "ResumeApp"]
+
+
+def test_for_others_that_were_called_long_ago_nothing_is_spilled() -> None:
+    driven = Driven.started(limits=SMALL)
+    driven.data(attach("c") + call("c", 1))
+    driven.reply(FrameType.WELCOME, 0, destination="c")
+    driven.now_ns += driven.machine.limits.recent_ns
+    open_and_full(driven)
+    assert pauses(driven) == ["PauseApp"]
+    assert not driven.store.summary().spilled
 
 
 def test_a_peer_that_stops_to_take_anything_holds_nobody_up() -> None:
@@ -447,19 +458,19 @@ def test_an_app_that_floods_a_full_log_with_impulses_is_not_read_but_for_its_che
 
 def test_an_app_that_goes_on_sending_impulses_that_wait_is_turned_away() -> None:
     # While it has something to do it must be read, and what it sent was held in memory without end.
-    driven = Driven.started(
-        limits=replace(FULL, log_pending_bytes=100, held_impulses_bytes=10_000, arguments_bytes_max=100)
-    )
+    held_bytes = len(rpc(1, rpc_type=2)) + HELD_OVERHEAD_BYTES  # by one: what it takes to keep it counts
+    limits = replace(FULL, log_pending_bytes=100, held_impulses_bytes=20 * held_bytes - 100, arguments_bytes_max=100)
+    driven = Driven.started(limits=limits)
     driven.batch("t1", 1, rpc(1))
     driven.app_took_all()
     driven.handle(ev.LogMeasured(NO_ROOM))
     assert driven.phase is Phase.CHECKPOINTING
     sent_count = 0
     while not driven.of(ef.CloseApp):
-        driven.data(call("", 1, rpc_type=2))  # a few bytes each: what it takes to keep them counts
+        driven.data(call("", 1, rpc_type=2))
         sent_count += 1
-        assert sent_count <= 100
-    assert sent_count > 10
+        assert sent_count <= 22
+    assert sent_count == 22, "one is taken while no more than the limit waits"
     assert pauses(driven) == []
     (refusal,) = [message for _, message in driven.reports if "broke the protocol" in message]
     assert "impulses that wait take" in refusal

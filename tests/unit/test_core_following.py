@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.errors import DivergenceError, FencedError, FollowerError
@@ -16,6 +18,7 @@ from protocol.messages import RpcType
 from protocol.peer import FrameType
 from protocol.verdicts import Cause, Verdict, VerdictKind, encode_verdict
 from tests.helpers.core import EXTENSIONS, HELLO, Driven, arguments, attach, call, checkpoint, rpc
+from tests.unit.test_core_verdicts import told
 
 ALL_HELLO = encode_hello(Hello(EXTENSIONS, "test"))
 
@@ -140,6 +143,27 @@ def test_a_right_that_comes_while_no_app_is_there_makes_it_the_writer_at_once() 
     assert follower.phase is Phase.BECOMING_PRIMARY
 
 
+@pytest.mark.parametrize("problem", [None, "that log is closed"])
+def test_a_checkpoint_that_was_chosen_before_the_right_came_is_chosen_anew(problem: str | None) -> None:
+    """Its header reads from the log as the follower had it open."""
+    writer = Driven.started()
+    follower = Driven(writer.store, follow=True)
+    follower.unanswered = (ef.CheckCheckpoint,)
+    follower.connect(HELLO)
+    (check,) = follower.of(ef.CheckCheckpoint)
+    follower.forget()
+    follower.unanswered = ()
+    follower.held_by = ""
+    follower.handle(ev.RightGranted(2), ev.CheckpointChecked(check.header.checkpoint_id, problem))
+    asked = [
+        one for one in follower.effects if isinstance(one, ef.LoadLog | ef.CheckCheckpoint | ef.ReadCheckpointChunk)
+    ]
+    assert asked[0] == ef.LoadLog(with_clients=True)
+    assert [type(one) for one in asked[1:]] == [ef.LoadLog, ef.CheckCheckpoint, ef.ReadCheckpointChunk]
+    assert follower.phase is Phase.BECOMING_PRIMARY
+    assert not [text for level, text in follower.reports if level == "error"]
+
+
 def test_it_begins_anew_where_the_log_was_trimmed_before_it() -> None:
     _, follower = both()
     summary = follower.store.summary()
@@ -233,9 +257,18 @@ def test_a_verdict_on_a_record_to_come_is_told_before_it() -> None:
     refused = Verdict(2, 0, VerdictKind.REFUSED, "", "no", Cause.FORBIDDEN)
     writer.store.commit(Transaction(verdicts=[refused]))
     record(writer, 2)
+    follower.forget()
     follower.look()
-    told = [entry[1] for entry in follower.heard if isinstance(entry, tuple)]
-    assert told.index("VERDICTS") < len(told) - 1
+    assert [entry[1] for entry in follower.heard if isinstance(entry, tuple)] == ["VERDICTS", "RECORD_TIME"]
+    assert told(follower) == [refused]
+
+
+def test_a_log_that_grows_without_verdicts_tells_none() -> None:
+    writer, follower = following_failures()
+    follower.forget()
+    record(writer, 2)
+    follower.look()
+    assert [entry[1] for entry in follower.heard if isinstance(entry, tuple)] == ["RECORD_TIME"]
 
 
 def test_a_writer_that_reads_a_later_epoch_in_its_log_is_fenced() -> None:

@@ -7,6 +7,7 @@ import pytest
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.limits import Limits
+from coordinator.core.notices import FrameRefused
 from coordinator.core.streams.turns import Turns
 from protocol.batch import decode_batch
 from protocol.client import ClientFrame, ClientFrameType
@@ -223,6 +224,9 @@ def test_what_waits_counts_for_the_window(window_bytes: int) -> None:
     (refused,) = [effect for effect in driven.of(ef.ReplyToPeer) if effect.frame.code == RefusedCode.BEYOND_WINDOW]
     assert refused.token == "b6"
     assert driven.machine._peers.turns.waiting_bytes == 3 * len(small(1))
+    send(driven, "b", 6, small(6))
+    told = [effect.notice for effect in driven.of(ef.Report) if isinstance(effect.notice, FrameRefused)]
+    assert len(told) == 1, "it is said once of a sender"
 
 
 def test_what_waits_counts_for_what_is_granted_to_others() -> None:
@@ -310,9 +314,10 @@ def test_frames_that_come_again_are_sent_back_where_there_is_no_room_for_them() 
     assert driven.machine.peers_status()["b"]["received"] == 4
 
 
-def test_what_is_here_already_does_not_wait() -> None:
+@pytest.mark.parametrize("position", [1, 2])
+def test_what_is_here_already_does_not_wait(position: int) -> None:
     driven = with_window(5)
-    for _ in range(4):
-        send(driven, "b", 1, small(1))
-    assert refused(driven) == []
+    for _ in range(3):
+        send(driven, "b", position, small(position))
+    assert driven.replies == [], "each waits for the disk alone"
     assert driven.machine._peers.turns.waiting_bytes == 2 * len(small(1)), "only what is new waits"

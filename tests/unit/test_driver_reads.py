@@ -9,7 +9,7 @@ import pytest
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.errors import DamagedLogError
-from coordinator.core.interfaces import CheckpointHeader, Letter, Transaction
+from coordinator.core.interfaces import CheckpointHeader, Letter, OutputBatch, Transaction
 from coordinator.driver.reads import answer, problem_of
 from coordinator.log.memory import MemoryLogStore
 from protocol.checksum import crc64
@@ -56,6 +56,19 @@ def test_a_blob_that_is_not_what_its_header_says_is_a_problem(
     store: MemoryLogStore, header: CheckpointHeader, problem: str
 ) -> None:
     assert problem in str(problem_of(store, header))
+
+
+def test_the_outputs_of_a_checkpoint_are_read_with_it(store: MemoryLogStore) -> None:
+    """Who restores it may not have that log open any more."""
+    for index, chunk in enumerate(CHUNKS):
+        store.write_checkpoint_chunk(2, index, chunk)
+    outputs = {"b": [OutputBatch(1, 1, b"output")]}
+    store.commit(Transaction(checkpoint=replace(HEADER, checkpoint_id=2, unacknowledged=outputs)))
+    checked, other = (store.summary().checkpoints[-1] for _ in range(2))
+    assert problem_of(store, checked) is None
+    after = store.crash()
+    assert dict(checked.unacknowledged) == outputs
+    assert problem_of(after, other) == "this log is closed: its process crashed"
 
 
 def test_what_nobody_waits_for_is_given_up_before_the_next_chunk(store: MemoryLogStore) -> None:

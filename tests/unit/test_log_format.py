@@ -5,11 +5,19 @@ from __future__ import annotations
 import pytest
 
 from coordinator.core.errors import DamagedLogError, InvariantError
-from coordinator.core.interfaces import CheckpointHeader, OutputBatch, OutputMark, Suspect, VersionStart
+from coordinator.core.interfaces import (
+    CheckpointHeader,
+    ClientPosition,
+    OutputBatch,
+    OutputMark,
+    Suspect,
+    VersionStart,
+)
 from coordinator.log import format as log_format
-from coordinator.log.verdicts import suspect_row, verdict_rows
+from coordinator.log.backends.lmdb.journal_entries import FORM, Place, encode_entry, place_of
+from coordinator.log.verdicts import letter_name, suspect_row, verdict_rows
 from protocol.checksum import crc64
-from protocol.verdicts import Cause, Verdict, VerdictKind
+from protocol.verdicts import Cause, MessageKey, Verdict, VerdictKind
 
 
 def crc(data: bytes) -> bytes:
@@ -70,9 +78,34 @@ def test_verdicts_and_letters() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [((1, 2, 0, 0), "1:2"), ((1, 2, 3, 0), "1:2:3:0"), ((1, 2, 0, 4), "1:2:0:4"), ((1, 2, 3, 4), "1:2:3:4")],
+)
+def test_what_people_call_a_letter(key: MessageKey, name: str) -> None:
+    assert letter_name(key) == name
+
+
 def test_a_suspect() -> None:
     payload = b"\x94\x07\xff\x02\x09"
     assert suspect_row(Suspect(7, -1, 2, 9)) == ("meta", b"suspect", crc(b"meta\0suspect" + payload) + payload)
+
+
+def test_a_client_without_an_owner_is_what_it_was_before_there_were_owners() -> None:
+    key = log_format.name_key("ann")
+    value = log_format.encode_client(key, ClientPosition(3, 1, 100))
+    assert value[8:] == bytes.fromhex("93 03 01 64")
+    assert log_format.decode_client(key, value) == ClientPosition(3, 1, 100)
+    owned = ClientPosition(3, 1, 100, "web")
+    assert log_format.decode_client(key, log_format.encode_client(key, owned)) == owned
+
+
+def test_where_an_entry_of_the_journal_says_that_it_belongs() -> None:
+    entry = encode_entry(7, 5, 2, 9, b"rows")
+    header_size_bytes = FORM.header_size_bytes
+    assert place_of(entry) == place_of(entry[:header_size_bytes]) == Place(5, 2, 9)
+    assert place_of(entry[: header_size_bytes - 1]) is None
+    assert place_of(b"IMJ3" + entry[4:]) is None
 
 
 def test_a_sealed_value_of_another_type() -> None:

@@ -31,6 +31,17 @@ def test_a_reply_is_kept_until_its_sender_has_it() -> None:
     assert talk.replies_size_bytes == 0
 
 
+def test_a_reply_whose_message_is_the_lowest_pending_one_is_kept_also_where_few_are() -> None:
+    talk = conversation()
+    for message_id in (1, 2, 3):
+        talk.see(message_id, 1)
+    talk.keep_reply(3, 13, (b"x",))
+    talk.see(4, 3)
+    assert list(talk.replies) == [3]
+    talk.see(5, 5)
+    assert talk.replies == {}
+
+
 def test_a_reply_that_nobody_can_ask_for_is_not_kept() -> None:
     talk = conversation()
     talk.see(1, 1)

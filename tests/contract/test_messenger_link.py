@@ -1,0 +1,71 @@
+"""A link by itself, with real sockets that nobody answers: what it says and does where a connection fails."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from coordinator.messenger import KeyPair, RetryPolicy
+from coordinator.messenger import link as messenger_link
+from coordinator.messenger.limits import RECONNECT_REFUSED_NS, SILENCE_NS
+from coordinator.messenger.link import Link
+from coordinator.messenger.outbox import Outbox
+from coordinator.messenger.sockets import Context, Counters, Warnings
+
+ENDPOINT = "tcp://127.0.0.1:9"
+PAIR = KeyPair.new()
+
+
+@pytest.fixture
+def context() -> Iterator[Context]:
+    made: Context = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.WARNING, "coordinator.messenger")
+    return caplog
+
+
+def link_of(context: Context, server_key: str | None = None) -> Link:
+    pair = None if server_key is None else PAIR
+    outbox = Outbox(RetryPolicy(), lambda: 0.0)
+    return Link(context, ENDPOINT, 1, 1, outbox, Counters(), Warnings(lambda: 0), pair, server_key)
+
+
+def test_a_link_that_is_given_up_waits_longer_the_next_time(context: Context, said: pytest.LogCaptureFixture) -> None:
+    link = link_of(context)
+    link.give_up()
+    assert link.outbox.silence_ns == 2 * SILENCE_NS
+    assert link._counters.silences == 1
+    assert f"{ENDPOINT} has not answered for {SILENCE_NS / 1e9:g} s; its connection is made anew" in said.text
+    link.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_server_key", "reason"),
+    [
+        (messenger_link._REFUSED, False, "it does not let this instance's key in"),
+        (messenger_link._REFUSED, True, "it does not let this instance's key in"),
+        (messenger_link._OTHER_MECHANISM, False, "it takes only callers with keys, and this link has none for it"),
+        (messenger_link._OTHER_MECHANISM, True, "it has no keys, and a key is expected of it"),
+        (messenger_link._BROKEN_OFF, False, ""),
+        (messenger_link._BROKEN_OFF, True, "it has another key than expected, or ended just then"),
+    ],
+)
+def test_a_handshake_that_fails_is_told_and_tried_again(
+    context: Context, said: pytest.LogCaptureFixture, kind: int, has_server_key: bool, reason: str
+) -> None:
+    link = link_of(context, PAIR.public if has_server_key else None)
+    link._handshake_failed(kind, 5)
+    link._handshake_failed(kind, 6)  # it was to be made anew already
+    assert link.reopen_due_ns == 5 + RECONNECT_REFUSED_NS
+    lines = [record.getMessage() for record in said.records]
+    assert len(lines) == (1 if reason else 0)
+    assert not reason or f"no connection to {ENDPOINT}: {reason}; it is tried again, nothing is lost" in lines[0]
+    link.close()
