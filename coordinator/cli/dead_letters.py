@@ -12,26 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from coordinator.cli.common import (
-    Commands,
-    FailedError,
-    app_name,
-    cell,
-    echo,
-    message_id,
-    name_argument,
-    operator_name,
-    require_log,
-)
+from coordinator.cli.common import app_name, message_id, name_argument, operator_name, require_log
 from coordinator.config import InstanceSettings
 from coordinator.instances.registry import Registry
 from coordinator.operator import control
+from protocol.command_line import Commands, FailedError, echo, print_table
 from protocol.private_files import opener
 from protocol.shown import printable, printable_json
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from coordinator.core.interfaces import Letter
     from coordinator.log import LogReader
     from pipeline.arguments import ArgumentDecoder
@@ -101,12 +90,7 @@ def _list(settings: InstanceSettings, as_json: bool) -> None:
     elif not found:
         echo(f"{settings.name} has no dead letters")
     else:
-        from rich.console import Console
-
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=200)
-        console.print(_table(found))
+        _print_table(found)
 
 
 @dead_letters.command()
@@ -310,18 +294,14 @@ def _count(count: int) -> str:
 # --- for people ------------------------------------------------------------------------------------------------------
 
 
-def _table(found: list[Values]) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("ID", "when", "method", "from", "why"):
-        table.add_column(column, overflow="fold")
+def _print_table(found: list[Values]) -> None:
+    rows = []
     for values in found:
         why = printable(_why(values))
         clipped = why if len(why) <= WHY_SIZE_MAX else f"{why[: WHY_SIZE_MAX - 3]}..."
         cells = (values["id"], values["time"][:19] + "Z", _method(values), values["from"] or "-", clipped)
-        table.add_row(*(cell(printable(text)) for text in cells))
-    return table
+        rows.append(list(map(printable, cells)))
+    print_table(("ID", "when", "method", "from", "why"), rows)
 
 
 def _lines(found: Values) -> Iterator[str]:

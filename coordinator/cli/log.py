@@ -10,20 +10,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from coordinator.cli.common import (
-    Commands,
-    app_name,
-    echo,
-    echo_json,
-    json_option,
-    name_argument,
-    pass_registry,
-    require_log,
-)
+from coordinator.cli.common import app_name, name_argument, pass_registry, require_log
 from coordinator.config import InstanceSettings
 from coordinator.core.words import Methods
 from coordinator.instances.registry import Registry, RegistryError
 from coordinator.log_url import is_in_folder
+from protocol.command_line import Commands, echo, echo_json, json_option
 
 if TYPE_CHECKING:
     from coordinator.log.backend import Place

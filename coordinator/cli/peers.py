@@ -8,25 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from coordinator.cli.common import (
-    Commands,
-    FailedError,
-    cell,
-    echo,
-    echo_json,
-    instance_name,
-    json_option,
-    name_argument,
-    pass_registry,
-)
+from coordinator.cli.common import instance_name, name_argument, pass_registry
 from coordinator.config import InstanceSettings
 from coordinator.instances.registry import Registry
 from coordinator.operator import control
+from protocol.command_line import Commands, FailedError, echo, echo_json, json_option, print_table
 from protocol.shown import printable
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from coordinator.core.interfaces import LogSummary
 
 Peer = dict[str, Any]
@@ -56,12 +45,7 @@ def show(registry: Registry, name: str, as_json: bool) -> None:
     if not found:
         echo(f"{name} has no peers yet")
         return
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=200)
-    console.print(_table(found))
+    _print_table(found)
     for peer, one in found.items():
         if one["error"]:
             echo(f"{peer}: {one['error']}")
@@ -302,15 +286,10 @@ def _of_route(routes: Any, name: str) -> Peer:
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 
-def _table(found: dict[str, Peer]) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
+def _print_table(found: dict[str, Peer]) -> None:
     numbers = ("made", "sent", "acknowledged", "received", "in memory", "on disk", "in flight", "granted")
-    for column in ("peer", "endpoint", "by", "connected", "stream", *numbers):
-        table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
-    for peer, one in found.items():
-        cells = (
+    rows = (
+        (
             peer,
             one["endpoint"] or "not found",
             one["origin"] or "-",
@@ -322,8 +301,10 @@ def _table(found: dict[str, Peer]) -> Table:
             _window(one),
             _bytes(one["granted_bytes"]),
         )
-        table.add_row(*map(cell, map(printable, cells)))
-    return table
+        for peer, one in found.items()
+    )
+    heads = ("peer", "endpoint", "by", "connected", "stream", *numbers)
+    print_table(heads, (tuple(map(printable, row)) for row in rows), right=numbers)
 
 
 def _state(one: Peer) -> str:

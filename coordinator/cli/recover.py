@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from coordinator.cli.common import echo, echo_json, json_option, name_argument, pass_registry
+from coordinator.cli.common import name_argument, pass_registry
 from coordinator.config import InstanceSettings
 from coordinator.core.errors import LogLockedError
 from coordinator.core.interfaces import IMPULSES, ONESELF, is_outside
 from coordinator.instances.registry import Registry, RegistryError
 from coordinator.operator import control
 from protocol.client import CLIENTS
+from protocol.command_line import echo, echo_json, json_option
 
 if TYPE_CHECKING:
     from coordinator.log.cut import LogCutter

@@ -14,21 +14,14 @@ from typing import Any
 
 import click
 
-from coordinator.cli.common import (
-    app_name,
-    echo,
-    echo_json,
-    json_option,
-    name_argument,
-    pass_registry,
-    trust_pickle_option,
-)
+from coordinator.cli.common import app_name, name_argument, pass_registry, trust_pickle_option
 from coordinator.cli.progress import progress_bar
 from coordinator.config import InstanceSettings
 from coordinator.instances import own_logs
 from coordinator.instances.registry import Registry, RegistryError
 from coordinator.log import LogReader, log_exists, open_reader
 from coordinator.log.open import place_of
+from protocol.command_line import echo, echo_json, json_option
 from protocol.private_files import opener
 from protocol.shown import printable_json
 from protocol.verdicts import Verdict

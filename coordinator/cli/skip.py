@@ -7,18 +7,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from coordinator.cli.common import (
-    FailedError,
-    echo,
-    message_id,
-    name_argument,
-    operator_name,
-    pass_registry,
-    require_log,
-)
+from coordinator.cli.common import message_id, name_argument, operator_name, pass_registry, require_log
 from coordinator.config import InstanceSettings
 from coordinator.instances.registry import Registry
 from coordinator.operator import control
+from protocol.command_line import FailedError, echo
 
 if TYPE_CHECKING:
     from coordinator.core.interfaces import LogStore, LogSummary

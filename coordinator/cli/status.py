@@ -13,18 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from coordinator.cli.common import cell, echo, echo_json, instance_name, json_option, pass_registry
+from coordinator.cli.common import instance_name, pass_registry
 from coordinator.config import InstanceSettings
 from coordinator.instances import upgrade_mark
 from coordinator.instances.registry import PUBLIC_KEYS_FILE_NAME, Registry
 from coordinator.operator import control
 from protocol.client import CLIENTS
+from protocol.command_line import echo, echo_json, json_option, print_table
 from protocol.errors import ImmortalError
 from protocol.shown import printable
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from coordinator.core.interfaces import LogSummary
 
 NOT_STARTED = "not started yet"
@@ -48,12 +47,7 @@ def status(registry: Registry, name: str | None, as_json: bool) -> None:
     elif not rows:
         echo(f"nothing is registered in {registry.home}")
     else:
-        from rich.console import Console
-
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=200)
-        console.print(_table(rows))
+        _print_table(rows)
         for row in rows:
             for problem in _problems(row):
                 echo(problem)
@@ -171,16 +165,12 @@ def _failures(summary: LogSummary) -> dict[str, Any]:
     return row
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    with_clients = any(_clients(row) for row in rows)
-    columns = ("instance", "phase", "pid", "record", "backlog", "checkpoint", "inputs", "outputs", "clients")
-    for column in columns if with_clients else columns[:-1]:
-        table.add_column(column, justify="right" if column in ("pid", "record", "backlog") else "left", overflow="fold")
-    for row in rows:
-        cells = (
+def _print_table(rows: list[dict[str, Any]]) -> None:
+    heads = ["instance", "phase", "pid", "record", "backlog", "checkpoint", "inputs", "outputs"]
+    if any(_clients(row) for row in rows):
+        heads.append("clients")
+    cells = (
+        (
             str(row["name"]),
             _phase(row),
             _pids(row),
@@ -191,9 +181,11 @@ def _table(rows: list[dict[str, Any]]) -> Table:
                 f"{printable(peer)} {_number(one.get('position'))}" for peer, one in row.get("inputs", {}).items()
             ),
             "\n".join(f"{printable(to)} {_output(one)}" for to, one in row.get("outputs", {}).items()),
-        )
-        table.add_row(*map(cell, (*cells, *([_clients(row)] if with_clients else []))))
-    return table
+            _clients(row),
+        )[: len(heads)]
+        for row in rows
+    )
+    print_table(heads, cells, right=("pid", "record", "backlog"))
 
 
 def _pids(row: dict[str, Any]) -> str:

@@ -9,22 +9,14 @@ from typing import Any
 
 import click
 
-from coordinator.cli.common import (
-    FailedError,
-    app_name,
-    echo,
-    echo_json,
-    json_option,
-    name_argument,
-    pass_registry,
-    trust_pickle_option,
-)
+from coordinator.cli.common import app_name, name_argument, pass_registry, trust_pickle_option
 from coordinator.cli.progress import progress_bar
 from coordinator.cli.what_if_report import Report
 from coordinator.core.output_check import Divergence, OutputDivergenceError
 from coordinator.instances import own_logs
 from coordinator.instances.registry import Registry, RegistryError
 from coordinator.log import log_exists
+from protocol.command_line import FailedError, echo, echo_json, json_option
 from replay import BY_HAND, OWN_VERSION, AppCommand
 from replay.apps import default_app
 from replay.compare import Side

@@ -11,21 +11,11 @@ from pipeline.jobs.reports import AuditReport, StreamReport
 from pipeline.jobs.stats import Figures, Stats
 from pipeline.jobs.verify import VerifyReport
 from pipeline.jobs.what_if import FleetResult
+from protocol.command_line import table_lines
 
 
 def count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]], names: int = 1) -> Iterator[str]:
-    """Columns below one another; the first ``names`` to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    for row in (heads, *rows):
-        cells = [
-            cell.ljust(width) if index < names else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield "  ".join(cells).rstrip()
 
 
 def export_lines(report: ExportReport, folder: Path) -> Iterator[str]:
@@ -33,7 +23,7 @@ def export_lines(report: ExportReport, folder: Path) -> Iterator[str]:
         if done.skipped:
             yield f"warning: {count(done.skipped, 'record')} of {name} were trimmed before they could be exported"
     rows = [(name, f"{rows:,}") for name, rows in report.rows.items()]
-    yield from table(("table", "new rows"), rows)
+    yield from table_lines(("table", "new rows"), rows, right=("new rows",))
     new = [name for name, done in report.instances.items() if done.last >= done.first]
     yield f"{folder}: new records of {len(new):,} of {count(len(report.instances), 'instance')}, compared with the logs"
 
@@ -97,7 +87,7 @@ def _stream_table(streams: Sequence[StreamReport]) -> Iterator[str]:
         )
         for stream in streams
     ]
-    yield from table(heads, rows, names=2)
+    yield from table_lines(heads, rows, right=heads[2:])
 
 
 def _sender(name: str) -> str:
@@ -132,15 +122,15 @@ def stats_lines(stats: Stats, top: int) -> Iterator[str]:
         )
         for service in stats.services
     ]
-    yield from table(heads, services)
+    yield from table_lines(heads, services, right=heads[1:])
     methods = [(method.instance, method.method, *_cells(method.figures)) for method in stats.methods]
     yield ""
-    yield from table(("service", "method", *_FIGURES), methods[:top], names=2)
+    yield from table_lines(("service", "method", *_FIGURES), methods[:top], right=_FIGURES)
     if len(methods) > top:
         yield f"and {len(methods) - top:,} more; --top shows them"
     talkers = [(talker.sender, talker.receiver, *_cells(talker.figures)) for talker in stats.talkers]
     yield ""
-    yield from table(("from", "to", *_FIGURES), talkers[:top], names=2)
+    yield from table_lines(("from", "to", *_FIGURES), talkers[:top], right=_FIGURES)
     if len(talkers) > top:
         yield f"and {len(talkers) - top:,} more; --top shows them"
 
@@ -172,7 +162,8 @@ def what_if_lines(result: FleetResult) -> Iterator[str]:
             f"{each.duration_s:.1f}",
         )
         rows.append(row)
-    yield from table(("instance", "app", "", "records", "calls", "state", "failing", "s"), rows, names=3)
+    figures = ("records", "calls", "state", "failing", "s")
+    yield from table_lines(("instance", "app", "", *figures), rows, right=figures)
     for each in result.instances:
         if each.error:
             yield f"{each.instance}: {each.error}"
@@ -183,7 +174,7 @@ def what_if_lines(result: FleetResult) -> Iterator[str]:
             (row["destination"], row["method"], *(f"{row.get(kind, 0):,}" for kind in kinds))
             for row in result.by_method
         ]
-        yield from table(("to", "method", *kinds), methods, names=2)
+        yield from table_lines(("to", "method", *kinds), methods, right=kinds)
     yield ""
     yield (
         f"{result.same:,} the same, {result.different:,} different, {result.failed:,} failed:"
