@@ -26,7 +26,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 FOUND = 3
 """The exit status where a job has found what should not be."""
 
-_PACKAGES = ("pyspark", "pyarrow", "numpy", "pandas", "matplotlib")
+_PACKAGES = ("pyspark", "pyarrow", "numpy", "pandas", "matplotlib", "jinja2")
 _SPARKS_OWN = ("pyspark", "py4j")
 
 

@@ -53,7 +53,7 @@ def metadata(wheel: Path) -> Message:
 
 
 def files(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix in (".py", ".pxd", ".typed")}
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix in (".py", ".pxd", ".typed", ".html")}
 
 
 def test_it_has_the_packages_and_nothing_else(wheel: Path) -> None:
