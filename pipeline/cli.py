@@ -13,7 +13,7 @@ import click
 
 from pipeline.errors import clear_error
 from pipeline.progress import Progress, progress
-from protocol.command_line import Commands, FailedError, echo, echo_json, json_option
+from protocol.command_line import Commands, FailedError, RecordPlace, echo, echo_json, json_option
 from protocol.private_files import opener
 
 if TYPE_CHECKING:
@@ -230,16 +230,9 @@ def _write(path: Path, text: str) -> None:
         file.write(text)
 
 
-def _place(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[int, int | None]:
-    record, colon, message = value.partition(":")
-    if not record.isdecimal() or (colon and not message.isdecimal()):
-        raise click.BadParameter(f"{value!r}; expected a record, or a record and a message in it, as in 812:3")
-    return int(record), int(message) if colon else None
-
-
 @pipeline.command()
 @click.argument("instance")
-@click.argument("place", metavar="RECORD[:MESSAGE]", callback=_place)
+@click.argument("place", metavar="RECORD[:MESSAGE]", type=RecordPlace())
 @paths_argument
 @decode_option
 @click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Write a picture.")

@@ -62,6 +62,39 @@ def echo_json(value: object) -> None:
     echo(printable_json(value))
 
 
+class RecordPlace(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
+    """SEQ or SEQ:MESSAGE: a record, or a message in it."""
+
+    name = "record[:message]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int | None]:
+        sequence_id, colon, message = str(value).partition(":")
+        if not (sequence_id.isdecimal() and (message.isdecimal() if colon else True)):
+            self.fail(
+                f"{value!r}: a record's number was expected, or one with a message's number: 12 or 12:3", param, ctx
+            )
+        return int(sequence_id), int(message) if colon else None
+
+
+def counted(count: int, noun: str) -> str:
+    """Such as "1 record", "1,200 records"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def number_text(value: object) -> str:
+    return "-" if value is None else str(value)
+
+
+def size_text(size_bytes: float | None) -> str:
+    if size_bytes is None:
+        return "-"
+    for unit in ("B", "KiB", "MiB"):
+        if size_bytes < 1024:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.1f} GiB"
+
+
 # --- tables: rich is loaded where there is one, since it costs a process 3 MiB ----------------------------------------
 
 

@@ -34,6 +34,11 @@ def app_name(ctx: click.Context, parameter: click.Parameter, value: str | None) 
         raise click.BadParameter(str(error)) from None
 
 
+def app_or_hand(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """As :func:`app_name`; or "-": an app that is started by hand."""
+    return value if value == "-" else app_name(ctx, parameter, value)
+
+
 def message_id(ctx: click.Context, parameter: click.Parameter, value: Any) -> Any:
     """A click callback: SEQ:INDEX, or some of them, as (record, message)."""
     if value is None:
@@ -85,12 +90,14 @@ def trust_pickle_option(function: Function) -> Function:
     )(function)
 
 
-def require_log(settings: InstanceSettings) -> None:
-    """Raises RegistryError where the instance has not been started yet."""
+def settings_with_log(registry: Registry, name: str) -> InstanceSettings:
+    """Raises RegistryError where the instance has not been started yet, ConfigError."""
     from coordinator.log import log_exists
 
+    settings = registry.load(name)
     if not log_exists(settings.log):
         raise RegistryError(f"{settings.name!r} has not been started yet: there is no log in {settings.log}")
+    return settings
 
 
 def operator_name() -> str:

@@ -12,7 +12,16 @@ from coordinator.cli.common import instance_name, name_argument, pass_registry
 from coordinator.config import InstanceSettings
 from coordinator.instances.registry import Registry
 from coordinator.operator import control
-from protocol.command_line import Commands, FailedError, echo, echo_json, json_option, print_table
+from protocol.command_line import (
+    Commands,
+    FailedError,
+    echo,
+    echo_json,
+    json_option,
+    number_text,
+    print_table,
+    size_text,
+)
 from protocol.shown import printable
 
 if TYPE_CHECKING:
@@ -295,11 +304,11 @@ def _print_table(found: dict[str, Peer]) -> None:
             one["origin"] or "-",
             "-" if one["connected_s"] is None else f"for {one['connected_s']:.0f} s",
             _state(one),
-            *(_number(one[key]) for key in ("made", "sent", "acknowledged", "received")),
-            _bytes(one["memory_bytes"]),
-            _bytes(one["spilled_bytes"]),
+            *(number_text(one[key]) for key in ("made", "sent", "acknowledged", "received")),
+            size_text(one["memory_bytes"]),
+            size_text(one["spilled_bytes"]),
             _window(one),
-            _bytes(one["granted_bytes"]),
+            size_text(one["granted_bytes"]),
         )
         for peer, one in found.items()
     )
@@ -315,19 +324,4 @@ def _state(one: Peer) -> str:
 def _window(one: Peer) -> str:
     if one["window_bytes"] is None:
         return "-"
-    return f"{_bytes(one['in_flight_bytes'])} of {_bytes(one['window_bytes'])}"
-
-
-def _number(value: int | None) -> str:
-    return "-" if value is None else str(value)
-
-
-def _bytes(size_bytes: int | None) -> str:
-    if size_bytes is None:
-        return "-"
-    size = float(size_bytes)
-    for unit in ("B", "KiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}"
-        size /= 1024
-    return f"{size:.0f} MiB"
+    return f"{size_text(one['in_flight_bytes'])} of {size_text(one['window_bytes'])}"

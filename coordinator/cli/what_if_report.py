@@ -11,7 +11,7 @@ from typing import Any
 from coordinator.core.errors import LogError
 from coordinator.core.words import Methods, RpcWords, call_in_words, counted_method_in_words, method_name
 from coordinator.log.contents import message_at, record_of
-from protocol.command_line import table_lines
+from protocol.command_line import counted, table_lines
 from protocol.shown import printable_lines
 from replay import AppCommand, RecordSource, ReplayError, ReplayResult
 from replay.compare import Key, Kind, Side
@@ -214,7 +214,7 @@ class Report:
         begin = f"taken after record {start.sequence_id}" if start.sequence_id >= 0 else "the first one"
         yield (
             f"from checkpoint {start.checkpoint_id} ({begin}) to record {outcome.route.last_sequence_id}:"
-            f" {_count(self._most('records'), 'record')} with {_count(self._most('messages'), 'message')}"
+            f" {counted(self._most('records'), 'record')} with {counted(self._most('messages'), 'message')}"
         )
         yield from (f"note: {note}" for note in outcome.notes)
         if outcome.by_position:
@@ -343,11 +343,7 @@ class Report:
         state = " and the state" if self.state else ", not the state"
         if not findings.total:
             return f"different: the state; all {outcome.equal_count:,} calls are the same"
-        return f"different: {_count(findings.total, 'call')}{state}; {outcome.equal_count:,} calls are the same"
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+        return f"different: {counted(findings.total, 'call')}{state}; {outcome.equal_count:,} calls are the same"
 
 
 def _blob_text(result: ReplayResult) -> str:

@@ -11,21 +11,18 @@ from pipeline.jobs.reports import AuditReport, StreamReport
 from pipeline.jobs.stats import Figures, Stats
 from pipeline.jobs.verify import VerifyReport
 from pipeline.jobs.what_if import FleetResult
-from protocol.command_line import table_lines
-
-
-def count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+from protocol.command_line import counted, table_lines
 
 
 def export_lines(report: ExportReport, folder: Path) -> Iterator[str]:
     for name, done in report.instances.items():
         if done.skipped:
-            yield f"warning: {count(done.skipped, 'record')} of {name} were trimmed before they could be exported"
+            yield f"warning: {counted(done.skipped, 'record')} of {name} were trimmed before they could be exported"
     rows = [(name, f"{rows:,}") for name, rows in report.rows.items()]
     yield from table_lines(("table", "new rows"), rows, right=("new rows",))
     new = [name for name, done in report.instances.items() if done.last >= done.first]
-    yield f"{folder}: new records of {len(new):,} of {count(len(report.instances), 'instance')}, compared with the logs"
+    instances = counted(len(report.instances), "instance")
+    yield f"{folder}: new records of {len(new):,} of {instances}, compared with the logs"
 
 
 # --- audit -----------------------------------------------------------------------------------------------------------
@@ -35,15 +32,16 @@ def audit_lines(report: AuditReport, limit: int, *, all_streams: bool) -> Iterat
     records = sum(log.records for log in report.logs)
     messages = sum(stream.messages for stream in report.streams)
     yield (
-        f"{count(len(report.logs), 'log')}, {count(records, 'record')}, {count(messages, 'message')}"
-        f" in {count(len(report.streams), 'stream')}"
+        f"{counted(len(report.logs), 'log')}, {counted(records, 'record')}, {counted(messages, 'message')}"
+        f" in {counted(len(report.streams), 'stream')}"
     )
     flying = [stream for stream in report.streams if stream.in_flight]
-    yield f"in flight: {count(sum(stream.in_flight for stream in flying), 'message')} in {count(len(flying), 'stream')}"
-    yield f"compared with what their senders made: {count(sum(each.compared for each in report.streams), 'message')}"
+    in_flight = counted(sum(stream.in_flight for stream in flying), "message")
+    yield f"in flight: {in_flight} in {counted(len(flying), 'stream')}"
+    yield f"compared with what their senders made: {counted(sum(each.compared for each in report.streams), 'message')}"
     unknown = sum(stream.unknown for stream in report.streams)
     if unknown:
-        yield f"in damaged records, so not known: {count(unknown, 'message')}"
+        yield f"in damaged records, so not known: {counted(unknown, 'message')}"
     for note in report.notes:
         yield f"note: {note}"
     if all_streams:
@@ -99,9 +97,9 @@ def verify_lines(report: VerifyReport, limit: int) -> Iterator[str]:
         yield f"{problem.instance}: {problem.place}: {problem.text}"
     if report.problem_count > limit:
         yield f"and {report.problem_count - limit:,} more; --limit shows them"
-    sound = f"{count(sum(report.records.values()), 'sound record')} in {count(len(report.records), 'log')}"
-    checkpoints = count(sum(report.checkpoints.values()), "sound checkpoint")
-    verdict = f"DAMAGED: {count(report.problem_count, 'problem')}; " if report.problem_count else "sound: "
+    sound = f"{counted(sum(report.records.values()), 'sound record')} in {counted(len(report.records), 'log')}"
+    checkpoints = counted(sum(report.checkpoints.values()), "sound checkpoint")
+    verdict = f"DAMAGED: {counted(report.problem_count, 'problem')}; " if report.problem_count else "sound: "
     yield f"{verdict}{sound}, {checkpoints}"
 
 
@@ -178,5 +176,5 @@ def what_if_lines(result: FleetResult) -> Iterator[str]:
     yield ""
     yield (
         f"{result.same:,} the same, {result.different:,} different, {result.failed:,} failed:"
-        f" {count(result.records, 'record')} with {count(result.messages, 'message')}"
+        f" {counted(result.records, 'record')} with {counted(result.messages, 'message')}"
     )
