@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from bench import reports
 from bench.call_workload import NUMBER_SIZE_BYTES
@@ -125,6 +124,8 @@ def bench(
         raise click.UsageError("--calls, --trim, --curve, --fleet, --failing, --isolation each measure something else")
     if log_key and others:
         raise click.UsageError("--log-key is for one-way calls")
+    from rich.console import Console
+
     result: Any
     show: Callable[[Any], None]
     with Console(stderr=True).status("starting") as status:
