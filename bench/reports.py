@@ -8,7 +8,7 @@ from bench.calls import DISK_BLOCK_SIZE_BYTES, CallResults, Spread
 from bench.failing import FailingResult
 from bench.fleet import FleetResult
 from bench.isolation import OTHERS, RATE, IsolationResult
-from bench.one_way import OneWay, Results
+from bench.one_way import Results, SizeResult
 from bench.trim import TrimResult
 from bench.turns import IDLE_PEERS
 from protocol.command_line import echo, print_table
@@ -33,7 +33,7 @@ def print_one_way(results: Results) -> None:
         echo(f"peak memory of {name}: coordinator {coordinator:.0f} MiB, app {app:.0f} MiB")
 
 
-def _print_one_way_table(title: str, results: Sequence[OneWay]) -> None:
+def _print_one_way_table(title: str, results: Sequence[SizeResult]) -> None:
     heads = ("size", "calls", "seconds", "calls/s", "MB/s")
     rows = (
         (

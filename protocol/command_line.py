@@ -105,15 +105,19 @@ def print_table(
 
     A cell is shown as it is, without rich's markup. It may have lines of ours: names in it were made printable.
     """
+    from rich.text import Text
+
     console = _console()
-    console.print(_table(heads, rows, right, title))
+    if title:
+        console.print(Text(title, style="italic"), soft_wrap=True)
+    console.print(_table(heads, rows, right))
 
 
 def table_lines(heads: Sequence[str], rows: Iterable[Sequence[str]], *, right: Collection[str] = ()) -> Iterator[str]:
     """As :func:`print_table`, for who prints lines."""
     console = _console(is_plain=True)
     with console.capture() as captured:
-        console.print(_table(heads, rows, right, None))
+        console.print(_table(heads, rows, right))
     yield from (line.rstrip() for line in captured.get().splitlines())
 
 
@@ -124,11 +128,11 @@ def _console(*, is_plain: bool = False) -> Console:
     return Console(color_system=None, width=_WIDTH_UNLIMITED) if is_plain or not console.is_terminal else console
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str], title: str | None) -> Table:
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, header_style="bold")
     for head in heads:
         table.add_column(head, justify="right" if head in right else "left", overflow="fold")
     for row in rows:

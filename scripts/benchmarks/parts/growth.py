@@ -11,12 +11,13 @@ from typing import Any
 
 from bench.calls import CALL_APPS, IMMORTAL, Caller, processes_of, running
 from bench.processes import BenchError, Service, register
+from bench.streams import Load, immortal_streams
 from bench.usage import MIB, memory_of
 from coordinator.operator import control
 from scripts.benchmarks.calling import calls_by
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import Better, Figure
-from scripts.benchmarks.streams import Load, calls_for, immortal_streams
+from scripts.benchmarks.streams import calls_for
 
 GIB = 1 << 30
 RECOVERY_TIMEOUT_S = 300.0
