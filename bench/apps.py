@@ -1,4 +1,4 @@
-"""The two services of the benchmark.
+"""The two services of one-way calls. Each reads what it is to do from standard input, a line of JSON for each run.
 
 The sender forks calls in bursts; each burst is a call to itself, and several chains of them are under way, so that it
 waits for nothing but back-pressure.
@@ -6,26 +6,41 @@ waits for nothing but back-pressure.
 
 from __future__ import annotations
 
+import itertools
 import json
-import os
+import sys
+import threading
 import time
 
 from appsdk import Immortal, Impulses, impulse, on_primary, peer, rpc
 
-PLAN_VARIABLE = "IMMORTAL_BENCH_PLAN"
-POLL_INTERVAL_S = 0.0005
 CHAINS = 16
+PEERS_MAX = 200
+
+
+class Course:
+    """What the handlers tell the thread that drives them; no part of the state."""
+
+    def __init__(self) -> None:
+        self.ready = threading.Event()
+        self.done = threading.Event()
+        self.ended_s = 0.0
+        self.clock_s = time.perf_counter  # the same in all processes of a machine
+
+
+course = Course()
+
+
+def say(line: object) -> None:
+    print(json.dumps(line), flush=True)
 
 
 class Receiver(Immortal):
-    sender = peer("bench.apps:Sender", "sender")
-    run: int
     calls: int
     received_bytes: int
     calls_expected: int
 
     def __init__(self) -> None:
-        self.run = 0
         self.calls = self.received_bytes = self.calls_expected = 0
 
     @rpc(id=1)
@@ -33,54 +48,61 @@ class Receiver(Immortal):
         self.calls += 1
         self.received_bytes += len(data)
         if self.calls == self.calls_expected:
-            self.sender.finished.fork(self.run, self.calls, self.received_bytes)
+            course.ended_s = course.clock_s()
+            course.done.set()
 
-    @rpc(id=2)
-    def expect(self, run: int, calls: int) -> None:
-        self.run = run
+    @impulse(id=2)
+    def expect(self, calls: int) -> None:
         self.calls = self.received_bytes = 0
         self.calls_expected = calls
-
-
-class Sender(Immortal):
-    receiver = peer(Receiver, "receiver")
-    finished_run: int
-    calls: int
-    received_bytes: int
-
-    def __init__(self) -> None:
-        self.finished_run = self.calls = self.received_bytes = 0
-
-    @impulse(id=1)
-    def start(self, run: int, size_bytes: int, bursts: int, calls_per_burst: int) -> None:
-        self.receiver.expect.fork(run, CHAINS * bursts * calls_per_burst)
-        for _ in range(CHAINS):
-            self.burst.fork(size_bytes, bursts, calls_per_burst)
-
-    @rpc(id=2)
-    def burst(self, size_bytes: int, bursts_left: int, calls: int) -> None:
-        fork = self.receiver.take.fork
-        data = bytes(size_bytes)
-        for _ in range(calls):
-            fork(data)
-        if bursts_left > 1:
-            self.burst.fork(size_bytes, bursts_left - 1, calls)
-
-    @rpc(id=3)
-    def finished(self, run: int, calls: int, received_bytes: int) -> None:
-        self.calls, self.received_bytes = calls, received_bytes
-        self.finished_run = run
+        course.done.clear()
+        course.ready.set()
 
     @on_primary
     def drive(self, impulses: Impulses) -> None:
-        """Runs the plan, a line of JSON on standard output for each run; then idles."""
-        for run, (size_bytes, bursts, calls_per_burst) in enumerate(json.loads(os.environ[PLAN_VARIABLE]), start=1):
-            if run <= self.finished_run:
-                continue
-            begun = time.perf_counter()
-            impulses.start(run, size_bytes, bursts, calls_per_burst)
-            while self.finished_run < run:
-                time.sleep(POLL_INTERVAL_S)
-            seconds = time.perf_counter() - begun
-            line = {"run": run, "calls": self.calls, "bytes": self.received_bytes, "seconds": seconds}
-            print(json.dumps(line), flush=True)
+        for line in sys.stdin:
+            course.ready.clear()
+            impulses.expect(json.loads(line)["calls"])
+            course.ready.wait()
+            say("ready")
+            course.done.wait()
+            say({"calls": self.calls, "bytes": self.received_bytes, "ended_s": course.ended_s})
+
+
+class Sender(Immortal):
+    """Forks calls in bursts, in turns to as many receivers as it is told to; each burst is a call to itself."""
+
+    locals().update({f"receiver_{index}": peer(Receiver, f"receiver-{index}") for index in range(PEERS_MAX)})
+    bursts: int
+
+    def __init__(self) -> None:
+        self.bursts = 0
+
+    @impulse(id=1)
+    def start(self, sizes: list[int], receivers: int, bursts: int, calls: int) -> None:
+        for _ in range(CHAINS):
+            self.burst.fork(sizes, receivers, bursts, calls)
+
+    @rpc(id=2)
+    def burst(self, sizes: list[int], receivers: int, bursts_left: int, calls: int) -> None:
+        self.bursts += 1
+        forks = [getattr(self, f"receiver_{index}").take.fork for index in range(receivers)]
+        data = [bytes(size) for size in sizes]
+        if len(forks) == len(data) == 1:
+            fork, one = forks[0], data[0]
+            for _ in range(calls):
+                fork(one)
+        else:
+            pairs = [(fork, one) for one in data for fork in forks]
+            for fork, one in itertools.islice(itertools.cycle(pairs), calls):
+                fork(one)
+        if bursts_left > 1:
+            self.burst.fork(sizes, receivers, bursts_left - 1, calls)
+
+    @on_primary
+    def drive(self, impulses: Impulses) -> None:
+        for line in sys.stdin:
+            plan = json.loads(line)
+            begun_s = time.perf_counter()
+            impulses.start(plan["sizes"], plan["receivers"], plan["bursts"], plan["calls"])
+            say({"begun_s": begun_s})

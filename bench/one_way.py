@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.apps import CHAINS, PLAN_VARIABLE
 from bench.disk import append_rate
-from bench.processes import BenchError, Service, register
+from bench.processes import BenchError, Service
+from bench.streams import CALL_OVERHEAD_BYTES, ImmortalStreams, Load, immortal_streams
 from coordinator.config import LOG_KEY_FILE
 from coordinator.log import open_reader
 from protocol.record import decode_header
 from protocol.trailer import decode_trailer
 
-BURST_SIZE_BYTES = 2048 << 10  # of arguments in one burst, roughly: small enough to be paced smoothly
-CALL_OVERHEAD_BYTES = 200  # what a call costs in time, expressed in bytes: so that runs take about as long
+WARM_UP_BYTES = 20_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class OneWay:
+class SizeResult:
     size_bytes: int
     calls: int
     seconds: float
@@ -41,18 +39,11 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    one_way: list[OneWay]
-    one_way_curve: list[OneWay]  # the same between instances with keys, if that was asked for
+    one_way: list[SizeResult]
+    one_way_curve: list[SizeResult]  # the same between instances with keys, if that was asked for
     disk_mb_per_s: dict[int, float]  # by block size
     replay: Replay | None
     peak_memory_mib: dict[str, tuple[float, float]]  # of (coordinator, app) by instance
-
-
-def plan_for(size_bytes: int, volume_bytes: int) -> tuple[int, int, int]:
-    """(size, bursts of each chain, calls per burst) of one run."""
-    calls_per_burst = max(1, BURST_SIZE_BYTES // (size_bytes + CALL_OVERHEAD_BYTES))
-    bursts = max(1, volume_bytes // (CHAINS * calls_per_burst * (size_bytes + CALL_OVERHEAD_BYTES)))
-    return size_bytes, bursts, calls_per_burst
 
 
 def run_benchmark(
@@ -74,63 +65,33 @@ def run_benchmark(
         home = Path(home_name)
         progress("the disk alone")
         disk = {block: append_rate(home, block) / 1e6 for block in (64 << 10, 1 << 20)}
-        # The first, short run is not counted: it finds the processes cold.
-        plan = [plan_for(size, volume_mb * 1_000_000) for size in sizes]
-        plan.insert(0, plan_for(sizes[0], 20_000_000))
-        with _running(home / "plain", plan, curve=False, log_key=log_key) as services:
-            one_way = _measure(services, plan, progress)[1:]
-            memory = {name: service.peak_memory_mib() for name, service in services.items()}
+        with _streams(home / "plain", curve=False, log_key=log_key) as streams:
+            one_way = _measure(streams, sizes, volume_mb, progress)
+            memory = {name.removesuffix("-0"): one.peak_memory_mib() for name, one in streams.services.items()}
             progress("replay")
-            replay = measure_replay(services["receiver"])
-        one_way_curve: list[OneWay] = []
+            replay = measure_replay(streams.services["receiver-0"])
+        one_way_curve: list[SizeResult] = []
         if curve:
-            with _running(home / "curve", plan, curve=True, log_key=log_key) as services:
-                one_way_curve = _measure(services, plan, lambda text: progress(f"{text}, with CURVE"))[1:]
+            with _streams(home / "curve", curve=True, log_key=log_key) as streams:
+                one_way_curve = _measure(streams, sizes, volume_mb, lambda text: progress(f"{text}, with CURVE"))
     return Results(one_way, one_way_curve, disk, replay, memory)
 
 
-@contextlib.contextmanager
-def _running(
-    home: Path, plan: list[tuple[int, int, int]], *, curve: bool, log_key: bool
-) -> Iterator[dict[str, Service]]:
-    services = register(
-        home,
-        {"receiver": "bench.apps:Receiver", "sender": "bench.apps:Sender"},
-        {PLAN_VARIABLE: json.dumps(plan)},
-        curve=curve,
-        log_key=LOG_KEY_FILE if log_key else None,
-    )
-    try:
-        for service in services.values():
-            service.start()
-        yield services
-    finally:
-        for service in services.values():
-            service.kill()
+def _streams(home: Path, *, curve: bool, log_key: bool) -> AbstractContextManager[ImmortalStreams]:
+    return immortal_streams(home, curve=curve, log_key=LOG_KEY_FILE if log_key else None)
 
 
 def _measure(
-    services: dict[str, Service], plan: list[tuple[int, int, int]], progress: Callable[[str], None]
-) -> list[OneWay]:
-    app = services["sender"].app
-    if app is None or app.stdout is None:
-        raise BenchError("the sender was not started")
+    streams: ImmortalStreams, sizes: Sequence[int], volume_mb: int, progress: Callable[[str], None]
+) -> list[SizeResult]:
+    streams.run(Load((sizes[0],)), WARM_UP_BYTES // (sizes[0] + CALL_OVERHEAD_BYTES))  # it finds the processes cold
     results = []
-    for run, (size_bytes, bursts, calls_per_burst) in enumerate(plan, start=1):
-        calls = CHAINS * bursts * calls_per_burst
-        progress(f"{calls} calls of {size_bytes} B")
-        line = app.stdout.readline()
-        if not line:
-            for service in services.values():
-                if service.app is not None:
-                    service.app.wait()
-                service.check_alive()
-            raise BenchError("the sender said nothing")
-        measured = json.loads(line)
-        if (measured["run"], measured["calls"], measured["bytes"]) != (run, calls, calls * size_bytes):
-            raise BenchError(f"the receiver counted {measured}, {calls} calls of {size_bytes} bytes were sent")
-        seconds = measured["seconds"]
-        results.append(OneWay(size_bytes, calls, seconds, calls / seconds, calls * size_bytes / seconds / 1e6))
+    for size_bytes in sizes:
+        calls = volume_mb * 1_000_000 // (size_bytes + CALL_OVERHEAD_BYTES)
+        progress(f"{calls:,} calls of {size_bytes} B")
+        done = streams.run(Load((size_bytes,)), calls)
+        rate = done.calls_per_s
+        results.append(SizeResult(size_bytes, done.calls, done.seconds, rate, rate * size_bytes / 1e6))
     return results
 
 

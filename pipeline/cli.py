@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import errno
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from pipeline.errors import clear_error
 from pipeline.progress import Progress, progress
-from protocol.errors import ImmortalError
+from protocol.command_line import Commands, FailedError, RecordPlace, echo, echo_json, json_option
 from protocol.private_files import opener
-from protocol.shown import printable, printable_json, printable_message
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -28,29 +26,16 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 FOUND = 3
 """The exit status where a job has found what should not be."""
 
-_PACKAGES = ("pyspark", "pyarrow", "numpy", "pandas", "matplotlib")
+_PACKAGES = ("pyspark", "pyarrow", "numpy", "pandas", "matplotlib", "jinja2")
 _SPARKS_OWN = ("pyspark", "py4j")
 
 
-class FailedError(click.ClickException):
-    """Ends a command with one line and status 1."""
-
-    def show(self, file: IO[Any] | None = None) -> None:
-        click.echo(printable_message(f"error: {self.message}"), file=file or sys.stderr)
-
-
-class _Group(click.Group):
+class _Group(Commands):
     """Its commands end in one clear line, also where a JVM has thousands to say."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except ImmortalError as error:
-            raise FailedError(str(error)) from None
-        except OSError as error:
-            if error.errno == errno.EPIPE:
-                raise
-            raise FailedError(str(clear_error(error))) from None
         except Exception as error:
             if type(error).__module__.partition(".")[0] not in _SPARKS_OWN:
                 raise
@@ -58,10 +43,9 @@ class _Group(click.Group):
 
 
 def spark_options(function: Function) -> Function:
-    function = click.option("--json", "as_json", is_flag=True, help="Print JSON.")(function)
     function = click.option(
         "--conf", "settings", multiple=True, callback=_settings, metavar="NAME=VALUE", help="A setting of Spark's."
-    )(function)
+    )(json_option(function))
     return click.option("--master", default="local[*]", show_default=True, help="Where Spark runs.")(function)
 
 
@@ -246,16 +230,9 @@ def _write(path: Path, text: str) -> None:
         file.write(text)
 
 
-def _place(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[int, int | None]:
-    record, colon, message = value.partition(":")
-    if not record.isdecimal() or (colon and not message.isdecimal()):
-        raise click.BadParameter(f"{value!r}; expected a record, or a record and a message in it, as in 812:3")
-    return int(record), int(message) if colon else None
-
-
 @pipeline.command()
 @click.argument("instance")
-@click.argument("place", metavar="RECORD[:MESSAGE]", callback=_place)
+@click.argument("place", metavar="RECORD[:MESSAGE]", type=RecordPlace())
 @paths_argument
 @decode_option
 @click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Write a picture.")
@@ -382,10 +359,10 @@ def what_if(
 
 def _print(as_json: bool, values: Any, lines: Iterator[str]) -> None:
     if as_json:
-        click.echo(printable_json(values))
+        echo_json(values)
         return
     for line in lines:
-        click.echo(printable(line))
+        echo(line)
 
 
 if __name__ == "__main__":

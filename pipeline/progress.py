@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
     from rich.status import Status
@@ -54,6 +52,8 @@ def progress() -> Iterator[Progress]:
     if not sys.stderr.isatty():
         yield Progress(None)
         return
+    from rich.console import Console
+
     with Console(stderr=True).status("starting Spark") as status:
         shown = Progress(status)
         done = threading.Event()

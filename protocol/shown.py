@@ -8,7 +8,7 @@ direction of writing, separators of lines and paragraphs, what is invisible, and
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 
 def printable(text: str) -> str:
@@ -50,3 +50,11 @@ def _json_character(character: str) -> str:
     if character.isprintable() or character == "\n":  # such a line end is one between values
         return character
     return json.dumps(character)[1:-1]
+
+
+def near_miss(word: str, known: Iterable[str]) -> str:
+    """ ": did you mean 'x'?" when ``word`` looks like a known one, else nothing."""
+    import difflib  # here: few words are wrong
+
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f": did you mean {close[0]!r}?" if close else ""

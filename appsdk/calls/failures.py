@@ -7,7 +7,7 @@ next time. `docs/guide/errors.md` says what fails how.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
 import msgspec
@@ -45,6 +45,18 @@ def checked_on_error(where: str, given: object) -> OnError:
             found: OnError = one
             return found
     raise DefinitionError(f"{where}: on_error={given!r}: 'undo', 'keep' or 'stop' were expected")
+
+
+def checked_raises(where: str, raises: Iterable[type[Exception]]) -> dict[str, type[Exception]]:
+    """By name. Raises DefinitionError."""
+    found: dict[str, type[Exception]] = {}
+    given: Any = (raises,) if isinstance(raises, type) else raises
+    for one in given:
+        if not (isinstance(one, type) and issubclass(one, Exception)):
+            raise DefinitionError(f"{where}(raises=[{one!r}]): a class below Exception was expected")
+        if found.setdefault(one.__name__, one) is not one:
+            raise DefinitionError(f"{where}(raises=...): two exceptions are called {one.__name__!r}")
+    return found
 
 
 def failure_of(

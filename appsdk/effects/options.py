@@ -13,10 +13,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar, overload
 
+from appsdk.calls.failures import checked_raises
 from appsdk.errors import UsageError
 
 P = ParamSpec("P")
@@ -82,7 +83,13 @@ class EffectOptions:
 class Effects:
     """``self.effect``. This one is of a plain object and of ``def`` handlers, which do not wait."""
 
-    __slots__ = ()
+    __slots__ = ("_options",)
+
+    def __init__(self, options: EffectOptions | None = None) -> None:
+        self._options = options or EffectOptions()
+
+    def _with(self, options: EffectOptions) -> Effects:
+        return Effects(options)
 
     @overload
     def __call__(
@@ -113,7 +120,24 @@ class Effects:
         handler as what they are, at once; all others become EffectFailed. ``key``: in place of the key that the SDK
         makes (see :func:`effect_context`).
         """
-        return self
+        options = self._options
+        if retry is not None:
+            if not isinstance(retry, Retry):
+                raise UsageError(f"self.effect.options(retry={retry!r}): Retry(attempts=...) was expected")
+            options = replace(options, retry=retry)
+        if timeout is not None:
+            if not isinstance(timeout, timedelta) or timeout <= timedelta():
+                raise UsageError(
+                    f"self.effect.options(timeout={timeout!r}): a timedelta was expected, such as timedelta(seconds=5)"
+                )
+            options = replace(options, timeout=timeout)
+        if raises is not None:
+            options = replace(options, raises=checked_raises("self.effect.options", raises))
+        if key is not None:
+            if not isinstance(key, str) or not key:
+                raise UsageError(f"self.effect.options(key={key!r}): a str was expected that is not empty")
+            options = replace(options, key=key)
+        return self._with(options)
 
 
 # --- inside an effect -------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
 
 from appsdk.calls.context import Context
-from appsdk.calls.failures import checked_on_error
+from appsdk.calls.failures import checked_on_error, checked_raises
 from appsdk.errors import DefinitionError, OnError, UsageError
 from appsdk.handlers.schedules import Cron, Period, Schedule
 
@@ -173,18 +173,6 @@ if TYPE_CHECKING:
         @overload
         def __get__(self, instance: object, owner: type | None = None, /) -> BoundAsyncHandler[P, R]: ...
         def __get__(self, instance: object, owner: type | None = None, /) -> Any: ...
-
-
-def checked_raises(where: str, raises: Raises) -> dict[str, type[Exception]]:
-    """By name. Raises DefinitionError."""
-    found: dict[str, type[Exception]] = {}
-    given: Any = (raises,) if isinstance(raises, type) else raises
-    for one in given:
-        if not (isinstance(one, type) and issubclass(one, Exception)):
-            raise DefinitionError(f"{where}(raises=[{one!r}]): a class below Exception was expected")
-        if found.setdefault(one.__name__, one) is not one:
-            raise DefinitionError(f"{where}(raises=...): two exceptions are called {one.__name__!r}")
-    return found
 
 
 def _refuse_generator(function: Callable[..., Any], decorator: str, where: str) -> None:

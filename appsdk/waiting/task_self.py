@@ -11,8 +11,7 @@ import inspect
 import os
 import sys
 import uuid
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import replace
+from collections.abc import Awaitable, Callable
 from datetime import datetime, timedelta
 from random import Random
 from types import FrameType, FunctionType, MethodType
@@ -20,9 +19,9 @@ from typing import Any, NoReturn
 
 from appsdk.calls.codec import encoder
 from appsdk.calls.context import datetime_of
-from appsdk.effects.options import EffectOptions, Effects, Retry
+from appsdk.effects.options import EffectOptions, Effects
 from appsdk.errors import UsageError
-from appsdk.handlers.decorators import Handler, checked_raises
+from appsdk.handlers.decorators import Handler
 from appsdk.handlers.definition import Peer
 from appsdk.handlers.proxy import find_handler
 from appsdk.handlers.schedules import TIME_NS_MAX
@@ -269,39 +268,15 @@ class _ByKey:
 class TaskEffects(Effects):
     """``self.effect`` of an ``async def`` handler."""
 
-    __slots__ = ("_options", "_task")
+    __slots__ = ("_task",)
 
     def __init__(self, task: Task, options: EffectOptions | None = None) -> None:
+        super().__init__(options)
         self._task = task
-        self._options = options or EffectOptions()
+
+    def _with(self, options: EffectOptions) -> Effects:
+        return TaskEffects(self._task, options)
 
     def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Awaitable[Any]:
         found = self._task.tasks.effects.function(function)
         return Effect(self._task, found, found.codec.bind(args, kwargs), self._options)
-
-    def options(
-        self,
-        *,
-        retry: Retry | None = None,
-        timeout: timedelta | None = None,
-        raises: Iterable[type[Exception]] | None = None,
-        key: str | None = None,
-    ) -> Effects:
-        options = self._options
-        if retry is not None:
-            if not isinstance(retry, Retry):
-                raise UsageError(f"self.effect.options(retry={retry!r}): Retry(attempts=...) was expected")
-            options = replace(options, retry=retry)
-        if timeout is not None:
-            if not isinstance(timeout, timedelta) or timeout <= timedelta():
-                raise UsageError(
-                    f"self.effect.options(timeout={timeout!r}): a timedelta was expected, such as timedelta(seconds=5)"
-                )
-            options = replace(options, timeout=timeout)
-        if raises is not None:
-            options = replace(options, raises=checked_raises("self.effect.options", raises))
-        if key is not None:
-            if not isinstance(key, str) or not key:
-                raise UsageError(f"self.effect.options(key={key!r}): a str was expected that is not empty")
-            options = replace(options, key=key)
-        return TaskEffects(self._task, options)

@@ -8,8 +8,9 @@ from typing import Any
 import click
 
 from coordinator.audit import audit_log as audit_log
-from coordinator.cli.common import echo, echo_json, json_option, name_argument, pass_registry
+from coordinator.cli.common import name_argument, pass_registry
 from coordinator.instances.registry import Registry
+from protocol.command_line import echo, echo_json, json_option
 
 _FRONT = ("time", "what", "previous")
 

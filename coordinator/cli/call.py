@@ -9,8 +9,9 @@ import click
 import msgspec
 
 from appsdk.client import CallRaised, CallTimeout, connect, with_key
-from coordinator.cli.common import FailedError, echo, name_argument, pass_registry
+from coordinator.cli.common import name_argument, pass_registry
 from coordinator.instances.registry import Registry
+from protocol.command_line import FailedError, echo
 from protocol.shown import printable_json_text
 
 

@@ -6,9 +6,9 @@ import importlib
 
 import click
 
-from coordinator.cli.common import Commands
 from coordinator.instances.registry import HOME_DEFAULT, HOME_VARIABLE, Registry
 from protocol import compiled
+from protocol.command_line import Commands
 
 _PLACES = {
     "audit": "coordinator.cli.audit:audit",

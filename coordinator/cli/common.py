@@ -1,54 +1,19 @@
-"""What the commands share: how an error ends a command, options, plain JSON."""
+"""What the commands share: arguments, options, and whose log it is."""
 
 from __future__ import annotations
 
-import errno
 import os
-import sys
 from collections.abc import Callable
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
-from coordinator.config import ConfigError, InstanceSettings, check_instance_name, near_miss
+from coordinator.config import ConfigError, InstanceSettings, check_instance_name
 from coordinator.config.values import check_app
 from coordinator.instances.registry import Registry, RegistryError
 from coordinator.notices import LOG_FORMATS, LOG_LEVELS
-from protocol.errors import ImmortalError
-from protocol.shown import printable, printable_json, printable_message
-
-if TYPE_CHECKING:
-    from rich.text import Text
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-class FailedError(click.ClickException):
-    """Ends a command with one line and status 1."""
-
-    def show(self, file: IO[Any] | None = None) -> None:
-        click.echo(printable_message(f"error: {self.message}"), file=file or sys.stderr)
-
-
-class Commands(click.Group):
-    """A group whose commands end in one clear line, whatever of ours goes wrong."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except ImmortalError as error:
-            raise FailedError(str(error)) from None
-        except OSError as error:
-            if error.errno == errno.EPIPE:
-                raise  # click ends quietly: who reads our output has seen enough
-            raise FailedError(str(error)) from None
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        if args and self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
-            known = self.list_commands(ctx)
-            hint = near_miss(args[0], known) or f": there are {', '.join(known)}"
-            ctx.fail(f"there is no command {args[0]!r}{hint}")
-        return super().resolve_command(ctx, args)
 
 
 def instance_name(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
@@ -67,6 +32,11 @@ def app_name(ctx: click.Context, parameter: click.Parameter, value: str | None) 
         return None if value is None else check_app(value)
     except ConfigError as error:
         raise click.BadParameter(str(error)) from None
+
+
+def app_or_hand(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """As :func:`app_name`; or "-": an app that is started by hand."""
+    return value if value == "-" else app_name(ctx, parameter, value)
 
 
 def message_id(ctx: click.Context, parameter: click.Parameter, value: Any) -> Any:
@@ -120,16 +90,14 @@ def trust_pickle_option(function: Function) -> Function:
     )(function)
 
 
-def json_option(function: Function) -> Function:
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(function)
-
-
-def require_log(settings: InstanceSettings) -> None:
-    """Raises RegistryError where the instance has not been started yet."""
+def settings_with_log(registry: Registry, name: str) -> InstanceSettings:
+    """Raises RegistryError where the instance has not been started yet, ConfigError."""
     from coordinator.log import log_exists
 
+    settings = registry.load(name)
     if not log_exists(settings.log):
         raise RegistryError(f"{settings.name!r} has not been started yet: there is no log in {settings.log}")
+    return settings
 
 
 def operator_name() -> str:
@@ -146,20 +114,4 @@ def operator_name() -> str:
     return f"{login} (uid {os.getuid()}, process {os.getpid()})"
 
 
-def echo(text: str, *, err: bool = False, file: IO[str] | None = None) -> None:
-    """One line. All that commands print comes through here, or is a :func:`cell`: what is in it came from outside."""
-    click.echo(printable(text), err=err, file=file)
-
-
-def cell(text: str) -> Text:
-    """Of a table: as it is, without rich's markup. It may have lines of ours; names in it were made printable."""
-    from rich.text import Text
-
-    return Text("\n".join(map(printable, text.split("\n"))))
-
-
 pass_registry = click.make_pass_decorator(Registry)
-
-
-def echo_json(value: object) -> None:
-    echo(printable_json(value))

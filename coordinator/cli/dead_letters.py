@@ -12,26 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from coordinator.cli.common import (
-    Commands,
-    FailedError,
-    app_name,
-    cell,
-    echo,
-    message_id,
-    name_argument,
-    operator_name,
-    require_log,
-)
+from coordinator.cli.common import app_name, message_id, name_argument, operator_name, settings_with_log
 from coordinator.config import InstanceSettings
 from coordinator.instances.registry import Registry
 from coordinator.operator import control
+from protocol.command_line import Commands, FailedError, counted, echo, echo_json, json_option, print_table
 from protocol.private_files import opener
 from protocol.shown import printable, printable_json
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from coordinator.core.interfaces import Letter
     from coordinator.log import LogReader
     from pipeline.arguments import ArgumentDecoder
@@ -70,9 +59,7 @@ def dead_letters(ctx: click.Context, name: str, as_json: bool) -> None:
 
 def _settings_of(ctx: click.Context) -> InstanceSettings:
     """Of the instance that the group was given. Raises RegistryError, ConfigError."""
-    settings = ctx.ensure_object(Registry).load(ctx.params["name"])
-    require_log(settings)
-    return settings
+    return settings_with_log(ctx.ensure_object(Registry), ctx.params["name"])
 
 
 def _pass_settings(function: Callable[..., None]) -> Callable[..., None]:
@@ -97,22 +84,17 @@ def _list(settings: InstanceSettings, as_json: bool) -> None:
         found = [_values(letter, reader) for letter in reader.letters()]
         _tell_problems(reader)
     if as_json:
-        echo(json.dumps(found))
+        echo_json(found)
     elif not found:
         echo(f"{settings.name} has no dead letters")
     else:
-        from rich.console import Console
-
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=200)
-        console.print(_table(found))
+        _print_table(found)
 
 
 @dead_letters.command()
 @click.argument("wanted", metavar="ID", callback=message_id)
 @_app_option
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 @_pass_settings
 def show(settings: InstanceSettings, wanted: MessageId, app: str | None, as_json: bool) -> None:
     """Show one: from whom, when, why, with its arguments and where it was raised."""
@@ -122,7 +104,7 @@ def show(settings: InstanceSettings, wanted: MessageId, app: str | None, as_json
             raise _unknown(settings, wanted)
         found = _whole(letter, reader, _decoder(settings, app))
     if as_json:
-        echo(json.dumps(found))
+        echo_json(found)
         return
     for line in _lines(found):
         echo(line)
@@ -157,7 +139,7 @@ def retry(settings: InstanceSettings, ids: Sequence[MessageId], all_of_them: boo
     """
     answer = _ask(settings, "letters-retry", _chosen(settings, ids, all_of_them))
     retried, refused = answer.get("retried", 0), answer.get("refused") or {}
-    echo(f"{settings.name}: {_count(retried)} retried")
+    echo(f"{settings.name}: {counted(retried, 'dead letter')} retried")
     for one, reason in refused.items():
         echo(f"{one} is not retried: {reason}", err=True)
     if refused:
@@ -175,10 +157,10 @@ def drop(settings: InstanceSettings, ids: Sequence[MessageId], all_of_them: bool
     if control.running(settings.folder) is None:
         raise _not_running(settings)
     if not yes:
-        what = "all dead letters" if all_of_them else _count(len(chosen["keys"]))
+        what = "all dead letters" if all_of_them else counted(len(chosen["keys"]), "dead letter")
         click.confirm(f"Drop {what} of {settings.name} for good?", abort=True)
     answer = _ask(settings, "letters-drop", chosen)
-    echo(f"{settings.name}: {_count(answer.get('dropped', 0))} dropped")
+    echo(f"{settings.name}: {counted(answer.get('dropped', 0), 'dead letter')} dropped")
 
 
 # --- asking the coordinator ------------------------------------------------------------------------------------------
@@ -303,25 +285,17 @@ def _why(values: Values) -> str:
     return f"{values['kind']}: {raised}" if raised else values["kind"]
 
 
-def _count(count: int) -> str:
-    return f"{count} dead letter{'' if count == 1 else 's'}"
-
-
 # --- for people ------------------------------------------------------------------------------------------------------
 
 
-def _table(found: list[Values]) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("ID", "when", "method", "from", "why"):
-        table.add_column(column, overflow="fold")
+def _print_table(found: list[Values]) -> None:
+    rows = []
     for values in found:
         why = printable(_why(values))
         clipped = why if len(why) <= WHY_SIZE_MAX else f"{why[: WHY_SIZE_MAX - 3]}..."
         cells = (values["id"], values["time"][:19] + "Z", _method(values), values["from"] or "-", clipped)
-        table.add_row(*(cell(printable(text)) for text in cells))
-    return table
+        rows.append(list(map(printable, cells)))
+    print_table(("ID", "when", "method", "from", "why"), rows)
 
 
 def _lines(found: Values) -> Iterator[str]:

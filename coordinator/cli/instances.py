@@ -73,7 +73,8 @@ def run(
     from coordinator.instances.follower_places import settings_at, take_place
     from coordinator.notices import configure
     from coordinator.peers.security import check_start
-    from coordinator.service.supervisor import Command, Role, Supervisor, app_command, coordinator_command, supervised
+    from coordinator.service.commands import Command, Role, app_command, coordinator_command, supervised
+    from coordinator.service.supervisor import Supervisor
 
     settings = registry.load(name)
     _refuse_two_ports(settings)
@@ -134,7 +135,7 @@ def run(
 
 def _become_embedded(settings: InstanceSettings, app: str, *, strict: bool, log_level: str) -> NoReturn:
     """This very process, with its terminal, is the instance from here on."""
-    from coordinator.service.supervisor import PYTHON
+    from coordinator.service.commands import PYTHON
 
     home = str(settings.folder.parent)
     arguments = [settings.name, app, "--home", home, "--log-level", log_level]

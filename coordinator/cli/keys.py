@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from coordinator.cli.common import echo, echo_json, instance_name, json_option, pass_registry
+from coordinator.cli.common import instance_name, pass_registry
 from coordinator.config import InstanceSettings
 from coordinator.core.permissions import ANYTHING
 from coordinator.instances.registry import Registry
@@ -18,6 +18,7 @@ from coordinator.operator import control
 from coordinator.peers import keys as key_files
 from coordinator.peers.keys import KeysError
 from coordinator.peers.security import KeyBook
+from protocol.command_line import echo, echo_json, json_option
 
 _MADE = "made keys"
 _ROTATED = "added a key: once all peers know it, 'immortal keys {name} --retire' puts it in the place of the first"

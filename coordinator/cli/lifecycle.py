@@ -16,12 +16,13 @@ from typing import Any
 
 import click
 
-from coordinator.cli.common import FailedError, echo, name_argument, pass_registry
+from coordinator.cli.common import name_argument, pass_registry
 from coordinator.config import InstanceSettings
 from coordinator.instances import upgrade_mark
 from coordinator.instances.registry import Registry
 from coordinator.operator import control
 from coordinator.service.supervisor import RESTART_SIGNAL
+from protocol.command_line import FailedError, echo
 from protocol.process_file import ProcessFile, is_living
 
 TIMEOUT_S = 60.0  # more than a supervisor waits for a checkpoint, and then for processes that do not end

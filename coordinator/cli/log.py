@@ -10,20 +10,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from coordinator.cli.common import (
-    Commands,
-    app_name,
-    echo,
-    echo_json,
-    json_option,
-    name_argument,
-    pass_registry,
-    require_log,
-)
+from coordinator.cli.common import app_name, name_argument, pass_registry, settings_with_log
 from coordinator.config import InstanceSettings
 from coordinator.core.words import Methods
 from coordinator.instances.registry import Registry, RegistryError
 from coordinator.log_url import is_in_folder
+from protocol.command_line import Commands, counted, echo, echo_json, json_option
 
 if TYPE_CHECKING:
     from coordinator.log.backend import Place
@@ -63,15 +55,14 @@ def show(
     With --json one object per line. In arguments that are decoded, bytes are {"$bytes": HEX} and what JSON lacks of
     floats is {"$float": "nan"}; "arguments" has the first bytes as Python writes them.
     """
-    settings = registry.load(name)
-    if audit:
-        if (first, last, limit, app) != (None, None, None, None):
-            raise click.UsageError("--audit goes with no other option but --json")
-        _show_audit(settings, as_json)
-        return
+    if audit and (first, last, limit, app) != (None, None, None, None):
+        raise click.UsageError("--audit goes with no other option but --json")
     if first is not None and last is not None and first > last:
         raise click.UsageError(f"--from {first} is behind --to {last}")
-    require_log(settings)
+    settings = settings_with_log(registry, name)
+    if audit:
+        _show_audit(settings, as_json)
+        return
     from coordinator.cli.records import describe_record, record_lines
     from coordinator.instances import own_logs
 
@@ -96,7 +87,6 @@ def show(
 
 
 def _show_audit(settings: InstanceSettings, as_json: bool) -> None:
-    require_log(settings)
     from coordinator.cli.records import time_text
     from coordinator.instances import own_logs
 
@@ -142,8 +132,7 @@ def verify(registry: Registry, name: str, as_json: bool) -> None:
 
     The exit status is 0 for a sound log, 1 for a damaged one.
     """
-    settings = registry.load(name)
-    require_log(settings)
+    settings = settings_with_log(registry, name)
     from coordinator.instances import own_logs
 
     verification = own_logs.verify(settings)
@@ -187,8 +176,7 @@ def export(registry: Registry, name: str, file: Path) -> None:
 
     An instance that runs goes on; with 'immortal checkpoint NAME' before, the file ends with a state to compare with.
     """
-    settings = registry.load(name)
-    require_log(settings)
+    settings = settings_with_log(registry, name)
     from coordinator.instances import own_logs
     from replay.recorded import RecordedLog
 
@@ -223,8 +211,7 @@ def backup(registry: Registry, name: str, folder: Path, as_json: bool) -> None:
     FOLDER is new or empty, or has an earlier backup of the same log: then only what came since is copied. Log and
     backup are verified. A backup is a log: 'immortal log verify' and others read it, and an instance starts from it.
     """
-    settings = registry.load(name)
-    require_log(settings)
+    settings = settings_with_log(registry, name)
     from coordinator.instances import own_logs
     from coordinator.log.backup import back_up
 
@@ -235,7 +222,7 @@ def backup(registry: Registry, name: str, folder: Path, as_json: bool) -> None:
     kept = f"records {made.first_sequence_id} to {made.last_sequence_id}"
     if made.last_sequence_id < made.first_sequence_id:
         kept = "no record"
-    checkpoints = "1 checkpoint" if made.checkpoints == 1 else f"{made.checkpoints} checkpoints"
+    checkpoints = counted(made.checkpoints, "checkpoint")
     echo(f"{name}: {kept} ({made.records_copied} of them new), {checkpoints} in {folder}: verified")
 
 
@@ -281,9 +268,7 @@ def _log_place(registry: Registry, name_or_log: str) -> Place:
             return place
         if not is_in_folder(name_or_log) or os.sep in name_or_log or os.path.isdir(name_or_log):
             raise RegistryError(f"there is no log in {place.where}: an instance, or a log's folder, was expected")
-    settings = registry.load(name_or_log)
-    require_log(settings)
-    return place_of(settings.log)
+    return place_of(settings_with_log(registry, name_or_log).log)
 
 
 @log.command()
@@ -310,7 +295,7 @@ def key(registry: Registry, name: str, rotate: bool, accept: bool, off: bool, ye
     if rotate:
         own_logs.add_key(settings)
     if accept or off:
-        require_log(settings)
+        settings_with_log(registry, name)
         control.refuse_running(settings.folder)
     if accept:
         _confirm(yes, f"whatever is in the log of {name} counts as right from here on, forged or not")

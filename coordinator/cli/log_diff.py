@@ -8,6 +8,7 @@ from typing import Any
 from coordinator.cli.records import describe_record, record_lines, time_text
 from coordinator.core.interfaces import CheckpointHeader
 from coordinator.log import LoggedValue, LogReader
+from protocol.command_line import counted
 from replay.log_diff import DAMAGE, LogDiff, RecordDifference
 
 Pair = tuple[str, str]
@@ -132,7 +133,7 @@ def _log_text(diff: LogDiff, readers: tuple[LogReader, LogReader], index: int) -
     damaged = f", {totals.damaged} DAMAGED" if totals.damaged else ""
     return (
         f"instance {identity.instance_name}, {records}: {totals.records:,} with {totals.messages:,} messages,"
-        f" {totals.size_bytes:,} bytes{damaged}; {_count(len(summary.checkpoints), 'checkpoint')}"
+        f" {totals.size_bytes:,} bytes{damaged}; {counted(len(summary.checkpoints), 'checkpoint')}"
     )
 
 
@@ -183,13 +184,9 @@ def _checkpoint_lines(diff: LogDiff, names: Pair) -> Iterator[str]:
 
 
 def _verdict(diff: LogDiff, names: Pair) -> str:
-    records = f"{_count(diff.same_records, 'record')} the same"
+    records = f"{counted(diff.same_records, 'record')} the same"
     if diff.is_same:
-        return f"same: {records}, {_count(len(diff.summaries[0].checkpoints), 'checkpoint')}"
+        return f"same: {records}, {counted(len(diff.summaries[0].checkpoints), 'checkpoint')}"
     counts = [f"{diff.different_records:,} different"]
     counts += [f"{count:,} only in {name}" for count, name in zip(diff.only_records, names, strict=True)]
     return f"different: {records}, {', '.join(counts)}"
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

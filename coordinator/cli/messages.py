@@ -11,8 +11,8 @@ import msgspec
 
 from appsdk.handlers.definition import Definition, definition_of
 from appsdk.running.runner import load_or_say
-from coordinator.cli.common import FailedError, echo
 from pipeline.arguments import ArgumentDecoder
+from protocol.command_line import FailedError, echo
 from protocol.errors import ImmortalError
 from protocol.messages import IncomingRpc, MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_message
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import click
 
-from coordinator.cli.common import FailedError, app_name, echo, echo_json, json_option, name_argument, pass_registry
+from coordinator.cli.common import app_name, name_argument, pass_registry
 from coordinator.config import InstanceSettings
 from coordinator.instances import upgrade_mark
 from coordinator.instances.registry import Registry
 from coordinator.instances.upgrade_mark import UpgradeMark
 from coordinator.operator import control
+from protocol.command_line import FailedError, echo, echo_json, json_option
 
 POLL_S = 0.05
 CHECKPOINT_TIMEOUT_S = 60.0

@@ -8,25 +8,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from coordinator.cli.common import (
-    Commands,
-    FailedError,
-    cell,
-    echo,
-    echo_json,
-    instance_name,
-    json_option,
-    name_argument,
-    pass_registry,
-)
+from coordinator.cli.common import instance_name, name_argument, pass_registry
 from coordinator.config import InstanceSettings
 from coordinator.instances.registry import Registry
 from coordinator.operator import control
+from protocol.command_line import (
+    Commands,
+    FailedError,
+    echo,
+    echo_json,
+    json_option,
+    number_text,
+    print_table,
+    size_text,
+)
 from protocol.shown import printable
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from coordinator.core.interfaces import LogSummary
 
 Peer = dict[str, Any]
@@ -56,12 +54,7 @@ def show(registry: Registry, name: str, as_json: bool) -> None:
     if not found:
         echo(f"{name} has no peers yet")
         return
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=200)
-    console.print(_table(found))
+    _print_table(found)
     for peer, one in found.items():
         if one["error"]:
             echo(f"{peer}: {one['error']}")
@@ -302,28 +295,25 @@ def _of_route(routes: Any, name: str) -> Peer:
 # --- tables ----------------------------------------------------------------------------------------------------------
 
 
-def _table(found: dict[str, Peer]) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
+def _print_table(found: dict[str, Peer]) -> None:
     numbers = ("made", "sent", "acknowledged", "received", "in memory", "on disk", "in flight", "granted")
-    for column in ("peer", "endpoint", "by", "connected", "stream", *numbers):
-        table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
-    for peer, one in found.items():
-        cells = (
+    rows = (
+        (
             peer,
             one["endpoint"] or "not found",
             one["origin"] or "-",
             "-" if one["connected_s"] is None else f"for {one['connected_s']:.0f} s",
             _state(one),
-            *(_number(one[key]) for key in ("made", "sent", "acknowledged", "received")),
-            _bytes(one["memory_bytes"]),
-            _bytes(one["spilled_bytes"]),
+            *(number_text(one[key]) for key in ("made", "sent", "acknowledged", "received")),
+            size_text(one["memory_bytes"]),
+            size_text(one["spilled_bytes"]),
             _window(one),
-            _bytes(one["granted_bytes"]),
+            size_text(one["granted_bytes"]),
         )
-        table.add_row(*map(cell, map(printable, cells)))
-    return table
+        for peer, one in found.items()
+    )
+    heads = ("peer", "endpoint", "by", "connected", "stream", *numbers)
+    print_table(heads, (tuple(map(printable, row)) for row in rows), right=numbers)
 
 
 def _state(one: Peer) -> str:
@@ -334,19 +324,4 @@ def _state(one: Peer) -> str:
 def _window(one: Peer) -> str:
     if one["window_bytes"] is None:
         return "-"
-    return f"{_bytes(one['in_flight_bytes'])} of {_bytes(one['window_bytes'])}"
-
-
-def _number(value: int | None) -> str:
-    return "-" if value is None else str(value)
-
-
-def _bytes(size_bytes: int | None) -> str:
-    if size_bytes is None:
-        return "-"
-    size = float(size_bytes)
-    for unit in ("B", "KiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}"
-        size /= 1024
-    return f"{size:.0f} MiB"
+    return f"{size_text(one['in_flight_bytes'])} of {size_text(one['window_bytes'])}"

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from coordinator.cli.common import echo, echo_json, json_option, name_argument, pass_registry
+from coordinator.cli.common import name_argument, pass_registry, settings_with_log
 from coordinator.config import InstanceSettings
 from coordinator.core.errors import LogLockedError
 from coordinator.core.interfaces import IMPULSES, ONESELF, is_outside
-from coordinator.instances.registry import Registry, RegistryError
+from coordinator.instances.registry import Registry
 from coordinator.operator import control
 from protocol.client import CLIENTS
+from protocol.command_line import echo, echo_json, json_option
 
 if TYPE_CHECKING:
     from coordinator.log.cut import LogCutter
@@ -46,11 +47,7 @@ def recover(registry: Registry, name: str, sequence_id: int | None, force: bool,
 
     The exit status is 0 if the instance can recover, or was cut; 1 if not.
     """
-    settings = registry.load(name)
-    from coordinator.log import log_exists
-
-    if not log_exists(settings.log):
-        raise RegistryError(f"{name!r} has not been started yet: there is no log in {settings.log}")
+    settings = settings_with_log(registry, name)
     if sequence_id is None:
         if force or yes:
             raise click.UsageError("--force and --yes are for --truncate-at")

@@ -8,11 +8,12 @@ from typing import Any
 
 import click
 
-from coordinator.cli.common import echo, name_argument, pass_registry
+from coordinator.cli.common import name_argument, pass_registry
 from coordinator.cli.setting_options import register_options, said
 from coordinator.config import AppSendMode
 from coordinator.instances.registry import Registry
 from coordinator.log_url import is_in_folder
+from protocol.command_line import echo
 
 
 @click.command()

@@ -14,21 +14,14 @@ from typing import Any
 
 import click
 
-from coordinator.cli.common import (
-    app_name,
-    echo,
-    echo_json,
-    json_option,
-    name_argument,
-    pass_registry,
-    trust_pickle_option,
-)
+from coordinator.cli.common import app_or_hand, name_argument, pass_registry, settings_with_log, trust_pickle_option
 from coordinator.cli.progress import progress_bar
 from coordinator.config import InstanceSettings
 from coordinator.instances import own_logs
 from coordinator.instances.registry import Registry, RegistryError
-from coordinator.log import LogReader, log_exists, open_reader
+from coordinator.log import LogReader, open_reader
 from coordinator.log.open import place_of
+from protocol.command_line import RecordPlace, echo, echo_json, json_option
 from protocol.private_files import opener
 from protocol.shown import printable_json
 from protocol.verdicts import Verdict
@@ -42,26 +35,11 @@ from replay.verify_report import Report
 DIVERGED = 3
 
 
-class _Place(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
-    """SEQ or SEQ:MESSAGE."""
-
-    name = "record[:message]"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int | None]:
-        sequence_id, colon, message = str(value).partition(":")
-        if not (sequence_id.isdecimal() and (message.isdecimal() if colon else True)):
-            self.fail(
-                f"{value!r}: a record's number was expected, or one with a message's number: 12 or 12:3", param, ctx
-            )
-        return int(sequence_id), int(message) if colon else None
-
-
-def _app(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    return value if value == BY_HAND else app_name(ctx, parameter, value)
-
-
 _app_option = click.option(
-    "--app", metavar="MODULE:CLASS", callback=_app, help="The code to run; - waits for an app.  [default: its own]"
+    "--app",
+    metavar="MODULE:CLASS",
+    callback=app_or_hand,
+    help="The code to run; - waits for an app.  [default: its own]",
 )
 _checkpoint_option = click.option(
     "--checkpoint", "checkpoint_id", type=click.IntRange(min=0), metavar="N", help="The checkpoint to begin at."
@@ -71,7 +49,9 @@ _checkpoint_option = click.option(
 @click.command()
 @name_argument
 @_checkpoint_option
-@click.option("--to", "last", type=_Place(), metavar="SEQ[:MESSAGE]", help="End behind this record, or message of it.")
+@click.option(
+    "--to", "last", type=RecordPlace(), metavar="SEQ[:MESSAGE]", help="End behind this record, or message of it."
+)
 @_app_option
 @click.option("--break", "breaks", is_flag=True, help="Stop in the debugger before the message given by --to.")
 @click.option("--state", "shows_state", is_flag=True, help="Print the state there, as JSON.")
@@ -108,7 +88,7 @@ def replay(
         raise click.UsageError("--break needs --to SEQ[:MESSAGE]: the message to stop at")
     if breaks and app == BY_HAND:
         raise click.UsageError("--break starts the app itself, in this terminal: --app - can't be given with it")
-    settings = _settings_with_log(registry, name)
+    settings = settings_with_log(registry, name)
     sequence_id, message = last or (None, None)
     plan = ReplayPlan(checkpoint_id, sequence_id, message, before_last=breaks, follow=follow)
     counted = CountingSink()
@@ -184,7 +164,7 @@ def verify(
     """
     if checkpoint_id is not None and everything:
         raise click.UsageError("--checkpoint and --all: give one of the two")
-    settings = _settings_with_log(registry, name)
+    settings = settings_with_log(registry, name)
     is_same = True
     described = []
     warnings: dict[str, None] = {}
@@ -260,13 +240,6 @@ def _announce(name: str) -> Callable[[str], None]:
         echo(f"waiting for an app of {name} at {address}{variable}", err=True)
 
     return announce
-
-
-def _settings_with_log(registry: Registry, name: str) -> InstanceSettings:
-    settings = registry.load(name)
-    if not log_exists(settings.log):
-        raise RegistryError(f"{name!r} has not been started yet: there is no log in {settings.log}")
-    return settings
 
 
 def _peers(

@@ -7,18 +7,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from coordinator.cli.common import (
-    FailedError,
-    echo,
-    message_id,
-    name_argument,
-    operator_name,
-    pass_registry,
-    require_log,
-)
+from coordinator.cli.common import message_id, name_argument, operator_name, pass_registry, settings_with_log
 from coordinator.config import InstanceSettings
 from coordinator.instances.registry import Registry
 from coordinator.operator import control
+from protocol.command_line import FailedError, echo
 
 if TYPE_CHECKING:
     from coordinator.core.interfaces import LogStore, LogSummary
@@ -38,8 +31,7 @@ def skip(registry: Registry, name: str, message: tuple[int, int], reason: str) -
     """
     from protocol.verdicts import TEXT_CHARACTERS_MAX
 
-    settings = registry.load(name)
-    require_log(settings)
+    settings = settings_with_log(registry, name)
     if not reason.strip() or len(reason) > TEXT_CHARACTERS_MAX:
         raise click.UsageError(
             f"--reason has {len(reason)} characters: 1 to {TEXT_CHARACTERS_MAX} were expected, not all of them blank"

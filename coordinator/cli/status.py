@@ -13,18 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from coordinator.cli.common import cell, echo, echo_json, instance_name, json_option, pass_registry
+from coordinator.cli.common import instance_name, pass_registry
 from coordinator.config import InstanceSettings
 from coordinator.instances import upgrade_mark
 from coordinator.instances.registry import PUBLIC_KEYS_FILE_NAME, Registry
 from coordinator.operator import control
 from protocol.client import CLIENTS
+from protocol.command_line import counted, echo, echo_json, json_option, number_text, print_table, size_text
 from protocol.errors import ImmortalError
 from protocol.shown import printable
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from coordinator.core.interfaces import LogSummary
 
 NOT_STARTED = "not started yet"
@@ -48,12 +47,7 @@ def status(registry: Registry, name: str | None, as_json: bool) -> None:
     elif not rows:
         echo(f"nothing is registered in {registry.home}")
     else:
-        from rich.console import Console
-
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=200)
-        console.print(_table(rows))
+        _print_table(rows)
         for row in rows:
             for problem in _problems(row):
                 echo(problem)
@@ -171,35 +165,33 @@ def _failures(summary: LogSummary) -> dict[str, Any]:
     return row
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    with_clients = any(_clients(row) for row in rows)
-    columns = ("instance", "phase", "pid", "record", "backlog", "checkpoint", "inputs", "outputs", "clients")
-    for column in columns if with_clients else columns[:-1]:
-        table.add_column(column, justify="right" if column in ("pid", "record", "backlog") else "left", overflow="fold")
-    for row in rows:
-        cells = (
+def _print_table(rows: list[dict[str, Any]]) -> None:
+    heads = ["instance", "phase", "pid", "record", "backlog", "checkpoint", "inputs", "outputs"]
+    if any(_clients(row) for row in rows):
+        heads.append("clients")
+    cells = (
+        (
             str(row["name"]),
             _phase(row),
             _pids(row),
-            _number(row.get("sequence_id")),
-            _number(row.get("backlog_records")),
+            number_text(row.get("sequence_id")),
+            number_text(row.get("backlog_records")),
             _checkpoint(row.get("checkpoint")),
             "\n".join(
-                f"{printable(peer)} {_number(one.get('position'))}" for peer, one in row.get("inputs", {}).items()
+                f"{printable(peer)} {number_text(one.get('position'))}" for peer, one in row.get("inputs", {}).items()
             ),
             "\n".join(f"{printable(to)} {_output(one)}" for to, one in row.get("outputs", {}).items()),
-        )
-        table.add_row(*map(cell, (*cells, *([_clients(row)] if with_clients else []))))
-    return table
+            _clients(row),
+        )[: len(heads)]
+        for row in rows
+    )
+    print_table(heads, cells, right=("pid", "record", "backlog"))
 
 
 def _pids(row: dict[str, Any]) -> str:
     """The coordinator's, and that of the `immortal run` that would start it again."""
     supervisor = f" under {row['supervisor_pid']}" if "supervisor_pid" in row else ""
-    return f"{_number(row.get('pid'))}{supervisor}"
+    return f"{number_text(row.get('pid'))}{supervisor}"
 
 
 def _clients(row: dict[str, Any]) -> str:
@@ -210,7 +202,7 @@ def _clients(row: dict[str, Any]) -> str:
     text = str(clients["known"])
     if clients.get("open_requests"):
         text += f", {clients['open_requests']} requests open"
-    return f"{text}\n{clients['replies']} replies, {_size(clients['replies_bytes'])}"
+    return f"{text}\n{clients['replies']} replies, {size_text(clients['replies_bytes'])}"
 
 
 def _phase(row: dict[str, Any]) -> str:
@@ -226,7 +218,7 @@ def _phase(row: dict[str, Any]) -> str:
 def _checkpoint(checkpoint: dict[str, Any] | None) -> str:
     if not checkpoint:
         return "-"
-    size = _size(checkpoint["size_bytes"])
+    size = size_text(checkpoint["size_bytes"])
     return f"{checkpoint['id']} after record {checkpoint['sequence_id']}, {size}, {_age(checkpoint['age_s'])} ago"
 
 
@@ -235,9 +227,9 @@ def _output(one: dict[str, Any]) -> str:
     position = one.get("position", one.get("position_at_checkpoint"))
     text = str(acknowledged) if position is None or position <= acknowledged else f"{acknowledged} of {position}"
     if one.get("waiting_bytes"):
-        text += f", {_size(one['waiting_bytes'])} waiting"
+        text += f", {size_text(one['waiting_bytes'])} waiting"
     if one.get("spilled_bytes"):
-        text += f", {_size(one['spilled_bytes'])} of it on disk"
+        text += f", {size_text(one['spilled_bytes'])} of it on disk"
     return text
 
 
@@ -292,10 +284,10 @@ def _failed(row: dict[str, Any]) -> Iterator[str]:
     if failed:
         yield f"calls that failed: {', '.join(f'{count} {kind}' for kind, count in failed.items())}"
     if letters.get("count"):
-        size, dropped = _size(letters.get("bytes", 0)), letters.get("dropped")
+        size, dropped = size_text(letters.get("bytes", 0)), letters.get("dropped")
         more = f"; dropped for lack of room: {dropped}" if dropped else ""
-        many = "" if letters["count"] == 1 else "s"
-        yield f"{letters['count']} dead letter{many}, {size}{more} ('immortal dead-letters {row['name']}' shows them)"
+        count = counted(letters["count"], "dead letter")
+        yield f"{count}, {size}{more} ('immortal dead-letters {row['name']}' shows them)"
 
 
 def _times(count: int) -> str:
@@ -307,18 +299,6 @@ def _place(suspect: dict[str, Any]) -> str:
         return f", at a record up to {suspect['last_sequence_id']}" if suspect.get("last_sequence_id", -1) >= 0 else ""
     index = suspect.get("message_index", -1)
     return f", at record {suspect['sequence_id']}" + ("" if index < 0 else f", message {index}")
-
-
-def _number(value: object) -> str:
-    return "-" if value is None else str(value)
-
-
-def _size(size_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size_bytes < 1024:
-            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
-        size_bytes /= 1024
-    return f"{size_bytes:.1f} GiB"
 
 
 def _age(age_s: float) -> str:

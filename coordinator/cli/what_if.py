@@ -9,23 +9,14 @@ from typing import Any
 
 import click
 
-from coordinator.cli.common import (
-    FailedError,
-    app_name,
-    echo,
-    echo_json,
-    json_option,
-    name_argument,
-    pass_registry,
-    trust_pickle_option,
-)
+from coordinator.cli.common import app_or_hand, name_argument, pass_registry, settings_with_log, trust_pickle_option
 from coordinator.cli.progress import progress_bar
 from coordinator.cli.what_if_report import Report
 from coordinator.core.output_check import Divergence, OutputDivergenceError
 from coordinator.instances import own_logs
-from coordinator.instances.registry import Registry, RegistryError
-from coordinator.log import log_exists
-from replay import BY_HAND, OWN_VERSION, AppCommand
+from coordinator.instances.registry import Registry
+from protocol.command_line import FailedError, echo, echo_json, json_option
+from replay import OWN_VERSION, AppCommand
 from replay.apps import default_app
 from replay.compare import Side
 from replay.what_if import plan_what_if, run_what_if
@@ -40,16 +31,19 @@ class _Version(click.ParamType):  # type: ignore[type-arg]
         return OWN_VERSION if value is OWN_VERSION else int(click.IntRange(min=1).convert(value, param, ctx))
 
 
-def _app(ctx: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    return value if value == BY_HAND else app_name(ctx, parameter, value)
-
-
 @click.command("what-if")
 @name_argument
 @click.option(
-    "--app", "new_app", required=True, metavar="MODULE:CLASS", callback=_app, help="The code to try; - waits for one."
+    "--app",
+    "new_app",
+    required=True,
+    metavar="MODULE:CLASS",
+    callback=app_or_hand,
+    help="The code to try; - waits for one.",
 )
-@click.option("--old-app", metavar="MODULE:CLASS", callback=_app, help="What to compare with.  [default: its own app]")
+@click.option(
+    "--old-app", metavar="MODULE:CLASS", callback=app_or_hand, help="What to compare with.  [default: its own app]"
+)
 @click.option("--from", "checkpoint_id", type=click.IntRange(min=0), help="Begin at this checkpoint, not the oldest.")
 @click.option("--to", "last_sequence_id", type=click.IntRange(min=0), help="The last record to be handled.")
 @click.option(
@@ -85,9 +79,7 @@ def what_if(
     again. The exit status is 0 if nothing would be different, 3 if something would (a call that fails, or does not any
     more, is), 1 if it could not be tried.
     """
-    settings = registry.load(name)
-    if not log_exists(settings.log):
-        raise RegistryError(f"{name!r} has not been started yet: there is no log in {settings.log}")
+    settings = settings_with_log(registry, name)
     with (
         own_logs.open_reader(settings, trust_pickle=trust_pickle) as reader,
         tempfile.TemporaryDirectory(prefix="immortal-") as folder,

@@ -11,6 +11,7 @@ from typing import Any
 from coordinator.core.errors import LogError
 from coordinator.core.words import Methods, RpcWords, call_in_words, counted_method_in_words, method_name
 from coordinator.log.contents import message_at, record_of
+from protocol.command_line import counted, table_lines
 from protocol.shown import printable_lines
 from replay import AppCommand, RecordSource, ReplayError, ReplayResult
 from replay.compare import Key, Kind, Side
@@ -213,7 +214,7 @@ class Report:
         begin = f"taken after record {start.sequence_id}" if start.sequence_id >= 0 else "the first one"
         yield (
             f"from checkpoint {start.checkpoint_id} ({begin}) to record {outcome.route.last_sequence_id}:"
-            f" {_count(self._most('records'), 'record')} with {_count(self._most('messages'), 'message')}"
+            f" {counted(self._most('records'), 'record')} with {counted(self._most('messages'), 'message')}"
         )
         yield from (f"note: {note}" for note in outcome.notes)
         if outcome.by_position:
@@ -252,14 +253,12 @@ class Report:
         return f"{where}: was {old}; would not be" if new is None else f"{where}: was {old}; would be {new}"
 
     def _table(self) -> Iterator[str]:
-        rows = [["destination", "method", *(kind.value for kind in Kind)]]
-        for method in self._by_method():
-            counts = [f"{method[kind.value]:,}" for kind in Kind]
-            rows.append([method["destination"] or "itself", method["method"], *counts])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        for row in rows:
-            names = [text.ljust(width) for text, width in zip(row[:2], widths[:2], strict=True)]
-            yield "  ".join(names + [text.rjust(width) for text, width in zip(row[2:], widths[2:], strict=True)])
+        kinds = [kind.value for kind in Kind]
+        rows = (
+            (method["destination"] or "itself", method["method"], *(f"{method[kind]:,}" for kind in kinds))
+            for method in self._by_method()
+        )
+        return table_lines(("destination", "method", *kinds), rows, right=kinds)
 
     def _fates_lines(self, fates: Fates) -> Iterator[str]:
         first, method = fates.first, fates.method or "a message"
@@ -344,11 +343,7 @@ class Report:
         state = " and the state" if self.state else ", not the state"
         if not findings.total:
             return f"different: the state; all {outcome.equal_count:,} calls are the same"
-        return f"different: {_count(findings.total, 'call')}{state}; {outcome.equal_count:,} calls are the same"
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+        return f"different: {counted(findings.total, 'call')}{state}; {outcome.equal_count:,} calls are the same"
 
 
 def _blob_text(result: ReplayResult) -> str:

@@ -6,7 +6,7 @@ Everything else has a default. A file that says something which is not understoo
 line and the field: a typo must not become a default. Every setting stands in :mod:`coordinator.config.schema`, once.
 """
 
-from coordinator.config.reading import check_settings, line_of, near_miss, read_settings
+from coordinator.config.reading import check_settings, line_of, read_settings
 from coordinator.config.schema import AppAuth, AppSendMode, InstanceSettings, Tuning
 from coordinator.config.values import (
     LOG_KEY_FILE,
@@ -30,7 +30,6 @@ __all__ = [
     "check_instance_name",
     "check_settings",
     "line_of",
-    "near_miss",
     "override",
     "read_settings",
     "settings_text",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,7 @@ from coordinator.config.setting import Setting, setting_of, settings_of
 from coordinator.config.values import ConfigError, WrongValueError, check_instance_name
 from coordinator.core.permissions import ANYTHING
 from coordinator.log_url import is_in_folder
-
-
-def near_miss(word: str, known: Iterable[str]) -> str:
-    """ ": did you mean 'x'?" when ``word`` looks like a known one, else nothing."""
-    import difflib  # here: few words are wrong
-
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f": did you mean {close[0]!r}?" if close else ""
+from protocol.shown import near_miss
 
 
 class Source(Struct, frozen=True):

@@ -71,6 +71,8 @@ def problem_of(store: Chunks, header: CheckpointHeader, is_given_up: Callable[[]
         return f"its check is {check:016x} over {size_bytes} bytes, {header.check:016x} was written"
     try:
         len(header.unacknowledged)
+    except LogUnavailableError:
+        raise
     except LogError as error:
         return str(error)
     return None

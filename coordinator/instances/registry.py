@@ -18,7 +18,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from coordinator.config import AppAuth, ConfigError, InstanceSettings, check_instance_name, near_miss, split_tcp
+from coordinator.config import AppAuth, ConfigError, InstanceSettings, check_instance_name, split_tcp
 from coordinator.config.app_hosts import LOCALHOST, hosts_of
 from coordinator.config.reading import check_settings, read_settings
 from coordinator.config.values import check_app
@@ -28,6 +28,7 @@ from coordinator.log_url import is_in_folder, split_url
 from protocol.errors import ImmortalError
 from protocol.file_lock import holder_of, open_lock, take
 from protocol.private_files import PUBLIC_FILE_MODE, make_folder, openness
+from protocol.shown import near_miss
 
 HOME_VARIABLE = "IMMORTAL_HOME"
 HOME_DEFAULT = ".immortal"

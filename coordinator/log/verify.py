@@ -242,8 +242,8 @@ class LogVerification:
         yield from self._verify_clients(reader)
         yield from self._verify_letters(reader)
         for place, check, meaning in (
-            ("versions", _check_versions, "the log cannot be opened"),
-            ("acknowledged", _check_acknowledged, "the log cannot be opened"),
+            ("versions", reading.version_starts, "the log cannot be opened"),
+            ("acknowledged", reading.acknowledged_positions, "the log cannot be opened"),
             ("peers", _check_peers, "the log cannot be opened"),
             ("impulses", reading.check_impulses, "impulses that were accepted may be lost"),
             ("spilled", spilled.check, "calls that wait for a peer may be lost"),
@@ -299,14 +299,6 @@ def _client_positions(view: View) -> dict[str, ClientPosition]:
         return reading.client_positions(view)
     except DamagedLogError:
         return {}
-
-
-def _check_versions(view: View) -> None:
-    reading.version_starts(view)
-
-
-def _check_acknowledged(view: View) -> None:
-    reading.acknowledged_positions(view)
 
 
 def _check_peers(view: View) -> None:

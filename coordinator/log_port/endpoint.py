@@ -174,11 +174,11 @@ class LogEndpoint:
         inbox = self._inbox
         if self._writer is not None:
             inbox += self._writer.take_done()
-        for event in self._reads.take_done():
+        for event in self._reads.take():
             self._measuring = self._measuring and not isinstance(event, ev.LogMeasured | ev.LogFailed)
             inbox.append(event)
         if self._follower is not None and self._writer is None:
-            inbox += self._follower.take_done()
+            inbox += self._follower.take()
             if (store := self._follower.take_store()) is not None:
                 self._ready.unregister(self._follower.fileno())
                 inbox.append(self._grant(store))

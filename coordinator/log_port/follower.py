@@ -6,11 +6,9 @@ whether the lock of the log is free.
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import time
-from collections import deque
 from typing import Protocol
 
 from coordinator.core import effects as ef
@@ -19,6 +17,7 @@ from coordinator.core.errors import DamagedLogError, LogError, LogLockedError
 from coordinator.core.interfaces import LogStore, LogSummary
 from coordinator.driver.ports import StoreRead
 from coordinator.driver.reads import failed, problem_of
+from coordinator.log_port.mailbox import Mailbox
 from protocol.errors import ImmortalError
 
 LOOK_S = 0.01
@@ -53,24 +52,20 @@ class Places(Protocol):
         """Who writes it, in words; None: nobody does."""
 
 
-class LogFollower:
-    """``fileno()`` is readable when there is something in :meth:`take_done`, or in :meth:`take_store`."""
+class LogFollower(Mailbox[ev.Event]):
+    """``fileno()`` is readable when there is something in :meth:`take`, or in :meth:`take_store`."""
 
     def __init__(self, places: Places) -> None:
+        super().__init__()
         self._places = places
         self._asked: queue.SimpleQueue[StoreRead | None] = queue.SimpleQueue()
         self._waiting: list[ef.LoadLog | ef.ReadRecords] = []  # for the log to grow
-        self._done: deque[ev.Event] = deque()  # appended to by the thread
         self._store: LogStore | None = None
         self._reader: FollowedLog | None = None
         self._holder: str | None = None  # as the machine was told
         self._closing = False
         self._news_s = 0.0  # when there was something new last
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="log-follower", daemon=True)
-
-    def fileno(self) -> int:
-        return self._wake
 
     def acquire(self) -> None:
         """Begin to wait for the right to write."""
@@ -78,16 +73,6 @@ class LogFollower:
 
     def submit(self, request: StoreRead) -> None:
         self._asked.put(request)
-
-    def take_done(self) -> list[ev.Event]:
-        try:
-            os.eventfd_read(self._wake)
-        except BlockingIOError:
-            return []
-        events = []
-        while self._done:
-            events.append(self._done.popleft())
-        return events
 
     def take_store(self) -> LogStore | None:
         """The log, once it is ours to write: nothing else is answered here from then on."""
@@ -110,7 +95,7 @@ class LogFollower:
             self._thread.join()
         if self._store is not None:  # nobody has taken it
             self._store.close()
-        os.close(self._wake)
+        super().close()
 
     # --- the thread --------------------------------------------------------------------------------------------------
 
@@ -130,8 +115,7 @@ class LogFollower:
 
     def _tell(self, event: ev.Event) -> None:
         self._news_s = time.monotonic()
-        self._done.append(event)
-        os.eventfd_write(self._wake, 1)
+        self.put([event])
 
     def _take_over(self) -> bool:
         """Open the log for writing if nobody else has it."""
@@ -146,7 +130,7 @@ class LogFollower:
             except LogLockedError:
                 holder = places.holder() or "another process"  # another follower was faster
             else:
-                os.eventfd_write(self._wake, 1)
+                self.put([])
                 return True
         if holder != self._holder:
             self._holder = holder

@@ -9,7 +9,6 @@ then: it would stand in the log before it, or twice. Whoever submits asks where 
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import time
@@ -22,6 +21,7 @@ from coordinator.core.errors import FencedError, LogError, LogUnavailableError
 from coordinator.core.events import ChunkWritten, Committed, Event, Fenced, LogFailed, TailRead
 from coordinator.core.interfaces import LogStore, Transaction
 from coordinator.fault_points import FaultPoint, armed, reach
+from coordinator.log_port.mailbox import Mailbox
 from coordinator.notices import Sink
 from coordinator.notices.timed import CommitTimed
 
@@ -35,7 +35,7 @@ _Write = Commit | WriteCheckpointChunk
 _Job = _Write | ReadTail
 
 
-class LogWriter:
+class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what came of them
     """Writes through ``store``; what is done arrives as events in :meth:`take_done`.
 
     ``fileno()`` is readable when the thread has finished something. Trimming keeps the newest ``keep_checkpoints``; see
@@ -50,6 +50,7 @@ class LogWriter:
         inline_size_bytes_max: int,
         times: Sink | None = None,
     ) -> None:
+        super().__init__()
         self._store = store
         self._times = times
         self._keep_checkpoints = keep_checkpoints
@@ -58,7 +59,6 @@ class LogWriter:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._on_thread = 0  # jobs handed over and not yet collected
         self._inline: deque[_Write] = deque()
-        self._done: deque[tuple[int, list[Event]]] = deque()  # how many jobs, and what came of them: by the thread
         self._holds = False  # since a write that was not answered: nothing is written before the end of the log is read
         self._store_lock = threading.Lock()
         self._trim = threading.Event()
@@ -69,12 +69,8 @@ class LogWriter:
         self._ticket = 0  # of the last append that is durable
         self._unanswered_ticket: int | None = None  # of the last one that was joined to what was not answered
         self.commit_s = 0.0  # what a commit takes, with its sync: a running mean over the last few
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
         self._thread.start()
-
-    def fileno(self) -> int:
-        return self._wake
 
     def submit(self, job: _Job) -> None:
         if isinstance(job, Commit) and job.size_bytes <= self._inline_size_bytes_max and not self._on_thread:
@@ -100,13 +96,8 @@ class LogWriter:
 
     def take_done(self) -> list[Event]:
         """The events of what the thread has finished."""
-        try:
-            os.eventfd_read(self._wake)
-        except BlockingIOError:
-            return []
         events = []
-        while self._done:
-            jobs_count, came = self._done.popleft()
+        for jobs_count, came in self.take():
             self._on_thread -= jobs_count
             events += came
         return events
@@ -132,7 +123,7 @@ class LogWriter:
         self._closing = True
         self._jobs.put(None)
         self._thread.join()
-        os.close(self._wake)
+        super().close()
 
     def _write(self, job: _Write) -> Event:
         try:
@@ -179,8 +170,7 @@ class LogWriter:
         while True:
             job = self._next_job()
             if job is not None:
-                self._done.append(self._do(job))
-                os.eventfd_write(self._wake, 1)
+                self.put([self._do(job)])
             elif self._closing and self._jobs.empty():
                 return
             elif self._trim.is_set() and not self._holds:

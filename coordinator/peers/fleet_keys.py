@@ -23,7 +23,7 @@ from typing import Annotated
 
 from msgspec import Struct
 
-from coordinator.config import ConfigError, near_miss, write_atomically
+from coordinator.config import ConfigError, write_atomically
 from coordinator.config.reading import read_table, read_toml
 from coordinator.config.values import Callers, kind, says, whole
 from coordinator.config.writing import text_with_allow
@@ -32,6 +32,7 @@ from coordinator.instances.registry import HOME_DEFAULT, Registry, UnknownInstan
 from coordinator.messenger import Role
 from coordinator.peers import keys
 from coordinator.peers.keys import KeysError, PublicFile
+from protocol.shown import near_miss
 
 _Home = Annotated[str, kind("FOLDER", "a path"), says("Its registry folder, relative to the fleet's file.")]
 _Days = Annotated[int, whole(1, 36_500, "days")]

@@ -6,217 +6,51 @@
        '--- SIGTERM, SIGINT ---> the coordinator is asked to stop; it takes a checkpoint and says goodbye to the app
        '--- SIGUSR1 ---> the same, then both run again, with the code as it is by then
 
-What a death means (`Verdict`):
-
-- status 70 of the app: a handler failed. A replay would run it again, so nothing is started again.
-- status 71 of the app: an upgrade failed. Both are started again, with the version before.
-- status 75 of the app: it left to be recovered. It is started again at once, with restart or without.
-- status 2 of either: it was called wrongly; the next start would be, too.
-- status 3 of the coordinator: its log can't be replayed as it is, and could not be the next time.
-- status 4 of the coordinator: another process writes its log by now. One that is to follow is started again, and does;
-  any other is not.
-- status 0 of the coordinator: somebody else asked it to stop. It is a clean end once the app has ended with 0 as well;
-  with restart both come back, since it was not the supervisor that was asked.
-- status 0 of the app: it was said goodbye to, if the coordinator ends by itself with 0 as well; else a death like any.
-- anything else: a death. When both are found dead at once it is the coordinator that died, unless a signal killed the
-  app and not the coordinator: an app that loses its coordinator leaves by itself.
-
-The children die with the supervisor, even when that is killed with SIGKILL (PR_SET_PDEATHSIG).
+What a death means: `deaths.py`. The children die with the supervisor, even when that is killed with SIGKILL
+(PR_SET_PDEATHSIG).
 """
 
 from __future__ import annotations
 
 import contextlib
-import enum
 import os
 import select
 import signal
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 
-from coordinator.app import secret as app_secret
-from coordinator.config import AppAuth, InstanceSettings, override
 from coordinator.notices import Notices
 from coordinator.operator.control import READY_VARIABLE
+from coordinator.service.commands import Command, Role
+from coordinator.service.deaths import (
+    OWN_DEATHS,
+    STATUS_FENCED,
+    STATUS_HANDLER_FAILED,
+    STATUS_RECOVER_ME,
+    STATUS_TERMINATED,
+    Exit,
+    RestartPause,
+    Verdict,
+    judge,
+    who_died_first,
+)
 from coordinator.service.parent_death import die_with_parent
 from coordinator.service.stop_requests import StopRequests
 
-APP_ADDRESS_VARIABLE = "IMMORTAL_APP_ADDRESS"
-STATUS_HANDLER_FAILED = 70
-STATUS_UPGRADE_FAILED = 71
-STATUS_RECOVER_ME = 75
-STATUS_TERMINATED = 128 + signal.SIGTERM  # of an app
-STATUS_CALLED_WRONGLY = 2
-STATUS_NO_RECOVERY = 3
-STATUS_FENCED = 4
-# What ends a process that reads a page of its log which the disk does not give, or that follows a damaged one.
-_PAGE_DEATHS = (-signal.SIGBUS, -signal.SIGSEGV, -signal.SIGABRT)
-_OWN_DEATHS = (STATUS_HANDLER_FAILED, STATUS_UPGRADE_FAILED, STATUS_CALLED_WRONGLY)
 STOP_GRACE_S = 5.0  # between SIGTERM and SIGKILL
 LEAVE_S = 1.0  # for one to end by itself after the other has ended well
 CLEAN_STOP_S = 30.0  # for a last checkpoint, which may be GiB
-PYTHON = (sys.executable, "-P")  # no file in the current folder takes the place of a module of Python's or ours
-RESTART_PAUSE_S_MIN = 0.1
-RESTART_PAUSE_S_MAX = 5.0
-RESTART_PAUSE_RESET_S = 10.0  # who lived this long did not die of how it was started
+# What ends a process that reads a page of its log which the disk does not give, or that follows a damaged one.
+_PAGE_DEATHS = (-signal.SIGBUS, -signal.SIGSEGV, -signal.SIGABRT)
 # A message that ends its process is passed over after the third death, by default (coordinator/core/careful.py): those
 # who wait for the service behind it need not wait for pauses, too.
 APP_DEATHS_AT_ONCE = 3
-
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 RESTART_SIGNAL = signal.SIGUSR1
-
-
-class Role(enum.Enum):
-    COORDINATOR = "coordinator"
-    APP = "app"
-
-    @property
-    def other(self) -> Role:
-        return Role.APP if self is Role.COORDINATOR else Role.COORDINATOR
-
-
-@dataclass(frozen=True)
-class Command:
-    """How to start one of the two: ``environment`` is set in addition to the supervisor's own."""
-
-    argv: Sequence[str]
-    environment: Mapping[str, str] = field(default_factory=dict)
-
-
-def supervised(settings: InstanceSettings) -> InstanceSettings:
-    """``settings`` as they are under `immortal run`: its app knows the secret.
-
-    Raises ConfigError.
-    """
-    return override(settings, app_auth=AppAuth.CHALLENGE)
-
-
-def coordinator_command(
-    settings: InstanceSettings,
-    *,
-    log_format: str,
-    log_level: str,
-    promote: bool = False,
-    trust_pickle: bool = False,
-    place: Path | None = None,
-) -> Command:
-    """``place``: the folder of a follower; None: it is none."""
-    home = str(settings.folder.parent)
-    argv = [*PYTHON, "-m", "coordinator", "--home", home, "coordinator", settings.name]
-    argv += ["--app-auth", settings.app_auth.value]
-    if settings.insecure:
-        argv.append("--insecure")
-    if settings.app_socket is not None:
-        argv += ["--app-socket", settings.app_socket]
-    if settings.replay_check is not None:
-        argv += ["--replay-check", settings.replay_check.value]
-    if settings.metrics is not None:
-        argv += ["--metrics", settings.metrics]
-    if trust_pickle:
-        argv.append("--trust-pickle")
-    if place is not None:
-        argv += ["--follow", "--place", str(place)]
-    options = ["--log-format", log_format, "--log-level", log_level, *(["--promote"] if promote else [])]
-    return Command([*argv, *options])
-
-
-def app_command(settings: InstanceSettings, app: str, *, strict: bool = False) -> Command:
-    # The SDK wants a fixed hash seed, and would start itself over to get one.
-    hash_seed = os.environ.get("PYTHONHASHSEED", "0")
-    environment = {APP_ADDRESS_VARIABLE: settings.app_addresses[0], "PYTHONHASHSEED": hash_seed}
-    if settings.app_auth is not AppAuth.NONE:
-        environment[app_secret.SECRET_FILE_VARIABLE] = str(app_secret.path(settings.folder))
-    return Command([*PYTHON, "-m", "appsdk", app, *(["--strict"] if strict else [])], environment)
-
-
-@dataclass(frozen=True)
-class Exit:
-    """How a process ended: ``returncode`` as subprocess gives it, negative for a signal."""
-
-    role: Role
-    pid: int
-    returncode: int
-
-    def __str__(self) -> str:
-        if self.returncode >= 0:
-            return f"status {self.returncode}"
-        try:
-            return signal.Signals(-self.returncode).name
-        except ValueError:
-            return f"signal {-self.returncode}"
-
-
-class Verdict(enum.Enum):
-    """What follows from the death of the two."""
-
-    DIED = "died"
-    STOPPED = "stopped"
-    HANDLER_FAILED = "handler failed"
-    UPGRADE_FAILED = "an upgrade failed"
-    CALLED_WRONGLY = "called wrongly"
-    NO_RECOVERY = "the log can't be replayed"
-    FENCED = "another process writes the log"
-
-
-def judge(first: Exit, second: Exit, second_was_told: bool) -> Verdict:
-    """What it means that ``first`` died by itself, and ``second`` then, by itself or because it was told to."""
-    if first.role is Role.APP and first.returncode == STATUS_HANDLER_FAILED:
-        return Verdict.HANDLER_FAILED
-    if first.role is Role.APP and first.returncode == STATUS_UPGRADE_FAILED:
-        return Verdict.UPGRADE_FAILED
-    coordinator = first if first.role is Role.COORDINATOR else second
-    if coordinator.returncode == STATUS_NO_RECOVERY:  # the app may be found dead first: it leaves when it hears of it
-        return Verdict.NO_RECOVERY
-    if coordinator.returncode == STATUS_FENCED:
-        return Verdict.FENCED
-    if first.returncode == STATUS_CALLED_WRONGLY:
-        return Verdict.CALLED_WRONGLY
-    if first.returncode == 0 and second.returncode == 0 and not second_was_told:
-        return Verdict.STOPPED
-    return Verdict.DIED
-
-
-def who_died_first(exits: Sequence[Exit]) -> Exit:
-    """Of those that were found dead at once, the one that the other died of."""
-    by_role = {one.role: one for one in exits}
-    app, coordinator = by_role.get(Role.APP), by_role.get(Role.COORDINATOR)
-    if app is None or coordinator is None:
-        return exits[0]
-    own_death = app.returncode < 0 or app.returncode in _OWN_DEATHS
-    return app if own_death and coordinator.returncode >= 0 else coordinator
-
-
-class RestartPause:
-    """None after a long life; else 0.1 s, doubling up to 5 s while the two die young and before they have recovered.
-
-    ``at_once``: the first deaths in a row that no pause follows.
-    """
-
-    def __init__(self, at_once: int = 0) -> None:
-        self._next_s = RESTART_PAUSE_S_MIN
-        self._at_once = at_once
-
-    def after(self, life_s: float, *, recovered: bool) -> float:
-        """The pause after a life of ``life_s``; who had recovered did not die of how it was started."""
-        if life_s >= RESTART_PAUSE_RESET_S:
-            self._next_s = RESTART_PAUSE_S_MIN
-            return 0.0
-        if self._at_once:
-            self._at_once -= 1
-            return 0.0
-        if recovered:
-            self._next_s = RESTART_PAUSE_S_MIN
-        pause_s = self._next_s
-        self._next_s = min(2 * pause_s, RESTART_PAUSE_S_MAX)
-        return pause_s
 
 
 class _Child:
@@ -388,7 +222,7 @@ class Supervisor:
     def _app_to_start_again(self) -> Exit | None:
         """How the app died, if it did alone and by itself; None where that is no reason to start it again."""
         dead = self._exits.get(Role.APP)
-        if dead is None or dead.returncode in _OWN_DEATHS:
+        if dead is None or dead.returncode in OWN_DEATHS:
             return None
         if dead.returncode != STATUS_RECOVER_ME and not self._restart:
             return None
@@ -468,36 +302,19 @@ class Supervisor:
 
     def _tell(self, verdict: Verdict, first: Exit) -> None:
         """The one line about who died, and how."""
-        what = f"the {first.role.value} died: {first}"
+        name, other, what = first.role.value, first.role.other.value, f"the {first.role.value} died: {first}"
         if verdict is Verdict.STOPPED:
-            self._log.info(
-                f"the {first.role.value} was stopped, and the {first.role.other.value} with it", pid=first.pid
-            )
-        elif verdict is Verdict.HANDLER_FAILED:
-            self._log.error(
-                f"{what}: a handler failed, and a replay would only repeat it; nothing is lost: mend the handler,"
-                " then start 'immortal run' again",
-                pid=first.pid,
-            )
-        elif verdict is Verdict.UPGRADE_FAILED:
-            self._log.error(f"{what}: the upgrade failed; the old version is whole", pid=first.pid)
-        elif verdict is Verdict.NO_RECOVERY:
-            self._log.error(
-                f"{what}: its log can't be replayed as it is, a restart would not help; its own line says why",
-                pid=first.pid,
-            )
+            self._log.info(f"the {name} was stopped, and the {other} with it", pid=first.pid)
         elif verdict is Verdict.FENCED:
             then = "it follows from now on" if self._follows and self._restart else "nothing is started again here"
             self._log.warning(f"{what}: another process writes its log by now; {then}", pid=first.pid)
-        elif verdict is Verdict.CALLED_WRONGLY:
-            self._log.error(
-                f"{what}: it was called wrongly, a restart would not help; its own line says why", pid=first.pid
-            )
-        else:
+        elif verdict is Verdict.DIED:
             hint = ""
             if first.role is Role.COORDINATOR and first.returncode in _PAGE_DEATHS:
                 hint = f"; the file of its log may be damaged: 'immortal log verify {self._log.instance}' says"
-            self._log.error(f"{what}; the {first.role.other.value} was stopped{hint}", pid=first.pid)
+            self._log.error(f"{what}; the {other} was stopped{hint}", pid=first.pid)
+        else:
+            self._log.error(f"{what}: {verdict.value}", pid=first.pid)
 
     # --- waiting ----------------------------------------------------------------------------------------------------
 

@@ -11,31 +11,18 @@ from pipeline.jobs.reports import AuditReport, StreamReport
 from pipeline.jobs.stats import Figures, Stats
 from pipeline.jobs.verify import VerifyReport
 from pipeline.jobs.what_if import FleetResult
-
-
-def count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]], names: int = 1) -> Iterator[str]:
-    """Columns below one another; the first ``names`` to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    for row in (heads, *rows):
-        cells = [
-            cell.ljust(width) if index < names else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield "  ".join(cells).rstrip()
+from protocol.command_line import counted, table_lines
 
 
 def export_lines(report: ExportReport, folder: Path) -> Iterator[str]:
     for name, done in report.instances.items():
         if done.skipped:
-            yield f"warning: {count(done.skipped, 'record')} of {name} were trimmed before they could be exported"
+            yield f"warning: {counted(done.skipped, 'record')} of {name} were trimmed before they could be exported"
     rows = [(name, f"{rows:,}") for name, rows in report.rows.items()]
-    yield from table(("table", "new rows"), rows)
+    yield from table_lines(("table", "new rows"), rows, right=("new rows",))
     new = [name for name, done in report.instances.items() if done.last >= done.first]
-    yield f"{folder}: new records of {len(new):,} of {count(len(report.instances), 'instance')}, compared with the logs"
+    instances = counted(len(report.instances), "instance")
+    yield f"{folder}: new records of {len(new):,} of {instances}, compared with the logs"
 
 
 # --- audit -----------------------------------------------------------------------------------------------------------
@@ -45,15 +32,16 @@ def audit_lines(report: AuditReport, limit: int, *, all_streams: bool) -> Iterat
     records = sum(log.records for log in report.logs)
     messages = sum(stream.messages for stream in report.streams)
     yield (
-        f"{count(len(report.logs), 'log')}, {count(records, 'record')}, {count(messages, 'message')}"
-        f" in {count(len(report.streams), 'stream')}"
+        f"{counted(len(report.logs), 'log')}, {counted(records, 'record')}, {counted(messages, 'message')}"
+        f" in {counted(len(report.streams), 'stream')}"
     )
     flying = [stream for stream in report.streams if stream.in_flight]
-    yield f"in flight: {count(sum(stream.in_flight for stream in flying), 'message')} in {count(len(flying), 'stream')}"
-    yield f"compared with what their senders made: {count(sum(each.compared for each in report.streams), 'message')}"
+    in_flight = counted(sum(stream.in_flight for stream in flying), "message")
+    yield f"in flight: {in_flight} in {counted(len(flying), 'stream')}"
+    yield f"compared with what their senders made: {counted(sum(each.compared for each in report.streams), 'message')}"
     unknown = sum(stream.unknown for stream in report.streams)
     if unknown:
-        yield f"in damaged records, so not known: {count(unknown, 'message')}"
+        yield f"in damaged records, so not known: {counted(unknown, 'message')}"
     for note in report.notes:
         yield f"note: {note}"
     if all_streams:
@@ -97,7 +85,7 @@ def _stream_table(streams: Sequence[StreamReport]) -> Iterator[str]:
         )
         for stream in streams
     ]
-    yield from table(heads, rows, names=2)
+    yield from table_lines(heads, rows, right=heads[2:])
 
 
 def _sender(name: str) -> str:
@@ -109,9 +97,9 @@ def verify_lines(report: VerifyReport, limit: int) -> Iterator[str]:
         yield f"{problem.instance}: {problem.place}: {problem.text}"
     if report.problem_count > limit:
         yield f"and {report.problem_count - limit:,} more; --limit shows them"
-    sound = f"{count(sum(report.records.values()), 'sound record')} in {count(len(report.records), 'log')}"
-    checkpoints = count(sum(report.checkpoints.values()), "sound checkpoint")
-    verdict = f"DAMAGED: {count(report.problem_count, 'problem')}; " if report.problem_count else "sound: "
+    sound = f"{counted(sum(report.records.values()), 'sound record')} in {counted(len(report.records), 'log')}"
+    checkpoints = counted(sum(report.checkpoints.values()), "sound checkpoint")
+    verdict = f"DAMAGED: {counted(report.problem_count, 'problem')}; " if report.problem_count else "sound: "
     yield f"{verdict}{sound}, {checkpoints}"
 
 
@@ -132,15 +120,15 @@ def stats_lines(stats: Stats, top: int) -> Iterator[str]:
         )
         for service in stats.services
     ]
-    yield from table(heads, services)
+    yield from table_lines(heads, services, right=heads[1:])
     methods = [(method.instance, method.method, *_cells(method.figures)) for method in stats.methods]
     yield ""
-    yield from table(("service", "method", *_FIGURES), methods[:top], names=2)
+    yield from table_lines(("service", "method", *_FIGURES), methods[:top], right=_FIGURES)
     if len(methods) > top:
         yield f"and {len(methods) - top:,} more; --top shows them"
     talkers = [(talker.sender, talker.receiver, *_cells(talker.figures)) for talker in stats.talkers]
     yield ""
-    yield from table(("from", "to", *_FIGURES), talkers[:top], names=2)
+    yield from table_lines(("from", "to", *_FIGURES), talkers[:top], right=_FIGURES)
     if len(talkers) > top:
         yield f"and {len(talkers) - top:,} more; --top shows them"
 
@@ -172,7 +160,8 @@ def what_if_lines(result: FleetResult) -> Iterator[str]:
             f"{each.duration_s:.1f}",
         )
         rows.append(row)
-    yield from table(("instance", "app", "", "records", "calls", "state", "failing", "s"), rows, names=3)
+    figures = ("records", "calls", "state", "failing", "s")
+    yield from table_lines(("instance", "app", "", *figures), rows, right=figures)
     for each in result.instances:
         if each.error:
             yield f"{each.instance}: {each.error}"
@@ -183,9 +172,9 @@ def what_if_lines(result: FleetResult) -> Iterator[str]:
             (row["destination"], row["method"], *(f"{row.get(kind, 0):,}" for kind in kinds))
             for row in result.by_method
         ]
-        yield from table(("to", "method", *kinds), methods, names=2)
+        yield from table_lines(("to", "method", *kinds), methods, right=kinds)
     yield ""
     yield (
         f"{result.same:,} the same, {result.different:,} different, {result.failed:,} failed:"
-        f" {count(result.records, 'record')} with {count(result.messages, 'message')}"
+        f" {counted(result.records, 'record')} with {counted(result.messages, 'message')}"
     )

@@ -21,10 +21,10 @@ from pathlib import Path
 import msgspec
 
 from appsdk import Immortal, peer, rpc
-from appsdk.testing.wire import call, control, initial_record, logged
 from protocol.extensions import decode_app_batch
 from protocol.messages import MessageType, decode_incoming_rpc, decode_messages
 from protocol.readers import BlobData, Message, MessageReader
+from tests.helpers.wire import call, control, initial_record, logged
 
 SHAPES = ("large", "small")
 SMALL_ENTRY_SIZE_BYTES = 150  # in memory, about

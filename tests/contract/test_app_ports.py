@@ -502,7 +502,7 @@ def test_run_is_for_apps_with_one_connection(house: House) -> None:
 
 
 def test_run_gives_the_app_an_address_that_each_machine_has(house: House) -> None:
-    from coordinator.service.supervisor import APP_ADDRESS_VARIABLE, app_command
+    from coordinator.service.commands import APP_ADDRESS_VARIABLE, app_command
 
     def address(settings: InstanceSettings) -> str:
         return app_command(settings, "wordcount:Counter").environment[APP_ADDRESS_VARIABLE]

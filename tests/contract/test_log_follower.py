@@ -64,7 +64,7 @@ def events_of(follower: LogFollower, count: int) -> list[ev.Event]:
     deadline_s = time.monotonic() + WAIT_S
     while len(found) < count and time.monotonic() < deadline_s:
         select.select([follower.fileno()], [], [], 0.5)
-        found += follower.take_done()
+        found += follower.take()
     assert len(found) >= count, found
     return found
 
@@ -135,7 +135,7 @@ def test_it_opens_the_log_for_writing_once_the_lock_is_free(log: Log) -> None:
     store = None
     while store is None and time.monotonic() < deadline_s:
         select.select([follower.fileno()], [], [], 0.5)
-        follower.take_done()
+        follower.take()
         store = follower.take_store()
     assert store is not None
     assert follower.take_unanswered() == [ef.ReadRecords(0, 1 << 20, 3)]

@@ -16,10 +16,10 @@ from appsdk.errors import HandlerError, RecoveryNeeded
 from appsdk.handlers.definition import definition_of
 from appsdk.running.options import RunOptions
 from appsdk.running.runner import run_connection, say
-from appsdk.testing.wire import AppOutput, call, checkpoint_record, control, initial_record, logged
 from protocol.messages import MessageType
 from protocol.verdicts import Verdict, VerdictKind, decode_handling, decode_verdict
 from tests.helpers.sdk import GOODBYE, TAKE_FIRST, ScriptedCoordinator, coordinator, verdicts_record
+from tests.helpers.wire import AppOutput, call, checkpoint_record, control, initial_record, logged
 
 hold = threading.Event()
 

@@ -14,10 +14,10 @@ from appsdk.errors import EXIT_HANDLER_FAILED, EXIT_INTERRUPTED, EXIT_NOT_RUNNAB
 from appsdk.handlers.definition import definition_of
 from appsdk.running.options import RunOptions
 from appsdk.running.runner import run_connection
-from appsdk.testing.wire import call, logged
 from protocol.extensions import decode_handler_failed, decode_origins
 from protocol.messages import MessageType
 from tests.helpers.sdk import GOODBYE, WAIT_S, ScriptedCoordinator, coordinator
+from tests.helpers.wire import call, logged
 
 
 class Counter(Immortal):

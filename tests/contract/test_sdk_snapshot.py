@@ -22,7 +22,6 @@ from appsdk.errors import EXIT_HANDLER_FAILED, Disconnected, StateError
 from appsdk.handlers.definition import definition_of
 from appsdk.running.runner import run_connection
 from appsdk.state.snapshot import CHUNK_SIZE_BYTES_MAX, Snapshot
-from appsdk.testing.wire import AppOutput, call, logged
 from protocol.errors import RemoteProtocolError
 from protocol.messages import MessageType
 from tests.helpers.sdk import (
@@ -33,6 +32,7 @@ from tests.helpers.sdk import (
     coordinator,
     recover,
 )
+from tests.helpers.wire import AppOutput, call, logged
 
 CHILDREN: list[int] = []  # that the running test has forked
 

@@ -22,9 +22,9 @@ from appsdk.errors import EXIT_FAILED, EXIT_NOT_RUNNABLE, ConnectError, Disconne
 from appsdk.handlers.definition import definition_of
 from appsdk.running.runner import run_connection
 from appsdk.running.transport import connect
-from appsdk.testing.wire import accepted, call, checkpoint_record, control, logged
 from protocol.messages import MessageType, RpcType
 from tests.helpers.sdk import GOODBYE, TAKE_FIRST, WAIT_S, Script, ScriptedCoordinator, coordinator
+from tests.helpers.wire import accepted, call, checkpoint_record, control, logged
 
 
 class Counter(Immortal):

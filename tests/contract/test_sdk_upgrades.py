@@ -11,9 +11,9 @@ import pytest
 
 from appsdk.errors import EXIT_HANDLER_FAILED, EXIT_UPGRADE_FAILED
 from appsdk.state import decode_envelope
-from appsdk.testing.wire import call, checkpoint_record, initial_record, logged
 from protocol.messages import MessageType
 from tests.helpers.sdk import GOODBYE, TAKE, WAIT_S, Script, ScriptedCoordinator, coordinator, upgrade_record
+from tests.helpers.wire import call, checkpoint_record, initial_record, logged
 
 FIRST = """
 from appsdk import Immortal, peer, rpc

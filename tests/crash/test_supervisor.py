@@ -16,20 +16,14 @@ from typing import Any
 
 import pytest
 
-from coordinator.service.supervisor import (
-    APP_DEATHS_AT_ONCE,
-    RESTART_SIGNAL,
-    Exit,
-    RestartPause,
-    Role,
-    Verdict,
-    judge,
-    who_died_first,
-)
+from coordinator.service.commands import Role
+from coordinator.service.deaths import Exit, RestartPause, Verdict, judge, who_died_first
+from coordinator.service.supervisor import APP_DEATHS_AT_ONCE, RESTART_SIGNAL
 
 DRIVER = """
 import json, sys
-from coordinator.service.supervisor import Command, Role, Supervisor
+from coordinator.service.commands import Command, Role
+from coordinator.service.supervisor import Supervisor
 from coordinator.notices import configure
 given = json.loads(sys.argv[1])
 commands = {Role.COORDINATOR: Command(given["coordinator"]), Role.APP: Command(given["app"], {"TEST_ROLE": "app"})}

@@ -13,11 +13,11 @@ from appsdk.dispatch.dispatcher import Dispatcher
 from appsdk.dispatch.events import Event, OutputReady
 from appsdk.effects.request import EffectRunner
 from appsdk.handlers.definition import definition_of
-from appsdk.testing.wire import COMMITTER_ID, AppOutput, checkpoint_record, control, initial_record
 from protocol.extensions import encode_version
 from protocol.messages import MessageType, encode_message
 from protocol.record import CONTROL_SEQUENCE_ID, encode_record
 from protocol.verdicts import Verdict, decode_verdict, encode_verdicts
+from tests.helpers.wire import COMMITTER_ID, AppOutput, checkpoint_record, control, initial_record
 
 WAIT_S = 20.0  # no test waits this long unless it fails
 TAKE = control(MessageType.TAKE_CHECKPOINT)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from appsdk import CalleeFailed, Immortal, peer, rpc
 from appsdk.calls.codec import encoder
-from appsdk.testing.wire import call, initial_record, logged
 from protocol.messages import RpcKind, RpcType, encode_incoming_rpc
 from protocol.verdicts import VerdictKind
 from tests.helpers.sdk import TAKE, Life, first_start_with_verdicts, recover
+from tests.helpers.wire import call, initial_record, logged
 
 ADD, BAD, PUSH, TALK, MANY, STEPS = 1, 2, 3, 4, 5, 6
 

@@ -408,7 +408,7 @@ def test_what_a_user_can_get_wrong(plan: Plan, pair: Plan, logs: Path, tmp_path:
     assert failed("trace", "nobody", "3", logs).startswith("error: there is no log of 'nobody' among those given: ")
     assert "the log of 'service-0' holds records 0 to " in failed("trace", "service-0", "99999", logs)
     assert "has the messages 0 to " in failed("trace", "service-0", "2:99999", logs)
-    assert "expected a record" in failed("trace", "service-0", "3x", logs, status=2)
+    assert "a record's number was expected" in failed("trace", "service-0", "3x", logs, status=2)
     assert "expected a name and a value" in failed("audit", logs, "--conf", "nonsense", status=2)
     assert "there is no module 'nowhere'" in failed("stats", logs, "--decode", "nowhere:Class")
 

@@ -20,7 +20,6 @@ from appsdk.calls.report import FailureReporter, call_user_code
 from appsdk.errors import HookError
 from appsdk.running.runner import say
 from coordinator.cli import main
-from coordinator.cli.common import Commands
 from coordinator.core import notices
 from coordinator.core.interfaces import AuditEntry, Transaction
 from coordinator.instances.registry import Registry
@@ -32,6 +31,7 @@ from pipeline.jobs.stats import BinStats, Figures, MethodStats, ServiceStats, St
 from pipeline.jobs.trace import Node, Trace
 from pipeline.report.stats_page import stats_page
 from pipeline.report.trace_picture import trace_dot, trace_svg
+from protocol.command_line import Commands
 from protocol.errors import ImmortalError
 from protocol.messages import MessageType, encode_incoming_rpc, encode_message
 from protocol.record import encode_record

@@ -16,7 +16,7 @@ from coordinator.messenger import KeyPair
 from coordinator.peers import keys
 from coordinator.peers.keys import KeysError
 from coordinator.peers.security import KeyBook, check_start, insecurity, is_local
-from coordinator.service.supervisor import coordinator_command
+from coordinator.service.commands import coordinator_command
 from tests.helpers.watched import Watched
 
 KEY = "x" * 40

@@ -18,7 +18,7 @@ from pipeline.jobs.verify import Problem, VerifyReport
 from pipeline.jobs.what_if import InstanceResult, summarize
 from pipeline.report.charts import bars, matrix, over_time
 from pipeline.report.stats_page import duration_text, stats_page
-from pipeline.report.text import audit_lines, export_lines, stats_lines, table, verify_lines, what_if_lines
+from pipeline.report.text import audit_lines, export_lines, stats_lines, verify_lines, what_if_lines
 from pipeline.report.trace_picture import trace_svg
 
 NAMES = ["<script>alert(1)</script>", "b&b", *(f"service-{number:02}" for number in range(30))]
@@ -138,15 +138,6 @@ def test_statistics_as_lines(stats: Stats) -> None:
     assert lines[1].split() == [NAMES[0], "100", "1,000", "1.500", "2.250", "3.125", "4.000", "9", "3", "0"]
     assert f"and {len(NAMES) * 8 - 3} more; --top shows them" in lines
     assert len(lines) == 1 + len(NAMES) + 2 * (1 + 1 + 3 + 1)
-
-
-def test_a_table_is_aligned_and_may_be_empty() -> None:
-    assert list(table(("name", "n"), [("a", "1"), ("long one", "1,000")])) == [
-        "name          n",
-        "a             1",
-        "long one  1,000",
-    ]
-    assert list(table(("name", "n"), [])) == ["name  n"]
 
 
 def audit_report(*violations: Violation) -> AuditReport:

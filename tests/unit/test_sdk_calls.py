@@ -20,10 +20,10 @@ from appsdk.handlers.definition import definition_of
 from appsdk.handlers.proxy import method_names
 from appsdk.running import tracing
 from appsdk.state.schema import Envelope, decode_envelope, encode_envelope
-from appsdk.testing.wire import START_TIME_NS, AppOutput, answer, call, initial_record, logged
 from protocol.extensions import decode_app_batch, decode_origins
 from protocol.messages import MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_messages
 from tests.helpers.sdk import SEED, TAKE, TAKE_FIRST, Life, recover
+from tests.helpers.wire import START_TIME_NS, AppOutput, answer, call, initial_record, logged
 
 
 class Refused(Exception):  # noqa: N818

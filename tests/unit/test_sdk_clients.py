@@ -9,9 +9,9 @@ import pytest
 
 from appsdk import Immortal, rpc
 from appsdk.errors import HandlerError
-from appsdk.testing.wire import answer, call, initial_record, logged
 from protocol.messages import MessageType, RpcKind, RpcType, encode_incoming_rpc
 from tests.helpers.sdk import Life, first_start, first_start_with_verdicts, recover
+from tests.helpers.wire import answer, call, initial_record, logged
 
 
 class Wrong(Exception):  # noqa: N818

@@ -17,8 +17,8 @@ from appsdk.calls.rules import Rules
 from appsdk.errors import StateError, UsageError
 from appsdk.handlers.contexts import attach
 from appsdk.state.schema import FRONT, Envelope, decode_envelope, encode_envelope
-from appsdk.testing.wire import call, logged
 from tests.helpers.sdk import first_start, recover
+from tests.helpers.wire import call, logged
 
 SEED = bytes(range(16))
 

@@ -13,7 +13,12 @@ from appsdk.dispatch import delivery
 from appsdk.dispatch.events import BecamePrimary, Goodbye, OutputReady, Refusal
 from appsdk.errors import EXIT_HANDLER_FAILED, HandlerError, StateError
 from appsdk.handlers.decorators import method_id_of_name
-from appsdk.testing.wire import (
+from protocol.errors import DamagedRecordError, RemoteProtocolError
+from protocol.extensions import decode_hello
+from protocol.messages import MessageType, RpcType, decode_incoming_rpc, decode_message, encode_message
+from protocol.record import encode_record
+from tests.helpers.sdk import TAKE_FIRST, Life, first_start, recover
+from tests.helpers.wire import (
     COMMITTER_ID,
     START_TIME_NS,
     accepted,
@@ -23,11 +28,6 @@ from appsdk.testing.wire import (
     initial_record,
     logged,
 )
-from protocol.errors import DamagedRecordError, RemoteProtocolError
-from protocol.extensions import decode_hello
-from protocol.messages import MessageType, RpcType, decode_incoming_rpc, decode_message, encode_message
-from protocol.record import encode_record
-from tests.helpers.sdk import TAKE_FIRST, Life, first_start, recover
 
 
 class Counter(Immortal):

@@ -19,10 +19,10 @@ from appsdk.errors import DefinitionError, HandlerError, UsageError
 from appsdk.handlers.definition import definition_of
 from appsdk.running.inspection import inspect_state
 from appsdk.state.journal import JournalError
-from appsdk.testing.wire import checkpoint_record
 from protocol.limits import MESSAGE_SIZE_BYTES_MAX
 from tests.helpers.sdk import TAKE_FIRST, Life
 from tests.helpers.waiting import EffectsByHand, WaitingInstances
+from tests.helpers.wire import checkpoint_record
 
 
 class SoldOut(Exception):  # noqa: N818

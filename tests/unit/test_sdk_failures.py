@@ -12,7 +12,6 @@ from appsdk.calls.failures import FAILED_IN_A_ROW_MAX
 from appsdk.dispatch.events import MessageFailed
 from appsdk.errors import DefinitionError, HandlerError, RecoveryNeeded
 from appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID
-from appsdk.testing.wire import START_TIME_NS, answer, call, checkpoint_record, control, initial_record, logged
 from protocol.batch import encode_batch
 from protocol.extensions import encode_record_time
 from protocol.messages import MessageType, RpcKind, RpcType, encode_incoming_rpc
@@ -37,6 +36,7 @@ from tests.helpers.sdk import (
     upgrade_record,
     verdicts_record,
 )
+from tests.helpers.wire import START_TIME_NS, answer, call, checkpoint_record, control, initial_record, logged
 
 
 class Declared(Exception):  # noqa: N818

@@ -16,9 +16,9 @@ from appsdk.calls.outbox import BATCH_SIZE_BYTES, Outbox
 from appsdk.errors import Disconnected, UsageError
 from appsdk.handlers.contexts import attach
 from appsdk.handlers.definition import definition_of
-from appsdk.testing.wire import AppOutput
 from protocol.errors import RemoteProtocolError
 from protocol.messages import MessageType
+from tests.helpers.wire import AppOutput
 
 WAIT_S = 10.0  # no test waits this long unless it fails
 

@@ -15,11 +15,11 @@ from appsdk.handlers import queries as module
 from appsdk.handlers.definition import definition_of
 from appsdk.handlers.proxy import all_method_names
 from appsdk.testing import Environment, ReplayDiffers, assert_replays
-from appsdk.testing.wire import call, initial_record, logged
 from protocol.extensions import QUERIES
 from protocol.messages import RpcType
 from protocol.verdicts import VerdictKind
 from tests.helpers.sdk import Life, first_start, first_start_with_verdicts, recover
+from tests.helpers.wire import call, initial_record, logged
 
 
 class MissingError(Exception):

@@ -15,11 +15,11 @@ from appsdk.handlers.decorators import CLOCK_METHOD_ID
 from appsdk.handlers.definition import definition_of
 from appsdk.handlers.schedules import TIME_NS_MAX, Cron
 from appsdk.running.inspection import inspect_state
-from appsdk.testing.wire import START_TIME_NS, call, logged
 from appsdk.waiting.clock import ToldTime
 from protocol.messages import RpcType
 from tests.helpers.sdk import first_start
 from tests.helpers.waiting import WaitingInstances
+from tests.helpers.wire import START_TIME_NS, call, logged
 
 S_NS = 1_000_000_000
 

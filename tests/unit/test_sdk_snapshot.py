@@ -11,11 +11,11 @@ from appsdk.dispatch.events import BecamePrimary, SnapshotBegun
 from appsdk.errors import StateError
 from appsdk.handlers.definition import definition_of
 from appsdk.state.snapshot import SnapshotReader
-from appsdk.testing.wire import COMMITTER_ID, call, checkpoint_record, initial_record, logged
 from protocol.batch import encode_batch
 from protocol.messages import MessageType
 from protocol.record import encode_record
 from tests.helpers.sdk import TAKE, TAKE_FIRST, Life, first_start, recover, upgrade_record
+from tests.helpers.wire import COMMITTER_ID, call, checkpoint_record, initial_record, logged
 
 
 class Inline(Immortal):

@@ -14,12 +14,12 @@ from appsdk.handlers.definition import definition_of
 from appsdk.handlers.proxy import method_names
 from appsdk.running import tracing
 from appsdk.state import copies
-from appsdk.testing.wire import COMMITTER_ID, AppOutput, answer, call, control, initial_record, logged
 from protocol.extensions import ALL_EXTENSIONS, TRACE_EXTENSIONS, decode_hello, decode_origins
 from protocol.messages import MessageType, RpcKind
 from protocol.numbers import Draw, decode_numbers
 from protocol.record import CONTROL_SEQUENCE_ID, encode_record
 from protocol.verdicts import encode_verdicts
+from tests.helpers.wire import COMMITTER_ID, AppOutput, answer, call, control, initial_record, logged
 
 TAKE_FIRST = control(MessageType.TAKE_BECOMING_PRIMARY_CHECKPOINT)
 

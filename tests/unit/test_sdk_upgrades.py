@@ -15,11 +15,11 @@ from appsdk.dispatch.events import BecamePrimary
 from appsdk.errors import EXIT_UPGRADE_FAILED, DefinitionError, StateError, UpgradeError
 from appsdk.handlers.definition import definition_of
 from appsdk.state.schema import decode_envelope
-from appsdk.testing.wire import call, checkpoint_record, initial_record, logged
 from protocol.errors import RemoteProtocolError
 from protocol.extensions import decode_app_description, decode_hello
 from protocol.messages import MessageType
 from tests.helpers.sdk import TAKE, TAKE_FIRST, Life, first_start, recover, upgrade_record
+from tests.helpers.wire import call, checkpoint_record, initial_record, logged
 
 
 class Sink(Immortal):

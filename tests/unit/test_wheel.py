@@ -16,6 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("appsdk", "bench", "coordinator", "pipeline", "protocol", "replay")
+SUFFIXES = (".py", ".pxd", ".typed", ".html")
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +54,7 @@ def metadata(wheel: Path) -> Message:
 
 
 def files(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix in (".py", ".pxd", ".typed")}
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix in SUFFIXES}
 
 
 def test_it_has_the_packages_and_nothing_else(wheel: Path) -> None:

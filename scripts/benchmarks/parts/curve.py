@@ -5,11 +5,12 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from bench.calls import IMMORTAL, immortal_caller
+from bench.streams import Load, immortal_streams
 from scripts.benchmarks.calling import calls_by, latency_figure, rate_figure
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import Figure
 from scripts.benchmarks.parts.one_way import size_in_words
-from scripts.benchmarks.streams import Load, Streams, immortal_streams, rates, streams_by
+from scripts.benchmarks.streams import Streams, rates, streams_by
 
 CURVE = "immortal, CURVE"
 SIZES = (16, 1 << 10, 64 << 10, 1 << 20)

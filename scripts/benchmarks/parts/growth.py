@@ -11,12 +11,13 @@ from typing import Any
 
 from bench.calls import CALL_APPS, IMMORTAL, Caller, processes_of, running
 from bench.processes import BenchError, Service, register
+from bench.streams import Load, immortal_streams
 from bench.usage import MIB, memory_of
 from coordinator.operator import control
 from scripts.benchmarks.calling import calls_by
 from scripts.benchmarks.context import Context
-from scripts.benchmarks.figures import Figure
-from scripts.benchmarks.streams import Load, calls_for, immortal_streams
+from scripts.benchmarks.figures import Better, Figure
+from scripts.benchmarks.streams import calls_for
 
 GIB = 1 << 30
 RECOVERY_TIMEOUT_S = 300.0
@@ -48,29 +49,10 @@ def _log(context: Context) -> list[Figure]:
                 streams.run(LARGE, min(FILL_CALLS, max(1, round((size_bytes - written) / LARGE.sizes[0]))))
             calls = calls_for(streams, SMALL, context.amounts.seconds)
             rates = [streams.run(SMALL, calls).calls_per_s for _ in range(context.repeats)]
-            starts = []
-            for turn in range(context.repeats):
-                context.progress(f"{what}: recovery {turn + 1} of {context.repeats}")
-                _take_checkpoint(receiver)
-                starts.append(_restart_ms(receiver))
-            by_size = {"x": size_gib, "x_label": "size of the log, GiB"}
+            by, label = "size of the log", "size of the log, GiB"
             figures += [
-                Figure(
-                    f"{what}: recovery after kill -9, just after a checkpoint",
-                    "ms",
-                    "lower",
-                    {IMMORTAL: starts},
-                    group="recovery by size of the log, ms",
-                    **by_size,  # type: ignore[arg-type]
-                ),
-                Figure(
-                    f"{what}: one-way 16 B",
-                    "calls/s",
-                    "higher",
-                    {IMMORTAL: rates},
-                    group="one-way 16 B by size of the log, calls/s",
-                    **by_size,  # type: ignore[arg-type]
-                ),
+                _recovery(context, receiver, what, size_gib, label, by),
+                _grown(size_gib, label, f"{what}: one-way 16 B", "calls/s", rates, f"one-way 16 B by {by}"),
             ]
     return figures
 
@@ -78,6 +60,22 @@ def _log(context: Context) -> list[Figure]:
 def _size_bytes(service: Service) -> int:
     """What the log's pages take: the file itself may be larger than what is written."""
     return (Path(service.settings.log) / "data.mdb").stat().st_blocks * 512
+
+
+def _grown(x: float, x_label: str, name: str, unit: str, values: list[float], group: str) -> Figure:
+    """``group``: with the unit behind it, the title of the chart."""
+    better: Better = "higher" if unit == "calls/s" else "lower"
+    return Figure(name, unit, better, {IMMORTAL: values}, group=f"{group}, {unit}", x=x, x_label=x_label)
+
+
+def _recovery(context: Context, service: Service, what: str, x: float, x_label: str, by: str) -> Figure:
+    starts = []
+    for turn in range(context.repeats):
+        context.progress(f"{what}: recovery {turn + 1} of {context.repeats}")
+        _take_checkpoint(service)
+        starts.append(_restart_ms(service))
+    name = f"{what}: recovery after kill -9, just after a checkpoint"
+    return _grown(x, x_label, name, "ms", starts, f"recovery by {by}")
 
 
 def _take_checkpoint(service: Service) -> None:
@@ -118,22 +116,8 @@ def _state(context: Context) -> list[Figure]:
                 said = _ask(holder.processes()[1], str(size_mib))
                 if said != {"entries": size_mib << 10}:
                     raise BenchError(f"the holder said {said}")
-                starts = []
-                for turn in range(context.repeats):
-                    context.progress(f"{what}: recovery {turn + 1} of {context.repeats}")
-                    _take_checkpoint(holder)
-                    starts.append(_restart_ms(holder))
-            figures.append(
-                Figure(
-                    f"{what}: recovery after kill -9, just after a checkpoint",
-                    "ms",
-                    "lower",
-                    {IMMORTAL: starts},
-                    group="recovery by size of the state, ms",
-                    x=size_mib,
-                    x_label="size of the state, MiB",
-                )
-            )
+                by = "size of the state"
+                figures.append(_recovery(context, holder, what, size_mib, f"{by}, MiB", by))
     return figures
 
 
@@ -163,16 +147,9 @@ def _peers(context: Context) -> list[Figure]:
                 context.progress(f"{what}: {turn + 1} of {context.repeats}")
                 rates.append(streams.run(load, calls).calls_per_s)
             coordinator, _ = streams.services["receiver-0"].peak_memory_mib()
-        by_count = {"x": count, "x_label": "peers that send"}
+        name, group = f"{what}: one-way 16 B, all to one", "one-way 16 B by number of peers"
         figures += [
-            Figure(
-                f"{what}: one-way 16 B, all to one",
-                "calls/s",
-                "higher",
-                {IMMORTAL: rates},
-                group="one-way 16 B by number of peers, calls/s",
-                **by_count,  # type: ignore[arg-type]
-            ),
+            _grown(count, "peers that send", name, "calls/s", rates, group),
             Figure(f"{what}: peak memory of the receiver's coordinator", "MiB", "lower", {IMMORTAL: [coordinator]}),
         ]
     return figures
@@ -198,29 +175,12 @@ def _waiting(context: Context) -> list[Figure]:
                 caller = Caller(IMMORTAL, processes_of(services), service.check_alive)
                 measured, _ = calls_by(context, [caller], 1, what)
                 memory = memory_of(app.pid).resident / MIB
-                starts = []
-                for turn in range(context.repeats):
-                    context.progress(f"{what}: recovery {turn + 1} of {context.repeats}")
-                    _take_checkpoint(service)
-                    starts.append(_restart_ms(service))
-        by_count = {"x": count, "x_label": "handlers that wait"}
+                label, by = "handlers that wait", "number of handlers that wait"
+                recovery = _recovery(context, service, what, count, label, by)
+        name, group = f"{what}: one awaited call beside them, p50", f"one awaited call by {by}, p50"
         figures += [
-            Figure(
-                f"{what}: one awaited call beside them, p50",
-                "µs",
-                "lower",
-                {IMMORTAL: [one.p50_us for one in measured[IMMORTAL]]},
-                group="one awaited call by number of handlers that wait, p50, µs",
-                **by_count,  # type: ignore[arg-type]
-            ),
-            Figure(
-                f"{what}: recovery after kill -9, just after a checkpoint",
-                "ms",
-                "lower",
-                {IMMORTAL: starts},
-                group="recovery by number of handlers that wait, ms",
-                **by_count,  # type: ignore[arg-type]
-            ),
+            _grown(count, label, name, "µs", [one.p50_us for one in measured[IMMORTAL]], group),
+            recovery,
             Figure(f"{what}: memory of the app", "MiB", "lower", {IMMORTAL: [memory]}),
         ]
     return figures

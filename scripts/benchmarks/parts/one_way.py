@@ -5,20 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from bench.streams import ImmortalStreams, Load, OneWay
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import DISK, HANDLER, IMMORTAL, PURE, TCP, Figure, Target
 from scripts.benchmarks.limits import disk_rate, handler_rate, loopback
-from scripts.benchmarks.streams import (
-    ImmortalStreams,
-    Load,
-    OneWay,
-    Streams,
-    codec_targets,
-    grpc_streams,
-    immortal_by_codec,
-    rates,
-    streams_by,
-)
+from scripts.benchmarks.streams import Streams, codec_targets, grpc_streams, immortal_by_codec, rates, streams_by
 
 GRPC = "grpc stream"
 MIXED = Load((16, 1024, 64, 256), receivers=4)

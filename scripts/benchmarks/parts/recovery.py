@@ -10,10 +10,10 @@ from bench.call_workload import Run
 from bench.calls import CALL_APPS, IMMORTAL, Caller, running
 from bench.one_way import Replay, measure_replay
 from bench.processes import BenchError, Service, register
+from bench.streams import CALL_OVERHEAD_BYTES, ImmortalStreams, Load, immortal_streams
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import HANDLER, Figure, Target, median
 from scripts.benchmarks.limits import handler_rate
-from scripts.benchmarks.streams import CALL_OVERHEAD_BYTES, ImmortalStreams, Load, immortal_streams
 
 LOAD = Load((16,))
 FEW_CALLS = 1_000

@@ -5,12 +5,13 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from bench.calls import immortal_caller
+from bench.streams import Load, immortal_streams
 from scripts.benchmarks.calling import calls_by, latency_figure, rate_figure
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import DISK, HANDLER, IMMORTAL, TCP, Figure
 from scripts.benchmarks.limits import disk_latency_us, disk_rate, handler_rate, loopback
 from scripts.benchmarks.rivals.grpc_calls import GRPC_ASYNCIO, grpc_caller
-from scripts.benchmarks.streams import Load, Streams, grpc_streams, immortal_streams, rates, streams_by
+from scripts.benchmarks.streams import Streams, grpc_streams, rates, streams_by
 
 GRPC = "grpc stream"
 CHAIN = {

@@ -1,0 +1,79 @@
+"""What `immortal run` runs: a coordinator and its app, each as a command."""
+
+from __future__ import annotations
+
+import enum
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from coordinator.app import secret as app_secret
+from coordinator.config import AppAuth, InstanceSettings, override
+
+APP_ADDRESS_VARIABLE = "IMMORTAL_APP_ADDRESS"
+PYTHON = (sys.executable, "-P")  # no file in the current folder takes the place of a module of Python's or ours
+
+
+class Role(enum.Enum):
+    COORDINATOR = "coordinator"
+    APP = "app"
+
+    @property
+    def other(self) -> Role:
+        return Role.APP if self is Role.COORDINATOR else Role.COORDINATOR
+
+
+@dataclass(frozen=True)
+class Command:
+    """How to start one of the two: ``environment`` is set in addition to the supervisor's own."""
+
+    argv: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def supervised(settings: InstanceSettings) -> InstanceSettings:
+    """``settings`` as they are under `immortal run`: its app knows the secret.
+
+    Raises ConfigError.
+    """
+    return override(settings, app_auth=AppAuth.CHALLENGE)
+
+
+def coordinator_command(
+    settings: InstanceSettings,
+    *,
+    log_format: str,
+    log_level: str,
+    promote: bool = False,
+    trust_pickle: bool = False,
+    place: Path | None = None,
+) -> Command:
+    """``place``: the folder of a follower; None: it is none."""
+    home = str(settings.folder.parent)
+    argv = [*PYTHON, "-m", "coordinator", "--home", home, "coordinator", settings.name]
+    argv += ["--app-auth", settings.app_auth.value]
+    if settings.insecure:
+        argv.append("--insecure")
+    if settings.app_socket is not None:
+        argv += ["--app-socket", settings.app_socket]
+    if settings.replay_check is not None:
+        argv += ["--replay-check", settings.replay_check.value]
+    if settings.metrics is not None:
+        argv += ["--metrics", settings.metrics]
+    if trust_pickle:
+        argv.append("--trust-pickle")
+    if place is not None:
+        argv += ["--follow", "--place", str(place)]
+    options = ["--log-format", log_format, "--log-level", log_level, *(["--promote"] if promote else [])]
+    return Command([*argv, *options])
+
+
+def app_command(settings: InstanceSettings, app: str, *, strict: bool = False) -> Command:
+    # The SDK wants a fixed hash seed, and would start itself over to get one.
+    hash_seed = os.environ.get("PYTHONHASHSEED", "0")
+    environment = {APP_ADDRESS_VARIABLE: settings.app_addresses[0], "PYTHONHASHSEED": hash_seed}
+    if settings.app_auth is not AppAuth.NONE:
+        environment[app_secret.SECRET_FILE_VARIABLE] = str(app_secret.path(settings.folder))
+    return Command([*PYTHON, "-m", "appsdk", app, *(["--strict"] if strict else [])], environment)

@@ -1,0 +1,140 @@
+"""What all our command lines share: how an error ends a command, and how lines, JSON and tables are printed."""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import IO, TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from protocol.errors import ImmortalError
+from protocol.shown import near_miss, printable, printable_json, printable_message
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_WIDTH_UNLIMITED = 1_000_000  # characters: what is read by a program is neither cut off nor folded
+
+
+class FailedError(click.ClickException):
+    """Ends a command with one line and status 1."""
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        click.echo(printable_message(f"error: {self.message}"), file=file or sys.stderr)
+
+
+class Commands(click.Group):
+    """A group whose commands end in one clear line, whatever of ours goes wrong."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ImmortalError as error:
+            raise FailedError(str(error)) from None
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                raise  # click ends quietly: who reads our output has seen enough
+            raise FailedError(str(error)) from None
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args and self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
+            known = self.list_commands(ctx)
+            hint = near_miss(args[0], known) or f": there are {', '.join(known)}"
+            ctx.fail(f"there is no command {args[0]!r}{hint}")
+        return super().resolve_command(ctx, args)
+
+
+def json_option(function: Function) -> Function:
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(function)
+
+
+def echo(text: str, *, err: bool = False, file: IO[str] | None = None) -> None:
+    """One line. All that commands print comes through here, or is in a table: what is in it came from outside."""
+    click.echo(printable(text), err=err, file=file)
+
+
+def echo_json(value: object) -> None:
+    echo(printable_json(value))
+
+
+class RecordPlace(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click only
+    """SEQ or SEQ:MESSAGE: a record, or a message in it."""
+
+    name = "record[:message]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int | None]:
+        sequence_id, colon, message = str(value).partition(":")
+        if not (sequence_id.isdecimal() and (message.isdecimal() if colon else True)):
+            self.fail(
+                f"{value!r}: a record's number was expected, or one with a message's number: 12 or 12:3", param, ctx
+            )
+        return int(sequence_id), int(message) if colon else None
+
+
+def counted(count: int, noun: str) -> str:
+    """Such as "1 record", "1,200 records"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def number_text(value: object) -> str:
+    return "-" if value is None else str(value)
+
+
+def size_text(size_bytes: float | None) -> str:
+    if size_bytes is None:
+        return "-"
+    for unit in ("B", "KiB", "MiB"):
+        if size_bytes < 1024:
+            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.1f} GiB"
+
+
+# --- tables: rich is loaded where there is one, since it costs a process 3 MiB ----------------------------------------
+
+
+def print_table(
+    heads: Sequence[str], rows: Iterable[Sequence[str]], *, right: Collection[str] = (), title: str | None = None
+) -> None:
+    """Columns below one another, those that ``right`` names to the right. A terminal folds what it has no room for.
+
+    A cell is shown as it is, without rich's markup. It may have lines of ours: names in it were made printable.
+    """
+    from rich.text import Text
+
+    console = _console()
+    if title:
+        console.print(Text(title, style="italic"), soft_wrap=True)
+    console.print(_table(heads, rows, right))
+
+
+def table_lines(heads: Sequence[str], rows: Iterable[Sequence[str]], *, right: Collection[str] = ()) -> Iterator[str]:
+    """As :func:`print_table`, for who prints lines."""
+    console = _console(is_plain=True)
+    with console.capture() as captured:
+        console.print(_table(heads, rows, right))
+    yield from (line.rstrip() for line in captured.get().splitlines())
+
+
+def _console(*, is_plain: bool = False) -> Console:
+    from rich.console import Console
+
+    console = Console(color_system=None) if is_plain else Console()
+    return Console(color_system=None, width=_WIDTH_UNLIMITED) if is_plain or not console.is_terminal else console
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for head in heads:
+        table.add_column(head, justify="right" if head in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text("\n".join(map(printable, cell.split("\n")))) for cell in row))
+    return table
