@@ -316,10 +316,6 @@ class LogStore(Protocol):
     problems: list[str]
     """What the last summary had to leave out, in words."""
 
-    @property
-    def is_remote(self) -> bool:
-        """What it is asked for may take long, or fail for a while."""
-
     def summary(self) -> LogSummary: ...
 
     def clients(self) -> StoredClients:
@@ -328,14 +324,7 @@ class LogStore(Protocol):
     def commit(self, transaction: Transaction) -> None:
         """Make ``transaction`` durable, whole. When this returns it survives power loss.
 
-        Raises LogFullError or LogSyncError; after either the store accepts no further commit. After a
-        LogUnavailableError it may have been done or not: :meth:`was_done` says.
-        """
-
-    def was_done(self) -> bool:
-        """Whether the write that was answered by LogUnavailableError is there: for good then, else it never will be.
-
-        Raises LogUnavailableError, FencedError.
+        Raises LogFullError or LogSyncError; after either the store accepts no further commit.
         """
 
     def read(self, first_sequence_id: int, size_bytes_max: int) -> list[bytes]:

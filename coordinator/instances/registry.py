@@ -16,8 +16,6 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import replace
-
 from coordinator.config import AppAuth, ConfigError, InstanceSettings, check_instance_name, split_tcp
 from coordinator.config.app_hosts import LOCALHOST, hosts_of
 from coordinator.config.reading import check_settings, read_settings
@@ -132,7 +130,7 @@ class Registry:
             if peer_address is not None and peer_address[1] in (settings.app_port, settings.app_send_port):
                 raise ConfigError(f"the app of {name!r} and its peers cannot both use port {peer_address[1]}")
             if not is_in_folder(settings.log):
-                settings = replace(settings, log=_log_of(settings.log, name))
+                _require_backend(settings.log)
             self._refuse_shared_log(settings)
             text = settings_text(settings, log=settings.log if "log" in values else None)
             write_atomically(path, text.encode(), mode=PUBLIC_FILE_MODE)
@@ -246,12 +244,12 @@ def _real(log: str) -> str:
     return os.path.realpath(log) if is_in_folder(log) else log
 
 
-def _log_of(url: str, name: str) -> str:
-    """The URL of the log of ``name`` at ``url``. Raises RegistryError for one of which no backend is known."""
+def _require_backend(url: str) -> None:
+    """Raises RegistryError for a log of which no backend is known."""
     from coordinator.log.open import place_of
 
     try:
-        return place_of(url).of_instance(name)
+        place_of(url)
     except LogError as error:
         raise RegistryError(str(error)) from None
 

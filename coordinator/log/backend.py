@@ -129,8 +129,6 @@ class Backend(ReadBackend, Protocol):
 
     failure: LogError | None = None
     """Why it accepts nothing more."""
-    is_remote: bool = False
-    """What it is asked for may take long, or fail for a while: that is for threads, not for a loop."""
     fence: int
     """The writer's term, for its appends; 0 where a lock alone keeps others off."""
     mended: list[str]
@@ -145,11 +143,6 @@ class Backend(ReadBackend, Protocol):
 
     def append(self, append: Append) -> None:
         """Make it durable, whole. Raises LogFullError, LogSyncError, FencedError."""
-
-    def was_done(self) -> bool:
-        """Whether the append that was answered by LogUnavailableError is there: then it is for good, else it never will
-        be. Raises LogUnavailableError, FencedError."""
-        return False
 
     def space(self) -> Space: ...
 
@@ -197,10 +190,6 @@ class Place(Protocol):
     def key(self) -> tuple[str, str]:
         """The same for all that name the same log."""
         return self.scheme, self.location
-
-    def of_instance(self, instance_name: str) -> str:
-        """The URL of the log of ``instance_name`` here, where a place has room for several."""
-        return f"{self.scheme}:{self.location}"
 
     def exists(self) -> bool:
         """Whether there is a log; whether it is one of ours shows when it is opened."""

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 BACKENDS = {
     "lmdb": "coordinator.log.backends.lmdb:LmdbPlace",
     "memory": "coordinator.log.backends.memory:MemoryPlace",
-    "postgresql": "coordinator.log.backends.postgres:PostgresPlace",
 }
 ENTRY_POINTS = "immortal.log_backends"
 

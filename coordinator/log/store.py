@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogUnavailableError, fail
+from coordinator.core.errors import DamagedCheckpointError, DamagedLogError, fail
 from coordinator.core.interfaces import (
     Letter,
     LogSpace,
@@ -71,7 +71,6 @@ class RowLogStore:
         self._damaged_checkpoint_ids: set[int] = set()
         self._checkpoint_writer = CheckpointWriter()
         self._sealer: Sealer | None = None
-        self._unanswered: Callable[[], None] | None = None  # what follows from an append, if it was done
         with backend.view() as view:
             marker = read_marker(view)
             self._last_sequence_id = first_and_last_sequence_id(view)[1]
@@ -89,11 +88,6 @@ class RowLogStore:
         self.rebuilt += mended + backend.mended
         if keys and (self.macs is None or self.macs.marker.key_id != keys[0].id):
             self._give_key(keys[0], None if marker is None or accept else marker.first_sequence_id)
-
-    @property
-    def is_remote(self) -> bool:
-        """As Backend.is_remote."""
-        return self.backend.is_remote
 
     # --- the log's key ------------------------------------------------------------------------------------------------
 
@@ -235,8 +229,9 @@ class RowLogStore:
                     add_dependent(changes, transaction, view)
                     if transaction.checkpoint is not None:
                         self._checkpoint_writer.put_header(view, transaction.checkpoint, changes)
-            append = Append(self._last_sequence_id, self.backend.fence, records, changes.puts, changes.deletes)
-            self._append(append, self._checkpoint_writer.header_committed if transaction.checkpoint else None)
+            self._append(Append(self._last_sequence_id, self.backend.fence, records, changes.puts, changes.deletes))
+            if transaction.checkpoint is not None:
+                self._checkpoint_writer.header_committed()
 
     def write_checkpoint_chunk(self, checkpoint_id: int, index: int, data: Readable) -> None:
         """Keep one chunk; chunks come in order, index 0 begins anew. An empty one is not stored."""
@@ -290,37 +285,13 @@ class RowLogStore:
         last, fence = self._last_sequence_id, self.backend.fence
         self._append(Append(last, fence, puts=changes.puts, deletes=changes.deletes, points=points))
 
-    def _append(self, append: Append, then: Callable[[], None] | None = None) -> None:
-        """``then``: what follows once it is durable, also where :meth:`was_done` has to find that out."""
-        if self._unanswered is not None:  # a step of trimming, say: done or not, nobody waits for it
-            self.was_done()
+    def _append(self, append: Append) -> None:
         change = None if self._sealer is None else self._sealer.seal(append, self.backend)
-
-        def appended() -> None:
-            if self._sealer is not None and change is not None:
-                self._sealer.adopt(change)
-            if append.records:
-                self._last_sequence_id = append.records[-1][0]
-            if then is not None:
-                then()
-
-        try:
-            self.backend.append(append)
-        except LogUnavailableError:
-            self._unanswered = appended
-            raise
-        appended()
-
-    def was_done(self) -> bool:
-        """As LogStore.was_done."""
-        with self._write_lock:
-            if self._unanswered is None:
-                return False
-            done = self.backend.was_done()
-            appended, self._unanswered = self._unanswered, None
-            if done:
-                appended()
-            return done
+        self.backend.append(append)
+        if self._sealer is not None and change is not None:
+            self._sealer.adopt(change)
+        if append.records:
+            self._last_sequence_id = append.records[-1][0]
 
     def settle(self) -> None:
         """Bring all that is durable to where it belongs, as a stop does."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from coordinator.clock import InstanceClock
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
-from coordinator.core.errors import LogError, LogUnavailableError, fail
+from coordinator.core.errors import LogError, fail
 from coordinator.core.interfaces import LogStore
 from coordinator.driver.ports import Read, StoreRead, Write
 from coordinator.driver.reads import answer, failed, problem_of
@@ -120,9 +120,7 @@ class LogEndpoint:
         if isinstance(request, ef.CheckCheckpoint) and request.header.size_bytes > CHECKED_AT_ONCE_SIZE_BYTES_MAX:
             large.add(request.header.checkpoint_id)
             self._reads.submit(lambda: self._check(store, request))
-        elif (isinstance(request, ef.ReadCheckpointChunk) and request.checkpoint_id in large) or (
-            store.is_remote and not isinstance(request, ef.LoadLog)
-        ):
+        elif isinstance(request, ef.ReadCheckpointChunk) and request.checkpoint_id in large:
             self._reads.submit(lambda: _answered(store, request))
         else:
             self._inbox.append(answer(store, request))
@@ -146,8 +144,6 @@ class LogEndpoint:
 
         try:
             problem = problem_of(store, request.header, is_given_up)
-        except LogUnavailableError as error:
-            return failed(error, request)
         except Exception as error:  # it must be answered: the machine would wait for ever
             problem = repr(error)
         return ev.CheckpointChecked(request.header.checkpoint_id, problem)

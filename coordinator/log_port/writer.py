@@ -67,7 +67,6 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
         self._closing = False
         self._kept: _Job | None = None  # taken while looking for a commit to join
         self._ticket = 0  # of the last append that is durable
-        self._unanswered_ticket: int | None = None  # of the last one that was joined to what was not answered
         self.commit_s = 0.0  # what a commit takes, with its sync: a running mean over the last few
         self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
         self._thread.start()
@@ -149,22 +148,11 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
         except Exception as error:  # it must not end the thread: the machine would wait for its answer for ever
             failed = _failed(error, job)
             self._holds = failed.retryable
-            self._unanswered_ticket = job.ticket if isinstance(job, Commit) else None
             return failed
 
     def _read_tail(self) -> Event:
-        """Where the log ends, once it is settled what has become of the write that was not answered."""
-        try:
-            with self._store_lock:
-                if self._store.was_done() and self._unanswered_ticket is not None:
-                    self._ticket = self._unanswered_ticket
-                last_sequence_id = self._store.summary().last_sequence_id
-        except FencedError as error:
-            return Fenced(0, error.holder)
-        except Exception as error:  # as above
-            return _failed(error, ReadTail())
-        self._holds, self._unanswered_ticket = False, None
-        return TailRead(self._ticket, last_sequence_id)
+        self._holds = False
+        return TailRead(self._ticket, self._store.summary().last_sequence_id)
 
     def _run(self) -> None:
         while True:
@@ -173,7 +161,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
                 self.put([self._do(job)])
             elif self._closing and self._jobs.empty():
                 return
-            elif self._trim.is_set() and not self._holds:
+            elif self._trim.is_set():
                 self._trim_step()
 
     def _do(self, job: _Job) -> tuple[int, list[Event]]:
@@ -245,7 +233,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
                 self._trim.clear()
 
 
-def _failed(error: Exception, job: _Job) -> LogFailed:
+def _failed(error: Exception, job: _Write) -> LogFailed:
     if not isinstance(error, LogError):
         error = LogError(f"a write to the log failed: {error!r}")
     return LogFailed(error, isinstance(error, LogUnavailableError), job)

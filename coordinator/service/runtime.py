@@ -229,7 +229,7 @@ class Coordinator:
         return LogWriter(
             store,
             keep_checkpoints=self._settings.keep_checkpoints,
-            inline_size_bytes_max=-1 if store.is_remote else self._settings.tuning.commit_inline_kib_max << 10,
+            inline_size_bytes_max=self._settings.tuning.commit_inline_kib_max << 10,
             times=times,
         )
 

@@ -20,7 +20,6 @@ from coordinator.log.backend import Append, Backend, Options, Place, Span, View
 from coordinator.log.format import ALL_TABLES, FORMAT_VERSION, SEQUENCE_KEY
 from coordinator.log.meta import LogIdentity, first_and_last_sequence_id
 from coordinator.log.open import place_of
-from tests.helpers.postgres import Server
 from tests.helpers.toy_backend import ToyPlace
 
 IDENTITY = LogIdentity(FORMAT_VERSION, "alice", 77, 1)
@@ -28,18 +27,9 @@ OPTIONS = Options(1 << 24, 1 << 26)
 KEYS = [b"a\0", b"b\0", b"b\0c", b"d\0", b"zz"]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    server = Server()
-    yield server
-    server.close()
-
-
-@pytest.fixture(params=["lmdb", "memory", "toy", "postgresql"])
+@pytest.fixture(params=["lmdb", "memory", "toy"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     location = str(tmp_path / "log")
-    if request.param == "postgresql":
-        location = f"{request.getfixturevalue('server').url.partition(':')[2]}#alice"
     place = ToyPlace(location) if request.param == "toy" else place_of(f"{request.param}:{location}")
     yield place
     place.remove()
