@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-DEADLINE_S = 40.0
+DEADLINE_S = 20.0
 CTRL_C, CTRL_Z = "\x03", "\x1a"
 
 
