@@ -71,6 +71,10 @@ class Member:
         return self.service.name
 
     @property
+    def state_text(self) -> str:
+        return f"failed: status {self.exit_status}" if self.state is State.FAILED else self.state.value
+
+    @property
     def pid(self) -> int | None:
         """Of its `immortal run`."""
         return None if self._process is None else self._process.pid

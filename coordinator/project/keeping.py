@@ -30,11 +30,12 @@ class KeptError(ImmortalError):
 
 
 class Keeper(ProcessFile, frozen=True, kw_only=True):
-    """``what``: the command. ``states``: of its services, as the fleet has them, with the exit status behind one that
-    failed."""
+    """``what``: the command. ``states``: of its services, as the fleet has them; "failed: status 70" of one that did.
+    ``looks``: how often it has looked at the project, and started what was to run."""
 
     what: str
     states: Mapping[str, str] = {}
+    looks: int = 0
 
 
 def keeper(home: Path) -> Keeper | None:
@@ -42,11 +43,10 @@ def keeper(home: Path) -> Keeper | None:
     return process_file.read_living(home / FILE_NAME, Keeper)
 
 
-def say(home: Path, what: str, states: Mapping[str, str]) -> None:
+def say(home: Path, what: str, states: Mapping[str, str], looks: int = 0) -> None:
     """Of this process. Raises OSError."""
-    write_atomically(
-        home / FILE_NAME, msgspec.json.encode(Keeper(what=what, states=states, **process_file.own_fields()))
-    )
+    said = Keeper(what=what, states=states, looks=looks, **process_file.own_fields())
+    write_atomically(home / FILE_NAME, msgspec.json.encode(said))
 
 
 @contextlib.contextmanager
