@@ -20,6 +20,7 @@ _PLACES = {
     "dead-letters": "coordinator.cli.dead_letters:dead_letters",
     "dev": "coordinator.cli.dev:dev",
     "down": "coordinator.cli.up:down",
+    "init": "coordinator.cli.init:init",
     "keys": "coordinator.cli.keys:keys",
     "log": "coordinator.cli.log:log",
     "logs": "coordinator.cli.logs:logs",
