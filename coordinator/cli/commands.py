@@ -36,6 +36,7 @@ _PLACES = {
     "skip": "coordinator.cli.skip:skip",
     "status": "coordinator.cli.status:status",
     "stop": "coordinator.cli.lifecycle:stop",
+    "systemd": "coordinator.cli.systemd:systemd",
     "unregister": "coordinator.cli.register:unregister",
     "up": "coordinator.cli.up:up",
     "upgrade": "coordinator.cli.operate:upgrade",
