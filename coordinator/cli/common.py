@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import sys
@@ -83,8 +84,16 @@ def _message_id(text: str) -> tuple[int, int]:
     return int(sequence_id), int(index)
 
 
+def complete_instance(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """For a shell: the registered instances that begin so. None where the registry can't be read."""
+    with contextlib.suppress(ImmortalError):
+        names = Registry(ctx.find_root().params["home"]).names()
+        return [name for name in names if name.startswith(incomplete)]
+    return []
+
+
 def name_argument(function: Function) -> Function:
-    return click.argument("name", callback=instance_name)(function)
+    return click.argument("name", callback=instance_name, shell_complete=complete_instance)(function)
 
 
 def log_options(function: Function) -> Function:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from coordinator.cli.common import FailedError, instance_name
+from coordinator.cli.common import FailedError, complete_instance, instance_name
 from coordinator.cli.project_options import project_of, project_option
 from coordinator.core.notices import Level
 
@@ -21,7 +21,7 @@ def _names(ctx: click.Context, parameter: click.Parameter, value: tuple[str, ...
 
 
 @click.command()
-@click.argument("names", metavar="[NAME]...", nargs=-1, callback=_names)
+@click.argument("names", metavar="[NAME]...", nargs=-1, callback=_names, shell_complete=complete_instance)
 @click.option("-f", "--follow", is_flag=True, help="Go on with what comes, until Ctrl-C.")
 @click.option("-n", "--tail", "count", type=click.IntRange(min=0), help="The last lines of each only.")
 @project_option
