@@ -6,7 +6,6 @@ import importlib
 
 import click
 from click.shell_completion import CompletionItem
-from click.utils import make_default_short_help
 
 from coordinator.cli.common import Commands
 from coordinator.instances.registry import HOME_DEFAULT, HOME_VARIABLE, Registry
@@ -98,7 +97,8 @@ class _Main(Commands):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         width = formatter.width - 6 - max(map(len, _PLACES))
         with formatter.section("Commands"):
-            formatter.write_dl([(name, make_default_short_help(_HELP[name], width)) for name in sorted(_PLACES)])
+            stand_ins = [click.Command(name, help=_HELP[name]) for name in sorted(_PLACES)]
+            formatter.write_dl([(str(one.name), one.get_short_help_str(width)) for one in stand_ins])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         names = [name for name in sorted(_PLACES) if name.startswith(incomplete)]

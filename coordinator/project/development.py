@@ -12,6 +12,7 @@ import msgspec
 from coordinator.config import ConfigError
 from coordinator.core.notices import Level
 from coordinator.instances.registry import Registry
+from coordinator.log import log_exists
 from coordinator.operator import control
 from coordinator.project.code_change import ChangeError, CodeChange, Found, Outcome
 from coordinator.project.console import Console
@@ -39,6 +40,7 @@ class Development:
         self._console = Console([], sys.stdout)
         self._files = SourceFiles(())
         self._is_broken = False  # the project can't be read: any file may mend it
+        self._told_failed: set[str] = set()  # names of services that ended by themselves, of which somebody knows
         self._changed: set[str] = set()  # names of services whose code is to be taken over
         self._all_changed = False
         self._handling: asyncio.Task[None] | None = None
@@ -151,7 +153,13 @@ class Development:
             is_free = self._handling is None or self._handling.done()
             if is_free and self._handling is not None and not self._handling.cancelled():
                 self._handling.result()  # an error of ours is not passed over
-            if (self._changed or self._all_changed) and not self._stopping.is_set():
+            failed = [member for member in self._members.values() if member.state is State.FAILED]
+            self._told_failed &= {member.name for member in failed}
+            untold = [member for member in failed if member.name not in self._told_failed]
+            if is_free and untold and not self._stopping.is_set():
+                self._told_failed |= {member.name for member in untold}
+                self._handling = asyncio.create_task(self._have_failed(untold))
+            elif (self._changed or self._all_changed) and not self._stopping.is_set():
                 if not is_free and not self._is_committed and self._handling is not None:
                     self._handling.cancel()  # what was asked, or tried, is about code that is no more
                 elif is_free:
@@ -247,6 +255,21 @@ class Development:
             self._say(f"{name} is left as it is: {way}", "warning")
             return "k"
         return await self._console.ask(name, "[k]eep the old code, [u]pgrade here, [r]eset the log? ", "kur")
+
+    async def _have_failed(self, members: list[Member]) -> None:
+        """Those that ended by themselves: as a rule it takes other code, or the log can't be replayed by this one."""
+        for member in members:
+            ended = f"{member.name} has ended with status {member.exit_status}; its own lines say why"
+            self._say(f"{ended}. It starts again when its code is saved", "error")
+            settings = self._registry.load(member.name)
+            if not (self._interactive and log_exists(settings.log)):
+                continue
+            if await self._console.ask(member.name, "[w]ait for that, [r]eset the log? ", "wr") == "r":
+                change = CodeChange(self._project, self._registry, member.service)
+                try:
+                    await self._reset(member, change)
+                except ImmortalError as error:
+                    self._say(f"{member.name}: {error}", "error")
 
     async def _upgrade_here(self, member: Member, change: CodeChange, found: Found) -> None:
         await change.try_here()

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from coordinator.instances.registry import Registry
+from coordinator.project.code_change import CodeChange
+from coordinator.project.project import find_project
 from tests.helpers.at_terminal import CTRL_C, AtTerminal
 from tests.helpers.projects import SHOP, Development, command, immortal, make_project
 
@@ -320,3 +323,48 @@ def test_ctrl_c_twice_ends_a_handler_that_stands_in_the_debugger(tmp_path: Path,
     dev.see("(Pdb) ")
     assert dev.insist(CTRL_C) == 1
     assert {row["phase"] for row in status(tmp_path).values()} == {"stopped"}
+
+
+def test_a_log_that_the_code_cant_replay_is_asked_about(tmp_path: Path, at_terminal: StartAtTerminal) -> None:
+    dev = at_terminal(NO_COLOR="1")
+    begun(dev, tmp_path)
+    order(tmp_path, 1)  # its record has the mark of the first one's call
+    dev.see("till has 200")
+    dev.process.kill()  # and all that it runs: no checkpoint
+    dev.process.wait()
+    save(tmp_path, DISCOUNT)
+    again = at_terminal(NO_COLOR="1")
+    again.see("shop has ended with status 1")
+    again.see("[w]ait for that, [r]eset the log? ")
+    again.type("w\n")
+    save(tmp_path, SHOP)
+    again.see("shop starts with the code as it is now")
+    again.see("shop ready")
+    assert order(tmp_path, 1) == "3\n"
+
+
+def test_it_loses_nothing_when_it_is_killed(tmp_path: Path, start: Start) -> None:
+    dev = start()
+    order(tmp_path, 1)
+    dev.see("till has 100")
+    dev.close()
+    dev = start()
+    assert order(tmp_path, 1) == "2\n"
+    dev.see("till has 200")
+
+
+def test_without_a_checkpoint_of_all_it_is_not_upgraded_here(tmp_path: Path) -> None:
+    make_project(tmp_path)
+    project = find_project(tmp_path)
+    registry = Registry(project.home)
+    _, shop = project.services()
+    dev = Development(tmp_path)
+    try:
+        dev.ready("till", "shop")
+        order(tmp_path, 1)
+        dev.see("till has 100")
+        assert CodeChange(project, registry, shop).records_behind() > 0
+        assert dev.stop() == 0
+        assert CodeChange(project, registry, shop).records_behind() == 0
+    finally:
+        dev.close()
