@@ -55,6 +55,14 @@ class Console:
         else:
             self._write(self._whole(name, text, level, clock))
 
+    def interrupt(self, name: str, text: str) -> None:
+        """As :meth:`line`, also while somebody is asked, who is asked again behind it."""
+        if self._questions:
+            self._write(f"\n{self._whole(name, text, None, '')}")
+            self._show_question()
+        else:
+            self.line(name, text)
+
     def changed(self) -> None:
         if not self._questions and self._is_terminal:
             self._write("")

@@ -43,6 +43,7 @@ class Development:
         self._told_failed: set[str] = set()  # names of services that ended by themselves, of which somebody knows
         self._changed: set[str] = set()  # names of services whose code is to be taken over
         self._all_changed = False
+        self._unread: set[str] = set()  # names of services that were changed while the project could not be read
         self._handling: asyncio.Task[None] | None = None
         self._is_committed = False  # what is handled can't be begun anew
         self._stopping = asyncio.Event()
@@ -59,9 +60,6 @@ class Development:
             await self._look_until_stopped()
             await self._stop()
         finally:
-            for member in self._members.values():
-                member.stop()
-                member.stop()
             if self._interactive:
                 self._console.close()
         return 1 if any(member.exit_status for member in self._members.values()) else 0
@@ -130,7 +128,7 @@ class Development:
         if self._handling is not None:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._handling
-        self._say("stopping; Ctrl-C again ends all at once, which loses nothing either")
+        self._console.interrupt(OWN, "stopping; Ctrl-C again ends all at once, which loses nothing either")
         await stop_all(self._members.values())
         for member in self._members.values():
             if member.exit_status:
@@ -174,14 +172,14 @@ class Development:
 
     async def _handle(self) -> None:
         """Take over what was changed until now. Cancelled, what is not done counts as changed again."""
-        names, everything = self._changed, self._all_changed
-        self._changed, self._all_changed = set(), False
+        names, everything = self._changed | self._unread, self._all_changed
+        self._changed, self._unread, self._all_changed = set(), set(), False
         try:
             try:
                 services = await asyncio.to_thread(self._project.services)
             except (ConfigError, ListingError) as error:
                 self._say(f"what was saved can't be run, all goes on as it was:\n{error}", "error")
-                self._is_broken = True
+                self._is_broken, self._unread = True, names
                 return
             everything, self._is_broken = everything or self._is_broken, False
             planned = {one.name: one for one in services}

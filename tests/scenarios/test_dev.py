@@ -189,6 +189,21 @@ def test_what_cant_be_imported_changes_nothing_until_it_can(tmp_path: Path, star
     dev.see("shop starts again")
 
 
+def test_what_changed_while_something_was_broken_is_not_forgotten(tmp_path: Path, start: Start) -> None:
+    till, shop = SHOP.split("class Shop")
+    (tmp_path / "tills.py").write_text(till)
+    save(tmp_path, f"from appsdk import Immortal, peer, rpc\nfrom tills import Till\n\n\nclass Shop{shop}")
+    project = (tmp_path / "immortal.toml").read_text()
+    (tmp_path / "immortal.toml").write_text(project.replace("shop:Till", "tills:Till"))
+    mended = (tmp_path / "shop.py").read_text()
+    dev = start()
+    (tmp_path / "tills.py").write_text(till.replace("till has", "the till has"))
+    save(tmp_path, f"{mended}\n1 / 0\n")
+    dev.see("what was saved can't be run")
+    save(tmp_path, mended)
+    dev.see("till starts again")
+
+
 def test_settings_and_services_change_with_the_project(tmp_path: Path, start: Start) -> None:
     dev = start()
     project = (tmp_path / "immortal.toml").read_text()
@@ -321,6 +336,8 @@ def test_ctrl_c_twice_ends_a_handler_that_stands_in_the_debugger(tmp_path: Path,
     dev.see("till ready · shop ready")
     order(tmp_path, 1)
     dev.see("(Pdb) ")
+    dev.type(CTRL_C)
+    dev.see("stopping; Ctrl-C again ends all at once")
     assert dev.insist(CTRL_C) == 1
     assert {row["phase"] for row in status(tmp_path).values()} == {"stopped"}
 

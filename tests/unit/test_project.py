@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from coordinator.config import ConfigError
+from coordinator.config.setting import settings_of
 from coordinator.instances.registry import Registry
 from coordinator.project.listing import ListingError
 from coordinator.project.project import PlannedService, Project, ProjectError, find_project
 from coordinator.project.registering import register
-from coordinator.project.schema import GivenService, read_project
+from coordinator.project.schema import GivenService, Service, read_project
 from coordinator.project.source_files import SourceFiles, python_files
 from tests.helpers.projects import SHOP
 
@@ -185,3 +187,13 @@ def test_environments_and_hidden_folders_are_not_looked_at(tmp_path: Path) -> No
         (tmp_path / place).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / place).touch()
     assert sorted(python_files(tmp_path)) == [str(tmp_path / "a.py"), str(tmp_path / "package" / "b.py")]
+
+
+def test_the_guides_project_is_one(tmp_path: Path) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "guide" / "day-one.md").read_text()
+    till, shop = given(tmp_path, guide.partition("```toml\n")[2].partition("```")[0])
+    assert (till.app, shop.app) == ("shop:Till", "shop:Shop")
+    assert shop.environment == {"GREETING": "good morning"}
+    known = {*settings_of(Service)}
+    table = guide.partition("| of each service | |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"^\| `(\w+)`", table, re.M)) <= known

@@ -63,8 +63,9 @@ def test_lines_wait_while_somebody_is_asked() -> None:
         answers: list[str] = []
         console.asks("s", "(Pdb) ", answers.append)
         console.line("t", "later")
+        console.interrupt("t", "now")
         console.asks("t", "(other) ", answers.append)
-        assert screen.since() == "s | (Pdb) "
+        assert screen.since() == "s | (Pdb) \nt | now\ns | (Pdb) "
         console.ended("s")
         assert screen.since() == "\nt | (other) "
         task = asyncio.create_task(console.ask("s", "[y]es, [n]o? ", "yn"))
