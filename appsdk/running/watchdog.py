@@ -1,7 +1,7 @@
 """A thread that sees when a handler does not come back: it tells the coordinator, and where there is a limit, or the
 coordinator has left, it ends the process, as a crash would.
 
-Handlers pay nothing for it: once in a while it looks which message is being handled.
+Handlers pay nothing for it: once in a while it looks which message is being handled. Time in a debugger does not count.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from datetime import timedelta
 import msgspec
 
 from appsdk.errors import EXIT_FAILED
+from appsdk.running.debugger import in_debugger
 from protocol.verdicts import Handling, encode_handling
 
 LOOK_INTERVAL_S = 0.5
@@ -28,7 +29,8 @@ _COME_BACK = Handling(-1, for_s=1.0)
 
 class Watchdog:
     """``now_handling``: what is being handled; None: nothing. ``say``: sends a message beside the handler; False where
-    that is not possible now. ``is_left``: the coordinator has ended the connection. ``end``: of the process."""
+    that is not possible now. ``is_left``: the coordinator has ended the connection. ``end``: of the process.
+    ``is_debugged``: somebody looks at the handler in a debugger; by default at those of the thread that makes this."""
 
     def __init__(
         self,
@@ -39,6 +41,7 @@ class Watchdog:
         is_left: Callable[[], bool] = lambda: False,
         end: Callable[[int], object] = os._exit,
         clock_s: Callable[[], float] = time.monotonic,
+        is_debugged: Callable[[], bool] | None = None,
     ) -> None:
         self._now_handling = now_handling
         self._say = say
@@ -47,6 +50,9 @@ class Watchdog:
         self._is_left = is_left
         self._end = end
         self._clock_s = clock_s
+        handlers = threading.get_ident()
+        self._is_debugged = is_debugged or (lambda: in_debugger(handlers))
+        self._looked_s = clock_s()
         self._handling: Handling | None = None
         self._since_s = 0.0
         self._tell_at_s = 0.0
@@ -73,12 +79,16 @@ class Watchdog:
     def look(self) -> None:
         """Once: tell, or end the process, where it is time for that."""
         handling, now_s = self._now_handling(), self._clock_s()
+        since_look_s, self._looked_s = now_s - self._looked_s, now_s
         if self._told is not None and handling != self._told and self._say(encode_handling(_COME_BACK)):
             self._told = None
         if handling is None or handling != self._handling:
             self._handling, self._since_s, self._tell_at_s = handling, now_s, now_s + TOLD_AFTER_S[0]
             self._left_at_s = None
             return
+        if self._is_debugged():
+            self._since_s += since_look_s
+            self._tell_at_s += since_look_s
         for_s = now_s - self._since_s
         if now_s >= self._tell_at_s and self._say(encode_handling(msgspec.structs.replace(handling, for_s=for_s))):
             following_s = next((after_s for after_s in TOLD_AFTER_S if after_s > for_s), for_s + TOLD_EACH_S)

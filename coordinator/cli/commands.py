@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 
 import click
+from click.shell_completion import CompletionItem
 
 from coordinator.instances.registry import HOME_DEFAULT, HOME_VARIABLE, Registry
 from protocol import compiled
@@ -18,10 +19,15 @@ _PLACES = {
     "clock": "coordinator.cli.clock:clock",
     "coordinator": "coordinator.cli.coordinator:coordinator",
     "dead-letters": "coordinator.cli.dead_letters:dead_letters",
+    "dev": "coordinator.cli.dev:dev",
+    "down": "coordinator.cli.up:down",
+    "init": "coordinator.cli.init:init",
     "keys": "coordinator.cli.keys:keys",
     "log": "coordinator.cli.log:log",
+    "logs": "coordinator.cli.logs:logs",
     "peers": "coordinator.cli.peers:peers",
     "pipeline": "pipeline.cli:pipeline",
+    "ps": "coordinator.cli.ps:ps",
     "recover": "coordinator.cli.recover:recover",
     "register": "coordinator.cli.register:register",
     "replay": "coordinator.cli.replay:replay",
@@ -31,12 +37,50 @@ _PLACES = {
     "skip": "coordinator.cli.skip:skip",
     "status": "coordinator.cli.status:status",
     "stop": "coordinator.cli.lifecycle:stop",
+    "systemd": "coordinator.cli.systemd:systemd",
     "unregister": "coordinator.cli.register:unregister",
+    "up": "coordinator.cli.up:up",
     "upgrade": "coordinator.cli.operate:upgrade",
     "verify": "coordinator.cli.replay:verify",
     "what-if": "coordinator.cli.what_if:what_if",
 }
 """Each is loaded when it is asked for: what runs one, a coordinator above all, need not hold the others."""
+
+_HELP = {
+    "audit": "Show who was let in, who was refused, and what operators did with NAME.",
+    "bench": "One-way calls between two services with durable logs, next to what the disk alone does.",
+    "call": "Call METHOD of an instance, and print what it returns, as JSON.",
+    "checkpoint": "Let a running instance take a checkpoint now, and wait until it is durable.",
+    "clock": "Show the time of a running instance, and whether a jump of its machine's clock is held back.",
+    "coordinator": "Run a coordinator alone, for an app that is started by other means.",
+    "dead-letters": "Show the calls to NAME that failed and that nobody waits for: forks and impulses.",
+    "dev": "Run all services of a project here, with one log, and with their code as it is saved.",
+    "down": "Stop all services of a project cleanly, each with a checkpoint, and wait until they have ended.",
+    "init": "Make a project that runs, with a test, in the folder NAME, or in this one.",
+    "keys": "Show the public keys of an instance and of those that may call it, and where they come from.",
+    "log": "Look into an instance's log.",
+    "logs": "Show what the services have said under 'immortal up', all or those named, by time.",
+    "peers": "Look at an instance's peers, begin anew with one whose log was wiped or replaced, end what a stale copy"
+    " began.",
+    "pipeline": "Jobs over the logs of a whole fleet, on Spark.",
+    "ps": "Show all services of a project: what runs, since when, and what does not.",
+    "recover": "Say what a recovery of NAME would do, what is damaged and what helps.",
+    "register": "Write the settings of a new instance, and make its keys.",
+    "replay": "Take NAME back to any record: its log is replayed into a copy of its app.",
+    "restart": "Stop an instance cleanly and start it again, with the code as it is now, and wait until it works.",
+    "run": "Run an instance: its coordinator and its app, as two processes that live and die together.",
+    "settings": "Show what a settings file may say, as the Markdown table of docs/guide/settings.md.",
+    "skip": "Let NAME pass over one message of its log: the call fails, the state is as if it had never come.",
+    "status": "Show all instances, or one: phase, sequence ID, checkpoint, the positions of each stream, backlog.",
+    "stop": "Stop an instance cleanly, with a checkpoint, and wait until it has ended.",
+    "systemd": "Print systemd's unit files of a project: a service for each instance, and a target for all.",
+    "unregister": "Remove an instance's settings; its log stays unless --delete-log is given.",
+    "up": "Run all services of a project in the background, and wait until they are ready.",
+    "upgrade": "Mark an instance: at its next start the app's state and code become those of another version.",
+    "verify": "Prove that NAME does again what it did: replay it from checkpoint to checkpoint, and compare.",
+    "what-if": "What would be different if other code had handled the log of NAME?",
+}
+"""What each is for, as it says itself: the list of all of them, and completion, load none of them."""
 
 
 class _Main(Commands):
@@ -49,6 +93,17 @@ class _Main(Commands):
         module_name, _, attribute = _PLACES[name].partition(":")
         command = getattr(importlib.import_module(module_name), attribute)
         return command if isinstance(command, click.Command) else None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        width = formatter.width - 6 - max(map(len, _PLACES))
+        with formatter.section("Commands"):
+            stand_ins = [click.Command(name, help=_HELP[name]) for name in sorted(_PLACES)]
+            formatter.write_dl([(str(one.name), one.get_short_help_str(width)) for one in stand_ins])
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        names = [name for name in sorted(_PLACES) if name.startswith(incomplete)]
+        options = click.Command.shell_complete(self, ctx, incomplete)
+        return [CompletionItem(name, help=_HELP[name]) for name in names] + options
 
 
 @click.group(cls=_Main, context_settings={"help_option_names": ["-h", "--help"]})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ from coordinator.config import ConfigError, InstanceSettings, check_instance_nam
 from coordinator.config.values import check_app
 from coordinator.instances.registry import Registry, RegistryError
 from coordinator.notices import LOG_FORMATS, LOG_LEVELS
+from protocol.errors import ImmortalError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -53,8 +55,16 @@ def _message_id(text: str) -> tuple[int, int]:
     return int(sequence_id), int(index)
 
 
+def complete_instance(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """For a shell: the registered instances that begin so. None where the registry can't be read."""
+    with contextlib.suppress(ImmortalError):
+        names = Registry(ctx.find_root().params["home"]).names()
+        return [name for name in names if name.startswith(incomplete)]
+    return []
+
+
 def name_argument(function: Function) -> Function:
-    return click.argument("name", callback=instance_name)(function)
+    return click.argument("name", callback=instance_name, shell_complete=complete_instance)(function)
 
 
 def log_options(function: Function) -> Function:

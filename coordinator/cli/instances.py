@@ -32,6 +32,12 @@ from protocol.errors import ImmortalError
 @name_argument
 @click.argument("app", metavar="[MODULE:CLASS]", required=False, callback=app_name)
 @click.option("--restart", is_flag=True, help="When the coordinator dies, start both again; when the app dies, that.")
+@click.option(
+    "-i/-I",
+    "--interactive/--no-interactive",
+    default=None,
+    help="The app reads what is typed, in a debugger say.  [default: where this is a terminal]",
+)
 @click.option("--strict", is_flag=True, help="Refuse an app whose handlers do what no replay can repeat.")
 @start_option("insecure")
 @promote_option
@@ -50,6 +56,7 @@ def run(
     name: str,
     app: str | None,
     restart: bool,
+    interactive: bool | None,
     strict: bool,
     promote: bool,
     follow: bool,
@@ -62,7 +69,8 @@ def run(
     """Run an instance: its coordinator and its app, as two processes that live and die together.
 
     Without MODULE:CLASS it is the one of the last run. 'immortal stop NAME', SIGTERM or Ctrl-C stop both cleanly, with
-    a checkpoint; 'immortal restart NAME' starts both again.
+    a checkpoint; 'immortal restart NAME' starts both again. A second Ctrl-C ends both at once, also an app that stands
+    in a debugger.
 
     With --follow, beside an instance that runs: both processes keep up with its log, and take its place when its
     coordinator is gone. Where none runs, they are the instance at once.
@@ -75,6 +83,7 @@ def run(
     from coordinator.peers.security import check_start
     from coordinator.service.commands import Command, Role, app_command, coordinator_command, supervised
     from coordinator.service.supervisor import Supervisor
+    from coordinator.service.terminal import app_input
 
     settings = registry.load(name)
     _refuse_two_ports(settings)
@@ -128,7 +137,13 @@ def run(
     log = configure(name, level=log_level, log_format=log_format)
     announced = control.supervised(settings.folder)
     supervisor = Supervisor(
-        commands, log, restart=restart, gave_up_upgrade=gave_up_upgrade, announced=announced, follows=follow
+        commands,
+        log,
+        restart=restart,
+        gave_up_upgrade=gave_up_upgrade,
+        announced=announced,
+        follows=follow,
+        app_input=app_input(interactive),
     )
     sys.exit(supervisor.run())
 

@@ -60,7 +60,7 @@ def stop(registry: Registry, name: str, timeout_s: float) -> None:
         waiting = _Waiting(settings, "stopped", timeout_s)
         while not process.has_ended(POLL_S):
             waiting.go_on()
-    echo(f"{name} is stopped{_checkpoint(settings)}")
+    echo(f"{name} is stopped{checkpoint_at_stop(settings)}")
 
 
 @click.command()
@@ -198,7 +198,7 @@ def _refuse_strangers(settings: InstanceSettings) -> None:
         raise FailedError(f"the log of {settings.name!r} is in use by a process that can't be asked yet: try it again")
 
 
-def _checkpoint(settings: InstanceSettings) -> str:
+def checkpoint_at_stop(settings: InstanceSettings) -> str:
     """What the next start begins with, as the log says."""
     from coordinator.instances import own_logs
     from coordinator.log import log_exists

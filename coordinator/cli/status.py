@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from coordinator.cli.common import instance_name, pass_registry
+from coordinator.cli.common import complete_instance, instance_name, pass_registry
 from coordinator.config import InstanceSettings
 from coordinator.instances import upgrade_mark
 from coordinator.instances.registry import PUBLIC_KEYS_FILE_NAME, Registry
@@ -34,7 +34,7 @@ SLOW_COMMIT_MS = 50  # a disk that syncs takes 0.1 to 10 ms
 
 
 @click.command()
-@click.argument("name", required=False, callback=instance_name)
+@click.argument("name", required=False, callback=instance_name, shell_complete=complete_instance)
 @json_option
 @pass_registry
 def status(registry: Registry, name: str | None, as_json: bool) -> None:

@@ -34,9 +34,7 @@ def unregister(registry: Registry, name: str, *, delete_log: bool = False) -> st
         folder = registry.home / name
         control.refuse_running(folder)
         if delete_log and settings is not None:
-            _delete_log(settings)
-            audit_log.remove(folder)
-            clock.remove(folder)
+            delete_log_of(settings)
         if settings is not None and not log_exists(settings.log):
             own_logs.remove(folder)
         registry.path(name).unlink(missing_ok=True)
@@ -52,11 +50,13 @@ def unregister(registry: Registry, name: str, *, delete_log: bool = False) -> st
     return settings.log if settings is not None else str(folder / "log")
 
 
-def _delete_log(settings: InstanceSettings) -> None:
-    """Raises RegistryError where it can't be."""
+def delete_log_of(settings: InstanceSettings) -> None:
+    """Its whole state goes, for good; it must not run. Raises RegistryError where it can't be."""
     try:
         place_of(settings.log).remove()
     except LogError as error:
         raise RegistryError(str(error)) from None
     if settings.log == str(settings.folder / "log"):
         shutil.rmtree(settings.log, ignore_errors=True)
+    audit_log.remove(settings.folder)
+    clock.remove(settings.folder)

@@ -7,7 +7,7 @@
        '--- SIGUSR1 ---> the same, then both run again, with the code as it is by then
 
 What a death means: `deaths.py`. The children die with the supervisor, even when that is killed with SIGKILL
-(PR_SET_PDEATHSIG).
+(PR_SET_PDEATHSIG). The app may have the supervisor's terminal (`terminal.py`), the coordinator never has.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from coordinator.service.deaths import (
     judge,
     who_died_first,
 )
-from coordinator.service.parent_death import die_with_parent
 from coordinator.service.stop_requests import StopRequests
+from coordinator.service.terminal import Background
 
 STOP_GRACE_S = 5.0  # between SIGTERM and SIGKILL
 LEAVE_S = 1.0  # for one to end by itself after the other has ended well
@@ -56,21 +56,19 @@ RESTART_SIGNAL = signal.SIGUSR1
 class _Child:
     """One running process, with a descriptor that becomes readable when it dies."""
 
-    def __init__(self, role: Role, command: Command, ready_descriptor: int | None) -> None:
+    def __init__(
+        self, role: Role, command: Command, ready_descriptor: int | None, place: Background | None = None
+    ) -> None:
         self.role = role
         environment = {**os.environ, **command.environment}
         environment.pop(READY_VARIABLE, None)
         if ready_descriptor is not None:
             environment[READY_VARIABLE] = str(ready_descriptor)
-        # preexec_fn is unsafe in a process with threads (a lock held by another thread stays locked in the child): the
-        # supervisor has none, and die_with_parent calls nothing but two system calls.
         self.process = subprocess.Popen(
             list(command.argv),
-            stdin=subprocess.DEVNULL,
             env=environment,
             pass_fds=() if ready_descriptor is None else (ready_descriptor,),
-            process_group=0,  # Ctrl-C in a terminal reaches the supervisor alone
-            preexec_fn=die_with_parent(os.getpid()),
+            **(place or Background()).placing(),
         )
         self.descriptor = os.pidfd_open(self.process.pid)
 
@@ -90,7 +88,7 @@ class Supervisor:
 
     ``commands`` is asked before each start. ``gave_up_upgrade`` is told that the app gave an upgrade up, and says
     whether there is a version before it that can go on. ``announced`` is entered once signals are understood; with
-    ``follows``, once the coordinator is ready, which it is when it has taken over.
+    ``follows``, once the coordinator is ready, which it is when it has taken over. ``app_input``: what the app reads.
     """
 
     def __init__(
@@ -102,6 +100,7 @@ class Supervisor:
         gave_up_upgrade: Callable[[], bool] = lambda: False,
         announced: AbstractContextManager[None] | None = None,
         follows: bool = False,
+        app_input: Background | None = None,
         stop_grace_s: float = STOP_GRACE_S,
         clean_stop_s: float = CLEAN_STOP_S,
     ) -> None:
@@ -111,6 +110,7 @@ class Supervisor:
         self._gave_up_upgrade = gave_up_upgrade
         self._announced = announced or contextlib.nullcontext()
         self._follows = follows
+        self._app_input = app_input or Background()
         self._entered = contextlib.ExitStack()  # announced
         self._stop_grace_s = stop_grace_s
         self._clean_stop_s = clean_stop_s
@@ -138,6 +138,7 @@ class Supervisor:
             for child in self._children.values():  # only where something raised
                 child.send(signal.SIGKILL)
                 child.collect()
+            self._app_input.left()
             signal.set_wakeup_fd(old_wake)
             for number in (*_STOP_SIGNALS, RESTART_SIGNAL):
                 signal.signal(number, signal.SIG_IGN)  # one more wish must not spoil the exit status
@@ -248,7 +249,7 @@ class Supervisor:
 
     def _start_app(self, commands: Mapping[Role, Command]) -> None:
         self._app_was_ready = False
-        self._children[Role.APP] = _Child(Role.APP, commands[Role.APP], None)
+        self._children[Role.APP] = _Child(Role.APP, commands[Role.APP], None, self._app_input)
 
     def _stop_other(self, first: Exit) -> tuple[Exit, bool]:
         """Wait for the other one's end; True if it had to be told to."""
@@ -349,6 +350,8 @@ class Supervisor:
             if child.descriptor in readable:
                 del self._children[role]
                 self._exits[role] = child.collect()
+                if role is Role.APP:
+                    self._app_input.left()
 
     def _close_ready(self) -> None:
         if self._ready_descriptor is not None:

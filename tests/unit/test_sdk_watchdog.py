@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import bdb
+import threading
 from datetime import timedelta
 
 import pytest
 
 from appsdk.errors import EXIT_FAILED
 from appsdk.running import watchdog
+from appsdk.running.debugger import in_debugger
 from appsdk.running.watchdog import Watchdog
 from protocol.messages import decode_message
 from protocol.verdicts import Handling, decode_handling
@@ -20,7 +23,7 @@ class Watched:
         self.handling: Handling | None = None
         self.now_s = 0.0
         self.can_say = True
-        self.is_left = False
+        self.is_left = self.is_debugged = False
         self.said: list[Handling] = []
         self.ended: list[int] = []
         self.warnings: list[str] = []
@@ -32,6 +35,7 @@ class Watched:
             lambda: self.is_left,
             self.ended.append,
             lambda: self.now_s,
+            lambda: self.is_debugged,
         )
 
     def _say(self, message: bytes) -> bool:
@@ -133,3 +137,35 @@ def test_a_handler_that_comes_back_as_the_coordinator_leaves_ends_nothing() -> N
     watched.handling = None
     watched.pass_time(5)
     assert watched.ended == []
+
+
+def test_time_in_the_debugger_does_not_count() -> None:
+    watched = Watched(timedelta(seconds=5))
+    watched.handling = Handling(1, 0)
+    watched.pass_time(3)
+    watched.is_debugged = True
+    watched.pass_time(1000)
+    assert [round(one.for_s) for one in watched.said] == [1]
+    assert watched.ended == []
+    watched.is_debugged = False
+    watched.pass_time(1.5)
+    assert watched.ended == []
+    watched.pass_time(1)
+    assert watched.ended == [EXIT_FAILED]
+
+
+def test_whether_a_thread_is_in_the_debugger() -> None:
+    own = threading.get_ident()
+    seen = []
+
+    class Prompt(bdb.Bdb):
+        def user_line(self, frame: object) -> None:
+            seen.append(in_debugger(own))
+
+    def debugged() -> None:
+        seen.append(in_debugger(own))
+
+    Prompt().runcall(debugged)
+    assert seen[0] is True  # it stopped in front of the line ...
+    assert False in seen  # ... which then ran
+    assert in_debugger(own) is False

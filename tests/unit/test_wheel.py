@@ -57,6 +57,13 @@ def files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix in SUFFIXES}
 
 
+def test_it_has_the_templates_of_projects(wheel: Path) -> None:
+    place = Path("coordinator", "project", "templates")
+    made = {str(path.relative_to(ROOT)) for path in (ROOT / place).rglob("*") if path.is_file()}
+    assert len(made) > 10
+    assert made == {str(path.relative_to(wheel)) for path in (wheel / place).rglob("*") if path.is_file()}
+
+
 def test_it_has_the_packages_and_nothing_else(wheel: Path) -> None:
     names = {path.name for path in wheel.iterdir() if path.suffix != ".dist-info"}
     assert names == set(PACKAGES)

@@ -1,0 +1,92 @@
+"""``python -m appsdk.running.listing MODULE``: what services a module of the current folder has, and of which files it
+is made, without a run.
+
+It prints a JSON object: {"services": {CLASS: {"version": N, "peers": [NAME, ...], "is_own": BOOL}}, "files": [...]}.
+The module's own are those that it defines itself, without those that another one upgrades. Files are those of the
+user's that were imported. The exit status is 0, or EXIT_NOT_RUNNABLE for a module that can't be imported; stderr says
+why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import site
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+from appsdk.errors import EXIT_DONE, EXIT_NOT_RUNNABLE, DefinitionError
+from appsdk.handlers.definition import Definition, definition_of
+from appsdk.running.user_modules import HiddenModules, add_to_path
+from protocol.shown import printable_message
+
+
+def services(module: Any) -> dict[str, dict[str, Any]]:
+    """The classes in ``module`` that can be run, by name."""
+    found: dict[str, Definition] = {}
+    for name, value in vars(module).items():
+        with contextlib.suppress(DefinitionError):
+            found[name] = definition_of(value)
+    older = {one.cls for definition in found.values() for one in definition.chain[1:]}
+    return {
+        name: {
+            "version": definition.version,
+            "peers": sorted({peer.name for peer in definition.peers.values()}),
+            "is_own": definition.label == f"{module.__name__}:{name}" and definition.cls not in older,
+        }
+        for name, definition in found.items()
+        if definition.cls is not definition.base
+    }
+
+
+def files(folder: str) -> list[str]:
+    """Of the modules that were imported, those in ``folder`` that are in no environment."""
+    places = [os.path.realpath(place) for place in (*site.getsitepackages(), sys.prefix)]
+    found = set()
+    for module in list(sys.modules.values()):
+        path = getattr(module, "__file__", None)
+        if path is None or not (path := os.path.realpath(path)).startswith(f"{os.path.realpath(folder)}{os.sep}"):
+            continue
+        if not any(path.startswith(f"{place}{os.sep}") for place in places):
+            found.add(path)
+    return sorted(found)
+
+
+def main(arguments: Sequence[str]) -> int:
+    name, folder = arguments[0], os.getcwd()
+    hidden = HiddenModules(folder)
+    add_to_path(folder)
+    if (problem := hidden.problem(name.partition(".")[0])) is not None:
+        return _refused(problem)
+    with contextlib.redirect_stdout(sys.stderr):  # what the user's module prints is no part of the answer
+        try:
+            module = importlib.import_module(name)
+        except BaseException as error:  # the user's module: its own traceback, without importlib's frames
+            if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+                return _refused(f"there is no module {error.name!r} in {folder}")
+            trace = list(_frames(error.__traceback__))
+            return _refused("".join(traceback.format_exception(type(error), error, trace[0] if trace else None)))
+    print(json.dumps({"services": services(module), "files": files(folder)}))  # noqa: T201 (for a program)
+    return EXIT_DONE
+
+
+def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if file != __file__ and "importlib" not in file:
+            yield trace
+        trace = trace.tb_next
+
+
+def _refused(text: str) -> int:
+    print(printable_message(text.rstrip("\n")), file=sys.stderr)  # noqa: T201
+    return EXIT_NOT_RUNNABLE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,34 @@
+"""What the commands for projects share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from click.core import ParameterSource
+
+from coordinator.cli.common import Function
+from coordinator.instances.registry import Registry
+
+if TYPE_CHECKING:
+    from coordinator.project.project import Project
+
+
+def project_option(function: Function) -> Function:
+    return click.option(
+        "--project",
+        "path",
+        type=click.Path(path_type=Path),
+        help="An immortal.toml, its folder, or a file of Python.  [default: that of this folder or of one above]",
+    )(function)
+
+
+def project_of(ctx: click.Context, path: Path | None) -> tuple[Project, Registry]:
+    """The project that is meant, and its registry: that of --home where it is given. Raises ProjectError."""
+    from coordinator.project.project import find_project
+
+    main = ctx.find_root()
+    given = main.get_parameter_source("home") not in (None, ParameterSource.DEFAULT)
+    project = find_project(path, Path(main.params["home"]).absolute() if given else None)
+    return project, Registry(project.home)

@@ -1,0 +1,90 @@
+"""ps: the page of all that runs."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from coordinator.cli.project_options import project_of, project_option
+from coordinator.instances.registry import Registry
+from protocol.command_line import echo, echo_json, json_option, print_table
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_COLUMNS = {"service": "name", "state": "state", "up": "up", "pid": "pid", "record": "record", "backlog": "backlog"}
+_COLUMNS |= {"app": "app", "peers at": "peer"}
+_STATES = {"normal": "running", "taking a checkpoint": "running"}
+
+
+@click.command()
+@project_option
+@json_option
+@click.pass_context
+def ps(ctx: click.Context, path: Path | None, as_json: bool) -> None:
+    """Show all services of a project: what runs, since when, and what does not."""
+    from coordinator.project.keeping import keeper
+
+    project, registry = project_of(ctx, path)
+    found = keeper(project.home)
+    states = {} if found is None else found.states
+    names = [*dict.fromkeys([*project.names(), *registry.names()])]
+    with ThreadPoolExecutor(8) as pool:
+        rows = list(pool.map(lambda name: _row(registry, name, states), names))
+    if as_json:
+        keeper_row = None if found is None else {"command": found.what, "pid": found.pid}
+        echo_json({"project": project.name(), "keeper": keeper_row, "services": rows})
+        return
+    _print(rows)
+    if found is not None:
+        echo(f"by '{found.what}', process {found.pid}")
+
+
+def _row(registry: Registry, name: str, states: Mapping[str, str]) -> dict[str, Any]:
+    from coordinator.cli.status import instance_status
+    from coordinator.instances.registry import UnknownInstanceError
+    from coordinator.operator import control
+
+    try:
+        settings = registry.load(name)
+    except UnknownInstanceError:
+        return {"name": name, "state": "not registered yet"}
+    status = instance_status(registry, name)
+    state = str(status.get("phase", "unknown"))
+    known = states.get(name, "")
+    if known.startswith("failed") and "pid" not in status:
+        state = known
+    running = control.running(settings.folder)
+    row = {
+        "name": name,
+        "state": _STATES.get(state, state),
+        "up_s": None if running is None else round(max(0.0, time.time() - running.started_ns / 1e9), 3),
+        "pid": status.get("supervisor_pid") or status.get("pid"),
+        "record": status.get("sequence_id"),
+        "backlog": status.get("backlog_records"),
+        "app": settings.app,
+        "peer": settings.peer,
+    }
+    return row | ({"error": status["error"]} if "error" in status else {})
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    shown = [row | {"up": _age(row.get("up_s"))} for row in rows]
+    cells = [["-" if row.get(key) is None else str(row[key]) for key in _COLUMNS.values()] for row in shown]
+    print_table([*_COLUMNS], cells, right=("up", "pid", "record", "backlog"))
+    for row in rows:
+        if "error" in row:
+            echo(f"{row['name']}: {row['error']}")
+
+
+def _age(age_s: float | None) -> str | None:
+    if age_s is None:
+        return None
+    for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
+        if age_s >= length_s:
+            return f"{age_s / length_s:.0f} {unit}"
+    return f"{age_s:.0f} s"

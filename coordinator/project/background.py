@@ -1,0 +1,98 @@
+"""The process behind `immortal up`: it runs a project's services, and keeps what they say in files.
+
+SIGHUP makes it look at the project again: what is new, changed, stopped or failed is started, and what the project has
+no more is stopped. SIGTERM stops all with checkpoints.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+
+from coordinator.instances.registry import Registry
+from coordinator.operator import control
+from coordinator.project import keeping
+from coordinator.project.fleet import Member, stop_all
+from coordinator.project.log_files import LogFiles
+from coordinator.project.project import Project
+from coordinator.project.registering import register
+from coordinator.service.stop_requests import StopRequests
+from protocol.errors import ImmortalError
+
+COMMAND = "immortal up"
+LOOK_SIGNAL = signal.SIGHUP
+
+
+class Background:
+    def __init__(self, project: Project, registry: Registry) -> None:
+        self._project = project
+        self._registry = registry
+        self._members: dict[str, Member] = {}
+        self._files = LogFiles(project.home, self._tell)
+        self._looks = 0
+        self._look_asked = asyncio.Event()
+        self._stop_requests = StopRequests()
+
+    async def run(self) -> None:
+        """Until it is stopped."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(LOOK_SIGNAL, self._look_asked.set)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop_asked)
+        try:
+            self._look_asked.set()
+            while not self._stop_requests.count:
+                await self._look_asked.wait()
+                self._look_asked.clear()
+                if not self._stop_requests.count:
+                    await self._look()
+            await stop_all(self._members.values())
+        finally:
+            self._files.close()
+
+    def _stop_asked(self) -> None:
+        before = self._stop_requests.count
+        self._stop_requests.signalled()
+        if before and self._stop_requests.count > before:  # again: at once
+            for member in self._members.values():
+                member.stop()
+        self._look_asked.set()
+
+    async def _look(self) -> None:
+        try:
+            planned = {one.name: one for one in await asyncio.to_thread(self._project.services)}
+        except ImmortalError as error:
+            self._say(str(error))
+            planned = {name: member.service for name, member in self._members.items()}
+        changed = [member for name, member in self._members.items() if planned.get(name) != member.service]
+        await stop_all(changed)
+        for name in [name for name in self._members if name not in planned]:
+            del self._members[name]
+        for name, service in planned.items():
+            member = self._members.get(name)
+            if member is not None and member.runs:
+                continue
+            try:
+                if said := register(self._registry, service):
+                    self._say(f"{name}: {said}")
+                control.refuse_running(self._registry.load(name).folder)
+            except ImmortalError as error:
+                self._say(f"{name}: {error}")
+                continue
+            if member is None:
+                member = self._members[name] = Member(self._project, service, self._files, interactive=False)
+            member.service = service
+            member.start()
+        self._looks += 1
+        self._tell()
+
+    def _say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)  # noqa: T201 (to the file of its own)
+
+    def _tell(self) -> None:
+        """What `immortal ps` and `up` read."""
+        states = {name: member.state_text for name, member in self._members.items()}
+        with contextlib.suppress(OSError):  # a full disk: they ask the instances as well
+            keeping.say(self._project.home, COMMAND, states, self._looks)

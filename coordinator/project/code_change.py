@@ -1,0 +1,159 @@
+"""New code for an instance that runs: what its log says to that, and the ways on.
+
+The records behind the newest checkpoint are replayed by the new code (`immortal verify`). That is what a recovery does,
+and what a crash right after the change would need. The calls are compared with what the log says of them, and with the
+logs of those that got them, where these are here:
+
+- the same calls: the new code may take over, at a clean stop.
+- other calls, or a call that fails: the change can't be made where it is. It can be made *here*: the old code stops
+  with a checkpoint, and the new code begins behind it, so that nothing is replayed by code that did not make it.
+  Whether the new code can take over the state as it is now, with the handlers that wait in it, is tried first.
+- code of another version (@upgrades) upgrades the state there, as `immortal upgrade` does.
+- or the log is deleted, and all begins anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from coordinator.config import InstanceSettings
+from coordinator.instances import own_logs, upgrade_mark
+from coordinator.instances.registry import Registry
+from coordinator.instances.upgrade_mark import UpgradeMark
+from coordinator.log import log_exists
+from coordinator.operator import control
+from coordinator.operator.unregister import delete_log_of
+from coordinator.project.project import PlannedService, Project
+from coordinator.service.commands import PYTHON
+from protocol.errors import ImmortalError
+
+CHECKPOINT_TIMEOUT_S = 30.0
+_POLL_S = 0.05
+_SAME, _DIFFERENT = 0, 3  # of `immortal verify`
+
+
+class Outcome(enum.Enum):
+    NOTHING_LOGGED = "nothing is logged yet"
+    SAME = "the same"
+    DIFFERENT = "different"
+    UNKNOWN = "can't be told"  # it does not start with this state, say
+
+
+class Found(Struct, frozen=True):
+    """``lines``: in words, with the record and the calls. ``version``: of the log; None where there is none."""
+
+    outcome: Outcome
+    lines: Sequence[str] = ()
+    version: int | None = None
+
+
+class ChangeError(ImmortalError):
+    """The new code can't take over; the old one goes on."""
+
+
+class CodeChange:
+    """``service``: as it is to be."""
+
+    def __init__(self, project: Project, registry: Registry, service: PlannedService) -> None:
+        self._project = project
+        self._registry = registry
+        self.service = service
+
+    @property
+    def _settings(self) -> InstanceSettings:
+        return self._registry.load(self.service.name)
+
+    async def find_out(self) -> Found:
+        """Replay what a recovery would, with the new code."""
+        status = self._status()
+        if status is None or not status.get("checkpoint"):
+            return Found(Outcome.NOTHING_LOGGED)
+        code, lines = await self._verify(status["checkpoint"]["id"])
+        outcome = {_SAME: Outcome.SAME, _DIFFERENT: Outcome.DIFFERENT}.get(code, Outcome.UNKNOWN)
+        return Found(outcome, lines, status.get("version"))
+
+    async def try_here(self) -> None:
+        """A checkpoint of the old code, and the new code on it. Raises ChangeError where that can't go on from it."""
+        before = (self._status() or {}).get("checkpoint") or {"id": 0}
+        try:
+            control.query(self._settings.folder, "checkpoint")
+            deadline_s = time.monotonic() + CHECKPOINT_TIMEOUT_S
+            while (now := ((self._status() or {}).get("checkpoint") or {"id": 0})["id"]) <= before["id"]:
+                if time.monotonic() > deadline_s:
+                    raise ChangeError(f"the old code takes no checkpoint within {CHECKPOINT_TIMEOUT_S:g} s")
+                await asyncio.sleep(_POLL_S)
+        except control.ControlError as error:
+            raise ChangeError(f"the old code takes no checkpoint: {error}") from None
+        code, lines = await self._verify(now)
+        if code != _SAME:
+            raise ChangeError("\n".join(["the new code can't go on from the state as it is now:", *lines]))
+
+    def mark_upgrade(self, found: Found) -> None:
+        """Where the new code is of another version, the next start upgrades."""
+        if found.version is not None and found.version != self.service.version:
+            upgrade_mark.write(self._settings.folder, UpgradeMark(self.service.version, self.service.app))
+
+    def records_behind(self) -> int:
+        """Of a stopped instance: how many records no checkpoint covers, which a start replays."""
+        if not log_exists(self._settings.log):
+            return 0
+        with own_logs.open_reader(self._settings) as reader:
+            summary = reader.summary()
+        newest = summary.checkpoints[-1].sequence_id if summary.checkpoints else -1
+        return summary.last_sequence_id - newest
+
+    async def reset(self, say: Callable[[str], None]) -> None:
+        """Of a stopped instance: its log goes, and its peers begin anew with it. Raises RegistryError."""
+        settings = self._settings
+        delete_log_of(settings)
+        upgrade_mark.clear(settings.folder)
+        for other in self._registry.names():
+            if other != settings.name and log_exists(self._registry.load(other).log):
+                code, lines = await self._immortal("peers", "reset", other, settings.name, "--yes")
+                for line in lines if code == 0 else ():  # else: they never met
+                    say(line)
+
+    def _status(self) -> dict[str, Any] | None:
+        with contextlib.suppress(control.ControlError):
+            return control.query(self._settings.folder, "status")
+        return None
+
+    async def _verify(self, checkpoint_id: int) -> tuple[int, list[str]]:
+        name = self.service.name
+        called = {*((self._status() or {}).get("outputs") or ())} & {*self._registry.names()} - {name}
+        receivers = [f"--peer-log={one}" for one in sorted(called) if log_exists(self._registry.load(one).log)]
+        return await self._immortal(
+            "verify", name, "--checkpoint", str(checkpoint_id), "--app", self.service.app, *receivers
+        )
+
+    async def _immortal(self, *arguments: str) -> tuple[int, list[str]]:
+        """A command's exit status, and its lines. Cancelled, it is ended."""
+        process = await asyncio.create_subprocess_exec(
+            *PYTHON,
+            "-m",
+            "coordinator",
+            "--home",
+            str(self._project.home),
+            *arguments,
+            cwd=self._project.folder,
+            env=self._project.environment(self.service.environment),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            process_group=0,
+        )
+        try:
+            said, _ = await process.communicate()
+        except asyncio.CancelledError:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+            await process.wait()
+            raise
+        return process.returncode or 0, said.decode("utf-8", "replace").splitlines()

@@ -1,0 +1,315 @@
+"""`immortal dev`: a project's services at a terminal, with their code as it is saved."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Iterable, Iterator
+
+import msgspec
+
+from coordinator.config import ConfigError
+from coordinator.core.notices import Level
+from coordinator.instances.registry import Registry
+from coordinator.log import log_exists
+from coordinator.operator import control
+from coordinator.project.code_change import ChangeError, CodeChange, Found, Outcome
+from coordinator.project.console import Console
+from coordinator.project.fleet import Member, State, stop_all
+from coordinator.project.listing import ListingError
+from coordinator.project.project import PlannedService, Project
+from coordinator.project.registering import register
+from coordinator.project.source_files import LOOK_INTERVAL_S, SourceFiles, python_files
+from coordinator.service.stop_requests import StopRequests
+from protocol.errors import ImmortalError
+
+OWN = "immortal"  # as the name of what this says itself
+_SETTLED = (State.READY, State.STOPPED, State.FAILED)
+
+
+class Development:
+    """``interactive``: somebody is there who can be asked."""
+
+    def __init__(self, project: Project, registry: Registry, *, interactive: bool, watches: bool = True) -> None:
+        self._project = project
+        self._registry = registry
+        self._interactive = interactive
+        self._watches = watches
+        self._members: dict[str, Member] = {}
+        self._console = Console([], sys.stdout)
+        self._files = SourceFiles(())
+        self._is_broken = False  # the project can't be read: any file may mend it
+        self._told_failed: set[str] = set()  # names of services that ended by themselves, of which somebody knows
+        self._changed: set[str] = set()  # names of services whose code is to be taken over
+        self._all_changed = False
+        self._unread: set[str] = set()  # names of services that were changed while the project could not be read
+        self._handling: asyncio.Task[None] | None = None
+        self._is_committed = False  # what is handled can't be begun anew
+        self._stopping = asyncio.Event()
+        self._stop_requests = StopRequests()
+
+    async def run(self, services: list[PlannedService]) -> int:
+        """Until it is stopped; the exit status: 1 where a service could not be stopped cleanly, or none could start."""
+        self._console = Console([OWN, *(one.name for one in services)], sys.stdout, self._states)
+        if self._interactive:
+            self._console.listen()
+        try:
+            self._take(services)
+            self._warn_of_missing(services)
+            await self._look_until_stopped()
+            await self._stop()
+        finally:
+            if self._interactive:
+                self._console.close()
+        return 1 if any(member.exit_status for member in self._members.values()) else 0
+
+    def signalled(self) -> None:
+        """Ctrl-C, SIGTERM: a clean stop; again: at once."""
+        before = self._stop_requests.count
+        self._stop_requests.signalled()
+        if self._stopping.is_set() and self._stop_requests.count > before:
+            for member in self._members.values():
+                member.stop()
+        self._stopping.set()
+
+    def _say(self, text: str, level: Level | None = None, name: str = OWN) -> None:
+        for line in text.split("\n"):
+            self._console.line(name, line, level)
+
+    def _states(self) -> str:
+        states = [f"{member.name} {member.state.value}" for member in self._members.values()]
+        return f" {' · '.join(states)} · Ctrl-C stops"
+
+    # --- what runs ----------------------------------------------------------------------------------------------------
+
+    def _take(self, services: Iterable[PlannedService]) -> None:
+        """Start those that are new."""
+        for service in services:
+            if service.name in self._members:
+                continue
+            if self._register(service) and not self._is_started_elsewhere(service.name):
+                self._begin(service)
+        self._watch()
+
+    def _begin(self, service: PlannedService) -> None:
+        member = Member(self._project, service, self._console, interactive=self._interactive)
+        self._members[service.name] = member
+        member.start()
+
+    def _register(self, service: PlannedService) -> bool:
+        try:
+            if said := register(self._registry, service):
+                self._say(f"{service.name}: {said}")
+        except ImmortalError as error:
+            self._say(f"{service.name}: {error}", "error")
+            return False
+        return True
+
+    def _is_started_elsewhere(self, name: str) -> bool:
+        try:
+            control.refuse_running(self._registry.load(name).folder)
+        except control.RunningError as error:
+            self._say(f"{error}; it is left as it is", "warning")
+            return True
+        return False
+
+    def _warn_of_missing(self, services: list[PlannedService]) -> None:
+        there = {*self._registry.names(), *(one.name for one in services)}
+        for service in services:
+            for peer in service.calls:
+                settings = self._registry.load(service.name)
+                if peer not in there and peer not in settings.peers and settings.peer_template is None:
+                    self._say(f"{service.name} calls {peer!r}, which is no instance here: its calls wait", "warning")
+
+    async def _stop(self) -> None:
+        if self._handling is not None and not self._is_committed:
+            self._handling.cancel()
+        if self._handling is not None:
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._handling
+        self._console.interrupt(OWN, "stopping; Ctrl-C again ends all at once, which loses nothing either")
+        await stop_all(self._members.values())
+        for member in self._members.values():
+            if member.exit_status:
+                self._say(f"{member.name} ended with status {member.exit_status}", "error")
+
+    # --- what changes -------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        files = {file for member in self._members.values() for file in member.service.files}
+        if self._is_broken or not files:
+            files |= set(python_files(self._project.folder))
+        self._files.watch({*files, str(self._project.file)} if self._watches else ())
+
+    async def _look_until_stopped(self) -> None:
+        while not self._stopping.is_set():
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), LOOK_INTERVAL_S)
+            if changed := self._files.look():
+                self._note(changed)
+            is_free = self._handling is None or self._handling.done()
+            if is_free and self._handling is not None and not self._handling.cancelled():
+                self._handling.result()  # an error of ours is not passed over
+            failed = [member for member in self._members.values() if member.state is State.FAILED]
+            self._told_failed &= {member.name for member in failed}
+            untold = [member for member in failed if member.name not in self._told_failed]
+            if is_free and untold and not self._stopping.is_set():
+                self._told_failed |= {member.name for member in untold}
+                self._handling = asyncio.create_task(self._have_failed(untold))
+            elif (self._changed or self._all_changed) and not self._stopping.is_set():
+                if not is_free and not self._is_committed and self._handling is not None:
+                    self._handling.cancel()  # what was asked, or tried, is about code that is no more
+                elif is_free:
+                    self._handling = asyncio.create_task(self._handle())
+
+    def _note(self, files: set[str]) -> None:
+        if self._is_broken or str(self._project.file) in files:
+            self._all_changed = True
+        self._changed |= {
+            member.name for member in self._members.values() if not files.isdisjoint(member.service.files)
+        }
+
+    async def _handle(self) -> None:
+        """Take over what was changed until now. Cancelled, what is not done counts as changed again."""
+        names, everything = self._changed | self._unread, self._all_changed
+        self._changed, self._unread, self._all_changed = set(), set(), False
+        try:
+            try:
+                services = await asyncio.to_thread(self._project.services)
+            except (ConfigError, ListingError) as error:
+                self._say(f"what was saved can't be run, all goes on as it was:\n{error}", "error")
+                self._is_broken, self._unread = True, names
+                return
+            everything, self._is_broken = everything or self._is_broken, False
+            planned = {one.name: one for one in services}
+            for name in [name for name in self._members if name not in planned]:
+                self._say(f"{name} is no service of the project any more: it is stopped, its log stays")
+                await stop_all([self._members.pop(name)])
+            changing = [
+                (member, CodeChange(self._project, self._registry, planned[name]))
+                for name, member in self._members.items()
+                if name in names or (everything and planned[name] != member.service)
+            ]
+            # All before the first takes over: what it has received is what proves the others' calls.
+            found = await asyncio.gather(*(change.find_out() for _, change in changing))
+            for (member, change), said in zip(changing, found, strict=True):
+                await self._change(member, change, said)
+                names.discard(member.name)
+            self._take(services)
+        except asyncio.CancelledError:
+            self._changed |= names
+            self._all_changed = self._all_changed or everything
+            raise
+        finally:
+            self._watch()
+
+    async def _change(self, member: Member, change: CodeChange, found: Found) -> None:
+        name, service = member.name, change.service
+        if member.state in (State.STOPPED, State.FAILED):
+            self._restart_with(member, service, "starts with the code as it is now")
+            return
+        is_other_version = found.version not in (None, service.version)
+        if found.outcome in (Outcome.NOTHING_LOGGED, Outcome.SAME) and not is_other_version:
+            why = found.outcome.value if found.outcome is Outcome.NOTHING_LOGGED else "its replay is the same"
+            with self._committed():
+                await stop_all([member])
+                self._restart_with(member, service, f"starts again with the code as it is now: {why}")
+            return
+        self._tell(name, found, service)
+        while True:
+            choice = await self._choose(name, found, service)
+            if choice == "k":
+                self._say(
+                    f"{name} goes on with the code that it runs. Its file has other code: after a crash the recovery"
+                    " stops at the record above, and loses nothing. Save the old code again, or other code, and it is"
+                    " looked at anew",
+                    "warning",
+                )
+                member.service = service_with_code(member.service, service)
+                return
+            try:
+                await (self._upgrade_here(member, change, found) if choice == "u" else self._reset(member, change))
+            except ImmortalError as error:
+                self._say(f"{name}: {error}", "error")
+                if not self._interactive or not member.runs:
+                    return
+                continue
+            return
+
+    def _tell(self, name: str, found: Found, service: PlannedService) -> None:
+        if found.outcome is not Outcome.SAME:
+            said = "makes other calls" if found.outcome is Outcome.DIFFERENT else "can't replay its log"
+            self._say(f"the new code of {name} {said}:", "warning")
+            for line in found.lines:
+                self._say(line, "warning", name)
+        if found.version not in (None, service.version):
+            self._say(f"the new code of {name} is of version {service.version}, its log of version {found.version}")
+
+    async def _choose(self, name: str, found: Found, service: PlannedService) -> str:
+        if not self._interactive:
+            to = f"'immortal upgrade {name} {service.app} --to {service.version}'"
+            way = to if found.version not in (None, service.version) else "'immortal dev' at a terminal asks what to do"
+            self._say(f"{name} is left as it is: {way}", "warning")
+            return "k"
+        return await self._console.ask(name, "[k]eep the old code, [u]pgrade here, [r]eset the log? ", "kur")
+
+    async def _have_failed(self, members: list[Member]) -> None:
+        """Those that ended by themselves: as a rule it takes other code, or the log can't be replayed by this one."""
+        for member in members:
+            ended = f"{member.name} has ended with status {member.exit_status}; its own lines say why"
+            self._say(f"{ended}. It starts again when its code is saved", "error")
+            settings = self._registry.load(member.name)
+            if not (self._interactive and log_exists(settings.log)):
+                continue
+            if await self._console.ask(member.name, "[w]ait for that, [r]eset the log? ", "wr") == "r":
+                change = CodeChange(self._project, self._registry, member.service)
+                try:
+                    await self._reset(member, change)
+                except ImmortalError as error:
+                    self._say(f"{member.name}: {error}", "error")
+
+    async def _upgrade_here(self, member: Member, change: CodeChange, found: Found) -> None:
+        await change.try_here()
+        new = change.service
+        with self._committed():
+            await stop_all([member])
+            if behind := change.records_behind():
+                raise ChangeError(
+                    f"it stopped without a checkpoint of its last {behind} records, which only the old code can replay:"
+                    " save that again, and it is started; nothing is lost"
+                )
+            change.mark_upgrade(found)
+            how = f"is upgraded to version {new.version}"
+            if found.version in (None, new.version):
+                how = (
+                    "goes on from here with the new code, without a version of its own: time travel and 'immortal"
+                    " verify' of what was before need the old code"
+                )
+            self._restart_with(member, new, how)
+
+    async def _reset(self, member: Member, change: CodeChange) -> None:
+        with self._committed():
+            await stop_all([member])
+            await change.reset(lambda line: self._say(line, None, member.name))
+            self._restart_with(member, change.service, "begins anew: its log is deleted")
+
+    @contextlib.contextmanager
+    def _committed(self) -> Iterator[None]:
+        """In here nothing is begun anew for what is saved meanwhile, and a stop waits."""
+        self._is_committed = True
+        try:
+            yield
+        finally:
+            self._is_committed = False
+
+    def _restart_with(self, member: Member, service: PlannedService, how: str) -> None:
+        self._say(f"{member.name} {how}")
+        if self._register(service):
+            member.service = service
+            member.start()
+
+
+def service_with_code(running: PlannedService, saved: PlannedService) -> PlannedService:
+    """``running``, which is looked at again when the files of ``saved`` change."""
+    return msgspec.structs.replace(running, files=saved.files)

@@ -1,0 +1,239 @@
+"""All services of a project at once: each is an `immortal run` in a process of its own, which is as it is by hand.
+
+What they say comes to a :class:`Watcher`, line by line. A text without an end of line that stands for a while is a
+question, a debugger's prompt say: whoever watches may answer it. All die with this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from typing import IO, Protocol
+
+from coordinator.core.notices import Level
+from coordinator.project.project import PlannedService, Project
+from coordinator.service.commands import PYTHON
+from coordinator.service.parent_death import die_with_parent
+
+LINE_SIZE_BYTES_MAX = 64 << 10  # what is longer comes in pieces
+QUESTION_AFTER_S = 0.15  # as long as no print() takes from its text to its end
+_READ_SIZE_BYTES = 64 << 10
+_LINE = re.compile(r"(?P<clock>\d\d:\d\d:\d\d\.\d{3}) (?P<level>debug|info|warning|error) +(?P<name>\S+)  (?P<text>.*)")
+
+
+class State(enum.Enum):
+    STARTING = "starting"
+    READY = "ready"
+    RESTARTING = "restarting"  # one of its processes died
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+    FAILED = "failed"  # it ended by itself, and not well
+
+
+class Watcher(Protocol):
+    def line(self, name: str, text: str, level: Level | None = None, clock: str = "") -> None:
+        """One line of ``name``, of its coordinator (``level`` and ``clock``) or of its app."""
+
+    def asks(self, name: str, text: str, answer: Callable[[str], None]) -> None:
+        """The app of ``name`` waits for a line, behind ``text``."""
+
+    def ended(self, name: str) -> None:
+        """Nobody waits for an answer to ``name`` any more."""
+
+    def changed(self) -> None:
+        """The state of a service is another one."""
+
+
+class Member:
+    """One service, and the processes that run it."""
+
+    def __init__(self, project: Project, service: PlannedService, watcher: Watcher, *, interactive: bool) -> None:
+        self.service = service
+        self.state = State.STOPPED
+        self.exit_status: int | None = None
+        self.since_s = time.time()  # in this state
+        self._project = project
+        self._watcher = watcher
+        self._interactive = interactive
+        self._process: subprocess.Popen[bytes] | None = None
+        self._over: asyncio.Future[int] | None = None
+        self._asked = False  # to stop
+
+    @property
+    def name(self) -> str:
+        return self.service.name
+
+    @property
+    def state_text(self) -> str:
+        return f"failed: status {self.exit_status}" if self.state is State.FAILED else self.state.value
+
+    @property
+    def pid(self) -> int | None:
+        """Of its `immortal run`."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def runs(self) -> bool:
+        return self._process is not None
+
+    def start(self) -> None:
+        """Raises OSError."""
+        argv = [*PYTHON, "-m", "coordinator", "--home", str(self._project.home), "run", self.name, self.service.app]
+        argv += ["--restart", "--interactive" if self._interactive else "--no-interactive"]
+        self._asked, self.exit_status = False, None
+        self._over = asyncio.get_running_loop().create_future()
+        # preexec_fn: nothing but system calls, so that a lock held by another thread does no harm.
+        process = self._process = subprocess.Popen(
+            argv,
+            cwd=self._project.folder,
+            env={**self._project.environment(self.service.environment), "PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.PIPE if self._interactive else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            process_group=0,  # Ctrl-C in a terminal reaches us alone
+            preexec_fn=die_with_parent(os.getpid()),
+        )
+        assert process.stdout is not None
+        assert process.stderr is not None
+        said = [_Lines(process.stdout, self._say, self._ask), _Lines(process.stderr, self._say_of_coordinator, None)]
+        loop = asyncio.get_running_loop()
+        death = os.pidfd_open(process.pid)
+
+        def collect() -> None:
+            loop.remove_reader(death)
+            os.close(death)
+            status = process.wait()
+            for one in said:
+                one.end()
+            if process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    process.stdin.close()
+            self._ended(status)
+
+        loop.add_reader(death, collect)
+        self._become(State.STARTING)
+
+    def stop(self) -> None:
+        """Ask it for a clean stop; once more: for an end at once. :meth:`over` waits for it."""
+        if self._process is not None:
+            self._asked = True
+            self._process.send_signal(signal.SIGTERM)
+            self._become(State.STOPPING)
+
+    async def over(self) -> int | None:
+        """Wait for its end; the exit status, None if it was never started."""
+        return None if self._over is None else await asyncio.shield(self._over)
+
+    def _ended(self, status: int) -> None:
+        self._process = None
+        self.exit_status = status
+        self._watcher.ended(self.name)
+        self._become(State.STOPPED if status == 0 or self._asked else State.FAILED)
+        if self._over is not None:
+            self._over.set_result(status)
+
+    def _become(self, state: State) -> None:
+        if state is not self.state:
+            self.state, self.since_s = state, time.time()
+            self._watcher.changed()
+
+    # --- what it says -------------------------------------------------------------------------------------------------
+
+    def _say(self, text: str) -> None:
+        self._watcher.line(self.name, text)
+
+    def _ask(self, text: str) -> None:
+        self._watcher.asks(self.name, text, self._answer)
+
+    def _answer(self, text: str) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(OSError):  # it has just ended
+                os.write(self._process.stdin.fileno(), f"{text}\n".encode())
+
+    def _say_of_coordinator(self, text: str) -> None:
+        parsed = _LINE.fullmatch(text)
+        if parsed is None or parsed["name"] != self.name:
+            self._watcher.line(self.name, text)
+            return
+        level: Level = parsed["level"]  # type: ignore[assignment]  # one of them, by the pattern
+        self._watcher.line(self.name, parsed["text"], level, parsed["clock"])
+        said = parsed["text"]
+        if self.state is State.STOPPING:
+            return
+        if said == "ready":
+            self._become(State.READY)
+        elif said.startswith(("the app died", "the app left", "the coordinator died", "restarting")):
+            self._become(State.RESTARTING)
+
+
+class _Lines:
+    """A pipe, read as it comes; ``say`` is given each line, ``ask`` what stands without an end."""
+
+    def __init__(self, pipe: IO[bytes], say: Callable[[str], None], ask: Callable[[str], None] | None) -> None:
+        self._pipe = pipe
+        self._say = say
+        self._ask = ask
+        self._rest = b""
+        self._asking: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+        os.set_blocking(pipe.fileno(), False)
+        self._loop.add_reader(pipe.fileno(), self._read)
+
+    def _read(self) -> bool:
+        """True if there may be more."""
+        if self._asking is not None:
+            self._asking.cancel()
+            self._asking = None
+        try:
+            data = os.read(self._pipe.fileno(), _READ_SIZE_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._loop.remove_reader(self._pipe.fileno())
+            return False
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._say(_text(line))
+        if len(self._rest) > LINE_SIZE_BYTES_MAX:
+            self._say(_text(self._rest))
+            self._rest = b""
+        if self._rest and self._ask is not None:
+            self._asking = self._loop.call_later(QUESTION_AFTER_S, self._is_question)
+        return True
+
+    def _is_question(self) -> None:
+        self._asking = None
+        text, self._rest = _text(self._rest), b""
+        assert self._ask is not None
+        self._ask(text)
+
+    def end(self) -> None:
+        """Its process is gone: what is left in the pipe is said."""
+        while self._read():
+            pass
+        self._loop.remove_reader(self._pipe.fileno())
+        self._pipe.close()
+        if self._asking is not None:
+            self._asking.cancel()
+        if self._rest:
+            self._say(_text(self._rest))
+
+
+def _text(line: bytes) -> str:
+    return line.decode("utf-8", "replace").rstrip("\r")
+
+
+async def stop_all(members: Iterable[Member]) -> None:
+    """Cleanly, side by side. Asking them again meanwhile ends them at once."""
+    running = [member for member in members if member.runs]
+    for member in running:
+        member.stop()
+    for member in running:
+        await member.over()

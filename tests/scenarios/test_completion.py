@@ -1,0 +1,76 @@
+"""Completion in bash, and that neither it nor the list of commands loads what the commands need."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coordinator.cli import commands
+from tests.helpers.projects import immortal
+
+BIN = Path(sys.executable).parent
+
+
+def completed(folder: Path, *words: str) -> list[str]:
+    """What bash offers for the last of ``words``."""
+    script = (
+        'eval "$(_IMMORTAL_COMPLETE=bash_source immortal)"; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1));'
+        ' _immortal_completion immortal "${@: -1}" "${@: -2:1}"; printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    done = subprocess.run(
+        ["bash", "-c", script, "bash", "immortal", *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env={**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"},
+    )
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash here")
+def test_commands_options_and_names_of_instances(tmp_path: Path) -> None:
+    for name in ("shop", "stock", "till"):
+        immortal(tmp_path, "register", name, "--peer", "tcp://127.0.0.1:*")
+    assert completed(tmp_path, "up") == ["up", "upgrade"]
+    assert completed(tmp_path, "run", "--rest") == ["--restart"]
+    for command in ("run", "stop", "status", "logs", "verify"):
+        assert completed(tmp_path, command, "s") == ["shop", "stock"], command
+    assert completed(tmp_path, "init", "--template", "a") == ["agent"]
+    assert completed(tmp_path, "--home", "elsewhere", "run", "s") == []
+
+
+@pytest.mark.parametrize("name", sorted(commands._PLACES))
+def test_the_list_says_what_each_command_says_of_itself(name: str) -> None:
+    module, _, attribute = commands._PLACES[name].partition(":")
+    command = getattr(importlib.import_module(module), attribute)
+    assert commands._HELP[name] == command.get_short_help_str(limit=1000)
+
+
+@pytest.mark.parametrize("how", ["main(['--help'])", "main([])", "completed()"])
+def test_what_lists_commands_loads_none_of_them(how: str, tmp_path: Path) -> None:
+    source = f"""
+import sys
+from click.shell_completion import BashComplete
+from coordinator.cli import main
+def completed():
+    found = BashComplete(main, {{}}, "immortal", "_IMMORTAL_COMPLETE").get_completions([], "")
+    assert len(found) > 20
+try:
+    {how}
+except SystemExit:
+    pass
+print([name for name in ("zmq", "lmdb", "rich", "bench", "pipeline", "replay", "appsdk") if name in sys.modules])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", source], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.splitlines()[-1] == "[]"

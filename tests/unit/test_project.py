@@ -1,0 +1,199 @@
+"""A project: what its file says, what is wrong with it, which one is meant, and how its registry follows it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from coordinator.config import ConfigError
+from coordinator.config.setting import settings_of
+from coordinator.instances.registry import Registry
+from coordinator.project.listing import ListingError
+from coordinator.project.project import PlannedService, Project, ProjectError, find_project
+from coordinator.project.registering import register
+from coordinator.project.schema import GivenService, Service, read_project
+from coordinator.project.source_files import SourceFiles, python_files
+from tests.helpers.projects import SHOP
+
+
+def given(folder: Path, text: str) -> list[GivenService]:
+    (folder / "immortal.toml").write_text(text)
+    return read_project(folder / "immortal.toml")[1]
+
+
+def refused(folder: Path, text: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        given(folder, text)
+    return str(error.value).removeprefix(f"{folder}/immortal.toml")
+
+
+def test_all_that_a_service_may_say(tmp_path: Path) -> None:
+    (shop,) = given(
+        tmp_path,
+        """
+        [services.shop]
+        app = "shop:Shop"
+        count = 3
+        keep_checkpoints = "all"
+        metrics_token_file = "secrets/token"
+        environment = { CURRENCY = "EUR" }
+        [services.shop.tuning]
+        clock_hold_s = 7
+        [services.shop.peers]
+        bank = "tcp://bank.example:7000"
+        """,
+    )
+    assert (shop.name, shop.app, shop.count) == ("shop", "shop:Shop", 3)
+    assert shop.environment == {"CURRENCY": "EUR"}
+    assert shop.settings == {
+        "keep_checkpoints": "all",
+        "metrics_token_file": str(tmp_path / "secrets/token"),
+        "tuning": {"clock_hold_s": 7},
+        "peers": {"bank": "tcp://bank.example:7000"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", ': there is no service: a table such as [services.shop] with app = "shop:Shop"'),
+        ("[services.a]\n", ', line 1: the field services.a.app is missing: app = "module:Class"'),
+        (
+            '[services.a]\napp = "shop"\n',
+            ', line 2, field \'services.a.app\': got "shop", expected "module:Class", or a file of this folder with one'
+            ' service, such as "shop.py"',
+        ),
+        (
+            '[services.a]\napp = "m:C"\ncuont = 2\n',
+            ", line 3, field 'services.a.cuont': unknown field: did you mean 'count'?",
+        ),
+        (
+            '[services.a]\napp = "m:C"\n[services.a.tuning]\nclock_hold_s = 0\n',
+            ", line 4, field 'services.a.tuning.clock_hold_s': got 0, expected a whole number from 1 to 604800",
+        ),
+        (
+            '[services.a]\napp = "m:C"\nenvironment = { A = 1 }\n',
+            ", line 3, field 'services.a.environment': got {'A': 1}, expected a text for each name, but 'A' is none",
+        ),
+        (
+            '[services.a]\napp = "m:C"\ncount = 2\npeer = "tcp://127.0.0.1:7000"\n',
+            ", line 4, field 'services.a.peer': 2 instances can't share one; leave it out",
+        ),
+        (
+            '[services.a]\napp = "m:C"\napp_port = 1\napp_send_port = 2\n',
+            ", line 4, field 'services.a.app_send_port': the apps that a project runs use one connection; start such an"
+            " instance by hand",
+        ),
+        ('[services."a b"]\napp = "m:C"\n', ", table [services]: 'a b' is no instance name"),
+        ("services = 3\n", ", line 1, field 'services': got 3, expected a table [services]"),
+        ("[services.a\n", ", line 1, column 12: no valid TOML"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_place(tmp_path: Path, text: str, said: str) -> None:
+    assert refused(tmp_path, text).startswith(said)
+
+
+def test_services_are_those_of_the_modules(tmp_path: Path) -> None:
+    (tmp_path / "shop.py").write_text(SHOP)
+    (tmp_path / "immortal.toml").write_text(
+        '[services.till]\napp = "shop:Till"\n[services.s]\napp = "shop:Shop"\ncount=2'
+    )
+    project = find_project(tmp_path)
+    till, first, second = project.services()
+    assert (till.name, till.app, till.version, till.calls) == ("till", "shop:Till", 1, ())
+    assert (first.name, second.name, first.calls) == ("s-1", "s-2", ("till",))
+    assert [Path(file).name for file in first.files] == ["shop.py"]
+    assert project.home == tmp_path / ".immortal"
+    assert project.names() == ["till", "s-1", "s-2"]
+
+
+def test_a_file_stands_for_its_services(tmp_path: Path) -> None:
+    (tmp_path / "shop.py").write_text(SHOP + "\n\nclass OldStall(Shop):\n    pass\n")
+    found = Project(tmp_path / "shop.py").services()
+    assert [(one.name, one.app) for one in found] == [
+        ("till", "shop:Till"),
+        ("shop", "shop:Shop"),
+        ("old_stall", "shop:OldStall"),
+    ]
+
+
+def test_which_one_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "shop.py").write_text(SHOP)
+    (tmp_path / "immortal.toml").write_text('[services.till]\napp = "shop.py"\n')
+    with pytest.raises(ProjectError, match=r'line 1: shop.py has 2 services, .* app = "shop:Till" or "shop:Shop"'):
+        find_project(tmp_path).services()
+    (tmp_path / "immortal.toml").write_text('[services.till]\napp = "shop:Tell"\n')
+    with pytest.raises(ProjectError, match="line 1: 'shop' has no service 'Tell'; there are: Till, Shop"):
+        find_project(tmp_path).services()
+
+
+def test_a_module_that_cant_be_imported_says_why(tmp_path: Path) -> None:
+    (tmp_path / "shop.py").write_text("import appsdk\n\n1 / 0\n")
+    with pytest.raises(ListingError) as error:
+        Project(tmp_path / "shop.py").services()
+    assert 'shop.py", line 3' in str(error.value)
+    assert "ZeroDivisionError" in str(error.value)
+    assert "importlib" not in str(error.value)
+
+
+def test_the_project_of_a_folder_above(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "immortal.toml").touch()
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "deep" / "er")
+    assert find_project(None).file == tmp_path / "immortal.toml"
+    with pytest.raises(ProjectError, match=r"there is no .*nothing\.toml"):
+        find_project(Path("nothing.toml"))
+
+
+def test_the_registry_follows_and_keeps_what_is_not_said(tmp_path: Path) -> None:
+    registry = Registry(tmp_path / "home")
+
+    def service(**settings: object) -> PlannedService:
+        return PlannedService(name="shop", app="shop:Shop", version=1, files=(), calls=(), settings=settings)
+
+    assert register(registry, service(keep_checkpoints=3)).startswith("registered, peers at tcp://127.0.0.1:")
+    path = registry.path("shop")
+    path.write_text("# by hand\n" + path.read_text() + "spill_limit_mb = 9\n")
+    port = registry.load("shop").peer
+    assert register(registry, service(keep_checkpoints=3)) == ""
+    said = register(registry, service(keep_checkpoints="all", tuning={"clock_hold_s": 5}))
+    assert said == "its settings have changed: keep_checkpoints, tuning"
+    now = registry.load("shop")
+    assert (now.keep_checkpoints, now.tuning.clock_hold_s, now.spill_limit_mb, now.peer) == (None, 5, 9, port)
+    assert "# by hand" in path.read_text()
+    with pytest.raises(ConfigError, match="name its port"):
+        register(registry, service(peer="tcp://0.0.0.0:*"))
+
+
+def test_files_that_change_are_named_once_they_stand(tmp_path: Path) -> None:
+    one, other = tmp_path / "one.py", tmp_path / "other.py"
+    one.write_text("1")
+    files = SourceFiles([one, other])
+    assert files.look() == set()
+    one.write_text("12")
+    other.write_text("new")
+    assert files.look() == set()
+    assert files.look() == {str(one), str(other)}
+    assert files.look() == set()
+    one.unlink()
+    files.look()
+    assert files.look() == {str(one)}
+
+
+def test_environments_and_hidden_folders_are_not_looked_at(tmp_path: Path) -> None:
+    for place in ("a.py", "package/b.py", ".git/c.py", "env/pyvenv.cfg", "env/lib/d.py", "__pycache__/e.py"):
+        (tmp_path / place).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / place).touch()
+    assert sorted(python_files(tmp_path)) == [str(tmp_path / "a.py"), str(tmp_path / "package" / "b.py")]
+
+
+def test_the_guides_project_is_one(tmp_path: Path) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "guide" / "day-one.md").read_text()
+    till, shop = given(tmp_path, guide.partition("```toml\n")[2].partition("```")[0])
+    assert (till.app, shop.app) == ("shop:Till", "shop:Shop")
+    assert shop.environment == {"GREETING": "good morning"}
+    known = {*settings_of(Service)}
+    table = guide.partition("| of each service | |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"^\| `(\w+)`", table, re.M)) <= known
