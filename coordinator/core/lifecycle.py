@@ -278,7 +278,6 @@ class Lifecycle:
     def prove_promotion(self) -> None:
         """A checkpoint of the app has begun: all that it has made by then is sent."""
         if self.proof is Proof.AT_CHECKPOINT:
-            self.proof = Proof.COMPLETE
             self.finish_replay()
 
     def finish_replay(self) -> None:

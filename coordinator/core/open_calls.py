@@ -107,7 +107,6 @@ class OpenCalls:
 
     def restore(self, at_checkpoint: Mapping[str, Sequence[int]], sequence_id: int) -> None:
         """A recovery begins, at a checkpoint behind that record."""
-        self.is_known = False
         self._open = {caller: _Open() for caller in self._limits}
         for caller, calls in self._open.items():
             for number in at_checkpoint.get(caller, ()):

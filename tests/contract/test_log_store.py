@@ -964,6 +964,7 @@ def test_what_is_not_looked_at_is_said(tmp_path: Path, monkeypatch: pytest.Monke
     assert file_findings(tmp_path) == []
     with monkeypatch.context() as patched:
         patched.setattr(lmdb_backend, "first_unreadable", lambda path: "a page is gone")
+        patched.setattr(lmdb_backend, "structure_problems", lambda path: ["which is why nothing more is looked at"])
         assert file_findings(tmp_path) == [(Severity.FATAL, "a page is gone")]
     monkeypatch.setattr(lmdb_backend, "structure_problems", lambda path: None)
     cannot = (Severity.NOTE, "the installed py-lmdb cannot check the structure of the pages")

@@ -1431,6 +1431,7 @@ def test_a_reply_that_nobody_is_there_for_is_counted(house: House) -> None:
         held[0].reply()
         receiver.process()
         assert time.monotonic() < end
+    assert receiver.counters().replies_unsent == 1
 
 
 @pytest.fixture

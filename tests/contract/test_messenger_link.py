@@ -1,15 +1,17 @@
-"""A link by itself, with real sockets that nobody answers: what it says and does where a connection fails."""
+"""Links and listeners by themselves, with real sockets: what they do where a connection fails, or keys change."""
 
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Iterator
 
 import pytest
 import zmq
 
-from coordinator.messenger import KeyPair, RetryPolicy
+from coordinator.messenger import KeyPair, Messenger, RetryPolicy, Security
 from coordinator.messenger import link as messenger_link
+from coordinator.messenger.handshakes import Handshakes
 from coordinator.messenger.limits import RECONNECT_REFUSED_NS, SILENCE_NS
 from coordinator.messenger.link import Link
 from coordinator.messenger.outbox import Outbox
@@ -36,6 +38,33 @@ def link_of(context: Context, server_key: str | None = None) -> Link:
     pair = None if server_key is None else PAIR
     outbox = Outbox(RetryPolicy(), lambda: 0.0)
     return Link(context, ENDPOINT, 1, 1, outbox, Counters(), Warnings(lambda: 0), pair, server_key)
+
+
+def test_a_listener_changes_its_socket_for_other_keys_of_its_own_and_not_for_other_callers() -> None:
+    messenger = Messenger(security=Security(PAIR, {}, lambda endpoint: ()))
+    messenger.listen("tcp://127.0.0.1:*", lambda received: None)
+    (listener,) = messenger._listeners
+    before = listener._socket
+    messenger.secure(Security(PAIR, {PAIR.public: "a"}, lambda endpoint: ()))
+    assert listener._socket is before
+    assert listener.reopen_due_ns is None
+    messenger.secure(Security(KeyPair.new(), {}, lambda endpoint: ()))
+    assert listener._socket is not before
+    assert listener.reopen_due_ns is not None
+    messenger.close()
+
+
+def test_a_handshake_that_has_succeeded_and_is_forgotten_counts_no_more(context: Context) -> None:
+    handshakes = Handshakes(context, context.socket(zmq.ROUTER), "handshakes", False, Warnings(lambda: 0))
+    handshakes._succeeded_count = 2
+    one, other = socket.socketpair()
+    handshakes._unknown = {1001: one, 1002: other}  # under ZeroMQ's descriptors
+    handshakes._forget(1001, succeeded=True)
+    assert handshakes._succeeded_count == 1
+    handshakes._forget(1002)
+    assert handshakes._succeeded_count == 1
+    assert one.fileno() == other.fileno() == -1
+    handshakes.close()
 
 
 def test_a_link_that_is_given_up_waits_longer_the_next_time(context: Context, said: pytest.LogCaptureFixture) -> None:

@@ -55,7 +55,13 @@ ROOMS = (
     Room(
         "driver",
         "coordinator/driver",
-        ("unit/test_driver*.py", "contract/test_log_endpoint.py", "unit/test_core_*.py", "unit/test_testing_*.py"),
+        (
+            "traces/test_*.py",
+            "unit/test_driver*.py",
+            "contract/test_log_endpoint.py",
+            "unit/test_core_*.py",
+            "unit/test_testing_*.py",
+        ),
     ),
     Room(
         "log",

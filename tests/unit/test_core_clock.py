@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.core.clock import SPANS_MAX, TOLERANCE_NS, RunningTime, SteadyClock, Timekeeper
+from coordinator.core.clock import SPANS_MAX, STEPS_MAX, TOLERANCE_NS, RunningTime, SteadyClock, Timekeeper
 
 S = 1_000_000_000
 HOUR, DAY = 3600 * S, 86_400 * S
@@ -122,6 +122,14 @@ def test_the_core_hears_of_steps_and_of_what_came_first() -> None:
     (step,) = keeper.take_events()
     assert (step.time_ns, step.steady_ns, step.jumped_ns) == (START + 3 * S + HOUR, 3 * S, HOUR)
     assert Timekeeper(keeper.clock, keeper.running, keeper.steps).take_events() == [step]
+
+
+def test_only_the_last_steps_are_kept() -> None:
+    keeper = Timekeeper(SteadyClock(START, HOLD), RunningTime())
+    keeper.read(START, 0)
+    for number in range(1, STEPS_MAX + 4):
+        keeper.read(START + number * (HOUR + S), number * S, accept=True)
+    assert [step.steady_ns for step in keeper.steps] == [number * S for number in range(4, STEPS_MAX + 4)]
 
 
 # --- for how long it has run -----------------------------------------------------------------------------------------

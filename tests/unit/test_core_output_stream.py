@@ -102,6 +102,15 @@ def test_a_base_app_may_send_later_what_its_replay_made() -> None:
     assert taken(stream) == [(4, payload(4))]
 
 
+def test_of_an_impulse_that_was_left_in_the_log_what_is_not_acknowledged_is_read() -> None:
+    stream = opened(acknowledged=2, impulses=[ImpulseBatch("b", 1, 4, b"", 400)])
+    stream.finish_replay()
+    assert stream.position == 4
+    read = stream.next_read(0)
+    assert read is not None
+    assert read[:2] == (3, 4)
+
+
 def test_a_replay_that_ends_before_a_kept_impulse() -> None:
     stream = opened(impulses=[kept(4, 91)])
     stream.append(2, payload(1, 2))

@@ -15,7 +15,7 @@ from coordinator.core.interfaces import ImpulseBatch
 from coordinator.core.limits import Limits
 from coordinator.core.session import Phase
 from protocol.extensions import Hello, decode_sources, encode_hello
-from protocol.messages import MessageType, decode_messages, encode_message
+from protocol.messages import MessageType, decode_messages, encode_incoming_rpc, encode_message
 from protocol.peer import FrameType, RefusedCode
 from tests.helpers.core import (
     COMMITTER_ID,
@@ -541,6 +541,13 @@ def test_impulses_are_told_as_accepted_behind_the_record_that_holds_them() -> No
     driven.disk()
     assert [kind[1:] for kind in driven.heard] == [("RECORD_TIME", "RPC", "RPC"), ("IMPULSES_ACCEPTED",)]
     assert bytes(driven.app_bytes).endswith(encode_message(MessageType.IMPULSES_ACCEPTED, b"\x04"))
+
+
+@pytest.mark.parametrize(("hello", "taken"), [(True, False), (False, True)])
+def test_whether_calls_must_say_who_waits_for_them_is_known_from_the_log(hello: bool, taken: bool) -> None:
+    driven = Driven.started(hello=hello).crash()
+    driven.batch("t", 1, encode_incoming_rpc(3, 0, b"\x93\xa1c\x07\x05"))  # by "c", says "b"
+    assert driven.replies == [("t", FrameType.TRIM_TO, 1) if taken else ("t", FrameType.REFUSED, 0)]
 
 
 def test_a_base_app_is_never_told_of_acceptance() -> None:

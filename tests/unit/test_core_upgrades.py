@@ -171,6 +171,17 @@ def test_an_app_that_is_lost_in_an_upgrade_may_try_again() -> None:
     assert second.phase is Phase.UPGRADING
 
 
+def test_an_upgrade_whose_code_makes_fewer_calls_of_the_past_than_a_receiver_has_stops() -> None:
+    driven = old()
+    driven.data(attach("b") + call("b", 1) + call("b", 2))
+    driven.reply(FrameType.WELCOME, 0)
+    driven.reply(FrameType.TRIM_TO, 2)
+    driven.batch("u", 2, rpc(2))  # a record that holds the mark
+    second = upgrading(driven)
+    second.data(attach("b") + call("b", 1) + checkpoint(b"upgraded"))
+    assert isinstance(second.stop.error, DivergenceError)
+
+
 def test_a_base_app_is_upgraded_without_a_version() -> None:
     driven = Driven.started(hello=False)
     second = driven.crash(upgrade_to=2)

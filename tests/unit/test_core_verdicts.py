@@ -399,6 +399,12 @@ def test_a_retry_is_a_new_input() -> None:
     assert answers(driven)[1:] == [("u", {"retried": 0, "refused": {"1:0": "there is no such letter"}})]
 
 
+def test_a_call_of_method_0_is_retried_as_any() -> None:
+    driven = with_letter(msgspec.structs.replace(LETTER, message=rpc(1, method_id=0)))
+    driven.handle(ev.LettersRetried({KEY: driven.store.letter(KEY)}, "ann", "t"))
+    assert answers(driven) == [("t", {"retried": 1, "refused": {}})]
+
+
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
