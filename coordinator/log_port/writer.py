@@ -66,7 +66,6 @@ class LogWriter:
         self._trim_lock = threading.Lock()  # between asking for one and taking the last for done
         self._closing = False
         self._kept: _Job | None = None  # taken while looking for a commit to join
-        self._ticket = 0  # of the last append that is durable
         self.commit_s = 0.0  # what a commit takes, with its sync: a running mean over the last few
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
@@ -140,8 +139,7 @@ class LogWriter:
                     if armed:
                         _reach_commit(job.transaction, _BEFORE)
                     started_s = time.perf_counter()
-                    self._store.commit(job.transaction)
-                    self._ticket = job.ticket
+                    self._store.commit(job.transaction, job.ticket)
                     took_s = time.perf_counter() - started_s
                     self.commit_s += (took_s - self.commit_s) * COMMIT_MEAN_WEIGHT
                     if self._times is not None:
@@ -160,8 +158,15 @@ class LogWriter:
             return failed
 
     def _read_tail(self) -> Event:
+        try:
+            with self._store_lock:
+                tail = TailRead(*self._store.tail())
+        except FencedError as error:
+            return Fenced(0, error.holder)
+        except Exception as error:  # as in _write
+            return _failed(error, ReadTail())
         self._holds = False
-        return TailRead(self._ticket, self._store.summary().last_sequence_id)
+        return tail
 
     def _run(self) -> None:
         while True:
@@ -243,7 +248,7 @@ class LogWriter:
                 self._trim.clear()
 
 
-def _failed(error: Exception, job: _Write) -> LogFailed:
+def _failed(error: Exception, job: _Job) -> LogFailed:
     if not isinstance(error, LogError):
         error = LogError(f"a write to the log failed: {error!r}")
     return LogFailed(error, isinstance(error, LogUnavailableError), job)

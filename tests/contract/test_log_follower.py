@@ -132,7 +132,7 @@ def test_it_opens_the_log_for_writing_once_the_lock_is_free(log: Log) -> None:
 class FencingStore(MemoryLogStore):
     error: Exception = FencedError("process 77")
 
-    def commit(self, transaction: Transaction) -> None:
+    def commit(self, transaction: Transaction, ticket: int = 0) -> None:
         raise self.error
 
 

@@ -35,10 +35,11 @@ from coordinator.core.interfaces import (
 from coordinator.log import RowLogStore, TrimmedError, create_log, open_log, open_reader, verify_value
 from coordinator.log import budget as budget_module
 from coordinator.log import format as log_format
-from coordinator.log.backend import Append, Options
+from coordinator.log.backend import Append, Options, Place
 from coordinator.log.cut import LogCutter
 from coordinator.log.memory import MemoryLogStore
 from coordinator.log.meta import first_and_last_sequence_id
+from coordinator.log.open import place_of
 from coordinator.log.removal import cut_checkpoint_ids, removal
 from coordinator.log.verify import verify_log
 from protocol.checksum import crc64
@@ -118,7 +119,7 @@ def open_small(folder: Path) -> RowLogStore:
     return open_log(folder, "alice", map_size_bytes=MAP_SIZE_BYTES)
 
 
-@pytest.fixture(params=["memory", "lmdb", "toy"])
+@pytest.fixture(params=["memory", "lmdb", "toy", "postgresql"])
 def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
     if request.param == "memory":
 
@@ -132,8 +133,10 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
             return store.crash()
 
         bench = Bench(MemoryLogStore(COMMITTER_ID), crash, cut_in_memory)
-    elif request.param == "toy":
-        place = ToyPlace(str(tmp_path / "log"))
+    elif request.param in ("toy", "postgresql"):
+        place: Place = ToyPlace(str(tmp_path / "log"))
+        if request.param == "postgresql":
+            place = place_of(request.getfixturevalue("postgres").url(f"store-{request.node.name}"))
 
         def open_again(store: LogStore) -> LogStore:
             store.close()
