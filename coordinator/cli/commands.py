@@ -18,6 +18,7 @@ _PLACES = {
     "clock": "coordinator.cli.clock:clock",
     "coordinator": "coordinator.cli.coordinator:coordinator",
     "dead-letters": "coordinator.cli.dead_letters:dead_letters",
+    "doctor": "coordinator.cli.doctor:doctor",
     "keys": "coordinator.cli.keys:keys",
     "log": "coordinator.cli.log:log",
     "peers": "coordinator.cli.peers:peers",

@@ -316,6 +316,10 @@ class LogStore(Protocol):
     problems: list[str]
     """What the last summary had to leave out, in words."""
 
+    @property
+    def is_remote(self) -> bool:
+        """It may take as long as another machine likes: a loop that others wait for asks it for nothing itself."""
+
     def summary(self) -> LogSummary: ...
 
     def clients(self) -> StoredClients:

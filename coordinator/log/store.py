@@ -91,6 +91,10 @@ class RowLogStore:
         if keys and (self.macs is None or self.macs.marker.key_id != keys[0].id):
             self._give_key(keys[0], None if marker is None or accept else marker.first_sequence_id)
 
+    @property
+    def is_remote(self) -> bool:
+        return self.backend.is_remote
+
     # --- the log's key ------------------------------------------------------------------------------------------------
 
     def _authenticate(self, macs: Macs) -> None:

@@ -120,13 +120,16 @@ class LogEndpoint:
         if isinstance(request, ef.CheckCheckpoint) and request.header.size_bytes > CHECKED_AT_ONCE_SIZE_BYTES_MAX:
             large.add(request.header.checkpoint_id)
             self._reads.submit(lambda: self._check(store, request))
-        elif isinstance(request, ef.ReadCheckpointChunk) and request.checkpoint_id in large:
+        elif store.is_remote or (isinstance(request, ef.ReadCheckpointChunk) and request.checkpoint_id in large):
             self._reads.submit(lambda: _answered(store, request))
         else:
-            self._inbox.append(answer(store, request))
-            if isinstance(request, ef.LoadLog):
-                for problem in store.problems:
-                    self._log.error(problem)
+            self._take(answer(store, request))
+
+    def _take(self, event: ev.Event) -> None:
+        self._inbox.append(event)
+        if isinstance(event, ev.LogLoaded) and self._store is not None:
+            for problem in self._store.problems:
+                self._log.error(problem)
 
     def _hand_over(self, store: LogStore, request: StoreRead) -> None:
         """What was asked of a log that another wrote."""
@@ -171,8 +174,9 @@ class LogEndpoint:
         if self._writer is not None:
             inbox += self._writer.take_done()
         for event in self._reads.take_done():
-            self._measuring = self._measuring and not isinstance(event, ev.LogMeasured | ev.LogFailed)
-            inbox.append(event)
+            if isinstance(event, ev.LogMeasured) or (isinstance(event, ev.LogFailed) and event.request is None):
+                self._measuring = False
+            self._take(event)
         if self._follower is not None and self._writer is None:
             inbox += self._follower.take_done()
             if (store := self._follower.take_store()) is not None:

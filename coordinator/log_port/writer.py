@@ -54,7 +54,7 @@ class LogWriter:
         self._times = times
         self._keep_checkpoints = keep_checkpoints
         self._keep_since_ns: int | None = None
-        self._inline_size_bytes_max = inline_size_bytes_max
+        self._inline_size_bytes_max = -1 if store.is_remote else inline_size_bytes_max
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._on_thread = 0  # jobs handed over and not yet collected
         self._inline: deque[_Write] = deque()

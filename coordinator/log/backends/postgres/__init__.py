@@ -6,6 +6,7 @@ instance can have a follower on another one.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
@@ -13,11 +14,13 @@ from coordinator.core.errors import LogFormatError, LogLockedError
 from coordinator.log.backend import Options, Place, ReadBackend, Row
 from coordinator.log.backends.postgres import lease as leases
 from coordinator.log.backends.postgres import schema
-from coordinator.log.backends.postgres.connecting import Address, Connections, connect, reaching
+from coordinator.log.backends.postgres.connecting import Address, Connections, connect, errors, reaching
 from coordinator.log.backends.postgres.durability import Durability
 from coordinator.log.backends.postgres.view import PostgresView, viewing
 from coordinator.log.backends.postgres.writing import PostgresBackend
 from coordinator.log.meta import LogIdentity, first_and_last_sequence_id, read_identity
+
+LOOK_S = 0.1  # between two looks who has the lease
 
 
 class PostgresReader(ReadBackend):
@@ -53,6 +56,8 @@ class PostgresPlace(Place):
         super().__init__(location)
         self._address = Address.of(location)
         self._connections = Connections(self._address)
+        self._looked_s = -LOOK_S
+        self._holder: str | None = None
 
     def exists(self) -> bool:
         address = self._address
@@ -104,10 +109,16 @@ class PostgresPlace(Place):
         return self.holder() is not None
 
     def holder(self) -> str | None:
-        if not self.exists():
-            return None
-        with self._connections.borrowed() as connection:
-            return leases.holder(connection, self._address.named)
+        """As of LOOK_S ago: who follows asks all the time."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s >= LOOK_S:
+            with self._connections.borrowed() as connection:
+                try:
+                    self._holder = leases.holder(connection, self._address.named)
+                except (errors.UndefinedTable, errors.InvalidSchemaName):
+                    self._holder = None
+            self._looked_s = now_s
+        return self._holder
 
     def remove(self) -> None:
         if not self.exists():

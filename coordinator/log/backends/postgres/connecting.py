@@ -24,6 +24,9 @@ waits for its standbys is not silent: TCP answers."""
 _NO_LIMITS = "SET statement_timeout = 0; SET lock_timeout = 0; SET idle_in_transaction_session_timeout = 0"
 
 
+__all__ = ["Address", "Connections", "connect", "errors", "is_broken", "reaching"]
+
+
 @dataclass(frozen=True, slots=True)
 class Address:
     """Of one log: the database as libpq takes it, and the instance whose log it is there (None: it is not said)."""

@@ -221,8 +221,7 @@ class PostgresBackend(Backend):
 
 
 def fenced(where: str, epoch: int, holder: str) -> FencedError:
-    by = f"{holder} at epoch {epoch}"
-    return FencedError(by, f"fenced by {by}: it writes the log {where} now")
+    return FencedError(holder, f"fenced by {holder} at epoch {epoch}: it writes the log {where} now")
 
 
 def _statements(append: Append) -> Iterator[list[object]]:
