@@ -235,6 +235,10 @@ class Place(Protocol):
         """What the crash of one machine would lose, in words."""
         return ["the machine crashes: nothing is lost", "its disk is lost: the log is lost since its last backup"]
 
+    def migrate(self) -> str:
+        """Bring what it is kept in to this program's version; in words what was done. Raises LogError."""
+        return "there is nothing to migrate"
+
     def make_private(self) -> str | None:
         """Take from others what they may do with it; in words what that was."""
         return None

@@ -1,15 +1,19 @@
-"""An instance whose log is in PostgreSQL, as real processes: it is killed, stopped for a while, and its server restarts."""
+"""An instance whose log is in PostgreSQL, as processes: it is killed, it sleeps, and its server restarts."""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from coordinator.instances.registry import Registry, free_port
 from coordinator.operator import control
 from tests.helpers.counting import CALLS, House
 from tests.helpers.postgres import Postgres
@@ -25,6 +29,21 @@ def house(postgres: Postgres, tmp_path: Path) -> Iterator[House]:
 
 def follower_status(house: House) -> dict[str, Any]:
     return control.query(house.registry.load("counter").folder / "followers" / "1", "status")
+
+
+def another_machine(house: House) -> House:
+    """The same instance with a home of its own, as on a machine of its own: with the same keys, and its own address."""
+    home = house.home / "elsewhere"
+    home.mkdir()
+    other = House.__new__(House)
+    other.home, other.registry, other.runs = home, Registry(home), house.runs
+    settings = (house.home / "counter.toml").read_text()
+    port = free_port(("127.0.0.1",), set())
+    (home / "counter.toml").write_text(re.sub(r"127\.0\.0\.1:[0-9]+", f"127.0.0.1:{port}", settings))
+    (home / "counter").mkdir(mode=0o700)
+    shutil.copytree(house.home / "counter" / "keys", home / "counter" / "keys")
+    shutil.copy(house.home / "counting.py", home)
+    return other
 
 
 def all_is_counted(house: House) -> None:
@@ -53,19 +72,23 @@ def test_a_coordinator_that_slept_while_another_took_over_is_fenced(house: House
     house.until(lambda: first.said("ready"), "the first one is up")
     house.run("feeder", "counting:Feeder")
     house.until(lambda: house.status("counter")["sequence_id"] > 20, "calls have come")
-    second = house.run("counter")
-    house.until(lambda: follower_status(house)["phase"] == "following", "the second one follows")
+    elsewhere = another_machine(house)
+    second = elsewhere.run("counter", "counting:Counter")
+    house.until(lambda: follower_status(elsewhere)["phase"] == "following", "the second one follows")
     sleeper = house.status("counter")["pid"]
     os.kill(sleeper, signal.SIGSTOP)
     try:
         house.until(lambda: second.said("recovered"), "the lease has run out, and it takes over")
-        house.until(lambda: house.status("counter")["sequence_id"] > 40, "it works")
+        seen, wrong = elsewhere.call("counter", "totals")
+        assert wrong == 0
     finally:
         os.kill(sleeper, signal.SIGCONT)
     house.until(lambda: first.process.poll() is not None, "the first one ends by itself")
     assert first.process.returncode == 4
-    assert first.said("fenced by ")
-    all_is_counted(house)
+    assert first.said(f"fenced by {socket.gethostname()} (process ")
+    assert house.status("feeder")["outputs"]["counter"]["acknowledged"] <= seen
+    assert elsewhere.call("counter", "totals") == [seen, 0]
+    assert second.stop() == 0
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGQUIT])

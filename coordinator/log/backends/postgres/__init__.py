@@ -10,11 +10,17 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
-from coordinator.core.errors import LogFormatError, LogLockedError
+from coordinator.core.errors import LogError, LogFormatError, LogLockedError
+
+try:
+    from psycopg import errors
+except ImportError as error:  # before all else here, which needs it too
+    raise LogError(f"a log in PostgreSQL needs psycopg ({error}): pip install 'immortal[postgres]'") from None
+
 from coordinator.log.backend import Options, Place, ReadBackend, Row
 from coordinator.log.backends.postgres import lease as leases
 from coordinator.log.backends.postgres import schema
-from coordinator.log.backends.postgres.connecting import Address, Connections, connect, errors, reaching
+from coordinator.log.backends.postgres.connecting import Address, Connections, connect, reaching
 from coordinator.log.backends.postgres.durability import Durability
 from coordinator.log.backends.postgres.view import PostgresView, viewing
 from coordinator.log.backends.postgres.writing import PostgresBackend
@@ -135,6 +141,13 @@ class PostgresPlace(Place):
             connection.execute("DELETE FROM immortal.records WHERE instance = %s", [instance])
             connection.execute("DELETE FROM immortal.rows WHERE instance = %s", [instance])
             connection.execute("DELETE FROM immortal.leases WHERE instance = %s", [instance])
+
+    def migrate(self) -> str:
+        with self._connections.borrowed() as connection:
+            before = schema.migrate(connection, self.where)
+        if before == schema.VERSION:
+            return f"the schema of {self.where} has version {before} already"
+        return f"the schema of {self.where} had version {before}, and has version {schema.VERSION} now"
 
     def durability(self) -> list[str]:
         with self._connections.borrowed() as connection:

@@ -7,13 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from coordinator.core.errors import LogError, LogFormatError, LogFullError, LogUnavailableError
+import psycopg
+from psycopg import conninfo, errors, pq
 
-try:
-    import psycopg
-    from psycopg import conninfo, errors, pq
-except ImportError as error:
-    raise LogError(f"a log in PostgreSQL needs psycopg ({error}): pip install 'immortal[postgres]'") from None
+from coordinator.core.errors import LogError, LogFormatError, LogFullError, LogUnavailableError
 
 VERSION_MIN = 150000  # as libpq counts: 15.0
 CONNECT_TIMEOUT_S = 5
@@ -22,9 +19,6 @@ DEAD_MS = 10_000
 waits for its standbys is not silent: TCP answers."""
 # An append is never cut off: what a time limit of the server ends may be visible already, and on no standby.
 _NO_LIMITS = "SET statement_timeout = 0; SET lock_timeout = 0; SET idle_in_transaction_session_timeout = 0"
-
-
-__all__ = ["Address", "Connections", "connect", "errors", "is_broken", "reaching"]
 
 
 @dataclass(frozen=True, slots=True)

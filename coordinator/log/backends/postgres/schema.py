@@ -175,15 +175,15 @@ def check(connection: Connection, where: str) -> bool:
     return True
 
 
-def migrate(connection: Connection, where: str, to: int = VERSION) -> int:
-    """Bring the schema to version ``to``; the version that it had (0: there was none). Raises LogError."""
+def migrate(connection: Connection, where: str) -> int:
+    """Bring the schema to VERSION; the version that it had (0: there was none). Raises LogError."""
     connection.execute("SELECT pg_advisory_lock(%s)", [MIGRATION_LOCK])
     try:
         before = version = version_of(connection) or 0
-        if version > to:
+        if version > VERSION:
             check(connection, where)
         try:
-            while version < to:
+            while version < VERSION:
                 with connection.transaction():
                     connection.execute(MIGRATIONS[version])
                     version += 1
