@@ -127,7 +127,8 @@ class House:
 
     def call(self, name: str, method: str) -> list[int]:
         done = self.immortal("call", name, method)
-        done.check_returncode()
+        if done.returncode:
+            raise subprocess.CalledProcessError(done.returncode, done.args, done.stdout, done.stderr)
         found: list[int] = json.loads(done.stdout)
         return found
 
