@@ -129,6 +129,7 @@ class Connections:
                 yield connection
         except BaseException:
             connection.close()
+            self._close_idle()  # a server that has restarted has broken all of them
             raise
         if self._is_closed:
             connection.close()
@@ -137,5 +138,9 @@ class Connections:
 
     def close(self) -> None:
         self._is_closed = True
-        while self._idle:
-            self._idle.pop().close()
+        self._close_idle()
+
+    def _close_idle(self) -> None:
+        with contextlib.suppress(IndexError):  # threads may do it at once
+            while True:
+                self._idle.pop().close()
