@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -177,6 +178,30 @@ def test_an_append_that_the_server_is_still_at_is_waited_for(store: RowLogStore,
     store.commit(records(2), 3)
 
 
+def test_a_server_that_has_restarted_fails_one_read_and_one_append(store: RowLogStore, postgres: Postgres) -> None:
+    store.commit(records(0), 1)
+    with store.backend.view(), store.backend.view():  # two connections that wait
+        pass
+    postgres.stop()
+    postgres.start()
+    with pytest.raises(LogUnavailableError, match="does not answer"):
+        store.read(0, 100)
+    assert len(store.read(0, 100)) == 1
+    with pytest.raises(LogUnavailableError, match="does not answer"):
+        store.commit(records(1), 2)
+    assert store.tail() == (1, 0)
+    store.commit(records(1), 2)
+    assert store.tail() == (2, 1)
+
+
+def test_of_several_hosts_the_one_that_takes_writes_is_used(postgres: Postgres, tmp_path: Path) -> None:
+    url = f"postgresql://owner@/postgres?host={tmp_path},{postgres.folder}"
+    assert place_of(f"{url}#several").exists() is False
+    readonly = f"{postgres.url()}&options=-c%20default_transaction_read_only%3Don#several"
+    with pytest.raises(LogUnavailableError, match="session is read-only"):
+        place_of(readonly).exists()
+
+
 def test_a_late_append_of_the_same_writer_is_fenced(store: RowLogStore) -> None:
     """What was on its way when the tail was asked for comes too late."""
     backend: Any = store.backend
@@ -279,7 +304,7 @@ def test_a_database_is_no_log(postgres: Postgres) -> None:
         open_reader(postgres.url())
 
 
-def test_a_server_that_is_not_there(postgres: Postgres, tmp_path: Any) -> None:
+def test_a_server_that_is_not_there(postgres: Postgres, tmp_path: Path) -> None:
     with pytest.raises(LogUnavailableError, match="does not answer"):
         place_of(f"postgresql:///db?host={tmp_path}#a").exists()
 
