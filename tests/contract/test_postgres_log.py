@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from coordinator.core.errors import FencedError, LogError, LogFormatError, LogLockedError, LogUnavailableError
@@ -29,7 +30,7 @@ from tests.helpers.postgres import Postgres
 
 psycopg = pytest.importorskip("psycopg", reason="psycopg is not installed")
 
-from coordinator.log.backends.postgres import schema  # noqa: E402  # which needs it
+from coordinator.log.backends.postgres import lease, schema  # noqa: E402  # which needs it
 from coordinator.log.backends.postgres.writing import _statements  # noqa: E402
 
 COMMITTER_ID = 77
@@ -232,6 +233,24 @@ def test_a_writer_whose_lease_has_run_out_is_fenced_by_the_next(
         assert second.tail() == (1, 1)
     finally:
         second.close()
+
+
+def test_a_lease_is_void_where_its_process_is_known_to_be_gone() -> None:
+    """On this machine; of another one nobody knows until it has run out."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    own = lease.own_process()
+    gone = msgspec.structs.replace(own, pid=ended.pid)
+    elsewhere = msgspec.structs.replace(gone, space="another boot")
+    later = msgspec.structs.replace(own, pid=os.getppid(), process_start_ticks=own.process_start_ticks + 1)
+    living = msgspec.structs.replace(own, pid=os.getppid(), process_start_ticks=0)
+
+    def is_gone(process: lease.Process) -> bool:
+        return lease.is_gone(msgspec.json.encode(process).decode())
+
+    assert [is_gone(one) for one in (gone, later, elsewhere, living)] == [True, True, False, False]
+    assert is_gone(own), "this process holds no such lease"
+    assert not lease.is_gone("of a later version")
 
 
 def test_a_writer_is_fenced_where_all_but_the_epoch_is_as_it_was(postgres: Postgres, url: str) -> None:
