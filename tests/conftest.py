@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from xdist.scheduler import Scheduling
     from xdist.workermanage import WorkerController
 
+    from tests.helpers.postgres import Postgres
     from tests.helpers.side_by_side import Room
 
 
@@ -145,3 +146,21 @@ def spark() -> Iterator[SparkSession]:
         pytest.skip(str(error))
     with running_session() as session:
         yield session
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Postgres]:
+    """The one PostgreSQL of a test process: making it takes a second."""
+    from tests.helpers.postgres import VERSION_MIN, Postgres, binaries
+
+    pytest.importorskip("psycopg", reason="psycopg is not installed: 'scripts/setup dev' does it")
+    programs = binaries()
+    if programs is None:
+        pytest.skip(
+            f"there is no PostgreSQL {VERSION_MIN} or newer in /usr/lib/postgresql: 'apt-get install postgresql'"
+        )
+    server = Postgres(programs)
+    try:
+        yield server
+    finally:
+        server.remove()

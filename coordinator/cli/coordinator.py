@@ -27,6 +27,7 @@ from coordinator.instances.registry import Registry
 @start_option("app_socket")
 @start_option("app_auth")
 @start_option("insecure")
+@start_option("allow_data_loss")
 @promote_option
 @follow_option
 @click.option("--place", hidden=True, type=click.Path(path_type=Path), help="Of a follower; from 'immortal run'.")

@@ -24,6 +24,7 @@ from coordinator.core.notices import Level
 from coordinator.instances import upgrade_mark
 from coordinator.instances.registry import Registry, RegistryError
 from coordinator.instances.upgrade_mark import UpgradeMark
+from coordinator.log_url import is_in_folder
 from coordinator.operator import control
 from protocol.errors import ImmortalError
 
@@ -40,6 +41,7 @@ from protocol.errors import ImmortalError
 )
 @click.option("--strict", is_flag=True, help="Refuse an app whose handlers do what no replay can repeat.")
 @start_option("insecure")
+@start_option("allow_data_loss")
 @promote_option
 @follow_option
 @start_option("replay_check")
@@ -73,20 +75,25 @@ def run(
     in a debugger.
 
     With --follow, beside an instance that runs: both processes keep up with its log, and take its place when its
-    coordinator is gone. Where none runs, they are the instance at once.
+    coordinator is gone. Where none runs, they are the instance at once. With a log that other machines reach
+    (postgresql:) that is so without --follow, wherever another process has the log.
 
     It ends with status 0 after a clean stop, with 4 where another process writes the log by now, with 70 where a
     handler stops the app, and with 1 after any other error.
     """
     from coordinator.instances.follower_places import settings_at, take_place
+    from coordinator.log.open import place_of
     from coordinator.notices import configure
     from coordinator.peers.security import check_start
-    from coordinator.service.commands import Command, Role, app_command, coordinator_command, supervised
+    from coordinator.service.commands import PYTHON, Command, Role, app_command, coordinator_command, supervised
+    from coordinator.service.deaths import STATUS_FENCED
     from coordinator.service.supervisor import Supervisor
     from coordinator.service.terminal import app_input
 
     settings = registry.load(name)
     _refuse_two_ports(settings)
+    is_shared = not is_in_folder(settings.log) and not embedded and place_of(settings.log).is_shared
+    follow = follow or (is_shared and place_of(settings.log).is_live())
     if not follow:
         control.refuse_running(settings.folder)
     mark = upgrade_mark.read(settings.folder)
@@ -145,7 +152,10 @@ def run(
         follows=follow,
         app_input=app_input(interactive),
     )
-    sys.exit(supervisor.run())
+    status = supervisor.run()
+    if status == STATUS_FENCED and restart and is_shared and not follow:
+        os.execv(PYTHON[0], [*PYTHON, "-m", "coordinator", *sys.argv[1:], "--follow"])
+    sys.exit(status)
 
 
 def _become_embedded(settings: InstanceSettings, app: str, *, strict: bool, log_level: str) -> NoReturn:

@@ -348,3 +348,16 @@ def _show_key(settings: InstanceSettings, as_json: bool) -> None:
         echo(f"  key {one}{'  in use' if index == 0 else ''}  in {path}")
     if marker is not None and marker.key_id not in ids:
         echo(f"  key {marker.key_id} is NOT in {path}: nothing of the log can be checked")
+
+
+@log.command()
+@name_argument
+@pass_registry
+def migrate(registry: Registry, name: str) -> None:
+    """Bring the database of NAME's log to this program's version, as the owner of its schema.
+
+    Programs of before refuse it from then on: all instances with a log there are to be stopped first.
+    """
+    from coordinator.log.open import place_of
+
+    echo(place_of(registry.load(name).log).migrate())

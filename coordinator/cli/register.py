@@ -10,7 +10,7 @@ import click
 
 from coordinator.cli.common import name_argument, pass_registry
 from coordinator.cli.setting_options import register_options, said
-from coordinator.config import AppSendMode
+from coordinator.config import AppSendMode, InstanceSettings
 from coordinator.instances.registry import Registry
 from coordinator.log_url import is_in_folder
 from protocol.command_line import echo
@@ -23,6 +23,7 @@ from protocol.command_line import echo
 def register(registry: Registry, /, name: str, **options: Any) -> None:
     """Write the settings of a new instance, and make its keys."""
     from coordinator.instances import own_logs
+    from coordinator.operator import unregister as without  # needs ZeroMQ, whose loading takes long
     from coordinator.peers import keys
 
     given = said(options)
@@ -31,12 +32,21 @@ def register(registry: Registry, /, name: str, **options: Any) -> None:
     settings = registry.register(name, **given)
     keys.make(settings.folder)
     own_logs.OwnLogs(settings.folder).begin()
+    made = ""
+    if not is_in_folder(settings.log):
+        try:
+            made = _make_log(settings)
+        except BaseException:
+            without.unregister(registry, name)
+            raise
     app = " and ".join(settings.app_addresses)
     start = f"immortal run {name} MODULE:CLASS"
     if settings.app_send_port is not None:
         does = "listens" if settings.app_send_mode is AppSendMode.LISTEN else "connects, too,"
         app += f" ({does} at {settings.app_send_address})"
         start = f"immortal coordinator {name}"
+    if made:
+        echo(made)
     echo(f"registered {name}: peers at {settings.peer}, app at {app}")
     echo(f"settings in {_relative(registry.path(name))}; start it with: {start}")
 
@@ -56,6 +66,20 @@ def unregister(registry: Registry, name: str, delete_log: bool) -> None:
     elif Path(log).exists():
         kept = f"; its log stays in {_relative(Path(log))}"
     echo(f"unregistered {name}{kept}")
+
+
+def _make_log(settings: InstanceSettings) -> str:
+    """The log of an instance that is new, where other machines reach it; what was done. Raises LogError."""
+    from coordinator.instances import own_logs
+    from coordinator.log.open import place_of
+
+    place = place_of(settings.log)
+    if not place.is_shared:
+        return ""
+    if place.exists():
+        return f"takes the log that is there, {place.where}: 'immortal log diff' says whose it is"
+    own_logs.open_log(settings).close()
+    return f"made the log {place.where}"
 
 
 def _relative(path: Path) -> str:

@@ -15,7 +15,7 @@ from coordinator.config.schema import AppAuth, InstanceSettings
 from coordinator.config.setting import Setting, setting_of, settings_of
 from coordinator.config.values import ConfigError, WrongValueError, check_instance_name
 from coordinator.core.permissions import ANYTHING
-from coordinator.log_url import is_in_folder
+from coordinator.log_url import is_in_folder, own_log
 from protocol.shown import near_miss
 
 
@@ -111,7 +111,7 @@ def check_settings(values: Mapping[str, Any], name: str, path: Path, text: str =
         given |= {"allow": tuple(allowed), "permissions": limited}
     folder = path.parent / check_instance_name(name)
     log = given.get("log", str(folder / "log"))
-    given["log"] = str(path.parent / log) if is_in_folder(log) else log
+    given["log"] = str(path.parent / log) if is_in_folder(log) else own_log(log, name)
     given |= {key: path.parent / value for key, value in given.items() if isinstance(value, Path)}
     return InstanceSettings(name=name, folder=folder, **given)
 

@@ -127,7 +127,10 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
     app_insecure: Annotated[bool, says("app_auth none is meant, although others than this machine reach app_host.")] = (
         False
     )
-    log: Annotated[Log, says("The log's folder, or its URL: lmdb:FOLDER.", default="HOME/NAME/log")]
+    log: Annotated[
+        Log,
+        says("The log's folder, or its URL: lmdb:FOLDER, postgresql://USER@HOST/DATABASE.", default="HOME/NAME/log"),
+    ]
     log_key: Annotated[
         LogKey | None,
         says(
@@ -135,6 +138,9 @@ class InstanceSettings(Struct, frozen=True, kw_only=True):
             "write it then."
         ),
     ] = None
+    allow_data_loss: Annotated[
+        bool, says("Start also where the settings of a log's server let a crash lose what was acknowledged.")
+    ] = False
     keep_checkpoints: Annotated[
         _Checkpoints | None, says("How many are kept, with the log after the oldest of them; all: for time travel.")
     ] = 2  # the newest, and one to fall back on

@@ -316,15 +316,26 @@ class LogStore(Protocol):
     problems: list[str]
     """What the last summary had to leave out, in words."""
 
+    @property
+    def is_remote(self) -> bool:
+        """It may take as long as another machine likes: a loop that others wait for asks it for nothing itself."""
+
     def summary(self) -> LogSummary: ...
 
     def clients(self) -> StoredClients:
         """What is known of clients. A reply that is damaged counts as one that is not kept any more."""
 
-    def commit(self, transaction: Transaction) -> None:
-        """Make ``transaction`` durable, whole. When this returns it survives power loss.
+    def commit(self, transaction: Transaction, ticket: int = 0) -> None:
+        """Make ``transaction`` durable, whole. When this returns it survives power loss. ``ticket``: for :meth:`tail`.
 
-        Raises LogFullError or LogSyncError; after either the store accepts no further commit.
+        Raises LogFullError or LogSyncError; after either the store accepts no further commit. Raises
+        LogUnavailableError where nobody knows whether it was done: :meth:`tail` says.
+        """
+
+    def tail(self) -> tuple[int, int]:
+        """The ticket of the last commit that is durable (0: none of this writer is), and the last sequence ID.
+
+        Raises LogUnavailableError, FencedError.
         """
 
     def read(self, first_sequence_id: int, size_bytes_max: int) -> list[bytes]:

@@ -161,13 +161,16 @@ def open_log(settings: InstanceSettings) -> RowLogStore:
     if wanted and not keys and not (exists and (own.any_authenticated or _is_authenticated(settings))):
         keys = add_key(settings)
     if not exists:
-        store = create_log(settings.log, settings.name, keys=keys if wanted else ())
+        store = create_log(
+            settings.log, settings.name, keys=keys if wanted else (), allow_data_loss=settings.allow_data_loss
+        )
     else:
         store = open_log_folder(
             settings.log,
             settings.name,
             keys=keys if wanted or (keys and _is_authenticated(settings)) else (),
             adopt=not own.any_authenticated,
+            allow_data_loss=settings.allow_data_loss,
         )
     try:
         if wanted and store.macs is None:

@@ -22,7 +22,7 @@ from coordinator.config.reading import check_settings, read_settings
 from coordinator.config.values import check_app
 from coordinator.config.writing import file_values, settings_text, text_with_app, write_atomically
 from coordinator.core.errors import LogError
-from coordinator.log_url import is_in_folder, split_url
+from coordinator.log_url import is_in_folder, own_log, split_url
 from protocol.errors import ImmortalError
 from protocol.file_lock import holder_of, open_lock, take
 from protocol.private_files import PUBLIC_FILE_MODE, make_folder, openness
@@ -125,6 +125,8 @@ class Registry:
             values = self._with_ports({"peer": peer, **file_values(given)})
             if "log" in values and is_in_folder(values["log"]):
                 values["log"] = os.path.abspath(split_url(values["log"])[1])
+            elif "log" in values:
+                values["log"] = own_log(values["log"], name)
             settings = check_settings(values, name, path)
             peer_address = split_tcp(settings.peer)
             if peer_address is not None and peer_address[1] in (settings.app_port, settings.app_send_port):

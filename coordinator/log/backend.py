@@ -129,6 +129,8 @@ class Backend(ReadBackend, Protocol):
 
     failure: LogError | None = None
     """Why it accepts nothing more."""
+    is_remote: bool = False
+    """An append or a look may take as long as another machine likes: not for a loop that others wait for."""
     fence: int
     """The writer's term, for its appends; 0 where a lock alone keeps others off."""
     mended: list[str]
@@ -142,7 +144,15 @@ class Backend(ReadBackend, Protocol):
             raise type(self.failure)(*self.failure.args)
 
     def append(self, append: Append) -> None:
-        """Make it durable, whole. Raises LogFullError, LogSyncError, FencedError."""
+        """Make it durable, whole. Raises LogFullError, LogSyncError, FencedError.
+
+        Raises LogUnavailableError where nobody knows whether it was done: :meth:`resolve` comes next.
+        """
+
+    def resolve(self) -> bool:
+        """Whether the append that raised LogUnavailableError was done; if not, it never will be. False where none was
+        open. The fence may be another one from here on. Raises LogUnavailableError, FencedError, LogError."""
+        return False
 
     def space(self) -> Space: ...
 
@@ -177,6 +187,8 @@ class Place(Protocol):
     scheme: str
     location: str
     """What a URL has behind the scheme."""
+    is_shared: bool = False
+    """Other machines reach it, too: who finds it held follows."""
 
     def __init__(self, location: str) -> None:
         self.location = location
@@ -219,6 +231,14 @@ class Place(Protocol):
         """Remove the log for good. Raises LogError, OSError."""
         raise only_in_folders(self.where, "removed from here")
 
+    def durability(self) -> list[str]:
+        """What the crash of one machine would lose, in words."""
+        return ["the machine crashes: nothing is lost", "its disk is lost: the log is lost since its last backup"]
+
+    def migrate(self) -> str:
+        """Bring what it is kept in to this program's version; in words what was done. Raises LogError."""
+        return "there is nothing to migrate"
+
     def make_private(self) -> str | None:
         """Take from others what they may do with it; in words what that was."""
         return None
@@ -253,6 +273,7 @@ class Options(Struct, frozen=True):
 
     size_bytes: int | None = None
     size_bytes_max: int | None = None
+    allow_data_loss: bool = False  # also where a crash could lose what was acknowledged
 
 
 def only_in_folders(where: str, what: str) -> LogError:

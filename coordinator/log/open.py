@@ -1,8 +1,9 @@
 """Making and opening logs by URL: the one place that knows which backends there are.
 
-``lmdb:PATH``, or a path alone, is a log in a folder. ``memory:NAME`` is one in this process, for tests. What another
-package brings it registers as an entry point of the group ``immortal.log_backends``: its name is the scheme, its value
-(``module:Class``) a :class:`coordinator.log.backend.Place`. docs/decisions/0027 has the reasons.
+``lmdb:PATH``, or a path alone, is a log in a folder, ``postgresql://...#NAME`` one in a database. ``memory:NAME`` is
+one in this process, for tests. What another package brings it registers as an entry point of the group
+``immortal.log_backends``: its name is the scheme, its value (``module:Class``) a
+:class:`coordinator.log.backend.Place`. docs/decisions/0027 has the reasons.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 BACKENDS = {
     "lmdb": "coordinator.log.backends.lmdb:LmdbPlace",
     "memory": "coordinator.log.backends.memory:MemoryPlace",
+    "postgresql": "coordinator.log.backends.postgres:PostgresPlace",
 }
 ENTRY_POINTS = "immortal.log_backends"
 
@@ -91,10 +93,12 @@ def create_log(
     map_size_bytes: int | None = None,
     map_size_bytes_max: int | None = None,
     keys: Sequence[LogKey] = (),
+    allow_data_loss: bool = False,
 ) -> RowLogStore:
     """Make a new log and open it for writing; without ``committer_id`` a random one is drawn.
 
-    ``first_sequence_id``: what comes before that record counts as trimmed away.
+    ``first_sequence_id``: what comes before that record counts as trimmed away. ``allow_data_loss``: also where a crash
+    of its server could lose what was acknowledged.
 
     ``keys``: it is authenticated with the first of them. What a start leaves that was cut off does not count. Raises
     LogFormatError where there is a log already, LogFullError.
@@ -104,7 +108,7 @@ def create_log(
     require(0 < committer_id <= log_format.COMMITTER_ID_MAX, f"{committer_id} is no committer ID")
     require(bool(instance_name), "an instance needs a name")
     log_format.name_key(instance_name)
-    place, options = place_of(log), Options(map_size_bytes, map_size_bytes_max)
+    place, options = place_of(log), Options(map_size_bytes, map_size_bytes_max, allow_data_loss)
     identity = LogIdentity(log_format.FORMAT_VERSION, instance_name, committer_id, time.time_ns())
     rows = identity.rows()
     if first_sequence_id:
@@ -122,6 +126,7 @@ def open_log(
     keys: Sequence[LogKey] = (),
     adopt: bool = False,
     accept: bool = False,
+    allow_data_loss: bool = False,
 ) -> RowLogStore:
     """Open a log for writing.
 
@@ -131,7 +136,7 @@ def open_log(
     Raises LogKeyError (no key for it, or none in it), ForgedLogError (written without the key), LogFormatError (no log,
     not a log, truncated, newer format), LogLockedError, LogIdentityError, DamagedLogError.
     """
-    place, options = place_of(log), Options(map_size_bytes, map_size_bytes_max)
+    place, options = place_of(log), Options(map_size_bytes, map_size_bytes_max, allow_data_loss)
     backend = place.open(instance_name, options)
     return _store(backend, keys, adopt=adopt, accept=accept)
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from coordinator.core.errors import DamagedCheckpointError, DamagedLogError, fail
+from coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogUnavailableError, fail
 from coordinator.core.interfaces import (
     Letter,
     LogSpace,
@@ -71,6 +71,8 @@ class RowLogStore:
         self._damaged_checkpoint_ids: set[int] = set()
         self._checkpoint_writer = CheckpointWriter()
         self._sealer: Sealer | None = None
+        self._ticket = 0  # of the last commit that is durable
+        self._unknown: Callable[[], None] | None = None  # an append may be durable or not; this is what it would change
         with backend.view() as view:
             marker = read_marker(view)
             self._last_sequence_id = first_and_last_sequence_id(view)[1]
@@ -88,6 +90,10 @@ class RowLogStore:
         self.rebuilt += mended + backend.mended
         if keys and (self.macs is None or self.macs.marker.key_id != keys[0].id):
             self._give_key(keys[0], None if marker is None or accept else marker.first_sequence_id)
+
+    @property
+    def is_remote(self) -> bool:
+        return self.backend.is_remote
 
     # --- the log's key ------------------------------------------------------------------------------------------------
 
@@ -216,10 +222,10 @@ class RowLogStore:
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
-    def commit(self, transaction: Transaction) -> None:
-        """Make ``transaction`` durable, whole. Raises LogFullError, LogSyncError or FencedError, then refuses
-        everything."""
+    def commit(self, transaction: Transaction, ticket: int = 0) -> None:
+        """As LogStore.commit. Raises LogFullError, LogSyncError or FencedError, then refuses everything."""
         with self._write_lock:
+            self._resolve()
             records = transaction.records
             if records:
                 check_records(records, self._last_sequence_id, self.identity.committer_id)
@@ -229,15 +235,15 @@ class RowLogStore:
                     add_dependent(changes, transaction, view)
                     if transaction.checkpoint is not None:
                         self._checkpoint_writer.put_header(view, transaction.checkpoint, changes)
-            self._append(Append(self._last_sequence_id, self.backend.fence, records, changes.puts, changes.deletes))
-            if transaction.checkpoint is not None:
-                self._checkpoint_writer.header_committed()
+            append = Append(self._last_sequence_id, self.backend.fence, records, changes.puts, changes.deletes)
+            self._append(append, ticket, has_header=transaction.checkpoint is not None)
 
     def write_checkpoint_chunk(self, checkpoint_id: int, index: int, data: Readable) -> None:
         """Keep one chunk; chunks come in order, index 0 begins anew. An empty one is not stored."""
         if not data:
             return
         with self._write_lock:
+            self._resolve()
             with self.backend.view() as view:
                 changes = self._checkpoint_writer.put_chunk(view, checkpoint_id, index, data)
             self._change(changes)
@@ -256,6 +262,7 @@ class RowLogStore:
             keep = trim.Retention(keep_checkpoints, keep_since_ns)
         budget = Budget.step()
         with self._write_lock:
+            self._resolve()
             with self.backend.view() as view:
                 changes, from_spilled = trim.trim_step(view, keep, self._damaged_checkpoint_ids, budget)
             if changes:
@@ -285,13 +292,37 @@ class RowLogStore:
         last, fence = self._last_sequence_id, self.backend.fence
         self._append(Append(last, fence, puts=changes.puts, deletes=changes.deletes, points=points))
 
-    def _append(self, append: Append) -> None:
+    def _append(self, append: Append, ticket: int = 0, *, has_header: bool = False) -> None:
         change = None if self._sealer is None else self._sealer.seal(append, self.backend)
-        self.backend.append(append)
-        if self._sealer is not None and change is not None:
-            self._sealer.adopt(change)
-        if append.records:
-            self._last_sequence_id = append.records[-1][0]
+
+        def appended() -> None:
+            if self._sealer is not None and change is not None:
+                self._sealer.adopt(change)
+            if append.records:
+                self._last_sequence_id = append.records[-1][0]
+            if has_header:
+                self._checkpoint_writer.header_committed()
+            self._ticket = ticket or self._ticket
+
+        try:
+            self.backend.append(append)
+        except LogUnavailableError:
+            self._unknown = appended
+            raise
+        appended()
+
+    def tail(self) -> tuple[int, int]:
+        """As LogStore.tail."""
+        with self._write_lock:
+            self._resolve()
+            return self._ticket, self._last_sequence_id
+
+    def _resolve(self) -> None:
+        """What has become of the append that the backend gave no answer to."""
+        if (appended := self._unknown) is not None:
+            if self.backend.resolve():
+                appended()
+            self._unknown = None
 
     def settle(self) -> None:
         """Bring all that is durable to where it belongs, as a stop does."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from coordinator.clock import InstanceClock
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
-from coordinator.core.errors import LogError, fail
+from coordinator.core.errors import LogError, LogUnavailableError, fail
 from coordinator.core.interfaces import LogStore
 from coordinator.driver.ports import Read, StoreRead, Write
 from coordinator.driver.reads import answer, failed, problem_of
@@ -120,13 +120,16 @@ class LogEndpoint:
         if isinstance(request, ef.CheckCheckpoint) and request.header.size_bytes > CHECKED_AT_ONCE_SIZE_BYTES_MAX:
             large.add(request.header.checkpoint_id)
             self._reads.submit(lambda: self._check(store, request))
-        elif isinstance(request, ef.ReadCheckpointChunk) and request.checkpoint_id in large:
+        elif store.is_remote or (isinstance(request, ef.ReadCheckpointChunk) and request.checkpoint_id in large):
             self._reads.submit(lambda: _answered(store, request))
         else:
-            self._inbox.append(answer(store, request))
-            if isinstance(request, ef.LoadLog):
-                for problem in store.problems:
-                    self._log.error(problem)
+            self._take(answer(store, request))
+
+    def _take(self, event: ev.Event) -> None:
+        self._inbox.append(event)
+        if isinstance(event, ev.LogLoaded) and self._store is not None:
+            for problem in self._store.problems:
+                self._log.error(problem)
 
     def _hand_over(self, store: LogStore, request: StoreRead) -> None:
         """What was asked of a log that another wrote."""
@@ -144,6 +147,8 @@ class LogEndpoint:
 
         try:
             problem = problem_of(store, request.header, is_given_up)
+        except LogUnavailableError as error:
+            return failed(error, request)
         except Exception as error:  # it must be answered: the machine would wait for ever
             problem = repr(error)
         return ev.CheckpointChecked(request.header.checkpoint_id, problem)
@@ -171,8 +176,9 @@ class LogEndpoint:
         if self._writer is not None:
             inbox += self._writer.take_done()
         for event in self._reads.take():
-            self._measuring = self._measuring and not isinstance(event, ev.LogMeasured | ev.LogFailed)
-            inbox.append(event)
+            if isinstance(event, ev.LogMeasured) or (isinstance(event, ev.LogFailed) and event.request is None):
+                self._measuring = False
+            self._take(event)
         if self._follower is not None and self._writer is None:
             inbox += self._follower.take()
             if (store := self._follower.take_store()) is not None:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
-from coordinator.core.errors import DamagedLogError, LogError, LogLockedError
+from coordinator.core.errors import DamagedLogError, LogError, LogLockedError, LogUnavailableError
 from coordinator.core.interfaces import LogStore, LogSummary
 from coordinator.driver.ports import StoreRead
 from coordinator.driver.reads import failed, problem_of
@@ -102,9 +102,14 @@ class LogFollower(Mailbox[ev.Event]):
     def _run(self) -> None:
         try:
             while not self._closing:
-                if self._take_over():
-                    return
-                self._look()
+                try:
+                    if self._take_over():
+                        return
+                    self._look()
+                except LogUnavailableError as error:  # nobody can take it over now
+                    waiting, self._waiting = self._waiting, []
+                    for request in waiting:
+                        self._tell(failed(error, request))
                 self._answer_next()
         except Exception as error:  # it must be told: the machine would wait for ever
             known = error if isinstance(error, ImmortalError) else LogError(f"the log can't be followed: {error!r}")

@@ -28,6 +28,11 @@ class LogPlaces:
         self._holder = "another process"  # as it could be named last
         self._named_s: float | None = None  # when that was looked up
 
+    @property
+    def is_shared(self) -> bool:
+        """Other machines reach it, too."""
+        return self._place.is_shared
+
     def open_store(self) -> RowLogStore:
         """The log, which is ours to write for as long as it is open; a new one where there is none.
 

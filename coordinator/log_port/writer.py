@@ -55,7 +55,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
         self._times = times
         self._keep_checkpoints = keep_checkpoints
         self._keep_since_ns: int | None = None
-        self._inline_size_bytes_max = inline_size_bytes_max
+        self._inline_size_bytes_max = -1 if store.is_remote else inline_size_bytes_max
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._on_thread = 0  # jobs handed over and not yet collected
         self._inline: deque[_Write] = deque()
@@ -66,7 +66,6 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
         self._trim_lock = threading.Lock()  # between asking for one and taking the last for done
         self._closing = False
         self._kept: _Job | None = None  # taken while looking for a commit to join
-        self._ticket = 0  # of the last append that is durable
         self.commit_s = 0.0  # what a commit takes, with its sync: a running mean over the last few
         self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
         self._thread.start()
@@ -131,8 +130,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
                     if armed:
                         _reach_commit(job.transaction, _BEFORE)
                     started_s = time.perf_counter()
-                    self._store.commit(job.transaction)
-                    self._ticket = job.ticket
+                    self._store.commit(job.transaction, job.ticket)
                     took_s = time.perf_counter() - started_s
                     self.commit_s += (took_s - self.commit_s) * COMMIT_MEAN_WEIGHT
                     if self._times is not None:
@@ -151,8 +149,15 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
             return failed
 
     def _read_tail(self) -> Event:
+        try:
+            with self._store_lock:
+                tail = TailRead(*self._store.tail())
+        except FencedError as error:
+            return Fenced(0, error.holder)
+        except Exception as error:  # as in _write
+            return _failed(error, ReadTail())
         self._holds = False
-        return TailRead(self._ticket, self._store.summary().last_sequence_id)
+        return tail
 
     def _run(self) -> None:
         while True:
@@ -233,7 +238,7 @@ class LogWriter(Mailbox[tuple[int, list[Event]]]):  # how many jobs, and what ca
                 self._trim.clear()
 
 
-def _failed(error: Exception, job: _Write) -> LogFailed:
+def _failed(error: Exception, job: _Job) -> LogFailed:
     if not isinstance(error, LogError):
         error = LogError(f"a write to the log failed: {error!r}")
     return LogFailed(error, isinstance(error, LogUnavailableError), job)

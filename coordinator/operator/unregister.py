@@ -11,7 +11,7 @@ from coordinator.audit import audit_log
 from coordinator.config import ConfigError, InstanceSettings
 from coordinator.config.app_hosts import SOCKET_FILE_NAME
 from coordinator.config.socket_paths import socket_path
-from coordinator.core.errors import LogError
+from coordinator.core.errors import LogError, LogUnavailableError
 from coordinator.instances import own_logs, upgrade_mark
 from coordinator.instances.registry import Registry, RegistryError
 from coordinator.log.open import log_exists, place_of
@@ -35,8 +35,9 @@ def unregister(registry: Registry, name: str, *, delete_log: bool = False) -> st
         control.refuse_running(folder)
         if delete_log and settings is not None:
             delete_log_of(settings)
-        if settings is not None and not log_exists(settings.log):
-            own_logs.remove(folder)
+        with contextlib.suppress(LogUnavailableError):  # then they stay, with the log
+            if settings is not None and not log_exists(settings.log):
+                own_logs.remove(folder)
         registry.path(name).unlink(missing_ok=True)
         control.path(folder).unlink(missing_ok=True)
         control.supervisor_path(folder).unlink(missing_ok=True)

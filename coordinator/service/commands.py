@@ -56,6 +56,8 @@ def coordinator_command(
     argv += ["--app-auth", settings.app_auth.value]
     if settings.insecure:
         argv.append("--insecure")
+    if settings.allow_data_loss:
+        argv.append("--allow-data-loss")
     if settings.app_socket is not None:
         argv += ["--app-socket", settings.app_socket]
     if settings.replay_check is not None:

@@ -31,6 +31,7 @@ from coordinator.core.errors import (
     FencedError,
     LogFormatError,
     LogIdentityError,
+    LogLockedError,
 )
 from coordinator.core.interfaces import LogStore
 from coordinator.core.limits import MIB, Limits
@@ -469,8 +470,8 @@ def run_coordinator(
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     keep_freed_memory()
     descriptors.raise_limit()
+    places = LogPlaces(settings, log, trust_pickle=trust_pickle)
     try:
-        places = LogPlaces(settings, log, trust_pickle=trust_pickle)
         if place is not None:
             return Coordinator(settings, registry, None, log, promote=promote, follow=places, place=place).run()
         store = places.open_store()
@@ -482,3 +483,8 @@ def run_coordinator(
     except _NO_RECOVERY as error:
         log.error(str(error))
         return STATUS_NO_RECOVERY
+    except LogLockedError as error:
+        if not places.is_shared:
+            raise
+        log.error(str(error))
+        return STATUS_FENCED

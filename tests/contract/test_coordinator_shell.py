@@ -44,12 +44,12 @@ class Store(MemoryLogStore):
         self.entered = threading.Event()
         self.error: Exception | None = None
 
-    def commit(self, transaction: Transaction) -> None:
+    def commit(self, transaction: Transaction, ticket: int = 0) -> None:
         self.entered.set()
         assert self.gate.wait(DEADLINE_S)
         if self.error is not None:
             raise self.error
-        super().commit(transaction)
+        super().commit(transaction, ticket)
         self.done.append(f"commit {transaction.epoch}")
 
     def write_checkpoint_chunk(self, checkpoint_id: int, index: int, data: bytes) -> None:  # type: ignore[override]

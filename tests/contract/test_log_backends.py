@@ -27,10 +27,13 @@ OPTIONS = Options(1 << 24, 1 << 26)
 KEYS = [b"a\0", b"b\0", b"b\0c", b"d\0", b"zz"]
 
 
-@pytest.fixture(params=["lmdb", "memory", "toy"])
+@pytest.fixture(params=["lmdb", "memory", "toy", "postgresql"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     location = str(tmp_path / "log")
-    place = ToyPlace(location) if request.param == "toy" else place_of(f"{request.param}:{location}")
+    if request.param == "postgresql":
+        place = place_of(request.getfixturevalue("postgres").url(f"log-{request.node.name}"))
+    else:
+        place = ToyPlace(location) if request.param == "toy" else place_of(f"{request.param}:{location}")
     yield place
     place.remove()
 

@@ -81,6 +81,23 @@ def test_a_small_one_is_read_at_once(log: Log, monkeypatch: pytest.MonkeyPatch) 
     assert log.inbox == [ev.CheckpointChecked(1, None)]
 
 
+def test_of_a_log_that_is_elsewhere_nothing_is_read_or_written_at_once(log: Log) -> None:
+    """It may take as long as it likes: the loop has others to serve."""
+    log.endpoint.close()
+    log.store.backend.is_remote = True
+    log.endpoint = LogEndpoint(log.store, _writer, None, Notices("a"), None, log.inbox)  # type: ignore[arg-type]
+    log.endpoint.acquire(ef.AcquireRight())
+    log.inbox.clear()
+    log.endpoint.submit(ef.Commit(1, Transaction(epoch=3), 1, -1, 1))
+    assert not log.endpoint.has_inline
+    log.endpoint.submit(ef.LoadLog(with_clients=True))
+    assert log.inbox == []
+    while len(log.inbox) < 2:
+        assert select.select([log.endpoint], [], [], WAIT_S)[0]
+        log.endpoint.collect()
+    assert {type(event) for event in log.inbox} == {ev.Committed, ev.LogLoaded}
+
+
 def test_a_commit_on_the_thread_and_a_check_are_both_answered(log: Log) -> None:
     log.store.let_through.set()
     log.endpoint.submit(ef.CheckCheckpoint(HEADER))

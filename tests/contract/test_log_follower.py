@@ -14,6 +14,7 @@ from coordinator.core import events as ev
 from coordinator.core.errors import FencedError, LogUnavailableError
 from coordinator.core.interfaces import CheckpointHeader, OutputBatch, Transaction
 from coordinator.instances.registry import Registry
+from coordinator.log.backend import Append
 from coordinator.log.memory import MemoryLogStore
 from coordinator.log_port.follower import LogFollower
 from coordinator.log_port.places import LogPlaces
@@ -143,10 +144,81 @@ def test_it_opens_the_log_for_writing_once_the_lock_is_free(log: Log) -> None:
     store.close()
 
 
+class SilentPlaces(LogPlaces):
+    """Its log can't be reached while ``is_silent``."""
+
+    is_silent = True
+
+    def holder(self) -> str | None:
+        if self.is_silent:
+            raise LogUnavailableError("out of reach")
+        return super().holder()
+
+
+def test_while_the_log_is_out_of_reach_it_waits_and_says_so(held: Log) -> None:
+    places = SilentPlaces(held.settings, Notices("a"), trust_pickle=False)
+    follower = LogFollower(places)
+    held.followers.append(follower)
+    follower.acquire()
+    follower.submit(ef.LoadLog())
+    (told,) = events_of(follower, 1)
+    assert isinstance(told, ev.LogFailed)
+    assert (told.retryable, told.request) == (True, ef.LoadLog())
+    places.is_silent = False
+    follower.submit(ef.LoadLog())
+    assert {type(event) for event in events_of(follower, 2)} == {ev.RightHeld, ev.LogLoaded}
+
+
+class UnsureStore(MemoryLogStore):
+    """Its first append is done, and not answered; then it is out of reach for a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.resolved = [False, True]
+        append = self.backend.append
+
+        def unsure(data: Append) -> None:
+            append(data)
+            self.backend.append = append  # type: ignore[method-assign]
+            raise LogUnavailableError("no answer")
+
+        def resolve() -> bool:
+            if not self.resolved.pop(0):
+                raise LogUnavailableError("still none")
+            return True
+
+        self.backend.append = unsure  # type: ignore[method-assign]
+        self.backend.resolve = resolve  # type: ignore[method-assign]
+
+
+def test_an_append_that_was_done_and_not_answered_is_told_of_by_the_tail() -> None:
+    store = UnsureStore()
+    writer = LogWriter(store, keep_checkpoints=None, inline_size_bytes_max=1 << 16)
+    commit = ef.Commit(3, Transaction(epoch=1), 100, -1, 1)
+    try:
+        writer.submit(commit)
+        (failed,) = writer.run_inline()
+        assert isinstance(failed, ev.LogFailed)
+        assert (failed.retryable, failed.request) == (True, commit)
+        came: list[ev.Event] = []
+        for count in (1, 2):
+            writer.submit(ef.ReadTail())
+            while len(came) < count:
+                assert select.select([writer], [], [], WAIT_S)[0]
+                came += writer.take_done()
+        assert isinstance(came[0], ev.LogFailed)
+        assert (came[0].retryable, came[0].request) == (True, ef.ReadTail())
+        assert came[1] == ev.TailRead(3, -1)
+        writer.submit(ef.Commit(4, Transaction(epoch=2), 100, -1, 1))
+        assert writer.run_inline() == [ev.Committed(4)]
+    finally:
+        writer.close()
+
+
 class FencingStore(MemoryLogStore):
     error: Exception = FencedError("process 77")
 
-    def commit(self, transaction: Transaction) -> None:
+    def commit(self, transaction: Transaction, ticket: int = 0) -> None:
         raise self.error
 
 

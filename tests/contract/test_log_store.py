@@ -41,7 +41,7 @@ from coordinator.log import RowLogStore, TrimmedError, create_log, open_log, ope
 from coordinator.log import budget as budget_module
 from coordinator.log import format as log_format
 from coordinator.log import reader as reader_module
-from coordinator.log.backend import Append, Options
+from coordinator.log.backend import Append, Options, Place
 from coordinator.log.backends import lmdb as lmdb_backend
 from coordinator.log.backends.lmdb.high_water import FILE_NAME as MARK_FILE_NAME
 from coordinator.log.backup import back_up
@@ -129,7 +129,7 @@ def open_small(folder: Path) -> RowLogStore:
     return open_log(folder, "alice", map_size_bytes=MAP_SIZE_BYTES)
 
 
-@pytest.fixture(params=["memory", "lmdb", "toy"])
+@pytest.fixture(params=["memory", "lmdb", "toy", "postgresql"])
 def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
     if request.param == "memory":
 
@@ -143,8 +143,10 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
             return store.crash()
 
         bench = Bench(MemoryLogStore(COMMITTER_ID), crash, cut_in_memory)
-    elif request.param == "toy":
-        place = ToyPlace(str(tmp_path / "log"))
+    elif request.param in ("toy", "postgresql"):
+        place: Place = ToyPlace(str(tmp_path / "log"))
+        if request.param == "postgresql":
+            place = place_of(request.getfixturevalue("postgres").url(f"store-{request.node.name}"))
 
         def open_again(store: LogStore) -> LogStore:
             store.close()

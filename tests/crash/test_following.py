@@ -3,145 +3,13 @@ twice."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from coordinator.instances.registry import Registry
 from coordinator.operator import control
-
-CALLS = 4000
-WAIT_S = 60.0
-POLL_S = 0.02
-SOURCE = f"""
-import time
-
-from appsdk import Immortal, Impulses, impulse, on_primary, peer, rpc
-
-
-class Counter(Immortal):
-    seen: int
-    wrong: int
-
-    def __init__(self) -> None:
-        self.seen = self.wrong = 0
-
-    @rpc
-    def add(self, number: int) -> None:
-        self.wrong += number != self.seen + 1
-        self.seen += 1
-        self.feeder.noted.fork(number)
-
-    @rpc
-    def totals(self) -> tuple[int, int]:
-        return self.seen, self.wrong
-
-    feeder = peer(lambda: Feeder, "feeder")
-
-
-class Feeder(Immortal):
-    counter = peer(Counter, "counter")
-    sent: int
-    answered: int
-    wrong: int
-
-    def __init__(self) -> None:
-        self.sent = self.answered = self.wrong = 0
-
-    @impulse
-    def send(self, number: int) -> None:
-        self.sent += 1
-        self.counter.add.fork(self.sent)
-
-    @rpc
-    def noted(self, number: int) -> None:
-        self.wrong += number != self.answered + 1
-        self.answered += 1
-
-    @rpc
-    def totals(self) -> tuple[int, int, int]:
-        return self.sent, self.answered, self.wrong
-
-    @on_primary
-    def feed(self, impulses: Impulses) -> None:
-        for number in range(self.sent, {CALLS}):
-            impulses.send(number)
-            if number % 20 == 0:
-                time.sleep(0.01)
-"""
-
-
-class Run:
-    """One `immortal run`, and what it has said."""
-
-    def __init__(self, home: Path, *arguments: str) -> None:
-        self.home = home
-        self.log = home / f"run-{len(list(home.glob('run-*')))}.log"
-        command = [sys.executable, "-m", "coordinator", "--home", str(home), "run", *arguments, "--log-format", "json"]
-        with open(self.log, "wb") as file:
-            self.process = subprocess.Popen(command, stdout=file, stderr=file, cwd=home)
-
-    @property
-    def lines(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
-
-    def said(self, words: str) -> bool:
-        return any(words in line["message"] for line in self.lines)
-
-    def kill(self) -> None:
-        """Supervisor, coordinator and app, all at once."""
-        started = [line for line in self.lines if line["message"] == "started"][-1]
-        for pid in (self.process.pid, started["coordinator_pid"], started["app_pid"]):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait()
-
-    def stop(self) -> int:
-        if self.process.poll() is None:
-            self.process.terminate()
-        return self.process.wait(WAIT_S)
-
-
-class House:
-    def __init__(self, home: Path) -> None:
-        self.home = home
-        self.registry = Registry(home)
-        (home / "counting.py").write_text(SOURCE)
-        for name in ("counter", "feeder"):
-            self.registry.register(name, peer="tcp://127.0.0.1:*")
-        self.runs: list[Run] = []
-
-    def run(self, *arguments: str) -> Run:
-        self.runs.append(Run(self.home, *arguments))
-        return self.runs[-1]
-
-    def call(self, name: str, method: str) -> list[int]:
-        command = [sys.executable, "-m", "coordinator", "--home", str(self.home), "call", name, method]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=True, cwd=self.home)
-        found: list[int] = json.loads(done.stdout)
-        return found
-
-    def status(self, name: str) -> dict[str, Any]:
-        return control.query(self.registry.load(name).folder, "status")
-
-    def until(self, condition: Callable[[], bool], what: str) -> None:
-        deadline_s = time.monotonic() + WAIT_S
-        while time.monotonic() < deadline_s:
-            with contextlib.suppress(control.ControlError, subprocess.CalledProcessError):
-                if condition():
-                    return
-            time.sleep(POLL_S)
-        said = "\n".join(f"{run.log.name}:\n{run.log.read_text()}" for run in self.runs)
-        raise AssertionError(f"not within {WAIT_S:g} s: {what}\n{said}")
+from tests.helpers.counting import CALLS, WAIT_S, House
 
 
 @pytest.fixture
@@ -187,13 +55,7 @@ def test_of_two_followers_one_wins_and_the_other_goes_on(house: House) -> None:
     winner.kill()
     house.until(lambda: other.said("ready"), "the other one takes over in its turn")
     assert house.call("counter", "totals") == [0, 0]
-    stopped = subprocess.run(
-        [sys.executable, "-m", "coordinator", "--home", str(house.home), "stop", "counter"],
-        capture_output=True,
-        text=True,
-        timeout=WAIT_S,
-        check=False,
-    )
+    stopped = house.immortal("stop", "counter")
     assert (stopped.returncode, other.process.wait(WAIT_S)) == (0, 0), stopped.stderr
 
 

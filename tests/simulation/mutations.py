@@ -39,6 +39,9 @@ from coordinator.core.verdicts import Verdicts
 from coordinator.core.versions import Versions
 from coordinator.log import RowLogStore, spilled, trim, verdicts
 from protocol.compiled import CORE
+from tests.simulation.disk import Disk
+from tests.simulation.log_side import LogSide
+from tests.simulation.shared_log import SharedLog
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,27 @@ MUTATIONS = (
         "tick",
         "self._turn.effects.append(ReadTail())",
         "self._unknown = self._log.held = False; self._turn.effects.extend(self._writes)",
+    ),
+    Mutation(
+        "an append is not fenced",
+        Disk,
+        "_try",
+        "if not self.is_writer:",
+        "if False:",
+    ),
+    Mutation(
+        "a takeover does not conflict with the appends of the one before",
+        SharedLog,
+        "grant",
+        "self.term += 1",
+        "self.term = 1",
+    ),
+    Mutation(
+        "where the log ends is read at a replica that lags behind",
+        LogSide,
+        "_answer",
+        "shared.ticket if self._disk.is_writer else 0",
+        "max(0, shared.ticket - 1)",
     ),
     Mutation(
         "an app takes over before it has the log to its end",

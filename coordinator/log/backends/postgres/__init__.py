@@ -1,0 +1,158 @@
+"""A log in PostgreSQL: ``postgresql://USER@HOST/DATABASE#INSTANCE``. docs/guide/postgresql.md, docs/LOG_FORMAT.md.
+
+One database holds the logs of many instances, in its schema ``immortal`` (schema.py). Other machines reach it, so an
+instance can have a follower on another one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+from coordinator.core.errors import LogError, LogFormatError, LogLockedError
+
+try:
+    from psycopg import errors
+except ImportError as error:  # before all else here, which needs it too
+    raise LogError(f"a log in PostgreSQL needs psycopg ({error}): pip install 'immortal[postgres]'") from None
+
+from coordinator.log.backend import Options, Place, ReadBackend, Row
+from coordinator.log.backends.postgres import lease as leases
+from coordinator.log.backends.postgres import schema
+from coordinator.log.backends.postgres.connecting import Address, Connections, connect, reaching
+from coordinator.log.backends.postgres.durability import Durability
+from coordinator.log.backends.postgres.view import PostgresView, viewing
+from coordinator.log.backends.postgres.writing import PostgresBackend
+from coordinator.log.meta import LogIdentity, first_and_last_sequence_id, read_identity
+
+LOOK_S = 0.1  # between two looks who has the lease
+
+
+class PostgresReader(ReadBackend):
+    def __init__(self, address: Address, instance_name: str | None) -> None:
+        self.where = address.where
+        self._address = address
+        self._connections = Connections(address)
+        try:
+            with self.view() as view:
+                self.identity = read_identity(view, self.where, instance_name)
+        except BaseException:
+            self.close()
+            raise
+
+    def view(self, *, copies: bool = False) -> AbstractContextManager[PostgresView]:
+        return viewing(self._connections, self._address.named)
+
+    def is_live(self) -> bool:
+        with self._connections.borrowed() as connection:
+            return leases.holder(connection, self._address.named) is not None
+
+    def close(self) -> None:
+        self._connections.close()
+
+
+class PostgresPlace(Place):
+    """Keeps a connection to ask whether it is live: a follower does all the time."""
+
+    scheme = "postgresql"
+    is_shared = True
+
+    def __init__(self, location: str) -> None:
+        super().__init__(location)
+        self._address = Address.of(location)
+        self._connections = Connections(self._address)
+        self._looked_s = -LOOK_S
+        self._holder: str | None = None
+
+    def exists(self) -> bool:
+        address = self._address
+        with self._connections.borrowed() as connection:
+            if not schema.check(connection, address.where):
+                return False
+            found = connection.execute(
+                "SELECT FROM immortal.heads WHERE instance = %s AND is_there", [address.named]
+            ).fetchone()
+            return found is not None
+
+    def create(self, identity: LogIdentity, rows: Sequence[Row], options: Options) -> PostgresBackend:
+        address = self._address
+        instance = address.named
+        with reaching(address), connect(address) as connection:
+            if schema.version_of(connection) != schema.VERSION:
+                schema.migrate(connection, address.where)
+            Durability.of(connection).check(self.where, allow_data_loss=options.allow_data_loss)
+            with connection.transaction():
+                connection.execute(
+                    "INSERT INTO immortal.heads VALUES (%s, false, 0, 0, -1, '') ON CONFLICT DO NOTHING", [instance]
+                )
+                made = connection.execute(
+                    "UPDATE immortal.heads SET is_there = true, epoch = epoch + 1 WHERE instance = %s AND NOT is_there",
+                    [instance],
+                )
+                if not made.rowcount:
+                    raise LogFormatError(f"there is a log {self.where} already: open it, or choose another name")
+                with connection.cursor() as cursor:
+                    cursor.executemany(
+                        "INSERT INTO immortal.rows VALUES (%s, %s, %s, %s)",
+                        [(instance, table, bytes(key), bytes(value)) for table, key, value in rows],
+                    )
+                last = first_and_last_sequence_id(PostgresView(connection, instance))[1]
+                connection.execute(
+                    "UPDATE immortal.heads SET last_sequence_id = %s WHERE instance = %s", [last, instance]
+                )
+        return self.open(identity.instance_name, options)
+
+    def open(self, instance_name: str, options: Options) -> PostgresBackend:
+        self._require()
+        return PostgresBackend(self._address, instance_name, allow_data_loss=options.allow_data_loss)
+
+    def open_reader(self, instance_name: str | None) -> PostgresReader:
+        self._require()
+        return PostgresReader(self._address, instance_name)
+
+    def is_live(self) -> bool:
+        return self.holder() is not None
+
+    def holder(self) -> str | None:
+        """As of LOOK_S ago: who follows asks all the time."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s >= LOOK_S:
+            with self._connections.borrowed() as connection:
+                try:
+                    self._holder = leases.holder(connection, self._address.named)
+                except (errors.UndefinedTable, errors.InvalidSchemaName):
+                    self._holder = None
+            self._looked_s = now_s
+        return self._holder
+
+    def remove(self) -> None:
+        if not self.exists():
+            return
+        instance = self._address.named
+        with self._connections.borrowed() as connection, connection.transaction():
+            if (held := leases.holder(connection, instance, lock=True)) is not None:
+                raise LogLockedError(f"the log {self.where} is in use by {held}")
+            connection.execute(
+                "UPDATE immortal.heads SET is_there = false, epoch = epoch + 1, appends_count = 0,"
+                " last_sequence_id = -1 WHERE instance = %s",
+                [instance],
+            )
+            connection.execute("DELETE FROM immortal.records WHERE instance = %s", [instance])
+            connection.execute("DELETE FROM immortal.rows WHERE instance = %s", [instance])
+            connection.execute("DELETE FROM immortal.leases WHERE instance = %s", [instance])
+
+    def migrate(self) -> str:
+        with self._connections.borrowed() as connection:
+            before = schema.migrate(connection, self.where)
+        if before == schema.VERSION:
+            return f"the schema of {self.where} has version {before} already"
+        return f"the schema of {self.where} had version {before}, and has version {schema.VERSION} now"
+
+    def durability(self) -> list[str]:
+        with self._connections.borrowed() as connection:
+            return Durability.of(connection).words
+
+    def _require(self) -> None:
+        if not self.exists():
+            raise LogFormatError(f"there is no log {self.where}: 'immortal register NAME --log {self.where}' makes one")

@@ -1,0 +1,146 @@
+"""Connections to the database of a log, and what their failures mean."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+from psycopg import conninfo, errors, pq
+
+from coordinator.core.errors import LogError, LogFormatError, LogFullError, LogUnavailableError
+
+VERSION_MIN = 150000  # as libpq counts: 15.0
+CONNECT_TIMEOUT_S = 5
+DEAD_MS = 10_000
+"""How long a server machine may be silent on the wire until the connection counts as broken. A server that lives and
+waits for its standbys is not silent: TCP answers."""
+# An append is never cut off: what a time limit of the server ends may be visible already, and on no standby.
+_NO_LIMITS = "SET statement_timeout = 0; SET lock_timeout = 0; SET idle_in_transaction_session_timeout = 0"
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Of one log: the database as libpq takes it, and the instance whose log it is there (None: it is not said)."""
+
+    database: str
+    instance: str | None
+    where: str
+
+    @classmethod
+    def of(cls, location: str) -> Address:
+        """``location``: what a URL has behind "postgresql:". Raises LogError."""
+        database, _, instance = f"postgresql:{location}".partition("#")
+        try:
+            given = conninfo.conninfo_to_dict(database)
+        except psycopg.ProgrammingError as error:
+            raise LogError(f"{database!r} is no URL of a database: {_line(error)}") from None
+        if given.get("password"):
+            raise LogError(
+                "a password in the URL of a log would be seen by whoever sees the settings or the processes: write it"
+                " into ~/.pgpass (or the file that PGPASSFILE names), and the URL without it"
+            )
+        return cls(database, instance or None, database if not instance else f"{database}#{instance}")
+
+    @property
+    def named(self) -> str:
+        """The instance. Raises LogFormatError where the URL says none."""
+        if self.instance is None:
+            raise LogFormatError(
+                f"{self.where} is a database, which may hold the logs of many instances: write {self.where}#NAME"
+            )
+        return self.instance
+
+
+def connect(address: Address) -> psycopg.Connection[tuple[Any, ...]]:
+    """To the server that takes writes, whichever of the hosts it is by now. Raises LogUnavailableError, LogError."""
+    given: dict[str, Any] = {"connect_timeout": CONNECT_TIMEOUT_S, **conninfo.conninfo_to_dict(address.database)}
+    given |= {
+        "application_name": f"immortal {address.instance or ''}".strip(),
+        "target_session_attrs": "read-write",
+        "keepalives_idle": 5,
+        "keepalives_interval": 2,
+        "keepalives_count": 3,
+        "tcp_user_timeout": DEAD_MS,
+        "client_encoding": "UTF8",
+    }
+    with reaching(address):
+        connection: psycopg.Connection[tuple[Any, ...]] = psycopg.connect(**given, autocommit=True)
+        try:
+            if connection.info.server_version < VERSION_MIN:
+                found = connection.info.parameter_status("server_version")
+                raise LogError(f"{address.where} is PostgreSQL {found}: version 15 or newer is needed")
+            connection.execute(_NO_LIMITS)
+        except BaseException:
+            connection.close()
+            raise
+    return connection
+
+
+def is_broken(connection: psycopg.Connection[Any]) -> bool:
+    return connection.closed or connection.pgconn.status != pq.ConnStatus.OK
+
+
+@contextlib.contextmanager
+def reaching(address: Address) -> Iterator[None]:
+    """Failures of the database, in our words: LogUnavailableError for what may pass, LogFullError, LogError."""
+    try:
+        yield
+    except (errors.DiskFull, errors.OutOfMemory) as error:
+        raise LogFullError(f"the database {address.where} has no room: {_line(error)}") from None
+    except (psycopg.OperationalError, psycopg.InterfaceError) as error:
+        raise LogUnavailableError(f"the database {address.where} does not answer: {_line(error)}") from None
+    except errors.ReadOnlySqlTransaction as error:  # it was a primary until now
+        raise LogUnavailableError(f"the database {address.where} takes no writes: {_line(error)}") from None
+    except errors.InsufficientPrivilege as error:
+        raise LogError(
+            f"the database {address.where} refuses it: {_line(error)}; the role needs what immortal_writer has"
+            " ('GRANT immortal_writer TO ...', as the schema's owner)"
+        ) from None
+    except psycopg.Error as error:
+        raise LogError(f"the database {address.where} refuses it: {_line(error)}") from None
+
+
+def _line(error: Exception) -> str:
+    """An error of libpq has many lines, one for each host that it has tried, and hints."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return "; ".join(dict.fromkeys(lines[:3])) or type(error).__name__
+
+
+class Connections:
+    """Those that read: one for each view that is open at the same time."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._idle: list[psycopg.Connection[tuple[Any, ...]]] = []
+        self._is_closed = False
+
+    @contextlib.contextmanager
+    def borrowed(self) -> Iterator[psycopg.Connection[tuple[Any, ...]]]:
+        """Raises as :func:`connect`."""
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            connection = connect(self._address)
+        try:
+            with reaching(self._address):
+                yield connection
+        except BaseException:
+            connection.close()
+            self._close_idle()  # a server that has restarted has broken all of them
+            raise
+        if self._is_closed:
+            connection.close()
+        else:
+            self._idle.append(connection)
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._close_idle()
+
+    def _close_idle(self) -> None:
+        with contextlib.suppress(IndexError):  # threads may do it at once
+            while True:
+                self._idle.pop().close()

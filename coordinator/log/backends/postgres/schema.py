@@ -1,0 +1,198 @@
+"""The schema ``immortal`` of a database: its tables, the one function that appends, and how it came to be.
+
+Each entry of MIGRATIONS brings the schema from the version of its index to the next one. What has been released is
+never changed: a change is one more entry. They are applied in one transaction each, under an advisory lock, by whoever
+makes a log (`immortal register`); whoever opens one only compares the version.
+"""
+
+from __future__ import annotations
+
+from typing import LiteralString
+
+from psycopg import Connection, errors
+
+from coordinator.core.errors import LogError, LogFormatError
+
+MIGRATION_LOCK = 0x696D6D6F7274616C  # "immortal": one migration of a database at a time
+WRITERS = "immortal_writer"
+"""The role that a coordinator's role is a member of, where it is not the owner's."""
+
+# A row of heads is changed by every append, one of leases twice a second: half of their pages is left free, so that a
+# new version of the row stays on its page and no index changes. A log that was removed keeps its head: its epoch must
+# never come again, since a writer of before may still try.
+_TABLES: LiteralString = """
+CREATE SCHEMA immortal;
+CREATE TABLE immortal.schema_version (version int NOT NULL);
+INSERT INTO immortal.schema_version VALUES (0);
+CREATE TABLE immortal.heads (
+    instance text COLLATE "C" PRIMARY KEY,
+    is_there boolean NOT NULL,
+    epoch bigint NOT NULL,
+    appends_count bigint NOT NULL,
+    last_sequence_id bigint NOT NULL,
+    holder text NOT NULL
+) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000);
+CREATE TABLE immortal.leases (
+    instance text COLLATE "C" PRIMARY KEY,
+    process text NOT NULL,
+    holder text NOT NULL,
+    until timestamptz NOT NULL
+) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 1000);
+CREATE TABLE immortal.records (
+    instance text COLLATE "C" NOT NULL,
+    first bigint NOT NULL,
+    kept_from bigint NOT NULL,
+    kept_count int NOT NULL,
+    pack bytea NOT NULL,
+    PRIMARY KEY (instance, first)
+);
+CREATE TABLE immortal.rows (
+    instance text COLLATE "C" NOT NULL,
+    table_name text COLLATE "C" NOT NULL,
+    key bytea NOT NULL,
+    value bytea NOT NULL,
+    PRIMARY KEY (instance, table_name, key)
+) WITH (fillfactor = 80);
+ALTER TABLE immortal.records ALTER COLUMN pack SET STORAGE EXTERNAL;
+ALTER TABLE immortal.rows ALTER COLUMN value SET STORAGE EXTERNAL;
+"""
+
+# Spans go before rows come. Records are removed at their beginning or at their end: a pack that is left in part says
+# by kept_from and kept_count what of it there still is; its bytes stay as they are.
+_CHANGE: LiteralString = """
+CREATE FUNCTION immortal.change(
+    of_instance text,
+    span_tables text[], span_firsts bytea[], span_ends bytea[],
+    removed_from bigint, removed_end bigint,
+    pack_firsts bigint[], pack_counts int[], packs bytea[],
+    row_tables text[], row_keys bytea[], row_values bytea[]
+) RETURNS void LANGUAGE plpgsql AS $$
+BEGIN
+    IF removed_from < removed_end THEN
+        DELETE FROM immortal.records r WHERE r.instance = of_instance
+            AND r.kept_from >= removed_from AND r.kept_from + r.kept_count <= removed_end;
+        UPDATE immortal.records r
+            SET kept_count = (r.kept_from + r.kept_count - removed_end)::int, kept_from = removed_end
+            WHERE r.instance = of_instance AND r.first < removed_end
+            AND r.kept_from >= removed_from AND r.kept_from < removed_end;
+        UPDATE immortal.records r SET kept_count = (removed_from - r.kept_from)::int
+            WHERE r.instance = of_instance
+            AND r.kept_from < removed_from AND r.kept_from + r.kept_count > removed_from;
+    END IF;
+    IF cardinality(span_tables) > 0 THEN
+        FOR i IN 1 .. cardinality(span_tables) LOOP
+            DELETE FROM immortal.rows r WHERE r.instance = of_instance AND r.table_name = span_tables[i]
+                AND r.key >= span_firsts[i] AND (span_ends[i] IS NULL OR r.key < span_ends[i]);
+        END LOOP;
+    END IF;
+    IF cardinality(packs) > 0 THEN
+        INSERT INTO immortal.records (instance, first, kept_from, kept_count, pack)
+            SELECT of_instance, f, f, c, p FROM unnest(pack_firsts, pack_counts, packs) AS u(f, c, p);
+    END IF;
+    IF cardinality(row_tables) > 0 THEN
+        INSERT INTO immortal.rows AS r (instance, table_name, key, value)
+            SELECT of_instance, t, k, v FROM unnest(row_tables, row_keys, row_values) AS u(t, k, v)
+            ON CONFLICT (instance, table_name, key) DO UPDATE SET value = excluded.value;
+    END IF;
+END $$;
+"""
+
+# The head's row orders appends, and appends against who takes the log over: both change it. Where it is not as this
+# writer knows it, nothing is changed, and the answer is what it is. Statements of a function see what was committed
+# before each of them, so the second look sees what the first one has waited for.
+_APPEND: LiteralString = """
+CREATE FUNCTION immortal.append(
+    of_instance text, of_epoch bigint, of_number bigint, expected_last bigint, new_last bigint,
+    span_tables text[], span_firsts bytea[], span_ends bytea[],
+    removed_from bigint, removed_end bigint,
+    pack_firsts bigint[], pack_counts int[], packs bytea[],
+    row_tables text[], row_keys bytea[], row_values bytea[],
+    OUT is_done boolean, OUT epoch bigint, OUT appends_count bigint, OUT last_sequence_id bigint, OUT holder text
+) LANGUAGE plpgsql AS $$
+BEGIN
+    UPDATE immortal.heads h SET last_sequence_id = new_last, appends_count = of_number
+        WHERE h.instance = of_instance AND h.is_there AND h.epoch = of_epoch
+        AND h.appends_count = of_number - 1 AND h.last_sequence_id = expected_last;
+    is_done := FOUND;
+    IF NOT is_done THEN
+        SELECT h.epoch, h.appends_count, h.last_sequence_id, h.holder
+            INTO append.epoch, append.appends_count, append.last_sequence_id, append.holder
+            FROM immortal.heads h WHERE h.instance = of_instance;
+        RETURN;
+    END IF;
+    PERFORM immortal.change(of_instance, span_tables, span_firsts, span_ends, removed_from, removed_end,
+        pack_firsts, pack_counts, packs, row_tables, row_keys, row_values);
+END $$;
+"""
+
+# Roles belong to the whole server: one may be there already, and the owner of a database need not be allowed to make
+# one. Then the grants are given to nobody: docs/guide/postgresql.md has them.
+_GRANTS: LiteralString = """
+DO $$ BEGIN
+    IF NOT EXISTS (SELECT FROM pg_roles WHERE rolname = 'immortal_writer') THEN
+        CREATE ROLE immortal_writer NOLOGIN;
+    END IF;
+EXCEPTION WHEN insufficient_privilege OR duplicate_object OR unique_violation THEN NULL;
+END $$;
+DO $$ BEGIN
+    IF EXISTS (SELECT FROM pg_roles WHERE rolname = 'immortal_writer') THEN
+        GRANT USAGE ON SCHEMA immortal TO immortal_writer;
+        GRANT SELECT ON immortal.schema_version TO immortal_writer;
+        GRANT SELECT, INSERT, UPDATE, DELETE ON immortal.heads, immortal.leases, immortal.records, immortal.rows
+            TO immortal_writer;
+    END IF;
+END $$;
+"""
+
+MIGRATIONS: tuple[LiteralString, ...] = (_TABLES + _CHANGE + _APPEND + _GRANTS,)
+VERSION = len(MIGRATIONS)
+
+
+def version_of(connection: Connection) -> int | None:
+    """The version of the schema; None where there is none."""
+    try:
+        row = connection.execute("SELECT version FROM immortal.schema_version").fetchone()
+    except (errors.UndefinedTable, errors.InvalidSchemaName):
+        return None
+    return None if row is None else int(row[0])
+
+
+def check(connection: Connection, where: str) -> bool:
+    """Whether there is a schema, one that this program knows. Raises LogFormatError for another version."""
+    version = version_of(connection)
+    if version is None:
+        return False
+    if version > VERSION:
+        raise LogFormatError(
+            f"the schema 'immortal' of {where} has version {version}, this program knows version {VERSION}:"
+            " use the newer version of the program that made it"
+        )
+    if version < VERSION:
+        raise LogFormatError(
+            f"the schema 'immortal' of {where} has version {version}, this program needs version {VERSION}:"
+            " 'immortal log migrate NAME' brings it there, as the owner of the schema"
+        )
+    return True
+
+
+def migrate(connection: Connection, where: str) -> int:
+    """Bring the schema to VERSION; the version that it had (0: there was none). Raises LogError."""
+    connection.execute("SELECT pg_advisory_lock(%s)", [MIGRATION_LOCK])
+    try:
+        before = version = version_of(connection) or 0
+        if version > VERSION:
+            check(connection, where)
+        try:
+            while version < VERSION:
+                with connection.transaction():
+                    connection.execute(MIGRATIONS[version])
+                    version += 1
+                    connection.execute("UPDATE immortal.schema_version SET version = %s", [version])
+        except errors.InsufficientPrivilege as error:
+            raise LogError(
+                f"the schema 'immortal' of {where} can't be made or changed: {error.diag.message_primary}; this needs"
+                " a role that may: the owner of the database, say"
+            ) from None
+        return before
+    finally:
+        connection.execute("SELECT pg_advisory_unlock(%s)", [MIGRATION_LOCK])

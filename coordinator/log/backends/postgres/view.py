@@ -1,0 +1,202 @@
+"""A log at one moment: one transaction that reads, and sees what was committed when it began."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Iterator
+from typing import Any, LiteralString
+
+import psycopg
+
+from coordinator.core.errors import DamagedLogError
+from coordinator.log.backend import TableSize
+from coordinator.log.backends.postgres.connecting import Connections
+from coordinator.log.backends.postgres.packing import unpack
+from coordinator.log.format import SEQUENCE_KEY
+from protocol.varint import Readable
+
+RECORDS = "records"
+SEQUENCE_ID_MAX = (1 << 63) - 1
+FETCH_SIZE_BYTES = 4 << 20  # asked for at once, of rows as large as those before
+FIRST_ROWS_MAX = 8  # most scans want one row, or all of a small table
+ROWS_MAX = 4096
+SMALL_PACK_SIZE_BYTES = 64 << 10  # such packs come with their heads: 4 MiB at once
+PACKS_MAX = 64
+
+_BACK: dict[str, LiteralString] = {
+    bound: "SELECT key, value FROM immortal.rows WHERE instance = %(instance)s AND table_name = %(table)s"
+    " AND " + bound + " ORDER BY key DESC LIMIT %(limit)s"
+    for bound in ("true", "key <= %(key)s", "key < %(key)s")
+}
+_PACKS: LiteralString = (
+    "SELECT first, kept_from, kept_count, CASE WHEN octet_length(pack) <= %(small)s THEN pack END"
+    " FROM immortal.records WHERE instance = %(instance)s AND "
+)
+_PACKS_FROM: LiteralString = (
+    _PACKS + "first >= coalesce((SELECT max(first) FROM immortal.records"
+    " WHERE instance = %(instance)s AND first <= %(first)s), 0) ORDER BY first LIMIT %(limit)s"
+)
+_PACKS_TO: LiteralString = _PACKS + "first <= %(first)s ORDER BY first DESC LIMIT %(limit)s"
+
+
+class PostgresView:
+    """Of ``instance``; ``connection`` is in a transaction, for this alone."""
+
+    def __init__(self, connection: psycopg.Connection[tuple[Any, ...]], instance: str) -> None:
+        self._connection = connection
+        self._instance = instance
+
+    def get(self, table: str, key: bytes) -> Readable | None:
+        if table == RECORDS:
+            return self._record(_sequence_id(key))
+        rows = self.rows(
+            "SELECT value FROM immortal.rows"
+            " WHERE instance = %(instance)s AND table_name = %(table)s AND key = %(key)s",
+            table=table,
+            key=bytes(key),
+        )
+        return rows[0][0] if rows else None
+
+    def scan(self, table: str, first: bytes = b"") -> Iterator[tuple[Readable, Readable]]:
+        if table == RECORDS:
+            yield from self._scan_records(_sequence_id(first))
+            return
+        limit = FIRST_ROWS_MAX
+        while True:
+            rows = self.rows(
+                "SELECT key, value FROM immortal.rows WHERE instance = %(instance)s AND table_name = %(table)s"
+                " AND key >= %(key)s ORDER BY key LIMIT %(limit)s",
+                table=table,
+                key=bytes(first),
+                limit=limit,
+            )
+            yield from rows
+            if len(rows) < limit:
+                return
+            first = rows[-1][0] + b"\0"
+            limit = _limit_after(rows)
+
+    def scan_back(self, table: str, last: bytes | None = None) -> Iterator[tuple[Readable, Readable]]:
+        if table == RECORDS:
+            yield from self._scan_records_back(SEQUENCE_ID_MAX if last is None else _sequence_id(last))
+            return
+        bound, key, limit = "true" if last is None else "key <= %(key)s", bytes(last or b""), FIRST_ROWS_MAX
+        while True:
+            rows = self.rows(_BACK[bound], table=table, key=key, limit=limit)
+            yield from rows
+            if len(rows) < limit:
+                return
+            bound, key = "key < %(key)s", rows[-1][0]
+            limit = _limit_after(rows)
+
+    def size(self, table: str) -> TableSize:
+        if table == RECORDS:
+            rows = self.rows(
+                "SELECT coalesce(sum(octet_length(pack)), 0)::bigint, coalesce(sum(kept_count), 0)::bigint"
+                " FROM immortal.records WHERE instance = %(instance)s"
+            )
+        else:
+            rows = self.rows(
+                "SELECT coalesce(sum(octet_length(key) + octet_length(value)), 0)::bigint, count(*)"
+                " FROM immortal.rows WHERE instance = %(instance)s AND table_name = %(table)s",
+                table=table,
+            )
+        return TableSize(*rows[0])
+
+    def used_bytes(self) -> int:
+        """By all rows of the log."""
+        rows = self.rows(
+            "SELECT coalesce(sum(octet_length(key) + octet_length(value)), 0)::bigint"
+            " FROM immortal.rows WHERE instance = %(instance)s"
+        )
+        return self.size(RECORDS).size_bytes + int(rows[0][0])
+
+    def rows(self, query: LiteralString, **values: object) -> list[tuple[Any, ...]]:
+        return self._connection.execute(query, {"instance": self._instance, **values}, binary=True).fetchall()
+
+    # --- records ------------------------------------------------------------------------------------------------------
+
+    def _record(self, sequence_id: int) -> Readable | None:
+        for pack in self._packs(_PACKS_TO, sequence_id, 1):
+            if sequence_id in pack.kept:
+                return pack.value(sequence_id)
+        return None
+
+    def _scan_records(self, sequence_id: int) -> Iterator[tuple[Readable, Readable]]:
+        at, limit = sequence_id, 2
+        while packs := self._packs(_PACKS_FROM, at, limit):
+            for pack in packs:
+                yield from pack.rows(range(max(pack.kept.start, at), pack.kept.stop))
+            if len(packs) < limit:
+                return
+            at, limit = packs[-1].kept.stop, PACKS_MAX
+
+    def _scan_records_back(self, sequence_id: int) -> Iterator[tuple[Readable, Readable]]:
+        at, limit = sequence_id, 1
+        while packs := self._packs(_PACKS_TO, at, limit):
+            for pack in packs:
+                yield from pack.rows(range(min(pack.kept.stop - 1, at), pack.kept.start - 1, -1))
+            at, limit = packs[-1].first - 1, PACKS_MAX
+
+    def _packs(self, query: LiteralString, sequence_id: int, limit: int) -> list[_Pack]:
+        rows = self.rows(query, first=min(sequence_id, SEQUENCE_ID_MAX), limit=limit, small=SMALL_PACK_SIZE_BYTES)
+        return [_Pack(self, first, range(kept_from, kept_from + count), data) for first, kept_from, count, data in rows]
+
+
+class _Pack:
+    """``kept``: the sequence IDs that there still are of it. ``data``: all of it; None: it is large, and not read."""
+
+    def __init__(self, view: PostgresView, first: int, kept: range, data: bytes | None) -> None:
+        self.first, self.kept = first, kept
+        self._view = view
+        self._values = None if data is None else unpack(data, first)
+
+    def rows(self, sequence_ids: range) -> Iterator[tuple[Readable, Readable]]:
+        """Whoever wants one of a large pack reads one; whoever wants the next one, too, all of it."""
+        for number, sequence_id in enumerate(sequence_ids):
+            if number and self._values is None:
+                self._values = unpack(self._part(0, None), self.first)
+            yield SEQUENCE_KEY.pack(sequence_id), self.value(sequence_id)
+
+    def value(self, sequence_id: int) -> Readable:
+        index = sequence_id - self.first
+        if self._values is not None:
+            return self._values[index]
+        head = self._part(0, 4 * (index + 2))
+        try:
+            count, *sizes = struct.unpack(f"<{index + 2}I", head)
+        except struct.error:
+            what = f"the pack of record {self.first} has no head for record {sequence_id}"
+            raise DamagedLogError(what, sequence_id) from None
+        return self._part(4 * (count + 1) + sum(sizes[:-1]), sizes[-1])
+
+    def _part(self, offset_bytes: int, size_bytes: int | None) -> bytes:
+        rows = self._view.rows(
+            "SELECT CASE WHEN %(size)s::int IS NULL THEN pack ELSE substring(pack FROM %(from)s FOR %(size)s::int) END"
+            " FROM immortal.records WHERE instance = %(instance)s AND first = %(first)s",
+            first=self.first,
+            size=size_bytes,
+            **{"from": offset_bytes + 1},
+        )
+        return rows[0][0]  # type: ignore[no-any-return]
+
+
+def _sequence_id(key: bytes) -> int:
+    """The first that is not before ``key``."""
+    number = int.from_bytes(bytes(key[:8]).ljust(8, b"\0"), "big")
+    return number + (len(key) > SEQUENCE_KEY.size)
+
+
+def _limit_after(rows: list[tuple[Any, ...]]) -> int:
+    mean_size_bytes = sum(len(key) + len(value) for key, value in rows) // len(rows) + 1
+    return max(1, min(ROWS_MAX, FETCH_SIZE_BYTES // mean_size_bytes))
+
+
+@contextlib.contextmanager
+def viewing(connections: Connections, instance: str) -> Iterator[PostgresView]:
+    """The log of ``instance`` as it is now. Raises LogUnavailableError."""
+    with connections.borrowed() as connection:
+        connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
+        yield PostgresView(connection, instance)
+        connection.execute("COMMIT")

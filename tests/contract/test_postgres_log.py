@@ -1,0 +1,431 @@
+"""A log in PostgreSQL where its server, its connections or its settings are not as one would wish."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from coordinator.core.errors import FencedError, LogError, LogFormatError, LogLockedError, LogUnavailableError
+from coordinator.core.interfaces import Transaction
+from coordinator.log import create_log, open_log, open_reader
+from coordinator.log.backend import Append, Options, Place, Span
+from coordinator.log.format import FORMAT_VERSION, SEQUENCE_KEY
+from coordinator.log.meta import LogIdentity, first_and_last_sequence_id
+from coordinator.log.open import place_of
+from coordinator.log.store import RowLogStore
+from protocol.record import encode_record
+from protocol.trailer import Trailer, encode_trailer
+from tests.helpers.postgres import Postgres
+
+psycopg = pytest.importorskip("psycopg", reason="psycopg is not installed")
+
+from coordinator.log.backends.postgres import lease, schema  # noqa: E402  # which needs it
+from coordinator.log.backends.postgres.writing import _statements  # noqa: E402
+
+COMMITTER_ID = 77
+WAIT_S = 20.0
+IDENTITY = LogIdentity(FORMAT_VERSION, "alice", COMMITTER_ID, 1)
+
+
+@pytest.fixture
+def url(postgres: Postgres, request: pytest.FixtureRequest) -> str:
+    return postgres.url(request.node.name)
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[RowLogStore]:
+    store = create_log(url, "alice", committer_id=COMMITTER_ID)
+    yield store
+    store.close()
+    place_of(url).remove()
+
+
+def value(sequence_id: int, content: bytes = b"hi") -> bytes:
+    record = encode_record(COMMITTER_ID, sequence_id, content)
+    return record + encode_trailer(Trailer(1, []), int.from_bytes(record[8:16], "little"))
+
+
+def records(first: int, count: int = 1, content: bytes = b"hi") -> Transaction:
+    return Transaction(records=[(number, value(number, content)) for number in range(first, first + count)])
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not come about"
+        time.sleep(0.005)
+
+
+class Appending:
+    """One commit, in a thread of its own."""
+
+    def __init__(self, store: RowLogStore, transaction: Transaction, ticket: int) -> None:
+        self.error: Exception | None = None
+        self._work = store, transaction, ticket
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        store, transaction, ticket = self._work
+        try:
+            store.commit(transaction, ticket)
+        except LogError as error:
+            self.error = error
+
+    def ended(self) -> Exception | None:
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive()
+        return self.error
+
+
+def appender(store: RowLogStore) -> int:
+    """The server's process that its appends go to."""
+    pid: int = store.backend._connection.info.backend_pid  # type: ignore[attr-defined]
+    return pid
+
+
+def waits(postgres: Postgres, pid: int, event: str) -> bool:
+    query = "SELECT wait_event FROM pg_stat_activity WHERE pid = %s"
+    return postgres.execute(query, pid) == [(event,)]
+
+
+@contextlib.contextmanager
+def head_held(postgres: Postgres) -> Iterator[None]:
+    """No append gets past the heads of logs."""
+    with psycopg.connect(postgres.url()) as other:
+        other.execute("SELECT FROM immortal.heads FOR UPDATE")
+        yield
+
+
+@contextlib.contextmanager
+def standby_missing(postgres: Postgres) -> Iterator[None]:
+    """Commits are done, and wait for a standby that never answers."""
+    postgres.execute("ALTER SYSTEM SET synchronous_standby_names = 'nobody'")
+    postgres.execute("SELECT pg_reload_conf()")
+    until(lambda: postgres.execute("SHOW synchronous_standby_names") == [("nobody",)])
+    try:
+        yield
+    finally:
+        postgres.execute("ALTER SYSTEM RESET synchronous_standby_names")
+        postgres.execute("SELECT pg_reload_conf()")
+        until(lambda: postgres.execute("SHOW synchronous_standby_names") == [("",)])
+
+
+def test_a_connection_that_breaks_before_the_commit(store: RowLogStore, postgres: Postgres) -> None:
+    store.commit(records(0), 1)
+    pid = appender(store)
+    with head_held(postgres):
+        appending = Appending(store, records(1), 2)
+        until(lambda: waits(postgres, pid, "transactionid"))
+        postgres.execute("SELECT pg_terminate_backend(%s)", pid)
+        assert isinstance(appending.ended(), LogUnavailableError)
+    assert store.tail() == (1, 0)
+    store.commit(records(1), 2)
+    assert store.tail() == (2, 1)
+
+
+@pytest.mark.parametrize("how", ["terminate", "cancel"])
+def test_a_wait_for_standbys_that_is_cut_off_leaves_it_unknown(
+    store: RowLogStore, postgres: Postgres, how: str
+) -> None:
+    """The append is there, and was not acknowledged by any standby: the tail is told once it was."""
+    store.commit(records(0), 1)
+    pid = appender(store)
+    with standby_missing(postgres):
+        appending = Appending(store, records(1), 2)
+        until(lambda: waits(postgres, pid, "SyncRep"))
+        postgres.execute(f"SELECT pg_{how}_backend(%s)", pid)
+        assert isinstance(appending.ended(), LogUnavailableError)
+        tail: list[tuple[int, int]] = []
+        asking = threading.Thread(target=lambda: tail.append(store.tail()))
+        asking.start()
+        resolving = "SELECT pid FROM pg_stat_activity WHERE wait_event = 'SyncRep' AND application_name ~ 'immortal'"
+        until(lambda: postgres.execute(resolving))
+        assert tail == []
+    asking.join(WAIT_S)
+    assert tail == [(2, 1)]
+    store.commit(records(2), 3)
+    assert [len(store.read(0, 1 << 20)), store.tail()] == [3, (3, 2)]
+
+
+def test_an_append_that_the_server_is_still_at_is_waited_for(store: RowLogStore, postgres: Postgres) -> None:
+    """The road is cut off while it waits for a lock: the server does not know, and goes on when it may."""
+    store.commit(records(0), 1)
+    pid = appender(store)
+    with head_held(postgres):
+        appending = Appending(store, records(1), 2)
+        until(lambda: waits(postgres, pid, "transactionid"))
+        road = socket.socket(fileno=os.dup(store.backend._connection.fileno()))  # type: ignore[attr-defined]
+        road.shutdown(socket.SHUT_RDWR)
+        road.close()
+        assert isinstance(appending.ended(), LogUnavailableError)
+        tail: list[tuple[int, int]] = []
+        asking = threading.Thread(target=lambda: tail.append(store.tail()))
+        asking.start()
+        until(lambda: waits(postgres, appender(store), "tuple") or waits(postgres, appender(store), "transactionid"))
+    asking.join(WAIT_S)
+    assert tail == [(2, 1)]
+    store.commit(records(2), 3)
+
+
+def test_a_server_that_has_restarted_fails_one_read_and_one_append(store: RowLogStore, postgres: Postgres) -> None:
+    store.commit(records(0), 1)
+    with store.backend.view(), store.backend.view():  # two connections that wait
+        pass
+    postgres.stop()
+    postgres.start()
+    with pytest.raises(LogUnavailableError, match="does not answer"):
+        store.read(0, 100)
+    assert len(store.read(0, 100)) == 1
+    with pytest.raises(LogUnavailableError, match="does not answer"):
+        store.commit(records(1), 2)
+    assert store.tail() == (1, 0)
+    store.commit(records(1), 2)
+    assert store.tail() == (2, 1)
+
+
+def test_of_several_hosts_the_one_that_takes_writes_is_used(postgres: Postgres, tmp_path: Path) -> None:
+    url = f"postgresql://owner@/postgres?host={tmp_path},{postgres.folder}"
+    assert place_of(f"{url}#several").exists() is False
+    readonly = f"{postgres.url()}&options=-c%20default_transaction_read_only%3Don#several"
+    with pytest.raises(LogUnavailableError, match="session is read-only"):
+        place_of(readonly).exists()
+
+
+def test_a_late_append_of_the_same_writer_is_fenced(store: RowLogStore) -> None:
+    """What was on its way when the tail was asked for comes too late."""
+    backend: Any = store.backend
+    store.commit(records(0), 1)
+    late, count = Append(0, backend.fence, records(1).records), backend._appends_count
+    backend._is_unknown = True
+    assert backend.resolve() is False
+    backend._appends_count, now = count, backend._appends_count
+    answer = backend._send(late, list(_statements(late)))
+    backend._appends_count = now
+    assert answer[0] is False
+    store.commit(records(1), 2)
+    assert store.tail() == (2, 1)
+
+
+def test_a_writer_whose_lease_has_run_out_is_fenced_by_the_next(
+    store: RowLogStore, postgres: Postgres, url: str
+) -> None:
+    store.commit(records(0), 1)
+    with pytest.raises(LogLockedError, match=rf"in use by {socket.gethostname()} \(process {os.getpid()}\)"):
+        open_log(url, "alice")
+    postgres.execute("UPDATE immortal.leases SET process = '{}', until = '-infinity'")
+    second = open_log(url, "alice")
+    try:
+        with pytest.raises(FencedError, match=rf"fenced by {socket.gethostname()} \(process \d+\) at epoch 3:"):
+            store.commit(records(1), 2)
+        second.commit(records(1), 1)
+        assert second.tail() == (1, 1)
+    finally:
+        second.close()
+
+
+def test_a_lease_is_void_where_its_process_is_known_to_be_gone() -> None:
+    """On this machine; of another one nobody knows until it has run out."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    own = lease.own_process()
+    gone = msgspec.structs.replace(own, pid=ended.pid)
+    elsewhere = msgspec.structs.replace(gone, space="another boot")
+    later = msgspec.structs.replace(own, pid=os.getppid(), process_start_ticks=own.process_start_ticks + 1)
+    living = msgspec.structs.replace(own, pid=os.getppid(), process_start_ticks=0)
+
+    def is_gone(process: lease.Process) -> bool:
+        return lease.is_gone(msgspec.json.encode(process).decode())
+
+    assert [is_gone(one) for one in (gone, later, elsewhere, living)] == [True, True, False, False]
+    assert is_gone(own), "this process holds no such lease"
+    assert not lease.is_gone("of a later version")
+
+
+def test_a_writer_is_fenced_where_all_but_the_epoch_is_as_it_was(postgres: Postgres, url: str) -> None:
+    place = place_of(url)
+    first = place.create(IDENTITY, IDENTITY.rows(), Options())
+    postgres.execute("UPDATE immortal.leases SET until = '-infinity'")
+    second = place.open("alice", Options())
+    try:
+        with pytest.raises(FencedError):
+            first.append(Append(-1, first.fence, puts=[("peers", b"a", b"of the first")]))
+        with second.view() as view:
+            assert view.get("peers", b"a") is None
+    finally:
+        first.close()
+        second.close()
+        place.remove()
+
+
+def test_a_reader_sees_packs_in_part(store: RowLogStore, url: str) -> None:
+    """Trimmed at its beginning; large ones are read in slices."""
+    large = records(0, 6, bytes(40_000))
+    store.commit(large, 1)
+    store.commit(records(6, 2), 2)
+    backend = store.backend
+    backend.append(Append(7, backend.fence, deletes=[Span("records", end=SEQUENCE_KEY.pack(4))]))
+    with open_reader(url) as reader, reader.view() as view:
+        assert first_and_last_sequence_id(view) == (4, 7)
+        numbers = [SEQUENCE_KEY.unpack(key)[0] for key, _ in view.scan("records")]
+        assert numbers == [4, 5, 6, 7]
+        assert [SEQUENCE_KEY.unpack(key)[0] for key, _ in view.scan_back("records")] == numbers[::-1]
+        for sequence_id, value in large.records[4:]:
+            assert bytes(view.get("records", SEQUENCE_KEY.pack(sequence_id)) or b"") == value
+        assert view.get("records", SEQUENCE_KEY.pack(3)) is None
+        assert [bytes(value) for _, value in view.scan("records")][:2] == [value for _, value in large.records[4:]]
+
+
+# --- what is refused, and how -----------------------------------------------------------------------------------------
+
+
+def test_a_server_that_may_lose_what_it_acknowledged_is_refused(postgres: Postgres) -> None:
+    url = postgres.url("unsafe", options="-c synchronous_commit=off")
+    with pytest.raises(LogError, match=r"could be lost.*synchronous_commit is off.*--allow-data-loss"):
+        create_log(url, "alice")
+    assert not place_of(url).exists()
+    store = create_log(url, "alice", allow_data_loss=True)
+    store.close()
+    with pytest.raises(LogError, match="could be lost"):
+        open_log(url, "alice")
+    assert any("synchronous_commit is off" in line for line in place_of(url).durability())
+    place_of(url).remove()
+    assert "waits for no standby" not in place_of(postgres.url("x")).durability()[1]
+    assert "commits wait for no standby" in place_of(postgres.url("x")).durability()[1]
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("postgresql://me:secret@localhost/db#a", "a password in the URL"),
+        ("postgresql://localhost/db?nonsense=1#a", "is no URL of a database"),
+    ],
+)
+def test_a_url_that_makes_no_sense(url: str, says: str) -> None:
+    with pytest.raises(LogError, match=says) as raised:
+        place_of(url)
+    assert "secret" not in str(raised.value)
+
+
+def test_a_database_is_no_log(postgres: Postgres) -> None:
+    with pytest.raises(LogFormatError, match=r"may hold the logs of many instances: write .*#NAME"):
+        open_reader(postgres.url())
+
+
+def test_a_server_that_is_not_there(postgres: Postgres, tmp_path: Path) -> None:
+    with pytest.raises(LogUnavailableError, match="does not answer"):
+        place_of(f"postgresql:///db?host={tmp_path}#a").exists()
+
+
+def test_a_log_that_is_made_again_goes_on_with_its_epochs(postgres: Postgres) -> None:
+    """Else a writer of the one before could write it."""
+    place = place_of(postgres.url("again"))
+    first = place.create(IDENTITY, IDENTITY.rows(), Options())
+    with pytest.raises(LogLockedError, match="in use by"):
+        place.remove()
+    first.close()
+    place.remove()
+    second = place.create(IDENTITY, IDENTITY.rows(), Options())
+    assert second.fence > first.fence + 1
+    second.close()
+    place.remove()
+
+
+def test_a_program_without_psycopg_says_what_to_install() -> None:
+    program = (
+        "import sys; sys.modules['psycopg'] = None\n"
+        "from coordinator.core.errors import LogError\n"
+        "from coordinator.log.open import place_of\n"
+        "try: place_of('postgresql://localhost/db#a')\n"
+        "except LogError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "pip install 'immortal[postgres]'" in done.stdout, done
+
+
+# --- the schema and who may do what -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def database(postgres: Postgres) -> Iterator[str]:
+    postgres.execute("CREATE DATABASE empty")
+    yield "empty"
+    postgres.execute("DROP DATABASE empty WITH (FORCE)")
+
+
+def made(place: Place) -> None:
+    place.create(IDENTITY, IDENTITY.rows(), Options()).close()
+
+
+def test_a_schema_of_before_is_brought_forward_with_what_is_in_it(
+    postgres: Postgres, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = postgres.url("alice", database)
+    store = create_log(url, "alice", committer_id=COMMITTER_ID)
+    store.commit(records(0, 3))
+    store.close()
+    assert postgres.execute("SELECT version FROM immortal.schema_version", database=database) == [(1,)]
+    more = "ALTER TABLE immortal.leases ADD COLUMN more text"
+    with monkeypatch.context() as newer:
+        newer.setattr(schema, "MIGRATIONS", (*schema.MIGRATIONS, more))
+        newer.setattr(schema, "VERSION", 2)
+        with pytest.raises(LogFormatError, match="has version 1, this program needs version 2: 'immortal log migrate"):
+            open_log(url, "alice")
+        said: list[str] = []
+        both = [threading.Thread(target=lambda: said.append(place_of(url).migrate())) for _ in range(2)]
+        for thread in both:
+            thread.start()
+        for thread in both:
+            thread.join()
+        assert [words.partition(" of ")[0] for words in said] == ["the schema"] * 2
+        assert sorted("had version 1, and has version 2 now" in words for words in said) == [False, True]
+        with open_reader(url) as reader:
+            assert reader.last_sequence_id() == 2
+    with pytest.raises(LogFormatError, match="has version 2, this program knows version 1: use the newer"):
+        open_log(url, "alice")
+
+
+def test_a_migration_is_done_whole_or_not_at_all(
+    postgres: Postgres, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = place_of(postgres.url("alice", database))
+    made(place)
+    broken = "CREATE TABLE immortal.half (a int); ALTER TABLE immortal.schema_version RENAME COLUMN version TO other"
+    monkeypatch.setattr(schema, "MIGRATIONS", (*schema.MIGRATIONS, broken))
+    monkeypatch.setattr(schema, "VERSION", 2)
+    with pytest.raises(LogError, match="refuses it: column"):
+        place.migrate()
+    assert postgres.execute("SELECT version FROM immortal.schema_version", database=database) == [(1,)]
+    assert postgres.execute("SELECT to_regclass('immortal.half')", database=database) == [(None,)]
+
+
+def test_a_coordinator_needs_the_rights_of_immortal_writer_and_no_more(postgres: Postgres, database: str) -> None:
+    url = postgres.url("alice", database)
+    made(place_of(url))
+    postgres.execute("CREATE ROLE service LOGIN")
+    try:
+        as_service = url.replace("owner@", "service@")
+        with pytest.raises(LogError, match="GRANT immortal_writer TO"):
+            open_log(as_service, "alice")
+        postgres.execute("GRANT immortal_writer TO service")
+        store = open_log(as_service, "alice")
+        store.commit(Transaction(epoch=1), 1)
+        store.close()
+        postgres.execute("CREATE DATABASE bare")
+        with pytest.raises(LogError, match="can't be made or changed"):
+            made(place_of(postgres.url("alice", "bare").replace("owner@", "service@")))
+    finally:
+        postgres.execute("DROP DATABASE IF EXISTS bare WITH (FORCE)")
+        postgres.execute("REVOKE immortal_writer FROM service")
+        postgres.execute("DROP ROLE service")

@@ -1,0 +1,112 @@
+"""An instance whose log is in PostgreSQL, as processes: it is killed, it sleeps, and its server restarts."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.instances.registry import Registry, free_port
+from coordinator.operator import control
+from tests.helpers.counting import CALLS, House
+from tests.helpers.postgres import Postgres
+
+
+@pytest.fixture
+def house(postgres: Postgres, tmp_path: Path) -> Iterator[House]:
+    house = House(tmp_path, postgres.url() + f"#{tmp_path.name}")
+    yield house
+    for run in house.runs:
+        run.stop()
+
+
+def follower_status(house: House) -> dict[str, Any]:
+    return control.query(house.registry.load("counter").folder / "followers" / "1", "status")
+
+
+def another_machine(house: House) -> House:
+    """The same instance with a home of its own, as on a machine of its own: with the same keys, and its own address."""
+    home = house.home / "elsewhere"
+    home.mkdir()
+    other = House.__new__(House)
+    other.home, other.registry, other.runs = home, Registry(home), house.runs
+    settings = (house.home / "counter.toml").read_text()
+    port = free_port(("127.0.0.1",), set())
+    (home / "counter.toml").write_text(re.sub(r"127\.0\.0\.1:[0-9]+", f"127.0.0.1:{port}", settings))
+    (home / "counter").mkdir(mode=0o700)
+    shutil.copytree(house.home / "counter" / "keys", home / "counter" / "keys")
+    shutil.copy(house.home / "counter" / "public_keys", home / "counter")
+    shutil.copy(house.home / "counting.py", home)
+    return other
+
+
+def all_is_counted(house: House) -> None:
+    house.until(lambda: house.call("feeder", "totals")[:2] == [CALLS, CALLS], "all calls are answered")
+    assert house.call("feeder", "totals")[2] == 0
+    assert house.call("counter", "totals") == [CALLS, 0]
+
+
+def test_who_cannot_have_the_log_follows_and_takes_over_under_load(house: House) -> None:
+    first = house.run("counter", "counting:Counter")
+    house.until(lambda: first.said("ready"), "the first one is up")
+    second = house.run("counter")
+    house.run("feeder", "counting:Feeder")
+    house.until(lambda: house.status("counter")["sequence_id"] > 20, "calls have come")
+    house.until(lambda: follower_status(house)["phase"] == "following", "the second one follows")
+    assert second.said("following")
+    first.kill()
+    house.until(lambda: second.said("recovered"), "it takes over")
+    all_is_counted(house)
+    assert house.status("counter")["role"] == "writing"
+    assert second.stop() == 0
+
+
+def test_a_coordinator_that_slept_while_another_took_over_is_fenced(house: House, postgres: Postgres) -> None:
+    first = house.run("counter", "counting:Counter")
+    house.until(lambda: first.said("ready"), "the first one is up")
+    house.run("feeder", "counting:Feeder")
+    house.until(lambda: house.status("counter")["sequence_id"] > 20, "calls have come")
+    elsewhere = another_machine(house)
+    second = elsewhere.run("counter", "counting:Counter")
+    house.until(lambda: follower_status(elsewhere)["phase"] == "following", "the second one follows")
+    sleeper = house.status("counter")["pid"]
+    os.kill(sleeper, signal.SIGSTOP)
+    try:
+        house.until(lambda: second.said("recovered"), "the lease has run out, and it takes over")
+        house.until(lambda: elsewhere.call("counter", "totals")[1] == 0, "it answers")
+        seen, _ = elsewhere.call("counter", "totals")
+    finally:
+        os.kill(sleeper, signal.SIGCONT)
+    house.until(lambda: first.process.poll() is not None, "the first one ends by itself")
+    assert first.process.returncode == 4
+    assert first.said(f"fenced by {socket.gethostname()} (process ")
+    assert house.status("feeder")["outputs"]["counter"]["acknowledged"] <= seen
+    assert elsewhere.call("counter", "totals") == [seen, 0]
+    assert second.stop() == 0
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGQUIT])
+def test_while_its_server_is_down_an_instance_waits_and_goes_on(
+    house: House, postgres: Postgres, how: signal.Signals
+) -> None:
+    first = house.run("counter", "counting:Counter")
+    house.until(lambda: first.said("ready"), "the first one is up")
+    house.run("feeder", "counting:Feeder")
+    house.until(lambda: house.status("counter")["sequence_id"] > 20, "calls have come")
+    postgres.stop(how)
+    try:
+        house.until(lambda: house.status("counter")["log_silent_s"] is not None, "it says so, and can be asked")
+        shown = house.immortal("status", "counter")
+        assert "the log does not answer since" in shown.stdout, shown
+    finally:
+        postgres.start()
+    all_is_counted(house)
+    assert house.status("counter")["log_silent_s"] is None
+    assert first.stop() == 0
