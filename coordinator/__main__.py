@@ -5,7 +5,11 @@ from importlib.util import find_spec
 
 # OpenSSL's hashes would be 3.5 MiB of each coordinator. Python has its own of those that are used, and hashlib and hmac
 # take these where there are no others. Other verbs may run the user's code, which may want what only OpenSSL has.
-if sys.argv[3:4] == ["coordinator"] and find_spec("_blake2") and (find_spec("_sha256") or find_spec("_sha2")):
+if (
+    "coordinator" in (*sys.argv[1:2], *sys.argv[3:4])  # the latter behind --home HOME
+    and find_spec("_blake2")
+    and (find_spec("_sha256") or find_spec("_sha2"))
+):
     sys.modules["_hashlib"] = None  # type: ignore[assignment]
 
 from coordinator.cli import main

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,8 +19,10 @@ print("\\n" + hashlib.sha256(b"").__class__.__module__)
 """
 
 
+@pytest.mark.parametrize("home", [True, False], ids=["--home", "IMMORTAL_HOME"])
 @pytest.mark.parametrize(("verb", "is_coordinator"), [("coordinator", True), ("status", False)])
-def test_only_a_coordinator_does_without_openssl(tmp_path: Path, verb: str, is_coordinator: bool) -> None:
-    argv = [sys.executable, "-c", SAYS_WHOSE_HASHES, "--home", str(tmp_path), verb, "nobody"]
-    said = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+def test_only_a_coordinator_does_without_openssl(tmp_path: Path, verb: str, is_coordinator: bool, home: bool) -> None:
+    argv = [sys.executable, "-c", SAYS_WHOSE_HASHES, *(["--home", str(tmp_path)] if home else []), verb, "nobody"]
+    environment = {**os.environ, "IMMORTAL_HOME": str(tmp_path)}
+    said = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert (said.stdout.splitlines()[-1] != "_hashlib") is is_coordinator, said.stderr
