@@ -220,9 +220,6 @@ class LogSide:
                 if mark is None or batch.first_position > mark.position:
                     marks["impulse put back by a replay"] += 1
         elif isinstance(event, ev.CheckpointChecked) and event.problem is not None:
-            if self._disk.fence and not self._disk.is_writer and not self._disk.damaged:
-                # Who was fenced has loaded from a store that ended with the takeover here; a database would have it.
-                return ev.CheckpointChecked(event.checkpoint_id, None)
             # Of a log as it was read before the right came, the outputs can't be read any more: nobody asks for them.
             machine = self._node.machine
             is_from_before = machine is not None and machine.right.is_granted

@@ -28,8 +28,9 @@ class SharedLog:
         """To ``node``, whoever has it; its term. What the last writer has begun is no part of the log."""
         self.term += 1
         self.ticket = 0
+        # Who had it and lives still reads what it has loaded, as from a database; what is written is in the copy.
+        self.store = self.store.crash() if self.writer is None else self.store.copy()
         self.writer = node
-        self.store = self.store.crash()
         if node in self.waiting:
             self.waiting.remove(node)
         return self.term
