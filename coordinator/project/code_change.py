@@ -35,6 +35,8 @@ from coordinator.service.commands import PYTHON
 from protocol.errors import ImmortalError
 
 CHECKPOINT_TIMEOUT_S = 30.0
+RESET_TIMEOUT_S = 15.0  # of a peer that stops or starts meanwhile
+RESET_RETRY_S = 0.1
 _POLL_S = 0.05
 _SAME, _DIFFERENT = 0, 3  # of `immortal verify`
 
@@ -115,10 +117,24 @@ class CodeChange:
         delete_log_of(settings)
         upgrade_mark.clear(settings.folder)
         for other in self._registry.names():
-            if other != settings.name and log_exists(self._registry.load(other).log):
+            if other == settings.name or not self._has_met(other):
+                continue
+            deadline_s = time.monotonic() + RESET_TIMEOUT_S
+            while True:
                 code, lines = await self._immortal("peers", "reset", other, settings.name, "--yes")
-                for line in lines if code == 0 else ():  # else: they never met
-                    say(line)
+                if code == 0 or time.monotonic() > deadline_s:
+                    break
+                await asyncio.sleep(RESET_RETRY_S)  # it just stops or starts, as after a change of its own code
+            for line in lines:
+                say(line)
+
+    def _has_met(self, other: str) -> bool:
+        """Whether ``other`` knows this instance by its log."""
+        settings = self._registry.load(other)
+        if not log_exists(settings.log):
+            return False
+        with own_logs.open_reader(settings) as reader:
+            return self.service.name in reader.summary().peers
 
     def _status(self) -> dict[str, Any] | None:
         with contextlib.suppress(control.ControlError):
