@@ -134,7 +134,8 @@ class CodeChange:
         if not log_exists(settings.log):
             return False
         with own_logs.open_reader(settings) as reader:
-            return self.service.name in reader.summary().peers
+            summary = reader.summary()
+        return any(self.service.name in known for known in (summary.peers, summary.sources, summary.acknowledged))
 
     def _status(self) -> dict[str, Any] | None:
         with contextlib.suppress(control.ControlError):
