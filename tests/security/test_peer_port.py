@@ -180,7 +180,9 @@ def test_who_comes_back_with_its_own_routing_id_gets_through_once_its_old_connec
         until(lambda number=number: len(port.clients) == number)
         route, _ = port.clients[-1]
         route.say(b"hello")
-        assert dealer.recv() == b"hello"
+        while not (said := dealer.recv()):
+            pass  # what was still to be said to the one before: it had the same routing ID
+        assert said == b"hello"
         dealer.close()
         unsent = port.messenger.counters().replies_unsent
 

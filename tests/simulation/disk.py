@@ -41,6 +41,7 @@ class Disk:
         self.trimming = False
         self.slow = 1  # times as slow as usual
         self.fails_next: str | None = None  # "disk full" or "sync fails"
+        self.crashes_at_verdict = False  # while the next one is on its way
         self.failed = False  # accepts nothing more in this life
         self.joined = 0  # commits that had no sync of their own
         self._rng = rng
@@ -133,7 +134,7 @@ class Disk:
             if one.fence != self.fence or one.ticket != self.shared.ticket + 1:
                 raise Violation(f"append {one.ticket} of term {one.fence} behind {self.shared.ticket} of {self.fence}")
             self.shared.ticket = one.ticket
-        last = self.store.summary().last_sequence_id
+        last = self.store.last_sequence_id
         if job.expected_last_sequence_id != last:
             raise Violation(f"an append expects record {job.expected_last_sequence_id}, the log ends with {last}")
         transaction = job.transaction
@@ -171,7 +172,7 @@ class Disk:
         self.silent = self.fence = 0
         self.holds = False
         if is_writer:
-            self.shared.store = self.store.crash()
+            self.shared.reopen()
         return lost
 
     def copy(self) -> MemoryLogStore:

@@ -99,18 +99,20 @@ class LogSide:
 
     def _follow(self, request: ef.LoadLog | ef.ReadRecords) -> None:
         """Answer it, or wait until there is more."""
-        summary = self._disk.store.summary()
+        store = self._disk.store
+        if isinstance(request, ef.ReadRecords) and store.last_sequence_id == request.first_sequence_id - 1:
+            self._waiting.append(request)
+            return
+        summary = store.summary()
         if isinstance(request, ef.LoadLog):
             if summary.checkpoints:
                 self._node.post(ev.LogLoaded(summary))
             else:
                 self._waiting.append(request)
-        elif summary.last_sequence_id == request.first_sequence_id - 1:
-            self._waiting.append(request)
         else:
             first = request.first_sequence_id
             is_there = summary.first_sequence_id <= first <= summary.last_sequence_id
-            values = self._disk.store.read(first, request.size_bytes_max) if is_there else []
+            values = store.read(first, request.size_bytes_max) if is_there else []
             self._world.marks["record followed"] += len(values) > 0
             self._node.post(ev.RecordsRead(values, summary, request.session))
 
@@ -172,6 +174,9 @@ class LogSide:
         if self._disk.holds:
             return
         is_small = isinstance(job, ef.Commit) and self._rng.random() < self._inline_share
+        if self._disk.crashes_at_verdict and isinstance(job, ef.Commit) and job.transaction.verdicts:
+            self._disk.crashes_at_verdict = is_small = False
+            self._world.crash_soon(self._node, 300 * US)
         if is_small and not self._busy and not self._disk.jobs:
             self._world.marks["commit written at once"] += 1
             self._inline.append(job)
@@ -210,7 +215,7 @@ class LogSide:
             shared = self._disk.shared
             # Of who was fenced there is nothing: what it hears next is that it was.
             ticket = shared.ticket if self._disk.is_writer else 0
-            return ev.TailRead(ticket, shared.store.summary().last_sequence_id)
+            return ev.TailRead(ticket, shared.store.last_sequence_id)
         event = answer(self._disk.store, request)
         if isinstance(event, ev.LogLoaded):
             summary = event.summary
@@ -220,10 +225,9 @@ class LogSide:
                 if mark is None or batch.first_position > mark.position:
                     marks["impulse put back by a replay"] += 1
         elif isinstance(event, ev.CheckpointChecked) and event.problem is not None:
-            # Of a log as it was read before the right came, the outputs can't be read any more: nobody asks for them.
-            machine = self._node.machine
-            is_from_before = machine is not None and machine.right.is_granted
-            if not self._disk.damaged and self._disk.is_writer and not is_from_before:
+            checkpoints = self._disk.store.summary().checkpoints
+            is_there = any(header.checkpoint_id == event.checkpoint_id for header in checkpoints)
+            if is_there and not self._disk.damaged:  # one of which a follower has read may be gone by now
                 raise Violation(f"checkpoint {event.checkpoint_id} is not what was written: {event.problem}")
         elif isinstance(request, ef.ReadSpilled):
             marks["spilled messages read"] += 1

@@ -73,6 +73,7 @@ EXPECTED = frozenset(
         "async handler waited through a crash",
         *(f"verdict: {kind.name}" for kind in (VerdictKind.REFUSED, VerdictKind.UNDONE, VerdictKind.KEPT)),
         *(f"app died while {phase.value}" for phase in (*GETS_RECORDS - {Phase.FOLLOWING}, Phase.UPGRADING)),
+        "crash with a verdict on its way",
         "dead letter",
         "caller told of a failure",
         "recovered for want of a copy",

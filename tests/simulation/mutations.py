@@ -46,17 +46,13 @@ from tests.simulation.shared_log import SharedLog
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """``right``, a part of ``function``'s source that occurs once in it, becomes ``wrong``.
-
-    ``of_failing_calls``: only plans in which calls fail can reach it, and count.
-    """
+    """``right``, a part of ``function``'s source that occurs once in it, becomes ``wrong``."""
 
     name: str
     owner: type | ModuleType
     function: str
     right: str
     wrong: str
-    of_failing_calls: bool = False
 
     @property
     def is_of_the_core(self) -> bool:
@@ -408,7 +404,6 @@ MUTATIONS = (
         "give",
         "self.peers.held_ticket = group.ticket",
         "pass",
-        of_failing_calls=True,
     ),
     Mutation(
         "a second verdict on a message takes the place of the first",

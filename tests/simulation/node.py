@@ -166,8 +166,9 @@ class Node:
         for side in (self._app_side, self.peer_side, self.log_side):
             if side is not None:
                 side.end()
+        had_right = self.disk.shared.release(self)
         lost = self.disk.crash()
-        if self.disk.shared.release(self):
+        if had_right:
             self._clock.after(
                 self._rng.random() * self._rng.choice((50 * US, 2 * MS)), self.world.offer_right, self.name
             )
@@ -364,7 +365,7 @@ class Node:
         if driver is None or app is None or log_side is None:
             return False
         if self.phase is Phase.FOLLOWING and driver.machine.right.follows:
-            fed, last = driver.machine._session.fed_sequence_id, self.disk.store.summary().last_sequence_id
+            fed, last = driver.machine._session.fed_sequence_id, self.disk.store.last_sequence_id
             return fed == last and not driver.inbox
         if self.phase is not Phase.NORMAL:
             return False

@@ -18,7 +18,7 @@ DAMAGE = ("flip record", "flip trailer", "flip chunk", "flip header", "flip tabl
 NETWORK_FAULTS = ("partition", "one-way partition", "hang", "one-way hang", "peer moved")
 OPERATOR = ("clean stop", "upgrade", "failing upgrade", "checkpoint", "clock jump", "power failure")
 SINGLE_LOG_KINDS = (*CRASHES, *DISK_FAULTS, *DAMAGE, *NETWORK_FAULTS, *OPERATOR, "second copy")
-FAULT_KINDS = (*SINGLE_LOG_KINDS, "log silent", "take over")
+FAULT_KINDS = (*SINGLE_LOG_KINDS, "log silent", "take over", "crash at a verdict")
 _WEIGHTS = {
     **dict.fromkeys(SINGLE_LOG_KINDS, 2),
     **dict.fromkeys(CRASHES, 8),
@@ -121,7 +121,16 @@ def draw(seed: int) -> Plan:
     )
     # Two copies of a log may come to different verdicts, and none can see it; the base protocol knows none.
     fails = rng.random() < 0.6 and app != "plain" and not plan.has_copy
-    return _with_other_logs(replace(plan, fails=fails, salt=rng.randrange(1000)))
+    return _with_verdicts(_with_other_logs(replace(plan, fails=fails, salt=rng.randrange(1000))))
+
+
+def _with_verdicts(plan: Plan) -> Plan:
+    """Where messages fail, with crashes in the moment that counts: a verdict is on its way to the disk."""
+    rng = plan.stream("verdicts")
+    if not plan.fails:
+        return plan
+    more = [Fault(rng.randrange(1, 300), "crash at a verdict", rng.random()) for _ in range(rng.randrange(3))]
+    return replace(plan, faults=tuple(sorted([*plan.faults, *more], key=lambda fault: fault.at_effect)))
 
 
 def _with_other_logs(plan: Plan) -> Plan:

@@ -28,12 +28,16 @@ class SharedLog:
         """To ``node``, whoever has it; its term. What the last writer has begun is no part of the log."""
         self.term += 1
         self.ticket = 0
-        # Who had it and lives still reads what it has loaded, as from a database; what is written is in the copy.
-        self.store = self.store.crash() if self.writer is None else self.store.copy()
+        self.reopen()
         self.writer = node
         if node in self.waiting:
             self.waiting.remove(node)
         return self.term
+
+    def reopen(self) -> None:
+        """As the next writer finds it. Whoever lives still reads what it has loaded; without anyone nothing may."""
+        is_read = self.writer is not None or self.waiting
+        self.store = self.store.copy() if is_read else self.store.crash()
 
     def release(self, node: Node) -> bool:
         """The process of ``node`` has ended; whether it had the right."""

@@ -269,6 +269,20 @@ class World:
             disk.silent = 1 + int(share * 5)
         elif kind == "take over":
             self._take_over(node)
+        elif kind == "crash at a verdict":
+            disk.crashes_at_verdict = True
+
+    def crash_soon(self, node: Node, within_ns: float) -> None:
+        """The coordinator of ``node``, while what it asks of its disk now may not be there yet."""
+        self.clock.after(self._rng.random() * within_ns, self._crash_life, node, node.life)
+
+    def _crash_life(self, node: Node, life: int) -> None:
+        if node.life == life and node.machine is not None:
+            self.marks["crash with a verdict on its way"] += any(
+                isinstance(job, ef.Commit) and job.transaction.verdicts for job in node.disk.jobs
+            )
+            self._calm_since = self.events
+            self._crash(node, "crash coordinator", None)
 
     def _take_over(self, node: Node) -> None:
         """The right to write goes to a follower, though the one that has it lives, and goes on."""
