@@ -128,10 +128,21 @@ def _checked_signature(name: str, function: Callable[..., Any]) -> inspect.Signa
 class EffectRequest:
     """One effect to be run. ``number`` is its own in the life of the instance; for the rest see ``self.effect``.
 
+    ``stand_in``: what :meth:`call` and :meth:`call_async` call in place of the user's function, if anything.
     ``is_done``: it has been answered. ``is_cancelled``: nobody waits for it any more.
     """
 
-    __slots__ = ("_encoded", "_function", "_make_key", "_send", "is_cancelled", "is_done", "number", "options")
+    __slots__ = (
+        "_encoded",
+        "_function",
+        "_make_key",
+        "_send",
+        "is_cancelled",
+        "is_done",
+        "number",
+        "options",
+        "stand_in",
+    )
 
     def __init__(
         self,
@@ -147,6 +158,7 @@ class EffectRequest:
         self._make_key = make_key
         self.is_done = False
         self.is_cancelled = False
+        self.stand_in: Callable[..., Any] | None = None
         self._function = function
         self._encoded = encoded
         self._send = send
@@ -175,8 +187,8 @@ class EffectRequest:
 
     @property
     def is_async(self) -> bool:
-        """The function is an ``async def``."""
-        return self._function.is_async
+        """What is called is an ``async def``."""
+        return self._function.is_async if self.stand_in is None else inspect.iscoroutinefunction(self.stand_in)
 
     def call(self, attempt: int = 1) -> Any:
         """Call the function, a plain ``def``; returns and raises what it does."""
@@ -185,14 +197,14 @@ class EffectRequest:
     def _call(self, attempt: int) -> Any:
         current_context.set(partial(self.context, attempt))
         arguments, keywords = self.arguments
-        return self.function(*arguments, **keywords)
+        return (self.stand_in or self.function)(*arguments, **keywords)
 
     async def call_async(self, attempt: int = 1) -> Any:
         """Call the function, an ``async def``, in an asyncio task of its own; returns and raises what it does."""
         # never reset: the task's context ends with it, and what does not let go may be closed in another one
         current_context.set(partial(self.context, attempt))
         arguments, keywords = self.arguments
-        return await self.function(*arguments, **keywords)
+        return await (self.stand_in or self.function)(*arguments, **keywords)
 
     def context(self, attempt: int) -> EffectContext:
         """What the function can know of itself."""

@@ -13,13 +13,15 @@ from appsdk.calls.context import SEED_SIZE_BYTES
 from appsdk.calls.report import FailureReporter, user_traceback
 from appsdk.dispatch.delivery import Delivery
 from appsdk.dispatch.dispatcher import Dispatcher
+from appsdk.effects.request import EffectRunner
 from appsdk.effects.runner import OutsideRunner
-from appsdk.errors import AppError, Disconnected, HookError
+from appsdk.effects.stand_ins import StandInRunner, load_stand_ins
+from appsdk.errors import AppError, Disconnected, HookError, UsageError
 from appsdk.handlers.definition import Definition
 from appsdk.handlers.proxy import Impulses
 from appsdk.running import tracing
 from appsdk.running.app_loop import AppLoop
-from appsdk.running.options import RunOptions
+from appsdk.running.options import EFFECTS_VARIABLE, OptionError, RunOptions
 from appsdk.running.watchdog import Watchdog
 from protocol.shown import printable_message
 from protocol.verdicts import Verdict
@@ -44,13 +46,16 @@ class AppLife:
     ) -> None:
         self._wake = wake
         self._effects = _effect_runner(definition)
+        effects: EffectRunner | None = self._effects
+        if effects is not None and options.effects:
+            effects = StandInRunner(effects, stand_ins_of(options, definition.name))
         trace, stop = options.trace, options.stop
         make_dispatcher = tracing.TracingDispatcher if trace else Dispatcher
         self.dispatcher = make_dispatcher(
             definition,
             lambda: os.urandom(SEED_SIZE_BYTES),
             wake,
-            effects=self._effects,
+            effects=effects,
             make_delivery=Delivery if stop is None else stop.make_delivery,
             keeps_large_copies=options.rewound or trace,  # a replay that is looked at is not started again
             compares_queries=options.checks_queries and trace,  # to a recovery they are as right as in service
@@ -126,3 +131,15 @@ def _effect_runner(definition: Definition) -> OutsideRunner | None:
     if not any(one.has_tasks for one in definition.chain):
         return None
     return OutsideRunner(definition.concurrent_effects, lambda text: say(definition.name, text))
+
+
+def stand_ins_of(options: RunOptions, label: str) -> dict[Callable[..., Any], Callable[..., Any]]:
+    """What runs in place of effects; the user is told. Raises OptionError."""
+    try:
+        found = load_stand_ins(options.effects)
+    except Exception as error:  # the user's module, as it is imported, as well
+        what = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
+        raise OptionError(f"{EFFECTS_VARIABLE}: what is to run in place of effects can't be loaded: {what}") from error
+    for function, stand_in in options.effects.items():
+        say(label, f"in place of the effect {function} runs {stand_in}")
+    return found

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import msgspec
 
 from appsdk.errors import EXIT_NOT_RUNNABLE, AppError
 from appsdk.running.breakpoint import Breakpoint
@@ -13,6 +15,7 @@ STRICT_VARIABLE = "IMMORTAL_STRICT"
 TRACE_VARIABLE = "IMMORTAL_TRACE"
 CHECK_QUERIES_VARIABLE = "IMMORTAL_CHECK_QUERIES"
 BREAK_VARIABLE = "IMMORTAL_BREAK"
+EFFECTS_VARIABLE = "IMMORTAL_EFFECTS"
 REWOUND_VARIABLE = "IMMORTAL_REWOUND"
 
 
@@ -27,13 +30,14 @@ class RunOptions:
     """``strict``: no start with findings of :mod:`appsdk.determinism.check`. ``trace``: say what made each call.
     ``checks_queries``: with ``trace``, the state is compared around each query. ``stop``: where to start the debugger.
     ``rewound``: a call has failed in the life before, and may again: the state is kept in memory once more, however
-    large it is."""
+    large it is. ``effects``: in place of which functions others run, both as "module:function"."""
 
     strict: bool = False
     trace: bool = False
     checks_queries: bool = False
     stop: Breakpoint | None = None
     rewound: bool = False
+    effects: Mapping[str, str] = field(default_factory=dict)
 
 
 def run_options(
@@ -48,7 +52,21 @@ def run_options(
         checks_queries=_flag(environment, CHECK_QUERIES_VARIABLE),
         stop=_breakpoint(where, stop) if stop else None,
         rewound=_flag(environment, REWOUND_VARIABLE),
+        effects=_effects(environment),
     )
+
+
+def _effects(environment: Mapping[str, str]) -> Mapping[str, str]:
+    text = environment.get(EFFECTS_VARIABLE, "")
+    if not text:
+        return {}
+    try:
+        return msgspec.json.decode(text, type=dict[str, str])
+    except msgspec.DecodeError as error:
+        raise OptionError(
+            f"{EFFECTS_VARIABLE}={text!r}: a JSON object was expected, such as"
+            f' {{"shop:charge": "fakes:charge"}}: {error}'
+        ) from None
 
 
 def _flag(environment: Mapping[str, str], name: str) -> bool:

@@ -93,7 +93,7 @@ class Development:
         self._watch()
 
     def _begin(self, service: PlannedService) -> None:
-        member = Member(self._project, service, self._console, interactive=self._interactive)
+        member = Member(self._project, service, self._console, interactive=self._interactive, stands_in=True)
         self._members[service.name] = member
         member.start()
 

@@ -17,12 +17,15 @@ import time
 from collections.abc import Callable, Iterable
 from typing import IO, Protocol
 
+import msgspec
+
 from coordinator.core.notices import Level
 from coordinator.project.project import PlannedService, Project
 from coordinator.service.commands import PYTHON
 from coordinator.service.parent_death import die_with_parent
 
 LINE_SIZE_BYTES_MAX = 64 << 10  # what is longer comes in pieces
+EFFECTS_VARIABLE = "IMMORTAL_EFFECTS"  # of the app: appsdk/running/options.py
 QUESTION_AFTER_S = 0.15  # as long as no print() takes from its text to its end
 _READ_SIZE_BYTES = 64 << 10
 _LINE = re.compile(r"(?P<clock>\d\d:\d\d:\d\d\.\d{3}) (?P<level>debug|info|warning|error) +(?P<name>\S+)  (?P<text>.*)")
@@ -52,9 +55,11 @@ class Watcher(Protocol):
 
 
 class Member:
-    """One service, and the processes that run it."""
+    """One service, and the processes that run it. ``stands_in``: others run in place of its effects, as it says."""
 
-    def __init__(self, project: Project, service: PlannedService, watcher: Watcher, *, interactive: bool) -> None:
+    def __init__(
+        self, project: Project, service: PlannedService, watcher: Watcher, *, interactive: bool, stands_in: bool = False
+    ) -> None:
         self.service = service
         self.state = State.STOPPED
         self.exit_status: int | None = None
@@ -62,6 +67,7 @@ class Member:
         self._project = project
         self._watcher = watcher
         self._interactive = interactive
+        self._stands_in = stands_in
         self._process: subprocess.Popen[bytes] | None = None
         self._over: asyncio.Future[int] | None = None
         self._asked = False  # to stop
@@ -87,13 +93,16 @@ class Member:
         """Raises OSError."""
         argv = [*PYTHON, "-m", "coordinator", "--home", str(self._project.home), "run", self.name, self.service.app]
         argv += ["--restart", "--interactive" if self._interactive else "--no-interactive"]
+        environment = {**self._project.environment(self.service.environment), "PYTHONUNBUFFERED": "1"}
+        if self._stands_in and self.service.effects:
+            environment[EFFECTS_VARIABLE] = msgspec.json.encode(self.service.effects).decode()
         self._asked, self.exit_status = False, None
         self._over = asyncio.get_running_loop().create_future()
         # preexec_fn: nothing but system calls, so that a lock held by another thread does no harm.
         process = self._process = subprocess.Popen(
             argv,
             cwd=self._project.folder,
-            env={**self._project.environment(self.service.environment), "PYTHONUNBUFFERED": "1"},
+            env=environment,
             stdin=subprocess.PIPE if self._interactive else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ class ProjectError(ConfigError):
 
 class PlannedService(msgspec.Struct, frozen=True, kw_only=True):
     """One instance. ``app``: "module:Class". ``version``: of its class. ``files``: those that its code is made of.
-    ``calls``: the instances that it calls. ``settings``: those that the project gives, as they stand in a file."""
+    ``calls``: the instances that it calls. ``effects``: what runs in place of which functions, while it is developed.
+    ``settings``: those that the project gives, as they stand in a file."""
 
     name: str
     app: str
@@ -30,6 +31,7 @@ class PlannedService(msgspec.Struct, frozen=True, kw_only=True):
     files: tuple[str, ...]
     calls: tuple[str, ...]
     environment: Mapping[str, str] = {}
+    effects: Mapping[str, str] = {}
     settings: Mapping[str, Any] = {}
 
 
@@ -58,11 +60,17 @@ class Project:
             key = module, *sorted(given.environment.items())
             if key not in listings:
                 listings[key] = list_module(module, self.folder, self.environment(given.environment))
-            for one in _planned(given, module, class_name, listings[key]):
+            stand_ins = self._files_of(name.partition(":")[0] for name in given.effects.values())
+            for one in _planned(given, module, class_name, listings[key], stand_ins):
                 if one.name in planned:
                     raise ProjectError(f"{given.place}: there is an instance {one.name!r} already, by another table")
                 planned[one.name] = one
         return list(planned.values())
+
+    def _files_of(self, modules: Iterable[str]) -> set[str]:
+        """Of those that are in the project's folder."""
+        files = {self.folder / f"{module.replace('.', '/')}.py" for module in modules}
+        return {os.path.realpath(file) for file in files if file.is_file()}
 
     def _services_of_module(self) -> list[PlannedService]:
         module = _module_of(self.file.name)
@@ -115,7 +123,10 @@ def find_project(given: Path | None, home: Path | None = None) -> Project:
     return Project(path, home)
 
 
-def _planned(given: GivenService, module: str, class_name: str, listing: Listing) -> Iterator[PlannedService]:
+def _planned(
+    given: GivenService, module: str, class_name: str, listing: Listing, files: Iterable[str] = ()
+) -> Iterator[PlannedService]:
+    """``files``: that its code is made of, besides those of the module."""
     own = [name for name, service in listing.services.items() if service.is_own]
     if not class_name:
         if len(own) != 1:
@@ -134,9 +145,10 @@ def _planned(given: GivenService, module: str, class_name: str, listing: Listing
             name=check_instance_name(name),
             app=f"{module}:{class_name}",
             version=service.version,
-            files=tuple(listing.files),
+            files=tuple(sorted({*listing.files, *files})),
             calls=tuple(service.peers),
             environment=given.environment,
+            effects=given.effects,
             settings=given.settings,
         )
 

@@ -38,6 +38,7 @@ FILE_NAME = "immortal.toml"
 PEER_DEFAULT = "tcp://127.0.0.1:*"
 COUNT_MAX = 1000
 _FILE = re.compile(r"(?:[A-Za-z_]\w*/)*[A-Za-z_]\w*\.py")
+_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _OF_ONE = ("app_port", "app_send_port", "app_socket", "log", "log_key")  # no two instances can have the same
 
 
@@ -68,6 +69,15 @@ def _environment(value: object) -> tuple[tuple[str, str], ...]:
     return tuple(value.items())
 
 
+def _effects(value: object) -> tuple[tuple[str, str], ...]:
+    if not isinstance(value, dict):
+        raise WrongValueError
+    for text in (*value, *value.values()):
+        if not isinstance(text, str) or not _FUNCTION.fullmatch(text):
+            raise WrongValueError(f"functions as module:function, not {text!r}")
+    return tuple(value.items())
+
+
 class Service(InstanceSettings, frozen=True, kw_only=True):
     """One table [services.NAME]: all settings of an instance, and what it takes to run it here."""
 
@@ -90,6 +100,11 @@ class Service(InstanceSettings, frozen=True, kw_only=True):
         kind("", 'a table of names and texts, such as { CURRENCY = "EUR" }', read=_environment),
         says("Environment variables of its processes."),
     ] = ()
+    effects: Annotated[
+        tuple[tuple[str, str], ...],
+        kind("", 'a table of functions, such as { "shop:charge" = "fakes:charge" }', read=_effects),
+        says("What runs in place of the functions of effects, in 'immortal dev' alone."),
+    ] = ()
 
 
 class ProjectFile(Struct, frozen=True, kw_only=True):
@@ -105,6 +120,7 @@ class GivenService(Struct, frozen=True):
     place: str = ""
     count: int = 1
     environment: Mapping[str, str] = {}
+    effects: Mapping[str, str] = {}
     settings: Mapping[str, Any] = {}
 
 
@@ -144,6 +160,7 @@ def _given(source: Source, name: str, service: Service, values: Mapping[str, Any
         place=source.place(name, "services"),
         count=service.count,
         environment=dict(service.environment),
+        effects=dict(service.effects),
         settings=settings,
     )
 

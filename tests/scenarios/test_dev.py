@@ -385,3 +385,51 @@ def test_without_a_checkpoint_of_all_it_is_not_upgraded_here(tmp_path: Path) -> 
         assert CodeChange(project, registry, shop).records_behind() == 0
     finally:
         dev.close()
+
+
+PAYING = """
+from appsdk import EffectFailed, Immortal, rpc
+
+
+def charge(cents: int) -> str:
+    raise OSError("the bank is far away")
+
+
+class Shop(Immortal):
+    @rpc
+    async def pay(self, cents: int) -> str:
+        try:
+            return await self.effect(charge, cents)
+        except EffectFailed as failed:
+            return failed.message
+"""
+STANDING_IN = """
+[services.shop]
+app = "shop:Shop"
+effects = { "shop:charge" = "fakes:charge" }
+"""
+
+
+def test_effects_have_others_in_their_place_here_alone(tmp_path: Path) -> None:
+    make_project(tmp_path, PAYING, STANDING_IN)
+    fakes = tmp_path / "fakes.py"
+    fakes.write_text('def charge(cents: int) -> str:\n    return f"{cents} paid"\n')
+    dev = Development(tmp_path)
+    try:
+        dev.see("shop", "in place of the effect shop:charge runs fakes:charge")
+        dev.ready("shop")
+        assert immortal(tmp_path, "call", "shop", "pay", "5") == '"5 paid"\n'
+        fakes.write_text('def charge(cents: int) -> str:\n    return f"{cents} paid, it seems"\n')
+        dev.see("shop starts again with the code as it is now")
+        dev.ready("shop")
+        assert immortal(tmp_path, "call", "shop", "pay", "5") == '"5 paid, it seems"\n'
+        fakes.write_text("")
+        dev.see("shop", "IMMORTAL_EFFECTS: what is to run in place of effects can't be loaded: 'fakes:charge'")
+        dev.stop()
+    finally:
+        dev.close()
+    try:
+        immortal(tmp_path, "up")
+        assert immortal(tmp_path, "call", "shop", "pay", "5") == '"the bank is far away"\n'
+    finally:
+        immortal(tmp_path, "down")

@@ -39,6 +39,7 @@ def test_all_that_a_service_may_say(tmp_path: Path) -> None:
         keep_checkpoints = "all"
         metrics_token_file = "secrets/token"
         environment = { CURRENCY = "EUR" }
+        effects = { "shop:charge" = "fakes.bank:charge" }
         [services.shop.tuning]
         clock_hold_s = 7
         [services.shop.peers]
@@ -47,6 +48,7 @@ def test_all_that_a_service_may_say(tmp_path: Path) -> None:
     )
     assert (shop.name, shop.app, shop.count) == ("shop", "shop:Shop", 3)
     assert shop.environment == {"CURRENCY": "EUR"}
+    assert shop.effects == {"shop:charge": "fakes.bank:charge"}
     assert shop.settings == {
         "keep_checkpoints": "all",
         "metrics_token_file": str(tmp_path / "secrets/token"),
@@ -76,6 +78,11 @@ def test_all_that_a_service_may_say(tmp_path: Path) -> None:
         (
             '[services.a]\napp = "m:C"\nenvironment = { A = 1 }\n',
             ", line 3, field 'services.a.environment': got {'A': 1}, expected a text for each name, but 'A' is none",
+        ),
+        (
+            '[services.a]\napp = "m:C"\neffects = { "m:charge" = "charge" }\n',
+            ", line 3, field 'services.a.effects': got {'m:charge': 'charge'}, expected functions as module:function,"
+            " not 'charge'",
         ),
         (
             '[services.a]\napp = "m:C"\ncount = 2\npeer = "tcp://127.0.0.1:7000"\n',

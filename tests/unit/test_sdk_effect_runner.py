@@ -22,6 +22,9 @@ from appsdk.calls.codec import encoder
 from appsdk.effects.options import EffectOptions
 from appsdk.effects.request import EffectFunction, EffectRequest
 from appsdk.effects.runner import OutsideRunner
+from appsdk.effects.stand_ins import StandInRunner, load_stand_ins
+from appsdk.errors import UsageError
+from appsdk.running.options import OptionError, run_options
 from tests.helpers.sdk import WAIT_S
 
 PLACES = 3
@@ -99,6 +102,16 @@ async def clings() -> None:
     while True:
         with suppress(asyncio.CancelledError):
             await asyncio.Event().wait()
+
+
+async def instead(number: int) -> int:
+    await asyncio.sleep(0)
+    seen.put(effect_context().key)
+    return number + 10
+
+
+def of_another_type(number: int) -> str:
+    return f"{number}"
 
 
 class Outside:
@@ -314,3 +327,48 @@ def test_a_process_ends_silently_whatever_does_not_let_go() -> None:
     root = Path(__file__).parents[2]
     ended = subprocess.run([sys.executable, "-c", ENDS], cwd=root, capture_output=True, timeout=60, check=False)
     assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+# --- others in their place --------------------------------------------------------------------------------------------
+
+
+def test_what_stands_in_for_a_function_is_called_in_its_place_with_its_key(outside: Outside) -> None:
+    runner = StandInRunner(outside.runner, {plain: instead, waiting: instead})
+    for number, function in ((1, plain), (2, waiting)):
+        runner.start(outside.request(function, number))
+        assert outside.answer() == (number, number + 10)
+        assert seen.get(timeout=WAIT_S) == f"key {number}"
+    runner.start(outside.request(fails, 0, ""))
+    assert outside.answer() == (3, "done")
+
+
+def test_what_stands_in_for_a_function_returns_what_that_is_declared_to(outside: Outside) -> None:
+    runner = StandInRunner(outside.runner, {plain: of_another_type})
+    runner.start(outside.request(plain, 1))
+    _, error = outside.answer()
+    assert isinstance(error, EffectFailed)
+    assert error.type_name == "TypeError"
+    assert error.message.startswith("plain returned a str that can't be kept")
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("json", "'json': a function is given as module:function, such as shop:charge"),
+        ("json:", "'json:': a function is given as module:function, such as shop:charge"),
+        ("jsn:dumps", "'jsn:dumps': there is no module 'jsn'"),
+        ("json.x:dumps", "'json.x:dumps': there is no module 'json.x'"),
+        ("json:dmps", "'json:dmps': the module has nothing of that name"),
+        ("json:JSONDecoder", "'json:JSONDecoder': the module has a type of that name, and no function"),
+    ],
+)
+def test_who_stands_in_has_to_be_a_function(function: str, said: str) -> None:
+    with pytest.raises(UsageError) as error:
+        load_stand_ins({"json:dumps": function})
+    assert str(error.value) == said
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"json:dumps": 1}'])
+def test_who_stands_in_is_said_in_json(text: str) -> None:
+    with pytest.raises(OptionError, match=r"IMMORTAL_EFFECTS=.*: a JSON object was expected, such as"):
+        run_options(environment={"IMMORTAL_EFFECTS": text})
