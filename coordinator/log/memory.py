@@ -7,7 +7,7 @@ from coordinator.core.interfaces import AuditEntry
 from coordinator.log import verdicts
 from coordinator.log.backends.memory import MemoryBackend, MemoryTables
 from coordinator.log.format import CHUNK_KEY, CRC_SIZE_BYTES, FORMAT_VERSION, SEQUENCE_KEY
-from coordinator.log.meta import LogIdentity, first_and_last_sequence_id
+from coordinator.log.meta import LogIdentity
 from coordinator.log.removal import cut_checkpoint_ids, removal
 from coordinator.log.store import RowLogStore
 
@@ -39,7 +39,7 @@ class MemoryLogStore(RowLogStore):
     @property
     def last_sequence_id(self) -> int:
         """Of the last durable record. Raises DamagedLogError."""
-        return first_and_last_sequence_id(self.backend.durable)[1]
+        return self.backend.durable.last_sequence_id()
 
     def copy(self) -> MemoryLogStore:
         """A store of its own with what is durable now."""

@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
-from coordinator.core.errors import FencedError, LogError, LogFormatError, require
+from coordinator.core.errors import FencedError, LogError, LogFormatError, fail
 from coordinator.fault_points import reach
 from coordinator.log.backend import Append, Backend, Options, Place, Row, Space, Span, TableSize
 from coordinator.log.format import SEQUENCE_KEY
@@ -29,7 +29,9 @@ class Table:
         self.keys: list[bytes] = []
 
     def put(self, key: bytes, value: bytes) -> None:
-        if key not in self.rows:
+        if not self.keys or key > self.keys[-1]:  # as records come
+            self.keys.append(key)
+        elif key not in self.rows:
             insort(self.keys, key)
         self.rows[key] = value
 
@@ -82,6 +84,14 @@ class MemoryTables:
         if (found := self.tables.get(span.table)) is not None:
             found.delete(span)
 
+    def last_sequence_id(self) -> int:
+        """Of the last record. Raises DamagedLogError."""
+        records = self.tables.get("records", _EMPTY)
+        if records.keys:
+            last: int = SEQUENCE_KEY.unpack(records.keys[-1])[0]
+            return last
+        return first_and_last_sequence_id(self)[1]
+
     def flip(self, table: str, key: bytes, offset_bytes: int) -> None:
         """One bit of a value."""
         value = bytearray(self.tables[table].rows[key])
@@ -123,11 +133,8 @@ class MemoryBackend(Backend):
             if append.fence != durable.term:
                 self.failure = FencedError(str(durable.term), f"{self.where} is written by another one since")
                 raise self.failure
-            last = first_and_last_sequence_id(durable)[1]
-            require(
-                append.expected_last_sequence_id == last,
-                f"an append follows record {append.expected_last_sequence_id}, the log ends with {last}",
-            )
+            if append.expected_last_sequence_id != (last := durable.last_sequence_id()):
+                fail(f"an append follows record {append.expected_last_sequence_id}, the log ends with {last}")
             for point in append.points:
                 reach(point)
             if self.fails_next is not None:
