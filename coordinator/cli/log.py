@@ -14,11 +14,12 @@ from coordinator.cli.common import app_name, name_argument, pass_registry, setti
 from coordinator.config import InstanceSettings
 from coordinator.core.words import Methods
 from coordinator.instances.registry import Registry, RegistryError
-from coordinator.log_url import is_in_folder
+from coordinator.log_url import is_in_folder, own_log, split_url
 from protocol.command_line import Commands, counted, echo, echo_json, json_option
 
 if TYPE_CHECKING:
     from coordinator.log.backend import Place
+    from coordinator.log.backup import Backup
 
 
 @click.group(cls=Commands)
@@ -219,11 +220,58 @@ def backup(registry: Registry, name: str, folder: Path, as_json: bool) -> None:
     if as_json:
         echo_json({"name": name, "folder": str(folder), **asdict(made)})
         return
+    echo(f"{name}: {_kept(made)} in {folder}: verified")
+
+
+@log.command()
+@name_argument
+@click.option(
+    "--to", "target", required=True, metavar="URL", help="A database (postgresql://USER@HOST/DATABASE), or a folder."
+)
+@click.option("--switch", is_flag=True, help="Let NAME, which is stopped, go on from the copy.")
+@json_option
+@pass_registry
+def copy(registry: Registry, name: str, target: str, switch: bool, as_json: bool) -> None:
+    """Copy the log of NAME to another place: from a folder into a database, or back.
+
+    Log and copy are verified. Its coordinator may run meanwhile: then the copy is as of now. With --switch, of a
+    stopped instance, the copy is what it goes on from.
+    """
+    settings = settings_with_log(registry, name)
+    from coordinator.instances import own_logs
+    from coordinator.log.backup import back_up
+    from coordinator.log.open import place_of
+    from coordinator.operator import control
+
+    log = own_log(target, name) if not is_in_folder(target) else os.path.abspath(split_url(target)[1])
+    source, place = place_of(settings.log), place_of(log)
+    if source.key == place.key:
+        raise click.UsageError(f"{target} is where the log of {name} is")
+    if switch:
+        control.refuse_running(settings.folder)
+        if (holder := source.holder()) is not None:
+            raise RegistryError(f"the log {source.where} is written by {holder}: stop it first")
+    made = back_up(source, name, place, own_logs.read_keys(settings))
+    if switch:
+        control.refuse_running(settings.folder)
+        with own_logs.open_reader(settings, check=False) as reader:
+            if reader.summary().last_sequence_id != made.last_sequence_id:
+                raise RegistryError(f"{name} has run meanwhile: it goes on from {source.where}, as before")
+        registry.remember_log(name, log)
+    if as_json:
+        echo_json({"name": name, "log": log, "switched": switch, **asdict(made)})
+        return
+    echo(f"{name}: {_kept(made)} in {place.where}: verified")
+    if switch:
+        echo(f"{name} goes on from there at its next start; the log in {source.where} stays as it is: remove it once")
+        echo("all is well, so that nothing starts from it")
+
+
+def _kept(made: Backup) -> str:
     kept = f"records {made.first_sequence_id} to {made.last_sequence_id}"
     if made.last_sequence_id < made.first_sequence_id:
         kept = "no record"
-    checkpoints = counted(made.checkpoints, "checkpoint")
-    echo(f"{name}: {kept} ({made.records_copied} of them new), {checkpoints} in {folder}: verified")
+    return f"{kept} ({made.records_copied} of them new), {counted(made.checkpoints, 'checkpoint')}"
 
 
 @log.command()

@@ -66,20 +66,20 @@ def settings_text(settings: InstanceSettings, *, log: str | None) -> str:
     return tomlkit.dumps(_values(settings, log=log))
 
 
-def text_with_app(text: str, app: str) -> str:
-    """The settings file's ``text`` with another ``app`` in it, and all else as somebody wrote it."""
+def text_with(text: str, field: str, value: str) -> str:
+    """The settings file's ``text`` with another ``field`` of one value in it, and all else as somebody wrote it."""
     import tomlkit
 
     document = tomlkit.parse(text)
-    if "app" in document:
-        document["app"] = app
+    if field in document:
+        document[field] = value
         return tomlkit.dumps(document)
     lines = text.splitlines(keepends=True)
     # Not at the end of the table: comments there are of the next one.
     behind = line_of(text, "app_port") or line_of(text, "peer") or 0
     if behind and not lines[behind - 1].endswith("\n"):
         lines[behind - 1] += "\n"
-    return "".join([*lines[:behind], tomlkit.dumps({"app": app}), *lines[behind:]])
+    return "".join([*lines[:behind], tomlkit.dumps({field: value}), *lines[behind:]])
 
 
 def text_with_allow(text: str, allow: Mapping[str, Permission]) -> str:

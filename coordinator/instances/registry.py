@@ -20,7 +20,7 @@ from coordinator.config import AppAuth, ConfigError, InstanceSettings, check_ins
 from coordinator.config.app_hosts import LOCALHOST, hosts_of
 from coordinator.config.reading import check_settings, read_settings
 from coordinator.config.values import check_app
-from coordinator.config.writing import file_values, settings_text, text_with_app, write_atomically
+from coordinator.config.writing import file_values, settings_text, text_with, write_atomically
 from coordinator.core.errors import LogError
 from coordinator.log_url import is_in_folder, own_log, split_url
 from protocol.errors import ImmortalError
@@ -133,7 +133,7 @@ class Registry:
                 raise ConfigError(f"the app of {name!r} and its peers cannot both use port {peer_address[1]}")
             if not is_in_folder(settings.log):
                 _require_backend(settings.log)
-            self._refuse_shared_log(settings)
+            self._refuse_shared_log(name, settings.log)
             text = settings_text(settings, log=settings.log if "log" in values else None)
             write_atomically(path, text.encode(), mode=PUBLIC_FILE_MODE)
         return settings
@@ -162,11 +162,22 @@ class Registry:
         """Write down ``app`` ("module:Class") as the one that ``name`` was last run with."""
         check_app(app)
         with self.locked():
-            settings = self.load(name)
-            if settings.app == app:
-                return settings
+            return self._remember(name, "app", app)
+
+    def remember_log(self, name: str, log: str) -> InstanceSettings:
+        """Write down ``log``, a path or a URL, as the one of ``name``: it is used from its next start on.
+
+        Raises RegistryError where it is another instance's.
+        """
+        with self.locked():
+            self._refuse_shared_log(name, log)
+            return self._remember(name, "log", log)
+
+    def _remember(self, name: str, field: str, value: str) -> InstanceSettings:
+        """Locked by the caller."""
+        if getattr(self.load(name), field) != value:
             path = self.path(name)
-            text = text_with_app(path.read_bytes().decode(), app)
+            text = text_with(path.read_bytes().decode(), field, value)
             write_atomically(path, text.encode(), mode=stat.S_IMODE(path.stat().st_mode))
         return self.load(name)
 
@@ -236,10 +247,10 @@ class Registry:
                 ports.add(address[1])
         return ports
 
-    def _refuse_shared_log(self, settings: InstanceSettings) -> None:
+    def _refuse_shared_log(self, name: str, log: str) -> None:
         for other in self._readable():
-            if _real(other.log) == _real(settings.log):
-                raise RegistryError(f"{settings.log} is the log folder of {other.name!r}: each instance needs its own")
+            if other.name != name and _real(other.log) == _real(log):
+                raise RegistryError(f"{log} is the log folder of {other.name!r}: each instance needs its own")
 
 
 def _real(log: str) -> str:

@@ -256,7 +256,7 @@ class Place(Protocol):
 
         Raises ValueError where something else is here.
         """
-        raise only_in_folders(self.where, "written as a backup")
+        raise LogError(f"the log {self.where} can't be made as a copy: in a folder or in PostgreSQL it can")
 
 
 class Held(Protocol):

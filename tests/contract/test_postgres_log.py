@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +19,23 @@ import pytest
 from coordinator.core.errors import FencedError, LogError, LogFormatError, LogLockedError, LogUnavailableError
 from coordinator.core.interfaces import Transaction
 from coordinator.log import create_log, open_log, open_reader
-from coordinator.log.backend import Append, Options, Place, Span
+from coordinator.log.authentication import LogKey
+from coordinator.log.backend import Append, Options, Place, Row, Span, View
+from coordinator.log.backends.postgres import copying
+from coordinator.log.backup import BackupError, back_up
 from coordinator.log.format import FORMAT_VERSION, SEQUENCE_KEY
 from coordinator.log.meta import LogIdentity, first_and_last_sequence_id
-from coordinator.log.open import place_of
+from coordinator.log.open import Log, place_of
 from coordinator.log.store import RowLogStore
 from protocol.record import encode_record
 from protocol.trailer import Trailer, encode_trailer
+from tests.faults.sample_log import NAME, read_contents, write_log
 from tests.helpers.postgres import Postgres
 
 psycopg = pytest.importorskip("psycopg", reason="psycopg is not installed")
 
 from coordinator.log.backends.postgres import lease, schema  # noqa: E402  # which needs it
-from coordinator.log.backends.postgres.writing import _statements  # noqa: E402
+from coordinator.log.backends.postgres.writing import statements  # noqa: E402
 
 COMMITTER_ID = 77
 WAIT_S = 20.0
@@ -211,7 +215,7 @@ def test_a_late_append_of_the_same_writer_is_fenced(store: RowLogStore) -> None:
     backend._is_unknown = True
     assert backend.resolve() is False
     backend._appends_count, now = count, backend._appends_count
-    answer = backend._send(late, list(_statements(late)))
+    answer = backend._send(late, list(statements(late)))
     backend._appends_count = now
     assert answer[0] is False
     store.commit(records(1), 2)
@@ -429,3 +433,55 @@ def test_a_coordinator_needs_the_rights_of_immortal_writer_and_no_more(postgres:
         postgres.execute("DROP DATABASE IF EXISTS bare WITH (FORCE)")
         postgres.execute("REVOKE immortal_writer FROM service")
         postgres.execute("DROP ROLE service")
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_log_goes_into_the_database_and_back_and_says_the_same(url: str, tmp_path: Path) -> None:
+    keys = [LogKey(b"k" * 32)]
+    write_log(tmp_path / "log", keys=keys)
+    there = back_up(tmp_path / "log", NAME, url, keys)
+    assert (there.first_sequence_id, there.last_sequence_id, there.records_copied, there.checkpoints) == (
+        0,
+        119,
+        120,
+        2,
+    )
+    store = open_log(url, NAME, keys=keys)  # for writing, with its key: authentic, and it ends where it ended
+    store.commit(Transaction(epoch=3))
+    store.close()
+    back_up(url, NAME, tmp_path / "back", keys)
+    for table in ("records", "checkpoints", "chunks", "outputs", "impulses", "sources", "versions"):
+        assert rows(url, table, keys) == rows(tmp_path / "back", table, keys), table
+    place_of(url).remove()
+
+
+def rows(log: Log, table: str, keys: Sequence[LogKey]) -> list[tuple[bytes, bytes]]:
+    with open_reader(log, NAME, keys=keys) as reader, reader.view() as view:
+        return [(bytes(key), bytes(value)) for key, value in view.scan(table)]
+
+
+def test_a_copy_into_the_database_is_there_whole_or_not_at_all(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_log(tmp_path / "log")
+    whole = copying._rows
+
+    def cut_off(source: View) -> Iterator[Row]:
+        for number, row in enumerate(whole(source)):
+            if number == 50:
+                raise KeyboardInterrupt
+            yield row
+
+    monkeypatch.setattr(copying, "_rows", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        back_up(tmp_path / "log", NAME, url)
+    assert not place_of(url).exists()
+    monkeypatch.undo()
+    back_up(tmp_path / "log", NAME, url)
+    with pytest.raises(BackupError, match=r"there is a log .* already, and a copy is a new one: choose another name"):
+        back_up(tmp_path / "log", NAME, url)
+    back_up(url, NAME, tmp_path / "back")
+    assert read_contents(tmp_path / "back") == read_contents(tmp_path / "log")
+    place_of(url).remove()

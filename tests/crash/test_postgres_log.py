@@ -110,3 +110,28 @@ def test_while_its_server_is_down_an_instance_waits_and_goes_on(
     all_is_counted(house)
     assert house.status("counter")["log_silent_s"] is None
     assert first.stop() == 0
+
+
+def test_an_instance_moves_into_the_database_and_back_and_keeps_its_count(postgres: Postgres, tmp_path: Path) -> None:
+    house = House(tmp_path)
+    url = f"{postgres.url()}#{tmp_path.name}"
+    try:
+        run = house.run("counter", "counting:Counter")
+        house.until(lambda: run.said("ready"), "it is up")
+        house.run("feeder", "counting:Feeder")
+        house.until(lambda: house.status("counter")["sequence_id"] > 20, "calls have come")
+        refused = house.immortal("log", "copy", "counter", "--to", url, "--switch")
+        assert refused.returncode == 1
+        assert "'counter' runs, as process" in refused.stderr
+        for target in (url, str(tmp_path / "moved")):
+            run.kill()
+            copied = house.immortal("log", "copy", "counter", "--to", target, "--switch")
+            assert copied.returncode == 0, copied
+            assert ": verified" in copied.stdout
+            run = house.run("counter", "counting:Counter")
+            house.until(lambda run=run: run.said("ready"), "it goes on from the copy")  # type: ignore[misc]
+        assert house.registry.load("counter").log == str(tmp_path / "moved")
+        all_is_counted(house)
+    finally:
+        for one in house.runs:
+            one.stop()

@@ -6,21 +6,24 @@ instance can have a follower on another one.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 from coordinator.core.errors import LogError, LogFormatError, LogLockedError
 
 try:
-    from psycopg import errors
+    from psycopg import Connection, errors
 except ImportError as error:  # before all else here, which needs it too
     raise LogError(f"a log in PostgreSQL needs psycopg ({error}): pip install 'immortal[postgres]'") from None
 
-from coordinator.log.backend import Options, Place, ReadBackend, Row
+from coordinator.log.backend import Append, Mac, Options, Place, ReadBackend, Row, View
 from coordinator.log.backends.postgres import lease as leases
 from coordinator.log.backends.postgres import schema
 from coordinator.log.backends.postgres.connecting import Address, Connections, connect, reaching
+from coordinator.log.backends.postgres.copying import change, put_copy
 from coordinator.log.backends.postgres.durability import Durability
 from coordinator.log.backends.postgres.view import PostgresView, viewing
 from coordinator.log.backends.postgres.writing import PostgresBackend
@@ -76,8 +79,21 @@ class PostgresPlace(Place):
             return found is not None
 
     def create(self, identity: LogIdentity, rows: Sequence[Row], options: Options) -> PostgresBackend:
-        address = self._address
-        instance = address.named
+        with self._making(options) as connection:
+            change(connection, self._address.named, Append(-1, puts=rows))
+        return self.open(identity.instance_name, options)
+
+    def copy(self, source: View, identity: LogIdentity, mac: Mac | None) -> int:
+        """In one transaction: what is cut off leaves nothing."""
+        if self.exists():
+            raise ValueError(f"there is a log {self.where} already, and a copy is a new one: choose another name")
+        with self._making(Options()) as connection:
+            return put_copy(connection, self._address.named, source)
+
+    @contextlib.contextmanager
+    def _making(self, options: Options) -> Iterator[Connection[tuple[Any, ...]]]:
+        """A new log, there once all that is put into it meanwhile is. Raises LogFormatError, LogError."""
+        address, instance = self._address, self._address.named
         with reaching(address), connect(address) as connection:
             if schema.version_of(connection) != schema.VERSION:
                 schema.migrate(connection, address.where)
@@ -92,16 +108,11 @@ class PostgresPlace(Place):
                 )
                 if not made.rowcount:
                     raise LogFormatError(f"there is a log {self.where} already: open it, or choose another name")
-                with connection.cursor() as cursor:
-                    cursor.executemany(
-                        "INSERT INTO immortal.rows VALUES (%s, %s, %s, %s)",
-                        [(instance, table, bytes(key), bytes(value)) for table, key, value in rows],
-                    )
+                yield connection
                 last = first_and_last_sequence_id(PostgresView(connection, instance))[1]
                 connection.execute(
                     "UPDATE immortal.heads SET last_sequence_id = %s WHERE instance = %s", [last, instance]
                 )
-        return self.open(identity.instance_name, options)
 
     def open(self, instance_name: str, options: Options) -> PostgresBackend:
         self._require()

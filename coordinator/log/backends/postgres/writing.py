@@ -36,7 +36,7 @@ MEASURED_S = 10.0  # the rows of a log are summed up, which takes as long as it 
 UNKNOWN_FREE_BYTES = 1 << 60  # a database does not say what its disk has left
 
 _APPEND = "SELECT * FROM immortal.append(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)"
-_CHANGE = "SELECT immortal.change(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)"
+CHANGE = "SELECT immortal.change(%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s)"
 
 
 class PostgresBackend(Backend):
@@ -112,11 +112,11 @@ class PostgresBackend(Backend):
             if self._is_unknown:
                 raise LogUnavailableError(f"what became of the last append to {self.where} is not known yet")
             started_s = time.perf_counter()
-            statements = list(_statements(append))
+            parts = list(statements(append))
             self._is_warned = False
             try:
                 with reaching(self._address):
-                    answer = self._send(append, statements)
+                    answer = self._send(append, parts)
                 if self._is_warned:
                     raise LogUnavailableError(f"the database {self.where} has not waited for its standbys")
             except LogUnavailableError:
@@ -130,21 +130,21 @@ class PostgresBackend(Backend):
             if self.synced is not None:
                 self.synced(time.perf_counter() - started_s)
 
-    def _send(self, append: Append, statements: list[list[object]]) -> tuple[Any, ...]:
-        connection, first = self._connection, statements[0]
+    def _send(self, append: Append, parts: list[list[object]]) -> tuple[Any, ...]:
+        connection, first = self._connection, parts[0]
         last = append.records[-1][0] if append.records else append.expected_last_sequence_id
         for span in append.deletes:
             if span.table == RECORDS and span.end is None:  # by hand: the log ends before it
                 last = min(last, int.from_bytes(span.first.ljust(8, b"\0"), "big") - 1)
         head = [self._instance, append.fence, self._appends_count + 1, append.expected_last_sequence_id, last]
         with contextlib.ExitStack() as stack:
-            if len(statements) > 1 or armed:
+            if len(parts) > 1 or armed:
                 stack.enter_context(connection.transaction())
             answer = connection.execute(_APPEND, [*head, *first], binary=True).fetchone()
             assert answer is not None
             if answer[0]:
-                for statement in statements[1:]:
-                    connection.execute(_CHANGE, [self._instance, *statement])
+                for part in parts[1:]:
+                    connection.execute(CHANGE, [self._instance, *part])
             for point in append.points:
                 reach(point)
         return answer
@@ -224,7 +224,7 @@ def fenced(where: str, epoch: int, holder: str) -> FencedError:
     return FencedError(holder, f"fenced by {holder} at epoch {epoch}: it writes the log {where} now")
 
 
-def _statements(append: Append) -> Iterator[list[object]]:
+def statements(append: Append) -> Iterator[list[object]]:
     """The arguments of immortal.change, but the first, for one statement or more. Raises LogError."""
     spans = [span for span in append.deletes if span.table != RECORDS]
     removed = [span for span in append.deletes if span.table == RECORDS]
