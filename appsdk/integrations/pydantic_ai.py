@@ -87,6 +87,8 @@ async def in_handler(awaitable: Awaitable[T]) -> T:
     """
     loop = _loop()
     if loop is None:
+        if isinstance(awaitable, Coroutine):
+            awaitable.close()
         raise UsageError(
             "in_handler(...): only code that runs in an async handler can await what a handler awaits: give the tool "
             f"the metadata {{{TOOL_KEY!r}: False}}"
@@ -259,11 +261,9 @@ def _loop() -> HandlerLoop | None:
 
 def _checked(config: Mapping[str, Any]) -> Config:
     """Raises UsageError."""
-    unknown = config.keys() - {"retry", "timeout"}
-    if unknown:
-        raise UsageError(
-            f"{', '.join(map(repr, sorted(unknown)))} of an agent's steps: 'retry' and 'timeout' can be given"
-        )
+    if unknown := sorted(config.keys() - {"retry", "timeout"}):
+        names = ", ".join(map(repr, unknown))
+        raise UsageError(f"{names} of an agent's steps: only 'retry' and 'timeout' can be given")
     given = {name: value for name, value in config.items() if value is not None}
     Effects().options(**given)
     return given

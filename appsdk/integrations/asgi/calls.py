@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from appsdk.client.aio import AsyncClient
@@ -59,9 +60,9 @@ class Room:
 
 
 class RequestClient:
-    """An AsyncClient as one request has it."""
+    """An AsyncClient as one request has it. ``client``: gives it, on the server's loop."""
 
-    def __init__(self, client: AsyncClient, service: str, calls: RequestCalls, room: Room) -> None:
+    def __init__(self, client: Callable[[], AsyncClient], service: str, calls: RequestCalls, room: Room) -> None:
         self._client = client
         self._service = service
         self._calls = calls
@@ -69,20 +70,20 @@ class RequestClient:
 
     @property
     def client_id(self) -> str:
-        return self._client.client_id
+        return self._client().client_id
 
     async def call(self, method: Method, arguments: bytes, timeout_s: float | None, key: str | None) -> Any:
         key = key or self._calls.key(self._service, method.name)
         with self._room:
             try:
-                return await self._client.call(method, arguments, timeout_s, key)
+                return await self._client().call(method, arguments, timeout_s, key)
             except Exception as error:
                 if not isinstance(error, ClientError):  # it is the handler's own
                     self._calls.declared.append(error)
                 raise
 
     def fork(self, method: Method, arguments: bytes, key: str | None) -> None:
-        self._client.fork(method, arguments, key or self._calls.key(self._service, method.name))
+        self._client().fork(method, arguments, key or self._calls.key(self._service, method.name))
 
 
 class _NotedMethod:

@@ -89,19 +89,23 @@ class Service(Generic[S]):
         return f"<service {self.name!r}>"
 
     def __call__(self, request: HTTPConnection) -> S:
-        """For the calls of this request. Raises UsageError where no ImmortalMiddleware is there, NotConnectable."""
+        """For the calls of this request; any thread may ask for it. Raises UsageError without ImmortalMiddleware."""
         calls = request.scope.get(SCOPE_KEY)
         if not isinstance(calls, RequestCalls):
             raise UsageError(
                 f"{self!r}: the request did not come through ImmortalMiddleware: app.add_middleware("
                 f"ImmortalMiddleware, services=[...])"
             )
-        client = RequestClient(self._client(), self.name, calls, self._room)
+        client = RequestClient(self._client, self.name, calls, self._room)
         proxy: Any = RequestProxy(client, self._definition, self.name, self._timeout_s, calls)
         return proxy  # type: ignore[no-any-return]
 
     def _client(self) -> AsyncClient:
-        loop = asyncio.get_running_loop()
+        """Raises NotConnectable, UsageError."""
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            raise UsageError(f"{self!r} is called in a 'def' handler: write 'async def', and await its calls") from None
         if self._open is None or self._open[0] is not loop:  # another one: a test client's, whose own has ended
             self._open = (loop, AsyncClient(self._finder, None))
         return self._open[1]
