@@ -15,7 +15,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "agent"
 
 @pytest.mark.kills
 def test_each_trip_is_planned_and_booked_once() -> None:
-    command = [sys.executable, str(EXAMPLE / "run.py"), "--trips", "6", "--kills", "4"]
+    command = [sys.executable, str(EXAMPLE / "kills.py"), "--trips", "6", "--kills", "4"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
@@ -27,11 +27,11 @@ def test_each_trip_is_planned_and_booked_once() -> None:
 
 def test_a_step_that_is_made_behind_its_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLE))
-    spec = importlib.util.spec_from_file_location("agent_run", EXAMPLE / "run.py")
+    spec = importlib.util.spec_from_file_location("agent_kills", EXAMPLE / "kills.py")
     assert spec is not None
     assert spec.loader is not None
-    run = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(run)
+    kills = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(kills)
     lines = [
         "a model X 0",
         "b flight X",
@@ -43,7 +43,7 @@ def test_a_step_that_is_made_behind_its_result_is_found(monkeypatch: pytest.Monk
         "c model X 2",
         "c model X 2",
     ]
-    assert run.repeats(lines) == (
+    assert kills.repeats(lines) == (
         4,
         ["flight for X was made again, behind 'c model X 2'", "model for X was made again without a kill"],
     )

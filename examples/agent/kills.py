@@ -1,6 +1,6 @@
 """Plan trips while the agent's processes are killed one after another; then compare.
 
-    python examples/agent/run.py [--trips N] [--kills N] [--seed S]
+    python examples/agent/kills.py [--trips N] [--kills N] [--seed S]
 
 The app and the coordinator of the agent run under `immortal run --restart`, and are killed with kill -9 by turns. In
 the end each trip must have its plan and one booking, and its history each request and tool call once. What was made
