@@ -86,7 +86,7 @@ class HandlerLoop(asyncio.AbstractEventLoop):
         self._tasks: list[asyncio.Task[Any]] = []  # that are not done
         self._woken: _Woken | None = None
         self._is_closed = False
-        self.stamped: list[object] = []  # for who gives what its coroutine makes the handler's time: each once
+        self.stamped: dict[int, object] = {}  # by identity: what was given the handler's time already
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """What ``coroutine`` returns. Whatever it has started and not ended is cancelled with it."""

@@ -18,13 +18,19 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import copy
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Executor, Future
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
 import msgspec
-from pydantic_ai import Agent
+
+try:
+    from pydantic_ai import Agent
+except ModuleNotFoundError as error:
+    raise ImportError(f"agents need Pydantic AI ({error}): pip install 'immortal[pydantic-ai]'") from None
 from pydantic_ai.agent import EventStreamHandler
 from pydantic_ai.capabilities import WrapRunHandler
 from pydantic_ai.durable_exec import (
@@ -217,6 +223,10 @@ class ImmortalDurability(BaseDurabilityCapability[AgentDepsT]):
     def _normalize_unit_config(self, config: Any) -> Any:
         return _checked(config)
 
+    def _durable_run_context(self, ctx: RunContext[AgentDepsT]) -> RunContext[AgentDepsT]:
+        """With a usage of its own: what an effect adds to the run's would be missing in a replay."""
+        return replace(super()._durable_run_context(ctx), usage=copy.deepcopy(ctx.usage))
+
     def get_default_run_id(self) -> str | None:
         loop = _loop()
         return None if loop is None else str(loop.handler_self.uuid4())
@@ -273,8 +283,8 @@ def _stamp(messages: list[ModelMessage], loop: HandlerLoop) -> None:
     """What the agent's own code took from the machine's clock is to be the same at each replay."""
     now = loop.handler_self.now()
     for message in messages:
-        if isinstance(message, ModelRequest) and not any(message is other for other in loop.stamped):
-            loop.stamped.append(message)
+        if isinstance(message, ModelRequest) and id(message) not in loop.stamped:
+            loop.stamped[id(message)] = message
             message.timestamp = now
             for part in message.parts:
                 if hasattr(part, "timestamp"):

@@ -24,11 +24,13 @@ from pydantic_ai.messages import (
 )
 from pydantic_ai.models.function import AgentInfo, FunctionModel
 from pydantic_ai.models.test import TestModel
+from pydantic_ai.toolsets import DynamicToolset, FunctionToolset
 
 from appsdk import EffectFailed, Immortal, Retry, peer, rpc
 from appsdk.errors import UsageError
 from appsdk.integrations.handler_loop import HandlerLoop
 from appsdk.integrations.pydantic_ai import ImmortalDurability, in_handler, run_agent, run_step
+from appsdk.state.journal import JournalError
 from appsdk.testing import Environment, crash_everywhere
 
 RUNS = {run_step: run_step}
@@ -328,6 +330,113 @@ def test_events_go_to_a_handler_beside_the_app(immortal_env: Environment) -> Non
     assert said(immortal_env, program) == "one two three"
     assert "".join(texts).endswith("three")
     assert texts == list(dict.fromkeys(texts))  # a replay tells nobody again
+
+
+def test_a_stream_in_a_handler_gives_what_the_log_has(immortal_env: Environment) -> None:
+    made = Agent(TestModel(custom_output_text="one two three"), name="one", capabilities=[ImmortalDurability()])
+
+    async def program(self: Any) -> str:
+        async def stream() -> str:
+            async with made.run_stream("hello") as result:
+                return "|".join([text async for text in result.stream_text(debounce_by=None)])
+
+        return await run_agent(self, stream())
+
+    assert said(immortal_env, program).endswith("one two three")
+
+
+def test_a_dynamic_toolset_is_resolved_in_effects(immortal_env: Environment) -> None:
+    def toolset(ctx: RunContext[None]) -> FunctionToolset[None]:
+        def add(number: int) -> int:
+            MADE["add"] += 1
+            return number + 1
+
+        return FunctionToolset([add])
+
+    made = Agent(
+        TestModel(), name="one", capabilities=[ImmortalDurability()], toolsets=[DynamicToolset(toolset, id="numbers")]
+    )
+
+    async def program(self: Any) -> str:
+        return (await run_agent(self, made.run("hello"))).output
+
+    assert said(immortal_env, program) == '{"add":1}'
+    assert MADE == {"add": 1}
+
+
+def test_what_a_tool_adds_to_the_usage_does_not_count(immortal_env: Environment) -> None:
+    """It would be missing in a replay."""
+    made = Agent(TestModel(), name="one", capabilities=[ImmortalDurability()])
+
+    @made.tool
+    async def ask(ctx: RunContext[None]) -> str:
+        return (await Agent(TestModel(custom_output_text="x")).run("hello", usage=ctx.usage)).output
+
+    async def program(self: Any) -> str:
+        return str((await run_agent(self, made.run("hello"))).usage.requests)
+
+    assert said(immortal_env, program) == "2"
+
+
+def test_a_prompt_may_change_while_a_run_waits(immortal_env: Environment) -> None:
+    seen: list[str] = []
+    prompts = ["be nice"]
+
+    def note(messages: list[ModelMessage], info: AgentInfo) -> ModelResponse:
+        seen.append(str(info.instructions))
+        if len(seen) == 1:
+            return ModelResponse(parts=[ToolCallPart("wait", {})])
+        return ModelResponse(parts=[TextPart("done")])
+
+    made = agent_of(note)
+    made.instructions(lambda: prompts[-1])
+
+    @made.tool_plain(metadata={"immortal": False})
+    async def wait() -> None:
+        await asyncio.sleep(60)
+
+    async def program(self: Any) -> str:
+        return (await run_agent(self, made.run("hello"))).output
+
+    programs.append(program)
+    runner = immortal_env.start(Runner, "runner", effects=RUNS)
+    runner.send(Runner.go)
+    immortal_env.run()
+    runner.checkpoint()
+    runner.crash()
+    prompts.append("be very nice")
+    runner.recover()
+    immortal_env.advance(minutes=1)
+    assert runner.state.said == ["done"]
+    assert seen == ["be nice", "be very nice"]
+
+
+def test_a_run_that_would_make_other_steps_does_not_come_back(immortal_env: Environment) -> None:
+    """As any handler whose journal does not fit."""
+    names = ["one"]
+
+    async def program(self: Any) -> str:
+        capability = ImmortalDurability[None](name=names[-1])
+        waits = Agent(TestModel(), name="one", capabilities=[capability])
+
+        @waits.tool_plain(metadata={"immortal": False})
+        async def wait() -> None:
+            await asyncio.sleep(60)
+
+        return (await run_agent(self, waits.run("hello"))).output
+
+    programs.append(program)
+    runner = immortal_env.start(Runner, "runner", effects=RUNS)
+    runner.send(Runner.go)
+    immortal_env.run()
+    runner.checkpoint()
+    runner.crash()
+    names.append("other")
+    with pytest.raises(JournalError, match=r"expected effect one__model.request .*, got effect other__model.request"):
+        runner.recover()
+    names.pop()
+    runner.crash()
+    runner.recover()
 
 
 def test_outside_handlers_the_agent_is_one_as_ever() -> None:

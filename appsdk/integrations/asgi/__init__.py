@@ -13,6 +13,11 @@ The web process is a caller from outside, and keeps nothing: it may be killed at
 of it. `docs/guide/integrations.md`.
 """
 
+try:
+    import sse_starlette.sse  # noqa: F401  # which needs Starlette
+except ModuleNotFoundError as error:
+    raise ImportError(f"the bridge to ASGI needs Starlette ({error}): pip install 'immortal[http]'") from None
+
 from appsdk.integrations.asgi.middleware import ImmortalMiddleware
 from appsdk.integrations.asgi.problems import ProblemResponse
 from appsdk.integrations.asgi.progress import progress
