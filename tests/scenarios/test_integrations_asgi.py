@@ -331,6 +331,7 @@ def test_as_many_calls_wait_as_may(web: Web, state: Any) -> None:
     assert (status, problem["type"], headers["retry-after"]) == (429, "/problems/too-many-calls", "1")
     state.release()
     assert asking.result()[0] == 200
+    assert web.post("/narrow", key="k8")[:2] == asking.result()  # there is room again
 
 
 # --- kills ------------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from pydantic_ai.models.function import AgentInfo, FunctionModel
 from pydantic_ai.models.test import TestModel
 from pydantic_ai.toolsets import DynamicToolset, FunctionToolset
 
-from appsdk import EffectFailed, Immortal, Retry, peer, rpc
+from appsdk import EffectFailed, Immortal, Retry, effect_context, peer, rpc
 from appsdk.errors import UsageError
 from appsdk.integrations.handler_loop import HandlerLoop
 from appsdk.integrations.pydantic_ai import ImmortalDurability, in_handler, run_agent, run_step
@@ -202,15 +202,16 @@ class Runner(Immortal):
 
 
 def said(env: Environment, program: Callable[[Any], Coroutine[Any, Any, str]]) -> str:
-    """What it returned, or raised."""
+    """What it returned, or raised: in service, and in the recovery from a crash behind it."""
     programs.append(program)
     runner = env.start(Runner, "runner", effects=RUNS)
     runner.send(Runner.go)
     env.run()
     env.advance(minutes=10)
+    (text,) = runner.state.said
     runner.crash()
     runner.recover()
-    (text,) = runner.state.said
+    assert runner.state.said == [text]
     return text
 
 
@@ -261,6 +262,51 @@ def test_a_run_that_has_lost_a_race_is_given_up(immortal_env: Environment) -> No
 
     assert said(immortal_env, program) == "won: 1"
     assert set(ended) == {"slow"}
+
+
+def test_a_tool_that_is_given_up_takes_no_event_from_others(immortal_env: Environment) -> None:
+    made = Agent(TestModel(), name="one", deps_type=Any, capabilities=[ImmortalDurability()])
+
+    @made.tool(metadata={"immortal": False})
+    async def approved(ctx: RunContext[Any]) -> str:
+        return await in_handler(ctx.deps.event("approved", str))
+
+    async def program(self: Any) -> str:
+        await self.race(run_agent(self, made.run("hello", deps=self)), self.sleep(timedelta(minutes=1)))
+        self.signal("approved", "yes")
+        return str(await self.event("approved", str))
+
+    assert said(immortal_env, program) == "yes"
+
+
+def test_a_delay_that_is_cancelled_is_no_timer_any_more(immortal_env: Environment) -> None:
+    async def program(self: Any) -> str:
+        await run_agent(self, asyncio.wait_for(asyncio.sleep(1), 3600))
+        await self.event("never")
+        return ""
+
+    programs.append(program)
+    runner = immortal_env.start(Runner, "runner")
+    runner.send(Runner.go)
+    immortal_env.advance(minutes=1)
+    tasks = runner._app().dispatcher.tasks.save()
+    assert tasks is not None
+    assert [pending.what for pending in tasks.tasks[0].pending] == ["event never"]
+
+
+def test_a_tool_knows_its_effect(immortal_env: Environment) -> None:
+    made = Agent(TestModel(), name="one", capabilities=[ImmortalDurability()])
+
+    @made.tool_plain
+    def pay() -> str:
+        MADE[effect_context().key] += 1
+        return "paid"
+
+    async def program(self: Any) -> str:
+        return (await run_agent(self, made.run("hello"))).output
+
+    assert said(immortal_env, program) == '{"pay":"paid"}'
+    assert [len(key) for key in MADE] == [36]
 
 
 def test_a_runs_timeout_is_refused_with_the_way_out(immortal_env: Environment) -> None:
@@ -435,8 +481,9 @@ def test_a_run_that_would_make_other_steps_does_not_come_back(immortal_env: Envi
     with pytest.raises(JournalError, match=r"expected effect one__model.request .*, got effect other__model.request"):
         runner.recover()
     names.pop()
-    runner.crash()
-    runner.recover()
+    runner.recover()  # with the code that it waits in
+    immortal_env.advance(minutes=1)
+    assert runner.state.said == ['{"wait":null}']
 
 
 def test_outside_handlers_the_agent_is_one_as_ever() -> None:

@@ -37,6 +37,7 @@ class RequestCalls:
         """For the next call of this method: of the same request, sent again, the same; of no other call."""
         if self._idempotency_key is None:
             return None
+        method = method.rpartition(".")[2]  # whatever its class is called by then
         self._counts[service, method] += 1
         parts = (self._idempotency_key, service, method, str(self._counts[service, method]))
         return hashlib.blake2b("\n".join(parts).encode(), digest_size=_KEY_SIZE_BYTES).hexdigest()
