@@ -19,8 +19,7 @@ except ModuleNotFoundError as error:
     raise ImportError(f"the bridge to ASGI needs Starlette ({error}): pip install 'immortal[http]'") from None
 
 from appsdk.integrations.asgi.middleware import ImmortalMiddleware
-from appsdk.integrations.asgi.problems import ProblemResponse
 from appsdk.integrations.asgi.progress import progress
 from appsdk.integrations.asgi.services import Service, TooManyCalls
 
-__all__ = ["ImmortalMiddleware", "ProblemResponse", "Service", "TooManyCalls", "progress"]
+__all__ = ["ImmortalMiddleware", "Service", "TooManyCalls", "progress"]
