@@ -6,6 +6,12 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import assert_type
 
+from pydantic_ai import Agent, RunContext
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+
 from appsdk import (
     Immortal,
     Impulses,
@@ -21,6 +27,9 @@ from appsdk import (
     rpc,
     upgrades,
 )
+from appsdk.client import with_key, with_timeout
+from appsdk.integrations.asgi import ImmortalMiddleware, Service, progress
+from appsdk.integrations.pydantic_ai import ImmortalDurability, in_handler, run_agent, run_step
 from appsdk.testing import Environment, Instance, Pending, assert_replays, crash_everywhere
 
 
@@ -162,3 +171,47 @@ def everywhere() -> Iterator[Environment]:
         with env as same:
             assert_type(same, Environment)
         yield env
+
+
+web_bank = Service(Bank, "bank", timeout=5.0, calls_max=10)
+web_other = Service("other")
+app = Starlette(middleware=[Middleware(ImmortalMiddleware, services=[web_bank, web_other], statuses={KeyError: 404})])
+app.add_middleware(ImmortalMiddleware, services=[web_bank], key_scope=lambda request: request.url.path)
+
+
+async def serve(request: Request) -> Response:
+    assert_type(web_bank, Service[type[Bank]])
+    assert_type(await web_bank(request).debit("ann"), int)
+    assert_type(await web_bank(request).quote("ann"), float)
+    assert_type(await with_key(web_bank(request), "order-5").balance("ann"), int)
+    assert_type(await with_timeout(web_bank(request), 2.5).debit("ann", amount=3), int)
+    web_bank(request).rename.fork("ann")
+    await web_other(request).anything(1, 2)
+
+    async def entries(after: int) -> list[str]:
+        return []
+
+    return await progress(request, entries, is_last=lambda entry: entry == "end", pause_max=0.5)
+
+
+assistant = Agent("test", deps_type=str, output_type=int, capabilities=[ImmortalDurability[str](tool_retry=Retry())])
+
+
+@assistant.tool(metadata={"immortal": False})
+async def wait_for(ctx: RunContext[str], number: int) -> float:
+    return await in_handler(ping(number))
+
+
+class Assistant(Immortal):
+    @rpc
+    async def ask(self, question: str) -> int:
+        result = await run_agent(self, assistant.run(question, deps="x"))
+        assert_type(result.output, int)
+        first = await self.race(run_agent(self, assistant.run(question, deps="x")), self.sleep(timedelta(minutes=1)))
+        assert_type(first.index, int)
+        return result.output
+
+
+def test_assistant(immortal_env: Environment) -> None:
+    assistant = immortal_env.start(Assistant, "assistant", effects={run_step: run_step})
+    assert_type(assistant.call(Assistant.ask, "x"), int)

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+from pydantic_ai import Agent
+from starlette.requests import Request
+
 from appsdk import Immortal, Impulses, impulse, on_primary, peer, query, rpc, upgrades
 from appsdk.client import connect
+from appsdk.integrations.asgi import Service, progress
+from appsdk.integrations.pydantic_ai import ImmortalDurability, run_agent
 from appsdk.testing import Environment, assert_replays, crash_everywhere
 
 
@@ -141,3 +146,31 @@ def test_helpers(env: Environment) -> None:
     for one in crash_everywhere(victims=["disk"]):  # wrong: nothing that crashes
         one.start(Bank, "bank")
     print(text, half, late, names)
+
+
+web_bank = Service(Bank, "bank")
+Service(Bank)  # wrong: no name
+Service(Bank, "bank", timeout="5")  # wrong: a str for a number
+
+
+async def serve(request: Request) -> None:
+    await web_bank(request).debit(5)  # wrong: an int for a str
+    await web_bank(request).credit("ann")  # wrong: no such method
+    text: str = await web_bank(request).debit("ann")  # wrong: the result is an int
+    number: int = web_bank(request).debit("ann")  # wrong: it is not awaited
+    await web_bank("ann").debit("ann")  # wrong: no request
+    await progress(request, web_bank(request).debit("ann"))  # wrong: no function
+    print(text, number)
+
+
+assistant = Agent("test", output_type=int, capabilities=[ImmortalDurability()])
+ImmortalDurability(tool_timeout=5)  # wrong: no timedelta
+
+
+class Assistant(Immortal):
+    @rpc
+    async def ask(self, question: str) -> str:
+        result = await run_agent(self, assistant.run(question))
+        await run_agent(assistant.run(question))  # wrong: no self
+        await run_agent(self, assistant)  # wrong: no run
+        return result.output  # wrong: an int

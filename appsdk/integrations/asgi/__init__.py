@@ -1,0 +1,25 @@
+"""Instances behind a web server: Starlette, FastAPI, and whatever else gives its handlers Starlette's requests.
+
+    shop = Service(Shop, "shop")
+
+    async def place(request: Request) -> JSONResponse:
+        receipt = await shop(request).place("17", "book")
+        return JSONResponse({"receipt": receipt}, 201)
+
+    app = Starlette(routes=[Route("/orders", place, methods=["POST"])])
+    app.add_middleware(ImmortalMiddleware, services=[shop])
+
+The web process is a caller from outside, and keeps nothing: it may be killed at any moment, and there may be any number
+of it. `docs/guide/integrations.md`.
+"""
+
+try:
+    import sse_starlette.sse  # noqa: F401  # which needs Starlette
+except ModuleNotFoundError as error:
+    raise ImportError(f"the bridge to ASGI needs Starlette ({error}): pip install 'immortal[http]'") from None
+
+from appsdk.integrations.asgi.middleware import ImmortalMiddleware
+from appsdk.integrations.asgi.progress import progress
+from appsdk.integrations.asgi.services import Service, TooManyCalls
+
+__all__ = ["ImmortalMiddleware", "Service", "TooManyCalls", "progress"]

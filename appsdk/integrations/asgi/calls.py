@@ -1,0 +1,128 @@
+"""The calls that one request to a web server makes: their keys, and which errors are theirs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from appsdk.client.aio import AsyncClient
+from appsdk.client.errors import ClientError
+from appsdk.client.proxies import Proxy, ProxyMethod
+from appsdk.client.results import Method
+from appsdk.handlers.definition import Definition
+
+SCOPE_KEY = "immortal"  # where the calls of a request are in its ASGI scope
+_KEY_SIZE_BYTES = 20
+
+
+class TooManyCalls(ClientError):  # noqa: N818 (what happened, not what is wrong)
+    """As many calls of this process wait for a service as it allows. Nothing was sent."""
+
+
+class RequestCalls:
+    """``idempotency_key``: of the request, with all that tells it from others; None: it has none.
+
+    ``declared``: what the calls raised that their handlers declare. ``misfits``: arguments that no handler takes.
+    """
+
+    def __init__(self, idempotency_key: str | None) -> None:
+        self.declared: list[BaseException] = []
+        self.misfits: list[BaseException] = []
+        self._idempotency_key = idempotency_key
+        self._counts: Counter[tuple[str, str]] = Counter()
+
+    def key(self, service: str, method: str) -> str | None:
+        """For the next call of this method: of the same request, sent again, the same; of no other call."""
+        if self._idempotency_key is None:
+            return None
+        method = method.rpartition(".")[2]  # whatever its class is called by then
+        self._counts[service, method] += 1
+        parts = (self._idempotency_key, service, method, str(self._counts[service, method]))
+        return hashlib.blake2b("\n".join(parts).encode(), digest_size=_KEY_SIZE_BYTES).hexdigest()
+
+
+class Room:
+    """For the calls of this process that wait for one service. ``count_max`` of them."""
+
+    def __init__(self, service: str, count_max: int) -> None:
+        self._service = service
+        self._count = 0
+        self._count_max = count_max
+
+    def __enter__(self) -> None:
+        if self._count >= self._count_max:
+            raise TooManyCalls(f"{self._count_max} calls wait for {self._service!r} already, as many as it may be")
+        self._count += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._count -= 1
+
+
+class RequestClient:
+    """An AsyncClient as one request has it. ``client``: gives it, on the server's loop."""
+
+    def __init__(self, client: Callable[[], AsyncClient], service: str, calls: RequestCalls, room: Room) -> None:
+        self._client = client
+        self._service = service
+        self._calls = calls
+        self._room = room
+
+    @property
+    def client_id(self) -> str:
+        return self._client().client_id
+
+    async def call(self, method: Method, arguments: bytes, timeout_s: float | None, key: str | None) -> Any:
+        key = key or self._calls.key(self._service, method.name)
+        with self._room:
+            try:
+                return await self._client().call(method, arguments, timeout_s, key)
+            except Exception as error:
+                if not isinstance(error, ClientError):  # it is the handler's own
+                    self._calls.declared.append(error)
+                raise
+
+    def fork(self, method: Method, arguments: bytes, key: str | None) -> None:
+        self._client().fork(method, arguments, key or self._calls.key(self._service, method.name))
+
+
+class _NotedMethod:
+    """One whose misfit arguments are known to be that, and no mistake of the web server's own."""
+
+    def __init__(self, method: Method, calls: RequestCalls) -> None:
+        self._method = method
+        self._calls = calls
+        self.method = method.method
+        self.name = method.name
+
+    def encode(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> bytes:
+        try:
+            return self._method.encode(arguments, keywords)
+        except TypeError as error:
+            self._calls.misfits.append(error)
+            raise
+
+    def value(self, reply: Any) -> Any:
+        return self._method.value(reply)
+
+
+class RequestProxy(Proxy):
+    """What a web handler calls. To a type checker it is the service's class."""
+
+    def __init__(
+        self,
+        client: RequestClient,
+        definition: Definition | None,
+        name: str,
+        timeout_s: float | None,
+        calls: RequestCalls,
+    ) -> None:
+        made: Any = client
+        super().__init__(made, definition, name, timeout_s, None)
+        self._immortal_calls = calls
+
+    def __getattr__(self, name: str) -> ProxyMethod:
+        made = super().__getattr__(name)
+        made._method = _NotedMethod(made._method, self._immortal_calls)
+        return made

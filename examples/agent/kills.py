@@ -1,0 +1,210 @@
+"""Plan trips while the agent's processes are killed one after another; then compare.
+
+    python examples/agent/kills.py [--trips N] [--kills N] [--seed S]
+
+The app and the coordinator of the agent run under `immortal run --restart`, and are killed with kill -9 by turns. In
+the end each trip must have its plan and one booking, and its history each request and tool call once. What was made
+more than once is counted: no more than what was under way at a kill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+
+from pydantic_ai import ModelMessagesTypeAdapter
+from trips import Airline, Travel
+
+from appsdk.client import connect
+from coordinator.instances.registry import HOME_VARIABLE, Registry
+
+HERE = Path(__file__).parent
+STEPS_OF_A_TRIP = 5  # three requests and two tools outside the handlers
+STOP_S = 40.0
+PLAN_S = 60.0
+ROLES = ("app", "coordinator")
+KILL = "kill"
+
+
+class Instance:
+    """The supervised pair; which processes it has is in its log lines."""
+
+    def __init__(self, name: str, app: str, environment: dict[str, str], log: Path) -> None:
+        command = [sys.executable, "-m", "coordinator", "run", name, app, "--restart", "--log-format", "json"]
+        self.process = subprocess.Popen(
+            command, cwd=HERE, env=environment, stderr=subprocess.PIPE, text=True, process_group=0
+        )
+        self.changed = threading.Condition()
+        self._pids: dict[str, int] = {}
+        self._starts = self._ready = 0
+        self._log = log.open("w")
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self._log.write(line)
+            self._log.flush()
+            try:
+                event = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            with self.changed:
+                if event.get("message") == "started" and "app_pid" in event:
+                    self._pids = {"app": event["app_pid"], "coordinator": event["coordinator_pid"]}
+                    self._starts += 1
+                elif event.get("message") == "ready":
+                    self._ready = self._starts
+                self.changed.notify_all()
+
+    def until_ready(self) -> None:
+        with self.changed:
+            if not self.changed.wait_for(lambda: 0 < self._starts == self._ready, STOP_S):
+                raise TimeoutError("the instance does not come up")
+
+    def kill(self, role: str) -> None:
+        self.until_ready()
+        with self.changed:
+            os.kill(self._pids[role], signal.SIGKILL)
+            if not self.changed.wait_for(lambda: self._starts > self._ready or self.process.poll() is not None, STOP_S):
+                raise TimeoutError("the instance does not start again")
+
+    def stop(self) -> int:
+        self.process.terminate()
+        return self.process.wait(STOP_S)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()  # its two processes die with it
+        self.process.wait()
+        self._reader.join()
+        self._log.close()
+
+
+async def plan_all(cities: list[str], home: Path) -> list[str]:
+    async with connect(Travel, "travel", home=home, timeout=PLAN_S) as travel:
+        return list(await asyncio.gather(*(travel.plan(city) for city in cities)))
+
+
+def kill_all(travel: Instance, kills: int, seed: int, is_over: threading.Event, steps: Path) -> list[str]:
+    """The roles of those that were killed. Each kill adds a line to the steps."""
+    source = random.Random(seed)
+    killed = []
+    for number in range(kills):
+        travel.until_ready()
+        if is_over.wait(source.uniform(0.05, 0.3)):
+            break
+        killed.append(ROLES[(number + seed) % 2])
+        travel.kill(killed[-1])
+        with steps.open("a") as lines:
+            lines.write(f"{KILL}\n")
+    return killed
+
+
+def repeats(lines: list[str]) -> tuple[int, list[str]]:
+    """How many steps were made again, and which of these had a result that the run went on with."""
+    found, count = [], 0
+    before: dict[str, int] = {}  # by key: the last line of it
+    for index, line in enumerate(lines):
+        if line == KILL:
+            continue
+        key, what, city, *_ = line.split()
+        if (last := before.get(key)) is not None:
+            count += 1
+            between = lines[last + 1 : index]
+            if KILL not in between:
+                found.append(f"{what} for {city} was made again without a kill")
+            later = [other for other in between if city in other.split() and stage(other) > stage(line)]
+            if later:
+                found.append(f"{what} for {city} was made again, behind {later[0]!r}")
+        before[key] = index
+    return count, found
+
+
+def stage(line: str) -> int:
+    """How far its trip is, from 0."""
+    _, what, _, *rest = line.split()
+    return {"0": 0, "2": 2, "3": 3}[rest[0]] if what == "model" else 1
+
+
+def differences(cities: list[str], plans: list[str], bookings: dict[str, list[int]], travel: Travel) -> list[str]:
+    found = []
+    for city, plan in zip(cities, plans, strict=True):
+        euros = 50 + 10 * len(city)
+        if plan != f"{city}: a flight for {euros} euros, Hotel {city} Central":
+            found.append(f"the plan for {city} is {plan!r}")
+        if bookings.get(city) != [euros]:
+            found.append(f"{city} is booked for {bookings.get(city)}")
+        messages = ModelMessagesTypeAdapter.validate_json(travel.history(city))
+        calls = [part.tool_name for message in messages for part in message.parts if part.part_kind == "tool-call"]
+        if calls != ["flight", "hotel", "book"]:
+            found.append(f"the history of {city} has the calls {calls}")
+    return found
+
+
+def run(trips: int, kills: int, seed: int, folder: Path) -> int:
+    home, steps = folder / "registry", folder / "steps"
+    for name in ("airline", "travel"):
+        Registry(home).register(name, "tcp://127.0.0.1:*")
+    environment = {**os.environ, HOME_VARIABLE: str(home), "TRIPS_STEPS": str(steps)}
+    cities = [f"City{number}" for number in range(1, trips + 1)]
+    with ExitStack() as stack:
+        pair = []
+        for name, app in (("airline", "trips:Airline"), ("travel", "trips:Travel")):
+            pair.append(Instance(name, app, environment, folder / f"{name}.log"))
+            stack.callback(pair[-1].end)
+        for one in pair:
+            one.until_ready()
+        is_over = threading.Event()
+        killed: list[str] = []
+        killer = threading.Thread(target=lambda: killed.extend(kill_all(pair[1], kills, seed, is_over, steps)))
+        killer.start()
+        try:
+            plans = asyncio.run(plan_all(cities, home))
+        finally:
+            is_over.set()
+            killer.join()
+        with connect(Airline, "airline", home=home) as airline, connect(Travel, "travel", home=home) as travel:
+            found = differences(cities, plans, airline.booked(), travel)
+        statuses = [one.stop() for one in reversed(pair)]
+    lines = steps.read_text().splitlines()
+    made = {line.split()[0] for line in lines if line != KILL}
+    again, wrong = repeats(lines)
+    found += wrong
+    print(f"{trips} trips, with {len(made)} requests and tool calls; kill -9 of {', '.join(killed) or 'nobody'}")
+    print(f"{again} of them were made again, since they were under way")
+    if len(made) != trips * STEPS_OF_A_TRIP:
+        found.append(f"{trips * STEPS_OF_A_TRIP} steps were expected, not {len(made)}")
+    found += [f"an instance ended with status {status}" for status in statuses if status]
+    for difference in found:
+        print(f"DIFFERENT: {difference}")
+    if not found:
+        print("each trip is planned, and booked once")
+    return 3 if found else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--trips", type=int, default=6, help="how many, at a time (default 6)")
+    parser.add_argument("--kills", type=int, default=4, help="of the app and its coordinator, by turns (default 4)")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills (default 0)")
+    options = parser.parse_args()
+    if options.trips < 1 or options.kills < 0:
+        parser.error("--trips is positive, --kills is not negative")
+    with tempfile.TemporaryDirectory(prefix="trips-") as folder:
+        return run(options.trips, options.kills, options.seed, Path(folder))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
