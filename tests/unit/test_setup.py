@@ -57,7 +57,7 @@ class Machine:
         for name in has:
             (folder / name).touch()
         says = {"python3": PYTHON, "apt-get": APT_GET, "id": f"#!/bin/sh\necho {0 if root else 1000}\n"}
-        says |= {f"python3.{minor}": "#!/bin/sh\nexit 1\n" for minor in (11, 12, 13)}
+        says |= {f"python3.{minor}": "#!/bin/sh\nexit 1\n" for minor in (11, 12, 13, 14)}
         says["sudo"] = '#!/bin/sh\necho "sudo $*" >>"$CALLS"\n[ "$2" = true ] || { shift; exec "$@"; }\n'
         if not sudo:
             says["sudo"] = "#!/bin/sh\nexit 1\n"
