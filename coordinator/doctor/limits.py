@@ -10,8 +10,8 @@ from coordinator.doctor.finding import Area, Finding, note, ok, problem
 from protocol.command_line import counted, size_text
 
 LIMITS, MEMORY = Area.LIMITS, Area.MEMORY
-DESCRIPTORS_BASE = 64
-DESCRIPTORS_PER_PEER = 8
+DESCRIPTORS_BASE = 64  # a coordinator with one peer and its app has 45
+DESCRIPTORS_PER_PEER = 8  # sockets out and in, and what ZeroMQ has for each: about 4, and twice that while they change
 DESCRIPTORS_COMFORTABLE = 4096  # beside its peers: strangers that are in their handshake, clients, operators
 INSTANCE_SIZE_BYTES = 64 << 20  # a coordinator and a small app, at rest, with room to work
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))

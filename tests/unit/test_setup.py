@@ -142,6 +142,16 @@ def test_a_machine_that_has_all_is_left_alone(made: Any) -> None:
     assert len(machine.called("python")) <= before + 3, "it was done already"
 
 
+@pytest.mark.parametrize(("kind", "extras"), [("docs", "[docs]"), ("bench", "[rivals]")])
+def test_what_dev_has_not_is_installed_beside_it(made: Any, kind: str, extras: str) -> None:
+    machine = made("venv-package", "java", root=True)
+    machine.setup("dev")
+    machine.setup("plain")
+    before = len(machine.pip_installs())
+    machine.setup(kind)
+    assert machine.pip_installs()[before:] == [f"-e .{extras} {COMPILER}"]
+
+
 def test_java_is_installed_with_system_only(made: Any) -> None:
     machine = made("venv-package", root=True)
     assert machine.setup("spark", status=1) == "setup: compiled codec\nsetup: Spark needs Java 17\n"
