@@ -22,6 +22,7 @@ from coordinator.instances.own_logs import OWN_LOGS_FILE_NAME
 from coordinator.instances.registry import Registry, RegistryError
 from coordinator.log.open import place_of
 from coordinator.log_url import is_in_folder, split_url
+from coordinator.operator import control
 from coordinator.operator.control import SOCKET_FILE_NAME as CONTROL_SOCKET_FILE_NAME
 from protocol.command_line import counted
 from protocol.private_files import openness
@@ -30,6 +31,7 @@ from protocol.process_file import COORDINATOR_FILE_NAME, ProcessFile, read_livin
 AREA = Area.HOME
 LOG_FOLDER_NAME = "log"
 SHOWN_MAX = 10
+ANSWER_TIMEOUT_S = 5.0
 _SECRETS = (APP_SECRET_FILE_NAME, f"{KEYS_FOLDER_NAME}/pairs", f"{KEYS_FOLDER_NAME}/log_key")
 
 
@@ -64,6 +66,7 @@ def findings_of(registry: Registry, name: str) -> Iterator[Finding]:
     yield from _log(settings)
     yield from _extras(settings)
     yield from _sockets(settings)
+    yield from _running(settings)
 
 
 def _folder(folder: Path) -> Iterator[Finding]:
@@ -167,6 +170,28 @@ def _sockets(settings: InstanceSettings) -> Iterator[Finding]:
             f"{settings.name} does not run, and has sockets: {', '.join(map(str, stale))}",
             "its coordinator was killed, or its machine went down; nothing is lost by that",
             f"immortal run {settings.name}: it takes their place, and replays",
+        )
+
+
+def _running(settings: InstanceSettings) -> Iterator[Finding]:
+    """What a coordinator that runs says itself; that it does not answer is a finding as well."""
+    name = settings.name
+    try:
+        told = control.query(settings.folder, "clock", ANSWER_TIMEOUT_S)
+    except control.NotRunningError:
+        return
+    except control.ControlError as error:
+        why = "its app and its peers may get no answer, either"
+        yield problem(AREA, str(error), why, f"'immortal status {name}'; 'kill -9' of the process loses nothing")
+        return
+    ahead_s = told.get("ahead_s")
+    if isinstance(ahead_s, int | float) and ahead_s:
+        way = f"{abs(ahead_s):,.1f} s {'ahead of' if ahead_s > 0 else 'behind'} the time of {name}"
+        yield note(
+            Area.CLOCK,
+            f"the machine's clock is {way}: it has jumped, and is not believed yet",
+            "times of records and schedules go by the instance's time until then",
+            f"see whether the clock is right; if it is, 'immortal clock {name} --accept' takes it at once",
         )
 
 

@@ -19,6 +19,7 @@ from coordinator.doctor import Finding, Level, clock, disk, home, installation, 
 from coordinator.instances.own_logs import FOLDER_NAME, OWN_LOGS_FILE_NAME
 from coordinator.instances.registry import Registry
 from coordinator.log import create_log
+from coordinator.operator import control
 from protocol import compiled
 
 MOUNTS = """\
@@ -191,6 +192,31 @@ def test_an_extra_that_an_instance_needs(registry: Registry, monkeypatch: pytest
     monkeypatch.setattr(installation, "is_installed", lambda extra: False)
     (found,) = of_level(home.findings_of(registry, "paid"), Level.PROBLEM)
     assert found == "paid needs the extra 'postgres', which is not installed"
+
+
+@pytest.mark.parametrize(("ahead_s", "words"), [(0, None), (3600, "3,600.0 s ahead of"), (-5.5, "5.5 s behind")])
+def test_a_jump_that_an_instance_holds_back(
+    ahead_s: float, words: str | None, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_once(registry, "counter")
+    monkeypatch.setattr(control, "query", lambda folder, verb, timeout_s: {"ahead_s": ahead_s})
+    notes = of_level(home.findings_of(registry, "counter"), Level.NOTE)
+    if words is None:
+        assert notes == []
+    else:
+        (said,) = notes
+        assert f"{words} the time of counter" in said
+
+
+def test_a_coordinator_that_gives_no_answer(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_once(registry, "counter")
+
+    def query(folder: Path, verb: str, timeout_s: float) -> None:
+        raise control.ControlError("the coordinator of 'counter' (process 7) gives no answer")
+
+    monkeypatch.setattr(control, "query", query)
+    (found,) = of_level(home.findings_of(registry, "counter"), Level.PROBLEM)
+    assert found == "the coordinator of 'counter' (process 7) gives no answer"
 
 
 # --- a disk -----------------------------------------------------------------------------------------------------------
