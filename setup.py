@@ -1,5 +1,5 @@
 """The compiled codec and core, optional: with no C compiler, no Cython or no mypy the installation goes through, in
-pure Python.
+pure Python. With IMMORTAL_PURE_PYTHON=1 nothing is compiled, and the wheel is one for every Python (py3-none-any).
 
 What is compiled and how it is found: ``protocol/compiled.py``. All else is in ``pyproject.toml``.
 """
@@ -129,7 +129,7 @@ def put(made: Mapping[str, Path], paths: Mapping[str, Path]) -> None:
             old.unlink()
 
 
-setup(
-    cmdclass={"build_ext": BuildCompiled},
-    ext_modules=[Extension(compiled.CORE_SHARED, [])],  # BuildCompiled knows which; without any it is not asked
-)
+# BuildCompiled knows which; without any it is not asked, and the wheel is one for every Python and machine.
+EXTENSIONS = [Extension(compiled.CORE_SHARED, [])] if compiled.is_wanted() else []
+
+setup(cmdclass={"build_ext": BuildCompiled}, ext_modules=EXTENSIONS)

@@ -7,12 +7,12 @@ has defaults for them. A sender does not check (its type checker does): the rece
 from __future__ import annotations
 
 import inspect
-import typing
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
 
+from appsdk.calls.annotations import resolve_hints
 from appsdk.errors import DefinitionError
 
 Decode = Callable[[Any], tuple[Any, ...]]
@@ -52,11 +52,6 @@ def unsupported_type(annotation: Any) -> str | None:
             return f"{getattr(info.cls, '__qualname__', info.cls)} is no type that can be encoded"
         pending.extend(_parts(info))
     return None
-
-
-def resolve_hints(subject: Any) -> dict[str, Any]:
-    """The annotations of a function or class, evaluated. Raises NameError while a name in them is not there yet."""
-    return typing.get_type_hints(subject, include_extras=True)
 
 
 class ArgumentCodec:

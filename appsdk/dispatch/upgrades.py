@@ -13,6 +13,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
+from appsdk.calls.annotations import signature_of
 from appsdk.calls.context import Context
 from appsdk.calls.report import user_traceback
 from appsdk.errors import AppError, DefinitionError, StateError, UpgradeError
@@ -78,10 +79,10 @@ def _check_upgrade(definition: Definition, found: object, usage: str) -> Callabl
     ):
         raise DefinitionError(f"{definition.name}.upgrade: a plain function was expected: write '{usage}'")
     try:
-        inspect.signature(function).bind(object, object)
+        signature_of(function).bind(object, object)
     except TypeError:
         raise DefinitionError(
-            f"{definition.name}.upgrade{inspect.signature(function)}: it is called with the class and the old object: "
+            f"{definition.name}.upgrade{signature_of(function)}: it is called with the class and the old object: "
             f"write '{usage}'"
         ) from None
     return function

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from appsdk.calls.annotations import signature_of
 from appsdk.calls.codec import ArgumentCodec, encoder
 from appsdk.calls.report import user_traceback
 from appsdk.effects.options import EffectContext, EffectOptions, current_context
@@ -103,7 +104,7 @@ def _checked_name(function: Callable[..., Any]) -> str:
 
 def _checked_signature(name: str, function: Callable[..., Any]) -> inspect.Signature:
     try:
-        signature = inspect.signature(function)
+        signature = signature_of(function)
     except ValueError as error:
         raise UsageError(
             f"self.effect({name}, ...): it has no signature: write a function of your own that calls it"

@@ -16,6 +16,7 @@ from datetime import timedelta
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
 
+from appsdk.calls.annotations import signature_of
 from appsdk.calls.context import Context
 from appsdk.calls.failures import checked_on_error, checked_raises
 from appsdk.errors import DefinitionError, OnError, UsageError
@@ -187,7 +188,7 @@ def check_function(function: Callable[..., Any], decorator: str) -> inspect.Sign
         raise DefinitionError(f"@{decorator} belongs on a plain method, this is a {what}: {function!r}")
     where = function.__qualname__
     _refuse_generator(function, decorator, where)
-    signature = inspect.signature(function)
+    signature = signature_of(function)
     parameters = list(signature.parameters.values())
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if not parameters or parameters[0].kind not in positional:
@@ -353,7 +354,7 @@ def _hook(function: Callable[..., Any], decorator: str, parameters_count: int, u
             f"{'self.<handler>.fork(...)' if decorator == 'initial' else 'impulses.<handler>(...)'}"
         )
     _refuse_generator(function, decorator, function.__qualname__)
-    parameters = inspect.signature(function).parameters.values()
+    parameters = signature_of(function).parameters.values()
     required = [parameter for parameter in parameters if parameter.default is inspect.Parameter.empty]
     if len(required) != parameters_count or len(parameters) < parameters_count:
         raise DefinitionError(f"{function.__qualname__}: @{decorator} is written as {usage}")

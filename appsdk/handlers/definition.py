@@ -9,6 +9,7 @@ from datetime import timedelta
 from operator import attrgetter
 from typing import Any, Literal, cast
 
+from appsdk.calls.annotations import annotated_names
 from appsdk.calls.codec import ArgumentCodec
 from appsdk.calls.failures import checked_on_error
 from appsdk.errors import DefinitionError, OnError
@@ -249,7 +250,7 @@ def define(
 
 def _check_names(cls: type, base: type) -> None:
     reserved = {name for name in vars(base) if not name.startswith("__")}
-    for name in [*vars(cls), *vars(cls).get("__annotations__", {})]:
+    for name in [*vars(cls), *annotated_names(cls)]:
         if name in reserved:
             raise DefinitionError(
                 f"{cls.__qualname__}.{name}: {name!r} is one of Immortal's own names: choose another "

@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from appsdk.calls.codec import resolve_hints
+from appsdk.calls.annotations import resolve_hints
 from appsdk.calls.context import datetime_of
 from appsdk.dispatch.upgrades import class_that_restores
 from appsdk.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_RUNNABLE, AppError, StateError

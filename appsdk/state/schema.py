@@ -20,7 +20,8 @@ from typing import Annotated, Any, ClassVar, Final, TypeVar
 
 import msgspec
 
-from appsdk.calls.codec import encoder, resolve_hints, unsupported_type
+from appsdk.calls.annotations import resolve_hints
+from appsdk.calls.codec import encoder, unsupported_type
 from appsdk.calls.rules import Rules
 from appsdk.errors import DefinitionError, StateError
 from appsdk.state.journal import SavedTasks

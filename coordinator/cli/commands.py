@@ -56,7 +56,7 @@ _HELP = {
     "coordinator": "Run a coordinator alone, for an app that is started by other means.",
     "dead-letters": "Show the calls to NAME that failed and that nobody waits for: forks and impulses.",
     "dev": "Run all services of a project here, with one log, and with their code as it is saved.",
-    "doctor": "Say what the crash of one machine would lose of NAME, by where its log is and how that is set up.",
+    "doctor": "Say what is wrong here: with the installation, the home, its disks, the clock, limits and memory.",
     "down": "Stop all services of a project cleanly, each with a checkpoint, and wait until they have ended.",
     "init": "Make a project that runs, with a test, in the folder NAME, or in this one.",
     "keys": "Show the public keys of an instance and of those that may call it, and where they come from.",

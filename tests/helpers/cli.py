@@ -19,10 +19,18 @@ def command_line(*arguments: str, python: Sequence[str] = PYTHON) -> list[str]:
     return [*python, "-m", "coordinator", "--home", HOME, *arguments]
 
 
-def immortal(folder: Path, *arguments: str, status: int = 0, given: str | None = None) -> str:
+def immortal(
+    folder: Path, *arguments: str, status: int = 0, given: str | None = None, python: Sequence[str] = PYTHON
+) -> str:
     """What the command prints, on stdout then stderr; it must end with ``status`` and without a traceback."""
     result = subprocess.run(
-        command_line(*arguments), cwd=folder, capture_output=True, text=True, timeout=60, check=False, input=given
+        command_line(*arguments, python=python),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        input=given,
     )
     output = result.stdout + result.stderr
     assert result.returncode == status, f"status {result.returncode}: {output}"

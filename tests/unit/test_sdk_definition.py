@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import sys
 from collections.abc import AsyncIterator, Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -14,6 +16,12 @@ from appsdk import Immortal, Impulses, Transient, every, impulse, initial, on_pr
 from appsdk.errors import DefinitionError, UsageError
 from appsdk.handlers.decorators import method_id_of_name
 from appsdk.handlers.definition import definition_of
+from tests.helpers.programs import Program
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
+    return Program(tmp_path, monkeypatch)
 
 
 class Counter(Immortal):
@@ -408,3 +416,38 @@ def test_peers_that_refer_to_each_other() -> None:
         reader.back.anything  # type: ignore[attr-defined]  # noqa: B018
     with pytest.raises(DefinitionError, match="OrderedDict"):
         reader.by_path.anything  # noqa: B018
+
+
+def test_annotations_that_name_what_comes_later_in_the_module(program: Program) -> None:
+    """From Python 3.14 on no "from __future__ import annotations" is needed for that."""
+    head = "" if sys.version_info >= (3, 14) else "from __future__ import annotations\n"
+    made = program.module_of(
+        head
+        + """
+from datetime import timedelta
+from appsdk import Immortal, Impulses, every, on_primary, rpc
+import msgspec
+
+class Store(Immortal):
+    left: dict[str, Item]
+
+    @rpc
+    def take(self, item: Item) -> list[Item]:
+        return [item]
+
+    @every(timedelta(days=1))
+    def count(self) -> None: ...
+
+    @on_primary
+    def feed(self, impulses: Impulses) -> None: ...
+
+class Item(msgspec.Struct):
+    number: int
+""",
+        "later",
+    )
+    definition = definition_of(made.Store)
+    definition.resolve(names_may_be_missing=False)
+    assert definition.state().fields == {"left": dict[str, made.Item]}
+    with pytest.raises(DefinitionError, match="'sleep' is one of Immortal's own names"):
+        program.module_of(head + "from appsdk import Immortal\nclass App(Immortal):\n    sleep: Unknown\n", "reserved")

@@ -57,7 +57,7 @@ class Machine:
         for name in has:
             (folder / name).touch()
         says = {"python3": PYTHON, "apt-get": APT_GET, "id": f"#!/bin/sh\necho {0 if root else 1000}\n"}
-        says |= {f"python3.{minor}": "#!/bin/sh\nexit 1\n" for minor in (11, 12, 13)}
+        says |= {f"python3.{minor}": "#!/bin/sh\nexit 1\n" for minor in (11, 12, 13, 14)}
         says["sudo"] = '#!/bin/sh\necho "sudo $*" >>"$CALLS"\n[ "$2" = true ] || { shift; exec "$@"; }\n'
         if not sudo:
             says["sudo"] = "#!/bin/sh\nexit 1\n"
@@ -140,6 +140,16 @@ def test_a_machine_that_has_all_is_left_alone(made: Any) -> None:
     before = len(machine.called("python"))
     assert machine.setup("--system", "dev") == ""
     assert len(machine.called("python")) <= before + 3, "it was done already"
+
+
+@pytest.mark.parametrize(("kind", "extras"), [("docs", "[docs]"), ("bench", "[rivals]")])
+def test_what_dev_has_not_is_installed_beside_it(made: Any, kind: str, extras: str) -> None:
+    machine = made("venv-package", "java", root=True)
+    machine.setup("dev")
+    machine.setup("plain")
+    before = len(machine.pip_installs())
+    machine.setup(kind)
+    assert machine.pip_installs()[before:] == [f"-e .{extras} {COMPILER}"]
 
 
 def test_java_is_installed_with_system_only(made: Any) -> None:

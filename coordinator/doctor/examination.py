@@ -1,0 +1,69 @@
+"""All that is looked at, in order."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from coordinator.config import ConfigError, InstanceSettings
+from coordinator.doctor import clock, disk, home, installation, limits
+from coordinator.doctor.finding import Finding
+from coordinator.instances.registry import Registry, RegistryError
+from coordinator.log_url import is_in_folder, split_url
+
+
+def examine(registry: Registry) -> Iterator[Finding]:
+    """The installation, the home and all its instances, the disks that their logs are on, the clock, limits, memory."""
+    yield from installation.findings()
+    yield from home.findings(registry)
+    settings = _readable(registry)
+    for folder in _one_of_each_disk([registry.home, *map(_log_folder, settings)]):
+        yield from disk.findings(folder)
+    yield from clock.findings(_files(registry.home))
+    yield from limits.findings(len(settings))
+
+
+def examine_instance(registry: Registry, settings: InstanceSettings) -> Iterator[Finding]:
+    """What concerns one instance: its files, and the disk that its log is on."""
+    yield from home.findings_of(registry, settings.name)
+    if is_in_folder(settings.log):
+        yield from disk.findings(_log_folder(settings))
+
+
+def _readable(registry: Registry) -> list[InstanceSettings]:
+    settings = []
+    try:
+        for name in registry.names():
+            try:
+                settings.append(registry.load(name))
+            except ConfigError:
+                continue  # the home's findings say so
+    except RegistryError:
+        pass
+    return settings
+
+
+def _log_folder(settings: InstanceSettings) -> Path:
+    """Where the log lies; for one in a database the instance's own folder, with its keys."""
+    return Path(split_url(settings.log)[1]) if is_in_folder(settings.log) else settings.folder
+
+
+def _one_of_each_disk(folders: list[Path]) -> Iterator[Path]:
+    seen: set[int] = set()
+    for folder in folders:
+        device = os.stat(disk.existing(folder)).st_dev
+        if device not in seen:
+            seen.add(device)
+            yield folder
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """The registry's own files, and those of its instances: not what else may lie below."""
+    try:
+        for path in folder.iterdir():
+            yield path
+            if path.is_dir():
+                yield from path.iterdir()
+    except OSError:
+        return

@@ -1,0 +1,46 @@
+"""What a look at the machine has found."""
+
+from __future__ import annotations
+
+import enum
+
+from msgspec import Struct
+
+
+class Area(enum.StrEnum):
+    INSTALLATION = "installation"
+    HOME = "home"
+    DISK = "disk"
+    CLOCK = "clock"
+    LIMITS = "limits"
+    MEMORY = "memory"
+
+
+class Level(enum.StrEnum):
+    OK = "ok"
+    NOTE = "note"
+    """It works, and could be better, or can't be told."""
+    PROBLEM = "problem"
+    """A promise does not hold, or a start or a command will fail: the exit status is 1."""
+
+
+class Finding(Struct, frozen=True):
+    """``what`` was found, with figures; ``why`` that matters; ``remedy``: what to do. Both are "" where all is well."""
+
+    area: Area
+    level: Level
+    what: str
+    why: str = ""
+    remedy: str = ""
+
+
+def ok(area: Area, what: str) -> Finding:
+    return Finding(area, Level.OK, what)
+
+
+def note(area: Area, what: str, why: str, remedy: str) -> Finding:
+    return Finding(area, Level.NOTE, what, why, remedy)
+
+
+def problem(area: Area, what: str, why: str, remedy: str) -> Finding:
+    return Finding(area, Level.PROBLEM, what, why, remedy)

@@ -1,0 +1,244 @@
+"""A home: who may write in it, settings that make no sense, names without logs, logs without names, old sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from coordinator.app.secret import FILE_NAME as APP_SECRET_FILE_NAME
+from coordinator.config import ConfigError, InstanceSettings
+from coordinator.config.app_hosts import SOCKET_FILE_NAME as APP_SOCKET_FILE_NAME
+from coordinator.config.socket_paths import SHORT_FOLDERS, socket_path
+from coordinator.core.errors import LogError
+from coordinator.doctor import installation
+from coordinator.doctor.finding import Area, Finding, note, ok, problem
+from coordinator.instances.own_logs import FOLDER_NAME as KEYS_FOLDER_NAME
+from coordinator.instances.own_logs import OWN_LOGS_FILE_NAME
+from coordinator.instances.registry import Registry, RegistryError
+from coordinator.log.open import place_of
+from coordinator.log_url import is_in_folder, split_url
+from coordinator.operator import control
+from coordinator.operator.control import SOCKET_FILE_NAME as CONTROL_SOCKET_FILE_NAME
+from protocol.command_line import counted
+from protocol.private_files import openness
+from protocol.process_file import COORDINATOR_FILE_NAME, ProcessFile, read_living
+
+AREA = Area.HOME
+LOG_FOLDER_NAME = "log"
+SHOWN_MAX = 10
+ANSWER_TIMEOUT_S = 5.0
+_SECRETS = (APP_SECRET_FILE_NAME, f"{KEYS_FOLDER_NAME}/pairs", f"{KEYS_FOLDER_NAME}/log_key")
+
+
+def findings(registry: Registry) -> Iterator[Finding]:
+    home = registry.home
+    if not home.is_dir():
+        there = f"{home} is not there" if not home.exists() else f"{home} is no folder"
+        how = "'immortal init NAME' makes a project, 'immortal register NAME --peer tcp://127.0.0.1:*' an instance; "
+        yield note(AREA, there, "nothing is registered", f"{how}--home or IMMORTAL_HOME names another folder")
+        return
+    yield from _folder(home)
+    try:
+        names = registry.names()
+    except RegistryError:
+        return  # said by what was found of the folder
+    yield ok(AREA, f"{counted(len(names), 'instance')} in {home}")
+    for name in names:
+        yield from findings_of(registry, name)
+    yield from _logs_without_names(home, names)
+    yield from _short_sockets()
+
+
+def findings_of(registry: Registry, name: str) -> Iterator[Finding]:
+    """Of one registered instance."""
+    try:
+        settings = registry.load(name)
+    except (ConfigError, RegistryError) as error:
+        yield problem(AREA, str(error), f"{name!r} can't be started, and its peers don't find it", "mend the file")
+        return
+    yield from _folder(settings.folder)
+    yield from _secrets(settings)
+    yield from _log(settings)
+    yield from _extras(settings)
+    yield from _sockets(settings)
+    yield from _running(settings)
+
+
+def _folder(folder: Path) -> Iterator[Finding]:
+    try:
+        status = folder.stat()
+    except FileNotFoundError:
+        return  # of an instance that was never started
+    except OSError as error:
+        yield problem(
+            AREA, f"{folder} can't be looked at: {error.strerror}", "nothing in it can be used", "see its modes"
+        )
+        return
+    if openness(folder) is not None:
+        mode = f"{folder} has mode {stat.S_IMODE(status.st_mode):04o}: others can write in it"
+        why = "they could put their own keys, addresses and settings there: it is refused"
+        yield problem(AREA, mode, why, f"look at what is in it, then: chmod go-w {folder}")
+    if status.st_uid != os.geteuid():
+        what = f"{folder} belongs to user {status.st_uid}, this is user {os.geteuid()}"
+        why = "what runs here makes files that the other can't read, or fails"
+        yield problem(AREA, what, why, "run all commands as the user who owns it")
+    elif not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+        yield problem(AREA, f"{folder} can't be written to", "no instance in it can run", f"chmod u+rwx {folder}")
+
+
+def _secrets(settings: InstanceSettings) -> Iterator[Finding]:
+    for file in _SECRETS:
+        path = settings.folder / file
+        with contextlib.suppress(OSError):
+            mode = stat.S_IMODE(path.stat().st_mode)
+            if mode & 0o077:
+                why = "who reads it can speak as this instance, or as its app"
+                yield problem(AREA, f"{path} has mode {mode:04o}: others can use it", why, f"chmod 600 {path}")
+
+
+def _log(settings: InstanceSettings) -> Iterator[Finding]:
+    """Only of logs in folders: others are asked where NAME is given, since that may take long."""
+    if not is_in_folder(settings.log):
+        return
+    try:
+        exists = place_of(settings.log).exists()
+    except (LogError, OSError) as error:
+        yield problem(AREA, f"{settings.name}: {error}", "it can't be started", "see the folder of its log")
+        return
+    if exists:
+        return
+    had_one = (settings.folder / KEYS_FOLDER_NAME / OWN_LOGS_FILE_NAME).exists()
+    if had_one:
+        yield problem(
+            AREA,
+            f"{settings.name} had a log, and there is none in {settings.log}",
+            "its next start begins anew, with an empty state, and its peers stop their streams with it",
+            f"bring the log back from a copy; or begin anew: 'immortal unregister {settings.name} --delete-log'",
+        )
+    else:
+        what = f"{settings.name} was never started: it has no log yet"
+        yield note(AREA, what, "what peers send it waits with them", f"immortal run {settings.name} MODULE:CLASS")
+
+
+def _logs_without_names(home: Path, names: list[str]) -> Iterator[Finding]:
+    """'immortal unregister' leaves the log; so does who removes a settings file by hand."""
+    found = []
+    with contextlib.suppress(OSError):
+        for folder in sorted(home.iterdir()):
+            with contextlib.suppress(LogError, OSError):
+                log = folder / LOG_FOLDER_NAME
+                if folder.name not in names and not folder.name.startswith(".") and place_of(log).exists():
+                    found.append(folder.name)
+    if found:
+        shown = ", ".join(found[:SHOWN_MAX]) + (", ..." if len(found) > SHOWN_MAX else "")
+        yield note(
+            AREA,
+            f"{counted(len(found), 'log')} of instances that are not registered: {shown}",
+            "they take room, and 'immortal register' of such a name goes on with its log",
+            f"register them again, or remove their folders in {home}",
+        )
+
+
+def _extras(settings: InstanceSettings) -> Iterator[Finding]:
+    needed = {
+        "postgres": split_url(settings.log)[0] == "postgresql",
+        "metrics": settings.metrics is not None,
+    }
+    for extra, is_needed in needed.items():
+        if is_needed and not installation.is_installed(extra):
+            what = f"{settings.name} needs the extra {extra!r}, which is not installed"
+            yield problem(AREA, what, "its start fails", f"pip install 'immortal[{extra}]'")
+
+
+def _sockets(settings: InstanceSettings) -> Iterator[Finding]:
+    """A socket without a process behind it says that a process was killed; the next start takes its place."""
+    if read_living(settings.folder / COORDINATOR_FILE_NAME, ProcessFile) is not None:
+        return
+    stale = [
+        path
+        for file_name in (CONTROL_SOCKET_FILE_NAME, APP_SOCKET_FILE_NAME)
+        if is_stale(path := socket_path(settings.folder, file_name))
+    ]
+    if stale:
+        yield note(
+            AREA,
+            f"{settings.name} does not run, and has sockets: {', '.join(map(str, stale))}",
+            "its coordinator was killed, or its machine went down; nothing is lost by that",
+            f"immortal run {settings.name}: it takes their place, and replays",
+        )
+
+
+def _running(settings: InstanceSettings) -> Iterator[Finding]:
+    """What a coordinator that runs says itself; that it does not answer is a finding as well."""
+    name = settings.name
+    try:
+        told = control.query(settings.folder, "clock", ANSWER_TIMEOUT_S)
+    except control.NotRunningError:
+        return
+    except control.ControlError as error:
+        why = "its app and its peers may get no answer, either"
+        yield problem(AREA, str(error), why, f"'immortal status {name}'; 'kill -9' of the process loses nothing")
+        return
+    ahead_s = told.get("ahead_s")
+    if isinstance(ahead_s, int | float) and ahead_s:
+        way = f"{abs(ahead_s):,.1f} s {'ahead of' if ahead_s > 0 else 'behind'} the time of {name}"
+        yield note(
+            Area.CLOCK,
+            f"the machine's clock is {way}: it has jumped, and is not believed yet",
+            "times of records and schedules go by the instance's time until then",
+            f"see whether the clock is right; if it is, 'immortal clock {name} --accept' takes it at once",
+        )
+
+
+def is_stale(path: Path) -> bool:
+    """Whether it is a Unix socket at which nobody listens.
+
+    It is connected to only where the kernel does not list it, as of a process of another network namespace: to the one
+    that listens a connection is a stranger.
+    """
+    if f" {path}\n".encode() in _bound_sockets():
+        return False
+    try:
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            return False
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.connect(os.fspath(path))
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+@functools.cache
+def _bound_sockets() -> bytes:
+    """The kernel's list of the sockets of this network namespace, a line each, with its path at the end."""
+    try:
+        return Path("/proc/net/unix").read_bytes()
+    except OSError:
+        return b""
+
+
+def _short_sockets() -> Iterator[Finding]:
+    """The folder that all homes of this user share, for sockets whose own folder has too long a path."""
+    folder = SHORT_FOLDERS / f"immortal-{os.geteuid()}"
+    try:
+        status = folder.lstat()
+    except OSError:
+        return
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        what = f"{folder} is no folder that only user {os.geteuid()} can use"
+        why = "sockets of instances whose own folder has a long path go there: their start is refused"
+        yield problem(AREA, what, why, "remove it, or see who did that")
+        return
+    with contextlib.suppress(OSError):
+        stale = [path.name for path in folder.iterdir() if is_stale(path)]
+        if stale:
+            what = f"{counted(len(stale), 'socket')} in {folder} without a process"
+            why = "of instances that were killed, or whose home is gone"
+            yield note(AREA, what, why, f"none is needed: rm {folder}/{stale[0]}{' ...' if len(stale) > 1 else ''}")

@@ -1,0 +1,189 @@
+"""The installation: versions against what the package asks for, what runs compiled, which extras are there."""
+
+from __future__ import annotations
+
+import importlib
+import platform
+import re
+import shutil
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+
+from coordinator.doctor.finding import Area, Finding, note, ok, problem
+from protocol import compiled
+
+AREA = Area.INSTALLATION
+PACKAGE = "immortal"
+EXTRAS = ("http", "metrics", "postgres", "spark")
+"""Those that are for users; what others there are is for who works on the project itself."""
+PYTHON_MIN = (3, 11)
+_REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?\s*([<>=!~0-9.,\s]*)(?:;\s*(.*))?")
+_BOUND = re.compile(r"(>=|<)\s*([0-9.]+)")
+
+
+def findings() -> Iterator[Finding]:
+    yield from _python()
+    try:
+        version, required = metadata.version(PACKAGE), metadata.requires(PACKAGE) or []
+    except metadata.PackageNotFoundError:
+        yield problem(
+            AREA,
+            f"the package {PACKAGE!r} is not installed for {sys.executable}: these are its sources alone",
+            "nothing says which versions of other packages it works with, and tests find no fixtures of it",
+            f"{sys.executable} -m pip install FOLDER-OF-THE-SOURCES",
+        )
+    else:
+        yield ok(AREA, f"immortal {version} in {Path(compiled.__file__).parents[1]}")
+        yield from _packages(required)
+        yield _extras(required)
+    yield from _native()
+    yield from _compiled()
+
+
+def _python() -> Iterator[Finding]:
+    found = f"Python {platform.python_version()} ({platform.python_implementation()}) at {sys.executable}"
+    if sys.version_info < PYTHON_MIN:
+        least = ".".join(map(str, PYTHON_MIN))
+        yield problem(AREA, found, f"Immortal needs {least} or newer", "make an environment with a newer Python")
+    elif platform.python_implementation() != "CPython":
+        yield note(AREA, found, "it is tested with CPython only", "use CPython for what is in service")
+    else:
+        yield ok(AREA, found)
+
+
+def _packages(required: Sequence[str]) -> Iterator[Finding]:
+    versions = []
+    for name, bounds, marker in map(_parts, required):
+        if "extra" in marker:
+            continue
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            yield problem(
+                AREA, f"the package {name!r} is missing", "Immortal can't run without it", _install(name, bounds)
+            )
+            continue
+        if not is_within(version, bounds):
+            why = f"Immortal is made for {name} {bounds}"
+            yield problem(AREA, f"{name} is of version {version}", why, _install(name, bounds))
+        versions.append(f"{name} {version}")
+    yield ok(AREA, ", ".join(sorted(versions)))
+
+
+def _extras(required: Sequence[str]) -> Finding:
+    there = {extra: is_installed(extra, required) for extra in EXTRAS}
+    installed = ", ".join(extra for extra in EXTRAS if there[extra]) or "none"
+    missing = ", ".join(extra for extra in EXTRAS if not there[extra]) or "none"
+    return ok(AREA, f"extras: {installed}; not installed: {missing} (pip install 'immortal[NAME]')")
+
+
+def is_installed(extra: str, required: Sequence[str] | None = None) -> bool:
+    """Whether all packages of ``extra`` are there. False where Immortal itself is not installed."""
+    if required is None:
+        try:
+            required = metadata.requires(PACKAGE) or []
+        except metadata.PackageNotFoundError:
+            return False
+    names = [name for name, _, marker in map(_parts, required) if f'extra == "{extra}"' in marker.replace("'", '"')]
+    for name in names:
+        try:
+            metadata.version(name)
+        except metadata.PackageNotFoundError:
+            return False
+    return bool(names)
+
+
+def _parts(requirement: str) -> tuple[str, str, str]:
+    """Name, bounds and marker of ``lmdb<4,>=1.6; extra == "x"``."""
+    found = _REQUIREMENT.match(requirement)
+    if found is None:
+        return requirement, "", ""
+    return found[1], (found[2] or "").replace(" ", ""), found[3] or ""
+
+
+def is_within(version: str, bounds: str) -> bool:
+    """Whether a version fits bounds such as ``>=1.6,<4``: those that our own packages are given in."""
+
+    def numbers(text: str) -> tuple[int, ...]:
+        return tuple(int(number) for number in re.findall(r"\d+", re.split(r"[a-z+-]", text, maxsplit=1)[0]))
+
+    own = numbers(version)
+    for operator, bound in _BOUND.findall(bounds):
+        size = max(len(own), len(numbers(bound)))
+        left, right = (one + (0,) * (size - len(one)) for one in (own, numbers(bound)))
+        if (left < right) if operator == ">=" else (left >= right):
+            return False
+    return True
+
+
+def _install(name: str, bounds: str) -> str:
+    return f"{sys.executable} -m pip install '{name}{bounds}'"
+
+
+def _native() -> Iterator[Finding]:
+    """What the packages bring that is no Python."""
+    try:
+        import zmq
+    except ImportError as error:
+        yield _broken("pyzmq", error)
+    else:
+        said = f"libzmq {zmq.zmq_version()}"
+        if zmq.has("curve"):
+            yield ok(AREA, f"{said}, with encryption (CURVE)")
+        else:
+            yield problem(
+                AREA,
+                f"{said} is built without encryption (CURVE)",
+                "peers and clients prove who they are by it: no connection over TCP comes up",
+                f"{sys.executable} -m pip install --force-reinstall --only-binary pyzmq pyzmq",
+            )
+    try:
+        lmdb = importlib.import_module("lmdb")
+    except ImportError as error:
+        yield _broken("lmdb", error)
+    else:
+        yield ok(AREA, f"LMDB {'.'.join(map(str, lmdb.version()))}")
+    try:
+        importlib.import_module("fastcrc.crc64")
+    except ImportError:
+        yield note(
+            AREA,
+            "fastcrc can't be imported: checksums are computed by crcmod",
+            "each record is checked, and that takes longer so",
+            _install("fastcrc", ""),
+        )
+
+
+def _broken(name: str, error: ImportError) -> Finding:
+    return problem(
+        AREA,
+        f"{name} can't be imported: {error}",
+        "it is installed for another Python, or not whole",
+        f"{sys.executable} -m pip install --force-reinstall {name}",
+    )
+
+
+def _compiled() -> Iterator[Finding]:
+    said = compiled.describe()
+    if all(one.describe() == f"compiled {one.name}" for one in compiled.SETS):
+        yield ok(AREA, said)
+        return
+    why = "it runs the same, slower: an awaited call takes 1.7 times the processor time"
+    if not compiled.is_wanted():
+        yield note(AREA, said, why, f"take {compiled.PURE_VARIABLE} out of the environment")
+        return
+    lacks = [*([] if shutil.which("cc") or shutil.which("gcc") else ["a C compiler"]), *_headers()]
+    needed = f"install {' and '.join(lacks)} (on Debian: apt-get install gcc python3-dev), then " if lacks else ""
+    again = "scripts/setup" if _is_checkout() else "pip install --force-reinstall --no-cache-dir --no-deps immortal"
+    yield note(AREA, said, why, f"{needed}{again}; pip's -v shows what the compiler says")
+
+
+def _headers() -> list[str]:
+    return [] if Path(sysconfig.get_path("include"), "Python.h").exists() else ["the header files of this Python"]
+
+
+def _is_checkout() -> bool:
+    return (Path(compiled.__file__).parents[1] / "setup.py").exists()

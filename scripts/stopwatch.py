@@ -1,0 +1,242 @@
+"""How long day one takes: the README's first program, typed at terminals, until its count has survived kill -9.
+
+    scripts/stopwatch                       in a fresh copy of this checkout, which makes its environment first
+    scripts/stopwatch --wheel FILE.whl      in an empty folder, with a fresh environment and that wheel
+    scripts/stopwatch --environment FOLDER  in an empty folder, with an environment that is there: the commands alone
+
+What is counted is what a person waits for: each command until its prompt is back, or until the line is there that says
+what it was typed for. The person's own time, to read and to save a file, is not. Prints the seconds of each step, and
+ends with status 1 where the sum is above --limit-s, or a step does not come to its end. It needs no package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import os
+import re
+import select
+import shlex
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT_S = 60.0
+STEP_TIMEOUT_S = 600.0
+PROMPT = "stopwatch> "
+_COLORS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\][^\x07]*\x07")
+
+
+class StopwatchError(Exception):
+    """A step did not come to its end."""
+
+
+class Terminal:
+    """A shell at a terminal of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._ours, theirs = os.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))
+        kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "PYENV_ROOT") if name in os.environ}
+        self._shell = subprocess.Popen(
+            ["/bin/sh", "-i"],
+            cwd=folder,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            env={**kept, "PS1": PROMPT, "TERM": "xterm", "HISTFILE": ""},
+        )
+        os.close(theirs)
+        self._screen = ""
+        self._looked = 0
+        self.see(PROMPT)
+
+    def enter(self, line: str) -> None:
+        os.write(self._ours, f"{line}\n".encode())
+
+    def run(self, line: str) -> str:
+        """Type a command, and wait until it has ended with status 0; what it printed. Raises StopwatchError."""
+        self.enter(line)
+        shown = self.see(PROMPT)
+        self.enter("echo status=$?")
+        status = self.see_pattern(r"status=(\d+)\s")
+        self.see(PROMPT)
+        if status != "0":
+            raise StopwatchError(f"{line!r} ended with status {status}:\n{shown}")
+        return shown
+
+    def interrupt(self) -> None:
+        os.write(self._ours, b"\x03")
+
+    def see(self, text: str) -> str:
+        """What has come since the last look, up to and with ``text``. Raises StopwatchError."""
+        return self._see(re.compile(f"(?s)(.*?{re.escape(text)})"))
+
+    def see_pattern(self, pattern: str) -> str:
+        """The first group of what has come since the last look."""
+        return self._see(re.compile(pattern))
+
+    def _see(self, pattern: re.Pattern[str]) -> str:
+        deadline_s = time.monotonic() + STEP_TIMEOUT_S
+        while (found := pattern.search(self._screen, self._looked)) is None:
+            rest_s = deadline_s - time.monotonic()
+            if rest_s <= 0 or not self._take(rest_s):
+                raise StopwatchError(f"no {pattern.pattern!r} came:\n{self._screen[self._looked :]}")
+        self._looked = found.end()
+        return found[1]
+
+    def _take(self, timeout_s: float) -> bool:
+        if not select.select([self._ours], [], [], timeout_s)[0]:
+            return False
+        try:
+            read = os.read(self._ours, 1 << 16)
+        except OSError:  # the shell has ended
+            return False
+        self._screen += _COLORS.sub("", read.decode("utf-8", "replace").replace("\r", ""))
+        return bool(read)
+
+    def close(self) -> None:
+        """The shell, and what runs in it: they hang up."""
+        os.close(self._ours)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._shell.pid, signal.SIGHUP)
+        try:
+            self._shell.wait(10)
+        except subprocess.TimeoutExpired:
+            self._shell.kill()
+            self._shell.wait()
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Stopwatch:
+    """The seconds of each step, in the order in which they were taken."""
+
+    def __init__(self) -> None:
+        self.total_s = 0.0
+
+    @contextlib.contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        began_s = time.monotonic()
+        yield
+        took_s = time.monotonic() - began_s
+        self.total_s += took_s
+        print(f"{took_s:7.2f} s  {name}", flush=True)
+
+
+def first_program(readme: str) -> tuple[str, str, list[str]]:
+    """Of the README: the name and the source of its program, and the commands that are typed for it."""
+    section = readme.partition("## A first program")[2].partition("\n## ")[0]
+    program = re.search(r"Save this as `([\w.]+)`:\s+```python\n(.*?)```", section, re.DOTALL)
+    commands = re.search(r"^```\n(.*?)```", section.partition("Register two instances")[2], re.DOTALL | re.MULTILINE)
+    if program is None or commands is None:
+        raise StopwatchError("README.md has no program under 'A first program', or no commands behind it")
+    return program[1], program[2], [line for line in commands[1].splitlines() if line]
+
+
+def copy_checkout(folder: Path) -> None:
+    """What git has of it, as it is now; no environment, and nothing that was compiled."""
+    listed = subprocess.run(
+        ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        capture_output=True,
+        check=False,
+    )
+    if listed.returncode != 0:
+        left_out = shutil.ignore_patterns(".venv", "build", "dist", "_compiled", "__pycache__", ".git", ".immortal")
+        shutil.copytree(ROOT, folder, dirs_exist_ok=True, ignore=left_out)
+        return
+    for name in filter(None, os.fsdecode(listed.stdout).split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+
+
+def measure(folder: Path, wheel: Path | None, environment: Path | None) -> float:
+    """The seconds of all commands. Raises StopwatchError."""
+    watch = Stopwatch()
+    name, source, commands = first_program((ROOT / "README.md").read_text())
+    if wheel is None and environment is None:
+        copy_checkout(folder)
+    with Terminal(folder) as first, Terminal(folder) as greeting, Terminal(folder) as crowding:
+        if wheel is not None:
+            for command in ("python3 -m venv .venv", f".venv/bin/pip install {shlex.quote(str(wheel))}"):
+                with watch.step(command):
+                    first.run(command)
+        elif environment is not None:
+            (folder / ".venv").symlink_to(environment)
+        else:
+            with watch.step("scripts/setup"):
+                first.run("scripts/setup")
+        (folder / name).write_text(source)
+        settings = [line for line in commands if line.startswith("export ")]
+        for line in settings:
+            greeting.run(line)
+            crowding.run(line)
+        runs = [line for line in commands if line.startswith("immortal run ")]
+        if len(runs) != 2:
+            raise StopwatchError(f"two commands 'immortal run' were expected in README.md: {commands}")
+        for command in (line for line in commands if line not in runs):
+            with watch.step(command):
+                first.run(command)
+        with watch.step(runs[0]):
+            greeting.enter(runs[0])
+            pids = [greeting.see_pattern(r"coordinator_pid=(\d+)"), greeting.see_pattern(r"app_pid=(\d+)")]
+            greeting.see("ready")
+        with watch.step(f"{runs[1]}, until all are greeted"):
+            crowding.enter(runs[1])
+            greeting.see("5. hello, guest 5")
+        with watch.step("kill -9 of the greeter's coordinator and app, until it is ready again"):
+            first.run(f"kill -9 {' '.join(pids)}")
+            greeting.see_pattern(r"(coordinator_pid=)\d+")
+            greeting.see("ready")
+        with watch.step("immortal call greeter greet Ada: the count goes on"):
+            first.run("immortal call greeter greet Ada")
+            greeting.see("6. hello, Ada")
+        for terminal in (greeting, crowding):  # not counted
+            terminal.interrupt()
+            terminal.see(PROMPT)
+    return watch.total_s
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="scripts/stopwatch", description=__doc__.partition("\n")[0])
+    parser.add_argument("--wheel", type=Path, help="install this wheel into a fresh environment")
+    parser.add_argument("--environment", type=Path, help="take this environment, which has Immortal")
+    parser.add_argument(
+        "--limit-s", type=float, default=LIMIT_S, help="more than this ends with status 1 (%(default)s)"
+    )
+    options = parser.parse_args()
+    for given in (options.wheel, options.environment):
+        if given is not None and not given.exists():
+            parser.error(f"{given} is not there")
+    with tempfile.TemporaryDirectory(prefix="immortal-stopwatch-") as folder:
+        try:
+            paths = (one.resolve() if one is not None else None for one in (options.wheel, options.environment))
+            total_s = measure(Path(folder), *paths)
+        except StopwatchError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+    print(f"{total_s:7.2f} s  in all, of {options.limit_s:g} s")
+    return int(total_s > options.limit_s)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
