@@ -13,6 +13,7 @@ import click
 from bench import reports
 from bench.call_workload import NUMBER_SIZE_BYTES
 from bench.calls import run_call_benchmark
+from bench.embedded import run_embedded_benchmark
 from bench.failing import measure_failing
 from bench.fleet import measure_fleet
 from bench.isolation import measure_isolation
@@ -70,6 +71,7 @@ def _numbers(what: str, lowest: int, highest: int, example: str) -> Callable[[cl
     help="With --failing: sizes of the service's state, in MiB.",
 )
 @click.option("--calls", is_flag=True, help="Measure instead calls that wait for their answers.")
+@click.option("--embedded", is_flag=True, help="Measure instead services in one process beside those with sidecars.")
 @click.option(
     "--outstanding",
     default="1,64,1000",
@@ -83,21 +85,21 @@ def _numbers(what: str, lowest: int, highest: int, example: str) -> Callable[[cl
     type=click.IntRange(NUMBER_SIZE_BYTES, 16 << 20),
     default=16,
     show_default=True,
-    help="With --calls: the argument, in bytes.",
+    help="With --calls, --embedded: the argument, in bytes.",
 )
 @click.option(
     "--seconds",
     type=click.FloatRange(0.01, 3600.0),
     default=2.0,
     show_default=True,
-    help="With --calls: of one turn, roughly.",
+    help="With --calls, --embedded: of one turn, roughly.",
 )
 @click.option(
     "--repeats",
     type=click.IntRange(1, 1000),
     default=5,
     show_default=True,
-    help="With --calls: turns of each, one after the other.",
+    help="With --calls, --embedded: turns of each, one after the other.",
 )
 @json_option
 def bench(
@@ -112,6 +114,7 @@ def bench(
     failing: bool,
     state: list[int],
     calls: bool,
+    embedded: bool,
     outstanding: list[int],
     size_bytes: int,
     seconds: float,
@@ -119,9 +122,10 @@ def bench(
     as_json: bool,
 ) -> None:
     """One-way calls between two services with durable logs, next to what the disk alone does."""
-    others = sum((calls, trim, isolation, failing, fleet_size is not None))
-    if others > 1 or (curve and (calls or trim or failing)):
-        raise click.UsageError("--calls, --trim, --curve, --fleet, --failing, --isolation each measure something else")
+    others = sum((calls, embedded, trim, isolation, failing, fleet_size is not None))
+    if others > 1 or (curve and (calls or embedded or trim or failing)):
+        each = "--calls, --embedded, --trim, --curve, --fleet, --failing, --isolation"
+        raise click.UsageError(f"{each} each measure something else")
     if log_key and others:
         raise click.UsageError("--log-key is for one-way calls")
     from rich.console import Console
@@ -133,6 +137,9 @@ def bench(
         if calls:
             result = run_call_benchmark(outstanding, size_bytes=size_bytes, seconds=seconds, repeats=repeats, **where)
             show = reports.print_calls
+        elif embedded:
+            result = run_embedded_benchmark(size_bytes=size_bytes, seconds=seconds, repeats=repeats, **where)
+            show = reports.print_embedded
         elif failing:
             result, show = measure_failing([size_mib << 20 for size_mib in state], **where), reports.print_failing
         elif isolation:

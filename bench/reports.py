@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bench.calls import DISK_BLOCK_SIZE_BYTES, CallResults, Spread
+from bench.embedded import EmbeddedResults
 from bench.failing import FailingResult
 from bench.fleet import FleetResult
 from bench.isolation import OTHERS, RATE, IsolationResult
@@ -94,6 +95,25 @@ def print_calls(results: CallResults) -> None:
 
 def _spread_in_words(spread: Spread) -> str:
     return f"{spread.median:,.0f} ({spread.lowest:,.0f}-{spread.highest:,.0f})"
+
+
+def print_embedded(results: EmbeddedResults) -> None:
+    heads = ("", "p50, µs", "ratio", "CPU, µs/call", "ratio", "without client", "waits/call")
+    rows = (
+        (
+            row.case,
+            f"{row.sidecars.p50_us:,.0f} -> {row.embedded.p50_us:,.0f}",
+            f"{row.p50_ratio:.2f}",
+            f"{row.sidecars.cpu_us:,.1f} -> {row.embedded.cpu_us:,.1f}",
+            f"{row.cpu_ratio:.2f}",
+            f"{row.cpu_ratio_without_client:.2f}",
+            f"{row.sidecars.switches:.1f} -> {row.embedded.switches:.1f}",
+        )
+        for row in results.rows
+    )
+    title = f"calls of {results.size_bytes} B: services with sidecars -> in one process; p50 of batches: of a whole one"
+    print_table(heads, rows, right=heads[1:], title=title)
+    echo(f"the disk alone: append + fdatasync of {DISK_BLOCK_SIZE_BYTES >> 10} KiB: p50 {results.disk_p50_us:,.0f} µs")
 
 
 def print_failing(results: Sequence[FailingResult]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from bench.embedded_workload import Case
 from coordinator.cli import main
 
 BRIEFLY = ["bench", "--calls", "--outstanding", "1,20", "--size", "100", "--seconds", "0.05", "--repeats", "2"]
@@ -57,6 +58,22 @@ def test_called_wrongly(arguments: list[str], words: str) -> None:
     result = CliRunner().invoke(main, [*BRIEFLY, *arguments])
     assert result.exit_code == 2
     assert words in result.output
+
+
+def test_one_process_beside_sidecars(tmp_path: Path) -> None:
+    arguments = ["bench", "--embedded", "--seconds", "0.05", "--repeats", "2", "--folder", str(tmp_path)]
+    result = CliRunner().invoke(main, [*arguments, "--json"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    results: dict[str, Any] = json.loads(result.stdout)
+    assert [row["case"] for row in results["rows"]] == [case.value for case in Case]
+    for row in results["rows"]:
+        for side in (row["sidecars"], row["embedded"]):
+            assert side["p50_us"] > 0
+            assert 0 <= side["client_cpu_us"] < side["cpu_us"]
+            assert (side["client_cpu_us"] > 0) == (row["case"] == Case.CLIENT)
+        assert min(row["p50_ratio"], row["cpu_ratio"], row["cpu_ratio_without_client"]) > 0
+    assert (results["size_bytes"], results["rows"][0]["turns"]) == (16, 2)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_failing_calls_cost(tmp_path: Path) -> None:

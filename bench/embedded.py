@@ -1,0 +1,224 @@
+"""Services in one process beside the same with sidecars: waiting time and processor time of a call, in turns.
+
+A ratio is taken in each turn, and is the median of those: what else the machine does meets both alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import Popen
+from typing import TextIO
+
+from bench.call_workload import Measured, decode_measured
+from bench.calls import processes_of, running
+from bench.disk import append_latencies
+from bench.embedded_workload import Case, Task, encode_task
+from bench.latency import percentile
+from bench.processes import BenchError, Service, cpu_s, register
+from coordinator.service.parent_death import die_with_parent
+
+MODULE = "bench.embedded_apps"
+APPS = {"caller": f"{MODULE}:Caller", "callee": f"{MODULE}:Callee"}
+EMBEDDED, SIDECARS = "one process", "sidecars"
+CLIENT = "client"
+WARM_UP_CALLS = 200
+DISK_BLOCK_SIZE_BYTES = 4 << 10  # about what the commit of a small record writes
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Medians of the turns. ``cpu_us``: of a call, user and system, in all processes; ``client_cpu_us`` of it in the
+    outside client. ``switches``: how often threads waited, in a call, without the client's."""
+
+    p50_us: float
+    cpu_us: float
+    client_cpu_us: float
+    switches: float
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedRow:
+    """Ratios: of one process to sidecars, the medians of the turns' own."""
+
+    case: str
+    turns: int
+    sidecars: Cost
+    embedded: Cost
+    p50_ratio: float
+    cpu_ratio: float
+    cpu_ratio_without_client: float
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedResults:
+    size_bytes: int
+    rows: list[EmbeddedRow]
+    disk_p50_us: float  # append and fdatasync of DISK_BLOCK_SIZE_BYTES
+
+
+class Side:
+    """One way to run the services, with its client."""
+
+    def __init__(self, name: str, services: dict[str, Popen[str]], driver: Popen[str], client: Popen[str]) -> None:
+        self.name = name
+        self._services = services  # those that a call goes through
+        self._driver, self._client = driver, client
+
+    def run(self, task: Task) -> tuple[Measured, Cost]:
+        """Raises BenchError."""
+        process = self._client if task.case is Case.CLIENT else self._driver
+        before = self._spent()
+        said = self._ask(process, task)
+        spent_s, client_s, switches = (now - then for now, then in zip(self._spent(), before, strict=True))
+        done = decode_measured(said)
+        if done.calls != task.rounds:
+            raise BenchError(f"{self.name}: {done.calls} rounds were made, {task.rounds} were asked for")
+        calls = task.rounds * task.case.calls_per_round
+        client_us = 1e6 * client_s / calls if task.case is Case.CLIENT else 0.0
+        return done, Cost(done.p50_us, 1e6 * spent_s / calls + client_us, client_us, switches / calls)
+
+    def _ask(self, process: Popen[str], task: Task) -> str:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(encode_task(task))
+            process.stdin.flush()
+        line = process.stdout.readline()
+        if not line:
+            raise BenchError(f"{self.name}: a process said nothing and ended with status {process.wait()}")
+        return line
+
+    def _spent(self) -> tuple[float, float, float]:
+        """Seconds of processors in the services and in the client, and how often the services' threads waited."""
+        services = self._services.values()
+        return sum(cpu_s(one.pid) for one in services), cpu_s(self._client.pid), sum(map(_switches, services))
+
+
+def run_embedded_benchmark(
+    *,
+    size_bytes: int,
+    seconds: float,
+    repeats: int,
+    folder: Path | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> EmbeddedResults:
+    """Measure each :class:`Case` both ways, ``repeats`` turns of about ``seconds`` each.
+
+    ``folder``: where the logs go, the system's temporary folder by default. Raises BenchError.
+    """
+    with tempfile.TemporaryDirectory(prefix="immortal-bench-", dir=folder) as name:
+        folder = Path(name)
+        with _with_sidecars(folder / "sidecars") as sidecars, _in_one_process(folder / "embedded") as embedded:
+            disk: list[float] = []
+            rows = []
+            for case in Case:
+                rows.append(_measure(sidecars, embedded, case, size_bytes, seconds, repeats, progress))
+                disk.append(1e6 * percentile(append_latencies(folder, DISK_BLOCK_SIZE_BYTES), 50))
+            return EmbeddedResults(size_bytes, rows, statistics.median(disk))
+
+
+def _measure(
+    sidecars: Side,
+    embedded: Side,
+    case: Case,
+    size_bytes: int,
+    seconds: float,
+    repeats: int,
+    progress: Callable[[str], None],
+) -> EmbeddedRow:
+    sides = (sidecars, embedded)
+    progress(f"{case}: warming up")
+    tasks = {side.name: _task_for(side, case, size_bytes, seconds) for side in sides}
+    turns: list[tuple[Cost, Cost]] = []
+    for turn in range(repeats):
+        progress(f"{case}: {turn + 1} of {repeats}")
+        costs = {side.name: side.run(tasks[side.name])[1] for side in (sides if turn % 2 else sides[::-1])}
+        turns.append((costs[sidecars.name], costs[embedded.name]))
+    return EmbeddedRow(
+        case.value,
+        repeats,
+        _median([turn[0] for turn in turns]),
+        _median([turn[1] for turn in turns]),
+        statistics.median(one.p50_us / beside.p50_us for beside, one in turns),
+        statistics.median(one.cpu_us / beside.cpu_us for beside, one in turns),
+        statistics.median((one.cpu_us - one.client_cpu_us) / (at.cpu_us - at.client_cpu_us) for at, one in turns),
+    )
+
+
+def _task_for(side: Side, case: Case, size_bytes: int, seconds: float) -> Task:
+    """The first run finds the processes cold, the second one says how much fits into a turn."""
+    rounds = max(2, WARM_UP_CALLS // case.calls_per_round)
+    for _ in range(2):
+        done, _ = side.run(Task(case, rounds, size_bytes))
+        rounds = max(2, round(seconds * done.calls_per_s / (2 if rounds < WARM_UP_CALLS else 1)))
+    return Task(case, rounds, size_bytes)
+
+
+def _median(costs: list[Cost]) -> Cost:
+    return Cost(
+        statistics.median(one.p50_us for one in costs),
+        statistics.median(one.cpu_us for one in costs),
+        statistics.median(one.client_cpu_us for one in costs),
+        statistics.median(one.switches for one in costs),
+    )
+
+
+def _switches(process: Popen[str]) -> int:
+    count = 0
+    for task in Path(f"/proc/{process.pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended just now
+            for line in (task / "status").read_text().splitlines():
+                if line.startswith("voluntary_ctxt_switches:"):
+                    count += int(line.split()[1])
+    return count
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _with_sidecars(home: Path) -> Iterator[Side]:
+    services = register(home, APPS, {})
+    with running(services), _process(home, services, CLIENT) as client:
+        processes = processes_of(services)
+        yield Side(SIDECARS, processes, processes["caller's app"], client)
+
+
+@contextlib.contextmanager
+def _in_one_process(home: Path) -> Iterator[Side]:
+    services = register(home, APPS, {})
+    with _process(home, services) as process:
+        for service in services.values():
+            service.wait_for_phase("normal")
+        with _process(home, services, CLIENT) as client:
+            yield Side(EMBEDDED, {"services": process}, process, client)
+
+
+@contextlib.contextmanager
+def _process(home: Path, services: dict[str, Service], *arguments: str) -> Iterator[Popen[str]]:
+    """``python -m bench.embedded_apps``, killed at the end."""
+    errors: TextIO
+    with open(home / "errors.txt", "a") as errors:
+        process = Popen(
+            [sys.executable, "-P", "-m", MODULE, *arguments],
+            cwd=home,
+            env=services["caller"].environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            preexec_fn=die_with_parent(os.getpid()),
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()

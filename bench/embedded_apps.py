@@ -1,0 +1,148 @@
+"""Apps, client and process of `immortal bench --embedded`. Each reads runs from standard input, a line of JSON each.
+
+`python -m bench.embedded_apps`: both services in one process. `... client`: an outside client of the callee.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+from appsdk import Immortal, Impulses, impulse, on_primary, peer, rpc
+from appsdk.client import connect
+from bench.call_workload import argument, encode_measured, measured
+from bench.embedded_workload import BATCH_CALLS, Case, read_tasks
+
+CALLS_PER_JOURNAL = 1_000  # then a loop goes on with an empty journal
+
+
+class Stopwatch:
+    """No part of the state: a replay measures nothing."""
+
+    def __init__(self) -> None:
+        self.latencies_ns: list[int] = []
+        self.done = threading.Event()
+        self.clock_ns = time.perf_counter_ns
+
+
+_stopwatch = Stopwatch()
+
+
+class Callee(Immortal):
+    taken: int
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    @rpc(id=1)
+    def echo(self, data: bytes) -> bytes:
+        return data
+
+    @rpc(id=2)
+    def take(self, data: bytes) -> None:
+        self.taken += 1
+
+    @rpc(id=3)
+    def count(self) -> int:
+        taken, self.taken = self.taken, 0
+        return taken
+
+
+class Caller(Immortal):
+    callee = peer(Callee, "callee")
+
+    @rpc(id=2)
+    async def calls(self, case: str, first: int, end: int, size_bytes: int) -> None:
+        """Awaits the calls from number ``first`` up to ``end``, one after the other."""
+        clock_ns, note = _stopwatch.clock_ns, _stopwatch.latencies_ns.append
+        is_step, echo, effect = case == Case.STEP, self.callee.echo, self.effect
+        pause = min(first + CALLS_PER_JOURNAL, end)
+        for number in range(first, pause):
+            data = argument(number, size_bytes)
+            begun_ns = clock_ns()
+            answer = await effect(_same, data) if is_step else await echo(data)
+            note(clock_ns() - begun_ns)
+            if answer != data:
+                raise ValueError(f"call {number} got the answer {answer[:16]!r}")
+        if pause < end:
+            self.continue_as(case, pause, end, size_bytes)
+        await self.done()
+
+    @rpc(id=3)
+    async def batches(self, first: int, end: int, size_bytes: int) -> None:
+        """Forks batches from number ``first`` up to ``end``, each behind the answer that the one before was taken."""
+        clock_ns, note = _stopwatch.clock_ns, _stopwatch.latencies_ns.append
+        pause = min(first + CALLS_PER_JOURNAL, end)
+        data = bytes(size_bytes)
+        fork = self.callee.take.fork
+        for _ in range(first, pause):
+            begun_ns = clock_ns()
+            for _ in range(BATCH_CALLS):
+                fork(data)
+            taken = await self.callee.count()
+            note(clock_ns() - begun_ns)
+            if taken != BATCH_CALLS:
+                raise ValueError(f"{taken} calls were taken, {BATCH_CALLS} were made")
+        if pause < end:
+            self.continue_as(pause, end, size_bytes)
+        await self.done()
+
+    @rpc(id=4)
+    def done(self) -> None:
+        _stopwatch.done.set()
+
+    @impulse(id=5)
+    def start(self, case: str, rounds: int, size_bytes: int) -> None:
+        if case == Case.ONE_WAY:
+            self.batches.fork(0, rounds, size_bytes)
+        else:
+            self.calls.fork(case, 0, rounds, size_bytes)
+
+    @on_primary
+    def drive(self, impulses: Impulses) -> None:
+        for task in read_tasks(sys.stdin):
+            _stopwatch.latencies_ns.clear()
+            _stopwatch.done.clear()
+            begun = time.perf_counter()
+            impulses.start(task.case.value, task.rounds, task.size_bytes)
+            _stopwatch.done.wait()
+            _answer(begun)
+
+
+def _same(data: bytes) -> bytes:
+    return data
+
+
+def _answer(begun: float) -> None:
+    seconds = time.perf_counter() - begun
+    print(encode_measured(measured(_stopwatch.latencies_ns, seconds)), flush=True)
+
+
+def serve() -> None:
+    """Both services in this process, until it is killed."""
+    from appsdk.embedded import start  # here: a service with a sidecar does not load it
+
+    with start(Callee, "callee"), start(Caller, "caller"):
+        threading.Event().wait()
+
+
+def call() -> None:
+    """As an outside client."""
+    latencies_ns, clock_ns = _stopwatch.latencies_ns, _stopwatch.clock_ns
+    with connect(Callee, "callee") as callee:
+        for task in read_tasks(sys.stdin):
+            latencies_ns.clear()
+            begun = time.perf_counter()
+            for number in range(task.rounds):
+                data = argument(number, task.size_bytes)
+                begun_ns = clock_ns()
+                answer = callee.echo(data)
+                latencies_ns.append(clock_ns() - begun_ns)
+                if answer != data:
+                    raise ValueError(f"call {number} got the answer {answer[:16]!r}")
+            _answer(begun)
+
+
+if __name__ == "__main__":
+    call() if sys.argv[1:] == ["client"] else serve()
