@@ -18,6 +18,7 @@ from appsdk import (
     on_primary,
     peer,
     query,
+    register_type,
     rpc,
     upgrades,
 )
@@ -162,3 +163,15 @@ def everywhere() -> Iterator[Environment]:
         with env as same:
             assert_type(same, Environment)
         yield env
+
+
+class Money:
+    def __init__(self, cents: int) -> None:
+        self.cents = cents
+
+
+def cents(money: Money) -> int:
+    return money.cents
+
+
+register_type(Money, encode=cents, decode=Money, form=int)

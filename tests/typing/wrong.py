@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from appsdk import Immortal, Impulses, impulse, on_primary, peer, query, rpc, upgrades
+from appsdk import Immortal, Impulses, impulse, on_primary, peer, query, register_type, rpc, upgrades
 from appsdk.client import connect
 from appsdk.testing import Environment, assert_replays, crash_everywhere
 
@@ -141,3 +141,6 @@ def test_helpers(env: Environment) -> None:
     for one in crash_everywhere(victims=["disk"]):  # wrong: nothing that crashes
         one.start(Bank, "bank")
     print(text, half, late, names)
+
+
+register_type(Bank, encode=len, decode=lambda size: Bank())  # wrong: a Bank has no len

@@ -3,6 +3,8 @@
 import dataclasses
 import enum
 import importlib
+import re
+import struct
 import subprocess
 import sys
 import typing
@@ -11,6 +13,7 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from pathlib import Path, PurePosixPath
+from types import ModuleType
 from typing import Annotated, Any, Generic, Literal, NamedTuple, TypedDict, TypeVar
 
 import attrs
@@ -22,7 +25,7 @@ import pyarrow as pa
 import pydantic
 import pytest
 
-from appsdk import CalleeFailed, Immortal, peer, register_type, rpc, upgrades
+from appsdk import CalleeFailed, CallRefused, Immortal, peer, register_type, rpc, upgrades
 from appsdk.calls.codec import encoder, make_decoder
 from appsdk.client.results import NamedMethod, TypedMethod
 from appsdk.errors import DefinitionError, StateError
@@ -551,16 +554,14 @@ def test_a_wrong_value_is_refused_alone(annotation: Any, plain: Any, words: str,
     assert keeper.call(Keeper.counted) == 0
 
 
-def cut_table() -> bytes:
-    """A stream whose offsets point beyond its texts."""
-    data = bytes(encoder.encode(pa.table({"text": ["abcdefgh"]})))
-    at = data.index((8).to_bytes(4, "little") + bytes(4) + bytes(0), data.index(b"abcdefgh") - 80)
-    return data[:at] + (1 << 20).to_bytes(4, "little") + data[at + 4 :]
-
-
 def test_a_damaged_table_is_refused_before_it_is_read() -> None:
+    """Its offsets point beyond its texts: to read them would end the process."""
+    data = encoder.encode(pa.table({"text": ["abcdefgh"]}))
+    offsets = struct.pack("<2i", 0, 8)
+    at = data.rindex(offsets, 0, data.index(b"abcdefgh"))
+    damaged = data[:at] + struct.pack("<2i", 0, 1 << 20) + data[at + len(offsets) :]
     with pytest.raises(msgspec.ValidationError):
-        make_decoder(pa.Table).decode(cut_table())
+        make_decoder(pa.Table).decode(damaged)
 
 
 @pytest.mark.parametrize(
@@ -768,6 +769,24 @@ def test_what_a_codec_raises_or_makes_is_in_the_words_of_its_type() -> None:
     register_type(Other, encode=lambda other: 1, decode=lambda number: number)
     with pytest.raises(msgspec.ValidationError, match=r"its codec made a int of it, not a .*Other"):
         make_decoder(Other).decode(encoder.encode(1))
+
+
+GUIDE = (Path(__file__).parents[2] / "docs" / "guide" / "types.md").read_text()
+
+
+def test_the_guides_program_runs(env: Environment, monkeypatch: pytest.MonkeyPatch) -> None:
+    ((name, source),) = re.findall(r"```python\n# (\w+)\.py\n(.*?)```", GUIDE, re.DOTALL)
+    module: Any = ModuleType(name)
+    monkeypatch.setitem(sys.modules, name, module)
+    exec(compile(source, f"{name}.py", "exec"), module.__dict__)
+    till = env.start(module.Till, "till")
+    assert till.call(module.Till.take, module.Money(5, "EUR")) == 1
+    till.checkpoint()
+    till.crash()
+    till.recover()
+    assert vars(till.call(module.Till.last)) == {"cents": 5, "currency": "EUR"}
+    with pytest.raises(CallRefused, match="parameter 'price': a currency of three letters"):
+        till.call(module.Till.take, (5, "Euro"))
 
 
 # --- what is written into ---------------------------------------------------------------------------------------------
