@@ -809,10 +809,11 @@ def test_a_handler_may_write_into_what_it_gets_before_and_after_a_recovery(env: 
             numbers *= 2
             self.sums += numbers
             self.frame.iloc[0, 0] += 1
+            self.frame.iloc[0, 1] = "v"  # whose codes pyarrow would share with what came
             return self.sums
 
     sums = env.start(Sums, "sums")
-    sums.call(Sums.replace, np.array([1.0, 2.0]), pd.DataFrame({"x": [1.0]}))
+    sums.call(Sums.replace, np.array([1.0, 2.0]), pd.DataFrame({"x": [1.0, 2.0], "y": pd.Categorical(["u", "v"])}))
     sums.call(Sums.add, np.array([1.0, 1.0]))
     sums.checkpoint()
     sums.crash()
