@@ -11,6 +11,7 @@ from appsdk.handlers.proxy import Impulses, peer
 from appsdk.immortal import Immortal
 from appsdk.running.runner import run
 from appsdk.state.schema import Transient
+from appsdk.types.registry import register_type
 from appsdk.waiting import waits
 from appsdk.waiting.waits import Winner
 
@@ -36,6 +37,7 @@ __all__ = [
     "on_primary",
     "peer",
     "query",
+    "register_type",
     "rpc",
     "run",
     "upgrades",

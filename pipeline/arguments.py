@@ -11,6 +11,7 @@ import msgspec
 from appsdk.handlers.definition import Definition, definition_of
 from appsdk.handlers.proxy import method_names
 from appsdk.running.runner import load
+from appsdk.types.registry import show_custom
 from pipeline.errors import SourceError
 from protocol.messages import RpcKind, RpcType
 
@@ -51,7 +52,7 @@ class ArgumentDecoder:
                 named = {"$caller": values[0], "$call": values[1]}
                 values = values[2:]
             named |= zip(codec.signature.parameters, values, strict=False)  # trailing defaults may be missing
-            return DecodedCall(handler.name, msgspec.json.encode(named).decode())
+            return DecodedCall(handler.name, msgspec.json.encode(named, enc_hook=show_custom).decode())
         except Exception as error:  # types of the user's make what they like of strange bytes
             return DecodedCall(handler.name, problem=f"the arguments of {codec.name} cannot be shown: {_reason(error)}")
 

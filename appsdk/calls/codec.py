@@ -8,50 +8,50 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import msgspec
 
 from appsdk.calls.annotations import resolve_hints
 from appsdk.errors import DefinitionError
+from appsdk.types.registry import decode_custom, encode_custom, readable_type, unsupported_type
 
 Decode = Callable[[Any], tuple[Any, ...]]
 
-encoder = msgspec.msgpack.Encoder()
+encoder = msgspec.msgpack.Encoder(enc_hook=encode_custom)
 """The only encoder, of arguments and state: sets, dicts and so on are written in the order they have."""
 
 _FIXARRAY, _FIXARRAY_MAX = 0x90, 15
 _ARRAY_16 = 0xDC
 
 
-def _parts(info: msgspec.inspect.Type) -> Iterable[msgspec.inspect.Type]:
-    """The types right below a type."""
-    for name in ("types", "item_types"):
-        yield from getattr(info, name, ())
-    for name in ("item_type", "key_type", "value_type"):
-        if isinstance(part := getattr(info, name, None), msgspec.inspect.Type):
-            yield part
-    for field in getattr(info, "fields", ()):
-        yield field.type
+def unencodable(name: str, parameters: Iterable[str], arguments: Sequence[Any], error: Exception) -> TypeError:
+    """Which of the arguments of ``name`` can't be encoded, and why. ``parameters``: what they are called."""
+    for parameter, value in zip(parameters, arguments, strict=False):
+        try:
+            encoder.encode(value)
+        except Exception as problem:
+            return TypeError(
+                f"{name}: parameter {parameter!r} (a {type(value).__qualname__}) can't be encoded: {problem}"
+            )
+    return TypeError(f"{name}: an argument can't be encoded: {error}")
 
 
-def unsupported_type(annotation: Any) -> str | None:
-    """What in ``annotation`` can't be encoded and read back, in words; None when all of it can."""
-    try:
-        pending = [msgspec.inspect.type_info(annotation)]
-        msgspec.msgpack.Decoder(annotation)
-    except TypeError as error:
-        return str(error).splitlines()[0]
-    seen: list[msgspec.inspect.Type] = []
-    while pending:
-        info = pending.pop()
-        if any(info is other for other in seen):
-            continue  # a type that refers to itself
-        seen.append(info)
-        if isinstance(info, msgspec.inspect.CustomType):
-            return f"{getattr(info.cls, '__qualname__', info.cls)} is no type that can be encoded"
-        pending.extend(_parts(info))
-    return None
+def largest(parameters: Iterable[str], arguments: Sequence[Any]) -> str:
+    """Which of the arguments is the largest, to be put behind the size of all; "" where they have no names."""
+    sizes = [
+        (len(encoder.encode(value)), parameter, value) for parameter, value in zip(parameters, arguments, strict=False)
+    ]
+    if not sizes:
+        return ""
+    size_bytes, parameter, value = max(sizes, key=itemgetter(0))
+    return f" (the largest is {parameter!r}, a {type(value).__qualname__} of {size_bytes} bytes)"
+
+
+def make_decoder(annotation: Any) -> msgspec.msgpack.Decoder[Any]:
+    """The decoder of values that ``annotation`` says. Raises TypeError for what can't be read at all."""
+    return msgspec.msgpack.Decoder(readable_type(annotation), dec_hook=decode_custom)
 
 
 class ArgumentCodec:
@@ -73,7 +73,8 @@ class ArgumentCodec:
             if problem := unsupported_type(annotation):
                 raise DefinitionError(
                     f"{self.name}: parameter {parameter.name!r}: {problem}; use a type that msgspec knows "
-                    f"(numbers, str, bytes, datetime, list, dict, dataclass, msgspec.Struct, ...)"
+                    f"(numbers, str, bytes, datetime, list, dict, dataclass, msgspec.Struct, ...), or give yours a "
+                    f"codec: appsdk.register_type"
                 )
         self.returns_nothing = hints.get("return") is type(None)
         self.decode = self._make_decode(())
@@ -98,7 +99,7 @@ class ArgumentCodec:
             annotation = resolve_hints(self._function)["return"]
             if problem := unsupported_type(annotation):
                 raise DefinitionError(f"{self.name}: what it returns can't be sent: {problem}")
-            self._decode_result = msgspec.msgpack.Decoder(annotation).decode
+            self._decode_result = make_decoder(annotation).decode
         return self._decode_result
 
     def _make_decode(self, front: tuple[type, ...]) -> Decode:
@@ -131,8 +132,8 @@ class ArgumentCodec:
         return decode
 
     def _decoder(self, front: tuple[type, ...], count: int) -> Decode:
-        shape: Any = tuple[(*front, *self._types[:count])]  # type: ignore[misc, valid-type]
-        return msgspec.msgpack.Decoder(shape).decode
+        shape: Any = tuple[(*front, *map(readable_type, self._types[:count]))]  # type: ignore[misc, valid-type]
+        return make_decoder(shape).decode
 
     def bind(self, arguments: Sequence[Any], keywords: dict[str, Any]) -> tuple[Any, ...]:
         """All arguments by position, as a call with them would bind them. Raises TypeError naming the method."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 import inspect
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from appsdk.calls.codec import bind_arguments, encoder
+from appsdk.calls.codec import bind_arguments, encoder, largest, unencodable
 from appsdk.calls.context import QUERY_RUNS, Context
 from appsdk.errors import AS_RPC, Disconnected, QueryError, UsageError
 from protocol.errors import RemoteProtocolError
@@ -47,22 +47,27 @@ Name = str
 """... also of a subclass of ``str``, such as a StrEnum: where compiled, ``str`` itself would refuse that."""
 
 
+class _TooLargeError(Exception):
+    """The arguments of a call, or what it returned, have more bytes than a message may have."""
+
+
 class _Fronts(dict[int, tuple[bytes, int]]):
     """What stands before the arguments of one method (incoming form) and the whole size, by the arguments' size.
 
-    Raises UsageError above CALL_SIZE_BYTES_MAX.
+    Raises _TooLargeError above CALL_SIZE_BYTES_MAX.
     """
 
     def __init__(self, name: Name, method_id: int, rpc_type: RpcType, kind: RpcKind = RpcKind.CALL) -> None:
         super().__init__()
         self._name = name
+        self._what = "the call's arguments take" if kind == RpcKind.CALL else "what it returned or raised takes"
         self._rest = bytes((MessageType.RPC, kind)) + encode_zigzag(method_id) + bytes((rpc_type,))
 
     def __missing__(self, arguments_size_bytes: int) -> tuple[bytes, int]:
         size_bytes = len(self._rest) + arguments_size_bytes
         if size_bytes > CALL_SIZE_BYTES_MAX:
-            raise UsageError(
-                f"{self._name}: the call's arguments take {arguments_size_bytes} bytes, at most "
+            raise _TooLargeError(
+                f"{self._name}: {self._what} {arguments_size_bytes} bytes, at most "
                 f"{CALL_SIZE_BYTES_MAX - len(self._rest)} are possible: send them in parts"
             )
         front = encode_zigzag(size_bytes) + self._rest
@@ -72,15 +77,21 @@ class _Fronts(dict[int, tuple[bytes, int]]):
         return found
 
 
-def _unencodable(name: Name, error: Exception) -> TypeError:
-    return TypeError(f"{name}: an argument can't be encoded: {error}")
+def _refused(name: Name, parameters: Iterable[str], arguments: Sequence[Any], error: Exception) -> Exception:
+    """What to raise for a call that can't be made, as ``error`` says."""
+    if isinstance(error, _TooLargeError):
+        return UsageError(f"{error}{largest(parameters, arguments)}")
+    return unencodable(name, parameters, arguments, error)
 
 
-def make_writer(name: Name, method_id: int, rpc_type: RpcType, kind: RpcKind = RpcKind.CALL) -> Write:
+def make_writer(
+    name: Name, method_id: int, rpc_type: RpcType, kind: RpcKind = RpcKind.CALL, parameters: Iterable[str] = ()
+) -> Write:
     """A function that appends one RPC message (incoming form) to a list, in two parts; it returns its size in bytes.
 
-    It raises TypeError for arguments that can't be encoded, UsageError above CALL_SIZE_BYTES_MAX, and leaves the list
-    as it was. (``Outbox.make_fork`` has the same lines once more: there a call would be felt.)
+    ``parameters``: what the arguments are called, for people. The function raises TypeError for arguments that can't be
+    encoded, UsageError above CALL_SIZE_BYTES_MAX, and leaves the list as it was. (``Outbox.make_fork`` has the same
+    lines once more: there a call would be felt.)
     """
     fronts = _Fronts(name, method_id, rpc_type, kind)
     encode = encoder.encode
@@ -88,9 +99,9 @@ def make_writer(name: Name, method_id: int, rpc_type: RpcType, kind: RpcKind = R
     def write(parts: list[bytes], arguments: tuple[Any, ...]) -> int:
         try:
             body = encode(arguments)
+            front, size_bytes = fronts[len(body)]
         except Exception as error:
-            raise _unencodable(name, error) from error
-        front, size_bytes = fronts[len(body)]
+            raise _refused(name, parameters, arguments, error) from error
         parts += (front, body)
         return size_bytes
 
@@ -204,9 +215,9 @@ class Outbox:
                 raise _not_in_handler(context, name)
             try:
                 body = encode(arguments)
+                front, size_bytes = fronts[len(body)]
             except Exception as error:
-                raise _unencodable(name, error) from error
-            front, size_bytes = fronts[len(body)]
+                raise _refused(name, signature.parameters, arguments, error) from error
             parts = batch.parts
             if not parts:
                 opened.append(batch)
@@ -219,9 +230,11 @@ class Outbox:
 
         return fork
 
-    def make_sender(self, destination: Name, name: Name, method_id: int, kind: RpcKind) -> Send:
+    def make_sender(
+        self, destination: Name, name: Name, method_id: int, kind: RpcKind, parameters: Iterable[str] = ()
+    ) -> Send:
         """Sends calls of one method that wait for an answer, or answers to them. For the SDK's own use in handlers."""
-        write = make_writer(name, method_id, RpcType.ASYNC, kind)
+        write = make_writer(name, method_id, RpcType.ASYNC, kind, parameters)
         batch = self._batches.setdefault(destination, Batch(destination))
 
         def send(arguments: tuple[Any, ...]) -> None:

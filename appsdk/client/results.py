@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import count
 from typing import Any, Protocol
 
 import msgspec
 
-from appsdk.calls.codec import encoder
+from appsdk.calls.codec import encoder, largest, unencodable
+from appsdk.calls.failures import misfit_text
 from appsdk.client.errors import CalleeFailed, CallRaised, CallRefused, ClientError
 from appsdk.client.limits import ARGUMENTS_SIZE_BYTES_MAX
 from appsdk.handlers.decorators import Handler
@@ -45,7 +48,7 @@ class NamedMethod:
                 f"{self.name}: arguments by name ({', '.join(keywords)}) need the class: connect(Class, name); "
                 f"without it they go by position"
             )
-        return _encoded(self.name, arguments)
+        return _encoded(self.name, arguments, (f"argument {place}" for place in count(1)))
 
     def value(self, reply: Reply) -> Any:
         if reply.kind == ReplyKind.NOTHING:
@@ -69,11 +72,11 @@ class TypedMethod:
         """Checked here, where it can be said what is wrong: the instance only says that something is."""
         if keywords or len(arguments) != self._codec.count:
             arguments = self._codec.bind(arguments, keywords)
-        data = _encoded(self.name, arguments)
+        data = _encoded(self.name, arguments, self._codec.signature.parameters)
         try:
             self._codec.decode(data)
         except Exception as error:  # msgspec's own, and what a type's __post_init__ raises
-            raise TypeError(f"{self.name}{self._codec.signature}: {error}") from None
+            raise TypeError(misfit_text(self._codec, error, data, 0)) from None
         return data
 
     def value(self, reply: Reply) -> Any:
@@ -94,15 +97,15 @@ def typed_method(definition: Definition, name: str) -> TypedMethod:
     return TypedMethod(definition, find_handler(definition, name))
 
 
-def _encoded(name: str, arguments: tuple[Any, ...]) -> bytes:
+def _encoded(name: str, arguments: tuple[Any, ...], parameters: Iterable[str]) -> bytes:
     try:
         data = encoder.encode(arguments)
     except Exception as error:  # what a user's type raises as it is encoded
-        raise TypeError(f"{name}: an argument can't be encoded: {error}") from error
+        raise unencodable(name, parameters, arguments, error) from error
     if len(data) > ARGUMENTS_SIZE_BYTES_MAX:
         raise TypeError(
             f"{name}: the arguments take {len(data)} bytes, at most {ARGUMENTS_SIZE_BYTES_MAX} are possible: send them "
-            f"in parts"
+            f"in parts{largest(parameters, arguments)}"
         )
     return data
 

@@ -213,7 +213,7 @@ class ImpulseProxy:
 def _make_impulse(
     queue: ImpulseQueue, destination: str, name: str, method_id: int, signature: inspect.Signature
 ) -> Callable[..., None]:
-    write = make_writer(name, method_id, RpcType.IMPULSE)
+    write = make_writer(name, method_id, RpcType.IMPULSE, parameters=signature.parameters)
     parameters_count = len(signature.parameters)
     append = queue.append
 

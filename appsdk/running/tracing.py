@@ -9,7 +9,7 @@ Nothing of it is in the way of an ordinary run, which has neither this outbox no
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from appsdk.calls.context import Context
@@ -49,8 +49,10 @@ class TracingOutbox(Outbox):
     ) -> Callable[..., None]:
         return self._traced(destination, super().make_fork(destination, name, method_id, signature))
 
-    def make_sender(self, destination: str, name: str, method_id: int, kind: RpcKind) -> Send:
-        return self._traced(destination, super().make_sender(destination, name, method_id, kind))
+    def make_sender(
+        self, destination: str, name: str, method_id: int, kind: RpcKind, parameters: Iterable[str] = ()
+    ) -> Send:
+        return self._traced(destination, super().make_sender(destination, name, method_id, kind, parameters))
 
     def _traced(self, destination: str, send: Callable[..., None]) -> Callable[..., None]:
         context, runs = self._context, self._runs.setdefault(destination, [])

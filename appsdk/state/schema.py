@@ -21,10 +21,11 @@ from typing import Annotated, Any, ClassVar, Final, TypeVar
 import msgspec
 
 from appsdk.calls.annotations import resolve_hints
-from appsdk.calls.codec import encoder, unsupported_type
+from appsdk.calls.codec import encoder, make_decoder
 from appsdk.calls.rules import Rules
 from appsdk.errors import DefinitionError, StateError
 from appsdk.state.journal import SavedTasks
+from appsdk.types.registry import unsupported_type
 from protocol.state_envelope import FRONT, MAGIC
 
 T = TypeVar("T")
@@ -45,7 +46,8 @@ _VERSION_WITH_TASKS = 2  # an SDK that knows nothing of them must not lose them
 _VERSION_WITH_RULES = 3  # an SDK that knows no other rules than the first must not go by those
 
 WAYS_OUT = (
-    "write 'def checkpoint(self) -> bytes' and 'def restore(self, blob: bytes) -> None' of your own, "
+    "give the type a codec (appsdk.register_type), write 'def checkpoint(self) -> bytes' and "
+    "'def restore(self, blob: bytes) -> None' of your own, "
     'or opt in to pickle: class ...(Immortal, serializer="pickle")'
 )
 
@@ -133,7 +135,7 @@ class StateSchema:
             for name, annotation in self.fields.items():
                 if problem := unsupported_type(annotation):
                     raise DefinitionError(f"{self._class_name}: attribute {name!r}: {problem}; {WAYS_OUT}")
-                self._decoders[name] = msgspec.msgpack.Decoder(annotation)
+                self._decoders[name] = make_decoder(annotation)
 
     # --- writing --------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,8 @@ from uuid import UUID
 
 import msgspec
 
+from appsdk.types.registry import find_codec, show_custom
+
 Tree = Any
 """None, bool, int, float, str, bytes, list, dict, Fields or Members; within them the same."""
 
@@ -51,7 +53,7 @@ class _Builder:
         if isinstance(value, Enum):
             return self.build(value.value)
         if isinstance(value, _AS_TEXT):
-            return msgspec.to_builtins(value)
+            return msgspec.to_builtins(value, enc_hook=str)  # pandas has a class below datetime
         if isinstance(value, bytes | bytearray | memoryview):
             return bytes(value)
         for scalar in (int, float, str):
@@ -82,7 +84,18 @@ class _Builder:
             return self._fields(value, [field.name for field in dataclasses.fields(value)])
         if (attributes := getattr(type(value), "__attrs_attrs__", None)) is not None:
             return self._fields(value, [attribute.name for attribute in attributes])
+        if find_codec(type(value)) is not None:
+            return self._by_codec(value)
         return self._reduced(value)
+
+    def _by_codec(self, value: Any) -> Tree:
+        try:
+            shown = show_custom(value)
+        except (TypeError, ValueError):  # what can't be saved can be looked at all the same
+            return self._reduced(value)
+        if isinstance(shown, dict) and all(isinstance(name, str) for name in shown):
+            return Fields({name: self.build(item) for name, item in shown.items()})
+        return self.build(shown)
 
     def _fields(self, value: Any, names: Iterable[str]) -> Fields:
         return Fields({name: self.build(getattr(value, name)) for name in names if hasattr(value, name)})

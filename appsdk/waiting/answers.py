@@ -49,7 +49,8 @@ class Answers:
         key = (destination, handler.method_id, kind)
         if (send := self._senders.get(key)) is None:
             outbox, name = self._context.outbox, handler.function.__qualname__
-            made: Send = outbox.make_sender(destination, name, handler.method_id, kind)
+            parameters = ("$caller", "$call", *handler.signature.parameters) if kind == RpcKind.CALL else ()
+            made: Send = outbox.make_sender(destination, name, handler.method_id, kind, parameters)
             send = self._senders[key] = made
         return send
 

@@ -14,8 +14,9 @@ from typing import Any
 
 import msgspec
 
-from appsdk.calls.codec import encoder
+from appsdk.calls.codec import encoder, unencodable
 from appsdk.calls.context import Context
+from appsdk.calls.failures import misfit_text
 from appsdk.calls.outbox import make_writer
 from appsdk.effects.options import EffectOptions
 from appsdk.effects.request import EffectFunction, EffectRequest, EffectRunner
@@ -53,11 +54,15 @@ class Effect(Operation):
         self.encoded = b""
 
     def _start(self) -> None:
+        codec = self.function.codec
         try:
             self.encoded = encoder.encode(self._arguments)
+        except Exception as error:
+            raise unencodable(codec.name, codec.signature.parameters, self._arguments, error) from None
+        try:
             self.function.arguments(self.encoded)
         except Exception as error:
-            raise TypeError(f"{self.function.name}: an argument is not what it takes: {error}") from None
+            raise TypeError(misfit_text(codec, error, self.encoded, 0)) from None
         self._arguments = ()
         self.detail = crc64(self.encoded)
         self.task.begin(self)

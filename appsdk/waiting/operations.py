@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from appsdk.calls.codec import ArgumentCodec, encoder
+from appsdk.calls.codec import ArgumentCodec, encoder, unencodable
 from appsdk.handlers.decorators import Handler
 from appsdk.state.journal import TIMER, Described, Pending, decode_raised
 from appsdk.waiting.waits import Fibers, Wait
@@ -131,7 +131,8 @@ class _HandlerOperation(Operation):
         try:
             self.encoded = encoder.encode(self.arguments)
         except Exception as error:
-            raise TypeError(f"{self.target.codec.name}: an argument can't be encoded: {error}") from None
+            codec = self.target.codec
+            raise unencodable(codec.name, codec.signature.parameters, self.arguments, error) from None
         self.detail = crc64(self.encoded)
 
     def decode(self, value: bytes) -> Any:

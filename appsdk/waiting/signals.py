@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
-from appsdk.calls.codec import encoder
+from appsdk.calls.codec import encoder, make_decoder
 from appsdk.errors import UsageError
+from appsdk.types.registry import unsupported_type
 
 
 def encode_signal(name: object, value: object) -> bytes:
@@ -23,7 +22,6 @@ def encode_signal(name: object, value: object) -> bytes:
 
 def event_decoder(kind: Any) -> Callable[[bytes], Any]:
     """Raises UsageError for a type that can't be encoded."""
-    try:
-        return msgspec.msgpack.Decoder(kind).decode
-    except TypeError as error:
-        raise UsageError(f"self.event(..., {kind!r}): {error}") from None
+    if problem := unsupported_type(kind):
+        raise UsageError(f"self.event(..., {kind!r}): {problem}")
+    return make_decoder(kind).decode

@@ -17,8 +17,9 @@ from random import Random
 from types import FrameType, FunctionType, MethodType
 from typing import Any, NoReturn
 
-from appsdk.calls.codec import encoder
+from appsdk.calls.codec import encoder, unencodable
 from appsdk.calls.context import datetime_of
+from appsdk.calls.failures import misfit_text
 from appsdk.effects.options import EffectOptions, Effects
 from appsdk.errors import UsageError
 from appsdk.handlers.decorators import Handler
@@ -157,9 +158,12 @@ class TaskSelf:
         bound = codec.bind(arguments, keywords)
         try:
             encoded = encoder.encode(bound)
+        except Exception as error:
+            raise unencodable(f"{task.name}: self.continue_as", codec.signature.parameters, bound, error) from None
+        try:
             codec.decode(encoded)
         except Exception as error:
-            raise TypeError(f"{task.name}: self.continue_as: an argument is not what it takes: {error}") from None
+            raise TypeError(f"self.continue_as: {misfit_text(codec, error, encoded, 0)}") from None
         task.continue_as(encoded)
 
 

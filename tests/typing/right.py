@@ -24,6 +24,7 @@ from appsdk import (
     on_primary,
     peer,
     query,
+    register_type,
     rpc,
     upgrades,
 )
@@ -215,3 +216,15 @@ class Assistant(Immortal):
 def test_assistant(immortal_env: Environment) -> None:
     assistant = immortal_env.start(Assistant, "assistant", effects={run_step: run_step})
     assert_type(assistant.call(Assistant.ask, "x"), int)
+
+
+class Money:
+    def __init__(self, cents: int) -> None:
+        self.cents = cents
+
+
+def cents(money: Money) -> int:
+    return money.cents
+
+
+register_type(Money, encode=cents, decode=Money, form=int)

@@ -7,7 +7,7 @@ from datetime import timedelta
 from pydantic_ai import Agent
 from starlette.requests import Request
 
-from appsdk import Immortal, Impulses, impulse, on_primary, peer, query, rpc, upgrades
+from appsdk import Immortal, Impulses, impulse, on_primary, peer, query, register_type, rpc, upgrades
 from appsdk.client import connect
 from appsdk.integrations.asgi import Service, progress
 from appsdk.integrations.pydantic_ai import ImmortalDurability, run_agent
@@ -174,3 +174,6 @@ class Assistant(Immortal):
         await run_agent(assistant.run(question))  # wrong: no self
         await run_agent(self, assistant)  # wrong: no run
         return result.output  # wrong: an int
+
+
+register_type(Bank, encode=len, decode=lambda size: Bank())  # wrong: a Bank has no len

@@ -764,7 +764,7 @@ def test_continue_as_beside_others_ends_them_first(two: WaitingInstances) -> Non
         ("step bug", ["Teller.strict raised ValueError", "a bug"]),
         ("swallows", ["Teller.strict raised ValueError", "a bug"]),
         ("raises", ["Teller.wrong raised ValueError", "oh", "arguments: ('raises')"]),
-        ("argument", ["Bank.credit: an argument can't be encoded"]),
+        ("argument", ["Bank.credit: parameter 'amount' (a object) can't be encoded"]),
         ("own raises", ["Teller.wrong raised InsufficientFunds"]),
         ("gather foreign", ["awaits a int"]),
         ("race nobody", ["nothing takes part"]),

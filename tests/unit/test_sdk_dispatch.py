@@ -376,7 +376,7 @@ class Careless(Immortal):
     [
         ("too_many", ["TypeError: Counter.count(", "too many positional"]),
         ("wrong_name", ["TypeError: Counter.count(", "'line'"]),
-        ("object_argument", ["TypeError: Counter.count: an argument can't be encoded", "object"]),
+        ("object_argument", ["TypeError: Counter.count: parameter 'line' (a object) can't be encoded"]),
     ],
 )
 def test_mistakes_of_a_caller_are_its_own(method: str, words: list[str]) -> None:

@@ -1,0 +1,250 @@
+"""The codecs by type: of types that msgspec does not know by itself, ours and those that users register.
+
+A codec makes a plain value of a value, which is encoded in its place, and reads it back by the annotation. What msgspec
+knows never comes here, so it costs nothing there. The codecs of libraries are loaded with the first class of theirs
+that is asked for: an app that names none of numpy, pyarrow, pandas or pydantic imports none of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from appsdk.errors import DefinitionError
+
+T = TypeVar("T")
+Plain = TypeVar("Plain")
+
+
+def _no_problem(annotation: Any) -> str | None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """How values of one class are carried. Each function but ``problem`` may raise any exception.
+
+    ``encode``: to what is encoded in its place. ``decode``: from (annotation, that). ``show``: to what people are
+    shown, where that is not what is encoded. ``problem``: why an annotation that names the class can't be carried; None
+    if it can.
+    """
+
+    encode: Callable[[Any], Any]
+    decode: Callable[[Any, Any], Any]
+    show: Callable[[Any], Any] | None = None
+    problem: Callable[[Any], str | None] = _no_problem
+
+
+_LIBRARIES = {
+    "numpy": "appsdk.types.numpy_arrays",
+    "pandas": "appsdk.types.pandas_frames",
+    "pathlib": "appsdk.types.paths",
+    "pyarrow": "appsdk.types.arrow_tables",
+    "pydantic": "appsdk.types.pydantic_models",
+}
+"""By the package that a class or one of its bases is of: the module that has ``codec_of(cls) -> Codec | None``."""
+
+_registered: dict[type, Codec] = {}
+_found: dict[type, Codec] = {}  # all that were asked for
+
+
+def find_codec(cls: Any) -> Codec | None:
+    """The codec of a class; None where it has none. Subclasses need one of their own."""
+    try:
+        if (codec := _found.get(cls)) is not None:
+            return codec
+    except TypeError:  # can't be a key, so it is no class
+        return None
+    if not isinstance(cls, type):
+        return None
+    codec = _registered.get(cls) or _of_library(cls)
+    if codec is not None:
+        _found[cls] = codec
+    return codec
+
+
+def _of_library(cls: type) -> Codec | None:
+    for base in cls.__mro__:
+        module = _LIBRARIES.get(base.__module__.partition(".")[0])
+        if module is not None:
+            codec: Codec | None = importlib.import_module(module).codec_of(cls)
+            return codec
+    return None
+
+
+def register_type(cls: type[T], *, encode: Callable[[T], Plain], decode: Callable[[Plain], T], form: Any = Any) -> None:
+    """From here on ``cls`` is a type of arguments, results and state.
+
+    ``encode`` makes a plain value of one (numbers, str, bytes, lists, dicts, dataclasses, ...), the same for equal
+    values in each process; ``decode`` makes one of that. ``form`` is the plain value's type: what comes in and does not
+    have it is refused before ``decode`` sees it. ``decode`` raises ValueError for what is no value of ``cls``.
+
+    Call it in the module of ``cls``, before a class of :class:`appsdk.Immortal` names it. Raises DefinitionError.
+    """
+    if not isinstance(cls, type):
+        raise DefinitionError(f"register_type({cls!r}): a class was expected")
+    name = cls.__qualname__
+    if cls in _registered:
+        raise DefinitionError(f"register_type({name}): it is registered already: remove one of the two")
+    if not _is_custom(cls) or _of_library(cls) is not None:
+        raise DefinitionError(f"register_type({name}): its values are carried already, without a codec: remove this")
+    if problem := unsupported_type(form):
+        raise DefinitionError(f"register_type({name}, form=...): {problem}")
+
+    def read(annotation: Any, plain: Any) -> T:
+        value = decode(msgspec.convert(plain, form, dec_hook=decode_custom))
+        if not isinstance(value, cls):
+            raise ValueError(f"its codec made a {type(value).__qualname__} of it, not a {name}")
+        return value
+
+    _registered[cls] = Codec(encode, read)
+
+
+def _is_custom(cls: type) -> bool:
+    try:
+        return isinstance(msgspec.inspect.type_info(cls), msgspec.inspect.CustomType)
+    except TypeError:  # a dataclass, for one, with a field that can't be carried
+        return False
+
+
+# --- what msgspec calls -----------------------------------------------------------------------------------------------
+
+
+def encode_custom(value: Any) -> Any:
+    """What is encoded in place of ``value``. Raises TypeError, ValueError, MemoryError."""
+    return _applied(value, _codec_for(value).encode)
+
+
+def show_custom(value: Any) -> Any:
+    """As :func:`encode_custom`, for people."""
+    codec = _codec_for(value)
+    return _applied(value, codec.show or codec.encode)
+
+
+def _codec_for(value: Any) -> Codec:
+    cls = type(value)
+    if (codec := find_codec(cls)) is None:
+        raise TypeError(f"Encoding objects of type {cls.__module__}.{cls.__qualname__} is unsupported")
+    return codec
+
+
+def _applied(value: Any, function: Callable[[Any], Any]) -> Any:
+    try:
+        return function(value)
+    except (TypeError, ValueError, MemoryError):
+        raise
+    except Exception as error:  # a library's own, or the user's
+        raise TypeError(f"the codec of {type(value).__qualname__} raised {type(error).__name__}: {error}") from error
+
+
+def decode_custom(annotation: Any, plain: Any) -> Any:
+    """The value that ``plain`` stands for. Raises ValueError, TypeError: msgspec adds where in the data it is."""
+    cls = typing.get_origin(annotation) or annotation
+    if (codec := find_codec(cls)) is None:
+        raise ValueError(f"{cls.__qualname__} is no type that can be read")
+    try:
+        return codec.decode(annotation, plain)
+    except msgspec.ValidationError as error:  # msgspec would pass it on as it is, without where in the data this is
+        text, _, place = str(error).partition(" - at `$")
+        raise ValueError(f"{text} (at {place.removesuffix('`')} of it)" if place else text) from None
+    except (TypeError, ValueError, MemoryError):
+        raise
+    except Exception as error:  # a library's own, or the user's
+        raise ValueError(f"the codec of {cls.__qualname__} raised {type(error).__name__}: {error}") from error
+
+
+def what_came(plain: Any) -> str:
+    """The type of a plain value, in the words that msgspec has for them."""
+    names = {dict: "object", list: "array", type(None): "null"}
+    return f"`{names.get(type(plain), type(plain).__name__)}`"
+
+
+# --- annotations ------------------------------------------------------------------------------------------------------
+
+
+class _UnionType(type):
+    """Of what stands for a union: which classes its values have is its codec's to say."""
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return True
+
+
+_unions: dict[Any, Any] = {}
+
+
+def readable_type(annotation: Any) -> Any:
+    """What msgspec is given to read ``annotation``: itself, but for a union with models of pydantic, which reads it
+    whole. msgspec lets a union have one type of others at most, beside None."""
+    union = typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
+    arms = typing.get_args(union) if typing.get_origin(union) in (typing.Union, types.UnionType) else ()
+    if len([arm for arm in arms if arm is not type(None)]) < 2 or not any(map(_is_model, arms)):
+        return annotation
+    key = repr(annotation), arms
+    if (found := _unions.get(key)) is None:
+        codec = importlib.import_module(_LIBRARIES["pydantic"]).union_codec(annotation)
+        found = _unions[key] = _UnionType("Union", (), {})
+        _found[found] = codec
+    return found
+
+
+def _is_model(cls: Any) -> bool:
+    is_model = isinstance(cls, type) and any(base.__module__.startswith("pydantic.") for base in cls.__mro__)
+    return is_model and find_codec(cls) is not None
+
+
+def unsupported_type(annotation: Any) -> str | None:
+    """What in ``annotation`` can't be encoded and read back, in words; None when all of it can."""
+    for model in filter(_is_model, typing.get_args(annotation)):
+        if problem := _custom_problem(model):
+            return problem
+    annotation = readable_type(annotation)
+    try:
+        pending = [msgspec.inspect.type_info(annotation)]
+        msgspec.msgpack.Decoder(annotation)
+    except TypeError as error:
+        return str(error).splitlines()[0]
+    seen: list[msgspec.inspect.Type] = []
+    while pending:
+        info = pending.pop()
+        if any(info is other for other in seen):
+            continue  # a type that refers to itself
+        seen.append(info)
+        if isinstance(info, msgspec.inspect.CustomType) and (problem := _custom_problem(info.cls)):
+            return problem
+        pending.extend(_parts(info))
+    for part in _named_in(annotation):
+        codec = find_codec(typing.get_origin(part))
+        if codec is not None and (problem := codec.problem(part)):
+            return problem
+    return None
+
+
+def _custom_problem(cls: Any) -> str | None:
+    codec = find_codec(cls)
+    return (
+        f"{getattr(cls, '__qualname__', cls)} is no type that can be encoded" if codec is None else codec.problem(cls)
+    )
+
+
+def _parts(info: msgspec.inspect.Type) -> Iterable[msgspec.inspect.Type]:
+    """The types right below a type."""
+    for name in ("types", "item_types"):
+        yield from getattr(info, name, ())
+    for name in ("item_type", "key_type", "value_type"):
+        if isinstance(part := getattr(info, name, None), msgspec.inspect.Type):
+            yield part
+    for field in getattr(info, "fields", ()):
+        yield field.type
+
+
+def _named_in(annotation: Any) -> Iterator[Any]:
+    """An annotation and those in its brackets: msgspec's own description of it has no parameters of custom types."""
+    yield annotation
+    for part in typing.get_args(annotation):
+        yield from _named_in(part)
