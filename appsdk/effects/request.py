@@ -128,10 +128,22 @@ def _checked_signature(name: str, function: Callable[..., Any]) -> inspect.Signa
 class EffectRequest:
     """One effect to be run. ``number`` is its own in the life of the instance; for the rest see ``self.effect``.
 
-    ``is_done``: it has been answered. ``is_cancelled``: nobody waits for it any more.
+    ``is_done``: it has been answered. ``is_cancelled``: nobody waits for it any more. ``attempt``: the last that has
+    begun, from 1; 0: none yet. ``failure``: of the attempt before it, in words.
     """
 
-    __slots__ = ("_encoded", "_function", "_make_key", "_send", "is_cancelled", "is_done", "number", "options")
+    __slots__ = (
+        "_encoded",
+        "_function",
+        "_make_key",
+        "_send",
+        "attempt",
+        "failure",
+        "is_cancelled",
+        "is_done",
+        "number",
+        "options",
+    )
 
     def __init__(
         self,
@@ -147,6 +159,8 @@ class EffectRequest:
         self._make_key = make_key
         self.is_done = False
         self.is_cancelled = False
+        self.attempt = 0
+        self.failure = ""
         self._function = function
         self._encoded = encoded
         self._send = send

@@ -17,9 +17,9 @@ import msgspec
 
 from appsdk.calls.codec import encoder
 from appsdk.calls.context import QUERY_RUNS, Context
-from appsdk.calls.failures import encode_failed, forked, reference, refusal, verdict_on
+from appsdk.calls.failures import CANCELLED, encode_failed, forked, reference, refusal, verdict_on
 from appsdk.calls.outbox import make_writer
-from appsdk.errors import AS_RPC, HandlerError, QueryError, UsageError
+from appsdk.errors import AS_RPC, Cancelled, HandlerError, QueryError, UsageError
 from appsdk.handlers.decorators import CLOCK_METHOD_ID, Handler
 from appsdk.handlers.definition import Definition
 from appsdk.state.journal import WAYS_OUT, JournalError, SavedTask, SavedTasks, declared_name, encode_raised
@@ -27,10 +27,12 @@ from appsdk.waiting.clock import Clock
 from appsdk.waiting.effects import EffectResult
 from appsdk.waiting.host import Host
 from appsdk.waiting.operations import NOTHING, Call, Event
+from appsdk.waiting.orders import Orders
 from appsdk.waiting.signals import encode_signal
 from appsdk.waiting.task import Task
 from appsdk.waiting.task_self import TaskSelf
 from protocol.client import Caller
+from protocol.handlers import Order
 from protocol.messages import RpcKind, RpcType
 from protocol.verdicts import Cause, Verdict
 
@@ -61,6 +63,7 @@ class Tasks(Host):
         self._failed_wait: bytes | None = None  # what comes in place of all that is waited for
         self._told_ns: int | None = None  # the time in an impulse that is on its way
         self._scheduled: list[Handler[Any, Any]] = []
+        self.orders = Orders(context, self.waiting, self._cancel, self._give)
 
     def make_self(self, task: Any) -> TaskSelf:
         return TaskSelf(task)
@@ -81,6 +84,14 @@ class Tasks(Host):
     @property
     def count(self) -> int:
         return len(self._tasks)
+
+    @property
+    def all_waiting(self) -> list[Task]:
+        """The oldest first."""
+        return list(self._tasks.values())
+
+    def waiting(self, number: int) -> Task | None:
+        return self._tasks.get(number)
 
     def save(self) -> SavedTasks | None:
         """None where there is nothing to save, as in each app without ``async def`` and schedules."""
@@ -195,6 +206,7 @@ class Tasks(Host):
         task = self._tasks[number] = Task(
             self, handler, number, encoder.encode(arguments), caller, call_number, time_ns
         )
+        task.began_at = self.context.sequence_id, self.context.message_index
         task.advance()
         if task.is_done:
             self._end(task)
@@ -203,6 +215,9 @@ class Tasks(Host):
     def _end(self, task: Task) -> None:
         del self._tasks[task.number]
         value, error = task.result()
+        if isinstance(error, Cancelled):
+            self._end_cancelled(task, error)
+            return
         declared = None if error is None else declared_name(task.handler.raises, error)
         if error is not None and declared is None:
             self._end_failed(task, task.failure(error))
@@ -221,13 +236,21 @@ class Tasks(Host):
             return
         self.answers.answer(task.handler, task.caller, task.call_number, raised, encoded)
 
+    def _end_cancelled(self, task: Task, cancelled: Cancelled) -> None:
+        """As it was told to: no failure of its own, and no dead letter. Who waits is told."""
+        task.drop_pending()
+        if task.caller is not None:
+            context = self.context
+            where = reference(context.instance_name, context.sequence_id, context.message_index)
+            failed = encode_failed(CANCELLED, cancelled.reason, where)
+            self.answers.answer(task.handler, task.caller, task.call_number, True, failed)
+
     def _end_failed(self, task: Task, error: HandlerError) -> None:
         """An async handler has changed no state by itself, so there is nothing to undo: who waits is told."""
         failure = error.failure
         if failure is None:
             raise error
-        for operation in list(task.pending.values()):
-            operation.cancel()
+        task.drop_pending()
         failed = replace(failure, policy="keep", task=task.number)
         verdict = verdict_on(error, failed, task.caller, forked(task.handler.method_id, task.arguments))
         verdict = self.handler_runs.verdicts.get(verdict.key, verdict)
@@ -306,6 +329,23 @@ class Tasks(Host):
         if (effect := self.effects.take(result)) is not None:
             self._resolve(effect, result.raised, bytes(result.value))
             self.drain()
+
+    # --- what an operator orders ------------------------------------------------------------------------------------
+
+    def ordered(self, order: Order) -> None:
+        """Raises HandlerError."""
+        self.orders.obey(order)
+        self.drain()
+
+    def _cancel(self, task: Task, reason: str, who: str) -> None:
+        """Raises HandlerError."""
+        task.cancel(reason, who, self.context.record_time_ns or 0)
+        if task.is_done:
+            self._end(task)
+
+    def _give(self, event: Event, value: bytes) -> None:
+        """What ``event`` waits for. Raises HandlerError."""
+        self._resolve(event, False, value)
 
     # --- time -------------------------------------------------------------------------------------------------------
 
