@@ -139,6 +139,8 @@ class CallCancelled(CalleeFailed):
 
     def __init__(self, called: str, reason: str, reference: str = "") -> None:
         super().__init__(called, "Cancelled", reason, reference)
+        where = f" ({reference})" if reference else ""
+        self.args = (f"{called} was cancelled{where}{f': {reason}' if reason else ''}",)
 
 
 class Cancelled(BaseException):

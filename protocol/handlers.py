@@ -14,6 +14,9 @@ from protocol.errors import RemoteProtocolError
 from protocol.messages import MessageType, RpcType, encode_incoming_rpc, encode_message
 
 ORDER_METHOD_ID = -4  # the impulse that brings an operator's order
+CANCEL_CALL_METHOD_ID = 1 << 20
+"""A call that cancels an earlier one of the same caller: [number of that, reason]. One above the largest of users, and
+not negative: who does not know it refuses it in words, as any method that there is not."""
 HANDLERS_COUNT_MAX = 1000  # that one answer tells of, the oldest: some MiB, as their arguments are shortened
 REASON_CHARACTERS_MAX = 4096
 

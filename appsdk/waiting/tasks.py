@@ -32,7 +32,7 @@ from appsdk.waiting.signals import encode_signal
 from appsdk.waiting.task import Task
 from appsdk.waiting.task_self import TaskSelf
 from protocol.client import Caller
-from protocol.handlers import Order
+from protocol.handlers import CANCEL_CALL_METHOD_ID, Order
 from protocol.messages import RpcKind, RpcType
 from protocol.verdicts import Cause, Verdict
 
@@ -60,6 +60,7 @@ class Tasks(Host):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._tasks: dict[int, Task] = {}
+        self._by_call: dict[tuple[str, int], Task] = {}  # those whose caller waits
         self._failed_wait: bytes | None = None  # what comes in place of all that is waited for
         self._told_ns: int | None = None  # the time in an impulse that is on its way
         self._scheduled: list[Handler[Any, Any]] = []
@@ -119,8 +120,11 @@ class Tasks(Host):
         self.events.restore(saved.signals)
         self._next_number = saved.next_number
         self._tasks.clear()
+        self._by_call.clear()
         for one in saved.tasks:
-            self._tasks[one.number] = Task.rebuild(self, self._handler_of(one), one)
+            task = self._tasks[one.number] = Task.rebuild(self, self._handler_of(one), one)
+            if task.caller is not None:
+                self._by_call[task.caller, task.call_number] = task
         self.events.sort()
 
     def _handler_of(self, saved: SavedTask) -> Handler[Any, Any]:
@@ -207,6 +211,8 @@ class Tasks(Host):
             self, handler, number, encoder.encode(arguments), caller, call_number, time_ns
         )
         task.began_at = self.context.sequence_id, self.context.message_index
+        if caller is not None:
+            self._by_call[caller, call_number] = task
         task.advance()
         if task.is_done:
             self._end(task)
@@ -214,6 +220,8 @@ class Tasks(Host):
 
     def _end(self, task: Task) -> None:
         del self._tasks[task.number]
+        if task.caller is not None:
+            del self._by_call[task.caller, task.call_number]
         value, error = task.result()
         if isinstance(error, Cancelled):
             self._end_cancelled(task, error)
@@ -335,6 +343,14 @@ class Tasks(Host):
     def ordered(self, order: Order) -> None:
         """Raises HandlerError."""
         self.orders.obey(order)
+        self.drain()
+
+    def cancel_call(self, caller: str, number: int, cancelled: int, reason: str) -> None:
+        """``caller`` cancels an earlier call of its own, and is told whether that still waited. Raises HandlerError."""
+        task = self._by_call.get((caller, cancelled))
+        if task is not None:
+            self._cancel(task, reason, f"its caller, {caller or 'the instance itself'}")
+        self.answers.answer_value(Caller(caller, number, CANCEL_CALL_METHOD_ID), task is not None)
         self.drain()
 
     def _cancel(self, task: Task, reason: str, who: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import pytest
 
 from coordinator.core import events as ev
@@ -34,7 +35,7 @@ def test_orders(orders: Any, tmp_path: Path) -> None:
     assert f"orders.py:{first['at'][0][-1]['line']}  answer = await self.race(" in GUIDE
     ended = one.cancel("orders", first["id"], "out of stock")["text"]
     assert f"orders: {ended} (" in GUIDE
-    signal = Order("signal", second["id"], "order 8", "ann", b"\xc3")  # type: ignore[arg-type]
+    signal = Order("signal", second["id"], "order 8", "ann", msgspec.Raw(b"\xc3"))
     given = one.ask("orders", ev.HandlerOrdered, signal)["text"]
     assert f"orders: {given} (" in GUIDE
     assert one.app("orders").states == {7: "cancelled: out of stock", 8: "approved: True"}

@@ -295,7 +295,7 @@ def test_the_caller_is_told(two: WaitingInstances) -> None:
     two.crash("desk")
     answer = two.cancel("clerk", one["id"], "no stock")
     where = f"clerk record {answer['record']}:{answer['message']}"
-    assert log(two) == [f"CallCancelled no stock, Clerk.slow failed ({where}): Cancelled: no stock"]
+    assert log(two) == [f"CallCancelled no stock, Clerk.slow was cancelled ({where}): no stock"]
     assert log(two, "clerk") == ["a was cancelled by ann: no stock"]
     two.crash("clerk", "desk")
     assert len(log(two)) == 1
@@ -341,6 +341,19 @@ def test_an_effect_is_cancelled_with_its_handler(two: WaitingInstances, effects:
     two.cancel("desk", one["id"])
     assert effects.cancelled == [request]
     assert effects.waiting == []
+
+
+def test_a_caller_cancels_its_own_call_and_no_other(two: WaitingInstances) -> None:
+    two["desk"].impulse("asks", "a")
+    (one,) = listed(two, "clerk")
+    tasks = two["clerk"].dispatcher.tasks
+    for caller, number in (("other", one["call_number"]), ("desk", one["call_number"] + 1)):
+        tasks.cancel_call(caller, 1, number, "")
+    assert listed(two, "clerk") == [one]
+    two["clerk"].checkpoint()
+    two.crash("clerk")
+    tasks = two["clerk"].dispatcher.tasks
+    assert tasks._by_call.keys() == {("desk", one["call_number"])}, "it is not found any more"
 
 
 # --- signals -----------------------------------------------------------------------------------------------------
