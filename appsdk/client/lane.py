@@ -175,8 +175,8 @@ class Lane:
         question.leader = self._outstanding.get(1) or self._waiting[0]
         question.leader.followers.append(question)
         if not question.starts:
-            # PONGs of before may be on their way. And a reply that is asked for comes behind the PONG: it is here by the
-            # second one.
+            # PONGs of before may be on their way. And a reply that is asked for comes behind the PONG, so it is here by
+            # the second one.
             question.pongs = self._pings_count + 2
         self._questions.append(question)
         self.poll_due_s = 0.0

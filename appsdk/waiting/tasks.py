@@ -32,7 +32,7 @@ from appsdk.waiting.signals import encode_signal
 from appsdk.waiting.task import Task
 from appsdk.waiting.task_self import TaskSelf
 from protocol.client import Caller
-from protocol.handlers import CANCEL_CALL_METHOD_ID, Order
+from protocol.handlers import CANCEL_CALL_METHOD_ID, REASON_CHARACTERS_MAX, Order
 from protocol.messages import RpcKind, RpcType
 from protocol.verdicts import Cause, Verdict
 
@@ -60,7 +60,8 @@ class Tasks(Host):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._tasks: dict[int, Task] = {}
-        self._by_call: dict[tuple[str, int], Task] = {}  # those whose caller waits
+        # Those whose caller waits, oldest first: it chooses the numbers, so two may have the same one.
+        self._by_call: dict[tuple[str, int], list[Task]] = {}
         self._failed_wait: bytes | None = None  # what comes in place of all that is waited for
         self._told_ns: int | None = None  # the time in an impulse that is on its way
         self._scheduled: list[Handler[Any, Any]] = []
@@ -124,7 +125,7 @@ class Tasks(Host):
         for one in saved.tasks:
             task = self._tasks[one.number] = Task.rebuild(self, self._handler_of(one), one)
             if task.caller is not None:
-                self._by_call[task.caller, task.call_number] = task
+                self._by_call.setdefault((task.caller, task.call_number), []).append(task)
         self.events.sort()
 
     def _handler_of(self, saved: SavedTask) -> Handler[Any, Any]:
@@ -212,7 +213,7 @@ class Tasks(Host):
         )
         task.began_at = self.context.sequence_id, self.context.message_index
         if caller is not None:
-            self._by_call[caller, call_number] = task
+            self._by_call.setdefault((caller, call_number), []).append(task)
         task.advance()
         if task.is_done:
             self._end(task)
@@ -221,7 +222,10 @@ class Tasks(Host):
     def _end(self, task: Task) -> None:
         del self._tasks[task.number]
         if task.caller is not None:
-            del self._by_call[task.caller, task.call_number]
+            calls = self._by_call[task.caller, task.call_number]
+            calls.remove(task)
+            if not calls:
+                del self._by_call[task.caller, task.call_number]
         value, error = task.result()
         if isinstance(error, Cancelled):
             self._end_cancelled(task, error)
@@ -347,10 +351,10 @@ class Tasks(Host):
 
     def cancel_call(self, caller: str, number: int, cancelled: int, reason: str) -> None:
         """``caller`` cancels an earlier call of its own, and is told whether that still waited. Raises HandlerError."""
-        task = self._by_call.get((caller, cancelled))
-        if task is not None:
-            self._cancel(task, reason, f"its caller, {caller or 'the instance itself'}")
-        self.answers.answer_value(Caller(caller, number, CANCEL_CALL_METHOD_ID), task is not None)
+        calls = self._by_call.get((caller, cancelled), [])
+        if found := bool(calls):
+            self._cancel(calls[0], reason[:REASON_CHARACTERS_MAX], f"its caller, {caller or 'the instance itself'}")
+        self.answers.answer_value(Caller(caller, number, CANCEL_CALL_METHOD_ID), found)
         self.drain()
 
     def _cancel(self, task: Task, reason: str, who: str) -> None:

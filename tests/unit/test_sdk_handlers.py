@@ -12,7 +12,7 @@ import pytest
 
 from appsdk import CallCancelled, CalleeFailed, Cancelled, Immortal, impulse, peer, rpc
 from coordinator.core import events as ev
-from protocol.handlers import Order
+from protocol.handlers import REASON_CHARACTERS_MAX, Order
 from tests.helpers.waiting import EffectsByHand, WaitingInstances
 
 
@@ -95,6 +95,23 @@ class Desk(Clerk):
             await self.event(name)
         finally:
             await self.sleep(timedelta(hours=1))
+
+    @rpc
+    def breaks(self, text: str) -> None:
+        self.log.append(text)
+        raise ValueError("a bug")
+
+    @impulse
+    async def breaks_down(self, name: str) -> None:
+        try:
+            await self.event(name)
+        except Cancelled:
+            try:
+                await self.breaks(name)
+            except CalleeFailed as error:
+                await self.note(f"{name}: {error.type_name}")
+            await self.event("more")
+            raise
 
     @impulse
     async def asks(self, text: str) -> None:
@@ -312,6 +329,49 @@ def test_what_a_cancelled_handler_raises_in_its_place_is_a_failure(two: WaitingI
     assert letter is not None
     assert (letter.verdict.type_name, letter.verdict.text) == ("ValueError", "turned: so")
     assert sequence_id > one["record"]
+
+
+def test_a_step_of_the_cleaning_up_that_fails_is_undone(two: WaitingInstances) -> None:
+    """The app goes back to before the cancellation, and obeys it once more."""
+    two.fails_alone = True
+    two.crash("desk")
+    two["desk"].impulse("breaks_down", "a")
+    (one,) = listed(two)
+    answer = two.cancel("desk", one["id"], "so")
+    assert answer["text"] == "Desk.breaks_down was cancelled, and waits for event more"
+    assert log(two) == ["a: ValueError"]
+    (cleaning,) = listed(two)
+    assert len(cleaning["cancelled"]) == 1
+    two.crash("desk")
+    assert listed(two) == [cleaning]
+    assert log(two) == ["a: ValueError"]
+
+
+def test_of_two_calls_with_one_number_the_older_is_cancelled_first(two: WaitingInstances) -> None:
+    """A caller chooses its numbers."""
+    clerk = two["clerk"].dispatcher
+    slow = clerk.definition.handlers["slow"]
+    for text in ("a", "b", "c"):
+        clerk.tasks._start(slow, (text,), "desk", 7)
+    clerk.tasks._start(slow, ("d",), "desk", 8)
+    saved = clerk.tasks.save()
+    assert saved is not None
+    for text in "abc":
+        clerk.tasks.cancel_call("desk", 99, 7, "so")
+        assert log(two, "clerk")[-1].startswith(f"{text} was cancelled")
+    clerk.tasks.cancel_call("desk", 99, 7, "so")
+    assert [task.call_number for task in clerk.tasks.all_waiting] == [8]
+    clerk.tasks.restore(saved)
+    clerk.tasks.cancel_call("desk", 99, 7, "so")
+    assert [task.decoded_arguments() for task in clerk.tasks.all_waiting] == [("b",), ("c",), ("d",)]
+
+
+def test_the_reason_of_a_caller_is_shortened(two: WaitingInstances) -> None:
+    two["desk"].impulse("asks", "a")
+    (one,) = listed(two, "clerk")
+    two["clerk"].dispatcher.tasks.cancel_call("desk", 99, one["call_number"], "x" * 100_000)
+    (noted,) = log(two, "clerk")
+    assert noted == f"a was cancelled by its caller, desk: {'x' * REASON_CHARACTERS_MAX}"
 
 
 def test_coroutines_of_a_cancelled_handler_are_given_up(two: WaitingInstances) -> None:
