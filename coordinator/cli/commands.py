@@ -59,7 +59,7 @@ _HELP = {
     "dev": "Run all services of a project here, with one log, and with their code as it is saved.",
     "doctor": "Say what the crash of one machine would lose of NAME, by where its log is and how that is set up.",
     "down": "Stop all services of a project cleanly, each with a checkpoint, and wait until they have ended.",
-    "handlers": "Show the 'async def' handlers of NAME that wait: for what, since when, at which line; cancel one.",
+    "handlers": "Show the 'async def' handlers of NAME that wait: for what, since when, and at which line.",
     "init": "Make a project that runs, with a test, in the folder NAME, or in this one.",
     "keys": "Show the public keys of an instance and of those that may call it, and where they come from.",
     "log": "Look into an instance's log.",
