@@ -5,7 +5,7 @@ import sys
 from appsdk import errors
 from appsdk.dispatch.upgrades import upgrades
 from appsdk.effects.options import EffectContext, Retry, effect_context
-from appsdk.errors import CalleeFailed, CallRefused, EffectFailed
+from appsdk.errors import CallCancelled, CalleeFailed, CallRefused, Cancelled, EffectFailed
 from appsdk.handlers.decorators import cron, every, impulse, initial, on_primary, query, rpc
 from appsdk.handlers.proxy import Impulses, peer
 from appsdk.immortal import Immortal
@@ -19,8 +19,10 @@ from appsdk.waiting.waits import Winner
 sys.modules["appsdk.waits"] = waits
 
 __all__ = [
+    "CallCancelled",
     "CallRefused",
     "CalleeFailed",
+    "Cancelled",
     "EffectContext",
     "EffectFailed",
     "Immortal",

@@ -8,6 +8,7 @@
       HandlerError       a logged input can't be handled: replay would only repeat it, so the app stops
       CallRefused        a call can't be made: raised in the async handler that waits for it
       CalleeFailed       the handler that was called has failed: the same
+        CallCancelled    it was cancelled
       EffectFailed       an effect has failed: the same
       RecoveryNeeded     the state is to be as it was before a call that failed, and there is no copy of it in memory
       UpgradeError       the state can't be brought to the version that was asked for
@@ -15,6 +16,8 @@
       ConnectError       no coordinator answers
       Refused            the coordinator closed the connection and said why
       Disconnected       the coordinator is gone
+
+:class:`Cancelled` is none of them: no error, but the end of a handler, as asyncio.CancelledError is of a task.
 
 The exit status of the app's process is the error's ``exit_status``.
 """
@@ -129,6 +132,28 @@ class CalleeFailed(AppError):  # noqa: N818
         self.type_name = type_name
         self.message = message
         self.reference = reference
+
+
+class CallCancelled(CalleeFailed):
+    """The handler that was called was cancelled, and has ended with that; ``message`` is the reason."""
+
+    def __init__(self, called: str, reason: str, reference: str = "") -> None:
+        super().__init__(called, "Cancelled", reason, reference)
+        where = f" ({reference})" if reference else ""
+        self.args = (f"{called} was cancelled{where}{f': {reason}' if reason else ''}",)
+
+
+class Cancelled(BaseException):
+    """This ``async def`` handler is cancelled: raised at the ``await`` at which it waits.
+
+    It may clean up, and await what that takes, in ``finally`` or ``except Cancelled``; then it is to end, by letting
+    this pass or with another exception. ``reason``: why; ``who``: whose order it was.
+    """
+
+    def __init__(self, reason: str = "", who: str = "") -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.who = who
 
 
 class EffectFailed(AppError):  # noqa: N818

@@ -38,12 +38,16 @@ ALL_EXTENSIONS = frozenset(
         MessageType.CAREFUL,
         MessageType.SOURCES,
         MessageType.APP_TIME,
+        MessageType.HANDLERS_ASKED,
     }
 )
 """Those of a coordinator and its app."""
 
 REPORTS = frozenset({MessageType.VERDICT, MessageType.HANDLING, MessageType.LEAVING, MessageType.RETRY_REFUSED})
 """What an app may say once it was sent Verdicts: no Hello asks for them."""
+
+ANSWERS = frozenset({MessageType.HANDLERS})
+"""What an app may say once it was asked: no Hello asks for them."""
 
 TRACE_EXTENSIONS = frozenset({MessageType.ORIGINS, MessageType.HANDLER_FAILED, MessageType.NUMBERS})
 """Those that only a replay for inspection understands."""

@@ -61,6 +61,8 @@ class MessageType(IntEnum):
     PROOF = 88
     SOURCES = 89
     APP_TIME = 90
+    HANDLERS_ASKED = 91
+    HANDLERS = 92
 
 
 class RpcKind(IntEnum):

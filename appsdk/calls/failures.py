@@ -14,7 +14,7 @@ import msgspec
 
 from appsdk.calls.codec import ArgumentCodec, encoder
 from appsdk.calls.report import user_traceback
-from appsdk.errors import CalleeFailed, CallRefused, DefinitionError, Failure, HandlerError, OnError
+from appsdk.errors import CallCancelled, CalleeFailed, CallRefused, DefinitionError, Failure, HandlerError, OnError
 from protocol.client import REFUSED_CALL, Caller, decode_caller
 from protocol.errors import ProtocolError
 from protocol.messages import RpcKind, RpcType, decode_incoming_rpc, decode_message, encode_incoming_rpc
@@ -181,6 +181,10 @@ def answer_of(verdict: Verdict, instance_name: str) -> tuple[str, tuple[Any, ...
     return FAILED_CALL, (verdict.type_name or verdict.kind.name.capitalize(), verdict.text, where), {}
 
 
+CANCELLED = "~cancelled"
+"""In place of the type of an exception: the handler was cancelled. Who does not know it finds a CalleeFailed."""
+
+
 def encode_failed(type_name: str, text: str, where: str) -> bytes:
     """As :func:`appsdk.state.journal.encode_raised`."""
     return encoder.encode((FAILED_CALL, (type_name, text, where), {}))
@@ -193,5 +197,7 @@ def decode_failed(called: str, name: str, arguments: Sequence[Any]) -> Exception
         return CallRefused(f"{called} was refused: {', '.join(texts)}")
     if name == FAILED_CALL:
         type_name, text, where = (*texts, "", "", "")[:3]
+        if type_name == CANCELLED:
+            return CallCancelled(called, text, where)
         return CalleeFailed(called, type_name, text, where)
     return None

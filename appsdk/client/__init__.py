@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar, overload
 
 from appsdk.client.aio import AsyncClient
 from appsdk.client.errors import (
+    CallCancelled,
     CalleeFailed,
     CallRaised,
     CallRefused,
@@ -24,12 +25,13 @@ from appsdk.client.errors import (
 )
 from appsdk.client.limits import TIMEOUT_DEFAULT_S
 from appsdk.client.places import Finder
-from appsdk.client.proxies import Proxy, with_key, with_timeout
+from appsdk.client.proxies import Handle, Proxy, handle, start, with_key, with_timeout
 from appsdk.client.threaded import Client
 from appsdk.handlers.definition import definition_of
 from protocol.client import CLIENT_ID_SIZE_BYTES_MAX
 
 __all__ = [
+    "CallCancelled",
     "CallRaised",
     "CallRefused",
     "CallTimeout",
@@ -37,10 +39,13 @@ __all__ = [
     "ClientClosed",
     "ClientError",
     "Connector",
+    "Handle",
     "NotConnectable",
     "OutcomeUnknown",
     "ReplyGone",
     "connect",
+    "handle",
+    "start",
     "with_key",
     "with_timeout",
 ]

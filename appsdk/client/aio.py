@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from appsdk.client.connection import Connection
 from appsdk.client.errors import CallTimeout, ClientClosed, ClientError
 from appsdk.client.forks import Forks
-from appsdk.client.lane import Call
+from appsdk.client.handles import CANCEL, STATUS
+from appsdk.client.lane import Call, Question
 from appsdk.client.places import Finder
 from appsdk.client.results import Method
 from appsdk.client.transport import Transport
 from appsdk.client.words import timeout_text
+
+C = TypeVar("C", bound=Call)
+K = TypeVar("K")
 
 
 class AsyncClient:
@@ -44,10 +50,44 @@ class AsyncClient:
 
     async def call(self, method: Method, arguments: bytes, timeout_s: float | None, key: str | None) -> Any:
         """What the method returned. Raises what it raised, and ClientError."""
+        make = partial(Call, method.method, arguments)
+        return await self._made(method, timeout_s, make, self._connection.submit, key)
+
+    async def _made(
+        self,
+        method: Method,
+        timeout_s: float | None,
+        make: Callable[[Callable[[Call], None]], C],
+        submit: Callable[[C, K], None],
+        key: K,
+    ) -> Any:
+        """What becomes of a call, or of a question."""
         replied: asyncio.Future[None] = self._loop.create_future()
-        call = Call(method.method, arguments, lambda call: _end(replied))
-        self._submit(call, key)
+        call = make(lambda call: _end(replied))
+        self._require_open()
+        submit(call, key)
+        self._process_soon()  # once for all calls that are made in this turn of the loop
         return await self._wait(method, call, replied, timeout_s)
+
+    # --- requests that have a handle ---------------------------------------------------------------------------------
+
+    async def start(self, method: Method, arguments: bytes, timeout_s: float | None, key: str) -> Any:
+        """Until the instance has it. Raises ClientError."""
+        self._submit(Call(method.method, arguments, lambda call: None), key)
+        return await self._made(STATUS, timeout_s, partial(Question, True), self._connection.ask, key)
+
+    async def status(self, timeout_s: float | None, key: str) -> Any:
+        return await self._made(STATUS, timeout_s, partial(Question, False), self._connection.ask, key)
+
+    async def result(self, method: Method, timeout_s: float | None, key: str) -> Any:
+        make = partial(Call, method.method, b"")
+        return await self._made(method, timeout_s, make, self._connection.attach, key)
+
+    async def cancel(self, arguments: bytes, timeout_s: float | None, key: str) -> Any:
+        make = partial(Call, CANCEL.method, arguments)
+        return await self._made(CANCEL, timeout_s, make, self._connection.cancel, key)
+
+    # -----------------------------------------------------------------------------------------------------------------
 
     def fork(self, method: Method, arguments: bytes, key: str | None) -> None:
         """The call is on its way. Raises ClientClosed."""
@@ -60,10 +100,13 @@ class AsyncClient:
         self._forks.check(timeout_s)
 
     def _submit(self, call: Call, key: str | None) -> None:
+        self._require_open()
+        self._connection.submit(call, key)
+        self._process_soon()
+
+    def _require_open(self) -> None:
         if self._closed:
             raise ClientClosed(f"the client of {self._connection.instance!r} is closed")
-        self._connection.submit(call, key)
-        self._process_soon()  # once for all calls that are made in this turn of the loop
 
     async def _wait(self, method: Method, call: Call, replied: asyncio.Future[None], timeout_s: float | None) -> Any:
         if not replied.done():

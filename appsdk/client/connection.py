@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Iterator
 
 from appsdk.client.errors import CallRefused, ClientError, OutcomeUnknown
-from appsdk.client.lane import Call, Lane, refused
+from appsdk.client.lane import Call, Lane, Question, refused
 from appsdk.client.limits import (
     BUSY_S,
     HELLO_MAX_S,
@@ -81,12 +81,33 @@ class Connection:
         if key is None:
             self._main.add(call)
             return
-        client_id = KEY_PREFIX + key
-        lane = self._lanes.get(client_id)
-        if lane is None:
-            lane = self._lanes[client_id] = Lane(client_id, self.instance, keeps_replies=True)
-        if not lane.follow(call):
+        lane = self._lane_of(key)
+        if lane.follow(call):
+            return
+        if lane.was_sent:  # and answered
+            lane.attach(call, 1)
+        else:
             lane.add(call)
+
+    def _lane_of(self, key: str) -> Lane:
+        client_id = KEY_PREFIX + key
+        if (lane := self._lanes.get(client_id)) is None:
+            lane = self._lanes[client_id] = Lane(client_id, self.instance, keeps_replies=True)
+        return lane
+
+    def attach(self, call: Call, key: str) -> None:
+        """Let ``call`` have the reply of the request of that key, which was sent, perhaps by another process."""
+        lane = self._lane_of(key)
+        if not lane.follow(call):
+            lane.attach(call, 1)
+
+    def cancel(self, call: Call, key: str) -> None:
+        """``call`` cancels the request of that key."""
+        self._lane_of(key).add_second(call)
+
+    def ask(self, question: Question, key: str) -> None:
+        """What has become of the request of that key?"""
+        self._lane_of(key).ask(question)
 
     def withdraw(self, call: Call) -> bool:
         """Forget a call that was not sent yet; whether that was so."""
@@ -165,6 +186,10 @@ class Connection:
             lane.resend_due_s, lane.resend_behind = now_s + BUSY_S, frame.number
         elif lane.is_behind(frame.number):
             self._resend[lane.client_id] = frame.number
+        if lane is not self._main and frame.code != ClientCode.BUSY:
+            lane.ponged(frame.number)
+            if lane.error is not None or lane.is_idle:
+                self._lanes.pop(lane.client_id, None)
 
     def _refused(self, lane: Lane, frame: ClientFrame, now_s: float) -> None:
         self.problem = frame.reason

@@ -7,6 +7,7 @@ ClientError
   CallRaised         the handler raised an exception that it declares (where the class is not known here)
   CalleeFailed       the handler raised what it does not declare: the call failed, and changed nothing, or what its
                      ``on_error`` says
+    CallCancelled    the handler was cancelled
   ReplyGone          the request was done, and its reply is not kept any more
   OutcomeUnknown     the request may have been done or not, and nobody can say any more
   ClientClosed       the client is closed; what was sent may still be done
@@ -68,6 +69,13 @@ class CallRefused(ClientError, errors.CallRefused):  # noqa: N818
 
 class CalleeFailed(ClientError, errors.CalleeFailed):  # noqa: N818
     """The handler raised what it does not declare, or returned what it does not say: see appsdk.errors.CalleeFailed."""
+
+
+class CallCancelled(CalleeFailed, errors.CallCancelled):
+    """The handler was cancelled, and has ended with that: see appsdk.errors.CallCancelled."""
+
+    def __init__(self, called: str, reason: str, reference: str = "") -> None:
+        errors.CallCancelled.__init__(self, called, reason, reference)
 
 
 class CallRaised(ClientError):  # noqa: N818

@@ -75,6 +75,26 @@ class Call:
                 follower.finish(outcome)
 
 
+TAKEN = Reply(1, -1)
+"""To a question about a request: the instance has it, and there is no reply yet."""
+NOT_THERE = Reply(1, -2)
+"""... it has no such request."""
+
+
+class Question(Call):
+    """What has become of the first request of a lane? Its outcome is TAKEN, NOT_THERE, or that of the request.
+
+    ``starts``: whoever asks wants to know that it was taken, and nothing more.
+    """
+
+    __slots__ = ("pongs", "starts")
+
+    def __init__(self, starts: bool, done: Callable[[Call], None]) -> None:
+        super().__init__(0, b"", done)
+        self.starts = starts
+        self.pongs = 1
+
+
 class Lane:
     """``keeps_replies``: the coordinator is never told that a reply is of no interest any more.
 
@@ -98,6 +118,9 @@ class Lane:
         self._next_number = 1
         self._answered = 0  # the highest number that was ever answered
         self._poll_s = POLL_MIN_S
+        self._questions: list[Question] = []
+        self._second: Call | None = None  # the request about the first one
+        self._pings_count = 0  # that have no PONG yet
         self._pinged = 0  # what was sent by the last ping; 0: what is missing is being sent again
 
     def add(self, call: Call) -> None:
@@ -108,19 +131,95 @@ class Lane:
 
     def follow(self, call: Call) -> bool:
         """Let ``call`` have the reply of the one that is here, if there is one."""
-        first = next(iter(self._outstanding.values()), None) or (self._waiting[0] if self._waiting else None)
+        first = self._outstanding.get(1) or (self._waiting[0] if self._waiting and self._next_number == 1 else None)
         if first is None:
             return False
         call.leader = first
         first.followers.append(call)
         return True
 
+    def attach(self, call: Call, number: int) -> None:
+        """Let ``call`` have the reply of that request, which was sent, perhaps by another process."""
+        if self.error is not None:
+            call.finish(self.error)
+            return
+        call.client_id, call.number = self.client_id, number
+        if (there := self._outstanding.get(number)) is not None:
+            call.leader = there
+            there.followers.append(call)
+            return
+        self._outstanding = dict(sorted({**self._outstanding, number: call}.items()))
+        self._next_number = max(self._next_number, number + 1)
+        self.poll_due_s = 0.0
+
+    def add_second(self, call: Call) -> None:
+        """A request about the first one, which was sent, perhaps by another process: it has the number 2."""
+        if self._second is not None and self._second.outcome is None:
+            call.leader = self._second
+            self._second.followers.append(call)
+            return
+        if self._next_number > 2:
+            self.attach(call, 2)
+            return
+        self._second = call
+        if not self._waiting:  # else that is the first
+            self.attach(Call(0, b"", lambda call: None), 1)
+        self.add(call)
+
+    def ask(self, question: Question) -> None:
+        if self.error is not None:
+            question.finish(self.error)
+            return
+        if not self._waiting:
+            self.attach(Call(0, b"", lambda call: None), 1)
+        question.leader = self._outstanding.get(1) or self._waiting[0]
+        question.leader.followers.append(question)
+        if not question.starts:
+            # PONGs of before may be on their way. And a reply that is asked for comes behind the PONG, so it is here by
+            # the second one.
+            question.pongs = self._pings_count + 2
+        self._questions.append(question)
+        self.poll_due_s = 0.0
+
+    @property
+    def was_sent(self) -> bool:
+        """A first request was, perhaps by another process."""
+        return self._next_number > 1
+
+    def ponged(self, taken: int) -> None:
+        """The coordinator has taken the requests up to ``taken``."""
+        self._pings_count = max(0, self._pings_count - 1)
+        first = self._outstanding.get(1)
+        is_unknown = taken == 0 and first is not None and not first.message
+        questions = [question for question in self._questions if question.outcome is None]
+        self._questions = []
+        for question in questions:
+            question.pongs -= taken > 0
+            if is_unknown:
+                question.finish(NOT_THERE)
+            elif question.pongs <= 0:
+                question.finish(TAKEN)
+            else:
+                self._questions.append(question)
+        if is_unknown:
+            self.fail(
+                OutcomeUnknown(
+                    f"{self._instance!r} has no request of {self.client_id!r}: it was never sent, or is not known any "
+                    f"more"
+                )
+            )
+        elif self._questions and taken > 0:
+            self.poll_due_s = 0.0
+
     def withdraw(self, call: Call) -> bool:
         """Forget ``call`` if it was not sent yet; whether that was so."""
         if call.sent or call.followers:
             return False
-        if call.leader is not None and call in call.leader.followers:
-            call.leader.followers.remove(call)
+        leader = call.leader
+        if leader is not None and call in leader.followers:
+            leader.followers.remove(call)
+        if isinstance(call, Question) and call.starts and leader is not None and leader in self._waiting:
+            self.withdraw(leader)
         if call in self._waiting:
             self._waiting.remove(call)
         return True
@@ -195,10 +294,11 @@ class Lane:
 
     def again(self, behind: int = 0) -> Iterator[ClientFrame]:
         """All that is outstanding with numbers behind ``behind``, once more."""
+        self._pings_count = 0
         some: list[Call] = []
         size_bytes = 0
         for number, call in list(self._outstanding.items()):
-            if number <= behind:
+            if number <= behind or not call.message:
                 continue
             if some and (
                 number != some[-1].number + 1
@@ -217,6 +317,7 @@ class Lane:
         self._poll_s = min(self._poll_s * 2, POLL_MAX_S)
         self.poll_due_s = now_s + self._poll_s if self._outstanding else None
         self._pinged = self._next_number - 1
+        self._pings_count += 1
         asked = list(islice(self._outstanding, ASKED_MAX))
         return ClientFrame(
             ClientFrameType.PING,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
 from appsdk.client.aio import AsyncClient
-from appsdk.client.connection import KEY_PREFIX
+from appsdk.client.connection import KEY_PREFIX, random_client_id
+from appsdk.client.handles import CANCEL, Status
 from appsdk.client.results import Method, NamedMethod, typed_method
 from appsdk.client.threaded import Client
 from appsdk.handlers.definition import Definition
@@ -14,6 +16,11 @@ from protocol.client import CLIENT_ID_SIZE_BYTES_MAX
 KEY_SIZE_BYTES_MAX = CLIENT_ID_SIZE_BYTES_MAX - len(KEY_PREFIX)
 
 P = TypeVar("P")
+Q = ParamSpec("Q")
+R = TypeVar("R")
+
+if TYPE_CHECKING:
+    from appsdk.handlers.decorators import RemoteHandler
 
 
 class Proxy:
@@ -60,8 +67,101 @@ class ProxyMethod:
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return self._client.call(self._method, self._method.encode(arguments, keywords), self._timeout_s, self._key)
 
+    def start(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """See :func:`start`."""
+        encoded = self._method.encode(arguments, keywords)
+        made = self.handle(self._key or random_client_id())
+        taken = self._client.start(self._method, encoded, self._timeout_s, made._key)
+        return _after(taken, made) if isinstance(taken, Coroutine) else made
+
+    def handle(self, key: str | None = None) -> Handle[Any]:
+        """Of the call with that key; without one, with its own."""
+        return Handle(self._client, self._method, self._timeout_s, key or self._key or "")
+
     def fork(self, *arguments: Any, **keywords: Any) -> None:
         self._client.fork(self._method, self._method.encode(arguments, keywords), self._key)
+
+
+class Handle(Generic[R]):
+    """A call that was started. ``id``: text by which :func:`handle` finds it again, also in another process.
+
+    With an async client the methods give something to await.
+    """
+
+    def __init__(self, client: Client | AsyncClient, method: Method, timeout_s: float | None, key: str) -> None:
+        self.id = f"{method.name.rpartition('.')[2]}:{key}"
+        self._client = client
+        self._method = method
+        self._timeout_s = timeout_s
+        self._key = key
+
+    def __repr__(self) -> str:
+        return f"<handle {self.id!r}>"
+
+    def result(self, timeout: float | None = None) -> Any:
+        """What the handler returned, once it has: ``timeout`` seconds at most, None: however long it takes.
+
+        Raises what it raised, CallCancelled, CallTimeout (it goes on), ClientError.
+        """
+        return self._client.result(self._method, timeout, self._key)
+
+    def status(self) -> Any:
+        """As the instance knows it: "waiting", "done" (there is a result, or an error), or "unknown", where it has no
+        such call. Raises ClientError.
+        """
+        return self._client.status(self._timeout_s, self._key)
+
+    def cancel(self, reason: str = "") -> Any:
+        """Let the handler be cancelled; True: it still waited. False: it had ended, or is no ``async def``.
+
+        Once for each call: the next time it gives the same. Raises ClientError.
+        """
+        return self._client.cancel(CANCEL.encode((reason,), {}), self._timeout_s, self._key)
+
+
+if TYPE_CHECKING:
+
+    class SyncHandle(Handle[R]):
+        def result(self, timeout: float | None = None) -> R: ...
+        def status(self) -> Status: ...
+        def cancel(self, reason: str = "") -> bool: ...
+
+    class AsyncHandle(Handle[R]):
+        def result(self, timeout: float | None = None) -> Awaitable[R]: ...
+        def status(self) -> Awaitable[Status]: ...
+        def cancel(self, reason: str = "") -> Awaitable[bool]: ...
+
+
+@overload
+def start(  # type: ignore[overload-overlap]
+    method: RemoteHandler[Q, R], /, *args: Q.args, **kwargs: Q.kwargs
+) -> Awaitable[AsyncHandle[R]]: ...
+@overload
+def start(method: Callable[Q, Coroutine[Any, Any, R]], /, *args: Q.args, **kwargs: Q.kwargs) -> SyncHandle[R]: ...
+@overload
+def start(method: Callable[Q, R], /, *args: Q.args, **kwargs: Q.kwargs) -> SyncHandle[R]: ...
+def start(method: Any, /, *arguments: Any, **keywords: Any) -> Any:
+    """``start(shop.place, "book")``: the call is made, and a :class:`Handle` given, as soon as the instance has it.
+
+    With an async client it is awaited. The call has a key of its own, a random one or that of ``with_key(shop, ...)``:
+    to start it once more with the same key gives the same call. Raises TypeError, ClientError.
+    """
+    if not isinstance(method, ProxyMethod):
+        raise TypeError(f"start({method!r}, ...): a method of what 'with connect(...)' gives was expected")
+    return method.start(arguments, keywords)
+
+
+def handle(proxy: object, handle_id: str) -> Any:
+    """The :class:`Handle` with that ID, of a call that was started here or in another process.
+
+    Nothing is asked of the instance yet. Raises TypeError, AttributeError.
+    """
+    checked = _checked(proxy)
+    name, colon, key = handle_id.partition(":") if isinstance(handle_id, str) else ("", "", "")
+    if not (colon and key and name.isidentifier()):
+        raise TypeError(f"handle(..., {handle_id!r}): the id of a Handle was expected, such as 'place:order-17'")
+    made: ProxyMethod = getattr(with_key(checked, key), name)
+    return made.handle()
 
 
 def with_key(proxy: P, key: str) -> P:
@@ -72,6 +172,11 @@ def with_key(proxy: P, key: str) -> P:
     if not isinstance(key, str) or not 1 <= len(key.encode()) <= KEY_SIZE_BYTES_MAX or "\0" in key:
         raise TypeError(f"a key of 1 to {KEY_SIZE_BYTES_MAX} bytes without a zero byte was expected, not {key!r}")
     return _made_of(proxy, key=key)
+
+
+async def _after(taken: Awaitable[Any], made: Handle[Any]) -> Handle[Any]:
+    await taken
+    return made
 
 
 def with_timeout(proxy: P, timeout: float | None) -> P:

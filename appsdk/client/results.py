@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import msgspec
 
 from appsdk.calls.codec import encoder, largest, unencodable
-from appsdk.calls.failures import misfit_text
-from appsdk.client.errors import CalleeFailed, CallRaised, CallRefused, ClientError
+from appsdk.calls.failures import CANCELLED, misfit_text
+from appsdk.client.errors import CallCancelled, CalleeFailed, CallRaised, CallRefused, ClientError
 from appsdk.client.limits import ARGUMENTS_SIZE_BYTES_MAX
 from appsdk.handlers.decorators import Handler
 from appsdk.handlers.definition import Definition
@@ -127,5 +127,7 @@ def _raised(name: str, reply: Reply) -> tuple[str, list[Any], dict[str, Any]]:
         raise CallRefused(f"the call was refused: {', '.join(map(str, found[1]))}")
     if found[0] == FAILED_CALL:
         type_name, text, reference = (*map(str, found[1]), "", "", "")[:3]
+        if type_name == CANCELLED:
+            raise CallCancelled(name, text, reference)
         raise CalleeFailed(name, type_name, text, reference)
     return found

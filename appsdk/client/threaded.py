@@ -6,16 +6,22 @@ import os
 import select
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 from appsdk.client.connection import Connection
 from appsdk.client.errors import CallTimeout, ClientClosed, ClientError
 from appsdk.client.forks import Forks
-from appsdk.client.lane import Call
+from appsdk.client.handles import CANCEL, STATUS
+from appsdk.client.lane import Call, Question
 from appsdk.client.places import Finder
 from appsdk.client.results import Method
 from appsdk.client.transport import Transport
 from appsdk.client.words import timeout_text
+
+C = TypeVar("C", bound=Call)
+K = TypeVar("K")
 
 
 class Client:
@@ -42,13 +48,46 @@ class Client:
 
     def call(self, method: Method, arguments: bytes, timeout_s: float | None, key: str | None) -> Any:
         """What the method returned. Raises what it raised, and ClientError."""
+        make = partial(Call, method.method, arguments)
+        return self._made(method, timeout_s, make, self._connection.submit, key)
+
+    def _made(
+        self,
+        method: Method,
+        timeout_s: float | None,
+        make: Callable[[Callable[[Call], None]], C],
+        submit: Callable[[C, K], None],
+        key: K,
+    ) -> Any:
+        """What becomes of a call, or of a question."""
         replied = threading.Lock()
         replied.acquire()
-        call = Call(method.method, arguments, lambda call: replied.release())
+        call = make(lambda call: replied.release())
         with self._lock:
-            self._submit(call, key)
+            self._require_open()
+            submit(call, key)
         os.eventfd_write(self._wake, 1)
         return self._wait(method, call, replied, timeout_s)
+
+    # --- requests that have a handle ---------------------------------------------------------------------------------
+
+    def start(self, method: Method, arguments: bytes, timeout_s: float | None, key: str) -> Any:
+        """Until the instance has it. Raises ClientError."""
+        with self._lock:
+            self._submit(Call(method.method, arguments, lambda call: None), key)
+        return self._made(STATUS, timeout_s, partial(Question, True), self._connection.ask, key)
+
+    def status(self, timeout_s: float | None, key: str) -> Any:
+        return self._made(STATUS, timeout_s, partial(Question, False), self._connection.ask, key)
+
+    def result(self, method: Method, timeout_s: float | None, key: str) -> Any:
+        return self._made(method, timeout_s, partial(Call, method.method, b""), self._connection.attach, key)
+
+    def cancel(self, arguments: bytes, timeout_s: float | None, key: str) -> Any:
+        make = partial(Call, CANCEL.method, arguments)
+        return self._made(CANCEL, timeout_s, make, self._connection.cancel, key)
+
+    # -----------------------------------------------------------------------------------------------------------------
 
     def fork(self, method: Method, arguments: bytes, key: str | None) -> None:
         """The call is on its way. Raises ClientClosed."""
@@ -63,9 +102,12 @@ class Client:
             self._forks.check(timeout_s)
 
     def _submit(self, call: Call, key: str | None) -> None:
+        self._require_open()
+        self._connection.submit(call, key)
+
+    def _require_open(self) -> None:
         if self._closing:
             raise ClientClosed(f"the client of {self._connection.instance!r} is closed")
-        self._connection.submit(call, key)
 
     def _wait(self, method: Method, call: Call, replied: threading.Lock, timeout_s: float | None) -> Any:
         if replied.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s)):

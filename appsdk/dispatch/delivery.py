@@ -17,6 +17,7 @@ from appsdk.handlers.definition import Definition
 from appsdk.waiting.clock import ToldTime
 from appsdk.waiting.effects import EffectResult
 from protocol.errors import RemoteProtocolError
+from protocol.handlers import CANCEL_CALL_METHOD_ID, ORDER_METHOD_ID, Order
 from protocol.messages import MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_message
 from protocol.varint import encode_zigzag
 from protocol.verdicts import Cause
@@ -69,6 +70,17 @@ class Delivery:
             lambda instance, done: tasks.effect_done(done),
             "the result of an effect",
         )
+        order: Any = msgspec.msgpack.Decoder(Order).decode
+        orders: Entry = (
+            lambda data: (order(data),),
+            lambda instance, given: tasks.ordered(given),
+            "an operator's order",
+        )
+        cancels: Entry = (
+            msgspec.msgpack.Decoder(tuple[str, int, int, str]).decode,
+            lambda instance, caller, number, cancelled, reason: tasks.cancel_call(caller, number, cancelled, reason),
+            "the cancellation of a call",
+        )
         for method_id, entry in self._entries.items():
             for front in _fronts(method_id, (RpcType.FORK, RpcType.IMPULSE)):
                 self._by_front[front] = entry
@@ -79,6 +91,8 @@ class Delivery:
             (INITIAL_METHOD_ID, RpcType.FORK, initial),
             (CLOCK_METHOD_ID, RpcType.IMPULSE, clock),
             (EFFECT_METHOD_ID, RpcType.IMPULSE, effects),
+            (ORDER_METHOD_ID, RpcType.IMPULSE, orders),
+            (CANCEL_CALL_METHOD_ID, RpcType.ASYNC, cancels),
         ):
             self._by_front[_fronts(method_id, (rpc_type,))[0]] = entry
         # The lengths of fronts, the most frequent first. No front starts another: a varint says where it ends.

@@ -39,6 +39,7 @@ from appsdk.handlers.decorators import INITIAL_METHOD_ID
 from appsdk.handlers.definition import Definition
 from appsdk.handlers.proxy import all_method_names
 from appsdk.state.copies import Copies
+from appsdk.waiting.listing import describe_all, describe_one
 from appsdk.waiting.tasks import Tasks
 from protocol.batch import decode_batch, decode_replayable_batch
 from protocol.errors import RemoteProtocolError
@@ -55,6 +56,7 @@ from protocol.extensions import (
     encode_app_description,
     encode_hello,
 )
+from protocol.handlers import HandlersAnswer, HandlersQuestion, decode_question, encode_answer
 from protocol.messages import (
     MessageType,
     RpcType,
@@ -251,6 +253,9 @@ class Dispatcher:
                 self._careful = decode_careful(data)
             elif message_type == MessageType.APP_TIME:
                 self._tell_time(decode_app_time(data))
+            elif message_type == MessageType.HANDLERS_ASKED:
+                self._tell_handlers(decode_question(data))
+                yield OutputReady()
             elif message_type == MessageType.IMPULSES_ACCEPTED:
                 self._extended = True
                 self.outbox.impulses.accept(decode_impulses_accepted(data))
@@ -262,6 +267,15 @@ class Dispatcher:
                 raise RemoteProtocolError(
                     f"a control record holds a message of type {message_type}, which this SDK does not know"
                 )
+
+    def _tell_handlers(self, question: HandlersQuestion) -> None:
+        if question.sequence_id >= 0:
+            value = self.tasks.orders.outcome(question.sequence_id, question.message_index)
+        elif question.task:
+            value = describe_one(self.tasks, question.task)
+        else:
+            value = describe_all(self.tasks)
+        self.outbox.report(encode_answer(HandlersAnswer(question.ticket, value)))
 
     def _tell_time(self, time: AppTime) -> None:
         self.time = time

@@ -130,7 +130,8 @@ class EffectRequest:
     """One effect to be run. ``number`` is its own in the life of the instance; for the rest see ``self.effect``.
 
     ``stand_in``: what :meth:`call` and :meth:`call_async` call in place of the user's function, if anything.
-    ``is_done``: it has been answered. ``is_cancelled``: nobody waits for it any more.
+    ``is_done``: it has been answered. ``is_cancelled``: nobody waits for it any more. ``attempt``: the last that has
+    begun, from 1; 0: none yet. ``failure``: of the attempt before it, in words.
     """
 
     __slots__ = (
@@ -138,6 +139,8 @@ class EffectRequest:
         "_function",
         "_make_key",
         "_send",
+        "attempt",
+        "failure",
         "is_cancelled",
         "is_done",
         "number",
@@ -160,6 +163,8 @@ class EffectRequest:
         self.is_done = False
         self.is_cancelled = False
         self.stand_in: Callable[..., Any] | None = None
+        self.attempt = 0
+        self.failure = ""
         self._function = function
         self._encoded = encoded
         self._send = send

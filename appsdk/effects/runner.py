@@ -96,6 +96,7 @@ class OutsideRunner:
             self._run(following)
 
     def _run(self, attempt: _Attempt) -> None:
+        attempt.request.attempt = attempt.number
         if attempt.request.is_async:
             self._use_loop().run(attempt.request, partial(self._run_on_loop, attempt))
         else:
@@ -184,20 +185,20 @@ class OutsideRunner:
         if wait_s is None:
             request.raised(error, attempt.number)
             return
-        self._say_retry(request.name, attempt.number, error, wait_s)
+        request.failure = f"{type(error).__name__}: {encodable(error)}"
+        self._say_retry(request.name, attempt.number, request.failure, wait_s)
         following = _Attempt(request, attempt.number + 1)
         self._use_loop().call_later(wait_s, request, partial(self._begin, following))
 
     # --- what people should know --------------------------------------------------------------------------------------
 
-    def _say_retry(self, name: str, attempt: int, error: BaseException, wait_s: float) -> None:
+    def _say_retry(self, name: str, attempt: int, failure: str, wait_s: float) -> None:
         now_s = time.monotonic()
         with self._lock:
             is_quiet = now_s < self._quiet_until_s.get(name, 0.0)
             if not is_quiet:
                 self._quiet_until_s[name] = now_s + SAY_INTERVAL_S
         if not is_quiet:
-            failure = f"{type(error).__name__}: {encodable(error)}"
             self._warn(
                 f"warning: attempt {attempt} at the effect {name} has failed ({failure}); the next in {wait_s:g} s"
             )

@@ -26,6 +26,7 @@ from appsdk.handlers.decorators import (
 )
 from appsdk.handlers.definition import Definition, Peer
 from protocol.extensions import QUERIES
+from protocol.handlers import ORDER_METHOD_ID
 from protocol.limits import NAME_SIZE_BYTES_MAX
 from protocol.messages import RpcType
 
@@ -44,6 +45,7 @@ def method_names(definition: Definition) -> dict[tuple[str, int], str]:
         found.append(("", CLOCK_METHOD_ID, "the clock"))
     if definition.has_tasks:
         found.append(("", EFFECT_METHOD_ID, "the result of an effect"))
+        found.append(("", ORDER_METHOD_ID, "an operator's order"))
     for source in definition.peers.values():
         with contextlib.suppress(Exception):  # whatever importing its module raises
             found += _handler_names(source.name, source.resolve())

@@ -19,6 +19,8 @@ from appsdk.calls.failures import decode_failed
 from appsdk.errors import StateError
 
 TIMER = "timer"
+CANCEL = "cancel"  # an entry that is no result: Cancelled was raised where the handler waited
+CANCEL_STEP = 0
 
 WAYS_OUT = (
     "  A handler that waits is run again over what it has had so far, and must do the same again. Start the app with\n"
@@ -28,7 +30,10 @@ WAYS_OUT = (
 
 
 class Entry(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """A result. ``value`` is encoded: what was returned, or with ``raised`` the exception (:func:`encode_raised`)."""
+    """A result. ``value`` is encoded: what was returned, or with ``raised`` the exception (:func:`encode_raised`).
+
+    With CANCEL_STEP it is a cancellation in place of one, and ``value`` (the reason, who).
+    """
 
     step: int
     what: str
@@ -48,7 +53,7 @@ class Pending(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class SavedTask(msgspec.Struct, array_like=True, frozen=True):
-    """One ``async def`` handler that waits."""
+    """One ``async def`` handler that waits. ``sequence_id`` and ``message_index``: of the message that began it."""
 
     number: int
     generation: int  # how often it has gone on with continue_as
@@ -59,6 +64,8 @@ class SavedTask(msgspec.Struct, array_like=True, frozen=True):
     started_ns: int
     entries: list[Entry]
     pending: list[Pending]
+    sequence_id: int = -1  # not known: it began in an earlier version
+    message_index: int = 0
 
 
 class SavedTasks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -66,11 +66,21 @@ class Answers:
         else:
             self._sender(caller, handler, _RETURNED_VALUE)((*front, msgspec.Raw(value)))
 
+    def answer_value(self, caller: Caller, value: bool) -> None:
+        """Of a call of a method of the SDK's own."""
+        to, front = self._addressed(caller)
+        send = self._context.outbox.make_sender(to, "the answer to a call", caller.method_id, _RETURNED_VALUE)
+        send((*front, value))
+
+    @staticmethod
+    def _addressed(caller: Caller) -> tuple[str, tuple[Any, ...]]:
+        """Where an answer goes, and what its arguments begin with: all answers to clients go one way."""
+        if caller.name.startswith(CLIENTS):
+            return CLIENTS, (caller.name, caller.number)
+        return caller.name, (caller.number,)
+
     def answer_verdict(self, verdict: Verdict, caller: Caller) -> None:
         """Its call has failed: tell ``caller`` how."""
-        to = caller.name
-        front: tuple[Any, ...] = (caller.number,)
-        if to.startswith(CLIENTS):
-            to, front = CLIENTS, (caller.name, caller.number)
+        to, front = self._addressed(caller)
         send = self._context.outbox.make_sender(to, "the answer to a call", caller.method_id, RpcKind.RAISED)
         send((*front, *answer_of(verdict, self._context.instance_name)))

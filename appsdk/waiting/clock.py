@@ -41,7 +41,7 @@ class Clock:
 
     def add(self, timer: Timer) -> None:
         self._timers[timer.number] = timer
-        heapq.heappush(self._due, (self._due_ns(timer), timer.number))
+        heapq.heappush(self._due, (self.due_ns(timer), timer.number))
 
     def remove(self, timer: Timer) -> None:
         self._timers.pop(timer.number, None)
@@ -49,10 +49,10 @@ class Clock:
             self._make_heap()
 
     def _make_heap(self) -> None:
-        self._due = [(self._due_ns(timer), number) for number, timer in self._timers.items()]
+        self._due = [(self.due_ns(timer), number) for number, timer in self._timers.items()]
         heapq.heapify(self._due)
 
-    def _due_ns(self, timer: Timer) -> int:
+    def due_ns(self, timer: Timer) -> int:
         began_ns = timer.began_ns
         if not self.jumps or began_ns is None:
             return timer.detail

@@ -107,6 +107,10 @@ class WaitingEffects:
     def get(self, number: int) -> Effect | None:
         return self._waiting.get(number)
 
+    def request(self, number: int) -> EffectRequest | None:
+        """What is run for it; None: it is not run yet, or not here."""
+        return self._requests.get(number)
+
     def remove(self, effect: Effect) -> None:
         self._waiting.pop(effect.number, None)
         if (request := self._requests.get(effect.number)) is not None and self._runner is not None:

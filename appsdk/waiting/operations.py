@@ -44,10 +44,11 @@ class Owner(Fibers):
 class Operation(Wait[Any]):
     """``number`` is its own in the life of the instance; 0 while it has none: it is done at once, or is in the journal.
 
-    ``step``, ``what`` and ``detail``: see :mod:`appsdk.state.journal`.
+    ``step``, ``what`` and ``detail``: see :mod:`appsdk.state.journal`. ``since_ns``: when it began, where it is waited
+    for.
     """
 
-    __slots__ = ("detail", "number", "step", "task", "what")
+    __slots__ = ("detail", "number", "since_ns", "step", "task", "what")
 
     def __init__(self, task: Owner, what: str, detail: int = 0) -> None:
         super().__init__(task)
@@ -56,6 +57,7 @@ class Operation(Wait[Any]):
         self.detail = detail
         self.step = 0
         self.number = 0
+        self.since_ns = 0
 
     def __str__(self) -> str:
         return self.what

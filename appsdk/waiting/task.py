@@ -10,12 +10,13 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from appsdk.calls.codec import encoder
 from appsdk.calls.context import datetime_of
 from appsdk.calls.failures import encode_failed, failure_of, text_of
 from appsdk.calls.report import describe_arguments, handler_failed
-from appsdk.errors import AppError, HandlerError, UsageError
+from appsdk.errors import AppError, Cancelled, HandlerError, UsageError
 from appsdk.handlers.decorators import Handler
-from appsdk.state.journal import WAYS_OUT, Entry, JournalError, Pending, SavedTask, described
+from appsdk.state.journal import CANCEL, CANCEL_STEP, WAYS_OUT, Entry, JournalError, Pending, SavedTask, described
 from appsdk.waiting.host import Host
 from appsdk.waiting.operations import Operation, Owner
 from appsdk.waiting.waits import Fiber
@@ -75,6 +76,7 @@ class Task(Owner):
         "_stopped",
         "_streams",
         "arguments",
+        "began_at",
         "call_number",
         "caller",
         "entries",
@@ -104,6 +106,7 @@ class Task(Owner):
         self.caller = caller
         self.call_number = call_number
         self.time_ns = time_ns
+        self.began_at = -1, 0  # which message of which record; not known
         self._stopped: Stopped | None = None
         self._abandoned: Abandoned | None = None
         self._rebuild: Rebuild | None = None
@@ -130,6 +133,16 @@ class Task(Owner):
     @property
     def is_done(self) -> bool:
         return self._main.is_done
+
+    @property
+    def main(self) -> Fiber[Any]:
+        """The coroutine of the handler itself."""
+        return self._main
+
+    @property
+    def cancelled(self) -> list[Entry]:
+        """How often it was cancelled, and goes on: each has the reason, and who."""
+        return [entry for entry in self.entries if entry.step == CANCEL_STEP]
 
     @property
     def is_silent(self) -> bool:
@@ -183,8 +196,7 @@ class Task(Owner):
     def _start_over(self, continuation: ContinueAs) -> None:
         self._main.cancel()
         self.ready.clear()
-        for operation in list(self.pending.values()):
-            operation.cancel()
+        self.drop_pending()
         self.unbegun.clear()
         self.arguments = continuation.arguments
         self.generation += 1
@@ -200,6 +212,28 @@ class Task(Owner):
         self.time_ns = time_ns
         self._resumed_count += 1
         self.advance(operation.complete, outcome)
+
+    def cancel(self, reason: str, who: str, time_ns: int) -> None:
+        """Raise Cancelled where the handler waits: go on with that. Raises HandlerError."""
+        self._cancel(Entry(CANCEL_STEP, CANCEL, 0, True, encoder.encode((reason, who)), time_ns))
+
+    def _cancel(self, entry: Entry) -> None:
+        """It stands in the journal among the results, at its place."""
+        reason, who = self.cancellation(entry)
+        self.time_ns = entry.time_ns
+        self._resumed_count += 1
+        self.entries.append(entry)
+        self.advance(self._main.throw, (Cancelled(reason, who),))
+
+    @staticmethod
+    def cancellation(entry: Entry) -> tuple[str, str]:
+        """Of an entry that is one: (the reason, who)."""
+        return msgspec.msgpack.decode(entry.value, type=tuple[str, str])
+
+    def drop_pending(self) -> None:
+        """It has ended: nothing is waited for."""
+        for operation in list(self.pending.values()):
+            operation.cancel()
 
     def result(self) -> tuple[Any, BaseException | None]:
         """How it ended: (value, None) or (None, error), which is an error too where something was never awaited."""
@@ -269,6 +303,7 @@ class Task(Owner):
 
     def _wait_for(self, operation: Operation) -> None:
         self.pending[operation.step] = operation
+        operation.since_ns = self.time_ns
         if operation.number:
             self.tasks.register(operation)
 
@@ -328,6 +363,7 @@ class Task(Owner):
             self.started_ns,
             list(self.entries),
             [operation.pending() for operation in self.pending.values()],
+            *self.began_at,
         )
 
     @classmethod
@@ -341,9 +377,14 @@ class Task(Owner):
                 f"arguments that do not fit its annotations any more: {error}; the app stops\n{WAYS_OUT}"
             ) from None
         task.generation = saved.generation
+        task.began_at = saved.sequence_id, saved.message_index
         task._rebuild = rebuild = Rebuild(saved)
         task.advance()
         while (entry := rebuild.next_entry) is not None:
+            if entry.step == CANCEL_STEP:
+                rebuild.at += 1
+                task._cancel(entry)
+                continue
             operation = task.pending.get(entry.step)
             if operation is None:
                 raise task._mismatch(entry.step, entry, task._where_it_is())

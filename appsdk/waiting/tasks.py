@@ -17,9 +17,9 @@ import msgspec
 
 from appsdk.calls.codec import encoder
 from appsdk.calls.context import QUERY_RUNS, Context
-from appsdk.calls.failures import encode_failed, forked, reference, refusal, verdict_on
+from appsdk.calls.failures import CANCELLED, encode_failed, forked, reference, refusal, verdict_on
 from appsdk.calls.outbox import make_writer
-from appsdk.errors import AS_RPC, HandlerError, QueryError, UsageError
+from appsdk.errors import AS_RPC, Cancelled, HandlerError, QueryError, UsageError
 from appsdk.handlers.decorators import CLOCK_METHOD_ID, Handler
 from appsdk.handlers.definition import Definition
 from appsdk.state.journal import WAYS_OUT, JournalError, SavedTask, SavedTasks, declared_name, encode_raised
@@ -27,10 +27,12 @@ from appsdk.waiting.clock import Clock
 from appsdk.waiting.effects import EffectResult
 from appsdk.waiting.host import Host
 from appsdk.waiting.operations import NOTHING, Call, Event
+from appsdk.waiting.orders import Orders
 from appsdk.waiting.signals import encode_signal
 from appsdk.waiting.task import Task
 from appsdk.waiting.task_self import TaskSelf
 from protocol.client import Caller
+from protocol.handlers import CANCEL_CALL_METHOD_ID, REASON_CHARACTERS_MAX, Order
 from protocol.messages import RpcKind, RpcType
 from protocol.verdicts import Cause, Verdict
 
@@ -58,9 +60,12 @@ class Tasks(Host):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._tasks: dict[int, Task] = {}
+        # Those whose caller waits, oldest first: it chooses the numbers, so two may have the same one.
+        self._by_call: dict[tuple[str, int], list[Task]] = {}
         self._failed_wait: bytes | None = None  # what comes in place of all that is waited for
         self._told_ns: int | None = None  # the time in an impulse that is on its way
         self._scheduled: list[Handler[Any, Any]] = []
+        self.orders = Orders(context, self.waiting, self._cancel, self._give)
 
     def make_self(self, task: Any) -> TaskSelf:
         return TaskSelf(task)
@@ -81,6 +86,14 @@ class Tasks(Host):
     @property
     def count(self) -> int:
         return len(self._tasks)
+
+    @property
+    def all_waiting(self) -> list[Task]:
+        """The oldest first."""
+        return list(self._tasks.values())
+
+    def waiting(self, number: int) -> Task | None:
+        return self._tasks.get(number)
 
     def save(self) -> SavedTasks | None:
         """None where there is nothing to save, as in each app without ``async def`` and schedules."""
@@ -108,8 +121,11 @@ class Tasks(Host):
         self.events.restore(saved.signals)
         self._next_number = saved.next_number
         self._tasks.clear()
+        self._by_call.clear()
         for one in saved.tasks:
-            self._tasks[one.number] = Task.rebuild(self, self._handler_of(one), one)
+            task = self._tasks[one.number] = Task.rebuild(self, self._handler_of(one), one)
+            if task.caller is not None:
+                self._by_call.setdefault((task.caller, task.call_number), []).append(task)
         self.events.sort()
 
     def _handler_of(self, saved: SavedTask) -> Handler[Any, Any]:
@@ -195,6 +211,9 @@ class Tasks(Host):
         task = self._tasks[number] = Task(
             self, handler, number, encoder.encode(arguments), caller, call_number, time_ns
         )
+        task.began_at = self.context.sequence_id, self.context.message_index
+        if caller is not None:
+            self._by_call.setdefault((caller, call_number), []).append(task)
         task.advance()
         if task.is_done:
             self._end(task)
@@ -202,7 +221,15 @@ class Tasks(Host):
 
     def _end(self, task: Task) -> None:
         del self._tasks[task.number]
+        if task.caller is not None:
+            calls = self._by_call[task.caller, task.call_number]
+            calls.remove(task)
+            if not calls:
+                del self._by_call[task.caller, task.call_number]
         value, error = task.result()
+        if isinstance(error, Cancelled):
+            self._end_cancelled(task, error)
+            return
         declared = None if error is None else declared_name(task.handler.raises, error)
         if error is not None and declared is None:
             self._end_failed(task, task.failure(error))
@@ -221,13 +248,21 @@ class Tasks(Host):
             return
         self.answers.answer(task.handler, task.caller, task.call_number, raised, encoded)
 
+    def _end_cancelled(self, task: Task, cancelled: Cancelled) -> None:
+        """As it was told to: no failure of its own, and no dead letter. Who waits is told."""
+        task.drop_pending()
+        if task.caller is not None:
+            context = self.context
+            where = reference(context.instance_name, context.sequence_id, context.message_index)
+            failed = encode_failed(CANCELLED, cancelled.reason, where)
+            self.answers.answer(task.handler, task.caller, task.call_number, True, failed)
+
     def _end_failed(self, task: Task, error: HandlerError) -> None:
         """An async handler has changed no state by itself, so there is nothing to undo: who waits is told."""
         failure = error.failure
         if failure is None:
             raise error
-        for operation in list(task.pending.values()):
-            operation.cancel()
+        task.drop_pending()
         failed = replace(failure, policy="keep", task=task.number)
         verdict = verdict_on(error, failed, task.caller, forked(task.handler.method_id, task.arguments))
         verdict = self.handler_runs.verdicts.get(verdict.key, verdict)
@@ -306,6 +341,31 @@ class Tasks(Host):
         if (effect := self.effects.take(result)) is not None:
             self._resolve(effect, result.raised, bytes(result.value))
             self.drain()
+
+    # --- what an operator orders ------------------------------------------------------------------------------------
+
+    def ordered(self, order: Order) -> None:
+        """Raises HandlerError."""
+        self.orders.obey(order)
+        self.drain()
+
+    def cancel_call(self, caller: str, number: int, cancelled: int, reason: str) -> None:
+        """``caller`` cancels an earlier call of its own, and is told whether that still waited. Raises HandlerError."""
+        calls = self._by_call.get((caller, cancelled), [])
+        if found := bool(calls):
+            self._cancel(calls[0], reason[:REASON_CHARACTERS_MAX], f"its caller, {caller or 'the instance itself'}")
+        self.answers.answer_value(Caller(caller, number, CANCEL_CALL_METHOD_ID), found)
+        self.drain()
+
+    def _cancel(self, task: Task, reason: str, who: str) -> None:
+        """Raises HandlerError."""
+        task.cancel(reason, who, self.context.record_time_ns or 0)
+        if task.is_done:
+            self._end(task)
+
+    def _give(self, event: Event, value: bytes) -> None:
+        """What ``event`` waits for. Raises HandlerError."""
+        self._resolve(event, False, value)
 
     # --- time -------------------------------------------------------------------------------------------------------
 

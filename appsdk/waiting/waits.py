@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
+from types import CoroutineType, FrameType
 from typing import Any, Generic, TypeVar
 
-from appsdk.errors import UsageError
+from appsdk.errors import Cancelled, UsageError
 
 T = TypeVar("T")
 
@@ -87,6 +88,11 @@ class Wait(Generic[T]):
     def value(self) -> Any:
         return self._value
 
+    @property
+    def parts(self) -> Sequence[Wait[Any]]:
+        """The waits that it is for."""
+        return ()
+
     def belongs_to(self, fibers: Fibers) -> bool:
         return self._fibers is fibers
 
@@ -145,18 +151,30 @@ class Wait(Generic[T]):
 class Fiber(Wait[T]):
     """A coroutine that runs beside the others of its handler."""
 
-    __slots__ = ("_coroutine", "_waits_for")
+    __slots__ = ("_coroutine", "_thrown", "_waits_for")
 
     def __init__(self, fibers: Fibers, coroutine: Coroutine[Any, Any, T]) -> None:
         super().__init__(fibers)
         self._coroutine = coroutine
         self._waits_for: Wait[Any] | None = None
+        self._thrown: BaseException | None = None  # in place of what it waits for
 
     def __str__(self) -> str:
         return getattr(self._coroutine, "__qualname__", "a coroutine")
 
     def _start(self) -> None:
         self._fibers.ready.append(self)
+
+    @property
+    def waits_for(self) -> Wait[Any] | None:
+        return self._waits_for
+
+    def frames(self) -> Iterator[FrameType]:
+        """Where it waits: of its coroutine and those that it awaits, the innermost last."""
+        coroutine: Any = self._coroutine
+        while isinstance(coroutine, CoroutineType) and coroutine.cr_frame is not None:
+            yield coroutine.cr_frame
+            coroutine = coroutine.cr_await
 
     def give_up(self, error: BaseException) -> None:
         """It ends here, with ``error``, and runs no more."""
@@ -167,6 +185,14 @@ class Fiber(Wait[T]):
             self._coroutine.close()
         self.complete(error=error)
 
+    def throw(self, error: BaseException) -> None:
+        """Raise ``error`` where it waits: what it waits for is given up, unless somebody else waits for that too."""
+        waits_for, self._waits_for = self._waits_for, None
+        self._thrown = error
+        self._fibers.ready.append(self)
+        if waits_for is not None:
+            waits_for.unwatch(self._resume)
+
     def _resume(self) -> None:
         self._waits_for = None
         self._fibers.ready.append(self)
@@ -176,10 +202,11 @@ class Fiber(Wait[T]):
         if self._state is not _BEGUN:
             return
         try:
-            awaited = self._coroutine.send(None)
+            thrown, self._thrown = self._thrown, None
+            awaited = self._coroutine.send(None) if thrown is None else self._coroutine.throw(thrown)
         except StopIteration as stop:
             self.complete(stop.value)
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit, Cancelled) as error:
             self.complete(error=error)
         else:
             if isinstance(awaited, Wait) and awaited._fibers is self._fibers:
@@ -231,6 +258,10 @@ class _Several(Wait[T]):
         super().__init__(fibers)
         self._waits = waits
         self._watchers_of: list[Callable[[], None]] = []
+
+    @property
+    def parts(self) -> Sequence[Wait[Any]]:
+        return self._waits
 
     def _start(self) -> None:
         for index, wait in enumerate(self._waits):

@@ -13,6 +13,7 @@ from coordinator.config import ConfigError, InstanceSettings, check_instance_nam
 from coordinator.config.values import check_app
 from coordinator.instances.registry import Registry, RegistryError
 from coordinator.notices import LOG_FORMATS, LOG_LEVELS
+from protocol.command_line import Commands
 from protocol.errors import ImmortalError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -65,6 +66,16 @@ def complete_instance(ctx: click.Context, parameter: click.Parameter, incomplete
 
 def name_argument(function: Function) -> Function:
     return click.argument("name", callback=instance_name, shell_complete=complete_instance)(function)
+
+
+class CommandsOfName(Commands):
+    """A group that takes an instance's name, and by itself shows something of it."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Also ``NAME --json``: of itself a group takes options only in front of its arguments."""
+        if len(args) == 2 and args[1].startswith("-"):
+            args = [args[1], args[0]]
+        return super().parse_args(ctx, args)
 
 
 def log_options(function: Function) -> Function:

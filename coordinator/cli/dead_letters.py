@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from coordinator.cli.common import app_name, message_id, name_argument, operator_name, settings_with_log
+from coordinator.cli.common import CommandsOfName, app_name, message_id, name_argument, operator_name, settings_with_log
 from coordinator.config import InstanceSettings
 from coordinator.instances.registry import Registry
 from coordinator.operator import control
-from protocol.command_line import Commands, FailedError, counted, echo, echo_json, json_option, print_table
+from protocol.command_line import FailedError, counted, echo, echo_json, json_option, print_table
 from protocol.private_files import opener
 from protocol.shown import printable, printable_json
 
@@ -33,15 +33,7 @@ Values = dict[str, Any]
 MessageId = tuple[int, int]
 
 
-class _Letters(Commands):
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Also ``NAME --json``: of itself a group takes options only in front of its arguments."""
-        if len(args) == 2 and args[1].startswith("-"):
-            args = [args[1], args[0]]
-        return super().parse_args(ctx, args)
-
-
-@click.group(cls=_Letters, invoke_without_command=True, subcommand_metavar="[COMMAND [ARGS]...]")
+@click.group(cls=CommandsOfName, invoke_without_command=True, subcommand_metavar="[COMMAND [ARGS]...]")
 @name_argument
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, without the messages: 'export' gives all.")
 @click.pass_context

@@ -13,6 +13,7 @@ from coordinator.core.dead_letters import Operator
 from coordinator.core.effects import CloseApp, OpenPeer
 from coordinator.core.errors import AppProtocolError
 from coordinator.core.failing import Failing
+from coordinator.core.handlers import Handlers
 from coordinator.core.impulses import Impulses
 from coordinator.core.lifecycle import Lifecycle
 from coordinator.core.log_room import LogRoom
@@ -49,6 +50,7 @@ class AppInbox:
         intake: Intake,
         failing: Failing,
         operator: Operator,
+        handlers: Handlers,
         lifecycle: Lifecycle,
         taking: CheckpointTaking,
         upgrades: Upgrades,
@@ -81,6 +83,7 @@ class AppInbox:
             MessageType.SNAPSHOT_END: taking.snapshot_ended,
             MessageType.UPGRADE_FAILED: upgrades.failed,
             MessageType.RETRY_REFUSED: self._retry_refused,
+            MessageType.HANDLERS: handlers.told,
         }
 
     def received(self, event: ev.AppData) -> None:

@@ -139,7 +139,7 @@ class PeerResetDone(Struct):
 
 
 class OperatorAnswered(Struct):
-    """Answers LettersDropped, LettersRetried and MessageSkipped, once what was done is durable; plain values."""
+    """Answers what an operator asked for, once what was done is durable; plain values."""
 
     token: Token
     answer: Mapping[str, object]

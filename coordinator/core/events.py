@@ -21,6 +21,7 @@ from coordinator.core.errors import LogError
 from coordinator.core.interfaces import Letter, LogSpace, LogSummary, OutputBatch, StoredClients, Token
 from coordinator.core.permissions import Permission
 from protocol.client import ClientFrame
+from protocol.handlers import Order
 from protocol.peer import PeerFrame
 from protocol.verdicts import MessageKey
 
@@ -130,6 +131,21 @@ class MessageSkipped(Struct):
     reason: str
     who: str
     message: bytes | None
+    token: Token
+
+
+class HandlersAsked(Struct):
+    """An operator asks for the handlers that wait (``task`` 0), or for all that the app knows of one; answered by
+    OperatorAnswered with ``token``."""
+
+    task: int
+    token: Token
+
+
+class HandlerOrdered(Struct):
+    """An operator orders a handler to do something; answered by OperatorAnswered with ``token``, once that is done."""
+
+    order: Order
     token: Token
 
 
@@ -292,6 +308,8 @@ Event = (
     | LettersDropped
     | LettersRetried
     | MessageSkipped
+    | HandlersAsked
+    | HandlerOrdered
     | RightGranted
     | RightHeld
     | Committed

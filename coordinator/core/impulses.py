@@ -32,6 +32,11 @@ class Impulses:
         self._epoch = epoch
         self._turn = turn
 
+    @property
+    def open_sequence_id(self) -> int:
+        """Of the record that has what was logged last."""
+        return self._log.open_sequence_id
+
     def load(self, summary: LogSummary) -> None:
         """What the log has."""
         known = summary.sources.get(IMPULSES)

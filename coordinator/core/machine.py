@@ -30,6 +30,7 @@ from coordinator.core.errors import FencedError
 from coordinator.core.failing import Failing
 from coordinator.core.feeding import Feeding
 from coordinator.core.group_commit import GroupCommit
+from coordinator.core.handlers import Handlers
 from coordinator.core.impulses import Impulses
 from coordinator.core.interfaces import NO_SUSPECT, LogSummary, StoredClients
 from coordinator.core.lifecycle import BEHIND, Lifecycle
@@ -107,6 +108,7 @@ class Machine:
         )
         intake.failing = failing
         self._operator = Operator(failing, verdicts, self._impulses, self._log_room, self._versions, turn)
+        self._waiting = handlers = Handlers(name, session, outbox, self._impulses, self._log_room, turn)
         self._resets = Resets(log, peers, epoch, turn)
         self._stopping = stopping = Stopping(outbox, turn)
         self._back_pressure = BackPressure(
@@ -176,6 +178,7 @@ class Machine:
             intake,
             failing,
             self._operator,
+            handlers,
             self._lifecycle,
             self._taking,
             self._upgrades,
@@ -199,6 +202,8 @@ class Machine:
             ev.LettersDropped: self._operator.drop,
             ev.LettersRetried: self._operator.retry,
             ev.MessageSkipped: self._operator.skip,
+            ev.HandlersAsked: handlers.ask,
+            ev.HandlerOrdered: handlers.order,
             ev.Committed: self._committed,
             ev.ChunkWritten: self._chunk_written,
             ev.LogLoaded: self._was_read(self._log_loaded),
@@ -270,6 +275,8 @@ class Machine:
             self._taking_over.go_on()  # that may have brought the app to where it follows
         else:
             self._feeding.feed()
+        if self._waiting.waits:
+            self._waiting.go_on()
         if self._impulses.held_bytes:
             self._inbox.let_impulses_in()
         if peers.turns.waiting_bytes:
@@ -438,6 +445,7 @@ class Machine:
         # While it was not read, something that it had sent may be lost.
         self._failing.app_lost(stopping=stopping.asked, all_heard=not self._back_pressure.paused)
         self._operator.app_lost()
+        self._waiting.app_lost()
         session.advance(Step.APP_LOST)
         session.connect()
         self._log.forget_app()

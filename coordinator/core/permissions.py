@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct
 
 from protocol.extensions import QUERIES, AppDescription
+from protocol.handlers import CANCEL_CALL_METHOD_ID
 from protocol.messages import RpcKind, decode_messages
 from protocol.varint import decode_zigzag_int
 
@@ -101,6 +102,7 @@ class Permissions:
 
     def _method_ids(self, allowed: frozenset[str]) -> frozenset[int]:
         named = frozenset(method_id for method_id, name in (self._names or {}).items() if name in allowed)
+        named |= {CANCEL_CALL_METHOD_ID}  # of a call that it was allowed to make
         return named | self._queries if QUERIES in allowed else named
 
     def lacks_queries(self, caller: str) -> bool:

@@ -9,6 +9,7 @@ import msgspec
 
 from coordinator.core.output_check import Divergence
 from protocol.errors import ImmortalError
+from protocol.handlers import CANCEL_CALL_METHOD_ID
 from protocol.messages import IncomingRpc, MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_message
 
 Methods = Mapping[tuple[str, int], str]
@@ -56,6 +57,8 @@ class RpcWords:
 
 def method_name(method_id: int, kind: int, destination: str, methods: Methods) -> str | None:
     """What the method of a call to ``destination``, or of an answer, is called; None if nobody says."""
+    if method_id == CANCEL_CALL_METHOD_ID:
+        return "the cancellation of a call"
     if kind == RpcKind.CALL:
         return methods.get((destination, method_id))
     # An answer that an app gives is of a method of its own, one that it gets is of a method of whom it has called.

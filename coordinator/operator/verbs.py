@@ -6,20 +6,28 @@ A verb of the control socket and its JSON object become an event for the core. `
     letters-retry  the same
     skip           {"sequence_id": 312, "message_index": 0, "reason": "...", "who": "..."}
     reset-peer     {"peer": "..."}
+    handlers       {}: all; or {"task": 12}: what is known of that one
+    cancel         {"task": 12, "reason": "...", "who": "..."}
+    signal         {"task": 12, "event": "...", "value": JSON, "who": "..."}
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Annotated, Any
 
 import msgspec
 
 from coordinator.core import events as ev
 from coordinator.core.interfaces import LogStore
 from protocol.errors import ImmortalError, RemoteProtocolError
+from protocol.handlers import REASON_CHARACTERS_MAX, Order
 from protocol.verdicts import MessageKey
 
-VERBS = ("letters-drop", "letters-retry", "skip", "reset-peer")
+VERBS = ("letters-drop", "letters-retry", "skip", "reset-peer", "handlers", "cancel", "signal")
+
+
+TaskNumber = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
 
 
 class VerbError(ImmortalError):
@@ -43,9 +51,29 @@ class _Peer(msgspec.Struct, forbid_unknown_fields=True):
     peer: str
 
 
+class _Handlers(msgspec.Struct, forbid_unknown_fields=True):
+    task: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] = 0
+
+
+class _Cancel(msgspec.Struct, forbid_unknown_fields=True):
+    task: TaskNumber
+    reason: Annotated[str, msgspec.Meta(max_length=REASON_CHARACTERS_MAX)] = ""
+    who: str = "an operator"
+
+
+class _Signal(msgspec.Struct, forbid_unknown_fields=True):
+    task: TaskNumber
+    event: str
+    value: Any = None
+    who: str = "an operator"
+
+
 _LETTERS = msgspec.json.Decoder(_Letters)
 _SKIP = msgspec.json.Decoder(_Skip)
 _PEER = msgspec.json.Decoder(_Peer)
+_HANDLERS = msgspec.json.Decoder(_Handlers)
+_CANCEL = msgspec.json.Decoder(_Cancel)
+_SIGNAL = msgspec.json.Decoder(_Signal)
 
 
 def event_of(verb: str, argument: bytes | str, token: object, store: LogStore, kept: Iterable[MessageKey]) -> ev.Event:
@@ -57,6 +85,16 @@ def event_of(verb: str, argument: bytes | str, token: object, store: LogStore, k
             return ev.MessageSkipped(skip.sequence_id, skip.message_index, skip.reason, skip.who, message, token)
         if verb == "reset-peer":
             return ev.PeerReset(_PEER.decode(argument).peer, token)
+        if verb == "handlers":
+            asked = _HANDLERS.decode(argument)
+            return ev.HandlersAsked(asked.task, token)
+        if verb == "cancel":
+            cancel = _CANCEL.decode(argument)
+            return ev.HandlerOrdered(Order("cancel", cancel.task, cancel.reason, cancel.who), token)
+        if verb == "signal":
+            signal = _SIGNAL.decode(argument)
+            value = msgspec.Raw(msgspec.msgpack.encode(signal.value))
+            return ev.HandlerOrdered(Order("signal", signal.task, signal.event, signal.who, value), token)
         letters = _LETTERS.decode(argument)
     except msgspec.MsgspecError as error:
         raise VerbError(f"what came behind {verb!r} can't be read: {error}") from None

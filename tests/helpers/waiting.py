@@ -8,6 +8,7 @@ from typing import Any
 from appsdk.effects.request import EffectRequest, EffectRunner
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
+from protocol.handlers import Order
 from tests.helpers.recorded import Instances, RecordedInstance
 
 S_NS = 1_000_000_000
@@ -39,6 +40,7 @@ class WaitingInstances(Instances):
         super().__init__(folder, effects)
         self.classes = classes
         self._unsent: list[tuple[RecordedInstance, ef.SendToPeer]] = []
+        self.answers: dict[object, dict[str, object]] = {}  # to operators, by token
         for name in classes:
             self.start(name, classes[name])
 
@@ -102,7 +104,23 @@ class WaitingInstances(Instances):
             if self._running.get(sender.name) is sender:  # else it was for one that has crashed
                 sender.driven.handle(ev.PeerReplied(instance.name, tag, effect.frame))
             return True
+        if isinstance(effect, ef.OperatorAnswered):
+            assert effect.token not in self.answers
+            self.answers[effect.token] = dict(effect.answer)
+            return True
         return super()._carry(instance, effect)
+
+    # --- operators --------------------------------------------------------------------------------------------------
+
+    def ask(self, name: str, event_type: type, *fields: object) -> Any:
+        """What the operator is answered who asks for that, once it is; None: not yet."""
+        token = object()
+        self[name].driven.handle(event_type(*fields, token))
+        self.settle()
+        return self.answers.get(token)
+
+    def cancel(self, name: str, task: int, reason: str = "") -> Any:
+        return self.ask(name, ev.HandlerOrdered, Order("cancel", task, reason, "ann"))
 
     # --- time -------------------------------------------------------------------------------------------------------
 

@@ -20,12 +20,16 @@ from typing import Any
 import pytest
 
 from appsdk.client import (
+    CallCancelled,
     CallRaised,
     CallRefused,
     CallTimeout,
     ClientClosed,
     NotConnectable,
+    OutcomeUnknown,
     connect,
+    handle,
+    start,
     with_key,
     with_timeout,
 )
@@ -101,7 +105,7 @@ def pids(run: Run, starts: int = 1) -> tuple[int, int]:
 
 
 def test_the_programs_of_the_guide(folder: Path) -> None:
-    assert sorted(PROGRAMS) == ["counter", "keyed", "many", "plain", "script", "typed"]
+    assert sorted(PROGRAMS) == ["counter", "keyed", "later", "many", "plain", "script", "shop", "started", "typed"]
     immortal(folder, "register", "counter", "--peer", "tcp://127.0.0.1:*")
     run = Run(folder, "counter", "counter:Counter", "--restart")
     try:
@@ -129,6 +133,76 @@ def test_the_programs_of_the_guide(folder: Path) -> None:
         immortal(folder, "log", "verify", "counter")
     finally:
         run.kill()
+
+
+def test_the_programs_of_the_guide_that_have_handles(folder: Path) -> None:
+    """The instance and each client are other processes each time."""
+    immortal(folder, "register", "shop", "--peer", "tcp://127.0.0.1:*")
+    for name in ("started", "later", "later"):
+        run = Run(folder, "shop", "shop:Shop")
+        try:
+            run.line("ready")
+            command = [sys.executable, f"{name}.py"]
+            result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+            assert result.stdout + result.stderr == OUTPUTS[name]
+        finally:
+            run.kill()
+
+
+def test_a_call_is_started_once_whatever_crashes(ledger: Run) -> None:
+    with connect("ledger") as client:
+        first = start(with_key(client, "k").later, "waits", 1_000_000)
+        for times, index in ((1, 0), (2, 1)):
+            os.kill(pids(ledger, times)[index], signal.SIGKILL)
+            ledger.line("ready", times + 1)
+            assert first.status() == "waiting"
+    with connect("ledger") as client:
+        again = start(with_key(client, "k").later, "waits", 1_000_000)
+        assert (again.id, again.status()) == (first.id, "waiting") == ("later:k", "waiting")
+        with pytest.raises(CallTimeout):
+            again.result(0.1)
+        assert again.cancel("enough")
+    os.kill(pids(ledger, 3)[1], signal.SIGKILL)
+    with connect("ledger") as client:
+        known = handle(client, first.id)
+        assert known.cancel(), "the answer of the first time"
+        with pytest.raises(CallCancelled, match="enough"):
+            known.result(DEADLINE_S)
+        assert known.status() == "done"
+        assert client.all() == []
+
+
+async def _with_asyncio() -> None:
+    async with connect("ledger") as client:
+        one = await start(client.later, "one", 10)
+        two = await start(client.later, "two", 100_000)
+        assert await two.status() == "waiting"
+        waits = asyncio.create_task(two.result())
+        assert await one.result(DEADLINE_S) == 1
+        assert await two.cancel("so")
+        with pytest.raises(CallCancelled, match="so"):
+            await waits
+        assert await two.status() == "done"
+        nobody = handle(client, "later:nobody")
+        assert await nobody.status() == "unknown"
+        for ask in (nobody.result, nobody.cancel):
+            with pytest.raises(OutcomeUnknown, match="never sent"):
+                await ask()
+        with pytest.raises(CallRefused, match="has no handler 'nothing'"):
+            await start(client.nothing)
+
+
+def test_handles_with_asyncio(ledger: Run) -> None:
+    asyncio.run(_with_asyncio())
+
+
+def test_what_is_no_handle(ledger: Run) -> None:
+    with connect("ledger") as client:
+        for wrong in ("", "later", "later:", ":k", "1:k", 5):
+            with pytest.raises(TypeError, match="the id of a Handle was expected"):
+                handle(client, wrong)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="a method of what 'with connect"):
+            start(print, 5)
 
 
 def test_a_crash_in_the_middle_is_a_slow_call(ledger: Run) -> None:

@@ -17,6 +17,7 @@ from coordinator.instances.registry import Registry
 from coordinator.messenger import Security
 from coordinator.operator import control
 from coordinator.peers import keys
+from protocol.handlers import ORDER_METHOD_ID
 from protocol.messages import RpcKind, RpcType
 from protocol.peer import FrameType, RefusedCode
 from tests.helpers.cli import HOME, Run, immortal
@@ -156,6 +157,7 @@ SYSTEM = {
     "run_the_initial_handler_again": call(INITIAL_METHOD_ID, pack()),
     "tell_the_time": call(CLOCK_METHOD_ID, pack(1 << 62), RpcType.IMPULSE),
     "give_an_effects_result": call(EFFECT_METHOD_ID, pack(1, 1, "", False, "forged"), RpcType.IMPULSE),
+    "order_as_an_operator": call(ORDER_METHOD_ID, pack("cancel", 1, "forged", "root", None), RpcType.IMPULSE),
     "give_an_effects_result_as_an_answer": answer(EFFECT_METHOD_ID, pack(1, "forged")),
     "tell_the_time_as_what_was_raised": answer(CLOCK_METHOD_ID, pack(1, "E", [], {}), RpcKind.RAISED),
 }

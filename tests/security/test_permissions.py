@@ -28,6 +28,7 @@ from coordinator.peers import keys
 from protocol.batch import check_batch
 from protocol.client import ClientCode
 from protocol.extensions import ALL_EXTENSIONS, QUERIES, AppDescription, Hello, encode_hello
+from protocol.handlers import CANCEL_CALL_METHOD_ID
 from protocol.messages import RpcKind, encode_incoming_rpc
 from protocol.peer import FrameType, PeerFrame, RefusedCode
 from protocol.verdicts import Cause, Verdict, VerdictKind
@@ -256,6 +257,15 @@ def test_a_client_cannot_call_what_it_may_not(guarded: Guarded) -> None:
     assert replies[1][0] == replies[3][0] == 1
     name, arguments, _ = msgspec.msgpack.decode(b"\x93" + replies[2][1])
     assert (name, arguments) == ("~refused", ["'web' may not call 'refuse' of 'a'"])
+
+
+def test_who_may_call_some_methods_may_cancel_its_calls_of_them(guarded: Guarded) -> None:
+    cancels = encode_incoming_rpc(CANCEL_CALL_METHOD_ID, 0, msgspec.msgpack.encode((1, "enough")))
+    guarded.driven.handle(by("web", request("t", 1, requested(1), cancels)))
+    guarded.driven.effects.clear()
+    assert guarded.serve() == [1]
+    (replies,) = [what for _, kind, what in said(guarded.driven.effects) if kind == "REPLY"]
+    assert replies[2] == (1, msgspec.msgpack.encode(False)), "it has ended, and it may ask for that"
 
 
 def test_a_client_waits_for_the_app_to_say_what_its_methods_are(guarded: Guarded) -> None:

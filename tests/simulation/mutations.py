@@ -300,7 +300,7 @@ MUTATIONS = (
     Mutation(
         "what sleeps wakes by a jump of the clock",
         AppTimers,
-        "_due_ns",
+        "due_ns",
         "if began_ns < since_ns",
         "if False",
     ),

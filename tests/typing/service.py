@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import assert_type
 
 from appsdk import Immortal, Impulses, Retry, every, impulse, initial, on_primary, peer, rpc
-from appsdk.client import Connector, connect, with_key, with_timeout
+from appsdk.client import Connector, connect, start, with_key, with_timeout
 
 
 class CardRefusedError(Exception):
@@ -157,6 +157,9 @@ def plain() -> None:
         shop.note.fork("hello", level=2)
         shop.buy.fork("ann", "book", 100)
         assert_type(with_key(shop, "order-5").enter("book", 5), Order)
+        assert_type(start(shop.cancel, 5).result(), Order | None)
+        assert_type(start(shop.buy, "ann", "book", cents=100).result(2.5), str)
+        assert_type(start(with_key(shop, "order-5").enter, "book", 5).cancel("late"), bool)
 
 
 async def awaited() -> None:
@@ -165,5 +168,8 @@ async def awaited() -> None:
     async with connector as shop:
         assert_type(await shop.totals(), tuple[int, int])
         assert_type(await shop.buy("ann", "book", 100), str)
+        started = await start(shop.buy, "ann", "book", 100)
+        assert_type(await started.result(), str)
+        assert_type(await (await start(shop.totals)).result(), tuple[int, int])
         assert_type(await with_timeout(shop, 2.5).cancel(5), Order | None)
         shop.note.fork("hello", level=2)

@@ -8,7 +8,7 @@ import pytest
 
 from appsdk.client.connection import Connection
 from appsdk.client.errors import CallRefused, ClientError, OutcomeUnknown
-from appsdk.client.lane import Call
+from appsdk.client.lane import NOT_THERE, TAKEN, Call, Question
 from protocol.client import (
     ClientCode,
     ClientFrame,
@@ -20,6 +20,7 @@ from protocol.client import (
     encode_methods,
     encode_replies,
 )
+from protocol.handlers import CANCEL_CALL_METHOD_ID
 
 T = ClientFrameType
 COMMITTER_ID = 77
@@ -312,3 +313,126 @@ def test_damaged_frames_and_those_of_others_are_passed_over() -> None:
     talk.reply(Reply(1, 2))
     talk.reply(Reply(1, 2))
     assert made.outcome == Reply(1, 2)
+
+
+# --- handles ---------------------------------------------------------------------------------------------------------
+
+
+def asked(talk: Talk, key: str = "k", *, starts: bool = False) -> Question:
+    question = Question(starts, lambda call: None)
+    talk.connection.ask(question, key)
+    return question
+
+
+def cancelled(talk: Talk, key: str = "k") -> Call:
+    made = Call(CANCEL_CALL_METHOD_ID, b"\x92\x01\xa0", lambda call: None)
+    talk.connection.cancel(made, key)
+    return made
+
+
+def test_a_call_that_is_started_is_there_with_the_first_pong() -> None:
+    talk = opened()
+    talk.call(key="k")
+    question = asked(talk, starts=True)
+    request, ping = talk.sent
+    assert (request.frame_type, request.client_id, request.number) == (T.REQUEST, "key k", 1)
+    assert (ping.frame_type, ping.client_id, ping.asked_numbers()) == (T.PING, "key k", [1])
+    talk.say(T.PONG, "key k", number=0)  # the request was lost
+    assert question.outcome is None
+    assert talk.types == ["REQUEST"]
+    talk.now_s += 1
+    assert talk.types == ["PING"]
+    talk.say(T.PONG, "key k", number=1)
+    assert question.outcome is TAKEN
+
+
+def test_a_call_of_another_process_waits_if_a_second_pong_has_no_reply_before_it() -> None:
+    talk = opened()
+    question = asked(talk)
+    assert talk.types == ["PING"]
+    talk.say(T.PONG, "key k", number=1)
+    assert question.outcome is None, "its reply may come behind this"
+    assert talk.types == ["PING"]
+    talk.say(T.PONG, "key k", number=1)
+    assert question.outcome is TAKEN
+    done = asked(talk)
+    assert talk.types == ["PING"]
+    talk.say(T.PONG, "key k", number=1)
+    talk.reply(Reply(1, ReplyKind.NOTHING), client_id="key k")
+    assert done.outcome == Reply(1, ReplyKind.NOTHING)
+
+
+def test_a_pong_of_before_the_question_says_nothing() -> None:
+    talk = opened()
+    talk.call(key="k")
+    assert talk.types == ["REQUEST"]
+    talk.now_s += 10
+    assert talk.types == ["PING"]
+    question = asked(talk)
+    assert talk.types == ["PING"]
+    talk.say(T.PONG, "key k", number=1)
+    assert talk.types == ["PING"]
+    talk.say(T.PONG, "key k", number=1)
+    assert question.outcome is None
+    talk.reply(Reply(1, ReplyKind.NOTHING), client_id="key k")
+    assert question.outcome == Reply(1, ReplyKind.NOTHING)
+
+
+def test_a_call_that_there_is_not_is_unknown() -> None:
+    talk = opened()
+    question, result = asked(talk), Call(3, b"", lambda call: None)
+    talk.connection.attach(result, "k")
+    cancel = cancelled(talk)
+    talk.sent  # noqa: B018
+    talk.say(T.PONG, "key k", number=0)
+    assert question.outcome is NOT_THERE
+    assert isinstance(result.outcome, OutcomeUnknown)
+    assert isinstance(cancel.outcome, OutcomeUnknown)
+    assert talk.types == []
+    assert talk.call(key="k").outcome is None, "it can be started now"
+    assert talk.sent[0].number == 1
+
+
+def test_a_cancellation_is_the_second_request_of_its_key() -> None:
+    talk = opened()
+    cancel = cancelled(talk)
+    again = cancelled(talk)
+    (request, ping) = talk.sent
+    assert (request.frame_type, request.client_id, request.number, request.count) == (T.REQUEST, "key k", 2, 1)
+    assert ping.frame_type == T.PING
+    talk.reply(Reply(2, ReplyKind.VALUE, b"\xc3"), client_id="key k")
+    assert cancel.outcome == again.outcome == Reply(2, ReplyKind.VALUE, b"\xc3")
+
+
+def test_a_call_with_a_key_whose_cancellation_is_open_is_the_first_request_all_the_same() -> None:
+    talk = opened()
+    talk.call(key="k")
+    cancelled(talk)
+    assert [frame.number for frame in talk.sent if frame.frame_type == T.REQUEST] == [1]
+    talk.reply(Reply(1, ReplyKind.NOTHING), client_id="key k")
+    again = talk.call(key="k")
+    talk.now_s += 1
+    assert [frame.asked_numbers() for frame in talk.sent if frame.frame_type == T.PING] == [[1, 2]]
+    talk.reply(Reply(2, ReplyKind.VALUE, b"\xc2"), client_id="key k")
+    assert again.outcome is None
+    talk.reply(Reply(1, ReplyKind.NOTHING), client_id="key k")
+    assert again.outcome == Reply(1, ReplyKind.NOTHING)
+
+
+def test_a_start_that_is_given_up_before_it_was_sent_is_never_made() -> None:
+    talk = Talk()
+    made, question = talk.call(key="k"), asked(talk, starts=True)
+    assert not question.sent
+    assert talk.connection.withdraw(question)
+    talk.welcome()
+    assert "REQUEST" not in talk.types
+    assert made.number == 0
+
+
+def test_a_question_that_is_given_up_withdraws_nothing() -> None:
+    talk = Talk()
+    made, question = talk.call(key="k"), asked(talk)
+    talk.connection.withdraw(question)
+    talk.welcome()
+    assert "REQUEST" in talk.types
+    assert made.number == 1

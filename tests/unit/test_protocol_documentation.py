@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from protocol import numbers
+from protocol import handlers, numbers
 from protocol.app_proof import (
     NONCE_SIZE_BYTES,
     Answer,
@@ -36,6 +36,7 @@ from protocol.client import (
 )
 from protocol.extensions import (
     ALL_EXTENSIONS,
+    ANSWERS,
     QUERIES,
     REPORTS,
     SECRET_SIZE_BYTES_MAX,
@@ -143,6 +144,10 @@ BYTES = {
     "Handling: message 3 of record 7 is next": encode_handling(Handling(7, 3)),
     "Careful: up to record 9, and each message of record 7": encode_careful(Careful(9, 7)),
     "AppTime 1700000000000000000 at 5 s, no step": encode_app_time(AppTime(TIME_NS, 5_000_000_000)),
+    "HandlersAsked: question 7, for the handler 12": handlers.encode_question(handlers.HandlersQuestion(7, 12)),
+    "Handlers: to question 7, none of that number waits": handlers.encode_answer(
+        handlers.HandlersAnswer(7, {"handler": None})
+    ),
     "Leaving, no": encode_message(MessageType.LEAVING, b"no"),
     "Challenge with the nonce 00 01 ... 1f": encode_challenge(HANDSHAKE.app_nonce),
     "Proof of the coordinator of counter with the nonce 20 21 ... 3f, secret ab, Unix socket": encode_answer(
@@ -194,6 +199,9 @@ BYTES = {
 }
 
 
+KNOWN_EXTENSIONS = ALL_EXTENSIONS | REPORTS | ANSWERS | TRACE_EXTENSIONS | BEFORE_ALL_ELSE
+
+
 def documented_bytes() -> list[tuple[str, bytes]]:
     blocks = re.findall(r"^```bytes\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     lines = [line.partition("#") for block in blocks for line in block.splitlines()]
@@ -226,7 +234,7 @@ def test_the_tables_of_types() -> None:
     base = table_rows("| type | name | app -> coordinator | coordinator -> app | data |")
     extensions = table_rows("| type | name | direction | in | data |")
     assert base | extensions == {int(member): camel(member.name) for member in MessageType}
-    assert set(extensions) == {int(member) for member in ALL_EXTENSIONS | REPORTS | TRACE_EXTENSIONS | BEFORE_ALL_ELSE}
+    assert set(extensions) == {int(member) for member in KNOWN_EXTENSIONS}
     frames = table_rows("| type | name | written by | position |")
     assert frames == {int(member): camel(member.name) for member in FrameType if member}
     codes = PAGE.partition("| code | name | why |")[2].partition("\n\n")[0]

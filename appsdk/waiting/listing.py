@@ -1,0 +1,130 @@
+"""What the handlers of an instance wait for, in plain values: for `immortal handlers`.
+
+Nothing here changes anything, and no handler sees it.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+from collections.abc import Iterator
+from operator import attrgetter
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from appsdk.calls.report import describe_arguments
+from appsdk.effects.request import encodable
+from appsdk.state.journal import CANCEL_STEP, TIMER, Entry, described
+from appsdk.waiting.effects import Effect
+from appsdk.waiting.operations import Call, Event, Operation, Timer
+from appsdk.waiting.waits import Fiber, Wait
+from protocol.handlers import HANDLERS_COUNT_MAX
+
+if TYPE_CHECKING:
+    from appsdk.waiting.task import Task
+    from appsdk.waiting.tasks import Tasks
+
+Values = dict[str, Any]
+
+STEPS_MAX = 1000  # of one handler that are told, the last
+
+
+def describe_all(tasks: Tasks) -> Values:
+    """The oldest HANDLERS_COUNT_MAX; ``count``: of all."""
+    found = sorted(tasks.all_waiting, key=attrgetter("number"))
+    return {"count": len(found), "handlers": [_described(tasks, task) for task in found[:HANDLERS_COUNT_MAX]]}
+
+
+def describe_one(tasks: Tasks, number: int) -> Values:
+    """``handler`` None: none of that number waits."""
+    task = tasks.waiting(number)
+    if task is None:
+        return {"handler": None}
+    steps = [_step(task, entry) for entry in task.entries[-STEPS_MAX:]]
+    return {"handler": _described(tasks, task) | {"steps": steps, "steps_count": len(task.entries)}}
+
+
+def _described(tasks: Tasks, task: Task) -> Values:
+    return {
+        "id": task.number,
+        "handler": task.name,
+        "arguments": encodable(describe_arguments(task.decoded_arguments())),
+        "since_ns": task.started_ns,
+        "caller": task.caller,
+        "call_number": task.call_number,
+        "record": None if task.began_at[0] < 0 else task.began_at[0],
+        "message": task.began_at[1],
+        "generation": task.generation,
+        "waits": [_wait(tasks, task, operation) for operation in task.pending.values()],
+        "at": list(_places(task.main)),
+        "cancelled": [_cancellation(task, entry) for entry in task.cancelled],
+    }
+
+
+def _wait(tasks: Tasks, task: Task, operation: Operation) -> Values:
+    values: Values = {
+        "step": operation.step,
+        "for": described(operation),
+        "since_ns": operation.since_ns,
+        "number": operation.number,
+    }
+    if isinstance(operation, Call):
+        return values | {"kind": "call", "for": operation.what, "to": operation.target.destination}
+    if isinstance(operation, Timer):
+        return values | {"kind": "timer", "due_ns": tasks.clock.due_ns(operation)}
+    if isinstance(operation, Event):
+        return values | {"kind": "event", "event": operation.name}
+    if isinstance(operation, Effect):
+        request = tasks.effects.request(operation.number)
+        attempt, failure = (0, "") if request is None else (request.attempt, request.failure)
+        return values | {"kind": "effect", "for": operation.what, "attempt": attempt, "failure": failure}
+    return values | {"kind": "other"}
+
+
+def _cancellation(task: Task, entry: Entry) -> Values:
+    reason, who = task.cancellation(entry)
+    return {"time_ns": entry.time_ns, "reason": reason, "who": who}
+
+
+def _step(task: Task, entry: Entry) -> Values:
+    """Something that the handler has had."""
+    if entry.step == CANCEL_STEP:
+        return {"step": 0, "what": "cancelled", **_cancellation(task, entry), "raised": True}
+    try:
+        value = encodable(describe_arguments((msgspec.msgpack.decode(entry.value),)))[1:-1]
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        value = f"{len(entry.value)} bytes"
+    what = "timer" if entry.what == TIMER else entry.what
+    return {"step": entry.step, "what": what, "time_ns": entry.time_ns, "raised": entry.raised, "value": value}
+
+
+# --- where it stands in the code --------------------------------------------------------------------------------------
+
+
+def _places(fiber: Fiber[Any]) -> Iterator[list[Values]]:
+    """Of each coroutine of the handler that waits for something to come: its frames, the innermost last."""
+    inner = [one for one in _parts(fiber.waits_for) if isinstance(one, Fiber) and not one.is_over]
+    frames = [_place(frame) for frame in fiber.frames()]
+    if not inner:
+        yield frames
+    for one in inner:
+        for below in _places(one):
+            yield [*frames, *below]
+
+
+def _parts(wait: Wait[Any] | None) -> Iterator[Wait[Any]]:
+    if wait is not None:
+        yield wait
+        for part in wait.parts:
+            yield from _parts(part)
+
+
+def _place(frame: FrameType) -> Values:
+    code, line = frame.f_code, frame.f_lineno
+    file = code.co_filename
+    text = linecache.getline(file, line, frame.f_globals).strip()
+    if file.startswith(os.getcwd() + os.sep):
+        file = os.path.relpath(file)
+    return {"file": file, "line": line, "function": code.co_qualname, "text": text}

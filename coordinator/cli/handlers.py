@@ -1,0 +1,258 @@
+"""handlers: the ``async def`` handlers that wait; to look at, to cancel, to signal."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import click
+
+from coordinator.cli.common import CommandsOfName, name_argument, operator_name
+from coordinator.config import InstanceSettings
+from coordinator.instances.registry import Registry
+from coordinator.operator import control
+from protocol.command_line import FailedError, counted, echo, echo_json, json_option, print_table
+from protocol.handlers import REASON_CHARACTERS_MAX
+from protocol.shown import printable
+
+REQUEST_TIMEOUT_S = 60.0  # the app answers between two records, and an order is first made durable
+
+Values = dict[str, Any]
+
+
+@click.group(cls=CommandsOfName, invoke_without_command=True, subcommand_metavar="[COMMAND [ARGS]...]")
+@name_argument
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
+def handlers(ctx: click.Context, name: str, as_json: bool) -> None:
+    """Show the 'async def' handlers of NAME that wait: for what, since when, and at which line.
+
+    The instance must be running. Each has an ID, a number of its own in the life of the instance. Of more than 1,000 it
+    shows the oldest.
+    """
+    if ctx.invoked_subcommand is None:
+        _list(_settings_of(ctx), as_json)
+    elif as_json:
+        raise click.UsageError("--json stands alone here: 'explain' has its own")
+
+
+def _settings_of(ctx: click.Context) -> InstanceSettings:
+    """Of the instance that the group was given. Raises RegistryError, ConfigError."""
+    return ctx.ensure_object(Registry).load(ctx.params["name"])
+
+
+def _pass_settings(function: Callable[..., None]) -> Callable[..., None]:
+    @click.pass_context
+    @functools.wraps(function)
+    def with_settings(ctx: click.Context, *arguments: Any, **options: Any) -> None:
+        assert ctx.parent is not None
+        function(_settings_of(ctx.parent), *arguments, **options)
+
+    return with_settings
+
+
+_id_argument = click.argument("wanted", metavar="ID", type=click.IntRange(1, (1 << 63) - 1))
+
+
+def _list(settings: InstanceSettings, as_json: bool) -> None:
+    answer = _ask(settings, "handlers", {})
+    found = [_with_times(one) for one in answer["handlers"]]
+    if as_json:
+        echo_json({"count": answer["count"], "handlers": found})
+    elif not found:
+        echo(f"no handler of {settings.name} waits")
+    else:
+        rows = [_row(one) for one in found]
+        print_table(("ID", "handler", "called by", "since", "waits for", "at"), rows, right=("ID",))
+        if answer["count"] > len(found):
+            echo(f"... and {answer['count'] - len(found):,} more")
+
+
+@handlers.command()
+@_id_argument
+@json_option
+@_pass_settings
+def explain(settings: InstanceSettings, wanted: int, as_json: bool) -> None:
+    """Show one: its arguments, what began it, what it has had so far, what it waits for and what would end that."""
+    found = _ask(settings, "handlers", {"task": wanted})["handler"]
+    if found is None:
+        raise FailedError(
+            f"no handler {wanted} of {settings.name!r} waits: it has ended, or there never was one; 'immortal handlers "
+            f"{settings.name}' lists those that do"
+        )
+    if as_json:
+        echo_json(_with_times(found))
+        return
+    for line in _lines(settings.name, _with_times(found)):
+        echo(printable(line))
+
+
+@handlers.command()
+@_id_argument
+@click.option("--reason", default="", metavar="TEXT", help="Why: the handler and whoever called it are told.")
+@_pass_settings
+def cancel(settings: InstanceSettings, wanted: int, reason: str) -> None:
+    """Cancel a handler: 'Cancelled' is raised where it waits, it cleans up, and ends.
+
+    It is logged, so it holds whatever crashes. Whoever waits for the handler's answer gets CallCancelled. The exit
+    status is 1 if the handler does not wait any more.
+    """
+    if len(reason) > REASON_CHARACTERS_MAX:
+        raise click.UsageError(f"--reason has {len(reason)} characters: {REASON_CHARACTERS_MAX} at most were expected")
+    _order(settings, "cancel", {"task": wanted, "reason": reason})
+
+
+@handlers.command()
+@_id_argument
+@click.argument("event")
+@click.argument("value", default="null")
+@_pass_settings
+def signal(settings: InstanceSettings, wanted: int, event: str, value: str) -> None:
+    """Give a handler the EVENT that it waits for, with VALUE, which is JSON.
+
+    As if a handler had done self.signal(EVENT, VALUE); but it goes to this handler, whoever else waits for that name.
+    The exit status is 1 if it does not wait for EVENT, or VALUE is not of the type that it waits for.
+    """
+    try:
+        decoded = json.loads(value)
+    except ValueError as error:
+        raise click.UsageError(
+            f"VALUE {value!r} is not JSON: {error}; a text needs its own quotes: '\"yes\"'"
+        ) from None
+    _order(settings, "signal", {"task": wanted, "event": event, "value": decoded})
+
+
+# --- asking the coordinator ------------------------------------------------------------------------------------------
+
+
+def _order(settings: InstanceSettings, verb: str, request: Values) -> None:
+    answer = _ask(settings, verb, {**request, "who": operator_name()})
+    text = f"{answer['text']} (record {answer['record']}:{answer['message']})"
+    if not answer["done"]:
+        raise FailedError(printable(text))
+    echo(printable(f"{settings.name}: {text}"))
+
+
+def _ask(settings: InstanceSettings, verb: str, request: Values) -> Values:
+    try:
+        answer = control.query(settings.folder, verb, REQUEST_TIMEOUT_S, argument=request)
+    except control.NotRunningError:
+        raise FailedError(
+            f"{settings.name!r} does not run, and only its app knows what its handlers wait for: start it with "
+            f"'immortal run {settings.name}'; without it, 'immortal replay {settings.name} --state' shows who waits"
+        ) from None
+    except control.RefusedError as error:
+        raise FailedError(error.reason) from None
+    if "error" in answer:
+        raise FailedError(str(answer["error"]))
+    return answer
+
+
+# --- what a handler says ---------------------------------------------------------------------------------------------
+
+
+def _with_times(value: Any) -> Any:
+    """Each time, ns since the Unix epoch, also as text."""
+    from coordinator.cli.records import time_text
+
+    if isinstance(value, list):
+        return [_with_times(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    times = {key[:-3]: time_text(one) for key, one in value.items() if key.endswith("_ns")}
+    return {key: _with_times(one) for key, one in value.items()} | times
+
+
+def _second(time: str) -> str:
+    return f"{time[:19]}Z"
+
+
+def _row(one: Values) -> tuple[str, ...]:
+    waits = "\n".join(map(_wait_in_words, one["waits"])) or "-"
+    if one["cancelled"]:
+        waits = f"cancelled {_second(one['cancelled'][-1]['time'])}, and goes on\n{waits}"
+    at = "\n".join(_place_in_words(frames[-1]) for frames in one["at"] if frames) or "-"
+    return str(one["id"]), one["handler"], _caller_in_words(one), _second(one["since"]), waits, at
+
+
+def _caller_in_words(one: Values) -> str:
+    caller = one["caller"]
+    if caller is None:
+        return "nobody waits"
+    if caller == "":
+        return "itself"
+    return f"client {caller[1:]}" if caller.startswith("~") else str(caller)
+
+
+def _wait_in_words(wait: Values) -> str:
+    kind, since = wait["kind"], _second(wait["since"])
+    if kind == "timer":
+        return f"until {_second(wait['due'])}, since {since}"
+    if kind == "effect":
+        tries = f", attempt {wait['attempt']}" if wait["attempt"] > 1 else ""
+        return f"{wait['for']}{tries}, since {since}"
+    return f"{wait['for']}, since {since}"
+
+
+def _place_in_words(frame: Values) -> str:
+    return f"{frame['file']}:{frame['line']}  {frame['text']}"
+
+
+def _lines(name: str, one: Values) -> Iterator[str]:
+    yield f"handler {one['id']}: {one['handler']}{one['arguments']}"
+    yield f"  since      {one['since']}" + (f", begun anew {one['generation']} times" if one["generation"] else "")
+    called = f", its call {one['call_number']}" if one["caller"] is not None else ""
+    yield f"  called by  {_caller_in_words(one)}{called}"
+    if one["record"] is not None:
+        place = f"message {one['message']} of record {one['record']}"
+        yield f"  begun by   {place}: 'immortal log show {name} {one['record']}'"
+    for cancelled in one["cancelled"]:
+        reason = f": {cancelled['reason']}" if cancelled["reason"] else ""
+        yield f"  cancelled  {cancelled['time']} by {cancelled['who']}{reason}; it goes on"
+    yield ""
+    count = one["steps_count"]
+    yield f"  {counted(count, 'step')} so far{':' if count else ''}"
+    if count > len(one["steps"]):
+        yield f"    ... the last {len(one['steps'])}:"
+    for step in one["steps"]:
+        yield f"    {_step_in_words(step)}"
+    yield ""
+    yield "  waits for:"
+    for wait in one["waits"]:
+        yield f"    {_wait_in_words(wait)}"
+        yield f"      {_what_ends(name, one['id'], wait)}"
+    for frames in one["at"]:
+        yield ""
+        yield "  at:"
+        for frame in frames:
+            yield f"    {frame['file']}:{frame['line']}, in {frame['function']}"
+            if frame["text"]:
+                yield f"      {frame['text']}"
+
+
+def _step_in_words(step: Values) -> str:
+    if not step["step"]:
+        return f"{step['time']}  cancelled"
+    came = "raised" if step["raised"] else "gave"
+    return f"{step['time']}  {step['what']} {came} {step['value']}"
+
+
+def _what_ends(name: str, number: int, wait: Values) -> str:
+    kind = wait["kind"]
+    if kind == "call":
+        to = wait["to"]
+        if not to:
+            return "ends with the answer of a handler of its own: it is in this list, called by itself"
+        return f"ends with the answer of {to}: 'immortal handlers {to}', 'immortal peers show {name}'"
+    if kind == "timer":
+        return f"ends at {wait['due']}"
+    if kind == "event":
+        return (
+            f"ends with self.signal({wait['event']!r}, ...), or 'immortal handlers {name} signal {number} EVENT VALUE'"
+        )
+    if kind == "effect":
+        failed = f"; the attempt before failed: {wait['failure']}" if wait["failure"] else ""
+        return f"ends with its result, or when no attempt is left{failed}"
+    return "-"

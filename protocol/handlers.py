@@ -1,0 +1,90 @@
+"""Handlers that wait, as an operator sees them: what is asked of the app, what it says, and what an operator orders.
+
+A question is answered out of the app's memory, and is not logged. An order is input: an impulse of the instance to
+itself, with ORDER_METHOD_ID, so that each replay obeys it at the same place. `docs/WIRE.md`, part 7.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from protocol.errors import RemoteProtocolError
+from protocol.messages import MessageType, RpcType, encode_incoming_rpc, encode_message
+
+ORDER_METHOD_ID = -4  # the impulse that brings an operator's order
+CANCEL_CALL_METHOD_ID = 1 << 20
+"""A call that cancels an earlier one of the same caller: [number of that, reason]. One above the largest of users, and
+not negative: who does not know it refuses it in words, as any method that there is not."""
+HANDLERS_COUNT_MAX = 1000  # that one answer tells of, the oldest: some MiB, as their arguments are shortened
+REASON_CHARACTERS_MAX = 4096
+
+Verb = Literal["cancel", "signal"]
+NIL = msgspec.Raw(b"\xc0")
+
+
+class HandlersQuestion(msgspec.Struct, array_like=True, frozen=True):
+    """``ticket``: the coordinator's, for the answer. ``task``: the handler that is to be told of whole; 0: all of them,
+    HANDLERS_COUNT_MAX at most.
+
+    With ``sequence_id``: what the order in that message has come to.
+    """
+
+    ticket: int
+    task: int = 0
+    sequence_id: int = -1
+    message_index: int = 0
+
+
+class HandlersAnswer(msgspec.Struct, array_like=True, frozen=True):
+    """``value``: plain values, for people and scripts."""
+
+    ticket: int
+    value: dict[str, Any]
+
+
+class Order(msgspec.Struct, array_like=True, frozen=True):
+    """To the handler ``task``. ``text``: the reason of a "cancel", the name of the event of a "signal", whose ``value``
+    is MessagePack."""
+
+    verb: str
+    task: int
+    text: str
+    who: str = ""
+    value: msgspec.Raw = NIL
+
+
+_decode_question = msgspec.msgpack.Decoder(HandlersQuestion).decode
+_decode_answer = msgspec.msgpack.Decoder(HandlersAnswer).decode
+
+
+def encode_question(question: HandlersQuestion) -> bytes:
+    """A whole HandlersAsked message."""
+    return encode_message(MessageType.HANDLERS_ASKED, msgspec.msgpack.encode(question))
+
+
+def decode_question(data: bytes) -> HandlersQuestion:
+    """Raises RemoteProtocolError."""
+    try:
+        return _decode_question(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RemoteProtocolError(f"a HandlersAsked can't be read: {error}") from None
+
+
+def encode_answer(answer: HandlersAnswer) -> bytes:
+    """A whole Handlers message."""
+    return encode_message(MessageType.HANDLERS, msgspec.msgpack.encode(answer))
+
+
+def decode_answer(data: bytes) -> HandlersAnswer:
+    """Raises RemoteProtocolError."""
+    try:
+        return _decode_answer(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RemoteProtocolError(f"a Handlers can't be read: {error}") from None
+
+
+def encode_order(order: Order) -> bytes:
+    """As a logged call, from its size on."""
+    return encode_incoming_rpc(ORDER_METHOD_ID, RpcType.IMPULSE, msgspec.msgpack.encode(order))

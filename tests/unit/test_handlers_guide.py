@@ -1,0 +1,42 @@
+"""The program of the guide to handlers that wait runs, and does what the guide shows."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import pytest
+
+from coordinator.core import events as ev
+from protocol.handlers import Order
+from tests.helpers.waiting import WaitingInstances
+
+GUIDE = (Path(__file__).parents[2] / "docs" / "guide" / "handlers.md").read_text()
+PROGRAMS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", GUIDE, re.DOTALL))
+
+
+@pytest.fixture
+def orders(monkeypatch: pytest.MonkeyPatch) -> Any:
+    module: Any = ModuleType("orders")
+    monkeypatch.setitem(__import__("sys").modules, "orders", module)
+    exec(compile("# orders.py\n" + PROGRAMS["orders"], "orders.py", "exec"), module.__dict__)
+    return module.Orders
+
+
+def test_orders(orders: Any, tmp_path: Path) -> None:
+    one = WaitingInstances(tmp_path, {"orders": orders})
+    one["orders"].impulse("order", 7)
+    one["orders"].impulse("order", 8)
+    first, second = one.ask("orders", ev.HandlersAsked, 0)["handlers"]
+    assert (first["id"], second["id"]) == (1, 4)
+    assert f"orders.py:{first['at'][0][-1]['line']}  answer = await self.race(" in GUIDE
+    ended = one.cancel("orders", first["id"], "out of stock")["text"]
+    assert f"orders: {ended} (" in GUIDE
+    signal = Order("signal", second["id"], "order 8", "ann", msgspec.Raw(b"\xc3"))
+    given = one.ask("orders", ev.HandlerOrdered, signal)["text"]
+    assert f"orders: {given} (" in GUIDE
+    assert one.app("orders").states == {7: "cancelled: out of stock", 8: "approved: True"}
+    one.close()
