@@ -40,7 +40,8 @@ class Immortal:
     Class keywords: ``serializer="pickle"`` keeps the state with pickle; ``formerly=("Old",)`` names what the class was
     called when older checkpoints were taken; ``version=2`` is the version of the state (by default 1, and with
     :func:`~appsdk.upgrades` one more than the old class's); ``checkpoint="fork"`` takes checkpoints in a child process,
-    beside the handlers; ``concurrent_effects=8`` is how many effects run at once (by default 32); ``on_error`` says
+    beside the handlers; ``concurrent_effects=8`` is how many effects run at once (by default 32), and
+    ``concurrent_handlers=100`` how many ``async def`` handlers (by default without limit); ``on_error`` says
     what an exception does that a handler does not declare, "undo" by default (see :func:`~appsdk.rpc`);
     ``handler_time_limit=timedelta(seconds=30)`` ends the process of a handler that takes longer, as a crash would;
     ``share_tracebacks=True`` tells callers where a call has failed, not only with what.
@@ -63,6 +64,7 @@ class Immortal:
         on_error: OnError | None = None,
         handler_time_limit: timedelta | None = None,
         share_tracebacks: bool | None = None,
+        concurrent_handlers: int | None = None,
         **keywords: Any,
     ) -> None:
         super().__init_subclass__(**keywords)
@@ -79,6 +81,8 @@ class Immortal:
             handler_time_limit = inherited.handler_time_limit
         if share_tracebacks is None:
             share_tracebacks = inherited.share_tracebacks if inherited else False
+        if concurrent_handlers is None and inherited:
+            concurrent_handlers = inherited.concurrent_handlers
         if isinstance(formerly, str):
             raise DefinitionError(f"{cls.__qualname__}: formerly={formerly!r}: a tuple was expected: ({formerly!r},)")
         cls._immortal_definition = define(
@@ -92,6 +96,7 @@ class Immortal:
             on_error,
             handler_time_limit,
             share_tracebacks=share_tracebacks,
+            concurrent_handlers=concurrent_handlers,
         )
 
     def __new__(cls, *arguments: Any, **keywords: Any) -> Self:

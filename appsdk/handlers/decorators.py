@@ -12,6 +12,7 @@ import hashlib
 import inspect
 import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from dataclasses import dataclass
 from datetime import timedelta
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
@@ -99,11 +100,41 @@ if TYPE_CHECKING:
 Raises = Iterable[type[Exception]]
 
 
+@dataclass(frozen=True, slots=True)
+class Running:
+    """``timeout``: how long a run may take. ``limit``: so many run at once, or with ``limit_by`` so many for each value
+    of that parameter."""
+
+    timeout: timedelta | None = None
+    limit: int | None = None
+    limit_by: str | None = None
+
+    def check(self, handler: Handler[Any, Any]) -> None:
+        """Raises DefinitionError."""
+        where, given = f"{handler.name}: @{handler.decorator}", self.limit
+        if self == Running():
+            return
+        if not handler.is_async:
+            raise DefinitionError(f"{where}: timeout and limit are for an 'async def': a 'def' runs to its end at once")
+        if self.timeout is not None and (not isinstance(self.timeout, timedelta) or self.timeout <= timedelta()):
+            raise DefinitionError(
+                f"{where}(timeout={self.timeout!r}): a timedelta was expected, such as timedelta(minutes=5)"
+            )
+        if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
+            raise DefinitionError(f"{where}(limit={given!r}): a number from 1 was expected")
+        if self.limit_by is not None and given is None:
+            raise DefinitionError(f"{where}(limit_by={self.limit_by!r}): limit=... says how many of each")
+        if self.limit_by is not None and self.limit_by not in handler.signature.parameters:
+            known = ", ".join(map(repr, handler.signature.parameters)) or "none"
+            raise DefinitionError(f"{where}(limit_by={self.limit_by!r}): a parameter was expected, of {known}")
+
+
 class Handler(property, Generic[P, R]):
     """A method that logged messages call. ``function`` is what was decorated.
 
     ``raises``: what it may raise for its caller, by name. ``schedule``: when it runs by itself. ``on_error``: what
-    becomes of the state when it raises anything else; None: as the class says.
+    becomes of the state when it raises anything else; None: as the class says. ``running``: how long an ``async def``
+    may run, and how many at once.
     """
 
     def __init__(
@@ -115,6 +146,7 @@ class Handler(property, Generic[P, R]):
         raises: Raises = (),
         schedule: Schedule | None = None,
         on_error: OnError | None = None,
+        running: Running | None = None,
     ) -> None:
         super().__init__()
         self.function = function
@@ -126,6 +158,9 @@ class Handler(property, Generic[P, R]):
         self.raises = checked_raises(f"{self.name}: @{decorator}", raises)
         self.schedule = schedule
         self.on_error = None if on_error is None else checked_on_error(f"{self.name}: @{decorator}", on_error)
+        running = running or Running()
+        running.check(self)
+        self.timeout, self.limit, self.limit_by = running.timeout, running.limit, running.limit_by
         self.method_id = self._checked_id(method_id)
         self.key = ""
         self.__doc__ = function.__doc__
@@ -218,7 +253,15 @@ def rpc(function: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], /) -> A
 @overload
 def rpc(function: Callable[Concatenate[Any, P], R], /) -> Handler[P, R]: ...
 @overload
-def rpc(*, id: int = ..., raises: Raises = ..., on_error: OnError = ...) -> _Decorator: ...
+def rpc(
+    *,
+    id: int = ...,
+    raises: Raises = ...,
+    on_error: OnError = ...,
+    timeout: timedelta = ...,
+    limit: int = ...,
+    limit_by: str = ...,
+) -> _Decorator: ...
 def rpc(
     function: Callable[..., Any] | None = None,
     /,
@@ -226,6 +269,9 @@ def rpc(
     id: int | None = None,  # noqa: A002
     raises: Raises = (),
     on_error: OnError | None = None,
+    timeout: timedelta | None = None,
+    limit: int | None = None,
+    limit_by: str | None = None,
 ) -> Any:
     """A method that other instances call: with ``proxy.method.fork(...)``, or ``await proxy.method(...)``.
 
@@ -233,9 +279,13 @@ def rpc(
     changes while calls are under way, and for two names whose IDs collide. ``raises`` lists the exceptions that go to
     a caller that waits, as they are; the state stays as the handler left it. ``on_error`` says what any other one does,
     in place of what the class says: "undo" (the call fails, and the state is as before it), "keep" (the call fails, the
-    state stays), or "stop" (the app stops). Raises DefinitionError.
+    state stays), or "stop" (the app stops).
+
+    Of an ``async def``: what still runs after ``timeout`` is cancelled (:class:`~appsdk.Cancelled`). At most ``limit``
+    run at once, or with ``limit_by`` that many for each value of that parameter; other calls wait for their turn.
+    Raises DefinitionError.
     """
-    decorator = _Decorator("rpc", id, raises, on_error=on_error)
+    decorator = _Decorator("rpc", id, raises, on_error=on_error, running=Running(timeout, limit, limit_by))
     return decorator if function is None else decorator(function)
 
 
@@ -266,16 +316,21 @@ def impulse(function: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], /) 
 @overload
 def impulse(function: Callable[Concatenate[Any, P], R], /) -> Handler[P, R]: ...
 @overload
-def impulse(*, id: int = ..., on_error: OnError = ...) -> _Decorator: ...
+def impulse(
+    *, id: int = ..., on_error: OnError = ..., timeout: timedelta = ..., limit: int = ..., limit_by: str = ...
+) -> _Decorator: ...
 def impulse(
     function: Callable[..., Any] | None = None,
     /,
     *,
     id: int | None = None,  # noqa: A002
     on_error: OnError | None = None,
+    timeout: timedelta | None = None,
+    limit: int | None = None,
+    limit_by: str | None = None,
 ) -> Any:
     """A method for input from the outside world, sent with an :class:`Impulses` handle. Options: see :func:`rpc`."""
-    decorator = _Decorator("impulse", id, on_error=on_error)
+    decorator = _Decorator("impulse", id, on_error=on_error, running=Running(timeout, limit, limit_by))
     return decorator if function is None else decorator(function)
 
 
@@ -308,12 +363,14 @@ class _Decorator:
         raises: Raises = (),
         schedule: Schedule | None = None,
         on_error: OnError | None = None,
+        running: Running | None = None,
     ) -> None:
         self._decorator = decorator
         self._method_id = method_id
         self._raises = raises
         self._schedule = schedule
         self._on_error = on_error
+        self._running = running
 
     @overload
     def __call__(self, function: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], /) -> AsyncHandler[P, R]: ...
@@ -327,6 +384,7 @@ class _Decorator:
             raises=self._raises,
             schedule=self._schedule,
             on_error=self._on_error,
+            running=self._running,
         )
         if handler.is_query and handler.is_async:
             raise DefinitionError(

@@ -90,6 +90,7 @@ class Definition:
     on_error: OnError = "undo"
     handler_time_limit: timedelta | None = None  # a handler that takes longer ends the process
     share_tracebacks: bool = False  # with who waits for a call that fails
+    concurrent_handlers: int | None = None  # how many 'async def' handlers run at once
     upgrades: Definition | None = None  # the class that its upgrade() starts from; set by @upgrades
     retries_refused: bool = False  # at its upgrade; set by @upgrades
     handlers: dict[str, Handler[Any, Any]] = field(default_factory=dict)
@@ -201,6 +202,7 @@ def define(
     handler_time_limit: timedelta | None = None,
     *,
     share_tracebacks: bool = False,
+    concurrent_handlers: int | None = None,
 ) -> Definition:
     """Collect and check the class. Raises DefinitionError."""
     if serializer not in ("msgspec", "pickle"):
@@ -211,10 +213,9 @@ def define(
         isinstance(version, bool) or not isinstance(version, int) or not 1 <= version <= VERSION_MAX
     ):
         raise DefinitionError(f"{cls.__qualname__}: version={version!r}: a number from 1 to {VERSION_MAX} was expected")
-    if isinstance(concurrent_effects, bool) or not isinstance(concurrent_effects, int) or concurrent_effects < 1:
-        raise DefinitionError(
-            f"{cls.__qualname__}: concurrent_effects={concurrent_effects!r}: a number from 1 was expected"
-        )
+    for name, number in {"concurrent_effects": concurrent_effects, "concurrent_handlers": concurrent_handlers}.items():
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+            raise DefinitionError(f"{cls.__qualname__}: {name}={number!r}: a number from 1 was expected")
     if handler_time_limit is not None and (
         not isinstance(handler_time_limit, timedelta) or handler_time_limit <= timedelta()
     ):
@@ -233,6 +234,7 @@ def define(
         checked_on_error(cls.__qualname__, on_error),
         handler_time_limit,
         share_tracebacks,
+        concurrent_handlers,
     )
     _check_names(cls, base)
     for ancestor in reversed(cls.__mro__):

@@ -89,6 +89,8 @@ def shown_tasks(definition: Definition, saved: SavedTasks) -> Fields:
     shown = Fields()
     if saved.tasks:
         shown["$waiting"] = [_shown_task(definition, task) for task in saved.tasks]
+    if saved.queued:
+        shown["$queued"] = [_shown_task(definition, call) for call in saved.queued]
     if saved.signals:
         signals = {name: [_decoded(value) for value in values] for name, values in saved.signals.items()}
         shown["$signals"] = signals

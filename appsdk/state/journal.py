@@ -77,6 +77,7 @@ class SavedTasks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     schedules: dict[int, int] = {}  # when each is due next, ns since the Unix epoch, by method ID
     jumps: list[tuple[int, int]] = []  # of the clock, while timers of before are pending: since when, and by how much
     jumped_to_ns: int = 0  # the last of all
+    queued: list[SavedTask] = []  # calls that wait for their turn; ``started_ns``: when they came
 
 
 class JournalError(StateError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -26,6 +26,17 @@ class ToldTime(msgspec.Struct, array_like=True, frozen=True):
     jumped_ns: int = 0
 
 
+class Deadline(msgspec.Struct, frozen=True):
+    """By when the handler ``number`` is to have ended: as a timer that began with it. Times in ns since the epoch."""
+
+    number: int
+    began_ns: int
+    detail: int  # when it is due, as a timer has it
+
+
+Due: TypeAlias = Timer | Deadline
+
+
 class Clock:
     """``schedules``: when each handler with a schedule is due next, in ns since the Unix epoch, by method ID.
 
@@ -36,14 +47,14 @@ class Clock:
         self.schedules: dict[int, int] = {}
         self.jumps: list[tuple[int, int]] = []
         self.jumped_to_ns = 0  # by the last jump that the log has
-        self._timers: dict[int, Timer] = {}
+        self._timers: dict[int, Due] = {}
         self._due: list[tuple[int, int]] = []  # a heap of (when, number of the timer), cancelled ones among them
 
-    def add(self, timer: Timer) -> None:
+    def add(self, timer: Due) -> None:
         self._timers[timer.number] = timer
         heapq.heappush(self._due, (self.due_ns(timer), timer.number))
 
-    def remove(self, timer: Timer) -> None:
+    def remove(self, timer: Due) -> None:
         self._timers.pop(timer.number, None)
         if len(self._due) > 2 * len(self._timers) + _UNUSED_COUNT_MIN:
             self._make_heap()
@@ -52,7 +63,7 @@ class Clock:
         self._due = [(self.due_ns(timer), number) for number, timer in self._timers.items()]
         heapq.heapify(self._due)
 
-    def due_ns(self, timer: Timer) -> int:
+    def due_ns(self, timer: Due) -> int:
         began_ns = timer.began_ns
         if not self.jumps or began_ns is None:
             return timer.detail
@@ -82,12 +93,13 @@ class Clock:
         due += [self._due[0][0]] if self._due else []
         return min(due, default=None)
 
-    def take_timers(self, time_ns: int) -> list[Timer]:
+    def take_timers(self, time_ns: int) -> list[Due]:
         """Those that are due at ``time_ns``, in the order of their times."""
         found = []
         while self._due and self._due[0][0] <= time_ns:
             _, number = heapq.heappop(self._due)
-            if (timer := self._timers.get(number)) is not None:
+            timer = self._timers.get(number)
+            if timer is not None and self.due_ns(timer) <= time_ns:  # a deadline may have been put off
                 found.append(timer)
         return found
 

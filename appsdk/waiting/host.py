@@ -50,6 +50,10 @@ class Host:
         """The ``self`` of the handler that ``task`` runs."""
         raise NotImplementedError
 
+    def began(self, task: Any) -> None:
+        """It goes on from its beginning, with other arguments."""
+        raise NotImplementedError
+
     def _signalled(self, event: Event, value: bytes) -> None:
         raise NotImplementedError
 

@@ -16,7 +16,7 @@ import msgspec
 
 from appsdk.calls.report import describe_arguments
 from appsdk.effects.request import encodable
-from appsdk.state.journal import CANCEL_STEP, TIMER, Entry, described
+from appsdk.state.journal import CANCEL_STEP, TIMER, Entry, SavedTask, described
 from appsdk.waiting.effects import Effect
 from appsdk.waiting.operations import Call, Event, Operation, Timer
 from appsdk.waiting.waits import Fiber, Wait
@@ -33,17 +33,44 @@ STEPS_MAX = 1000  # of one handler that are told, the last
 
 def describe_all(tasks: Tasks) -> Values:
     """The oldest HANDLERS_COUNT_MAX; ``count``: of all."""
-    found = sorted(tasks.all_waiting, key=attrgetter("number"))
-    return {"count": len(found), "handlers": [_described(tasks, task) for task in found[:HANDLERS_COUNT_MAX]]}
+    found: list[Task | SavedTask] = sorted(
+        [*tasks.all_waiting, *tasks.limits.queued.values()], key=attrgetter("number")
+    )
+    return {"count": len(found), "handlers": [_any_described(tasks, one) for one in found[:HANDLERS_COUNT_MAX]]}
 
 
 def describe_one(tasks: Tasks, number: int) -> Values:
     """``handler`` None: none of that number waits."""
     task = tasks.waiting(number)
     if task is None:
-        return {"handler": None}
+        queued = tasks.limits.queued.get(number)
+        return {"handler": None if queued is None else _queued(tasks, queued) | {"steps": [], "steps_count": 0}}
     steps = [_step(task, entry) for entry in task.entries[-STEPS_MAX:]]
     return {"handler": _described(tasks, task) | {"steps": steps, "steps_count": len(task.entries)}}
+
+
+def _any_described(tasks: Tasks, one: Task | SavedTask) -> Values:
+    return _queued(tasks, one) if isinstance(one, SavedTask) else _described(tasks, one)
+
+
+def _queued(tasks: Tasks, call: SavedTask) -> Values:
+    """A call that waits for its turn."""
+    handler = tasks.definition.by_method_id[call.method_id]
+    waits = {"step": 0, "for": tasks.limits.describe(call), "since_ns": call.started_ns, "number": 0, "kind": "other"}
+    return {
+        "id": call.number,
+        "handler": handler.function.__qualname__,
+        "arguments": encodable(describe_arguments(tasks.codec(handler).decode(call.arguments))),
+        "since_ns": call.started_ns,
+        "caller": call.caller,
+        "call_number": call.call_number,
+        "record": None if call.sequence_id < 0 else call.sequence_id,
+        "message": call.message_index,
+        "generation": 0,
+        "waits": [waits],
+        "at": [],
+        "cancelled": [],
+    }
 
 
 def _described(tasks: Tasks, task: Task) -> Values:

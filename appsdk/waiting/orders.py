@@ -23,7 +23,7 @@ class Orders:
     """Those of one instance. Outcomes are plain values: ``done`` says whether the order was carried out.
 
     ``waiting``: the handler of a number, if it waits. ``cancel`` (task, reason, who) and ``give`` (event, value) let it
-    go on.
+    go on. ``give_up`` (number, reason): a call that waits for its turn, by the name of its handler.
     """
 
     def __init__(
@@ -32,11 +32,13 @@ class Orders:
         waiting: Callable[[int], Task | None],
         cancel: Callable[[Task, str, str], None],
         give: Callable[[Event, bytes], None],
+        give_up: Callable[[int, str], str | None],
     ) -> None:
         self._context = context
         self._waiting = waiting
         self._cancel = cancel
         self._give = give
+        self._give_up = give_up
         self._outcomes: dict[tuple[int, int], dict[str, Any]] = {}
 
     def outcome(self, sequence_id: int, message_index: int) -> dict[str, Any]:
@@ -54,6 +56,8 @@ class Orders:
 
     def _obey(self, order: Order) -> tuple[bool, str]:
         task = self._waiting(order.task)
+        if task is None and order.verb == "cancel" and (name := self._give_up(order.task, order.text)) is not None:
+            return True, f"{name} was cancelled before its turn"
         if task is None:
             return False, f"no handler {order.task} waits: it has ended, or there never was one"
         if order.verb == "cancel":

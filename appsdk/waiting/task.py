@@ -201,6 +201,7 @@ class Task(Owner):
         self.arguments = continuation.arguments
         self.generation += 1
         self._begin()
+        self.tasks.began(self)
 
     def resolve(self, operation: Operation, raised: bool, value: bytes, time_ns: int) -> None:
         """What ``operation`` waited for is there: go on. Raises HandlerError."""

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -22,11 +23,12 @@ from appsdk.calls.outbox import make_writer
 from appsdk.errors import AS_RPC, Cancelled, HandlerError, QueryError, UsageError
 from appsdk.handlers.decorators import CLOCK_METHOD_ID, Handler
 from appsdk.handlers.definition import Definition
-from appsdk.state.journal import WAYS_OUT, JournalError, SavedTask, SavedTasks, declared_name, encode_raised
-from appsdk.waiting.clock import Clock
+from appsdk.state.journal import WAYS_OUT, Entry, JournalError, SavedTask, SavedTasks, declared_name, encode_raised
+from appsdk.waiting.clock import Clock, Deadline
 from appsdk.waiting.effects import EffectResult
 from appsdk.waiting.host import Host
-from appsdk.waiting.operations import NOTHING, Call, Event
+from appsdk.waiting.limits import Limits
+from appsdk.waiting.operations import NOTHING, Call, Event, Timer
 from appsdk.waiting.orders import Orders
 from appsdk.waiting.signals import encode_signal
 from appsdk.waiting.task import Task
@@ -44,6 +46,13 @@ class _ReturnedValue(msgspec.Struct, array_like=True, gc=False):
 
 class _ReturnedNothing(msgspec.Struct, array_like=True, gc=False):
     number: int
+
+
+DEADLINE = "its timeout"  # who has cancelled a handler that had none left
+
+
+def is_deadline(task: Task, entry: Entry) -> bool:
+    return task.cancellation(entry)[1] == DEADLINE
 
 
 _take_call_number = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
@@ -65,7 +74,9 @@ class Tasks(Host):
         self._failed_wait: bytes | None = None  # what comes in place of all that is waited for
         self._told_ns: int | None = None  # the time in an impulse that is on its way
         self._scheduled: list[Handler[Any, Any]] = []
-        self.orders = Orders(context, self.waiting, self._cancel, self._give)
+        self.limits = Limits()
+        self._deadlines: dict[int, Deadline] = {}  # by number
+        self.orders = Orders(context, self.waiting, self._cancel, self._give, self._give_up)
 
     def make_self(self, task: Any) -> TaskSelf:
         return TaskSelf(task)
@@ -74,6 +85,7 @@ class Tasks(Host):
         """From here on this class's code runs. Raises JournalError where it is not what those that wait ran."""
         saved = self.save()
         self.definition, self.instance = definition, instance
+        self.limits.use(definition)
         self.handler_runs.use(definition, instance)
         self.members.clear()
         self.peer_targets.clear()
@@ -106,6 +118,7 @@ class Tasks(Host):
             schedules=dict(self.clock.schedules),
             jumps=self.clock.jumps_that_count(),
             jumped_to_ns=self.clock.jumped_to_ns,
+            queued=list(self.limits.queued.values()),
         )
 
     def restore(self, saved: SavedTasks) -> None:
@@ -122,10 +135,18 @@ class Tasks(Host):
         self._next_number = saved.next_number
         self._tasks.clear()
         self._by_call.clear()
+        self._deadlines.clear()
+        self.limits.use(self.definition)
         for one in saved.tasks:
             task = self._tasks[one.number] = Task.rebuild(self, self._handler_of(one), one)
             if task.caller is not None:
                 self._by_call.setdefault((task.caller, task.call_number), []).append(task)
+            self.began(task)
+        for one in saved.queued:
+            self._handler_of(one)
+            self.limits.queued[one.number] = one
+        if saved.queued:  # limits of another version may let more of them begin, with what comes next
+            self._queue.append(self._begin_next)
         self.events.sort()
 
     def _handler_of(self, saved: SavedTask) -> Handler[Any, Any]:
@@ -206,21 +227,77 @@ class Tasks(Host):
     def _start(
         self, handler: Handler[Any, Any], arguments: tuple[Any, ...], caller: str | None, call_number: int
     ) -> None:
-        number = self.draw_number()
-        time_ns = self.context.record_time_ns or 0
-        task = self._tasks[number] = Task(
-            self, handler, number, encoder.encode(arguments), caller, call_number, time_ns
+        context = self.context
+        number, time_ns = self.draw_number(), context.record_time_ns or 0
+        place = context.sequence_id, context.message_index
+        call = SavedTask(
+            number, 0, handler.method_id, encoder.encode(arguments), caller, call_number, time_ns, [], [], *place
         )
-        task.began_at = self.context.sequence_id, self.context.message_index
+        if self.limits.has_room(handler, call.arguments):
+            self._begin(call, handler)
+        else:
+            self.limits.queued[number] = call
+        self.drain()
+
+    def _begin(self, call: SavedTask, handler: Handler[Any, Any]) -> None:
+        """Raises HandlerError."""
+        number, caller, time_ns = call.number, call.caller, self.context.record_time_ns or 0
+        task = self._tasks[number] = Task(self, handler, number, call.arguments, caller, call.call_number, time_ns)
+        task.began_at = call.sequence_id, call.message_index
         if caller is not None:
-            self._by_call.setdefault((caller, call_number), []).append(task)
+            self._by_call.setdefault((caller, call.call_number), []).append(task)
+        self.began(task)
         task.advance()
         if task.is_done:
             self._end(task)
-        self.drain()
+
+    def _begin_next(self) -> None:
+        """Those whose turn it is. Raises HandlerError."""
+        while (call := self.limits.take_next()) is not None:
+            self._begin(call, self._handler_of(call))
+
+    def began(self, task: Task) -> None:
+        """Its run, or with continue_as its next one: it counts for limits, and has so much time from here on."""
+        number = task.number
+        if number in self._tasks:
+            self.limits.ended(number)
+        self.limits.began(number, task.handler, task.arguments)
+        if self.limits.queued:
+            self._queue.append(self._begin_next)
+        timeout = task.handler.timeout
+        if timeout is None or not task.started_ns or any(is_deadline(task, entry) for entry in task.cancelled):
+            return
+        due_ns = task.started_ns + timeout // timedelta(microseconds=1) * 1000
+        deadline = self._deadlines[number] = Deadline(number, task.started_ns, due_ns)
+        self.clock.add(deadline)
+
+    def _expire(self, deadline: Deadline) -> None:
+        """Raises HandlerError."""
+        if self._deadlines.get(deadline.number) is deadline:
+            self._forget_deadline(deadline.number)
+            task = self._tasks[deadline.number]
+            self._cancel(task, f"it has not ended within {task.handler.timeout}", DEADLINE)
+
+    def _forget_deadline(self, number: int) -> None:
+        if (deadline := self._deadlines.pop(number, None)) is not None:
+            self.clock.remove(deadline)
+
+    def _give_up(self, number: int, reason: str) -> str | None:
+        """A call that waits for its turn does so no more; of which handler it was."""
+        call = self.limits.queued.pop(number, None)
+        if call is None:
+            return None
+        handler = self._handler_of(call)
+        if call.caller is not None:
+            self._answer_cancelled(handler, call.caller, call.call_number, reason)
+        return handler.function.__qualname__
 
     def _end(self, task: Task) -> None:
         del self._tasks[task.number]
+        self._forget_deadline(task.number)
+        self.limits.ended(task.number)
+        if self.limits.queued:
+            self._queue.append(self._begin_next)
         if task.caller is not None:
             calls = self._by_call[task.caller, task.call_number]
             calls.remove(task)
@@ -252,10 +329,12 @@ class Tasks(Host):
         """As it was told to: no failure of its own, and no dead letter. Who waits is told."""
         task.drop_pending()
         if task.caller is not None:
-            context = self.context
-            where = reference(context.instance_name, context.sequence_id, context.message_index)
-            failed = encode_failed(CANCELLED, cancelled.reason, where)
-            self.answers.answer(task.handler, task.caller, task.call_number, True, failed)
+            self._answer_cancelled(task.handler, task.caller, task.call_number, cancelled.reason)
+
+    def _answer_cancelled(self, handler: Handler[Any, Any], caller: str, call_number: int, reason: str) -> None:
+        context = self.context
+        where = reference(context.instance_name, context.sequence_id, context.message_index)
+        self.answers.answer(handler, caller, call_number, True, encode_failed(CANCELLED, reason, where))
 
     def _end_failed(self, task: Task, error: HandlerError) -> None:
         """An async handler has changed no state by itself, so there is nothing to undo: who waits is told."""
@@ -352,8 +431,14 @@ class Tasks(Host):
     def cancel_call(self, caller: str, number: int, cancelled: int, reason: str) -> None:
         """``caller`` cancels an earlier call of its own, and is told whether that still waited. Raises HandlerError."""
         calls = self._by_call.get((caller, cancelled), [])
-        if found := bool(calls):
-            self._cancel(calls[0], reason[:REASON_CHARACTERS_MAX], f"its caller, {caller or 'the instance itself'}")
+        queued = self.limits.queued.values()
+        waits = next((one.number for one in queued if (one.caller, one.call_number) == (caller, cancelled)), None)
+        reason = reason[:REASON_CHARACTERS_MAX]
+        if found := bool(calls) or waits is not None:
+            if calls:
+                self._cancel(calls[0], reason, f"its caller, {caller or 'the instance itself'}")
+            elif waits is not None:
+                self._give_up(waits, reason)
         self.answers.answer_value(Caller(caller, number, CANCEL_CALL_METHOD_ID), found)
         self.drain()
 
@@ -380,8 +465,11 @@ class Tasks(Host):
             self._told_ns = None
         for handler in self.clock.take_schedules(time_ns, decided, self._scheduled):
             self.fork("", handler)()
-        for timer in self.clock.take_timers(time_ns):
-            self._queue.append(partial(self._resolve, timer, False, NOTHING))
+        for due in self.clock.take_timers(time_ns):
+            if isinstance(due, Timer):
+                self._queue.append(partial(self._resolve, due, False, NOTHING))
+            else:
+                self._queue.append(partial(self._expire, due))
         self.drain()
 
     @property

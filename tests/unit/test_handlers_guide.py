@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,12 +12,27 @@ from typing import Any
 import msgspec
 import pytest
 
+from appsdk.testing import Environment
 from coordinator.core import events as ev
 from protocol.handlers import Order
 from tests.helpers.waiting import WaitingInstances
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "guide" / "handlers.md").read_text()
 PROGRAMS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", GUIDE, re.DOTALL))
+
+
+def test_kitchen(immortal_env: Environment) -> None:
+    module: Any = ModuleType("kitchen")
+    sys.modules["kitchen"] = module
+    try:
+        exec(compile("# kitchen.py\n" + PROGRAMS["kitchen"], "kitchen.py", "exec"), module.__dict__)
+        kitchen = immortal_env.start(module.Kitchen, "kitchen")
+        began = immortal_env.now
+        calls = [kitchen.begin(module.Kitchen.cook_one, f"{number}", "ann") for number in range(3)]
+        assert [call.result() for call in calls] == ["0, by ann", "1, by ann", "2, by ann"]
+        assert immortal_env.now - began == timedelta(minutes=20)
+    finally:
+        del sys.modules["kitchen"]
 
 
 @pytest.fixture
