@@ -18,7 +18,8 @@ from typing import Any, Protocol
 import msgspec
 
 from appsdk.calls.annotations import signature_of
-from appsdk.calls.codec import ArgumentCodec, encoder
+from appsdk.calls.codec import ArgumentCodec, encoder, unencodable
+from appsdk.calls.failures import misfit_text
 from appsdk.calls.report import user_traceback
 from appsdk.effects.options import EffectContext, EffectOptions, current_context
 from appsdk.errors import DefinitionError, EffectFailed, UsageError
@@ -45,6 +46,18 @@ class EffectFunction:
             for parameter in self.codec.signature.parameters.values()
             if parameter.kind is inspect.Parameter.KEYWORD_ONLY
         ]
+
+    def encode_arguments(self, arguments: tuple[Any, ...]) -> bytes:
+        """By position. Raises TypeError for what is not what its annotations say."""
+        try:
+            encoded = encoder.encode(arguments)
+        except Exception as error:
+            raise unencodable(self.codec.name, self.codec.signature.parameters, arguments, error) from None
+        try:
+            self.arguments(encoded)
+        except Exception as error:
+            raise TypeError(misfit_text(self.codec, error, encoded, 0)) from None
+        return encoded
 
     def arguments(self, encoded: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """By position and by name."""

@@ -120,6 +120,9 @@ class _Step(EffectFunction):
         self.decode_result = msgspec.msgpack.decode
         self._body = body
 
+    def encode_arguments(self, arguments: tuple[Any, ...]) -> bytes:
+        return encoder.encode(arguments)  # none: they are in the body
+
     def arguments(self, encoded: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (self._body,), {}
 

@@ -14,9 +14,7 @@ from typing import Any
 
 import msgspec
 
-from appsdk.calls.codec import encoder, unencodable
 from appsdk.calls.context import Context
-from appsdk.calls.failures import misfit_text
 from appsdk.calls.outbox import make_writer
 from appsdk.effects.options import EffectOptions
 from appsdk.effects.request import EffectFunction, EffectRequest, EffectRunner
@@ -54,15 +52,7 @@ class Effect(Operation):
         self.encoded = b""
 
     def _start(self) -> None:
-        codec = self.function.codec
-        try:
-            self.encoded = encoder.encode(self._arguments)
-        except Exception as error:
-            raise unencodable(codec.name, codec.signature.parameters, self._arguments, error) from None
-        try:
-            self.function.arguments(self.encoded)
-        except Exception as error:
-            raise TypeError(misfit_text(codec, error, self.encoded, 0)) from None
+        self.encoded = self.function.encode_arguments(self._arguments)
         self._arguments = ()
         self.detail = crc64(self.encoded)
         self.task.begin(self)

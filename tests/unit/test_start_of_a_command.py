@@ -43,6 +43,7 @@ OURS = {
     "protocol.errors",
     "protocol.extensions",
     "protocol.file_lock",
+    "protocol.handlers",
     "protocol.limits",
     "protocol.messages",
     "protocol.private_files",
