@@ -127,7 +127,7 @@ def draw(seed: int) -> Plan:
 def _with_verdicts(plan: Plan) -> Plan:
     """Where messages fail, with crashes in the moment that counts: a verdict is on its way to the disk."""
     rng = plan.stream("verdicts")
-    if not plan.fails:
+    if not plan.fails or any(fault.kind in _OF_THEIR_OWN for fault in plan.faults):
         return plan
     more = [Fault(rng.randrange(1, 300), "crash at a verdict", rng.random()) for _ in range(rng.randrange(3))]
     return replace(plan, faults=tuple(sorted([*plan.faults, *more], key=lambda fault: fault.at_effect)))
@@ -147,6 +147,8 @@ def _with_other_logs(plan: Plan) -> Plan:
     return replace(plan, followers=followers, faults=tuple(faults), fails=plan.fails and not followers)
 
 
+# What these need to show is rare enough: a crash in another moment takes it away.
+_OF_THEIR_OWN = ("upgrade", "failing upgrade", "clock jump")
 # Not beside followers. A follower's clock is that of another machine here: how far the two are apart is not looked at.
 _ALONE = (*DAMAGE, "upgrade", "failing upgrade", "clock jump")
 
