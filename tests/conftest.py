@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
+from coordinator.instances.registry import PORTS_VARIABLE
 from protocol import compiled
 from tests.helpers import kinds
 from tests.helpers.memory import in_memory
@@ -40,9 +42,10 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("shared machine", deadline=None)  # how long one example takes, is up to the others
     settings.load_profile("shared machine")
     if hasattr(config, "workerinput"):
-        from tests.helpers.side_by_side import Room
+        from tests.helpers.side_by_side import Room, ports_of
 
         config.stash[ROOM] = Room(Path(config.workerinput["room"]))
+        os.environ[PORTS_VARIABLE] = ports_of(config.workerinput["workerid"], config.workerinput["workercount"])
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import socket
 import stat
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -33,8 +34,11 @@ HOME_DEFAULT = ".immortal"
 _LOCK_FILE_NAME = ".lock"
 PUBLIC_KEYS_FILE_NAME = "public_keys"  # here, as coordinator.peers.keys needs ZeroMQ, whose loading takes long
 LOCK_TIMEOUT_S = 10.0  # a change takes milliseconds
+PORTS_VARIABLE = "IMMORTAL_PORTS"  # "7000-7099": from where free ports are taken, such as what a firewall lets through
 _PORT_LOWEST = 15000  # below are the ports that well-known services take
+_PORT_HIGHEST = 65535
 _PORT_TRIES_MAX = 500
+_RANDOM = random.SystemRandom()
 
 
 class RegistryError(ImmortalError):
@@ -270,21 +274,43 @@ def _require_backend(url: str) -> None:
 def free_port(hosts: Sequence[str], taken: Set[int]) -> int:
     """A port that nobody listens at on any of ``hosts`` and that is not in ``taken``. Raises RegistryError.
 
-    Outside the range from which the kernel takes ports for outgoing connections: such a port could be in use by
-    a connection when the coordinator comes back after a crash, even by a peer's own attempt to reach it.
+    One of those that IMMORTAL_PORTS names. Without it one outside the range from which the kernel takes ports for
+    outgoing connections: such a port could be in use by a connection when the coordinator comes back after a crash,
+    even by a peer's own attempt to reach it.
     """
-    lowest_outgoing = _lowest_outgoing_port()
-    if lowest_outgoing > _PORT_LOWEST + _PORT_TRIES_MAX:
-        candidates = random.sample(range(_PORT_LOWEST, lowest_outgoing), _PORT_TRIES_MAX)
-    else:
-        candidates = []
-    for port in (*candidates, *[0] * _PORT_TRIES_MAX):
+    asked = os.environ.get(PORTS_VARIABLE)
+    for port in _any_ports() if asked is None else _shuffled(_ports_asked(asked)):
         found = _bind(hosts[0], port)
         if found is None or found in taken:
             continue
         if all(_bind(other, found) is not None for other in hosts[1:]):
             return found
-    raise RegistryError(f"no free port was found at {' and '.join(hosts)}")
+    where = "" if asked is None else f", of those that {PORTS_VARIABLE} names: {asked}"
+    raise RegistryError(f"no free port was found at {' and '.join(hosts)}{where}")
+
+
+def _ports_asked(text: str) -> range:
+    """What IMMORTAL_PORTS says. Raises RegistryError."""
+    found = re.fullmatch(r"([0-9]{1,5})-([0-9]{1,5})", text)
+    lowest, highest = (0, 0) if found is None else (int(found[1]), int(found[2]))
+    if not 0 < lowest <= highest <= _PORT_HIGHEST:
+        raise RegistryError(
+            f"{PORTS_VARIABLE} must be two numbers from 1 to {_PORT_HIGHEST}, the lowest port and the highest,"
+            f" such as 7000-7099, not {text!r}"
+        )
+    return range(lowest, highest + 1)
+
+
+def _any_ports() -> Iterator[int]:
+    lowest_outgoing = _lowest_outgoing_port()
+    if lowest_outgoing > _PORT_LOWEST + _PORT_TRIES_MAX:
+        yield from _shuffled(range(_PORT_LOWEST, lowest_outgoing))
+    yield from [0] * _PORT_TRIES_MAX
+
+
+def _shuffled(ports: range) -> list[int]:
+    """Some of them. Not by the generator that programs seed: two that run side by side would take the same ones."""
+    return _RANDOM.sample(ports, min(len(ports), _PORT_TRIES_MAX))
 
 
 def _lowest_outgoing_port() -> int:

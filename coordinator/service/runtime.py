@@ -103,7 +103,9 @@ class Coordinator:
         self._limited = Limited(lines)
         self._metrics = None if settings.metrics is None else Metrics(settings)
         sinks: list[Sink] = [self._limited, Readiness(self._is_ready)]
-        self._log = log = Notices(settings.name, *sinks, *([] if self._metrics is None else [self._metrics.sink]))
+        if self._metrics is not None:
+            sinks.insert(0, self._metrics.sink)  # what a line says is counted by then
+        self._log = log = Notices(settings.name, *sinks)
         self._clock = InstanceClock(
             settings.folder,
             None if store is None else store.summary(),

@@ -10,6 +10,16 @@ from xdist.scheduler import LoadScopeScheduling
 from tests.helpers.kinds import group_of
 
 
+PORTS = range(15000, 32768)  # below those of outgoing connections
+
+
+def ports_of(worker: str, workers: int) -> str:
+    """IMMORTAL_PORTS for one of the processes, "gw0", "gw1" and so on: what one registers, no other one binds first."""
+    size = len(PORTS) // workers
+    lowest = PORTS.start + size * int(worker.removeprefix("gw"))
+    return f"{lowest}-{lowest + size - 1}"
+
+
 class Groups(LoadScopeScheduling):
     """Hands out group after group, in the order of the tests."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import threading
 from pathlib import Path
@@ -87,6 +88,31 @@ def test_a_free_port_is_free_and_none_for_outgoing_connections() -> None:
     assert port < lowest_outgoing or lowest_outgoing < 16000
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", port))
+
+
+def test_free_ports_come_from_where_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1]
+        monkeypatch.setenv("IMMORTAL_PORTS", f"{port}-{port}")
+        with pytest.raises(RegistryError, match=f"no free port was found at 127.0.0.1, of those .* {port}-{port}"):
+            free_port(("127.0.0.1",), set())
+    assert free_port(("127.0.0.1",), set()) == port
+
+
+@pytest.mark.parametrize("text", ["", "7000", "7099-7000", "0-7", "1-65536", "7000-x", "-7000-7099"])
+def test_ports_that_are_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IMMORTAL_PORTS", text)
+    with pytest.raises(RegistryError, match=f"IMMORTAL_PORTS must be .* such as 7000-7099, not '{text}'"):
+        free_port(("127.0.0.1",), set())
+
+
+def test_programs_that_seed_alike_get_ports_of_their_own() -> None:
+    found = set()
+    for _ in range(2):
+        random.seed(0)
+        found.add(free_port(("127.0.0.1",), set()))
+    assert len(found) == 2
 
 
 def test_a_port_is_free_on_all_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
