@@ -9,7 +9,6 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests.helpers.kinds import group_of
 
-
 PORTS = range(15000, 32768)  # below those of outgoing connections
 
 
