@@ -7,6 +7,7 @@ import re
 import runpy
 import shutil
 import subprocess
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ case "$*" in
 *implementation*) echo "# for cpython 3.11 on linux x86_64" ;;
 *sys.prefix*) echo "$PLACE/.venv" ;;
 '-m venv .venv') mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
-*'import compiled'*) echo '1234 compiled codec' ;;
+*'import compiled'*) [ -e "$PLACE/pure" ] && echo '1234 pure Python codec and core' || echo '1234 compiled codec and core' ;;
+'setup.py -q build_ext --inplace') rm "$PLACE/pure" ;;
 *pipeline.java*) [ -e "$PLACE/java" ] || { echo 'error: Spark needs Java 17'; exit 1; } ;;
 *--require-hashes*) [ -z "${PIP_SAYS:-}" ] || { echo "ERROR: $PIP_SAYS"; exit 1; } ;;
 esac
@@ -117,10 +119,10 @@ def test_without_system_nothing_is_installed_and_it_is_said_what_to_type(made: A
 def test_with_system_it_says_what_it_installs_and_does(made: Any, root: bool, by: str) -> None:
     machine = made(root=root, sudo=True)
     said = machine.setup("--system")
-    assert said.splitlines() == [f"setup: installs the Debian package python3.11-venv ({by})", "setup: compiled codec"]
+    assert said.splitlines() == [f"setup: installs the Debian package python3.11-venv ({by})", "setup: compiled codec and core"]
     assert machine.called("apt-get") == ["install -y python3.11-venv"]
     assert bool(machine.called("sudo")) is not root
-    assert machine.pip_installs() == [f"-e . {COMPILER}"]
+    assert machine.pip_installs() == [COMPILER, "--no-build-isolation -e ."]
 
 
 def test_who_may_not_install_is_told_what_to_type(made: Any) -> None:
@@ -135,7 +137,7 @@ def test_who_may_not_install_is_told_what_to_type(made: Any) -> None:
 
 def test_a_machine_that_has_all_is_left_alone(made: Any) -> None:
     machine = made("venv-package", "java", root=True)
-    assert machine.setup("--system", "dev") == "setup: compiled codec\n"
+    assert machine.setup("--system", "dev") == "setup: compiled codec and core\n"
     assert machine.called("apt-get") == []
     before = len(machine.called("python"))
     assert machine.setup("--system", "dev") == ""
@@ -149,12 +151,12 @@ def test_what_dev_has_not_is_installed_beside_it(made: Any, kind: str, extras: s
     machine.setup("plain")
     before = len(machine.pip_installs())
     machine.setup(kind)
-    assert machine.pip_installs()[before:] == [f"-e .{extras} {COMPILER}"]
+    assert machine.pip_installs()[before:] == [COMPILER, f"--no-build-isolation -e .{extras}"]
 
 
 def test_java_is_installed_with_system_only(made: Any) -> None:
     machine = made("venv-package", root=True)
-    assert machine.setup("spark", status=1) == "setup: compiled codec\nsetup: Spark needs Java 17\n"
+    assert machine.setup("spark", status=1) == "setup: compiled codec and core\nsetup: Spark needs Java 17\n"
     assert machine.setup("dev").endswith("setup: Spark needs Java 17 (the tests that need Spark are skipped)\n")
     assert machine.called("apt-get") == []
     assert machine.setup("--system", "dev") == "setup: installs the Debian package openjdk-17-jre-headless (apt-get)\n"
@@ -169,6 +171,44 @@ def test_an_unknown_word_is_refused(made: Any, arguments: list[str]) -> None:
 @pytest.mark.parametrize("name", ["demo", "test", "soak"])
 def test_what_the_readme_says_to_type_does_all_of_it(name: str) -> None:
     assert re.search(r'scripts/setup"? --system', (ROOT / "scripts" / name).read_text())
+
+
+# --- compiling ---------------------------------------------------------------------------------------------------------
+
+COMPILE = "setup.py -q build_ext --inplace"
+
+
+def test_who_only_runs_it_does_not_wait_for_the_compiler(made: Any) -> None:
+    machine = made("venv-package", "pure")
+    said = machine.setup()
+    assert said == "setup: the codec and the core are compiled in the background; until then they run in Python\n"
+    log = machine.folder / ".venv" / "compile.log"
+    deadline_s = time.monotonic() + 30
+    while "setup: compiled codec and core\n" not in log.read_text():
+        assert time.monotonic() < deadline_s, log.read_text()
+        time.sleep(0.01)
+    assert machine.setup() == ""
+    assert machine.called("python").count(COMPILE) == 1
+
+
+@pytest.mark.parametrize("arguments", [["dev"], ["compile"]])
+def test_who_tests_it_waits(made: Any, arguments: list[str]) -> None:
+    machine = made("venv-package", "java")
+    machine.setup()
+    machine.folder.joinpath("pure").touch()
+    machine.folder.joinpath(".venv", ".setup-codec").unlink()
+    assert machine.setup(*arguments) == "setup: compiled codec and core\n"
+    assert machine.called("python").count(COMPILE) == 1
+
+
+def test_what_is_being_compiled_is_not_compiled_twice(made: Any) -> None:
+    machine = made("venv-package")
+    machine.setup()
+    machine.folder.joinpath("pure").touch()
+    machine.folder.joinpath(".venv", ".setup-codec").unlink()
+    machine.folder.joinpath(".venv", ".compiling").write_text(str(os.getpid()))
+    assert machine.setup() == ""
+    assert COMPILE not in machine.called("python")
 
 
 # --- the lock ---------------------------------------------------------------------------------------------------------
@@ -198,7 +238,7 @@ def test_on_another_python_it_takes_the_newest_and_says_so(made: Any) -> None:
         "setup: requirements-dev.lock is for cpython 3.13 on linux x86_64, this is cpython 3.11 on linux x86_64:"
         " takes the newest that pyproject.toml allows"
     )
-    assert machine.pip_installs() == [f"-e .[dev] {COMPILER}"]
+    assert machine.pip_installs() == [COMPILER, "--no-build-isolation -e .[dev]"]
 
 
 def test_where_a_version_is_not_to_be_had_it_takes_the_newest_and_says_so(made: Any) -> None:
@@ -208,7 +248,7 @@ def test_where_a_version_is_not_to_be_had_it_takes_the_newest_and_says_so(made: 
         "setup: not all of requirements-dev.lock is to be had here (ERROR: No matching distribution found for a==1):"
         " takes the newest that pyproject.toml allows"
     )
-    assert machine.pip_installs()[-1] == f"-e .[dev] {COMPILER}"
+    assert machine.pip_installs()[-2:] == [COMPILER, "--no-build-isolation -e .[dev]"]
 
 
 def test_a_package_that_was_changed_is_not_installed(made: Any) -> None:
