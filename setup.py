@@ -24,8 +24,7 @@ sys.path.insert(0, str(ROOT))
 from protocol import compiled  # noqa: E402
 
 FLAGS = [] if sys.platform == "win32" else ["-O2", "-g0", "-w"]  # debug information takes as long as the code
-# What is compiled for size is less of each coordinator, and takes half of the time to compile.
-CORE_FLAGS = [] if sys.platform == "win32" else ["-Os", "-g0", "-w", "-fno-asynchronous-unwind-tables"]
+CORE_FLAGS = [*FLAGS, "-fno-asynchronous-unwind-tables"] if FLAGS else []
 
 
 def translate_codec(scratch: Path) -> list[Any]:
@@ -55,7 +54,7 @@ def translate_core(scratch: Path) -> list[Any]:
         try:
             extensions = mypycify(
                 [*options, *files],
-                opt_level="1",
+                opt_level="2",
                 debug_level="0",
                 multi_file=True,
                 target_dir=str(scratch / "c"),

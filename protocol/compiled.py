@@ -115,9 +115,15 @@ MODULES = (
     "protocol.varint",
     "protocol.messages",
     "protocol.batch",
+    "protocol.readers",
+    "protocol.record",
+    "protocol.trailer",
     "appsdk.calls.context",
     "appsdk.calls.outbox",
     "appsdk.dispatch.delivery",
+    "appsdk.dispatch.dispatcher",
+    "coordinator.log.format",
+    "coordinator.log.rows",
 )
 CORE_GROUP = "coordinator"
 CORE_SHARED = f"{CORE_GROUP}__mypyc"

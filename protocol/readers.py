@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """Incremental readers: bytes in, in any pieces; events out. One for each direction of the local protocol.
 
 Data that arrives is kept in the pieces it came in until a whole message or record is there, then joined once: reading

@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """Log records: a 24-byte header, then messages. What the log stores and what the app gets are the same bytes.
 
     0-3 committer ID · 4-7 size of the whole record · 8-15 check bytes · 16-23 sequence ID    (little endian)

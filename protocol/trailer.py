@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """The trailer behind each record in the log: where each of its batches came from, and how far the outputs had got.
 
     version (1 byte) · time ns (8) · batches · output marks · CRC (8)          docs/LOG_FORMAT.md has the fields

@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """The app's side of the protocol without I/O: bytes in, events and bytes out, the handlers called in between.
 
     nothing --11--> __init__, initial message, checkpoint --the initial message comes back--> primary     first start

@@ -128,7 +128,8 @@ class LocalApp:
         self._say((encode_message(MessageType.SNAPSHOT_END, b""),))
 
     def take_output(self) -> None:
-        self._say(self.dispatcher.data_to_send())
+        for chunk in self.dispatcher.data_to_send():
+            self.output += chunk
 
     def _say(self, chunks: Iterable[Chunk]) -> None:
         for chunk in chunks:

@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """The bytes of keys and small values, in the words of docs/LOG_FORMAT.md. No I/O."""
 
 from __future__ import annotations

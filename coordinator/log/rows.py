@@ -1,3 +1,4 @@
+# cython: annotation_typing=False
 """From the core's words to rows: what a transaction puts and what it removes. reading.py is the way back.
 
 The bytes of keys and values are format.py's, those of verdicts and letters verdicts.py's. Most of it depends on the

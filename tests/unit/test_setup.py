@@ -29,7 +29,9 @@ case "$*" in
 *implementation*) echo "# for cpython 3.11 on linux x86_64" ;;
 *sys.prefix*) echo "$PLACE/.venv" ;;
 '-m venv .venv') mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
-*'import compiled'*) [ -e "$PLACE/pure" ] && echo '1234 pure Python codec and core' || echo '1234 compiled codec and core' ;;
+*'import compiled'*)
+    [ -e "$PLACE/pure" ] && is='pure Python' || is=compiled
+    echo "1234 $is codec and core" ;;
 'setup.py -q build_ext --inplace') rm "$PLACE/pure" ;;
 *pipeline.java*) [ -e "$PLACE/java" ] || { echo 'error: Spark needs Java 17'; exit 1; } ;;
 *--require-hashes*) [ -z "${PIP_SAYS:-}" ] || { echo "ERROR: $PIP_SAYS"; exit 1; } ;;
@@ -119,7 +121,10 @@ def test_without_system_nothing_is_installed_and_it_is_said_what_to_type(made: A
 def test_with_system_it_says_what_it_installs_and_does(made: Any, root: bool, by: str) -> None:
     machine = made(root=root, sudo=True)
     said = machine.setup("--system")
-    assert said.splitlines() == [f"setup: installs the Debian package python3.11-venv ({by})", "setup: compiled codec and core"]
+    assert said.splitlines() == [
+        f"setup: installs the Debian package python3.11-venv ({by})",
+        "setup: compiled codec and core",
+    ]
     assert machine.called("apt-get") == ["install -y python3.11-venv"]
     assert bool(machine.called("sudo")) is not root
     assert machine.pip_installs() == [COMPILER, "--no-build-isolation -e ."]
@@ -173,7 +178,7 @@ def test_what_the_readme_says_to_type_does_all_of_it(name: str) -> None:
     assert re.search(r'scripts/setup"? --system', (ROOT / "scripts" / name).read_text())
 
 
-# --- compiling ---------------------------------------------------------------------------------------------------------
+# --- compiling --------------------------------------------------------------------------------------------------------
 
 COMPILE = "setup.py -q build_ext --inplace"
 
