@@ -49,10 +49,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """What the quick run leaves out takes seconds to import, in each process."""
-    if not config.getoption("quick") or collection_path.suffix != ".py":
+    """What a run leaves out takes seconds to import, in each process."""
+    if collection_path.suffix != ".py":
         return None
-    return kinds.is_left_out(str(collection_path.relative_to(config.rootpath))) or None
+    if config.getoption("markexpr") == "source":
+        return "pytest.mark.source" not in collection_path.read_text() or None
+    if config.getoption("quick"):
+        return kinds.is_left_out(str(collection_path.relative_to(config.rootpath))) or None
+    return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
