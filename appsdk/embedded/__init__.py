@@ -13,7 +13,7 @@ import sys
 import threading
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from appsdk.embedded.app import EmbeddedApp
 from appsdk.errors import EXIT_FAILED, AppError, StartError
@@ -30,6 +30,9 @@ from coordinator.operator import control
 from coordinator.peers.security import check_start
 from coordinator.service.runtime import Coordinator, run_coordinator
 from protocol.errors import ImmortalError
+
+if TYPE_CHECKING:
+    from appsdk.immortal import Immortal
 
 HASH_SEED_VARIABLE = "PYTHONHASHSEED"
 PEER_DEFAULT = "tcp://127.0.0.1:*"
@@ -80,7 +83,7 @@ class _Instance:
 
 
 def run(
-    cls: type,
+    cls: type[Immortal],
     name: str,
     *,
     home: str | os.PathLike[str] | None = None,
@@ -159,7 +162,7 @@ class Embedded:
 
 
 def start(
-    cls: type,
+    cls: type[Immortal],
     name: str,
     *,
     home: str | os.PathLike[str] | None = None,

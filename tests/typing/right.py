@@ -29,6 +29,7 @@ from appsdk import (
     upgrades,
 )
 from appsdk.client import with_key, with_timeout
+from appsdk.embedded import run, start
 from appsdk.integrations.asgi import ImmortalMiddleware, Service, progress
 from appsdk.integrations.pydantic_ai import ImmortalDurability, in_handler, run_agent, run_step
 from appsdk.testing import Environment, Instance, Pending, assert_replays, crash_everywhere
@@ -228,3 +229,16 @@ def cents(money: Money) -> int:
 
 
 register_type(Money, encode=cents, decode=Money, form=int)
+
+
+class Limited(Immortal):
+    @rpc(timeout=timedelta(seconds=5), limit=3, limit_by="account")
+    async def slowly(self, account: str) -> int:
+        return len(account)
+
+
+def in_one_process() -> None:
+    with start(Bank, "bank", log_level="info") as bank:
+        assert_type(bank.running, bool)
+        assert_type(bank.stop(), int)
+    run(Bank, "bank", home="elsewhere")

@@ -9,6 +9,7 @@ from starlette.requests import Request
 
 from appsdk import Immortal, Impulses, impulse, on_primary, peer, query, register_type, rpc, upgrades
 from appsdk.client import connect
+from appsdk.embedded import run, start
 from appsdk.integrations.asgi import Service, progress
 from appsdk.integrations.pydantic_ai import ImmortalDurability, run_agent
 from appsdk.testing import Environment, assert_replays, crash_everywhere
@@ -177,3 +178,20 @@ class Assistant(Immortal):
 
 
 register_type(Bank, encode=len, decode=lambda size: Bank())  # wrong: a Bank has no len
+
+
+class Limited(Immortal):
+    @rpc(limit="3")  # wrong: a str for an int
+    async def slowly(self, account: str) -> int:
+        return len(account)
+
+    @rpc(timeout=5)  # wrong: no timedelta
+    async def quickly(self, account: str) -> int:
+        return len(account)
+
+
+def in_one_process() -> None:
+    start(Bank)  # wrong: no name
+    number: int = start(Bank, "bank")  # wrong: what runs
+    print(number)
+    run(int, "bank")  # wrong: no app
