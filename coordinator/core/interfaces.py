@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeAlias
 
 from msgspec import Struct
 
-from coordinator.core.errors import require
+from coordinator.core.errors import LogError, require
 from protocol.client import CLIENTS
 from protocol.verdicts import RECORD, MessageKey, Verdict
 
@@ -319,6 +319,10 @@ class LogStore(Protocol):
     @property
     def is_remote(self) -> bool:
         """It may take as long as another machine likes: a loop that others wait for asks it for nothing itself."""
+
+    @property
+    def lost(self) -> LogError | None:
+        """Set where another one has taken the log over since, which an append would be told. Any thread."""
 
     def summary(self) -> LogSummary: ...
 

@@ -138,6 +138,11 @@ class Backend(ReadBackend, Protocol):
     synced: Callable[[float], None] | None = None
     """Told how many seconds each write took of the disk."""
 
+    @property
+    def lost(self) -> LogError | None:
+        """Set where another one has taken the log over since, as was seen without an append. Any thread."""
+        return None
+
     def refuse_after_failure(self) -> None:
         """Raises :attr:`failure`, if there is one."""
         if self.failure is not None:

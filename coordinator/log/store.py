@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogUnavailableError, fail
+from coordinator.core.errors import DamagedCheckpointError, DamagedLogError, LogError, LogUnavailableError, fail
 from coordinator.core.interfaces import (
     Letter,
     LogSpace,
@@ -94,6 +94,10 @@ class RowLogStore:
     @property
     def is_remote(self) -> bool:
         return self.backend.is_remote
+
+    @property
+    def lost(self) -> LogError | None:
+        return self.backend.lost
 
     # --- the log's key ------------------------------------------------------------------------------------------------
 

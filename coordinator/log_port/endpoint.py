@@ -196,6 +196,11 @@ class LogEndpoint:
             self._writer.close()
         self._ready.close()
 
+    def look(self) -> None:
+        """Now and then: whether the log is another one's by now. Who only answers queries would never hear of it."""
+        if self._store is not None and (error := self._store.lost) is not None:
+            self._inbox.append(ev.LogFailed(error))
+
     def measure(self, now_ns: int) -> None:
         """Now and then while the log changes, and while it has too little room: a trim makes some."""
         if now_ns < self.measure_at_ns and self._unmeasured_bytes < MEASURE_SIZE_BYTES:

@@ -239,6 +239,21 @@ def test_a_writer_whose_lease_has_run_out_is_fenced_by_the_next(
         second.close()
 
 
+def test_a_writer_that_appends_nothing_sees_that_it_has_lost_the_log(
+    store: RowLogStore, postgres: Postgres, url: str
+) -> None:
+    assert store.lost is None
+    postgres.execute("UPDATE immortal.leases SET process = '{}', until = '-infinity'")
+    second = open_log(url, "alice")
+    try:
+        until(lambda: store.lost is not None)
+        with pytest.raises(FencedError, match=rf"fenced by {socket.gethostname()} \(process \d+\) at epoch 3: "):
+            raise store.lost or AssertionError
+        assert second.lost is None
+    finally:
+        second.close()
+
+
 def test_a_lease_is_void_where_its_process_is_known_to_be_gone() -> None:
     """On this machine; of another one nobody knows until it has run out."""
     ended = subprocess.Popen(["true"])

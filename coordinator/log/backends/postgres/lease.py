@@ -74,10 +74,19 @@ def holder(connection: psycopg.Connection[tuple[Any, ...]], instance: str, *, lo
     return None if row is None or is_gone(row[0]) else str(row[1])
 
 
+def head(connection: psycopg.Connection[tuple[Any, ...]], instance: str) -> tuple[int, str]:
+    """The epoch of a log, and who writes it, in words."""
+    row = connection.execute(
+        "SELECT epoch, holder FROM immortal.heads WHERE instance = %s AND is_there", [instance]
+    ).fetchone()
+    return (0, "whoever has removed it") if row is None else (row[0], row[1])
+
+
 class Lease:
     """Held from :meth:`take` on. A thread renews it, on a connection of its own: appends may wait for a standby."""
 
     def __init__(self, address: Address) -> None:
+        self.lost_to: tuple[int, str] | None = None  # the epoch of who has taken the log since, and who that is
         self._address = address
         self._process = own_process()
         self._text = msgspec.json.encode(self._process).decode()
@@ -122,10 +131,12 @@ class Lease:
                     connection = connect(self._address)
                     connection.execute("SET synchronous_commit = off")  # nothing is lost with it
                 with reaching(self._address):
-                    connection.execute(
+                    renewed = connection.execute(
                         "UPDATE immortal.leases SET until = clock_timestamp() + make_interval(secs => %s)"
                         " WHERE instance = %s AND process = %s",
                         [LEASE_S, self._address.named, self._text],
                     )
+                    if not renewed.rowcount:
+                        self.lost_to = head(connection, self._address.named)
         if connection is not None:
             connection.close()

@@ -104,6 +104,11 @@ class PostgresBackend(Backend):
     def is_live(self) -> bool:
         return True
 
+    @property
+    def lost(self) -> FencedError | None:
+        lost_to = self._lease.lost_to
+        return None if lost_to is None else fenced(self.where, *lost_to)
+
     # --- appending ----------------------------------------------------------------------------------------------------
 
     def append(self, append: Append) -> None:
