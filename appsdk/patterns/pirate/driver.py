@@ -138,16 +138,15 @@ class Driver:
         """Take what has come, do what is to be done."""
         while not self._closed:
             self._look_again(time.monotonic())
-            events = [(name, link.process()) for name, link in self._links.items()]
+            events = [(name, event) for name, link in self._links.items() for event in link.process()]
             now_s = time.monotonic()
-            for name, some in events:
-                for event in some:
-                    self._note(name, event, now_s)
+            for name, event in events:
+                self._note(name, event, now_s)
             actions = self._pool.actions(now_s)
             for action in actions:
                 self._do(action, now_s)
             # Sending may have taken in the news that something has come, of which the descriptor tells only once.
-            if not actions and not any(some for _, some in events):
+            if not actions:
                 return
 
     def _look_again(self, now_s: float) -> None:
