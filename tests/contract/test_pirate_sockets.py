@@ -15,9 +15,11 @@ import pytest
 import zmq
 
 from appsdk.client import CalleeFailed, CallRefused, ClientClosed, NotConnectable, OutcomeUnknown
+from appsdk.client.places import Finder
 from appsdk.patterns.pirate import GaveUp, Policy, Request, Server, ServerError, StoreError, connect
 from appsdk.patterns.pirate import server as server_module
 from appsdk.patterns.pirate.frames import Frame, Kind, decode_frame, encode_frame
+from appsdk.patterns.pirate.links import PlainLink
 from coordinator.peers import keys
 
 QUICK = Policy(tries=3, try_timeout_s=0.2, heartbeat_s=0.05, silence_s=0.3, removal_s=60.0)
@@ -158,6 +160,14 @@ def test_a_closed_client_says_so() -> None:
         go.set()
         with pytest.raises(ClientClosed):
             pool.request(b"")
+
+
+def test_nothing_waits_in_a_socket_for_who_may_come(tmp_path: Path) -> None:
+    """It would be done by who listens there later, long after it was given up."""
+    with zmq.Context() as context:
+        link = PlainLink(context, Finder("", endpoints=(f"ipc://{tmp_path}/nobody",)), "me")
+        assert not link.send(1, 1, b"x")
+        link.close()
 
 
 @pytest.mark.parametrize(

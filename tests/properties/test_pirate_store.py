@@ -123,6 +123,15 @@ def test_what_is_settled_is_let_go_and_never_done_again(tmp_path: Path) -> None:
     assert work.calls == 3
 
 
+def test_what_is_settled_before_it_came_is_not_done_either(tmp_path: Path) -> None:
+    """A copy that was long on its way, of a request that its client gave up."""
+    work = Counting()
+    with opened(tmp_path / "s") as store:
+        answer(store, request(5, settled=5), work)
+        assert answer(store, request(2), work).kind is Kind.GONE
+    assert work.calls == 1
+
+
 def test_damage_is_found(tmp_path: Path) -> None:
     work = Counting()
     with opened(tmp_path / "s") as store:

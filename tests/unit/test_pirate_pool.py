@@ -266,7 +266,16 @@ def test_one_that_was_given_up_goes_on_where_it_may_have_been_begun() -> None:
     pool.lost("b", 2.0)
     pool.submit(2, 30.0, trail=end.trail)
     assert sends(pool.actions(2.1)) == []  # a has another store
-    assert given_up(pool.actions(2.1)) == [], "its first deadline is not that of its second life"
+
+
+def test_the_deadline_of_its_first_life_is_not_that_of_its_second() -> None:
+    pool = Pool([], POLICY, 0.0)
+    pool.submit(1, 10.0)
+    (end,) = given_up(pool.actions(0.0))
+    pool.update(["a"], 1.0)
+    pool.submit(1, 30.0, trail=end.trail)
+    assert given_up(pool.actions(10.0)) == []
+    assert len(given_up(pool.actions(30.0))) == 1
 
 
 # --- replies ----------------------------------------------------------------------------------------------------------
