@@ -87,7 +87,7 @@ def workers(folder: Path, count: int) -> Iterator[list[Worker]]:
 
 
 def test_debits_at_servers_that_die_with_their_replies() -> None:
-    command = [sys.executable, str(ROOT / "examples" / "pirate" / "run.py"), "--debits", "60"]
+    command = [sys.executable, str(ROOT / "examples" / "pirate" / "debits.py"), "--debits", "60"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     deaths = re.search(r"(\d+) servers killed with a reply on its way\n1000000 - 60 = 999940: right", done.stdout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, TypeVar, overload
@@ -29,7 +30,10 @@ S = TypeVar("S")
 A = TypeVar("A")
 T = TypeVar("T")
 MakeDriver = Callable[[], Driver]
-_OWN_TIMEOUT = object()  # that of the connection
+
+
+class _Timeout(Enum):
+    OF_POOL = "that of connect(...)"
 
 
 # --- plain servers ----------------------------------------------------------------------------------------------------
@@ -51,13 +55,14 @@ class Requests:
         """ "live", "dead" or "removed", by endpoint."""
         return self._pool.servers
 
-    def request(self, body: bytes, *, timeout: Any = _OWN_TIMEOUT) -> bytes:
+    def request(self, body: bytes, *, timeout: float | None | _Timeout = _Timeout.OF_POOL) -> bytes:
         """What a server's function returned, ``timeout`` seconds at most; None: however long it takes.
 
         Raises TypeError, CalleeFailed for what the function raised, GaveUp, CallRefused, OutcomeUnknown, ClientClosed,
         TooManyRequests.
         """
-        reply: bytes = self._pool.ask(_checked(body), self._timeout_s if timeout is _OWN_TIMEOUT else timeout)
+        timeout_s = self._timeout_s if timeout is _Timeout.OF_POOL else timeout
+        reply: bytes = self._pool.ask(_checked(body), timeout_s)
         return reply
 
 
@@ -77,9 +82,9 @@ class AsyncRequests:
         """ "live", "dead" or "removed", by endpoint."""
         return self._pool.servers
 
-    async def request(self, body: bytes, *, timeout: Any = _OWN_TIMEOUT) -> bytes:
+    async def request(self, body: bytes, *, timeout: float | None | _Timeout = _Timeout.OF_POOL) -> bytes:
         """See :meth:`Requests.request`."""
-        timeout_s = self._timeout_s if timeout is _OWN_TIMEOUT else timeout
+        timeout_s = self._timeout_s if timeout is _Timeout.OF_POOL else timeout
         reply: bytes = await self._pool.ask(_checked(body), timeout_s)
         return reply
 

@@ -1,6 +1,6 @@
 """Debits at three servers that die with their replies on the way; then every coin is counted.
 
-python examples/pirate/run.py [--debits N] [--seed S]
+python examples/pirate/debits.py [--debits N] [--seed S]
 
 Each server is a process that ends by kill -9 after some replies, drawn by seed, when the debit is durable and its reply
 has not left. It is started again at the same endpoint. The three share one store. Status 1: the balance is wrong.
