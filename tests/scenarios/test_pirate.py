@@ -27,6 +27,14 @@ PROGRAMS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", GUIDE, re.DOTALL
 OUTPUTS = dict(re.findall(r"```output (\w+)\n(.*?)```", GUIDE, re.DOTALL))
 DEADLINE_S = 30.0
 QUICK = Policy(tries=5, try_timeout_s=1.0, heartbeat_s=0.05, silence_s=0.4)
+ONE_TRY = Policy(tries=1, try_timeout_s=1.5)  # an instance is asked about a call once a second
+FOR_INSTANCES = Policy(tries=5, try_timeout_s=1.5, heartbeat_s=0.1, silence_s=1.0)
+SLOWLY = """
+    @rpc
+    async def slowly(self, ms: int) -> int:
+        await self.sleep(timedelta(milliseconds=ms))
+        return ms
+"""
 
 WORKER = """
 import os, sys, time
@@ -160,7 +168,8 @@ def in_folder(folder: Path, *arguments: str) -> str:
 
 @contextmanager
 def banks(folder: Path) -> Iterator[list[Run]]:
-    (folder / "bank.py").write_text(PROGRAMS["bank"])
+    source = PROGRAMS["bank"].replace("from appsdk", "from datetime import timedelta\n\nfrom appsdk", 1)
+    (folder / "bank.py").write_text(source + SLOWLY)
     runs: list[Run] = []
     try:
         for name in ("bank-1", "bank-2"):
@@ -205,7 +214,7 @@ def test_instances_are_found_and_each_call_is_done_once(tmp_path: Path, monkeypa
         monkeypatch.setitem(sys.modules, "pirate_bank", module)
         spec.loader.exec_module(module)
         Bank = module.Bank  # noqa: N806
-        with connect_instances(Bank, "bank-*", policy=QUICK, timeout=60) as pool:
+        with connect_instances(Bank, "bank-*", policy=FOR_INSTANCES, timeout=60) as pool:
             for turn in range(8):
                 if turn % 2:
                     run = runs[turn // 2 % 2]
@@ -218,6 +227,8 @@ def test_instances_are_found_and_each_call_is_done_once(tmp_path: Path, monkeypa
                 with connect_to(Bank, name) as bank:
                     total += bank.total()
             assert total == 16
+            with connect_instances(Bank, ["bank-2"], policy=ONE_TRY) as one:
+                assert one.slowly(2000) == 2000, "it says that it has the call"
             runs[0].kill()
             with connect_to(Bank, "bank-2") as bank:
                 expected = bank.total()

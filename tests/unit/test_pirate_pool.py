@@ -114,6 +114,29 @@ def test_its_time_ends_it_whoever_has_it() -> None:
     assert sends(pool.actions(1.5)) == [("a", 2)]
 
 
+def test_the_only_one_that_may_have_it_is_not_given_up_while_words_of_it_come() -> None:
+    """An instance is asked about its call, and says that it has it: its handler may take long."""
+    pool = live("a")
+    pool.submit(1, 30.0)
+    pool.actions(0.0)
+    for second in range(1, 20):
+        pool.heard("a", STORE, 0.0, float(second))
+        assert pool.actions(float(second)) == []
+    assert pool.next_deadline_s() == 20.0
+    pool.actions(20.0)  # a word was heard at 19
+    assert pool.servers == {"a": State.LIVE}
+    pool.actions(22.0)
+    assert pool.servers == {"a": State.DEAD}
+
+
+def test_where_another_may_have_it_words_are_not_enough() -> None:
+    pool = live("a", "b")
+    pool.submit(1, 30.0, idempotent=True)
+    assert sends(pool.actions(0.0)) == [("a", 1)]
+    pool.heard("a", STORE, 0.0, 1.0)
+    assert sends(pool.actions(2.0)) == [("b", 1)]
+
+
 def test_a_broken_connection_sends_it_on_at_once() -> None:
     pool = live("a", "b")
     pool.submit(1, 30.0)

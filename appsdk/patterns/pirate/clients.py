@@ -55,7 +55,7 @@ class Requests:
         """ "live", "dead" or "removed", by endpoint."""
         return self._pool.servers
 
-    def request(self, body: bytes, *, timeout: float | None | _Timeout = _Timeout.OF_POOL) -> bytes:
+    def request(self, body: bytes, *, timeout: float | _Timeout | None = _Timeout.OF_POOL) -> bytes:
         """What a server's function returned, ``timeout`` seconds at most; None: however long it takes.
 
         Raises TypeError, CalleeFailed for what the function raised, GaveUp, CallRefused, OutcomeUnknown, ClientClosed,
@@ -82,7 +82,7 @@ class AsyncRequests:
         """ "live", "dead" or "removed", by endpoint."""
         return self._pool.servers
 
-    async def request(self, body: bytes, *, timeout: float | None | _Timeout = _Timeout.OF_POOL) -> bytes:
+    async def request(self, body: bytes, *, timeout: float | _Timeout | None = _Timeout.OF_POOL) -> bytes:
         """See :meth:`Requests.request`."""
         timeout_s = self._timeout_s if timeout is _Timeout.OF_POOL else timeout
         reply: bytes = await self._pool.ask(_checked(body), timeout_s)

@@ -7,7 +7,8 @@
 - A request goes to the server that was used least recently, of those that are LIVE and have none.
 - **Who may have it next** is said by the domain: servers that find each other's replies are of one domain. A request
   that a server may have begun goes to servers of that server's domain only, unless it is idempotent.
-- Of several servers that may have it, each is tried once. The only one is tried several times.
+- Of several servers that may have it, each is tried once. The only one is tried several times, and its try goes on for
+  as long as words of it come.
 - It is given up when none of them is left to try, or its time is over. DEAD ones that were not tried are waited for,
   REMOVED ones are not.
 
@@ -110,7 +111,8 @@ class _Server:
     used: int = 0  # the lower, the longer ago
     asked_s: float | None = None  # when the first ping went out that nothing came back to
     number: int | None = None  # of the request that it works on for this client
-    try_due_s: float = 0.0  # ... and until when
+    try_began_s: float = 0.0
+    try_due_s: float = 0.0
     room_s: float = 0.0  # when it may have room again
 
 
@@ -259,7 +261,7 @@ class Pool:
         policy = self._policy
         if server.number is not None:
             if now_s >= server.try_due_s:
-                self._fail(server, now_s)
+                self._end_try(server, now_s)
         elif server.state is State.LIVE and server.asked_s is not None and now_s >= server.asked_s + policy.silence_s:
             server.state = State.DEAD
         if server.state is State.DEAD and now_s >= server.heard_s + policy.removal_s:
@@ -267,6 +269,18 @@ class Pool:
             self._unjudged.update(self._waiting)
         if server.room_s and now_s >= server.room_s:
             server.room_s = 0.0
+
+    def _end_try(self, server: _Server, now_s: float) -> None:
+        """No reply in time. Where words come meanwhile (of instances, which are asked), who else would do it?"""
+        request = self._requests.get(server.number or 0)
+        if request is None or server.heard_s <= server.try_began_s or self._others(request, server):
+            self._fail(server, now_s)
+        else:
+            self._begin_try(server, now_s)
+
+    def _begin_try(self, server: _Server, now_s: float) -> None:
+        server.try_began_s = now_s
+        server.try_due_s = now_s + self._policy.try_timeout_s
 
     def _fail(self, server: _Server, now_s: float) -> None:
         """It is dead, and what it works on has failed there."""
@@ -314,7 +328,11 @@ class Pool:
         tries = request.tries.get(server.name, 0)
         if not tries or tries >= self._policy.tries:
             return not tries
-        return not any(
+        return not self._others(request, server)
+
+    def _others(self, request: _Request, server: _Server) -> bool:
+        """Whether one more may have the request."""
+        return any(
             other is not server and other.state is not State.REMOVED and self._may_have(request, other)
             for other in self._servers.values()
         )
@@ -373,7 +391,7 @@ class Pool:
         self._uses += 1
         server.used = self._uses
         server.number = request.number
-        server.try_due_s = now_s + self._policy.try_timeout_s
+        self._begin_try(server, now_s)
         server.asked_s = None
         request.server = server.name
         request.tries[server.name] = request.tries.get(server.name, 0) + 1

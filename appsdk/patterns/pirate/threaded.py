@@ -62,6 +62,13 @@ class ThreadedPool:
         return outcome
 
     def _run(self) -> None:
+        try:
+            self._take_turns()
+        finally:
+            with self._lock:
+                self._driver.close()  # nobody waits for what does not come any more, whatever has happened here
+
+    def _take_turns(self) -> None:
         while True:
             with self._lock:
                 if self._closing:
@@ -84,7 +91,6 @@ class ThreadedPool:
             self._closing = True
         os.eventfd_write(self._wake, 1)
         self._thread.join()
-        self._driver.close()
         os.close(self._wake)
 
 
