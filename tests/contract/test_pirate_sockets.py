@@ -162,6 +162,37 @@ def test_a_closed_client_says_so() -> None:
             pool.request(b"")
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_ends_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def slow(request: Request) -> bytes:
+        begun.set()
+        assert go.wait(DEADLINE_S)
+        return b""
+
+    def breaks() -> None:
+        raise RuntimeError("a fault of ours")
+
+    ended: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            pool.request(b"")
+        except ClientClosed as error:
+            ended.append(error)
+
+    with pool_of(slow) as server, connect([server.endpoint]) as pool:
+        thread = threading.Thread(target=ask)
+        thread.start()
+        assert begun.wait(DEADLINE_S)
+        monkeypatch.setattr(pool._pool._driver, "process", breaks)
+        os.eventfd_write(pool._pool._wake, 1)
+        thread.join(DEADLINE_S)
+        assert len(ended) == 1
+        go.set()
+
+
 def test_nothing_waits_in_a_socket_for_who_may_come(tmp_path: Path) -> None:
     """It would be done by who listens there later, long after it was given up."""
     with zmq.Context() as context:

@@ -6,7 +6,6 @@ import importlib.util
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ import pytest
 
 from appsdk.client import connect as connect_to
 from appsdk.patterns.pirate import GaveUp, Policy, connect, connect_instances
+from coordinator.instances.registry import free_port
 from tests.helpers.cli import HOME, Run, immortal
 
 ROOT = Path(__file__).parents[2]
@@ -145,11 +145,10 @@ def test_one_that_freezes_at_work_and_goes_on_later_does_nothing_twice(tmp_path:
 
 
 def free_ports(count: int) -> list[str]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [str(one.getsockname()[1]) for one in sockets]
+    taken: set[int] = set()
+    for _ in range(count):
+        taken.add(free_port(["127.0.0.1"], taken))
+    return [str(port) for port in taken]
 
 
 def in_folder(folder: Path, *arguments: str) -> str:

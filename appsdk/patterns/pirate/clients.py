@@ -154,7 +154,7 @@ def connect(
     whose requests are numbered from 1 each time, so that a script that is run again gets the replies of what it has
     done. ``server``: the name whose public keys in the registry folder ``home`` the servers show, ``server_keys``: the
     keys themselves; ``identity``: whose keys this client shows. ``insecure``: without keys also elsewhere than on this
-    machine. Raises TypeError; entering raises NotConnectable.
+    machine. Raises TypeError, NotConnectable; so does entering.
     """
     names = _names(servers, "endpoints")
     _check_client_id(client_id)
