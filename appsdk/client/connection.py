@@ -124,6 +124,15 @@ class Connection:
     def is_talking(self) -> bool:
         return self._talking
 
+    @property
+    def heard_s(self) -> float:
+        """When something was heard last, or the socket was made."""
+        return self._heard_s
+
+    def ask_soon(self, now_s: float) -> None:
+        """Ask at once whether there is still somebody, unless something is outstanding: then that is asked anyway."""
+        self._idle_due_s = now_s
+
     def close(self, error: ClientError) -> None:
         for lane in list(self._lanes.values()):
             lane.fail(error)

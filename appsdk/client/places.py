@@ -23,7 +23,7 @@ HOME_VARIABLE = "IMMORTAL_HOME"
 HOME_DEFAULT = ".immortal"
 IDENTITY_VARIABLE = "IMMORTAL_IDENTITY"
 _TCP = re.compile(r"tcp://(?P<host>\[[^\]]+\]|[^:/\[\]]+):(?P<port>\d{1,5})")
-_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +71,12 @@ class Finder:
         keys = tuple(self.server_keys) or _public_keys(home / self.name / "public_keys")
         pair = self._pair(home) if keys else None
         for endpoint in endpoints:
-            if not _is_local(endpoint) and not keys and not self.insecure:
+            if not is_local(endpoint) and not keys and not self.insecure:
                 raise NotConnectable(
                     f"{endpoint} is not on this machine and no public key of {self.name!r} is known: write it into "
                     f"{home / self.name / 'public_keys'}, or give server_keys=[...] (insecure=True calls in plain)"
                 )
-        here = bool(registered) and _is_local(endpoints[0])
+        here = bool(registered) and is_local(endpoints[0])
         refusal = self._refusal(home, registered) if keys else ""
         return Places(endpoints, keys, pair, (home / self.name).absolute() if here else None, refusal)
 
@@ -103,14 +103,14 @@ class Finder:
                 f"'immortal keys WHO --make --client', and say identity=\"WHO\""
             )
         if identity is not None:
-            pair = _pair_of(home / identity, identity)
+            pair = pair_of(home / identity, identity)
             if pair is not None:
                 return pair
             raise NotConnectable(
                 f"{identity!r} has no keys in {home / identity}: 'immortal keys {identity} --make --client' makes them"
             )
         with contextlib.suppress(PermissionError):
-            pair = _pair_of(home / self.name, self.name)
+            pair = pair_of(home / self.name, self.name)
             if pair is not None:
                 return pair
         raise NotConnectable(
@@ -150,10 +150,10 @@ def _public_keys(path: Path) -> tuple[str, ...]:
         return ()
     except (OSError, UnicodeDecodeError) as error:
         raise NotConnectable(f"the public keys in {path} cannot be read: {error}") from None
-    return tuple(line for line in lines if _KEY.fullmatch(line))
+    return tuple(line for line in lines if KEY.fullmatch(line))
 
 
-def _pair_of(folder: Path, identity: str) -> KeyPair | None:
+def pair_of(folder: Path, identity: str) -> KeyPair | None:
     """The pair in use; None where there is none. Raises PermissionError."""
     path = folder / "keys" / "pairs"
     try:
@@ -167,12 +167,13 @@ def _pair_of(folder: Path, identity: str) -> KeyPair | None:
     except (OSError, UnicodeDecodeError) as error:
         raise NotConnectable(f"the keys in {path} cannot be read: {error}") from None
     public, _, secret = first.partition(" ")
-    if not (_KEY.fullmatch(public) and _KEY.fullmatch(secret)):
+    if not (KEY.fullmatch(public) and KEY.fullmatch(secret)):
         raise NotConnectable(f"{path} holds something else than key pairs")
     return KeyPair(public, secret)
 
 
-def _is_local(endpoint: str) -> bool:
+def is_local(endpoint: str) -> bool:
+    """Whether only this machine reaches it. Raises NotConnectable for what is no endpoint."""
     if endpoint.startswith(("ipc://", "inproc://")):
         return True
     match = _TCP.fullmatch(endpoint)

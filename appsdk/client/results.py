@@ -65,6 +65,7 @@ class TypedMethod:
     def __init__(self, definition: Definition, handler: Handler[Any, Any]) -> None:
         self.method: int | str = handler.method_id
         self.name = handler.function.__qualname__
+        self.is_query = handler.is_query
         self._handler = handler
         self._codec = definition.codec(handler)
 

@@ -9,11 +9,12 @@ import zmq
 _EVENT = struct.Struct("=HI")
 _UP = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 _CONNECTED = int(zmq.EVENT_CONNECTED)
+_BROKEN = int(zmq.EVENT_DISCONNECTED)
 _NOBODY = int(zmq.EVENT_CLOSED)  # of an attempt that found nobody
 _REFUSED = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 _OTHER_MECHANISM = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
 _BROKEN_OFF = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
-_ALL = _UP | _CONNECTED | _NOBODY | _REFUSED | _OTHER_MECHANISM | _BROKEN_OFF
+_ALL = _UP | _CONNECTED | _BROKEN | _NOBODY | _REFUSED | _OTHER_MECHANISM | _BROKEN_OFF
 _NOBODY_LISTENS = "nobody listens there"
 _NOBLOCK = int(zmq.NOBLOCK)
 
@@ -21,12 +22,15 @@ _NOBLOCK = int(zmq.NOBLOCK)
 class Watch:
     """Of one socket after the other. ``problem``: what keeps it from talking; "" where nothing is known.
 
-    ``refusals`` counts how often the key was turned away since a connection was made last.
+    ``refusals`` counts how often the key was turned away since a connection was made last, ``connections`` those that
+    were made in all. ``is_up``: there is one.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.problem = ""
         self.refusals = 0
+        self.connections = 0
+        self.is_up = False
         self._context = context
         self._count = 0
         self._watched: zmq.Socket[bytes] | None = None
@@ -39,16 +43,24 @@ class Watch:
         self._watched = socket
         self._count += 1
         self._has_keys = has_keys
-        address = f"inproc://watch-{self._count}"
+        address = f"inproc://watch-{id(self)}-{self._count}"  # of one context
         socket.monitor(address, _ALL)
         self._monitor = self._context.socket(zmq.PAIR)
         self._monitor.setsockopt(zmq.LINGER, 0)
         self._monitor.setsockopt(zmq.RCVHWM, 0)  # so that nobody waits for who does not look
         self._monitor.connect(address)
+        self.is_up = False
 
     @property
     def finds_nobody(self) -> bool:
         return self.problem == _NOBODY_LISTENS
+
+    def fileno(self) -> int:
+        """What to wait for; it tells of news, once: :meth:`look` takes them all. Only while a socket is watched."""
+        assert self._monitor is not None
+        descriptor = self._monitor.getsockopt(zmq.FD)
+        assert isinstance(descriptor, int)
+        return descriptor
 
     def look(self) -> None:
         """Take in what has happened."""
@@ -64,6 +76,10 @@ class Watch:
     def _note(self, event: int) -> None:
         if event == _UP:
             self.problem, self.refusals = "", 0
+            self.is_up = True
+            self.connections += 1
+        elif event == _BROKEN:
+            self.is_up = False
         elif event == _REFUSED:
             self.refusals += 1
             self.problem = "it does not let the caller's key in"

@@ -25,6 +25,7 @@ PARTS = {
     "growth": "growth: log, state, peers, waiting handlers",
     "slow_disk": "slower disks",
     "curve": "encrypted peers",
+    "pirate": "request-reply to a pool of servers",
 }
 
 

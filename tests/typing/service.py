@@ -10,6 +10,7 @@ from typing import assert_type
 
 from appsdk import Immortal, Impulses, Retry, every, impulse, initial, on_primary, peer, rpc
 from appsdk.client import Connector, connect, start, with_key, with_timeout
+from appsdk.patterns import pirate
 
 
 class CardRefusedError(Exception):
@@ -160,6 +161,28 @@ def plain() -> None:
         assert_type(start(shop.cancel, 5).result(), Order | None)
         assert_type(start(shop.buy, "ann", "book", cents=100).result(2.5), str)
         assert_type(start(with_key(shop, "order-5").enter, "book", 5).cancel("late"), bool)
+
+
+def length(request: pirate.Request) -> bytes:
+    request.rows[b"last"] = request.body
+    assert_type(request.rows.get(b"last"), bytes | None)
+    return b"%d" % len(request.body)
+
+
+def pooled() -> None:
+    pirate.serve(length, "tcp://127.0.0.1:*", store="store")
+    with pirate.connect(["tcp://127.0.0.1:5701"], policy=pirate.Policy(tries=5)) as pool:
+        assert_type(pool.request(b"hello", timeout=None), bytes)
+    with pirate.connect_instances(Shop, "shop-*") as shops:
+        assert_type(shops.totals(), tuple[int, int])
+        assert_type(with_key(shops, "order-5").enter("book", 5), Order)
+
+
+async def pooled_and_awaited() -> None:
+    async with pirate.connect(["tcp://127.0.0.1:5701"]) as pool:
+        assert_type(await pool.request(b"hello", timeout=2.5), bytes)
+    async with pirate.connect_instances(Shop, ["shop-1", "shop-2"]) as shops:
+        assert_type(await shops.totals(), tuple[int, int])
 
 
 async def awaited() -> None:

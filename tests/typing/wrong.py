@@ -12,6 +12,7 @@ from appsdk.client import connect
 from appsdk.embedded import run, start
 from appsdk.integrations.asgi import Service, progress
 from appsdk.integrations.pydantic_ai import ImmortalDurability, run_agent
+from appsdk.patterns import pirate
 from appsdk.testing import Environment, assert_replays, crash_everywhere
 
 
@@ -109,6 +110,18 @@ def from_outside() -> None:
         bank.credit("ann")  # wrong: no such method
         text: str = bank.debit("ann")  # wrong: the result is an int
         print(text)
+
+
+def from_a_pool() -> None:
+    with pirate.connect(["tcp://127.0.0.1:5701"]) as pool:
+        pool.request("hello")  # wrong: a str for bytes
+        pool.request(b"hello", timeout="5")  # wrong: a str for a number
+        size: str = pool.request(b"hello")  # wrong: the reply is bytes
+    with pirate.connect_instances(Bank, "bank-*") as banks:
+        banks.debit(5)  # wrong: an int for a str
+        banks.credit("ann")  # wrong: no such method
+    pirate.serve(len, "tcp://127.0.0.1:*")  # wrong: no function of a request
+    print(size)
 
 
 async def from_asyncio() -> None:

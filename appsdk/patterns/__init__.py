@@ -1,0 +1,1 @@
+"""Patterns of messaging that stay reliable while processes die, each in a room of its own."""

@@ -1,0 +1,321 @@
+"""What a caller holds: a pool of plain servers, or of instances."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Generic, TypeVar, overload
+
+import zmq
+
+from appsdk.client.connection import random_client_id
+from appsdk.client.errors import NotConnectable
+from appsdk.client.places import HOME_DEFAULT, HOME_VARIABLE, Finder, is_local
+from appsdk.client.proxies import KEY_SIZE_BYTES_MAX, Proxy
+from appsdk.client.results import Method, TypedMethod
+from appsdk.handlers.definition import definition_of
+from appsdk.patterns.pirate.aio import AsyncPool
+from appsdk.patterns.pirate.driver import Driver
+from appsdk.patterns.pirate.frames import NUMBER_MAX
+from appsdk.patterns.pirate.limits import BODY_SIZE_BYTES_MAX, CLIENT_ID_SIZE_BYTES_MAX, TIMEOUT_DEFAULT_S
+from appsdk.patterns.pirate.links import Context, Link, PlainLink
+from appsdk.patterns.pirate.peers import REQUEST_KEY, InstanceCall, InstanceLink, instances
+from appsdk.patterns.pirate.pool import Policy
+from appsdk.patterns.pirate.threaded import ThreadedPool
+
+S = TypeVar("S")
+A = TypeVar("A")
+T = TypeVar("T")
+MakeDriver = Callable[[], Driver]
+
+
+class _Timeout(Enum):
+    OF_POOL = "that of connect(...)"
+
+
+# --- plain servers ----------------------------------------------------------------------------------------------------
+
+
+class Requests:
+    """A pool of plain servers; any thread may use it."""
+
+    def __init__(self, pool: ThreadedPool, timeout_s: float | None) -> None:
+        self._pool = pool
+        self._timeout_s = timeout_s
+
+    @property
+    def client_id(self) -> str:
+        return self._pool.client_id
+
+    @property
+    def servers(self) -> Mapping[str, str]:
+        """ "live", "dead" or "removed", by endpoint."""
+        return self._pool.servers
+
+    def request(self, body: bytes, *, timeout: float | _Timeout | None = _Timeout.OF_POOL) -> bytes:
+        """What a server's function returned, ``timeout`` seconds at most; None: however long it takes.
+
+        Raises TypeError, CalleeFailed for what the function raised, GaveUp, CallRefused, OutcomeUnknown, ClientClosed,
+        TooManyRequests.
+        """
+        timeout_s = self._timeout_s if timeout is _Timeout.OF_POOL else timeout
+        reply: bytes = self._pool.ask(_checked(body), timeout_s)
+        return reply
+
+
+class AsyncRequests:
+    """The same with asyncio: ``await pool.request(b"...")``."""
+
+    def __init__(self, pool: AsyncPool, timeout_s: float | None) -> None:
+        self._pool = pool
+        self._timeout_s = timeout_s
+
+    @property
+    def client_id(self) -> str:
+        return self._pool.client_id
+
+    @property
+    def servers(self) -> Mapping[str, str]:
+        """ "live", "dead" or "removed", by endpoint."""
+        return self._pool.servers
+
+    async def request(self, body: bytes, *, timeout: float | _Timeout | None = _Timeout.OF_POOL) -> bytes:
+        """See :meth:`Requests.request`."""
+        timeout_s = self._timeout_s if timeout is _Timeout.OF_POOL else timeout
+        reply: bytes = await self._pool.ask(_checked(body), timeout_s)
+        return reply
+
+
+def _checked(body: bytes) -> bytes:
+    if not isinstance(body, bytes) or len(body) > BODY_SIZE_BYTES_MAX:
+        what = f"{len(body)} bytes" if isinstance(body, bytes) else type(body).__name__
+        raise TypeError(f"a request of {what}: at most {BODY_SIZE_BYTES_MAX} bytes were expected")
+    return body
+
+
+class _Connector:
+    """For one ``with`` or ``async with``."""
+
+    def __init__(self, make_driver: MakeDriver, timeout_s: float | None) -> None:
+        self._make_driver = make_driver
+        self._timeout_s = timeout_s
+        self._pool: ThreadedPool | None = None
+        self._async_pool: AsyncPool | None = None
+
+    def _opened(self) -> ThreadedPool:
+        self._pool = ThreadedPool(self._make_driver)
+        return self._pool
+
+    def _opened_async(self) -> AsyncPool:
+        self._async_pool = AsyncPool(self._make_driver)
+        return self._async_pool
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._async_pool is not None:
+            await self._async_pool.close()
+
+
+class PoolConnector(_Connector):
+    """What ``connect(...)`` gives."""
+
+    def __enter__(self) -> Requests:
+        return Requests(self._opened(), self._timeout_s)
+
+    async def __aenter__(self) -> AsyncRequests:
+        return AsyncRequests(self._opened_async(), self._timeout_s)
+
+
+def connect(
+    servers: Sequence[str],
+    *,
+    client_id: str | None = None,
+    timeout: float | None = TIMEOUT_DEFAULT_S,
+    policy: Policy | None = None,
+    server: str = "",
+    server_keys: Sequence[str] = (),
+    identity: str | None = None,
+    home: str | os.PathLike[str] | None = None,
+    insecure: bool = False,
+) -> PoolConnector:
+    """Requests to the plain servers at the endpoints ``servers``: ``with connect(["tcp://127.0.0.1:5701"]) as pool``.
+
+    ``timeout``: of each request with all its tries, in seconds; None: for ever. ``client_id``: a name for this client,
+    whose requests are numbered from 1 each time, so that a script that is run again gets the replies of what it has
+    done. ``server``: the name whose public keys in the registry folder ``home`` the servers show, ``server_keys``: the
+    keys themselves; ``identity``: whose keys this client shows. ``insecure``: without keys also elsewhere than on this
+    machine. Raises TypeError, NotConnectable; so does entering.
+    """
+    names = _names(servers, "endpoints")
+    _check_client_id(client_id)
+    for endpoint in names:
+        if not (is_local(endpoint) or server or server_keys or insecure):
+            raise NotConnectable(
+                f"{endpoint} is not on this machine: say whose keys it has, with server=NAME or server_keys=[...] "
+                f"(insecure=True calls in plain)"
+            )
+    own_id = client_id or random_client_id()
+
+    def make_driver() -> Driver:
+        context: Context = zmq.Context()
+
+        def link(endpoint: str) -> Link:
+            finder = Finder(server, home, (endpoint,), tuple(server_keys), identity, insecure)
+            return PlainLink(context, finder, own_id)
+
+        return Driver(
+            lambda: names, link, policy or Policy(), own_id, keeps_replies=client_id is not None, end=context.term
+        )
+
+    return PoolConnector(make_driver, timeout)
+
+
+def _names(given: Sequence[str], what: str) -> tuple[str, ...]:
+    if isinstance(given, str) or not given or not all(isinstance(one, str) for one in given):
+        raise TypeError(f"{given!r}: a list of {what} was expected, with one at least")
+    return tuple(dict.fromkeys(given))
+
+
+def _check_client_id(client_id: str | None, size_bytes_max: int = CLIENT_ID_SIZE_BYTES_MAX) -> None:
+    if client_id is not None and not 1 <= len(client_id.encode()) <= size_bytes_max:
+        raise TypeError(f"client_id={client_id!r}: 1 to {size_bytes_max} bytes were expected")
+
+
+# --- instances --------------------------------------------------------------------------------------------------------
+
+_INSTANCE_CLIENT_ID_MAX = KEY_SIZE_BYTES_MAX - len(REQUEST_KEY.format(client_id="", number=NUMBER_MAX))
+
+
+class InstanceCalls:
+    """What a proxy calls through: one call goes to one of the instances."""
+
+    def __init__(self, pool: ThreadedPool | AsyncPool, *, idempotent: bool) -> None:
+        self._pool = pool
+        self._idempotent = idempotent
+
+    @property
+    def client_id(self) -> str:
+        return self._pool.client_id
+
+    @property
+    def servers(self) -> Mapping[str, str]:
+        return self._pool.servers
+
+    def call(self, method: Method, arguments: bytes, timeout_s: float | None, key: str | None) -> Any:
+        """What the method returned, or something to await that gives it. Raises what it raised, and ClientError."""
+        idempotent = self._idempotent or (isinstance(method, TypedMethod) and method.is_query)
+        return self._pool.ask(InstanceCall(method, arguments, key), timeout_s, idempotent=idempotent)
+
+    def fork(self, method: Method, arguments: bytes, key: str | None) -> None:
+        raise TypeError(f"{method.name}.fork: calls to a pool wait for their replies; connect(NAME) has forks")
+
+    def start(self, method: Method, arguments: bytes, timeout_s: float | None, key: str) -> Coroutine[Any, Any, None]:
+        raise TypeError(f"start({method.name}): a handle is of one instance; connect(NAME) has handles")
+
+
+class InstancesConnector(_Connector, Generic[S, A]):
+    """What ``connect_instances(...)`` gives."""
+
+    def __init__(
+        self, target: type | None, make_driver: MakeDriver, what: str, timeout_s: float | None, *, idempotent: bool
+    ) -> None:
+        super().__init__(make_driver, timeout_s)
+        self._definition = None if target is None else definition_of(target)
+        self._what = what
+        self._idempotent = idempotent
+
+    def __enter__(self) -> S:
+        proxy: Any = self._proxy(self._opened())
+        return proxy  # type: ignore[no-any-return]
+
+    async def __aenter__(self) -> A:
+        proxy: Any = self._proxy(self._opened_async())
+        return proxy  # type: ignore[no-any-return]
+
+    def _proxy(self, pool: ThreadedPool | AsyncPool) -> Any:
+        calls: Any = InstanceCalls(pool, idempotent=self._idempotent)
+        return Proxy(calls, self._definition, self._what, self._timeout_s, None)
+
+
+@overload
+def connect_instances(
+    target: str | Sequence[str],
+    /,
+    *,
+    idempotent: bool = ...,
+    client_id: str | None = ...,
+    timeout: float | None = ...,
+    policy: Policy | None = ...,
+    identity: str | None = ...,
+    home: str | os.PathLike[str] | None = ...,
+    insecure: bool = ...,
+) -> InstancesConnector[Any, Any]: ...
+@overload
+def connect_instances(
+    target: type[T],
+    names: str | Sequence[str],
+    /,
+    *,
+    idempotent: bool = ...,
+    client_id: str | None = ...,
+    timeout: float | None = ...,
+    policy: Policy | None = ...,
+    identity: str | None = ...,
+    home: str | os.PathLike[str] | None = ...,
+    insecure: bool = ...,
+) -> InstancesConnector[T, type[T]]: ...
+def connect_instances(
+    target: Any,
+    names: Any = None,
+    /,
+    *,
+    idempotent: bool = False,
+    client_id: str | None = None,
+    timeout: float | None = TIMEOUT_DEFAULT_S,
+    policy: Policy | None = None,
+    identity: str | None = None,
+    home: str | os.PathLike[str] | None = None,
+    insecure: bool = False,
+) -> InstancesConnector[Any, Any]:
+    """Each call goes to one of several instances: ``connect_instances(Bank, ["bank-1", "bank-2"])``, or ``"bank-*"``.
+
+    They are found in the registry folder ``home``; those that fit a pattern are looked for again every two seconds. A
+    call that one may have begun stays with it, so each is done once; calls of queries, with ``idempotent`` all calls,
+    go on to the next. ``client_id``, ``timeout``, ``identity``, ``insecure``: as for appsdk.client.connect.
+
+    Raises TypeError, DefinitionError; entering raises NotConnectable.
+    """
+    cls, given = (target, names) if isinstance(target, type) else (None, target)
+    if given is None or (cls is None and names is not None):
+        raise TypeError('connect_instances("bank-*") or connect_instances(Class, ["bank-1", ...]) were expected')
+    _check_client_id(client_id, _INSTANCE_CLIENT_ID_MAX)
+    own_id = client_id or random_client_id()
+    folder = Path(home or os.environ.get(HOME_VARIABLE) or HOME_DEFAULT)
+    fixed = None if isinstance(given, str) else _names(given, "names")
+
+    def look() -> Sequence[str]:
+        return list(instances(folder, given)) if fixed is None else fixed
+
+    def make_driver() -> Driver:
+        if not look():
+            raise NotConnectable(f"no instance in {folder} fits {given!r}: 'immortal register NAME' makes one")
+        return Driver(
+            look,
+            lambda name: InstanceLink(Finder(name, home, (), (), identity, insecure), own_id),
+            policy or Policy(),
+            own_id,
+            keeps_replies=True,  # an instance keeps those of keys by its own rules
+            looks_again=fixed is None,
+        )
+
+    return InstancesConnector(cls, make_driver, str(given), timeout, idempotent=idempotent)

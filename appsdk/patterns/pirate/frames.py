@@ -1,0 +1,111 @@
+"""What clients and servers say to each other: bytes to frames and back. docs/guide/pirate.md has every byte.
+
+0   3  "IPR"
+3   1  version
+4   1  type
+5   8  number, big-endian: of the request that it is about
+13  8  value, big-endian: REQUEST: all numbers below it are settled. PONG: ms that it has worked on one request
+21  1  size of the client ID, n
+22  n  client ID, UTF-8: of a REQUEST
+    ?  body
+   -8  8  CRC-64/XZ of all before it, big-endian
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from struct import Struct
+
+from appsdk.patterns.pirate.limits import BODY_SIZE_BYTES_MAX, CLIENT_ID_SIZE_BYTES_MAX
+from protocol.checksum import crc64
+from protocol.errors import LimitExceededError, RemoteProtocolError
+
+MAGIC = b"IPR"
+VERSION = 1
+STORE_ID_SIZE_BYTES = 16
+NUMBER_MAX = 2**63 - 1
+_HEAD = Struct(">3sBBQQB")
+_CHECK_SIZE_BYTES = 8
+OVERHEAD_BYTES = _HEAD.size + _CHECK_SIZE_BYTES
+FRAME_SIZE_BYTES_MAX = OVERHEAD_BYTES + CLIENT_ID_SIZE_BYTES_MAX + BODY_SIZE_BYTES_MAX
+
+
+class Kind(IntEnum):
+    PING = 1  # are you there?
+    PONG = 2  # yes. Body: the ID of the store, or nothing where replies are not stored
+    REQUEST = 3
+    REPLY = 4  # body: what the function returned
+    FAILED = 5  # the function raised: the name of the type, "\n", the text
+    GONE = 6  # the number is behind what is kept: it is not done now
+    REFUSED = 7  # it will not be done; body: why
+    BUSY = 8  # no room: it was not taken
+
+
+ANSWERS = frozenset({Kind.REPLY, Kind.FAILED, Kind.GONE, Kind.REFUSED})
+"""With these a request is over."""
+_EMPTY = frozenset({Kind.PING, Kind.GONE, Kind.BUSY})
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One message. ``client_id`` is that of a REQUEST, else ""."""
+
+    kind: Kind
+    number: int = 0
+    value: int = 0
+    client_id: str = ""
+    body: bytes = b""
+
+
+def encode_frame(frame: Frame) -> bytes:
+    client_id = frame.client_id.encode()
+    head = _HEAD.pack(MAGIC, VERSION, frame.kind, frame.number, frame.value, len(client_id))
+    data = b"".join((head, client_id, frame.body))
+    return data + crc64(data).to_bytes(_CHECK_SIZE_BYTES, "big")
+
+
+def decode_frame(data: bytes) -> Frame:
+    """Raises RemoteProtocolError."""
+    if data[:3] != MAGIC or len(data) < OVERHEAD_BYTES:
+        raise RemoteProtocolError(f"{len(data)} bytes that are no frame: {MAGIC!r} and {OVERHEAD_BYTES} were expected")
+    _, version, kind, number, value, id_size = _HEAD.unpack_from(data)
+    if version != VERSION:
+        raise RemoteProtocolError(f"a frame of version {version}, {VERSION} is known here: upgrade the older side")
+    body_at = _HEAD.size + id_size
+    body_size = len(data) - body_at - _CHECK_SIZE_BYTES
+    if id_size > CLIENT_ID_SIZE_BYTES_MAX:
+        raise LimitExceededError("a client ID", id_size, CLIENT_ID_SIZE_BYTES_MAX)
+    if body_size > BODY_SIZE_BYTES_MAX:
+        raise LimitExceededError("a body", body_size, BODY_SIZE_BYTES_MAX)
+    if body_size < 0:
+        raise RemoteProtocolError(f"a frame of {len(data)} bytes with a client ID of {id_size}: it was cut off")
+    if crc64(memoryview(data)[:-_CHECK_SIZE_BYTES]) != int.from_bytes(data[-_CHECK_SIZE_BYTES:], "big"):
+        raise RemoteProtocolError(f"a frame of {len(data)} bytes was damaged: its check bytes do not match")
+    try:
+        frame = Frame(
+            Kind(kind),
+            number,
+            value,
+            data[_HEAD.size : body_at].decode(),
+            data[body_at : len(data) - _CHECK_SIZE_BYTES],
+        )
+    except ValueError as error:  # UnicodeDecodeError is one
+        raise RemoteProtocolError(f"a frame that can't be read: {error}") from None
+    _check(frame)
+    return frame
+
+
+def _check(frame: Frame) -> None:
+    """Raises RemoteProtocolError for what no frame of its kind says."""
+    is_request = frame.kind is Kind.REQUEST
+    if is_request != bool(frame.client_id):
+        raise RemoteProtocolError(f"a {frame.kind.name} with the client ID {frame.client_id!r}")
+    if is_request and not 1 <= max(frame.value, 1) <= frame.number <= NUMBER_MAX:
+        raise RemoteProtocolError(f"request {frame.number}, with all below {frame.value} settled")
+    if not is_request and frame.kind is not Kind.PONG and frame.value:
+        raise RemoteProtocolError(f"a {frame.kind.name} with the value {frame.value}")
+    if frame.body and frame.kind in _EMPTY:
+        raise RemoteProtocolError(f"a {frame.kind.name} with {len(frame.body)} bytes")
+    if frame.kind is Kind.PONG and len(frame.body) not in (0, STORE_ID_SIZE_BYTES):
+        raise RemoteProtocolError(f"a PONG with {len(frame.body)} bytes: the ID of a store has {STORE_ID_SIZE_BYTES}")

@@ -1,0 +1,237 @@
+"""The way to one server: what a client's driver asks of it, and the one to a plain server, a DEALER.
+
+A DEALER of its own for each server: so a reply is of that server, and with keys nobody else can send one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import zmq
+
+from appsdk.client.errors import CalleeFailed, CallRefused, ClientError, NotConnectable, OutcomeUnknown
+from appsdk.client.places import Finder, Places
+from appsdk.client.watch import Watch
+from appsdk.patterns.pirate.frames import ANSWERS, FRAME_SIZE_BYTES_MAX, Frame, Kind, decode_frame, encode_frame
+from appsdk.patterns.pirate.limits import CLOSE_LINGER_MS, CONNECT_TIMEOUT_MS, RECONNECT_MS_MAX, RECONNECT_MS_MIN
+from protocol.errors import RemoteProtocolError
+
+_NOBLOCK = int(zmq.NOBLOCK)
+_EVENTS = int(zmq.EVENTS)
+_POLLIN = int(zmq.POLLIN)
+Context = zmq.Context[zmq.Socket[bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """There is a connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """It is broken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A ping was answered: see Pool.heard."""
+
+    domain: bytes
+    working_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Replied:
+    """A request is over. ``outcome``: what the caller gets, an exception is raised."""
+
+    number: int
+    outcome: Any
+
+
+@dataclass(frozen=True, slots=True)
+class TurnedAway:
+    """The server has no room for it."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unsent:
+    """It has not left, and will not."""
+
+    number: int
+
+
+Event = Reached | Lost | Heard | Replied | TurnedAway | Unsent
+
+
+class Link(Protocol):
+    """Used by one thread at a time. ``problem``: why nothing comes, as far as that is known; ""."""
+
+    @property
+    def problem(self) -> str: ...
+
+    def filenos(self) -> list[int]:
+        """What to wait for. They tell of news once: :meth:`process` takes them all. Others may come with process."""
+
+    def process(self) -> Sequence[Event]:
+        """All that has come."""
+
+    def send(self, number: int, settled: int, payload: Any) -> bool:
+        """Whether it may have left. ``settled``: the client is done with all numbers below it."""
+
+    def ping(self) -> None: ...
+
+    def next_deadline_s(self) -> float:
+        """When :meth:`process` is to be called, whatever happens."""
+
+    def close(self) -> None: ...
+
+
+class PlainLink:
+    """To the plain server at the one endpoint of ``finder``. Raises NotConnectable as it is made."""
+
+    def __init__(self, context: Context, finder: Finder, client_id: str) -> None:
+        self._context = context
+        self._finder = finder
+        self._client_id = client_id
+        self._endpoint = finder.endpoints[0]
+        self._watch = Watch(context)
+        self._connections = 0  # that the pool was told of
+        self._was_up = False
+        self._attempt = 0
+        self._malformed = ""  # what made no sense, last
+        self.malformed_count = 0
+        self._places = finder.find()
+        self._open()
+
+    def _open(self) -> None:
+        places: Places = self._places
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.IMMEDIATE, 1),  # what is sent to nobody would come to whoever listens there later
+            (zmq.RCVHWM, 0),  # as in appsdk.client.transport: a limit may end the process where a connection breaks
+            (zmq.MAXMSGSIZE, FRAME_SIZE_BYTES_MAX),
+            (zmq.RECONNECT_IVL, RECONNECT_MS_MIN),
+            (zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX),
+            (zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS),
+            (zmq.IPV6, int("[" in self._endpoint)),
+        ):
+            socket.setsockopt(option, value)
+        if places.pair is not None:
+            server_key = places.server_keys[self._attempt % len(places.server_keys)]
+            socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, places.pair.public.encode())
+            socket.setsockopt(zmq.CURVE_SECRETKEY, places.pair.secret.encode())
+        try:
+            self._watch.watch(socket, has_keys=places.pair is not None)
+            socket.connect(self._endpoint)
+        except zmq.ZMQError as error:
+            self._watch.close()
+            socket.close()
+            raise NotConnectable(f"{self._endpoint!r} can't be connected to: {error.strerror}") from None
+        self._socket = socket
+
+    @property
+    def problem(self) -> str:
+        return self._watch.problem or self._malformed
+
+    def filenos(self) -> list[int]:
+        descriptor = self._socket.getsockopt(zmq.FD)
+        assert isinstance(descriptor, int)
+        return [descriptor, self._watch.fileno()]
+
+    def process(self) -> list[Event]:
+        events: list[Event] = []
+        self._watch.look()
+        if self._was_up and (self._watch.connections > self._connections or not self._watch.is_up):
+            events.append(Lost())
+        if self._watch.is_up and self._watch.connections > self._connections:
+            events.append(Reached())
+        self._connections, self._was_up = self._watch.connections, self._watch.is_up
+        while self._has_unread():  # asked first, since it costs more to be told by an exception
+            self._received(self._socket.recv(_NOBLOCK, copy=False), events)
+        return events
+
+    def _has_unread(self) -> bool:
+        events = self._socket.getsockopt(_EVENTS)
+        assert isinstance(events, int)
+        return bool(events & _POLLIN)
+
+    def _received(self, first: zmq.Frame, events: list[Event]) -> None:
+        try:
+            if first.more:
+                more = True
+                while more:
+                    more = self._socket.recv(_NOBLOCK, copy=False).more
+                raise RemoteProtocolError("a message of several parts, 1 was expected")
+            frame = decode_frame(first.bytes)
+            event = _event(frame)
+        except RemoteProtocolError as error:
+            self._malformed = f"it sends {error}"
+            self.malformed_count += 1
+            return
+        events.append(event)
+
+    def send(self, number: int, settled: int, payload: bytes) -> bool:
+        data = encode_frame(Frame(Kind.REQUEST, number, settled, self._client_id, payload))
+        return self._send(data)
+
+    def _send(self, data: bytes) -> bool:
+        try:
+            self._socket.send(data, _NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def ping(self) -> None:
+        if not self._send(encode_frame(Frame(Kind.PING))) and self._places.pair is not None:
+            self._look_for_keys()
+
+    def _look_for_keys(self) -> None:
+        """It is not reached: perhaps it has other keys by now. Each is tried in turn."""
+        try:
+            places = self._finder.find()
+        except NotConnectable:
+            return
+        if places.server_keys == self._places.server_keys and len(places.server_keys) < 2:
+            return
+        self._watch.close()
+        self._socket.close()
+        self._places = places
+        self._attempt += 1
+        self._was_up = False
+        self._open()
+
+    def next_deadline_s(self) -> float:
+        return float("inf")
+
+    def close(self) -> None:
+        self._watch.close()
+        self._socket.close(linger=CLOSE_LINGER_MS)
+
+
+def _event(frame: Frame) -> Event:
+    """Raises RemoteProtocolError for what only clients send."""
+    if frame.kind is Kind.PONG:
+        return Heard(frame.body, frame.value / 1000)
+    if frame.kind is Kind.BUSY:
+        return TurnedAway(frame.number)
+    if frame.kind not in ANSWERS:
+        raise RemoteProtocolError(f"a {frame.kind.name}, which only clients send")
+    return Replied(frame.number, frame.body if frame.kind is Kind.REPLY else _error(frame))
+
+
+def _error(frame: Frame) -> ClientError:
+    text = frame.body.decode(errors="replace")
+    if frame.kind is Kind.FAILED:
+        name, _, text = text.partition("\n")
+        return CalleeFailed(f"request {frame.number}", name, text, "")
+    if frame.kind is Kind.REFUSED:
+        return CallRefused(f"the request was refused: {text}")
+    return OutcomeUnknown(
+        f"request {frame.number} is behind what the server keeps of this client: it was done before, or never will be"
+    )

@@ -1,0 +1,409 @@
+"""Which server gets which request, and when one is given up: without I/O, clock or randomness.
+
+    server    DEAD --any word--> LIVE --a try timed out, silence, connection broken--> DEAD --long silence--> REMOVED
+              REMOVED --any word--> LIVE
+
+- A server has one request of this client at a time. One that has none is pinged, whatever it is.
+- A request goes to the server that was used least recently, of those that are LIVE and have none.
+- **Who may have it next** is said by the domain: servers that find each other's replies are of one domain. A request
+  that a server may have begun goes to servers of that server's domain only, unless it is idempotent.
+- Of several servers that may have it, each is tried once. The only one is tried several times, and its try goes on for
+  as long as words of it come.
+- It is given up when none of them is left to try, or its time is over. DEAD ones that were not tried are waited for,
+  REMOVED ones are not.
+
+Times are monotonic, in seconds.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from heapq import heappop, heappush
+
+from appsdk.patterns.pirate.limits import (
+    BUSY_S,
+    HEARTBEAT_DEFAULT_S,
+    REMOVAL_DEFAULT_S,
+    SILENCE_DEFAULT_S,
+    TRIES_DEFAULT,
+    TRY_TIMEOUT_DEFAULT_S,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """When a server counts as dead, and how often a request is tried. Raises ValueError."""
+
+    tries: int = TRIES_DEFAULT
+    try_timeout_s: float = TRY_TIMEOUT_DEFAULT_S
+    heartbeat_s: float = HEARTBEAT_DEFAULT_S
+    silence_s: float = SILENCE_DEFAULT_S
+    removal_s: float = REMOVAL_DEFAULT_S
+
+    def __post_init__(self) -> None:
+        if self.tries < 1:
+            raise ValueError(f"tries={self.tries}: at least 1 was expected")
+        for name in ("try_timeout_s", "heartbeat_s", "silence_s", "removal_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)}: more than 0 seconds were expected")
+
+
+class State(Enum):
+    LIVE = "live"
+    DEAD = "dead"
+    REMOVED = "removed"
+
+
+class Why(Enum):
+    """Why a request is given up."""
+
+    TIME = "its time is over"
+    TRIES = "every server that may have it was tried"
+    NOBODY = "no server that may have it has been heard of for long"
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send the request ``number`` to ``server``."""
+
+    server: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Ask ``server`` for a word."""
+
+    server: str
+
+
+@dataclass(frozen=True, slots=True)
+class Trail:
+    """Where a request may be: what it takes to go on with it later. Empty: no server can have begun it."""
+
+    domain: bytes | None = None
+    asked: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The request ``number`` is not sent any more; ``tries`` by server."""
+
+    number: int
+    why: Why
+    tries: dict[str, int]
+    trail: Trail
+
+
+Action = Send | Ping | GiveUp
+
+
+@dataclass(slots=True)
+class _Server:
+    name: str
+    heard_s: float  # or made
+    ping_due_s: float
+    state: State = State.DEAD
+    domain: bytes | None = None  # None: nothing was heard yet
+    used: int = 0  # the lower, the longer ago
+    asked_s: float | None = None  # when the first ping went out that nothing came back to
+    number: int | None = None  # of the request that it works on for this client
+    try_began_s: float = 0.0
+    try_due_s: float = 0.0
+    room_s: float = 0.0  # when it may have room again
+
+
+@dataclass(slots=True)
+class _Request:
+    number: int
+    deadline_s: float
+    idempotent: bool
+    domain: bytes | None
+    asked: set[str]  # who may have it, with those of earlier lives
+    tries: dict[str, int] = field(default_factory=dict)
+    server: str | None = None  # who works on it
+
+
+class Pool:
+    """Of one client. ``servers``: by any name; all are DEAD until a word of theirs has come."""
+
+    def __init__(self, servers: Iterable[str], policy: Policy, now_s: float) -> None:
+        self._policy = policy
+        self._servers: dict[str, _Server] = {}
+        self._requests: dict[int, _Request] = {}
+        self._waiting: OrderedDict[int, None] = OrderedDict()  # not sent, or to be sent again
+        self._deadlines: list[tuple[float, int]] = []  # heap; of what is done with, too
+        self._unjudged: set[int] = set()  # waiting, and perhaps to be given up
+        self._uses = 0
+        self.update(servers, now_s)
+
+    @property
+    def servers(self) -> dict[str, State]:
+        return {server.name: server.state for server in self._servers.values()}
+
+    # --- what happens ------------------------------------------------------------------------------------------------
+
+    def update(self, servers: Iterable[str], now_s: float) -> None:
+        """From now on these. A request that one which is gone has worked on goes elsewhere, if it may."""
+        names = list(dict.fromkeys(servers))
+        for name in self._servers.keys() - set(names):
+            self._fail(self._servers[name], now_s)
+            del self._servers[name]
+            self._unjudged.update(self._waiting)
+        for name in names:
+            if name not in self._servers:
+                self._servers[name] = _Server(name, now_s, now_s)
+
+    def submit(self, number: int, deadline_s: float, *, idempotent: bool = False, trail: Trail | None = None) -> None:
+        """A request. ``trail``: it was given up before."""
+        trail = trail or Trail()
+        self._requests[number] = _Request(number, deadline_s, idempotent, trail.domain, set(trail.asked))
+        self._waiting[number] = None
+        self._unjudged.add(number)
+        heappush(self._deadlines, (deadline_s, number))
+
+    def withdraw(self, number: int) -> None:
+        """Nobody wants its reply any more."""
+        if (request := self._requests.get(number)) is not None:
+            self._forget(request)
+
+    def reached(self, name: str, now_s: float) -> None:
+        """There is a connection."""
+        if (server := self._servers.get(name)) is not None:
+            server.ping_due_s = now_s
+
+    def heard(self, name: str, domain: bytes, working_s: float, now_s: float) -> None:
+        """It has answered a ping. ``working_s``: how long it has been at whatever it works on, 0: it is idle."""
+        if (server := self._servers.get(name)) is None:
+            return
+        self._alive(server, now_s)
+        if server.domain != domain:
+            server.domain = domain
+            self._unjudged.update(self._waiting)
+        if working_s >= self._policy.try_timeout_s and server.number is None:
+            server.state = State.DEAD  # a word, and no work done
+
+    def replied(self, name: str, number: int, now_s: float) -> bool:
+        """A reply has come; False: nobody waits for one from there."""
+        if (server := self._servers.get(name)) is None:
+            return False
+        request = self._requests.get(number)
+        if server.number == number:
+            server.number = None
+        elif request is None or name not in request.asked:
+            return False
+        self._alive(server, now_s)
+        if request is None:
+            return False
+        self._forget(request)
+        return True
+
+    def turned_away(self, name: str, number: int, now_s: float) -> None:
+        """It has no room: it has not begun the request."""
+        if (server := self._servers.get(name)) is not None and server.number == number:
+            self._alive(server, now_s)
+            server.room_s = now_s + BUSY_S
+            self._not_begun(server)
+
+    def unsent(self, name: str, number: int, now_s: float) -> None:
+        """It can't be reached: the request has not left."""
+        if (server := self._servers.get(name)) is not None and server.number == number:
+            self._not_begun(server)
+            server.state = State.DEAD
+            server.ping_due_s = now_s + self._policy.heartbeat_s
+
+    def lost(self, name: str, now_s: float) -> None:
+        """Its connection is broken: what it was sent may be lost, or done."""
+        if (server := self._servers.get(name)) is not None:
+            self._fail(server, now_s)
+
+    # --- what is to be done ------------------------------------------------------------------------------------------
+
+    def actions(self, now_s: float) -> list[Action]:
+        """All that is to be done now."""
+        for server in self._servers.values():
+            self._look_at(server, now_s)
+        actions: list[Action] = [*self._give_up(now_s)]
+        actions += self._send(now_s)
+        actions += self._ping(now_s)
+        return actions
+
+    def next_deadline_s(self) -> float:
+        """When :meth:`actions` is to be called, whatever happens; infinity: not at all."""
+        self._drop_deadlines()
+        due_s = [self._deadlines[0][0]] if self._deadlines else []
+        for server in self._servers.values():
+            if server.number is not None:
+                due_s.append(server.try_due_s)
+                continue
+            due_s.append(server.ping_due_s)
+            if server.state is State.LIVE:
+                if server.asked_s is not None:
+                    due_s.append(server.asked_s + self._policy.silence_s)
+                if self._waiting and server.room_s:
+                    due_s.append(server.room_s)
+            elif server.state is State.DEAD:
+                due_s.append(server.heard_s + self._policy.removal_s)
+        return min(due_s, default=float("inf"))
+
+    # --- servers -----------------------------------------------------------------------------------------------------
+
+    def _alive(self, server: _Server, now_s: float) -> None:
+        server.heard_s = now_s
+        server.asked_s = None
+        server.state = State.LIVE
+        server.ping_due_s = now_s + self._policy.heartbeat_s
+
+    def _look_at(self, server: _Server, now_s: float) -> None:
+        policy = self._policy
+        if server.number is not None:
+            if now_s >= server.try_due_s:
+                self._end_try(server, now_s)
+        elif server.state is State.LIVE and server.asked_s is not None and now_s >= server.asked_s + policy.silence_s:
+            server.state = State.DEAD
+        if server.state is State.DEAD and now_s >= server.heard_s + policy.removal_s:
+            server.state = State.REMOVED
+            self._unjudged.update(self._waiting)
+        if server.room_s and now_s >= server.room_s:
+            server.room_s = 0.0
+
+    def _end_try(self, server: _Server, now_s: float) -> None:
+        """No reply in time. Where words come meanwhile (of instances, which are asked), who else would do it?"""
+        request = self._requests.get(server.number or 0)
+        if request is None or server.heard_s <= server.try_began_s or self._others(request, server):
+            self._fail(server, now_s)
+        else:
+            self._begin_try(server, now_s)
+
+    def _begin_try(self, server: _Server, now_s: float) -> None:
+        server.try_began_s = now_s
+        server.try_due_s = now_s + self._policy.try_timeout_s
+
+    def _fail(self, server: _Server, now_s: float) -> None:
+        """It is dead, and what it works on has failed there."""
+        if server.state is State.LIVE:
+            server.state = State.DEAD
+            server.ping_due_s = now_s
+        if (request := self._released(server)) is not None:
+            self._wait_again(request)
+
+    def _released(self, server: _Server) -> _Request | None:
+        number, server.number = server.number, None
+        return None if number is None else self._requests.get(number)
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def _wait_again(self, request: _Request) -> None:
+        request.server = None
+        self._waiting[request.number] = None
+        self._waiting.move_to_end(request.number, last=False)  # it came before those that wait
+        self._unjudged.add(request.number)
+
+    def _not_begun(self, server: _Server) -> None:
+        if (request := self._released(server)) is None:
+            return
+        request.tries[server.name] -= 1
+        if not request.tries[server.name]:
+            del request.tries[server.name]
+            request.asked.discard(server.name)
+        if not request.asked:
+            request.domain = None
+        self._wait_again(request)
+
+    def _forget(self, request: _Request) -> None:
+        del self._requests[request.number]
+        self._waiting.pop(request.number, None)
+        self._unjudged.discard(request.number)
+        if request.server is not None and (server := self._servers.get(request.server)) is not None:
+            server.number = None
+
+    def _may_have(self, request: _Request, server: _Server) -> bool:
+        return request.domain is None or server.domain == request.domain
+
+    def _can_be_tried(self, request: _Request, server: _Server) -> bool:
+        """Once more, or at all."""
+        tries = request.tries.get(server.name, 0)
+        if not tries or tries >= self._policy.tries:
+            return not tries
+        return not self._others(request, server)
+
+    def _others(self, request: _Request, server: _Server) -> bool:
+        """Whether one more may have the request."""
+        return any(
+            other is not server and other.state is not State.REMOVED and self._may_have(request, other)
+            for other in self._servers.values()
+        )
+
+    def _give_up(self, now_s: float) -> Iterator[GiveUp]:
+        self._drop_deadlines()
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            yield self._given_up(self._requests[self._deadlines[0][1]], Why.TIME)
+            self._drop_deadlines()
+        unjudged, self._unjudged = self._unjudged, set()
+        for number in sorted(unjudged & self._waiting.keys()):
+            request = self._requests[number]
+            left = [
+                server
+                for server in self._servers.values()
+                if server.state is not State.REMOVED and self._may_have(request, server)
+            ]
+            if not any(self._can_be_tried(request, server) for server in left):
+                yield self._given_up(request, Why.TRIES if request.tries else Why.NOBODY)
+
+    def _given_up(self, request: _Request, why: Why) -> GiveUp:
+        self._forget(request)
+        trail = Trail(request.domain, tuple(sorted(request.asked)))
+        return GiveUp(request.number, why, dict(request.tries), trail)
+
+    def _drop_deadlines(self) -> None:
+        """Those of requests that are done with, or were submitted again."""
+        while self._deadlines:
+            deadline_s, number = self._deadlines[0]
+            if (request := self._requests.get(number)) is not None and request.deadline_s == deadline_s:
+                return
+            heappop(self._deadlines)
+
+    def _send(self, now_s: float) -> Iterator[Send]:
+        free = [
+            server
+            for server in self._servers.values()
+            if server.state is State.LIVE and server.number is None and not server.room_s
+        ]
+        free.sort(key=lambda server: server.used)
+        chosen: list[tuple[_Request, _Server]] = []
+        for number in self._waiting:
+            if not free:
+                break
+            request = self._requests[number]
+            for server in free:
+                if self._may_have(request, server) and self._can_be_tried(request, server):
+                    free.remove(server)
+                    chosen.append((request, server))
+                    break
+        for request, server in chosen:
+            self._begin(request, server, now_s)
+            yield Send(server.name, request.number)
+
+    def _begin(self, request: _Request, server: _Server, now_s: float) -> None:
+        self._uses += 1
+        server.used = self._uses
+        server.number = request.number
+        self._begin_try(server, now_s)
+        server.asked_s = None
+        request.server = server.name
+        request.tries[server.name] = request.tries.get(server.name, 0) + 1
+        request.asked.add(server.name)
+        if not request.idempotent:
+            request.domain = server.domain
+        del self._waiting[request.number]
+
+    def _ping(self, now_s: float) -> Iterator[Ping]:
+        for server in self._servers.values():
+            if server.number is None and now_s >= server.ping_due_s:
+                server.ping_due_s = now_s + self._policy.heartbeat_s
+                if server.asked_s is None:
+                    server.asked_s = now_s
+                yield Ping(server.name)

@@ -1,0 +1,437 @@
+"""A server: a plain process with one function, which each request is given to.
+
+    socket thread   frames in and out, pings, what waits        --queue-->   run(): the function, the store
+                                                                <--queue--
+
+So a server that works still answers pings, and says for how long it has been at it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from appsdk.client.errors import NotConnectable
+from appsdk.client.places import HOME_DEFAULT, HOME_VARIABLE, is_local, pair_of
+from appsdk.patterns.pirate.callers import Callers, Guard
+from appsdk.patterns.pirate.errors import ServerError
+from appsdk.patterns.pirate.frames import FRAME_SIZE_BYTES_MAX, Frame, Kind, decode_frame, encode_frame
+from appsdk.patterns.pirate.limits import (
+    BODY_SIZE_BYTES_MAX,
+    CLOSE_LINGER_MS,
+    HANDSHAKE_TIMEOUT_MS,
+    REPLIES_QUEUED_MAX,
+    TEXT_SIZE_BYTES_MAX,
+    TURN_REQUESTS_MAX,
+    TURN_S,
+    WAITING_MAX,
+    WAITING_SIZE_BYTES_MAX,
+)
+from appsdk.patterns.pirate.store import Failure, ReplyStore
+from protocol.errors import RemoteProtocolError
+from protocol.rate_limit import RateLimit
+
+logger = logging.getLogger("appsdk.pirate")
+
+_NOBLOCK = int(zmq.NOBLOCK)
+_Key = tuple[str, str, int]  # name of the caller's key, client ID, number
+
+
+class Request:
+    """One request, for the function. ``caller``: the name of its key, "" without keys.
+
+    ``client_id`` and ``number`` are the same however often it is sent. Of those whose number is settled or whose reply
+    is stored, no function hears again.
+    """
+
+    __slots__ = ("_rows", "body", "caller", "client_id", "number")
+
+    def __init__(self, frame: Frame, caller: str, rows: MutableMapping[bytes, bytes] | None) -> None:
+        self.body = frame.body
+        self.client_id = frame.client_id
+        self.number = frame.number
+        self.caller = caller
+        self._rows = rows
+
+    def __repr__(self) -> str:
+        return f"<request {self.number} of client {self.client_id!r}: {len(self.body)} bytes>"
+
+    @property
+    def rows(self) -> MutableMapping[bytes, bytes]:
+        """The store's own rows: what is written here is durable together with the reply. Raises ServerError."""
+        if self._rows is None:
+            raise ServerError("request.rows: this server has no store; give it one with store=FOLDER")
+        return self._rows
+
+
+Function = Callable[[Request], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What is to be sent, once it is durable."""
+
+    key: _Key
+    frame: Frame
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A request that was taken. ``route``: the newest connection that it came by."""
+
+    frame: Frame
+    caller: str
+    route: bytes
+
+
+class Server:
+    """Listens from here to :meth:`close`; :meth:`run` works. Raises ServerError.
+
+    ``store``: a folder in which replies are kept, which all servers of a pool share; None: the function may be called
+    more than once for one request. ``identity``: whose keys in the registry folder ``home`` this server shows;
+    ``callers``: the names whose keys there may call, beside that of the server itself. Without an identity everybody
+    may who reaches ``endpoint``, which is on this machine then, unless ``insecure`` is True.
+    """
+
+    def __init__(
+        self,
+        function: Function,
+        endpoint: str,
+        *,
+        store: str | os.PathLike[str] | None = None,
+        identity: str | None = None,
+        callers: Sequence[str] = (),
+        home: str | os.PathLike[str] | None = None,
+        insecure: bool = False,
+    ) -> None:
+        if isinstance(callers, str):
+            raise TypeError(f"callers={callers!r}: a list of names was expected")
+        if callers and not identity:
+            raise ServerError(f"callers={list(callers)!r} need keys of this server: say whose, with identity=NAME")
+        self._function = function
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._queue: deque[_Key] = deque()
+        self._taken: dict[_Key, _Waiting] = {}  # waiting or worked on
+        self._taken_of: Counter[str] = Counter()  # requests, by caller
+        self._taken_bytes_of: Counter[str] = Counter()
+        self._outgoing: deque[tuple[bytes, bytes]] = deque()
+        self._working_since_s: float | None = None
+        self._running = False
+        self._closing = False
+        self._warnings = RateLimit(burst=1)
+        self.malformed = 0  # frames that were dropped
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._guard: Guard | None = None
+        self._callers: Callers | None = None
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        self._store: ReplyStore | None = None
+        try:
+            if identity:
+                self._secure(Path(home or os.environ.get(HOME_VARIABLE) or HOME_DEFAULT), identity, callers)
+            elif not insecure and not _is_local(endpoint):
+                raise ServerError(
+                    f"{endpoint} is not on this machine only: give the server keys, with identity=NAME and "
+                    f"callers=[NAMES] (insecure=True lets everybody call)"
+                )
+            self._store = None if store is None else ReplyStore(store)
+            self.endpoint = self._bind(endpoint)
+        except BaseException:
+            self._release()
+            raise
+        self._store_id = b"" if self._store is None else self._store.store_id
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._serve_socket, name=f"pirate at {self.endpoint}", daemon=True)
+        self._thread.start()
+
+    def _secure(self, home: Path, identity: str, names: Sequence[str]) -> None:
+        try:
+            pair = pair_of(home / identity, identity)
+        except (NotConnectable, PermissionError) as error:
+            raise ServerError(f"the keys of {identity!r} can't be used: {error}") from None
+        if pair is None:
+            raise ServerError(
+                f"{identity!r} has no keys in {home / identity}: 'immortal keys {identity} --make --client' makes them"
+            )
+        self._callers = Callers(home, [identity, *names])
+        self._guard = Guard(self._context, pair, self._callers)
+        self._guard.protect(self._socket)
+
+    def _bind(self, endpoint: str) -> str:
+        for option, value in (
+            (zmq.MAXMSGSIZE, FRAME_SIZE_BYTES_MAX),
+            (zmq.SNDHWM, REPLIES_QUEUED_MAX),
+            (zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS),
+            (zmq.TCP_KEEPALIVE, 1),
+            (zmq.IPV6, int("[" in endpoint)),
+        ):
+            self._socket.setsockopt(option, value)
+        port = endpoint.rpartition(":")[2]
+        if port.isdigit() and int(port) > 65535:
+            raise ServerError(f"can't listen at {endpoint!r}: ports end at 65535")  # ZeroMQ would take another
+        if _somebody_listens(endpoint):
+            raise ServerError(f"can't listen at {endpoint!r}: it is in use")  # ZeroMQ would take it from its owner
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            raise ServerError(
+                f"can't listen at {endpoint!r}: {error.strerror}; tcp://ADDRESS:PORT of this machine (PORT may be *), "
+                f"or ipc://PATH was expected"
+            ) from None
+        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
+    # --- work: the thread that calls run() ---------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Work until :meth:`close`. Raises StoreError where the store can't be written: nobody was answered then."""
+        with self._lock:
+            self._running = not self._closing
+        try:
+            while self._wait():
+                if self._store is None:
+                    self.send([self._plain_answer()])
+                else:
+                    self.send(self._stored_answers(self._store))
+        finally:
+            with self._lock:
+                self._running = False
+                self._queue = deque(self._taken)  # what was not answered, for who runs it again
+                if self._closing:
+                    self._close_store()
+
+    def _wait(self) -> bool:
+        """Until there is something to do; False: the server was closed."""
+        with self._work:
+            self._working_since_s = None
+            while not self._queue and not self._closing:
+                self._work.wait()
+            self._working_since_s = time.monotonic()
+            return not self._closing
+
+    def _plain_answer(self) -> Answer:
+        key = self._queue.popleft()
+        request = self._taken[key]
+        try:
+            body = self._reply(Request(request.frame, request.caller, None))
+        except Failure as failure:
+            return Answer(key, Frame(Kind.FAILED, request.frame.number, body=failure.text))
+        return Answer(key, Frame(Kind.REPLY, request.frame.number, body=body))
+
+    def _stored_answers(self, store: ReplyStore) -> list[Answer]:
+        """Of what waits, as far as one transaction goes."""
+        answers: list[Answer] = []
+        with store.turn() as turn:
+            ends_s = time.monotonic() + TURN_S
+            while self._queue and len(answers) < TURN_REQUESTS_MAX and (not answers or time.monotonic() < ends_s):
+                key = self._queue.popleft()
+                self._working_since_s = time.monotonic()
+                taken = self._taken[key]
+                answers.append(Answer(key, turn.answer(taken.caller, taken.frame, self._work_on(taken))))
+        return answers
+
+    def _work_on(self, taken: _Waiting) -> Callable[[MutableMapping[bytes, bytes]], bytes]:
+        return lambda rows: self._reply(Request(taken.frame, taken.caller, rows))
+
+    def _reply(self, request: Request) -> bytes:
+        """Raises Failure."""
+        try:
+            reply = self._function(request)
+            if not isinstance(reply, bytes):
+                raise TypeError(f"the function returned {type(reply).__name__}, bytes were expected")
+            if len(reply) > BODY_SIZE_BYTES_MAX:
+                raise ValueError(f"a reply of {len(reply)} bytes, at most {BODY_SIZE_BYTES_MAX} are possible")
+        except Exception as error:
+            logger.warning("%r failed: %s: %s", request, type(error).__name__, error)
+            text = f"{type(error).__name__}\n{error}".encode(errors="replace")
+            raise Failure(text[:TEXT_SIZE_BYTES_MAX]) from error
+        return reply
+
+    def send(self, answers: Iterable[Answer]) -> None:
+        """Answers, which are durable where there is a store, leave from here."""
+        with self._lock:
+            if self._closing:
+                return
+            for answer in answers:
+                taken = self._taken.pop(answer.key)
+                self._taken_of[taken.caller] -= 1
+                self._taken_bytes_of[taken.caller] -= len(taken.frame.body)
+                self._outgoing.append((taken.route, encode_frame(answer.frame)))
+            os.eventfd_write(self._wake, 1)
+
+    # --- the socket's thread -----------------------------------------------------------------------------------------
+
+    def _serve_socket(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+                with self._lock:
+                    outgoing, self._outgoing = self._outgoing, deque()
+                    closing = self._closing
+                for route, data in outgoing:
+                    self._send(route, data)
+                if closing:
+                    return
+            if self._socket in ready:
+                self._receive()
+
+    def _receive(self) -> None:
+        """What has come, at most so much that replies do not wait for long."""
+        for _ in range(TURN_REQUESTS_MAX):
+            try:
+                first = self._socket.recv(_NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            parts = [first]
+            more = first.more
+            while more:
+                part = self._socket.recv(_NOBLOCK, copy=False)
+                more = part.more
+                if len(parts) < 3:
+                    parts.append(part)
+            self._received(parts)
+
+    def _received(self, parts: list[zmq.Frame]) -> None:
+        caller = ""
+        if self._callers is not None:
+            key = parts[0].get("User-Id")
+            name = self._callers.name_of(key if isinstance(key, str) else "")
+            if name is None:
+                self._drop(f"a message with the key {key}, which may not call here any more")
+                return
+            caller = name
+        if len(parts) != 2:
+            self._drop(f"a message of {len(parts) - 1} parts or more, 1 was expected")
+            return
+        route = parts[0].bytes
+        try:
+            frame = decode_frame(parts[1].bytes)
+        except RemoteProtocolError as error:
+            self._drop(str(error))
+            return
+        if frame.kind is Kind.PING:
+            since_s = self._working_since_s
+            working_ms = 0 if since_s is None else int(1000 * (time.monotonic() - since_s))
+            self._send(route, encode_frame(Frame(Kind.PONG, frame.number, working_ms, body=self._store_id)))
+        elif frame.kind is Kind.REQUEST:
+            self._take(route, frame, caller)
+        else:
+            self._drop(f"a {frame.kind.name}, which only servers send")
+
+    def _take(self, route: bytes, frame: Frame, caller: str) -> None:
+        key = (caller, frame.client_id, frame.number)
+        with self._work:
+            if (taken := self._taken.get(key)) is not None:
+                if taken.frame.body == frame.body:
+                    taken.route = route  # it was sent again: its reply goes there
+                    return
+                kind, text = Kind.REFUSED, f"number {frame.number} is in use for another request"
+            elif self._has_room(caller, len(frame.body)):
+                self._taken[key] = _Waiting(frame, caller, route)
+                self._taken_of[caller] += 1
+                self._taken_bytes_of[caller] += len(frame.body)
+                self._queue.append(key)
+                self._work.notify()
+                return
+            else:
+                kind, text = Kind.BUSY, ""
+        self._send(route, encode_frame(Frame(kind, frame.number, body=text.encode())))
+
+    def _has_room(self, caller: str, size_bytes: int) -> bool:
+        taken = self._taken_of[caller]
+        return not taken or (
+            taken < WAITING_MAX and self._taken_bytes_of[caller] + size_bytes <= WAITING_SIZE_BYTES_MAX
+        )
+
+    def _send(self, route: bytes, data: bytes) -> None:
+        """Where its connection is gone or full, the client asks again."""
+        try:
+            self._socket.send_multipart((route, data), _NOBLOCK)
+        except zmq.ZMQError:
+            return
+
+    def _drop(self, what: str) -> None:
+        self.malformed += 1
+        left_out = self._warnings.admit("malformed", time.monotonic_ns())
+        if left_out is not None:
+            logger.warning("at %s: %s; dropped (%d more since the last warning)", self.endpoint, what, left_out)
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Stop, from any thread; :meth:`run` returns when the function has. Clients ask again for what they lack."""
+        with self._work:
+            if self._closing:
+                return
+            self._closing = True
+            self._work.notify_all()
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        os.close(self._wake)
+        self._release()
+
+    def _close_store(self) -> None:
+        if self._store is not None:
+            self._store.close()
+
+    def _release(self) -> None:
+        if not self._running:
+            self._close_store()
+        self._socket.close(linger=CLOSE_LINGER_MS)
+        if self._guard is not None:
+            self._guard.close()
+        self._context.term()
+
+
+def _is_local(endpoint: str) -> bool:
+    """Raises ServerError for what is no endpoint."""
+    try:
+        return is_local(endpoint.removesuffix("*") + "0" if endpoint.endswith(":*") else endpoint)
+    except NotConnectable as error:
+        raise ServerError(str(error)) from None
+
+
+def _somebody_listens(endpoint: str) -> bool:
+    """At this Unix socket; False for other endpoints."""
+    path = endpoint.removeprefix("ipc://")
+    if path == endpoint:
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(0.0)
+        try:
+            probe.connect("\0" + path[1:] if path.startswith("@") else path)
+        except BlockingIOError:
+            return True  # its backlog is full
+        except OSError:
+            return False
+        return True
+
+
+def serve(
+    function: Function,
+    endpoint: str,
+    *,
+    store: str | os.PathLike[str] | None = None,
+    identity: str | None = None,
+    callers: Sequence[str] = (),
+    home: str | os.PathLike[str] | None = None,
+    insecure: bool = False,
+) -> None:
+    """Serve until the process ends; see :class:`Server`. Raises ServerError."""
+    server = Server(function, endpoint, store=store, identity=identity, callers=callers, home=home, insecure=insecure)
+    try:
+        server.run()
+    finally:
+        server.close()

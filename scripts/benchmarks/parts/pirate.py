@@ -1,0 +1,128 @@
+"""The pirate's requests, one at a time and several, beside REQ and REP sockets that promise nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import zmq
+
+from appsdk.patterns.pirate import connect
+from bench.processes import BenchError
+from bench.usage import processor_s
+from coordinator.service.parent_death import die_with_parent
+from scripts.benchmarks.context import Context
+from scripts.benchmarks.figures import Figure
+
+BARE, PIRATE, STORED = "bare REQ/REP", "pirate", "pirate, replies stored"
+_KINDS = {BARE: "bare", PIRATE: "pirate", STORED: "stored"}
+SERVERS = 4  # of the pool, for several at a time
+_AT_A_TIME = 64
+_WARM_UP = 200
+BODY = b"sixteen bytes ..."
+Turn = tuple[float, float]  # requests in a second; µs of processors for each, both sides together
+
+
+@contextlib.contextmanager
+def _servers(kind: str, home: Path, count: int) -> Iterator[tuple[list[str], list[int]]]:
+    """(endpoints, process IDs)."""
+    store = [str(home / f"{kind}-{count}")] if kind == "stored" else []
+    command = [sys.executable, "-m", "scripts.benchmarks.pirate_servers", kind, *store]
+    processes = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=die_with_parent(os.getpid()))
+        for _ in range(count)
+    ]
+    try:
+        endpoints = []
+        for process in processes:
+            assert process.stdout is not None
+            endpoints.append(process.stdout.readline().strip())
+        if not all(endpoints):
+            raise BenchError(f"a server of kind {kind!r} has ended")
+        yield endpoints, [process.pid for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _measured(seconds: float, pids: list[int], ask: Callable[[], int]) -> Turn:
+    """``ask`` makes some requests, and says how many. Raises BenchError."""
+    used_s = sum(map(processor_s, pids)) + time.process_time()
+    began_s = time.perf_counter()
+    count = 0
+    while (took_s := time.perf_counter() - began_s) < seconds:
+        count += ask()
+    used_s = sum(map(processor_s, pids)) + time.process_time() - used_s
+    return count / took_s, 1e6 * used_s / count
+
+
+def _check(reply: bytes) -> None:
+    if reply != BODY:
+        raise BenchError(f"a wrong reply: {reply!r}")
+
+
+def _one_at_a_time(kind: str, home: Path, seconds: float) -> Turn:
+    with _servers(kind, home, 1) as (endpoints, pids):
+        if kind == "bare":
+            with zmq.Context() as context, context.socket(zmq.REQ) as socket:
+                socket.connect(endpoints[0])
+
+                def ask() -> int:
+                    socket.send(BODY)
+                    _check(socket.recv())
+                    return 1
+
+                for _ in range(_WARM_UP):
+                    ask()
+                return _measured(seconds, pids, ask)
+        with connect(endpoints) as pool:
+
+            def request() -> int:
+                _check(pool.request(BODY))
+                return 1
+
+            for _ in range(_WARM_UP):
+                request()
+            return _measured(seconds, pids, request)
+
+
+def _many_at_a_time(kind: str, home: Path, seconds: float) -> Turn:
+    """Awaited together, at a pool of several; for the bare sockets there is no such thing."""
+    with _servers(kind, home, SERVERS) as (endpoints, pids), asyncio.Runner() as runner:
+
+        async def ask() -> int:
+            for reply in await asyncio.gather(*(pool.request(BODY) for _ in range(_AT_A_TIME))):
+                _check(reply)
+            return _AT_A_TIME
+
+        connector = connect(endpoints)
+        pool = runner.run(connector.__aenter__())
+        try:
+            runner.run(ask())
+            return _measured(seconds, pids, lambda: runner.run(ask()))
+        finally:
+            runner.run(connector.__aexit__(None, None, None))
+
+
+def run(context: Context) -> list[Figure]:
+    figures: list[Figure] = []
+    with context.home() as home:
+        for what, kinds, turn in (
+            ("one request at a time", (BARE, PIRATE, STORED), _one_at_a_time),
+            (f"{_AT_A_TIME} requests at a time, {SERVERS} servers", (PIRATE, STORED), _many_at_a_time),
+        ):
+            turns = {name: partial(turn, _KINDS[name], home, context.amounts.seconds) for name in kinds}
+            measured = context.interleave(turns, what)
+            rates = {name: [rate for rate, _ in some] for name, some in measured.items()}
+            costs = {name: [cost for _, cost in some] for name, some in measured.items()}
+            figures.append(Figure(what, "requests/s", "higher", rates))
+            figures.append(Figure(f"{what}: CPU of both sides", "µs per request", "lower", costs))
+    return figures

@@ -1,0 +1,43 @@
+"""docs/guide/pirate.md: the tests and the limits that it names are those that there are. Its programs run elsewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from appsdk.patterns.pirate import limits
+from appsdk.patterns.pirate.frames import Kind
+from appsdk.patterns.pirate.pool import Policy
+
+ROOT = Path(__file__).parents[2]
+GUIDE = (ROOT / "docs" / "guide" / "pirate.md").read_text()
+
+
+def test_each_test_that_it_names_is_there() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_pirate_*.py"))
+    sources += (ROOT / "tests" / "scenarios" / "test_pirate.py").read_text()
+    named = set(re.findall(r"`(test_\w+)`", GUIDE))
+    assert len(named) > 20
+    assert not {name for name in named if f"def {name}(" not in sources}
+
+
+def test_its_limits() -> None:
+    for said in (
+        f"| replies of one client | {limits.REPLIES_OF_CLIENT_MAX}, and "
+        f"{limits.REPLIES_OF_CLIENT_SIZE_BYTES_MAX >> 20} MiB, each with {limits.REPLY_OVERHEAD_BYTES} bytes more",
+        f"| replies of all its clients | {limits.REPLIES_SIZE_BYTES_MAX >> 20} MiB |",
+        f"| clients | {limits.CLIENTS_MAX:,}, the last used ones |",
+        f"The folder can take {limits.MAP_SIZE_BYTES >> 30} GiB",
+        f"bytes, up to {limits.BODY_SIZE_BYTES_MAX >> 20} MiB",
+        f"({limits.WAITING_MAX} requests or {limits.WAITING_SIZE_BYTES_MAX >> 20} MiB of one name wait there)",
+        f"| `TooManyRequests` | {limits.OPEN_REQUESTS_MAX:,} of this client are open |",
+        f"timeout={limits.TIMEOUT_DEFAULT_S:g}, policy=Policy(",
+    ):
+        assert said in GUIDE, said
+    (policy,) = re.findall(r"policy=(Policy\(.*?\))\)", GUIDE)
+    assert eval(policy, {"Policy": Policy}) == Policy()
+
+
+def test_its_types_of_messages() -> None:
+    rows = re.findall(r"^\| (\d) \| ([A-Z]+) \|", GUIDE, re.MULTILINE)
+    assert [(int(number), name) for number, name in rows] == [(kind.value, kind.name) for kind in Kind]
