@@ -1,8 +1,11 @@
-"""Which message IDs of one link have been seen: all up to the highest, and none above it.
+"""Which message IDs of one link have been seen, in two numbers, however many messages there are.
 
-IDs grow by one, and a message is taken only once all those sent before it have been: what comes too early, as it can
-where a connection breaks, is left to be sent again. So the unseen IDs below the highest, which a set would otherwise
-hold, do not exist, and a tracker is two numbers however many messages there are.
+IDs grow by one. :class:`DuplicateTracker` takes a message once, wherever it comes in the order. Beside the highest ID
+seen it keeps the complement: those below it that have not been seen, few as most messages arrive. They are the bits
+of one integer, so that a message costs the same whatever its sender has left out.
+
+:class:`OrderedTracker` takes a message only once all those sent before it have been: what comes too early, as it can
+where a connection breaks, is left to be sent again. So there is no complement, and the highest ID is all it keeps.
 
 Every message also says the lowest ID that its sender may still send, and how many IDs right below its own it will
 never send again: they were acknowledged, perhaps by a receiver that is no more. What is neither sent nor missing any
@@ -24,7 +27,10 @@ class Sighting(IntEnum):
     EARLY = 3  # one that was sent before it has not been seen
 
 
-class DuplicateTracker:
+FIRST, DUPLICATE, REFUSED, EARLY = Sighting
+
+
+class OrderedTracker:
     """Tells the first sighting of a message ID, in order, from others. No I/O.
 
     ``highest_seen`` is the highest ID seen (0: none), ``lowest_pending_id`` the lowest ID that may still come or come
@@ -47,10 +53,53 @@ class DuplicateTracker:
                 self.highest_seen = lowest_pending_id - 1
         highest = self.highest_seen
         if message_id <= highest:
-            return Sighting.DUPLICATE
+            return DUPLICATE
         if message_id - self.lowest_pending_id >= self.span_max:
-            return Sighting.REFUSED
+            return REFUSED
         if message_id - skipped_count > highest + 1:
-            return Sighting.EARLY
+            return EARLY
         self.highest_seen = message_id
-        return Sighting.FIRST
+        return FIRST
+
+
+class DuplicateTracker:
+    """Tells the first sighting of a message ID from others, in any order. Fields as above. No I/O.
+
+    The complement has ``span_max`` bits at most: no ID further from the lowest pending one is taken.
+    """
+
+    __slots__ = ("_unseen", "highest_seen", "lowest_pending_id", "span_max")
+
+    def __init__(self, span_max: int = SPAN_MAX) -> None:
+        self.span_max = span_max
+        self.highest_seen = 0
+        self.lowest_pending_id = 1
+        self._unseen = 0  # bit n: lowest_pending_id + n, which is below highest_seen, has not been seen
+
+    @property
+    def unseen_count(self) -> int:
+        """How many IDs below the highest may still come for the first time."""
+        return self._unseen.bit_count()
+
+    def see(self, message_id: int, lowest_pending_id: int = 1, skipped_count: int = 0) -> Sighting:
+        """As above, but never EARLY."""
+        if lowest_pending_id > self.lowest_pending_id:
+            if self._unseen:
+                self._unseen >>= min(lowest_pending_id - self.lowest_pending_id, self.span_max)
+            self.lowest_pending_id = lowest_pending_id
+            if self.highest_seen < lowest_pending_id - 1:
+                self.highest_seen = lowest_pending_id - 1
+        highest = self.highest_seen
+        distance = message_id - self.lowest_pending_id
+        if message_id <= highest:
+            if distance < 0 or not self._unseen >> distance & 1:
+                return DUPLICATE
+            self._unseen ^= 1 << distance
+            return FIRST
+        if distance >= self.span_max:
+            return REFUSED
+        left_out_count = message_id - skipped_count - (highest + 1)
+        if left_out_count > 0:
+            self._unseen |= ((1 << left_out_count) - 1) << (highest + 1 - self.lowest_pending_id)
+        self.highest_seen = message_id
+        return FIRST

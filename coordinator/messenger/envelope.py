@@ -5,7 +5,8 @@
     offset  size  field
          0     1  version                 2
          1     1  kind                    1 message, 2 reply, 3 reply that is no longer kept, 4 reply still to come,
-                                          5 what came is not known here
+                                          5 what came is not known here, 6 message of a conversation, 7 reply: the
+                                          callback that the message was for is not known
          2     2  skipped count           message: so many IDs right below its own will not be sent again.
                                           reply: 0
          4     4  link ID                 of the link that the message was sent on; not 0
@@ -14,11 +15,14 @@
         24     8  lowest pending ID       message: no ID of the link below it will be sent again; 1 to
         message ID.
                                           reply: highest ID of the link that its receiver has had, from message ID
-        32     8  source callback ID      message: what waits for the reply, 0 (NOOP) if nothing does. reply: 0
-        40     8  destination callback ID message: 0. reply: the message's source callback ID
+        32     8  source callback ID      message: what waits for the reply, 0 (NOOP) if nothing does. reply: what
+                                          waits at its sender for one more message, 0 if nothing does, as always
+                                          in kinds 4, 5 and 7 and where the message was of kind 1
+        40     8  destination callback ID message of kind 6: the source callback ID of a reply, 0 if it is for the
+                                          server loop alone; of kind 1: 0. reply: the message's source callback ID
 
 A message's parts follow as parts of the ZeroMQ message, none or more. A reply is one part, envelope
-included: behind it stands each of the reply's parts, its size in front (4 bytes); kinds 3 and 4 have none. (A
+included: behind it stands each of the reply's parts, its size in front (4 bytes); kinds 3, 4 and 7 have none. (A
 DEALER whose connection ends while a message of several parts is being read never gives the rest, or that of
 another.) A message's bytes change only in the lowest pending ID and the skipped count when it is sent again.
 From a DEALER to a ROUTER and back: ZeroMQ puts the routing ID before the envelope and takes it off.
@@ -29,6 +33,10 @@ skipped count says the same of IDs above it: so the receiver knows whether anyth
 
 Kind 5 answers an envelope of another version, or of an unknown kind, once on each connection. Link and message ID are
 1 and mean nothing; behind it stands, as the one part of a reply, which versions and kinds are known.
+
+Kind 6 says that its sender takes a callback ID with the reply; else it is as kind 1. Where kinds 1 to 5 are known it is
+answered with kind 5: its sender then sends as kind 1, on this connection, what is for no callback. Coordinators send
+messages of kind 1 alone.
 
 A message that comes again is answered at once: with its reply or, while there is none, with kind 4. The sender
 learns from it that the connection and the receiver are alive, and how much has arrived.
@@ -47,6 +55,7 @@ from coordinator.messenger.errors import EnvelopeError, UnknownEnvelopeError
 VERSION = 2
 NOOP = 0  # the callback ID of nobody
 
+_new_tuple = tuple.__new__
 _LAYOUT = Struct(">BBHIQQQQQ")
 _SIZE = Struct(">I")
 ENVELOPE_SIZE_BYTES = _LAYOUT.size
@@ -58,10 +67,15 @@ class Kind(IntEnum):
     REPLY_EXPIRED = 3
     REPLY_PENDING = 4
     NOT_KNOWN = 5
+    TURN = 6  # a message of a conversation
+    CALLBACK_UNKNOWN = 7
 
 
-MESSAGE, REPLY, REPLY_EXPIRED, REPLY_PENDING, NOT_KNOWN = map(int, Kind)
-KNOWN = b"version 2, kinds 1 to 5"
+MESSAGE, REPLY, REPLY_EXPIRED, REPLY_PENDING, NOT_KNOWN, TURN, CALLBACK_UNKNOWN = map(int, Kind)
+MESSAGES = frozenset((MESSAGE, TURN))
+_REPLIES = frozenset(map(int, Kind)) - MESSAGES
+_WITH_CALLBACK = frozenset((REPLY, REPLY_EXPIRED))
+KNOWN = b"version 2, kinds 1 to 7"
 
 
 class Envelope(NamedTuple):
@@ -92,11 +106,32 @@ def encode_message(
     )
 
 
+def as_turn(envelope: bytes, destination_callback_id: int) -> bytes:
+    """That of the same message in a conversation, for the callback with this ID or none (NOOP)."""
+    return envelope[:1] + bytes((TURN,)) + envelope[2:-8] + destination_callback_id.to_bytes(8, "big")
+
+
 def encode_reply(
-    kind: int, link_id: int, incarnation: int, message_id: int, highest_seen: int, destination_callback_id: int
+    kind: int,
+    link_id: int,
+    incarnation: int,
+    message_id: int,
+    highest_seen: int,
+    destination_callback_id: int,
+    source_callback_id: int = NOOP,
 ) -> bytes:
-    """The envelope of the reply to ``message_id``; ``kind`` is any but MESSAGE."""
-    return _LAYOUT.pack(VERSION, kind, 0, link_id, incarnation, message_id, highest_seen, NOOP, destination_callback_id)
+    """The envelope of the reply to ``message_id``; ``kind`` is any but MESSAGE and TURN."""
+    return _LAYOUT.pack(
+        VERSION,
+        kind,
+        0,
+        link_id,
+        incarnation,
+        message_id,
+        highest_seen,
+        source_callback_id,
+        destination_callback_id,
+    )
 
 
 def encode_parts(parts: Iterable[bytes]) -> bytes:
@@ -128,23 +163,23 @@ def decode_envelope(data: bytes) -> Envelope:
     if data and data[0] != VERSION:
         raise UnknownEnvelopeError(f"an envelope of version {data[0]} came in, this side speaks version {VERSION}")
     try:
-        envelope = Envelope._make(_LAYOUT.unpack(data))
+        envelope = _new_tuple(Envelope, _LAYOUT.unpack(data))  # as _make, which checks what unpack has
     except struct_error:
         raise EnvelopeError(f"an envelope of {len(data)} bytes came in, it has {ENVELOPE_SIZE_BYTES}") from None
     _, kind, skipped_count, link_id, _, message_id, lowest_pending_id, source, destination = envelope
     if not link_id or not message_id:
         raise EnvelopeError(f"an envelope with link ID {link_id}, message ID {message_id} came in; neither is 0")
-    if kind == MESSAGE:
-        if not 1 <= lowest_pending_id <= message_id or destination:
+    if kind in MESSAGES:
+        if not 1 <= lowest_pending_id <= message_id or (destination and kind == MESSAGE):
             raise EnvelopeError(
                 f"message {message_id} came in with lowest pending ID {lowest_pending_id} (from 1 to its own ID) "
-                f"and destination callback ID {destination} (0)"
+                f"and destination callback ID {destination} (0 in kind 1)"
             )
-    elif kind in (REPLY, REPLY_EXPIRED, REPLY_PENDING, NOT_KNOWN):
-        if lowest_pending_id < message_id or source or skipped_count:
+    elif kind in _REPLIES:
+        if lowest_pending_id < message_id or skipped_count or (source and kind not in _WITH_CALLBACK):
             raise EnvelopeError(
                 f"the reply to message {message_id} came in with highest ID {lowest_pending_id} (from its own ID), "
-                f"source callback ID {source} and skipped count {skipped_count} (0)"
+                f"source callback ID {source} (0 in kind {kind}) and skipped count {skipped_count} (0)"
             )
     else:
         raise UnknownEnvelopeError(f"an envelope of kind {kind} came in, known are {[int(kind) for kind in Kind]}")

@@ -32,6 +32,10 @@ class AlreadyRepliedError(MessengerError):
     """A message was replied to twice; its one reply is its acknowledgement."""
 
 
+class PendingFullError(MessengerError):
+    """As much is pending for a destination as may be: nothing was sent."""
+
+
 class MessageTooLargeError(LimitExceededError):
     """A message to be sent is larger than receivers accept."""
 

@@ -4,16 +4,23 @@ A reply is kept until its sender says that it has it (the lowest pending ID pass
 sent again for the duplicate of its message. The sender's span bounds their number. Their bytes are bounded
 too: beyond the limit the oldest is let go, and the duplicate of its message is answered with "acknowledged,
 but the reply is no longer kept", so that no sender waits forever.
+
+A callback that was given with a reply is kept until its message has come. It belongs to the link that it was given to:
+nobody else can address it. Beyond a number of them the oldest is let go.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 from msgspec import Struct
 
-from coordinator.messenger.duplicates import DuplicateTracker, Sighting
+from coordinator.messenger.duplicates import DuplicateTracker, OrderedTracker, Sighting
+from coordinator.messenger.envelope import NOOP, REPLY, REPLY_EXPIRED
 from coordinator.messenger.limits import (
+    CALLBACK_OVERHEAD_BYTES,
+    CALLBACKS_MAX,
     CONVERSATIONS_MAX,
     PEER_CONVERSATIONS_MAX,
     PEER_REPLIES_SIZE_BYTES_MAX,
@@ -23,17 +30,22 @@ from coordinator.messenger.limits import (
     SPAN_MAX,
 )
 
+MessageCallback = Callable[..., None]
+"""A server loop (listener.py), given with a reply: for the message that addresses it."""
+
 
 class StoredReply(Struct, frozen=True):
-    """A reply that may be asked for again; ``parts`` is None once it was let go."""
+    """A reply that may be asked for again; of ``kind`` REPLY_EXPIRED, without parts, once it was let go."""
 
+    kind: int
     destination_callback_id: int
-    parts: tuple[bytes, ...] | None
+    source_callback_id: int
+    parts: tuple[bytes, ...]
     size_bytes: int
 
 
 class Kept:
-    """What the replies of one peer's links take together."""
+    """What the replies of one peer's links take together, and the callbacks given with them."""
 
     __slots__ = ("size_bytes",)
 
@@ -47,6 +59,7 @@ class Conversation:
 
     __slots__ = (
         "_whole",
+        "callbacks",
         "incarnation",
         "kept",
         "link_id",
@@ -64,6 +77,7 @@ class Conversation:
         link_id: int,
         *,
         peer: str | None = None,
+        ordered: bool = False,
         span_max: int = SPAN_MAX,
         replies_size_bytes_max: int = REPLIES_SIZE_BYTES_MAX,
     ) -> None:
@@ -71,10 +85,11 @@ class Conversation:
         self.link_id = link_id
         self.peer = peer
         self.routes = [b""]
-        self.tracker = DuplicateTracker(span_max)
+        self.tracker = (OrderedTracker if ordered else DuplicateTracker)(span_max)
         self.replies: dict[int, StoredReply] = {}  # by message ID, oldest reply first
         self._whole: OrderedDict[int, None] = OrderedDict()  # those that were not let go
-        self.replies_size_bytes = 0
+        self.callbacks: dict[int, MessageCallback] = {}  # given with replies, by ID, the oldest first
+        self.replies_size_bytes = 0  # with the callbacks
         self.kept = Kept()
         self.replies_size_bytes_max = replies_size_bytes_max
 
@@ -99,22 +114,49 @@ class Conversation:
                 self._whole.pop(known, None)
         return sighting
 
-    def keep_reply(self, message_id: int, destination_callback_id: int, parts: tuple[bytes, ...]) -> None:
+    def keep_reply(
+        self,
+        message_id: int,
+        destination_callback_id: int,
+        parts: tuple[bytes, ...],
+        source_callback_id: int = NOOP,
+        kind: int = REPLY,
+    ) -> None:
         """Keep the reply to ``message_id`` for as long as its sender may ask for it again."""
         if message_id < self.tracker.lowest_pending_id:
             return
         size_bytes = sum(map(len, parts)) + REPLY_OVERHEAD_BYTES
-        self.replies[message_id] = StoredReply(destination_callback_id, parts, size_bytes)
-        self._whole[message_id] = None
+        self.replies[message_id] = StoredReply(kind, destination_callback_id, source_callback_id, parts, size_bytes)
         self._count(size_bytes)
+        if kind != REPLY:
+            return  # there is nothing of it to be let go
+        self._whole[message_id] = None
         while self.replies_size_bytes > self.replies_size_bytes_max and self._whole:
             self._let_go(self._whole.popitem(last=False)[0])
 
     def _let_go(self, message_id: int) -> None:
-        """Only that there was a reply is remembered."""
+        """Only that there was a reply is remembered, and which callback came with it."""
         reply = self.replies[message_id]
-        self.replies[message_id] = StoredReply(reply.destination_callback_id, None, REPLY_OVERHEAD_BYTES)
+        self.replies[message_id] = StoredReply(
+            REPLY_EXPIRED, reply.destination_callback_id, reply.source_callback_id, (), REPLY_OVERHEAD_BYTES
+        )
         self._count(REPLY_OVERHEAD_BYTES - reply.size_bytes)
+
+    def expect(self, callback_id: int, callback: MessageCallback) -> bool:
+        """Keep ``callback`` for a message that addresses it; False if another one was let go for it."""
+        self.callbacks[callback_id] = callback
+        if len(self.callbacks) > CALLBACKS_MAX:
+            del self.callbacks[next(iter(self.callbacks))]
+            return False
+        self._count(CALLBACK_OVERHEAD_BYTES)
+        return True
+
+    def take_callback(self, callback_id: int) -> MessageCallback | None:
+        """The callback with this ID, once; None if it was not given here, or is not kept any more."""
+        callback = self.callbacks.pop(callback_id, None)
+        if callback is not None:
+            self._count(-CALLBACK_OVERHEAD_BYTES)
+        return callback
 
     def _count(self, size_bytes: int) -> None:
         self.replies_size_bytes += size_bytes
@@ -158,9 +200,13 @@ class Shelf:
 
 class Inbox:
     """The conversations of one listening endpoint, the least recently used of which is forgotten beyond
-    ``conversations_max``, fewer for one peer, or what their replies may take. No peer makes those of another go."""
+    ``conversations_max``, fewer for one peer, or what their replies may take. No peer makes those of another go.
 
-    def __init__(self, conversations_max: int = CONVERSATIONS_MAX) -> None:
+    ``ordered``: messages are taken in the order of sending alone.
+    """
+
+    def __init__(self, conversations_max: int = CONVERSATIONS_MAX, *, ordered: bool = False) -> None:
+        self._ordered = ordered
         self._plain = Shelf(conversations_max)
         self._shelves: dict[str | None, Shelf] = {None: self._plain}
 
@@ -176,7 +222,9 @@ class Inbox:
             shelf = self._shelves[peer] = Shelf(PEER_CONVERSATIONS_MAX)
         conversation = shelf.conversations.get(key)
         if conversation is None:
-            conversation = (peer is not None and self._plain.take(key)) or Conversation(incarnation, link_id)
+            conversation = (peer is not None and self._plain.take(key)) or Conversation(
+                incarnation, link_id, ordered=self._ordered
+            )
             conversation.peer = peer
             shelf.add(key, conversation)
         else:

@@ -12,6 +12,12 @@ IN_FLIGHT_MAX = 1024
 # is always let through, however large.
 IN_FLIGHT_SIZE_BYTES_MAX = 64 * 2**20
 
+# Not acknowledged by one destination, sent or not, unless the messenger is given other limits: beyond either no more is
+# taken. Far above what is in flight, and small enough that a program learns of a destination that is gone before its
+# memory is full. One message is always taken, however large.
+PENDING_MAX = 65_536
+PENDING_SIZE_BYTES_MAX = 256 * 2**20
+
 # What a receiver accepts: an ID this far above the sender's lowest unacknowledged one is refused. It bounds the
 # replies kept for each link. Above any sender's IN_FLIGHT_MAX, so that the latter can grow.
 SPAN_MAX = 8192
@@ -38,6 +44,12 @@ REPLY_OVERHEAD_BYTES = 200
 # The same for all links of one peer, or of all peers without keys: beyond it, that which was unused for longest is
 # forgotten, as above.
 PEER_REPLIES_SIZE_BYTES_MAX = 64 * 2**20
+
+# Callbacks given with the replies of one link, whose messages have not come: beyond it the oldest is let go, and its
+# sender is told so if it addresses it. As many as may be in flight. Each counts with the replies kept, as what Python
+# needs to keep a function and a few variables of its own.
+CALLBACKS_MAX = 1024
+CALLBACK_OVERHEAD_BYTES = 500
 
 # Replies on their way to one peer inside ZeroMQ. Beyond it one is not sent, but it is kept, and the
 # sender's retry asks for it.

@@ -8,12 +8,15 @@ from functools import partial
 import zmq
 
 from coordinator.messenger.envelope import (
+    CALLBACK_UNKNOWN,
     ENVELOPE_SIZE_BYTES,
-    MESSAGE,
+    MESSAGES,
     NOT_KNOWN,
     REPLY,
     REPLY_EXPIRED,
     REPLY_PENDING,
+    Envelope,
+    as_turn,
     decode_envelope,
     decode_parts,
     encode_message,
@@ -34,6 +37,7 @@ from coordinator.messenger.limits import (
     SENT_PER_LOOK,
 )
 from coordinator.messenger.outbox import Outbox, PendingMessage, ReplyCallback
+from coordinator.messenger.room import Room
 from coordinator.messenger.security import KeyPair, connect_with
 from coordinator.messenger.sockets import (
     EVENTS,
@@ -54,7 +58,13 @@ from coordinator.messenger.sockets import (
     receive_parts,
     send_parts,
 )
+from coordinator.messenger.turns import Answer, Outcome, Turn
 
+_OUTCOMES = {
+    REPLY: Outcome.REPLIED,
+    REPLY_EXPIRED: Outcome.REPLY_EXPIRED,
+    CALLBACK_UNKNOWN: Outcome.CALLBACK_UNKNOWN,
+}
 _CONNECTED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 _REFUSED = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 _OTHER_MECHANISM = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
@@ -91,9 +101,12 @@ class Link:
         pair: KeyPair | None = None,
         server_key: str | None = None,
         listener_changed: Callable[[Link, bool], None] | None = None,
+        room: Room | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.outbox = outbox
+        self._room = room
+        self._takes_turns = True  # the receiver, as far as it has said on this connection
         self.pair = pair
         self.server_key = server_key
         self.link_id = link_id
@@ -155,6 +168,7 @@ class Link:
             if self.connected:
                 self.connected_since_ns = now_ns
                 self.reopen_due_ns = None
+                self._takes_turns = True
                 self.outbox.requeue_all()
             elif kind in _FAILED:
                 self._handshake_failed(kind, now_ns)
@@ -223,9 +237,9 @@ class Link:
             reply = parts.pop()
             envelope = decode_envelope(reply[:ENVELOPE_SIZE_BYTES])
             if envelope.kind == NOT_KNOWN:
-                known = b" ".join(decode_parts(reply, ENVELOPE_SIZE_BYTES)).decode(errors="replace")
-                raise EnvelopeError(f"what was sent is not known there, which is of another build: it knows {known!r}")
-            if envelope.kind == MESSAGE or envelope.link_id != self.link_id:
+                self._not_known(b" ".join(decode_parts(reply, ENVELOPE_SIZE_BYTES)).decode(errors="replace"))
+                return None
+            if envelope.kind in MESSAGES or envelope.link_id != self.link_id:
                 raise EnvelopeError(
                     f"kind {envelope.kind} on link {envelope.link_id} came in, expected replies on link {self.link_id}"
                 )
@@ -235,26 +249,56 @@ class Link:
             self._counters.malformed += 1
             self._warnings.warn(f"from {self.endpoint}: {error}")
             return None
-        self.outbox.hear(envelope.message_id, envelope.lowest_pending_id)
-        if envelope.kind == REPLY_PENDING:
+        _, kind, _, _, _, message_id, highest_seen, given_callback_id, callback_id = envelope
+        self.outbox.hear(message_id, highest_seen)
+        if kind == REPLY_PENDING:
             self._counters.replies_awaited += 1
             return None
-        message = self.outbox.pending(envelope.message_id)
+        message = self.outbox.pending(message_id)
         if message is None:
             self._counters.duplicates_dropped += 1
             return None
-        if message.callback_id != envelope.destination_callback_id:
+        if message.callback_id != callback_id:
             self._counters.malformed += 1
             self._warnings.warn(
-                f"from {self.endpoint}: a reply to message {envelope.message_id} for callback "
-                f"{envelope.destination_callback_id}, expected {message.callback_id}"
+                f"from {self.endpoint}: a reply to message {message_id} for callback {callback_id}, "
+                f"expected {message.callback_id}"
             )
             return None
-        self.outbox.acknowledge(envelope.message_id)
+        turn = message.turn
+        if turn is None and (given_callback_id or kind == CALLBACK_UNKNOWN):
+            self._counters.malformed += 1
+            self._warnings.warn(
+                f"from {self.endpoint}: a reply of kind {kind} with callback {given_callback_id} came in to message "
+                f"{message_id}, which is of no conversation"
+            )
+            return None
+        self.outbox.acknowledge(message_id)
         self._counters.acknowledged += 1
-        if envelope.kind == REPLY_EXPIRED:
+        if kind == REPLY_EXPIRED:
             self._counters.replies_expired += 1
-        return message.callback
+        if self._room is not None:
+            self._room.give_back(self.endpoint, message.size_bytes)
+        return message.callback if turn is None else self._answer(turn, envelope)
+
+    def _answer(self, turn: Turn, envelope: Envelope) -> ReplyCallback | None:
+        callback = turn.callback
+        if callback is None:
+            return None
+        return lambda parts: callback(Answer(parts, envelope.source_callback_id, _OUTCOMES[envelope.kind]))
+
+    def _not_known(self, known: str) -> None:
+        """The receiver is of another build: it drops what it does not know, and says so once on each connection."""
+        self._counters.malformed += 1
+        outcome = "dropped"
+        if self._takes_turns and self.outbox.has_turns:
+            self._takes_turns = False
+            self.outbox.requeue_all()
+            outcome = "conversations end there with the first reply, what is for a callback waits"
+        self._warnings.warn(
+            f"from {self.endpoint}: what was sent is not known there, which is of another build: it knows {known!r}",
+            outcome,
+        )
 
     def transmit(self, now_ns: int) -> bool:
         """Send what may be sent; True if replies may have come in unnoticed meanwhile.
@@ -298,7 +342,7 @@ class Link:
 
     def _send(self, message: PendingMessage) -> bool:
         """Send one message whole; False if ZeroMQ has no room for it."""
-        parts = message.parts
+        parts, turn = message.parts, message.turn
         envelope = encode_message(
             self.link_id,
             self._incarnation,
@@ -307,6 +351,8 @@ class Link:
             message.callback_id,
             self.outbox.skipped_count(message),
         )
+        if turn is not None and (self._takes_turns or turn.destination_callback_id):
+            envelope = as_turn(envelope, turn.destination_callback_id)
         send = self._plain_send
         try:
             send(envelope, NOBLOCK_MORE if parts else NOBLOCK)

@@ -8,12 +8,15 @@ from collections.abc import Callable, Iterator
 from coordinator.messenger.link import Link
 from coordinator.messenger.outbox import Outbox
 from coordinator.messenger.readiness import Readiness
+from coordinator.messenger.room import Room
 from coordinator.messenger.security import Security
 from coordinator.messenger.sockets import Context, Counters, Warnings
 
 
 class Links:
     """``make_outbox`` makes that of a new link, ``listener_changed`` is told of listeners over inproc.
+
+    ``room``: what is acknowledged is given back to it; None: nothing bounds what is pending.
 
     ``security``: that of connections that are made from now on; None: they are in plain.
     """
@@ -27,6 +30,7 @@ class Links:
         warnings: Warnings,
         make_outbox: Callable[[], Outbox],
         listener_changed: Callable[[Link, bool], None],
+        room: Room | None = None,
     ) -> None:
         self.security: Security | None = None
         self._context = context
@@ -36,6 +40,7 @@ class Links:
         self._warnings = warnings
         self._make_outbox = make_outbox
         self._listener_changed = listener_changed
+        self._room = room
         self._by_destination: dict[str, Link] = {}
         self._ids = itertools.count(1)
 
@@ -89,6 +94,7 @@ class Links:
             self.security.own if self.security is not None and keys else None,
             keys[following] if keys else None,
             self._listener_changed,
+            self._room,
         )
         self._by_destination[destination] = link
         self._readiness.watch(link)

@@ -12,13 +12,14 @@ import zmq
 from coordinator.messenger.client_queues import ClientQueues
 from coordinator.messenger.duplicates import Sighting
 from coordinator.messenger.envelope import (
+    CALLBACK_UNKNOWN,
     KNOWN,
-    MESSAGE,
+    MESSAGES,
     NOOP,
     NOT_KNOWN,
     REPLY,
-    REPLY_EXPIRED,
     REPLY_PENDING,
+    TURN,
     Envelope,
     decode_envelope,
     encode_parts,
@@ -76,34 +77,27 @@ class Reply(NamedTuple):
 
     listener: Listener
     conversation: Conversation
-    message_id: int
-    callback_id: int
+    envelope: Envelope  # of the message
     parts: tuple[bytes, ...]
+    callback: ServerLoop | None
 
 
 class Received:
-    """A message, given to a server loop once.
+    """A message, given to a server loop once; before that to the callback that it is for, if any.
 
     ``parts`` are its bytes, ``endpoint`` where it came in, ``sender`` the random incarnation (u64) of the
-    messenger it came from, ``peer`` the name that its key stands for, None without keys.
+    messenger it came from, ``peer`` the name that its key stands for, None without keys. ``replied``: whether it was
+    replied to.
     """
 
-    __slots__ = ("_callback_id", "_conversation", "_listener", "_message_id", "_replied", "parts")
+    __slots__ = ("_conversation", "_envelope", "_listener", "parts", "replied")
 
-    def __init__(
-        self,
-        listener: Listener,
-        conversation: Conversation,
-        message_id: int,
-        callback_id: int,
-        parts: list[bytes],
-    ) -> None:
+    def __init__(self, listener: Listener, conversation: Conversation, envelope: Envelope, parts: list[bytes]) -> None:
         self.parts = parts
+        self.replied = False
         self._listener = listener
         self._conversation = conversation
-        self._message_id = message_id
-        self._callback_id = callback_id
-        self._replied = False
+        self._envelope = envelope
 
     @property
     def endpoint(self) -> str:
@@ -117,24 +111,39 @@ class Received:
     def peer(self) -> str | None:
         return self._conversation.peer
 
-    def reply(self, *parts: bytes) -> None:
+    @property
+    def takes_callback(self) -> bool:
+        """Its reply may come with a callback."""
+        return self._envelope.kind == TURN
+
+    @property
+    def for_callback(self) -> bool:
+        """It addresses a callback that was given with a reply."""
+        return self._envelope.destination_callback_id != NOOP
+
+    def reply(self, *parts: bytes, callback: ServerLoop | None = None) -> None:
         """Acknowledge the message: its sender keeps and resends it until then.
 
-        From any thread, at once or much later, once: AlreadyRepliedError otherwise. MessageTooLargeError
-        above limits.REPLY_SIZE_BYTES_MAX. Does nothing once the messenger is closed.
+        ``callback`` is given the message that its sender addresses to it, once, in the owner's thread, before the
+        server loop is given the same message. Without effect unless ``takes_callback``.
+
+        From any thread, at once or much later, once: AlreadyRepliedError otherwise; ``replied`` says whether it was.
+        MessageTooLargeError above limits.REPLY_SIZE_BYTES_MAX. Does nothing once the messenger is closed.
         """
-        if self._replied:
+        if self.replied:
             raise AlreadyRepliedError(
-                f"message {self._message_id} of {self.sender:016x} was replied to before; "
+                f"message {self._envelope.message_id} of {self.sender:016x} was replied to before; "
                 f"a reply is the acknowledgement and there is one"
             )
         checked = message_parts(parts)
         size_bytes = sum(map(len, checked))
         if size_bytes > REPLY_SIZE_BYTES_MAX:
             raise MessageTooLargeError("a reply", size_bytes, REPLY_SIZE_BYTES_MAX)
-        self._replied = True
+        self.replied = True
         listener = self._listener
-        listener.accept_reply(Reply(listener, self._conversation, self._message_id, self._callback_id, checked))
+        if callback is not None and not self.takes_callback:
+            callback = None
+        listener.accept_reply(Reply(listener, self._conversation, self._envelope, checked, callback))
 
 
 class ClientRoute:
@@ -171,6 +180,9 @@ ClientLoop = Callable[[ClientRoute, bytes], None]
 class Listener:
     """Takes messages at one endpoint and sends the replies. Used by one thread, but for accept_reply().
 
+    ``ordered``: takes the messages of a link in the order of sending alone. ``new_callback_id``: one that no messenger
+    has given before.
+
     With ``security`` only from its callers. For other keys of its own it needs a new socket: secure() makes one, which
     takes the endpoint over once ZeroMQ has let go of it, at ``reopen_due_ns`` or soon after. What the old socket had
     is sent again by its senders.
@@ -189,6 +201,9 @@ class Listener:
         security: Security | None = None,
         secured: bool = False,
         client_loop: ClientLoop | None = None,
+        *,
+        ordered: bool = False,
+        new_callback_id: Callable[[], int],
     ) -> None:
         self.closed = False
         self.endpoint = ""
@@ -205,7 +220,8 @@ class Listener:
         self._counters = counters
         self._warnings = warnings
         self._stranger_warnings = stranger_warnings
-        self._inbox = Inbox()
+        self._new_callback_id = new_callback_id
+        self._inbox = Inbox(ordered=ordered)
         self._client_queues = ClientQueues()
         self._told_routes: OrderedDict[bytes, None] = OrderedDict()  # who was told which envelopes are known here
         self._is_inproc = is_inproc(endpoint)
@@ -266,7 +282,8 @@ class Listener:
         socket.copy_threshold = LARGE_PART_SIZE_BYTES
 
     def receive(self) -> bool:
-        """Take messages and run the server loop for new ones; False if some were left for another turn."""
+        """Take messages and run callbacks and the server loop for new ones; False if some were left for another
+        turn."""
         for _ in range(RECEIVED_PER_TURN_MAX):
             if self.closed:
                 return True
@@ -323,7 +340,7 @@ class Listener:
             return None
         try:
             envelope = decode_envelope(frames[1] if len(frames) > 1 else b"")
-            if envelope.kind != MESSAGE:
+            if envelope.kind not in MESSAGES:
                 raise EnvelopeError(f"kind {envelope.kind} came in, expected messages")
             if len(frames) > PARTS_MAX + 1:
                 raise EnvelopeError(f"a message of {len(frames)} parts came in, at most {PARTS_MAX + 1}")
@@ -333,26 +350,41 @@ class Listener:
             if isinstance(error, UnknownEnvelopeError):
                 self._say_what_is_known(frames[0])
             return None
-        conversation = self._inbox.conversation(envelope.incarnation, envelope.link_id, peer)
+        _, _, skipped_count, link_id, incarnation, message_id, lowest_pending_id, _, for_callback_id = envelope
+        conversation = self._inbox.conversation(incarnation, link_id, peer)
         if frames[0] != conversation.routes[0]:
             conversation.came_by(frames[0])
-        sighting = conversation.see(envelope.message_id, envelope.lowest_pending_id, envelope.skipped_count)
+        sighting = conversation.see(message_id, lowest_pending_id, skipped_count)
         if sighting == FIRST:
-            self._counters.received += 1
             del frames[:2]
-            return Received(self, conversation, envelope.message_id, envelope.source_callback_id, frames)
+            received = Received(self, conversation, envelope, frames)
+            if for_callback_id and not self._call_back(conversation, envelope, received):
+                return None
+            self._counters.received += 1
+            return received
         if sighting == EARLY:
             self._counters.early_dropped += 1
         elif sighting == REFUSED:
             self._counters.refused += 1
             self._warnings.warn(
-                f"at {self.endpoint}: message {envelope.message_id} came in while {envelope.lowest_pending_id} "
+                f"at {self.endpoint}: message {message_id} came in while {lowest_pending_id} "
                 f"is unacknowledged; a sender may be {SPAN_MAX - 1} ahead"
             )
         else:
             self._counters.duplicates_dropped += 1
             self._reply_again(conversation, envelope)
         return None
+
+    def _call_back(self, conversation: Conversation, envelope: Envelope, received: Received) -> bool:
+        """Give a message to the callback that it is for; False if that is not known, or has closed this."""
+        callback = conversation.take_callback(envelope.destination_callback_id)
+        if callback is not None:
+            callback(received)
+            return not self.closed
+        self._counters.callbacks_unknown += 1
+        conversation.keep_reply(envelope.message_id, envelope.source_callback_id, (), kind=CALLBACK_UNKNOWN)
+        self._send(conversation, CALLBACK_UNKNOWN, envelope.message_id, envelope.source_callback_id, ())
+        return False
 
     def _say_what_is_known(self, route: bytes) -> None:
         """To a sender of another build; once, so that two who know nothing of each other say no more."""
@@ -370,19 +402,29 @@ class Listener:
                 self._send(conversation, REPLY_PENDING, envelope.message_id, envelope.source_callback_id, ())
             return
         self._counters.replies_resent += 1
-        if stored.parts is None:
-            self._send(conversation, REPLY_EXPIRED, envelope.message_id, stored.destination_callback_id, ())
-        else:
-            self._send(conversation, REPLY, envelope.message_id, stored.destination_callback_id, stored.parts)
+        self._send(
+            conversation,
+            stored.kind,
+            envelope.message_id,
+            stored.destination_callback_id,
+            stored.parts,
+            stored.source_callback_id,
+        )
 
     def reply(self, reply: Reply | ClientReply) -> None:
         """Send a reply and keep it for duplicates of its message; to a client it is only sent."""
         if isinstance(reply, ClientReply):
             self._reply_to_client(reply.route, reply.data)
             return
-        _, conversation, message_id, callback_id, parts = reply
-        conversation.keep_reply(message_id, callback_id, parts)
-        self._send(conversation, REPLY, message_id, callback_id, parts)
+        _, conversation, envelope, parts, callback = reply
+        _, _, _, _, _, message_id, _, callback_id, _ = envelope
+        source_callback_id = NOOP
+        if callback is not None:
+            source_callback_id = self._new_callback_id()
+            if not conversation.expect(source_callback_id, callback):
+                self._counters.callbacks_forgotten += 1
+        conversation.keep_reply(message_id, callback_id, parts, source_callback_id)
+        self._send(conversation, REPLY, message_id, callback_id, parts, source_callback_id)
 
     def _reply_to_client(self, route: bytes, data: bytes) -> None:
         queues, send = self._client_queues, self._plain_send
@@ -398,9 +440,12 @@ class Listener:
         message_id: int,
         callback_id: int,
         parts: tuple[bytes, ...],
+        source_callback_id: int = NOOP,
     ) -> None:
         highest_seen = conversation.tracker.highest_seen
-        envelope = encode_reply(kind, conversation.link_id, self._incarnation, message_id, highest_seen, callback_id)
+        envelope = encode_reply(
+            kind, conversation.link_id, self._incarnation, message_id, highest_seen, callback_id, source_callback_id
+        )
         data = envelope + encode_parts(parts)
         for route in conversation.routes:
             if self._send_parts(route, data):

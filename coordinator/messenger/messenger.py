@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 
 import zmq
@@ -30,12 +31,15 @@ from coordinator.messenger.links import Links
 from coordinator.messenger.listener import ClientLoop, ClientReply, Listener, Reply, ServerLoop
 from coordinator.messenger.outbox import Outbox, ReplyCallback, RetryPolicy
 from coordinator.messenger.readiness import Readiness
+from coordinator.messenger.room import PENDING_LIMITS, PendingLimits, Room
 from coordinator.messenger.security import Security
 from coordinator.messenger.sockets import Context, Counters, Warnings, check_destination, message_parts
 from coordinator.messenger.threaded import OwnerThread
+from coordinator.messenger.turns import AnswerCallback, Turn
 from coordinator.messenger.wake import Wake
 
-_Send = tuple[str, tuple[bytes, ...], ReplyCallback | None]
+CALLBACK_ID_MAX = 2**64 - 1
+_Send = tuple[str, tuple[bytes, ...], ReplyCallback | None, Turn | None]
 
 
 class Messenger:
@@ -43,8 +47,9 @@ class Messenger:
 
     ``context``: a ZeroMQ context to share, as inproc endpoints between messengers need; else an own one.
     ``incarnation``: a random u64 that no other messenger has. ``clock_ns``: monotonic. ``random``: from [0, 1).
-    ``in_flight_max``: unacknowledged messages per link, at most limits.SPAN_MAX; later ones wait in
-    the buffer, which is bounded by who calls send_message(): see pending_count(). ``security``: who this is, and
+    ``in_flight_max``: messages sent and not acknowledged per link, at most limits.SPAN_MAX; later ones wait in the
+    buffer. ``pending``: what may be pending for each destination, there and in flight; None: the caller sees to that
+    itself, see pending_count(). ``security``: who this is, and
     who may send to it; it needs an own context, without inproc endpoints. Without it everything is in plain.
     """
 
@@ -57,6 +62,7 @@ class Messenger:
         random: Callable[[], float] = random_module.random,
         retry: RetryPolicy | None = None,
         in_flight_max: int = IN_FLIGHT_MAX,
+        pending: PendingLimits | None = PENDING_LIMITS,
         security: Security | None = None,
     ) -> None:
         if not 1 <= in_flight_max <= SPAN_MAX:
@@ -70,19 +76,23 @@ class Messenger:
         self._stranger_warnings = Warnings(clock_ns)  # apart, so that they hide no others
 
         self._wake = Wake()
+        self._thread = OwnerThread(self, self._wake, clock_ns, self._thread_ended)
+        self._room = None if pending is None else Room(pending, self._thread.others_may_wait)
         self._readiness = Readiness(self._wake)
-        retry = retry or RetryPolicy()
+        self._make_outbox = partial(Outbox, retry or RetryPolicy(), random, in_flight_max=in_flight_max)
         self._links = Links(
             self._context,
             self.incarnation,
             self._readiness,
             self._counters,
             self._warnings,
-            lambda: Outbox(retry, random, in_flight_max=in_flight_max),
+            self._make_outbox,
             self._listener_changed,
+            self._room,
         )
         self._listeners: list[Listener] = []
         self._callback_ids = itertools.count(NOOP + 1)
+        self._given_ids = itertools.count(self.incarnation)  # so no other messenger has given them
 
         self._sends: deque[_Send] = deque()  # appended to by any thread, as is the next
         self._replies: deque[Reply | ClientReply] = deque()
@@ -97,7 +107,6 @@ class Messenger:
         self._processing = False
         self._held = False
         self._closed = False
-        self._thread = OwnerThread(self, self._wake, clock_ns)
         if security is not None:
             self._secure(security)
 
@@ -106,20 +115,47 @@ class Messenger:
     def send_message(
         self, destination: str, message: bytes | Sequence[bytes], callback: ReplyCallback | None = None
     ) -> None:
-        """Buffer ``message`` for ``destination``; returns at once. It is sent, and resent, until it is
-        acknowledged.
+        """Buffer ``message`` for ``destination``; returns at once, or after PendingLimits.wait_s. It is sent, and
+        resent, until it is acknowledged.
 
         ``callback`` gets the parts of the reply, once, in the owner's thread, before server loops get what
         came in at the same time. The list is empty if the receiver acknowledged but no longer keeps its
-        reply. Raises EndpointError, MessageTooLargeError, MessengerClosedError.
+        reply. Raises EndpointError, MessageTooLargeError, PendingFullError, MessengerClosedError.
         """
+        parts = self._take(destination, message)
+        self._sends.append((destination, parts, callback, None))
+        self._wake.signal()
+
+    def converse(
+        self,
+        destination: str,
+        message: bytes | Sequence[bytes],
+        callback: AnswerCallback | None = None,
+        destination_callback_id: int = NOOP,
+    ) -> None:
+        """As send_message(), for conversations of several turns: the reply may come with a callback of the receiver's,
+        and ``message`` be for one, by the ``callback_id`` of the Answer that came last from there.
+
+        The receiver's callback gets it once, before the server loop. It is known there as long as the receiver and this
+        link live (drop() ends a link), and not too many others were given meanwhile: an Answer with CALLBACK_UNKNOWN
+        else. Raises MessengerError for no such ID, and as send_message() does.
+        """
+        if not NOOP <= destination_callback_id <= CALLBACK_ID_MAX:
+            raise MessengerError(f"callback ID {destination_callback_id}, expected the callback_id of an Answer")
+        parts = self._take(destination, message)
+        self._sends.append((destination, parts, None, Turn(destination_callback_id, callback)))
+        self._wake.signal()
+
+    def _take(self, destination: str, message: bytes | Sequence[bytes]) -> tuple[bytes, ...]:
+        """The parts of ``message``, for which there is room."""
         if destination not in self._links:
             check_destination(destination)
         parts = message_parts(message)
         if self._closed or self._thread.failed:
             raise MessengerClosedError("the messenger is closed, or its thread has failed: nothing is sent")
-        self._sends.append((destination, parts, callback))
-        self._wake.signal()
+        if self._room is not None:
+            self._room.take(destination, sum(map(len, parts)))
+        return parts
 
     def _accept_reply(self, reply: Reply | ClientReply) -> None:
         if not self._closed:
@@ -128,7 +164,9 @@ class Messenger:
 
     def counters(self) -> Counters:
         """A copy of what has been counted."""
-        counters, gate = self._counters, self._gate
+        counters, gate, room = self._counters, self._gate, self._room
+        if room is not None:
+            counters = replace(counters, sends_waited=room.waited_count, sends_refused=room.refused_count)
         refused = counters.strangers_refused + sum(one.refused for one in list(self._listeners))
         if gate is None:
             return replace(counters, strangers_refused=refused, refused_by=counters.refused_by.copy())
@@ -143,18 +181,29 @@ class Messenger:
     # What the owner does; any thread after start()
 
     def listen(
-        self, endpoint: str, server_loop: ServerLoop, *, secured: bool = True, client_loop: ClientLoop | None = None
+        self,
+        endpoint: str,
+        server_loop: ServerLoop,
+        *,
+        ordered: bool = False,
+        secured: bool = True,
+        client_loop: ClientLoop | None = None,
     ) -> str:
         """Give what comes in at ``endpoint`` to ``server_loop``; returns the real endpoint, with its port.
+
+        Each message once, as it comes; ``ordered``: in the order of sending. What comes too early, since something
+        before it was lost with a connection, is dropped then, and comes again.
 
         ``client_loop`` gets what comes from clients (docs/WIRE.md, part 9); without it that is dropped.
 
         Not ``secured``: in plain, for anybody, whatever the messenger's security. Raises EndpointInUseError,
         EndpointError.
         """
-        return self._thread.call(lambda: self._listen(endpoint, server_loop, secured, client_loop))
+        return self._thread.call(lambda: self._listen(endpoint, server_loop, ordered, secured, client_loop))
 
-    def _listen(self, endpoint: str, server_loop: ServerLoop, secured: bool, client_loop: ClientLoop | None) -> str:
+    def _listen(
+        self, endpoint: str, server_loop: ServerLoop, ordered: bool, secured: bool, client_loop: ClientLoop | None
+    ) -> str:
         self._check_open()
         listener = Listener(
             self._context,
@@ -168,6 +217,8 @@ class Messenger:
             self._links.security if secured else None,
             secured,
             client_loop,
+            ordered=ordered,
+            new_callback_id=self._new_callback_id,
         )
         self._listeners.append(listener)
         self._readiness.watch(listener)
@@ -216,7 +267,10 @@ class Messenger:
         if link is None:
             return 0
         self._sending.pop(link, None)
-        return len(link.outbox)
+        count = len(link.outbox)
+        if self._room is not None:
+            self._room.forget(destination, link.outbox.size_bytes, count)
+        return count
 
     def reconnect(self, destination: str) -> None:
         """There is a sign that somebody is there again: where there is no connection, do not wait with trying."""
@@ -230,13 +284,17 @@ class Messenger:
 
     def pending_count(self, destination: str) -> int:
         """How many messages to ``destination`` are not acknowledged, sent or not."""
-        return self._thread.call(lambda: self._pending_count(destination))
+        return self._thread.call(lambda: len(self._outbox(destination)))
 
-    def _pending_count(self, destination: str) -> int:
+    def pending_size_bytes(self, destination: str) -> int:
+        """The bytes of their parts."""
+        return self._thread.call(lambda: self._outbox(destination).size_bytes)
+
+    def _outbox(self, destination: str) -> Outbox:
         self._check_open()
         self._take_sends()
         link = self._links.get(destination)
-        return 0 if link is None else len(link.outbox)
+        return self._make_outbox() if link is None else link.outbox
 
     def connected(self, destination: str) -> bool:
         """Whether there is a connection to ``destination``, as of the last process(). True for an
@@ -459,11 +517,12 @@ class Messenger:
 
     def _take_sends(self) -> None:
         for _ in range(len(self._sends)):
-            destination, parts, callback = self._sends.popleft()
+            destination, parts, callback, turn = self._sends.popleft()
             link = self._links.get(destination)
             if link is None:
                 link = self._links.open(destination)
-            link.outbox.add(parts, callback, NOOP if callback is None else next(self._callback_ids))
+            waits = callback is not None or (turn is not None and turn.callback is not None)
+            link.outbox.add(parts, callback, next(self._callback_ids) if waits else NOOP, turn)
             self._sending[link] = None
 
     def _reopen(self, link: Link) -> Link:
@@ -492,6 +551,14 @@ class Messenger:
         self._wake.release()
         if self._readiness.ready or self._sends or self._replies or self._sending or self._listener_news:
             self._wake.signal()
+
+    def _new_callback_id(self) -> int:
+        """For a callback that is given with a reply; never NOOP."""
+        return next(self._given_ids) % CALLBACK_ID_MAX + 1
+
+    def _thread_ended(self) -> None:
+        if self._room is not None:
+            self._room.wake()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -22,6 +22,7 @@ from coordinator.messenger.limits import (
     SILENCE_DOUBLINGS_MAX,
     SILENCE_NS,
 )
+from coordinator.messenger.turns import Turn
 
 ReplyCallback = Callable[[list[bytes]], None]
 LOOKS_PER_DELAY = 2  # how often what is due is looked for, at most, in the shortest delay
@@ -62,15 +63,22 @@ class PendingMessage:
         "sent_before",
         "size_bytes",
         "skipped_count",
+        "turn",
     )
 
     def __init__(
-        self, message_id: int, parts: tuple[bytes, ...], callback: ReplyCallback | None, callback_id: int
+        self,
+        message_id: int,
+        parts: tuple[bytes, ...],
+        callback: ReplyCallback | None,
+        callback_id: int,
+        turn: Turn | None = None,
     ) -> None:
         self.message_id = message_id
         self.parts = parts
         self.callback = callback
         self.callback_id = callback_id
+        self.turn = turn
         self.size_bytes = sum(map(len, parts))
         self.pending = True  # not acknowledged
         self.queued = True  # waits to be sent, or sent again
@@ -111,9 +119,21 @@ class Outbox:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def add(self, parts: tuple[bytes, ...], callback: ReplyCallback | None, callback_id: int) -> PendingMessage:
+    @property
+    def size_bytes(self) -> int:
+        """Of the parts of all that is pending."""
+        return sum(message.size_bytes for message in self._pending.values())
+
+    @property
+    def has_turns(self) -> bool:
+        """Messages of conversations are pending."""
+        return any(message.turn is not None for message in self._pending.values())
+
+    def add(
+        self, parts: tuple[bytes, ...], callback: ReplyCallback | None, callback_id: int, turn: Turn | None = None
+    ) -> PendingMessage:
         """Take a message over and give it the next ID."""
-        message = PendingMessage(self._next_id, parts, callback, callback_id)
+        message = PendingMessage(self._next_id, parts, callback, callback_id, turn)
         self._next_id += 1
         self._pending[message.message_id] = message
         self._queue.append(message)
@@ -179,8 +199,10 @@ class Outbox:
     def skipped_count(self, message: PendingMessage) -> int:
         """How many IDs right below that of ``message``, which is about to be sent, will not be sent again."""
         if not message.in_flight:  # all that was pending below it has been sent on this connection
-            last_id = max(self._last_sent_id, self.lowest_pending_id - 1)
-            message.skipped_count = message.message_id - 1 - last_id
+            first_id = self._last_sent_id + 1
+            if first_id < self.lowest_pending_id:
+                first_id = self.lowest_pending_id
+            message.skipped_count = message.message_id - first_id
         return message.skipped_count
 
     def hear(self, message_id: int, arrived_id: int) -> None:

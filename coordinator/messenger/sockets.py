@@ -58,6 +58,10 @@ class Counters:
     replies_awaited: int = 0  # told by the receiver that a message sent again is there, and its reply will come
     silences: int = 0  # connections made anew since nothing was heard on them any more
     replies_expired: int = 0  # acknowledgements that came without their reply, since it was no longer kept
+    callbacks_unknown: int = 0  # messages for callbacks that were not given to their sender, or not kept
+    callbacks_forgotten: int = 0  # given with replies, and let go for newer ones
+    sends_waited: int = 0  # sends that had to wait, as too much was pending
+    sends_refused: int = 0  # sends refused with PendingFullError
     refused: int = 0  # IDs further ahead than a sender may go
     malformed: int = 0  # what is not of this protocol
     strangers_refused: int = 0  # connections of those who may not call here, or do not show a key

@@ -26,12 +26,19 @@ class Processed(Protocol):
 
 
 class OwnerThread:
-    """Drives ``messenger`` between start() and stop(); without it, calls run where they are made."""
+    """Drives ``messenger`` between start() and stop(); without it, calls run where they are made.
 
-    def __init__(self, messenger: Processed, wake: Wake, clock_ns: Callable[[], int]) -> None:
+    ``ended`` is called as the thread ends.
+    """
+
+    def __init__(
+        self, messenger: Processed, wake: Wake, clock_ns: Callable[[], int], ended: Callable[[], None]
+    ) -> None:
         self._messenger = messenger
         self._wake = wake
         self._clock_ns = clock_ns
+        self._ended = ended
+        self._runs = False
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._error: BaseException | None = None
@@ -42,11 +49,16 @@ class OwnerThread:
         """Whether something raised in the thread, and stop() has not told yet."""
         return self._error is not None
 
+    def others_may_wait(self) -> bool:
+        """Whether the thread runs, and is another than the calling one, which may so wait for it."""
+        return self._runs and self._thread is not threading.current_thread()
+
     def start(self) -> None:
         if self._thread is not None:
             raise MessengerError("the messenger's thread runs already")
         self._stopping = False
         self._error = None
+        self._runs = True
         self._thread = threading.Thread(target=self._run, name="messenger", daemon=True)
         self._thread.start()
 
@@ -106,6 +118,8 @@ class OwnerThread:
             )
             self._error = error
         finally:
+            self._runs = False
+            self._ended()
             self._refuse_calls()
 
     def _run_calls(self) -> None:

@@ -43,7 +43,9 @@ class PeerEndpoint:
         self._retries = PeerRetries()
         self._barred: dict[str, str] = {}  # destinations that must not be connected to, and why
         self._impostors = 0  # frames under another name than that of their key
-        self._messenger = Messenger(security=self._security.security)
+        # What is pending is bounded by the windows of streams. No reply here comes with a callback, so nothing reaches
+        # one: frames go to the loop alone, in order.
+        self._messenger = Messenger(security=self._security.security, pending=None)
         self.hold = self._messenger.hold
         self.fileno = self._messenger.fileno
         # When to look although nothing is ready, on the monotonic clock, as of the last next_deadline_ns():
@@ -51,7 +53,9 @@ class PeerEndpoint:
         self._look_due_ns: int | None = None  # for peers and keys
 
     def listen(self) -> None:
-        self._messenger.listen(self._own_endpoint, self._frame_received, client_loop=self._client_frame_received)
+        self._messenger.listen(
+            self._own_endpoint, self._frame_received, ordered=True, client_loop=self._client_frame_received
+        )
 
     @property
     def security(self) -> PeerSecurity:

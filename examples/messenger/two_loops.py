@@ -49,8 +49,8 @@ def main() -> None:
         both.release()
 
     with Messenger() as servers, Messenger() as primary:  # each with a thread of its own
-        replication = servers.listen("tcp://127.0.0.1:*", replica.loop)
-        models = servers.listen("tcp://127.0.0.1:*", model.loop)
+        replication = servers.listen("tcp://127.0.0.1:*", replica.loop, ordered=True)
+        models = servers.listen("tcp://127.0.0.1:*", model.loop, ordered=True)
         for x in range(1, RECORDS + 1):
             last = x == RECORDS
             record = b"x=%d y=%d" % (x, 3 * x)

@@ -1,10 +1,14 @@
 """Many messages with forced retries through the messenger: how often each was delivered, and what tracking them takes.
 
     .venv/bin/python -m scripts.benchmarks.messenger [--messages N] [--cut-every N] [--json]
+    .venv/bin/python -m scripts.benchmarks.messenger --loss 0.01 [--messages N] [--json]
 
 Between sender and receiver stands a proxy that cuts the connection every so many messages, in the middle of whatever is
 on its way. Besides, some replies come late, later than the sender waits before it sends again. Status 3: a message was
 not delivered exactly once, or not in order.
+
+With ``--loss`` it stands there a network that loses that share of messages and of replies, and lets one in twenty come
+late: how often a message is sent, without order and in order. Status 3: as above.
 """
 
 from __future__ import annotations
@@ -16,9 +20,11 @@ import resource
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from coordinator.messenger import Messenger, Received, RetryPolicy
+from tests.helpers.lossy import LossyNetwork
 from tests.helpers.proxy import FaultProxy
 
 WAITING_MAX = 10_000  # sent and not acknowledged
@@ -26,6 +32,8 @@ LATE_SHARE = 0.02
 LATE_S = 0.02
 RETRY = RetryPolicy(delay_ns_min=5_000_000, delay_ns_max=50_000_000)
 SAMPLED_EVERY = 50
+LOSSY_RETRY = RetryPolicy(delay_ns_min=200_000_000, delay_ns_max=400_000_000)  # far above a round trip
+LOSSY_LATE_SHARE = 0.05
 DEADLINE_S = 60.0  # without any progress
 
 
@@ -108,7 +116,7 @@ def measure(messages: int, cut_every: int) -> Figures:
     started_s = time.monotonic()
     memory_kib = 0
     servers, sender = Messenger(), Messenger(retry=RETRY)
-    with servers, sender, FaultProxy(servers.listen("tcp://127.0.0.1:*", receiver.loop)) as proxy:
+    with servers, sender, FaultProxy(servers.listen("tcp://127.0.0.1:*", receiver.loop, ordered=True)) as proxy:
         for number in range(messages):
             if not room.acquire(timeout=DEADLINE_S):
                 raise TimeoutError(f"after {figures.called_back} of {messages} messages nothing comes back")
@@ -135,19 +143,95 @@ def measure(messages: int, cut_every: int) -> Figures:
     return figures
 
 
+@dataclass(slots=True)
+class LossFigures:
+    """What came out with a network that loses."""
+
+    ordered: bool
+    messages: int
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0  # of this process: both ends and the network
+    sends_per_message: float = 0.0
+    lost: int = 0  # messages and replies, by the network
+    late: int = 0
+    early_dropped: int = 0
+    not_once: int = 0
+    out_of_order: int = 0
+
+    @property
+    def right(self) -> bool:
+        return not (self.not_once or (self.ordered and self.out_of_order))
+
+
+def measure_loss(messages: int, loss: float, *, ordered: bool) -> LossFigures:
+    """Send ``messages`` and wait for all replies. Raises TimeoutError when nothing moves any more."""
+    figures = LossFigures(ordered, messages)
+    deliveries = bytearray(messages)
+    room, last, called_back = threading.Semaphore(WAITING_MAX), -1, 0
+
+    def loop(received: Received) -> None:
+        nonlocal last
+        number = int.from_bytes(received.parts[0], "little")
+        deliveries[number] = min(255, deliveries[number] + 1)
+        figures.out_of_order += number != last + 1
+        last = number
+        received.reply(b"done")
+
+    def replied(parts: list[bytes]) -> None:
+        nonlocal called_back
+        called_back += 1
+        room.release()
+
+    started_s, started_cpu_s = time.monotonic(), time.process_time()
+    servers, sender = Messenger(), Messenger(retry=LOSSY_RETRY)
+    with (
+        servers,
+        sender,
+        LossyNetwork(
+            servers.listen("tcp://127.0.0.1:*", loop, ordered=ordered), loss=loss, reordered=LOSSY_LATE_SHARE
+        ) as network,
+    ):
+        for number in range(messages):
+            _acquire(room, lambda: called_back)
+            sender.send_message(network.endpoint, number.to_bytes(4, "little"), replied)
+        for _ in range(WAITING_MAX):
+            _acquire(room, lambda: called_back)
+        figures.seconds = time.monotonic() - started_s
+        figures.cpu_seconds = time.process_time() - started_cpu_s
+        figures.sends_per_message = sender.counters().sent / messages
+        figures.early_dropped = servers.counters().early_dropped
+        figures.lost, figures.late = network.lost_count, network.late_count
+    figures.not_once = messages - deliveries.count(1)
+    return figures
+
+
+def _acquire(room: threading.Semaphore, progress: Callable[[], int]) -> None:
+    if not room.acquire(timeout=DEADLINE_S):
+        raise TimeoutError(f"after {progress()} messages nothing comes back")
+
+
 def _memory_kib() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--messages", type=int, default=1_000_000)
+    parser.add_argument(
+        "--messages", type=int, help="default 1,000,000; with --loss 20,000, of which a hundredth in order"
+    )
     parser.add_argument("--cut-every", type=int, default=10_000, metavar="N")
+    parser.add_argument("--loss", type=float, metavar="SHARE")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if options.loss is not None and not 0 <= options.loss < 1:
+        parser.error(f"--loss {options.loss}; a share from 0 to less than 1 was expected")
+    if options.messages is None:
+        options.messages = 1_000_000 if options.loss is None else 20_000
     for name in ("messages", "cut_every"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}; at least 1 was expected")
+    if options.loss is not None:
+        return _print_loss(options.messages, options.loss, as_json=options.json)
     figures = measure(options.messages, options.cut_every)
     if options.json:
         print(json.dumps(asdict(figures)))
@@ -161,6 +245,20 @@ def main() -> int:
         print(f"replies kept at most {figures.replies_kept_max:,}; ", end="")
         print(f"memory grown by {figures.memory_grown_mib:.1f} MiB over the last nine tenths")
     return 0 if figures.right else 3
+
+
+def _print_loss(messages: int, loss: float, *, as_json: bool) -> int:
+    both = [measure_loss(messages, loss, ordered=False), measure_loss(max(1, messages // 100), loss, ordered=True)]
+    if as_json:
+        print(json.dumps([asdict(figures) for figures in both]))
+    for figures in both if not as_json else ():
+        print(f"{'in order' if figures.ordered else 'without order'}: {figures.messages:,} messages, ", end="")
+        print(
+            f"each sent {figures.sends_per_message:.3f} times; lost {figures.lost:,}, late {figures.late:,}, ", end=""
+        )
+        print(f"dropped as too early {figures.early_dropped:,}; not once {figures.not_once}, ", end="")
+        print(f"out of order {figures.out_of_order:,}; {figures.seconds:.1f} s, {figures.cpu_seconds:.1f} s of CPU")
+    return 0 if all(figures.right for figures in both) else 3
 
 
 if __name__ == "__main__":

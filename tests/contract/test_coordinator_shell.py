@@ -22,7 +22,8 @@ from coordinator.driver.reads import problem_of
 from coordinator.instances.registry import Registry
 from coordinator.log.memory import MemoryLogStore
 from coordinator.log_port.writer import JOINED_SIZE_BYTES_MAX, LogWriter
-from coordinator.messenger import Messenger
+from coordinator.messenger import Answer, Messenger, Outcome, Received
+from coordinator.messenger.duplicates import OrderedTracker
 from coordinator.notices import Notices
 from coordinator.service.runtime import Coordinator
 from protocol.checksum import crc64
@@ -466,6 +467,45 @@ def test_a_peer_that_says_hello_is_connected_to_at_once(tmp_path: Path, monkeypa
         theirs.listen(bob.peer, lambda received: received.reply())
         theirs.send_message(settings.peer, encode_frame(PeerFrame(FrameType.HELLO, "bob", "alice", 7, 1, 0)))
         drive(lambda: ours.connected(bob.peer))
+    finally:
+        theirs.close()
+        coordinator._close()
+
+
+def test_a_coordinator_has_no_callbacks_for_its_peers_and_takes_their_messages_in_order(tmp_path: Path) -> None:
+    registry = Registry(tmp_path)
+    settings, bob = (registry.register(name, f"ipc://{tmp_path}/{name}.peers") for name in ("alice", "bob"))
+    coordinator = Coordinator(settings, registry, MemoryLogStore(), Notices("alice"))
+    ours, theirs = coordinator._peers._messenger, Messenger()
+    answers: list[Answer] = []
+    replies: list[list[bytes]] = []
+    came: list[Received] = []
+
+    def drive(until: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not until():
+            assert time.monotonic() < deadline_s
+            select.select([ours, theirs], [], [], 0.01)
+            ours.process()
+            theirs.process()
+
+    try:
+        coordinator._peers.listen()
+        theirs.converse(settings.peer, b"for a callback that it never gave", answers.append, 12345)
+        theirs.converse(settings.peer, [b"", b"damaged: answered without a frame"], answers.append)
+        theirs.send_message(settings.peer, [b"", b"damaged as well"], replies.append)
+        drive(lambda: len(answers) == 2 and bool(replies))
+        assert [answer.outcome for answer in answers] == [Outcome.CALLBACK_UNKNOWN, Outcome.REPLIED]
+        assert [answer.callback_id for answer in answers] == [0, 0]
+        (conversation,) = ours._listeners[0]._inbox._plain.conversations.values()
+        assert isinstance(conversation.tracker, OrderedTracker)
+        assert conversation.callbacks == {}
+        theirs.listen(bob.peer, came.append)
+        coordinator._peers.open(ef.OpenPeer("bob"))
+        coordinator._peers.send(ef.SendToPeer("bob", 1, PeerFrame(FrameType.HELLO, "alice", "bob", 7, 1, 0)))
+        coordinator._peers.flush(patient=False)
+        drive(lambda: bool(came))
+        assert not came[0].takes_callback, "it is of kind 1, as ever"
     finally:
         theirs.close()
         coordinator._close()

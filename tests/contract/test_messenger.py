@@ -22,7 +22,6 @@ from coordinator.messenger import (
     ClientRoute,
     EndpointError,
     EndpointInUseError,
-    KeyPair,
     MessageTooLargeError,
     Messenger,
     MessengerClosedError,
@@ -30,7 +29,6 @@ from coordinator.messenger import (
     Received,
     RetryPolicy,
     Role,
-    Security,
 )
 from coordinator.messenger import link as messenger_link
 from coordinator.messenger import listener as messenger_listener
@@ -47,113 +45,8 @@ from coordinator.messenger.envelope import (
 from coordinator.messenger.limits import PATIENCE_NS, RECONNECT_REFUSED_NS
 from coordinator.messenger.link import Link
 from coordinator.messenger.listener import Listener
-from coordinator.messenger.security import connect_with
 from protocol.client import ClientFrame, ClientFrameType, encode_client_frame
-
-WAIT_SECONDS = 20.0
-
-
-class FakeClock:
-    """Time that passes when a test says so."""
-
-    def __init__(self) -> None:
-        self.now_ns = 1_000_000_000
-
-    def __call__(self) -> int:
-        return self.now_ns
-
-
-class House:
-    """Messengers; one loop calls process() only when a descriptor says so.
-
-    In plain they share a ZeroMQ context. With CURVE, each has its own, and all have the same key.
-    """
-
-    def __init__(self, transport: str, folder: Path) -> None:
-        self.transport, _, curve = transport.partition("+")
-        self.security = None
-        self.peer = "friend" if curve else None
-        if curve:
-            pair = KeyPair.new()
-            self.security = Security(pair, {pair.public: "friend"}, lambda endpoint: (pair.public,))
-        self.context: zmq.Context[Any] = zmq.Context()
-        self.clock = FakeClock()
-        self.messengers: list[Messenger] = []
-        self.receives_apart = False  # as an owner that has more urgent things to do than to send
-        self._folder = folder
-        self._names = 0
-
-    def messenger(self, **options: Any) -> Messenger:
-        context = self.context if self.security is None else None
-        options = {"clock_ns": self.clock, "context": context, "security": self.security, **options}
-        messenger = Messenger(**options)
-        self.messengers.append(messenger)
-        return messenger
-
-    def endpoint(self) -> str:
-        self._names += 1
-        return {
-            "tcp": "tcp://127.0.0.1:*",
-            "ipc": f"ipc://{self._folder}/{self._names}",
-            "inproc": f"inproc://house-{self._names}",
-        }[self.transport]
-
-    def fixed_endpoint(self) -> str:
-        """One that nobody listens at yet."""
-        if self.transport != "tcp":
-            return self.endpoint()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-
-    def raw(self, kind: int) -> zmq.Socket[bytes]:
-        """A socket of a friend's key that belongs to no messenger; a ROUTER lets everybody in."""
-        made = self.context.socket(kind)
-        if self.security is not None:
-            connect_with(made, self.security.own, self.security.own.public)
-            if kind == zmq.ROUTER:
-                made.setsockopt(zmq.CURVE_SERVER, 1)
-        return made
-
-    def close(self, messenger: Messenger) -> None:
-        self.messengers.remove(messenger)
-        messenger.close()
-
-    def drive(self, until: Callable[[], object]) -> None:
-        """Process what becomes readable or due, by the messengers' clock, until the condition holds."""
-        end = time.monotonic() + WAIT_SECONDS
-        while not until():
-            poller = select.poll()
-            by_descriptor = {messenger.fileno(): messenger for messenger in self.messengers}
-            for descriptor in by_descriptor:
-                poller.register(descriptor, select.POLLIN)
-            due = [
-                messenger
-                for messenger in self.messengers
-                if (deadline_ns := messenger.next_deadline_ns()) is not None and deadline_ns <= self.clock.now_ns
-            ]
-            ready = poller.poll(0 if due else max(0.0, end - time.monotonic()) * 1000)
-            for messenger in dict.fromkeys([*due, *(by_descriptor[descriptor] for descriptor, _ in ready)]):
-                if messenger not in self.messengers:
-                    continue
-                if messenger in due or not self.receives_apart:
-                    messenger.process()
-                else:
-                    messenger.receive()
-                    messenger.flush()
-            if time.monotonic() > end:
-                pytest.fail("the condition did not come about: a wake-up or a message was lost")
-
-    def settle(self) -> None:
-        """Until nothing is readable, twice in a row over a real round trip of ZeroMQ's threads."""
-        probe, answers = Messenger(context=self.context), []
-        self.messengers.append(probe)
-        endpoint = probe.listen("inproc://settle", lambda received: received.reply())
-        for _ in range(3):
-            probe.send_message(endpoint, b"", answers.append)
-            wanted = len(answers) + 1
-            self.drive(lambda wanted=wanted: len(answers) >= wanted)
-        self.close(probe)
+from tests.helpers.messengers import WAIT_SECONDS, House, echo, listen_when_free
 
 
 @pytest.fixture(params=["tcp", "ipc", "inproc", "tcp+curve", "ipc+curve"])
@@ -172,21 +65,6 @@ def networked(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[House]
     for messenger in house.messengers:
         messenger.close()
     house.context.destroy(linger=0)
-
-
-def listen_when_free(messenger: Messenger, endpoint: str, server_loop: Callable[[Received], None]) -> str:
-    """Listen where another has just let go: ZeroMQ's thread closes its socket a moment later."""
-    end = time.monotonic() + WAIT_SECONDS
-    while True:
-        try:
-            return messenger.listen(endpoint, server_loop)
-        except EndpointInUseError:
-            assert time.monotonic() < end
-            time.sleep(0)
-
-
-def echo(received: Received) -> None:
-    received.reply(*received.parts)
 
 
 def test_round_trip(house: House) -> None:
@@ -369,7 +247,7 @@ def test_order_is_kept_far_beyond_what_may_be_in_flight(house: House) -> None:
         most = max(most, receiver.counters().received - sender.counters().acknowledged)
         received.reply()
 
-    endpoint = receiver.listen(house.endpoint(), loop)
+    endpoint = receiver.listen(house.endpoint(), loop, ordered=True)
     for number in range(3000):
         sender.send_message(endpoint, b"%d" % number)
     house.drive(lambda: sender.pending_count(endpoint) == 0)
@@ -517,13 +395,13 @@ def test_receiver_closed_and_opened_again(house: House, in_flight_max: int) -> N
         for number in range(first_number, last_number + 1):
             sender.send_message(endpoint, b"%d" % number, lambda parts, number=number: replies.append(number))
 
-    endpoint = first.listen(house.fixed_endpoint(), first_loop)
+    endpoint = first.listen(house.fixed_endpoint(), first_loop, ordered=True)
     send(1, 50)
     house.drive(lambda: len(replies) == 20 and len(arrived_first) > 20)
     house.close(first)
     house.drive(lambda: not sender.connected(endpoint))
     send(51, 100)
-    listen_when_free(second, endpoint, second_loop)
+    listen_when_free(second, endpoint, second_loop, ordered=True)
     send(101, 2500)
     house.drive(lambda: sender.pending_count(endpoint) == 0)
     assert arrived_second == list(range(21, 2501))
@@ -535,7 +413,7 @@ def test_what_comes_too_early_waits_until_what_is_missing_has_come(house: House)
     """A message that was lost with a connection, and those behind it that were not."""
     receiver = house.messenger()
     held: list[Received] = []
-    endpoint = receiver.listen(house.endpoint(), held.append)
+    endpoint = receiver.listen(house.endpoint(), held.append, ordered=True)
     sender = house.raw(zmq.DEALER)
     sender.connect(endpoint)
     for message_id in (1, 3, 4, 2, 4, 3, 2, 4):
@@ -544,6 +422,25 @@ def test_what_comes_too_early_waits_until_what_is_missing_has_come(house: House)
     assert [received.parts for received in held] == [[b"1"], [b"2"], [b"3"], [b"4"]]
     assert receiver.counters().early_dropped == 3
     assert receiver.counters().duplicates_dropped == 1
+    sender.close(0)
+
+
+def test_without_order_what_comes_early_is_given_at_once_and_what_was_missing_once_it_comes(house: House) -> None:
+    receiver = house.messenger()
+    held: list[Received] = []
+    endpoint = receiver.listen(house.endpoint(), held.append)
+    sender = house.raw(zmq.DEALER)
+    sender.connect(endpoint)
+    for message_id in (1, 3, 7, 2, 4, 3, 2, 7):
+        sender.send_multipart([encode_message(1, 1, message_id, 1, 0), b"%d" % message_id])
+    house.drive(lambda: receiver.counters().duplicates_dropped == 3)
+    assert [received.parts for received in held] == [[b"1"], [b"3"], [b"7"], [b"2"], [b"4"]]
+    assert receiver.counters().early_dropped == 0
+    far = [encode_message(1, 1, 8192, 1, 0), encode_message(1, 1, 8193, 1, 0), encode_message(1, 1, 6, 1, 0)]
+    for envelope in far:
+        sender.send_multipart([envelope, b"far"])
+    house.drive(lambda: len(held) == 7)
+    assert receiver.counters().refused == 1
     sender.close(0)
 
 
@@ -560,7 +457,7 @@ def test_what_is_lost_unnoticed_at_a_reconnect_does_not_break_the_order(
         arrived.append(int(received.parts[0]))
         received.reply()
 
-    endpoint = receiver.listen(house.endpoint(), loop)
+    endpoint = receiver.listen(house.endpoint(), loop, ordered=True)
     with Forwarder(endpoint) as forwarder:
         sender = house.messenger()
 
@@ -594,7 +491,7 @@ def test_a_receiver_that_starts_anew_knows_what_need_not_come(house: House) -> N
     endpoint = house.fixed_endpoint()
     held: list[Received] = []
     arrived: list[bytes] = []
-    first.listen(endpoint, held.append)
+    first.listen(endpoint, held.append, ordered=True)
     for number in range(6):
         sender.send_message(endpoint, b"%d" % number)
     house.drive(lambda: len(held) == 6)
@@ -608,7 +505,7 @@ def test_a_receiver_that_starts_anew_knows_what_need_not_come(house: House) -> N
         arrived.append(received.parts[0])
         received.reply()
 
-    listen_when_free(second, endpoint, loop)
+    listen_when_free(second, endpoint, loop, ordered=True)
     house.drive(lambda: sender.pending_count(endpoint) == 0)
     assert arrived == [b"0", b"3", b"5"]
     assert second.counters().early_dropped == 0
@@ -631,7 +528,7 @@ def test_receiver_keeps_coming_and_going(house: House) -> None:
             if len(arrived) <= answers:
                 received.reply()
 
-        listen_when_free(receiver, endpoint, loop)
+        listen_when_free(receiver, endpoint, loop, ordered=True)
         for _ in range(500):
             number += 1
             sender.send_message(endpoint, b"%d" % number, lambda parts, number=number: replies.append(number))
@@ -1427,7 +1324,7 @@ def test_a_reply_that_nobody_is_there_for_is_counted(house: House) -> None:
     sender.drop(endpoint)
     end = time.monotonic() + WAIT_SECONDS
     while receiver.counters().replies_unsent == 0:  # until ZeroMQ's thread has noticed
-        held[0]._replied = False
+        held[0].replied = False
         held[0].reply()
         receiver.process()
         assert time.monotonic() < end

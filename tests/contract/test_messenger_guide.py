@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "guide" / "messenger.md").read_text(encoding="utf-8")
 PROGRAMS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", GUIDE, re.DOTALL))
 OUTPUTS = {
+    "conversation": "3 seats for 90, 2 left; as you like; 1 seats for 30, 1 left\n",
     "two_loops": "the replica has 1000 records, the last is x=1000 y=3000\nthe model expects 6000 at 2000\n",
     "own_loop": "TO BE OR NOT\n",
 }
@@ -33,11 +34,16 @@ def test_the_programs_of_the_guide_are_the_examples_and_run(name: str) -> None:
 def test_the_guide_has_all_programs() -> None:
     assert sorted(PROGRAMS) == sorted(OUTPUTS)
     assert OUTPUTS["two_loops"] in GUIDE
+    assert OUTPUTS["conversation"] in GUIDE
 
 
 def test_the_numbers_of_the_guide() -> None:
     said = {
         f"{limits.IN_FLIGHT_MAX} messages or {limits.IN_FLIGHT_SIZE_BYTES_MAX >> 20} MiB",
+        f"| {limits.PENDING_MAX:,} messages or {limits.PENDING_SIZE_BYTES_MAX >> 20} MiB, or one message |",
+        f"callbacks that one link was given and has not used | {limits.CALLBACKS_MAX} |",
+        f"when {limits.CALLBACKS_MAX} newer ones were given",
+        f"one integer of {limits.SPAN_MAX} bits at most",
         f"| a part | {limits.PART_SIZE_BYTES_MAX >> 20} MiB |",
         f"| parts of a message | {limits.PARTS_MAX - 1} |",
         f"| a reply, all its parts | {limits.REPLY_SIZE_BYTES_MAX >> 20} MiB |",
@@ -56,6 +62,21 @@ def test_the_numbers_of_the_guide() -> None:
     }
     words = " ".join(GUIDE.split())
     assert not {number for number in said if number not in words}
+
+
+def test_each_statement_of_the_design_has_a_test_that_there_is() -> None:
+    table = GUIDE[GUIDE.index("## The design, statement by statement") :]
+    named = set(re.findall(r"`(test_\w+)`", table))
+    files = set(re.findall(r"`(tests/[\w/]+\.py)`", table))
+    there = {
+        name
+        for path in (ROOT / "tests").glob("*/test_*.py")
+        if re.search("messenger|duplicate", path.name)
+        for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    assert len(named) > 15
+    assert not named - there
+    assert all((ROOT / file).exists() for file in files)
 
 
 def test_many_messages_with_forced_retries_are_each_delivered_once() -> None:

@@ -13,6 +13,7 @@ import zmq
 
 from coordinator.messenger import Counters, Messenger, Received, RetryPolicy
 from coordinator.messenger import outbox as messenger_outbox
+from tests.helpers.lossy import LossyNetwork
 from tests.helpers.proxy import DEADLINE_S, FaultProxy
 
 ROOT = Path(__file__).parents[2]
@@ -162,6 +163,22 @@ def test_cuts_while_replies_of_several_parts_come_in(parts: int) -> None:
         for _ in range(20 * COUNT):
             assert done.acquire(timeout=DEADLINE_S)
     assert wrong == []
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_network_that_loses_and_changes_the_order(ordered: bool) -> None:
+    receiver = Receiver()
+    retry = RetryPolicy(delay_ns_min=30_000_000, delay_ns_max=60_000_000)
+    with Messenger() as servers, Messenger(retry=retry) as messenger:
+        endpoint = servers.listen("tcp://127.0.0.1:*", receiver.loop, ordered=ordered)
+        with LossyNetwork(endpoint, loss=0.05, reordered=0.2, late_s=0.002) as network:
+            sender = Sender(messenger)
+            sender.send(network.endpoint, 30 if ordered else COUNT)
+            sender.until_all()
+            assert messenger.counters().retried >= 1
+            assert network.lost_count >= 1
+    assert sorted(receiver.arrived) == sorted(sender.replies) == list(range(sender.sent))
+    assert receiver.arrived == sorted(receiver.arrived) if ordered else servers.counters().early_dropped == 0
 
 
 ENDS_BADLY = """

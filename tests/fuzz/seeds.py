@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from coordinator.messenger.envelope import as_turn, encode_parts, encode_reply
 from coordinator.messenger.envelope import encode_message as encode_envelope
-from coordinator.messenger.envelope import encode_parts, encode_reply
 from protocol import app_proof, extensions
 from protocol.batch import encode_batch, encode_replayable_batch
 from protocol.client import (
@@ -30,6 +30,9 @@ ENVELOPES = (
     encode_envelope(1, 2, 9, 1, 4, 5),
     encode_reply(2, 1, 2, 3, 3, 4),
     encode_reply(3, 1, 2, 3, 8, 0),
+    encode_reply(2, 1, 2, 3, 3, 4, 5),
+    encode_reply(7, 1, 2, 3, 3, 4),
+    as_turn(encode_envelope(1, 2, 10, 9, 4), 7),
     encode_reply(4, 1, 2, 3, 8, 4),
 )
 

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import struct
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
-from coordinator.messenger.duplicates import Sighting
+from coordinator.messenger.duplicates import DuplicateTracker, Sighting
 from coordinator.messenger.envelope import (
     ENVELOPE_SIZE_BYTES,
     Kind,
+    as_turn,
     decode_envelope,
     decode_parts,
     encode_message,
@@ -25,7 +27,7 @@ from coordinator.messenger.envelope import (
 )
 from coordinator.messenger.errors import EnvelopeError
 from coordinator.messenger.inbox import Inbox
-from coordinator.messenger.limits import SPAN_MAX
+from coordinator.messenger.limits import CALLBACKS_MAX, SPAN_MAX
 from protocol import app_proof, extensions
 from protocol.batch import check_batch, decode_batch, decode_replayable_batch, offset_after
 from protocol.checksum import crc64
@@ -76,7 +78,7 @@ def envelope(data: bytes) -> None:
         found = decode_envelope(data)
     except EnvelopeError:
         return
-    if found.kind == Kind.MESSAGE:
+    if found.kind in (Kind.MESSAGE, Kind.TURN):
         again = encode_message(
             found.link_id,
             found.incarnation,
@@ -85,6 +87,8 @@ def envelope(data: bytes) -> None:
             found.source_callback_id,
             found.skipped_count,
         )
+        if found.kind == Kind.TURN:
+            again = as_turn(again, found.destination_callback_id)
     else:
         again = encode_reply(
             found.kind,
@@ -93,6 +97,7 @@ def envelope(data: bytes) -> None:
             found.message_id,
             found.lowest_pending_id,
             found.destination_callback_id,
+            found.source_callback_id,
         )
     assert again == data
 
@@ -107,9 +112,15 @@ def reply(data: bytes) -> None:
 
 
 def inbox(data: bytes) -> None:
-    """Any sequence of envelopes: nothing is given twice or out of order while it is remembered, memory is bounded."""
-    kept = Inbox(conversations_max=4)
-    given: dict[int, int] = {}  # the last one, by conversation: a forgotten one may begin anew
+    """Any sequence of envelopes: nothing is given twice while it is remembered, or out of order where that is to be
+    kept; memory is bounded."""
+    for ordered in (True, False):
+        _inbox(data, ordered)
+
+
+def _inbox(data: bytes, ordered: bool) -> None:
+    kept = Inbox(conversations_max=4, ordered=ordered)
+    given: dict[int, set[int]] = defaultdict(set)  # by conversation: a forgotten one may begin anew
     conversations = []
     for offset in range(0, len(data), ENVELOPE_SIZE_BYTES):
         try:
@@ -119,9 +130,17 @@ def inbox(data: bytes) -> None:
         conversation = kept.conversation(found.incarnation, found.link_id)
         conversations.append(conversation)
         if conversation.see(found.message_id, found.lowest_pending_id, found.skipped_count) is Sighting.FIRST:
-            assert found.message_id > given.get(id(conversation), 0)
-            given[id(conversation)] = found.message_id
+            before = given[id(conversation)]
+            assert found.message_id not in before
+            assert not ordered or found.message_id > max(before, default=0)
+            before.add(found.message_id)
+            if found.kind == Kind.TURN:
+                conversation.take_callback(found.destination_callback_id)
+                conversation.expect(found.source_callback_id, print)
             conversation.keep_reply(found.message_id, 1, (b"reply",))
+        assert len(conversation.callbacks) <= CALLBACKS_MAX
+        if isinstance(conversation.tracker, DuplicateTracker):
+            assert conversation.tracker.unseen_count < SPAN_MAX
         assert len(kept) <= 4
         assert len(conversation.replies) <= SPAN_MAX
 

@@ -1,11 +1,12 @@
-"""The duplicate tracker: each message once and in order, whatever a network does; and as few numbers as it keeps."""
+"""The duplicate trackers: each message once, in order where that is asked for, whatever a network does; and as few
+numbers as they keep."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.messenger.duplicates import DuplicateTracker, Sighting
+from coordinator.messenger.duplicates import DuplicateTracker, OrderedTracker, Sighting
 from coordinator.messenger.outbox import Outbox, RetryPolicy
 
 SPAN_MAX = 16
@@ -14,7 +15,8 @@ SPAN_MAX = 16
 class PlainSet:
     """The same rules with nothing forgotten: every ID that was seen, or that its sender will not send any more."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, ordered: bool) -> None:
+        self.ordered = ordered
         self.done: set[int] = set()
         self.lowest_pending_id = 1
 
@@ -26,27 +28,48 @@ class PlainSet:
         if message_id - self.lowest_pending_id >= SPAN_MAX:
             return Sighting.REFUSED
         skipped = set(range(max(1, message_id - skipped_count), message_id))
-        if not set(range(1, message_id)) <= self.done | skipped:
+        if self.ordered and not set(range(1, message_id)) <= self.done | skipped:
             return Sighting.EARLY
-        self.done |= skipped | {message_id}
+        highest = max(self.done, default=0)
+        self.done |= {known for known in skipped if known > highest} | {message_id}
         return Sighting.FIRST
 
 
-@given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60), st.integers(0, 20))))
-def test_as_a_plain_set_whatever_comes(sightings: list[tuple[int, int, int]]) -> None:
-    tracker, model = DuplicateTracker(SPAN_MAX), PlainSet()
+def tracker_of(*, ordered: bool) -> DuplicateTracker | OrderedTracker:
+    return OrderedTracker(SPAN_MAX) if ordered else DuplicateTracker(SPAN_MAX)
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60), st.integers(0, 20))), st.booleans())
+def test_as_a_plain_set_whatever_comes(sightings: list[tuple[int, int, int]], ordered: bool) -> None:
+    tracker, model = tracker_of(ordered=ordered), PlainSet(ordered=ordered)
     for first, second, skipped_count in sightings:
         lowest_pending_id, message_id = sorted((first, second))
         assert tracker.see(message_id, lowest_pending_id, skipped_count) == model.see(
             message_id, lowest_pending_id, skipped_count
         )
         assert tracker.highest_seen == max(model.done, default=0)
+        unseen = set(range(1, tracker.highest_seen)) - model.done
+        assert len(unseen) < SPAN_MAX
+        assert unseen == set() if isinstance(tracker, OrderedTracker) else len(unseen) == tracker.unseen_count
 
 
 @given(st.lists(st.integers(1, SPAN_MAX)))
-def test_as_the_seed_describes_it_but_for_what_comes_too_early(message_ids: list[int]) -> None:
+def test_in_any_order_it_is_the_set_of_those_unseen(message_ids: list[int]) -> None:
+    """The first time is told as the algorithm with a set of the unseen tells it."""
+    tracker, highest, complement = DuplicateTracker(SPAN_MAX), 0, set[int]()
+    for current in message_ids:
+        first_time = current > highest or current in complement
+        complement |= set(range(highest + 1, current))
+        complement.discard(current)
+        highest = max(highest, current)
+        assert (tracker.see(current) == Sighting.FIRST) == first_time
+        assert (tracker.highest_seen, tracker.unseen_count) == (highest, len(complement))
+
+
+@given(st.lists(st.integers(1, SPAN_MAX)))
+def test_in_order_nobody_is_unseen(message_ids: list[int]) -> None:
     """The first time is told as by a set of all that was seen; the set of unseen ones below the highest stays empty."""
-    tracker, seen = DuplicateTracker(SPAN_MAX), set[int]()
+    tracker, seen = OrderedTracker(SPAN_MAX), set[int]()
     for message_id in message_ids:
         sighting = tracker.see(message_id)
         if sighting == Sighting.EARLY:
@@ -57,15 +80,16 @@ def test_as_the_seed_describes_it_but_for_what_comes_too_early(message_ids: list
         assert seen == set(range(1, tracker.highest_seen + 1))
 
 
-@given(st.data())
-def test_a_sender_and_any_network(data: st.DataObject) -> None:
+@given(st.data(), st.booleans())
+def test_a_sender_and_any_network(data: st.DataObject, ordered: bool) -> None:
     """Connections that break and lose what they carry, old ones that still bring something, receivers that start anew,
-    replies in any order: to each receiver each message once and in order, none refused, and in the end all of them."""
+    replies in any order: to each receiver each message once, in order if asked for, none refused, and in the end all of
+    them."""
     count = 40
     box = Outbox(RetryPolicy(), lambda: 0.0, in_flight_max=SPAN_MAX)
     for _ in range(count):
         box.add((b"",), None, 0)
-    tracker = DuplicateTracker(SPAN_MAX)
+    tracker = tracker_of(ordered=ordered)
     given_ids: list[int] = []  # to the receiver that there is
     unanswered: list[int] = []
     delivered: set[int] = set()
@@ -82,8 +106,10 @@ def test_a_sender_and_any_network(data: st.DataObject) -> None:
         sighting = tracker.see(message_id, lowest_pending_id, skipped_count)
         assert sighting != Sighting.REFUSED
         if sighting == Sighting.FIRST:
-            assert message_id > (given_ids[-1] if given_ids else 0)
-            assert all(known in delivered for known in range(1, message_id))
+            assert message_id not in given_ids
+            if ordered:
+                assert message_id > (given_ids[-1] if given_ids else 0)
+                assert all(known in delivered for known in range(1, message_id))
             given_ids.append(message_id)
             delivered.add(message_id)
             unanswered.append(message_id)
@@ -123,7 +149,7 @@ def test_a_sender_and_any_network(data: st.DataObject) -> None:
             lines[-1] = []
             send()
         elif action == "anew":
-            tracker, given_ids, unanswered, lines = DuplicateTracker(SPAN_MAX), [], [], [[]]
+            tracker, given_ids, unanswered, lines = tracker_of(ordered=ordered), [], [], [[]]
             reconnect()
         elif action == "due":
             now_ns += 1_000_000_000
@@ -146,8 +172,17 @@ def test_a_sender_and_any_network(data: st.DataObject) -> None:
     assert delivered == set(range(1, count + 1))
 
 
-@given(st.integers(1, 2**64 - 1), st.integers(0, 100))
-def test_it_starts_anywhere_and_jumps_cost_nothing(lowest_pending_id: int, ahead: int) -> None:
-    tracker = DuplicateTracker(SPAN_MAX)
+@given(st.integers(1, 2**64 - 1), st.integers(0, 100), st.booleans())
+def test_it_starts_anywhere_and_jumps_cost_nothing(lowest_pending_id: int, ahead: int, ordered: bool) -> None:
+    tracker = tracker_of(ordered=ordered)
     sighting = tracker.see(lowest_pending_id + ahead, lowest_pending_id, ahead)
     assert sighting == (Sighting.FIRST if ahead < SPAN_MAX else Sighting.REFUSED)
+
+
+@given(st.lists(st.tuples(st.integers(1, 2**64 - 1), st.integers(0, 2 * SPAN_MAX))))
+def test_ids_far_ahead_leave_no_more_than_the_span_unseen(jumps: list[tuple[int, int]]) -> None:
+    tracker = DuplicateTracker(SPAN_MAX)
+    for lowest_pending_id, ahead in jumps:
+        tracker.see(lowest_pending_id + ahead, lowest_pending_id)
+        assert tracker.unseen_count < SPAN_MAX
+        assert tracker._unseen.bit_length() < SPAN_MAX

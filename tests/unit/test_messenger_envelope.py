@@ -13,6 +13,7 @@ from coordinator.messenger.envelope import (
     ENVELOPE_SIZE_BYTES,
     Envelope,
     Kind,
+    as_turn,
     decode_envelope,
     decode_parts,
     encode_message,
@@ -21,6 +22,7 @@ from coordinator.messenger.envelope import (
 )
 from coordinator.messenger.errors import EnvelopeError
 
+REPLIES = [kind for kind in Kind if kind not in (Kind.MESSAGE, Kind.TURN)]
 U32, U64 = st.integers(1, 2**32 - 1), st.integers(0, 2**64 - 1)
 MESSAGE = encode_message(
     link_id=2, incarnation=3, message_id=5, lowest_pending_id=4, source_callback_id=6, skipped_count=1
@@ -34,6 +36,14 @@ def test_the_bytes_are_those_of_the_layout() -> None:
     )
     assert REPLY.hex(" ", 8) == (
         "0202000000000002 0000000000000003 0000000000000005 0000000000000007 0000000000000000 0000000000000006"
+    )
+    turn = as_turn(MESSAGE, 8)
+    assert turn.hex(" ", 8) == (
+        "0206000100000002 0000000000000003 0000000000000005 0000000000000004 0000000000000006 0000000000000008"
+    )
+    with_callback = encode_reply(Kind.REPLY, 2, 3, 5, 7, 6, 9)
+    assert with_callback.hex(" ", 8) == (
+        "0202000000000002 0000000000000003 0000000000000005 0000000000000007 0000000000000009 0000000000000006"
     )
     assert len(MESSAGE) == len(REPLY) == ENVELOPE_SIZE_BYTES == 48
 
@@ -50,13 +60,27 @@ def test_messages_come_back(
     )
 
 
-@given(st.sampled_from(list(Kind)[1:]), U32, U64, st.integers(1, 2**64 - 1), U64, st.data())
+@given(U32, U64, st.integers(1, 2**64 - 1), U64, U64)
+def test_messages_of_conversations_come_back(
+    link_id: int, incarnation: int, message_id: int, callback_id: int, destination_callback_id: int
+) -> None:
+    plain = encode_message(link_id, incarnation, message_id, message_id, callback_id)
+    encoded = as_turn(plain, destination_callback_id)
+    assert decode_envelope(encoded) == Envelope(
+        2, Kind.TURN, 0, link_id, incarnation, message_id, message_id, callback_id, destination_callback_id
+    )
+
+
+@given(st.sampled_from(REPLIES), U32, U64, st.integers(1, 2**64 - 1), U64, st.data())
 def test_replies_come_back(
     kind: Kind, link_id: int, incarnation: int, message_id: int, callback_id: int, data: st.DataObject
 ) -> None:
     highest = data.draw(st.integers(message_id, 2**64 - 1))
-    encoded = encode_reply(kind, link_id, incarnation, message_id, highest, callback_id)
-    assert decode_envelope(encoded) == Envelope(2, kind, 0, link_id, incarnation, message_id, highest, 0, callback_id)
+    given_id = data.draw(U64) if kind in (Kind.REPLY, Kind.REPLY_EXPIRED) else 0
+    encoded = encode_reply(kind, link_id, incarnation, message_id, highest, callback_id, given_id)
+    assert decode_envelope(encoded) == Envelope(
+        2, kind, 0, link_id, incarnation, message_id, highest, given_id, callback_id
+    )
 
 
 @pytest.mark.parametrize("size_bytes", range(48))
@@ -79,7 +103,7 @@ def fields(*values: int) -> bytes:
     [
         ("version 1", fields(1, 1, 0, 2, 3, 5, 4, 6, 0)),
         ("kind 0", fields(2, 0, 0, 2, 3, 5, 5, 0, 0)),
-        ("kind 6", fields(2, 6, 0, 2, 3, 5, 5, 0, 0)),
+        ("kind 8", fields(2, 8, 0, 2, 3, 5, 5, 0, 0)),
         ("skipped count 1", fields(2, 2, 1, 2, 3, 5, 5, 0, 6)),
         ("link ID 0", fields(2, 1, 0, 0, 3, 5, 4, 6, 0)),
         ("message ID 0", fields(2, 2, 0, 2, 3, 0, 0, 0, 0)),
@@ -87,7 +111,9 @@ def fields(*values: int) -> bytes:
         ("lowest pending ID 6", fields(2, 1, 0, 2, 3, 5, 6, 6, 0)),
         ("destination callback ID 1", fields(2, 1, 0, 2, 3, 5, 4, 6, 1)),
         ("highest ID 4", fields(2, 2, 0, 2, 3, 5, 4, 0, 6)),
-        ("source callback ID 1", fields(2, 3, 0, 2, 3, 5, 5, 1, 6)),
+        ("source callback ID 1", fields(2, 4, 0, 2, 3, 5, 5, 1, 6)),
+        ("source callback ID 1", fields(2, 7, 0, 2, 3, 5, 5, 1, 6)),
+        ("lowest pending ID 6", fields(2, 6, 0, 2, 3, 5, 6, 6, 1)),
     ],
 )
 def test_fields_out_of_range(what: str, data: bytes) -> None:

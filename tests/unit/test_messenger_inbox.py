@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from coordinator.messenger import inbox as messenger_inbox
 from coordinator.messenger.duplicates import Sighting
+from coordinator.messenger.envelope import Kind
 from coordinator.messenger.inbox import Conversation, Inbox, StoredReply
-from coordinator.messenger.limits import PEER_CONVERSATIONS_MAX, PEER_REPLIES_SIZE_BYTES_MAX, REPLY_OVERHEAD_BYTES
+from coordinator.messenger.limits import (
+    CALLBACK_OVERHEAD_BYTES,
+    CALLBACKS_MAX,
+    PEER_CONVERSATIONS_MAX,
+    PEER_REPLIES_SIZE_BYTES_MAX,
+    REPLY_OVERHEAD_BYTES,
+)
 
 
 def conversation(**limits: int) -> Conversation:
-    return Conversation(1, 1, **limits)
+    return Conversation(1, 1, ordered=True, **limits)
 
 
 def test_a_reply_is_kept_until_its_sender_has_it() -> None:
@@ -60,7 +70,7 @@ def test_beyond_the_limit_the_oldest_bytes_are_let_go_but_not_that_there_was_a_r
     talk.keep_reply(3, 23, (b"x" * 4,))
     assert talk.replies_size_bytes == 8 + 3 * REPLY_OVERHEAD_BYTES
     talk.keep_reply(4, 24, (b"x" * 4,))
-    assert talk.replies[2].parts is None
+    assert talk.replies[2].kind == Kind.REPLY_EXPIRED
     assert talk.replies[2].destination_callback_id == 22
     assert talk.replies[1].parts == ()
     assert talk.replies[3].parts == talk.replies[4].parts == (b"xxxx",)
@@ -87,7 +97,7 @@ def test_what_was_let_go_is_not_gone_through_again() -> None:
         talk.see(message_id, 1)
         talk.keep_reply(message_id, 0, (b"x",))
     assert len(counted) == count
-    assert sum(reply.parts is not None for reply in counted.values()) == 0
+    assert sum(reply.kind == Kind.REPLY for reply in counted.values()) == 0
     assert counted.looked_at <= 2 * count
     talk.see(count + 1, count + 1)
     assert (talk.replies, talk.replies_size_bytes, len(talk._whole)) == ({}, 0, 0)
@@ -149,3 +159,33 @@ def test_what_the_replies_of_one_peer_take_is_bounded_over_all_its_links() -> No
     kept = {id(talk): talk for talk in inbox._shelves["mallory"].conversations.values()}
     assert sum(talk.replies_size_bytes for talk in kept.values()) <= PEER_REPLIES_SIZE_BYTES_MAX + 9 * len(reply)
     assert inbox.conversation(1, 1, "alice").replies[1].parts == (b"kept",)
+
+
+def test_a_callback_is_kept_for_one_message_and_counts_with_the_replies() -> None:
+    talk = conversation()
+    assert talk.expect(5, print)
+    assert talk.replies_size_bytes == talk.kept.size_bytes == CALLBACK_OVERHEAD_BYTES
+    assert talk.take_callback(6) is None
+    assert talk.take_callback(5) is print
+    assert talk.take_callback(5) is None
+    assert talk.replies_size_bytes == talk.kept.size_bytes == 0
+
+
+def test_beyond_the_limit_the_oldest_callback_is_let_go() -> None:
+    talk = conversation()
+    for callback_id in range(1, CALLBACKS_MAX + 1):
+        assert talk.expect(callback_id, print)
+    assert not talk.expect(CALLBACKS_MAX + 1, print)
+    assert (talk.take_callback(1), talk.take_callback(2)) == (None, print)
+    assert len(talk.callbacks) == CALLBACKS_MAX - 1
+    assert talk.replies_size_bytes == (CALLBACKS_MAX - 1) * CALLBACK_OVERHEAD_BYTES
+
+
+def test_what_the_callbacks_of_one_peer_take_is_bounded_with_its_replies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messenger_inbox, "PEER_REPLIES_SIZE_BYTES_MAX", 10 * CALLBACK_OVERHEAD_BYTES)
+    inbox = Inbox()
+    for link_id in range(1, 8):
+        for callback_id in range(4):
+            inbox.conversation(1, link_id, "mallory").expect(callback_id, print)
+    kept = inbox._shelves["mallory"].conversations.values()
+    assert sum(len(talk.callbacks) for talk in kept) <= 10 + 4
