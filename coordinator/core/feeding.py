@@ -71,7 +71,11 @@ class Feeding:
         if session.phase is Phase.LOADING:
             self.lifecycle.load_if_due()
             return False
-        if session.reading or session.refused or self._takes_none:
+        if session.reading or session.refused:
+            return False
+        if self._takes_none:
+            if session.phase in REPLAYS and self.right.follows and self.peers.spilling.full:
+                self.lifecycle.look_at_log()
             return False
         if session.phase is Phase.RESTORING:
             self._read_blob()

@@ -24,10 +24,11 @@ from coordinator.core.errors import FencedError, FollowerError
 from coordinator.core.failing import Failing
 from coordinator.core.group_commit import GroupCommit
 from coordinator.core.interfaces import CheckpointHeader, LogSummary, Transaction
+from coordinator.core.limits import Limits
 from coordinator.core.recovery import Recovery
 from coordinator.core.replay_check import ReplayPolicy
 from coordinator.core.right import Right
-from coordinator.core.session import AppSession, Phase, Step
+from coordinator.core.session import REPLAYS, AppSession, Phase, Step
 from coordinator.core.streams.intake import Intake
 from coordinator.core.streams.peers import Peers
 from coordinator.core.turn import Turn
@@ -67,6 +68,7 @@ class Lifecycle:
     checkpoints: Checkpointing
     upgrades: Upgrades
     load: Callable[[LogSummary], None]  # into all parts of the machine
+    limits: Limits
     promote: bool
     is_cut: bool = False  # the log that is replayed was cut by hand
     proof: Proof = Proof.COMPLETE
@@ -76,6 +78,7 @@ class Lifecycle:
     _load_ticket: int = 0  # the commit to wait for before the log is loaded for a new session; 0: none
     _load_due: bool = False  # the log is to be loaded for a new session
     _loading: bool = False  # that was asked for, and is not answered
+    _look_ns: int = 0  # when a follower may look again at what the log says
     _looked_again: int = 0  # the checkpoint of a log that is followed that was no good when it was last looked at
 
     # --- the app connects, and is gone -------------------------------------------------------------------------------
@@ -105,6 +108,14 @@ class Lifecycle:
             self._loading = True
             self.turn.effects.append(LoadLog())
 
+    def look_at_log(self) -> None:
+        """What its writer has spilled by now, and what is acknowledged, need not stay in memory here: once in a while,
+        for a follower whose app has to wait for room, and so gets no record that would tell."""
+        if not self._loading and self.turn.now_ns >= self._look_ns:
+            self._look_ns = self.turn.now_ns + self.limits.recent_ns
+            self._loading = True
+            self.turn.effects.append(LoadLog())
+
     @property
     def may_begin_anew(self) -> bool:
         """Nothing that was asked of the log for this session is still to be answered."""
@@ -121,6 +132,8 @@ class Lifecycle:
         session, epoch = self.session, self.epoch
         self._loading = False
         self.peers.following = self.right.follows
+        if session.phase in REPLAYS and self.right.follows and self.log_grew(event.summary):
+            return
         if session.phase is not Phase.LOADING or self._load_due:
             return  # of a session that has ended
         if self.right.writes and event.summary.epoch > epoch.number:

@@ -133,6 +133,7 @@ class Machine:
             self._checkpoints,
             self._upgrades,
             self._load,
+            limits,
             promote,
         )
         self._taking_over = TakingOver(name, turn, right, session, log, epoch, self._lifecycle, self._load, follow)

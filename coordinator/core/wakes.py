@@ -18,7 +18,7 @@ class Wakes:
     effects: list[Effect]  # where effects go; the machine's
     _checkpoint_ns: int | None = None  # one is due by age
     _retry_ns: int | None = None  # for streams that have stopped
-    _spill_ns: int | None = None  # for streams whose receivers are waited for
+    _spill_ns: int | None = None  # for streams whose receivers are waited for, or what their writer says of them
     _held_back_ns: int | None = None  # for senders that have used up their rate
     _turn_ns: int | None = None  # for batches that wait for their turn
     _log_ns: int | None = None  # for a log that does not answer
@@ -36,7 +36,8 @@ class Wakes:
         if self._retry_ns is None and peers.outbound.any_failed:
             self._retry_ns = now_ns + self.limits.stream_retry_ns
             self._plan()
-        if self._spill_ns is None and peers.spilling.waits_for_receiver:
+        waits_for_writer = peers.following and bool(peers.spilling.full)
+        if self._spill_ns is None and (peers.spilling.waits_for_receiver or waits_for_writer):
             self._spill_ns = now_ns + self.limits.recent_ns
             self._plan()
         if self._held_back_ns is None and peers.inbound.holds_back:

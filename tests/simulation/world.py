@@ -151,10 +151,10 @@ class World:
                 if self.events % LOOK_EVERY_EVENTS == 0 and self._is_over():
                     break
                 continue
-            struck = self.next_fault_at
+            faults_left = len(self._faults)
             if self._is_over():
                 break
-            if self.clock.is_empty and self.next_fault_at == struck:
+            if self.clock.is_empty and len(self._faults) == faults_left:
                 raise Violation(f"everything stands still: {self.describe()}")
         self._check_end()
 

@@ -10,6 +10,7 @@ from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.errors import DivergenceError, FencedError, FollowerError
 from coordinator.core.interfaces import Transaction, VersionStart
+from coordinator.core.limits import Limits
 from coordinator.core.machine import Machine
 from coordinator.core.right import Role
 from coordinator.core.session import Phase
@@ -79,6 +80,35 @@ def test_what_the_writers_log_says_was_acknowledged_leaves_its_memory() -> None:
     record(writer, 2)
     follower.look()
     assert follower.machine._peers.outputs["b"].memory_bytes == 0
+
+
+def test_one_whose_app_waits_for_room_looks_at_what_the_log_says_by_now() -> None:
+    """It gets no record that would tell: its app, which is not read, reads nothing either."""
+    limits = Limits(output_memory_bytes=100, spill_row_bytes=50, app_window_bytes=1)
+    writer = Driven.started()
+    writer.open_stream()
+    follower = Driven(writer.store, follow=True, limits=limits)
+    follower.connect(HELLO)
+    follower.data(attach("b"))
+    while follower.machine.status(0)["unsent_bytes"]:
+        follower.app_took_all()
+    for _ in range(2):
+        writer.data(call("b", bytes(90)))
+    record(writer, 1)
+    follower.look()  # the app is given it, and takes nothing
+    for _ in range(2):
+        follower.data(call("b", bytes(90)))
+    assert ef.PauseApp() in follower.effects
+    wake = follower.of(ef.WakeAt)[-1]
+    record(writer, 2)
+    follower.forget()
+    follower.look()
+    assert follower.of(ef.ReadRecords) == follower.of(ef.ResumeApp) == []
+    writer.reply(FrameType.TRIM_TO, 2)
+    record(writer, 3)
+    follower.now_ns = wake.time_ns
+    follower.handle(ev.Tick())
+    assert follower.of(ef.ResumeApp) == [ef.ResumeApp()]
 
 
 def test_a_call_takes_its_place_behind_an_impulse_that_is_read_later() -> None:
