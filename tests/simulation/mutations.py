@@ -38,7 +38,7 @@ from coordinator.core.taking_over import TakingOver
 from coordinator.core.verdicts import Verdicts
 from coordinator.core.versions import Versions
 from coordinator.log import RowLogStore, spilled, trim, verdicts
-from protocol.compiled import CORE
+from protocol.compiled import SETS
 from tests.simulation.disk import Disk
 from tests.simulation.log_side import LogSide
 from tests.simulation.shared_log import SharedLog
@@ -60,10 +60,10 @@ class Mutation:
     seed: int = 0
 
     @property
-    def is_of_the_core(self) -> bool:
+    def is_compiled(self) -> bool:
         """Of a module that runs compiled where there is a compiler: only its source can be changed while it runs."""
         module = self.owner.__name__ if isinstance(self.owner, ModuleType) else self.owner.__module__
-        return module in CORE.paths()
+        return any(module in one.paths() for one in SETS)
 
 
 MUTATIONS = (

@@ -15,7 +15,7 @@ SEEDS_MAX = 1000
 @pytest.mark.parametrize(
     "mutation",
     [
-        pytest.param(mutation, id=mutation.name, marks=[pytest.mark.source] if mutation.is_of_the_core else [])
+        pytest.param(mutation, id=mutation.name, marks=[pytest.mark.source] if mutation.is_compiled else [])
         for mutation in MUTATIONS
     ],
 )
