@@ -73,9 +73,10 @@ class Feeding:
             return False
         if session.reading or session.refused:
             return False
+        is_held_up = self._takes_none or session.waits_for_hello
+        if is_held_up and session.phase in REPLAYS and self.right.follows and self.peers.spilling.full:
+            self.lifecycle.look_at_log()
         if self._takes_none:
-            if session.phase in REPLAYS and self.right.follows and self.peers.spilling.full:
-                self.lifecycle.look_at_log()
             return False
         if session.phase is Phase.RESTORING:
             self._read_blob()
