@@ -59,8 +59,8 @@ def main() -> None:
     parser.add_argument("--heartbeat", type=float, default=1.0)
     options = parser.parse_args()
     chance = random.Random(options.seed)
-    functions = {"square": misbehaving(square, options.crash, options.stall, chance), "poison": poison}
-    work(options.queue, functions, heartbeat=options.heartbeat)
+    careless = misbehaving(square, options.crash, options.stall, chance)
+    work(options.queue, {"square": careless, "poison": poison}, heartbeat=options.heartbeat)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ FORGET_NS = 60 * SECOND_NS  # a disabled worker: its call, which nobody may wait
 STARTS_MAX = 1000  # of a rate: each start in the period is kept
 PERIOD_S_MAX = 24 * 3600.0
 LATE_NS = SECOND_NS  # an alarm so late: the queue was away, and holds that against no worker
+EXCUSED_NS = 5 * SECOND_NS  # besides: until what was said to it meanwhile has come
 
 WAIT_S_MAX = 20.0  # of one question for a result: a client that died is waited with no longer
 ALARMS_MAX = 100  # in one journal of the handler that waits for them

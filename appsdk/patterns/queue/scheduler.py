@@ -293,6 +293,7 @@ class Scheduler:
 
     def excuse(self, late_ns: int, now_ns: int) -> None:
         """The queue itself was away for so long: that counts neither as silence of workers nor as their work."""
+        late_ns += limits.EXCUSED_NS
         for worker in self._records.workers.values():
             worker.heard_ns = min(now_ns, worker.heard_ns + late_ns)
             worker.check_ns = min(now_ns + self._patience_ns(worker), worker.check_ns + late_ns)

@@ -12,7 +12,7 @@ import secrets
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -37,7 +37,7 @@ from appsdk.patterns.queue.records import Given, Report, check_name
 from appsdk.patterns.queue.service import Queue
 
 Function = Callable[..., Any]
-Functions = Mapping[str, Function] | Iterable[Function]
+Functions = Mapping[str, Callable[..., Any]]
 
 _log = logging.getLogger("immortal.queue")
 
@@ -91,7 +91,7 @@ class _Function:
 class Worker:
     """Functions for the tasks of one queue, one task at a time. ``run`` it, in any thread.
 
-    ``functions``: by name, or each under its own; ``def`` and ``async def``. Arguments are checked against annotations
+    ``functions``: by name; ``def`` and ``async def``. Arguments are checked against annotations
     where all parameters have one. ``worker_id``: by default one that no other process has. ``heartbeat``: each so many
     seconds the queue is told that the worker lives; after 5 without one its task goes to the next. The others are those
     of :func:`appsdk.client.connect`.
@@ -112,15 +112,16 @@ class Worker:
         server_keys: Sequence[str] = (),
         insecure: bool = False,
     ) -> None:
-        named = functions if isinstance(functions, Mapping) else {_name(function): function for function in functions}
-        if not 1 <= len(named) <= limits.NAMES_MAX:
-            raise ValueError(f"{len(named)} functions: 1 to {limits.NAMES_MAX} were expected")
+        if not isinstance(functions, Mapping):
+            raise TypeError(f"functions={functions!r}: {{name: function}} was expected")
+        if not 1 <= len(functions) <= limits.NAMES_MAX:
+            raise ValueError(f"{len(functions)} functions: 1 to {limits.NAMES_MAX} were expected")
         if not limits.HEARTBEAT_S_MIN <= heartbeat <= limits.HEARTBEAT_S_MAX:
             raise ValueError(
                 f"heartbeat={heartbeat!r}: {limits.HEARTBEAT_S_MIN:g} to {limits.HEARTBEAT_S_MAX:g} seconds were "
                 f"expected"
             )
-        self._functions = {name: _Function(name, function) for name, function in named.items()}
+        self._functions = {name: _Function(name, function) for name, function in functions.items()}
         self.id = worker_id or f"{socket.gethostname()[:100]}-{os.getpid()}-{secrets.token_hex(4)}"
         check_name("worker_id", self.id)
         self._session = secrets.token_hex(16)
@@ -266,10 +267,3 @@ def _stopped_by_signals(worker: Worker) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _name(function: Function) -> str:
-    name = getattr(function, "__name__", "")
-    if not name.isidentifier():
-        raise TypeError(f"{function!r} has no name: {{name: function}} was expected")
-    return str(name)
