@@ -465,6 +465,28 @@ def test_no_more_workers_than_can_be(driven: Driven, monkeypatch: pytest.MonkeyP
         driven.ready("b")
 
 
+def test_a_full_queue_counts_starts_under_a_rate(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "STARTS_KEPT_MAX", 2)
+    driven.scheduler.set_limit("f", Limit(starts_max=1, period_ns=10 * S), driven.now_ns)
+    for key in "xy":
+        driven.submit(key=key)
+        driven.ready(key)
+    with pytest.raises(QueueFull, match="2 starts under a rate are remembered"):
+        driven.submit(key="z")
+    driven.advance(10)
+    driven.submit(key="z")
+
+
+def test_no_more_limits_than_can_be(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "LIMITED_MAX", 1)
+    driven.scheduler.set_limit("f", Limit(running_max=1), driven.now_ns)
+    driven.scheduler.set_limit("f", Limit(running_max=2), driven.now_ns)
+    with pytest.raises(ValueError, match="1 functions have limits"):
+        driven.scheduler.set_limit("g", Limit(running_max=1), driven.now_ns)
+    driven.scheduler.set_limit("f", Limit(), driven.now_ns)
+    driven.scheduler.set_limit("g", Limit(running_max=1), driven.now_ns)
+
+
 # --- the queue's own absence ---------------------------------------------------------------------------------------------
 
 
@@ -475,7 +497,6 @@ def test_the_absence_of_the_queue_counts_against_no_worker(driven: Driven) -> No
     due_ns = driven.scheduler.next_due_ns()
     assert due_ns is not None
     driven.now_ns = due_ns + 3600 * S
-    driven.scheduler.excuse(3600 * S, driven.now_ns)
     driven.scheduler.advance(driven.now_ns)
     assert driven.state(1) == "running"
     assert not any(worker.disabled for worker in driven.records.workers.values())
@@ -485,13 +506,29 @@ def test_the_absence_of_the_queue_counts_against_no_worker(driven: Driven) -> No
     assert driven.records.workers["busy"].disabled, "from now on it counts"
 
 
-def test_an_excuse_gives_nobody_more_than_a_whole_time(driven: Driven) -> None:
-    driven.advance(100)
+def test_an_absence_gives_nobody_more_than_a_whole_time(driven: Driven) -> None:
     driven.submit(timeout_s=30)
     driven.ready("w")
-    driven.scheduler.excuse(3600 * S, driven.now_ns)
+    driven.now_ns += 3600 * S
+    driven.scheduler.advance(driven.now_ns)
     assert driven.records.tasks[1].deadline_ns == driven.now_ns + 30 * S
     assert driven.records.workers["w"].heard_ns == driven.now_ns
+
+
+def test_what_was_due_happens_before_what_is_asked(driven: Driven) -> None:
+    """However late the alarm is: a replay from a checkpoint knows no more than the records."""
+    driven.scheduler.set_limit("f", Limit(starts_max=1, period_ns=S), driven.now_ns)
+    first, parked = driven.submit(), driven.submit()
+    assert driven.given(driven.ready("a")) == first
+    call = driven.ready("b")
+    driven.now_ns += S
+    driven.submit(priority=9)
+    assert driven.given(call) == parked
+    late = driven.submit("g", timeout_s=0.5)
+    driven.ready("c", names=["g"])
+    driven.now_ns += S // 2
+    driven.ready("c", Report(late, 1, b"r"), names=["f"])
+    assert driven.records.late_replies == 1
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------------
@@ -523,6 +560,7 @@ def test_submissions_that_are_refused(options: dict[str, object], message: str) 
         (Limit(starts_max=1001, period_ns=S), "1001 starts in a period"),
         (Limit(starts_max=1), "a period of 0 s"),
         (Limit(starts_max=1, period_ns=10**18), "at most 86400 s"),
+        (Limit(period_ns=S), "a period without a number of starts"),
     ],
 )
 def test_limits_that_are_refused(driven: Driven, limit: Limit, message: str) -> None:
@@ -536,7 +574,7 @@ def test_workers_that_are_refused(driven: Driven) -> None:
         ("w" * 201, "s", ["f"], 1.0),
         ("w", "s", [], 1.0),
         ("w", "s", [""], 1.0),
-        ("w", "s", ["f"] * 1001, 1.0),
+        ("w", "s", ["f"] * 101, 1.0),
         ("w", "s", ["f"], 0.0),
         ("w", "s", ["f"], float("nan")),
     ):

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from typing import TypeVar
 
 from appsdk.patterns.queue.agenda import Agenda
-from appsdk.patterns.queue.records import Key, Limit, Records, Task
+from appsdk.patterns.queue.records import Key, Limit, Records, Task, Timer
 
 Rank = tuple[int, int]
 """(-priority, ID): the higher priority first, then the older task."""
@@ -23,25 +23,37 @@ def rank_of(task: Task) -> Rank:
 
 
 class Lanes:
-    def __init__(self, records: Records) -> None:
+    """``changed``: functions with a task that is new in the order; who dispatches looks at them, and clears it.
+
+    ``starts_kept``: how many starts under a rate are remembered.
+    """
+
+    def __init__(self, records: Records, timers: Agenda[Timer]) -> None:
         self._records = records
+        self._timers = timers
         self._ready: dict[str, Agenda[int]] = {}
         self._parked: dict[Key, Agenda[int]] = {}
         self._running: dict[Key, int] = {}
+        self.changed: set[str] = set()
+        self.starts_kept = 0
         for task in records.tasks.values():
             if task.state == "waiting":
                 self.put(task)
             elif task.state == "running":
                 self._count(task, 1)
+        for name, by_key in records.starts.items():
+            for key, starts in by_key.items():
+                self.starts_kept += len(starts)
+                self._time(name, key)
 
     def put(self, task: Task) -> None:
-        self._ready.setdefault(task.name, Agenda()).put(task.id, rank_of(task))
+        self._enter(task.name, task.id, rank_of(task))
 
     def remove(self, task: Task, now_ns: int) -> None:
         """A waiting one, which will not run."""
         _out(self._ready, task.name, task.id)
         _out(self._parked, (task.name, task.key), task.id)
-        self.reopen(task.name, task.key, now_ns)
+        self._reopen(task.name, task.key, now_ns)
 
     def first(self, name: str, now_ns: int) -> Rank | None:
         """Of the next task of that function that may start now."""
@@ -64,50 +76,30 @@ class Lanes:
         self._count(task, 1)
         limit = self._records.limits.get(task.name)
         if limit is not None and limit.starts_max:
-            starts = self._records.starts.setdefault(task.name, {}).setdefault(task.key, [])
-            starts.append(now_ns)
-            self._prune(task.name, task.key, limit, now_ns)
+            self._records.starts.setdefault(task.name, {}).setdefault(task.key, []).append(now_ns)
+            self.starts_kept += 1
+            self._prune(task.name, task.key, limit.period_ns, now_ns)
 
     def ended(self, task: Task, now_ns: int) -> None:
         """It runs no more."""
         self._count(task, -1)
-        self.reopen(task.name, task.key, now_ns)
-
-    def reopen(self, name: str, key: str, now_ns: int) -> None:
-        """What is parked in that lane, as far as there is room, is back in the order."""
-        parked = self._parked.get((name, key))
-        for _ in range(min(len(parked), self._free(name, key, now_ns)) if parked else 0):
-            assert parked is not None
-            found = parked.pop()
-            assert found is not None
-            self._ready.setdefault(name, Agenda()).put(found[1], found[0])
-        if not parked:
-            self._parked.pop((name, key), None)
+        self._reopen(task.name, task.key, now_ns)
 
     def set_limit(self, name: str, limit: Limit, now_ns: int) -> None:
-        if limit.running_max or limit.starts_max:
-            self._records.limits[name] = limit
-        else:
+        """For what starts from now on; starts under an earlier rate count for the new one."""
+        if limit == Limit():
             self._records.limits.pop(name, None)
-        if limit.starts_max:
-            for key in list(self._records.starts.get(name, ())):
-                self._prune(name, key, limit, now_ns)
         else:
-            self._records.starts.pop(name, None)
+            self._records.limits[name] = limit
+        for key in list(self._records.starts.get(name, ())):
+            self._prune(name, key, limit.period_ns if limit.starts_max else 0, now_ns)
         for lane in [lane for lane in self._parked if lane[0] == name]:
-            self.reopen(*lane, now_ns)
+            self._reopen(*lane, now_ns)
 
     def refresh(self, name: str, key: str, now_ns: int) -> None:
         """A start of that lane has left the period."""
-        limit = self._records.limits.get(name)
-        if limit is not None:
-            self._prune(name, key, limit, now_ns)
-        self.reopen(name, key, now_ns)
-
-    def due_ns(self, name: str, key: str) -> int | None:
-        """When its oldest start leaves the period."""
-        starts = self._records.starts.get(name, {}).get(key)
-        return starts[0] + self._records.limits[name].period_ns if starts else None
+        self._prune(name, key, self._records.limits[name].period_ns, now_ns)
+        self._reopen(name, key, now_ns)
 
     def waiting(self, name: str) -> set[int]:
         """The IDs of tasks of a function that wait, in the order or parked."""
@@ -116,6 +108,22 @@ class Lanes:
             if lane[0] == name:
                 found |= set(parked.ranks())
         return found
+
+    def _enter(self, name: str, task_id: int, rank: Rank) -> None:
+        self._ready.setdefault(name, Agenda()).put(task_id, rank)
+        self.changed.add(name)
+
+    def _reopen(self, name: str, key: str, now_ns: int) -> None:
+        """What is parked in that lane, as far as there is room, is back in the order."""
+        parked = self._parked.get((name, key))
+        if parked is None:
+            return
+        for _ in range(min(len(parked), self._free(name, key, now_ns))):
+            found = parked.pop()
+            assert found is not None
+            self._enter(name, found[1], found[0])
+        if not parked:
+            del self._parked[name, key]
 
     def _free(self, name: str, key: str, now_ns: int) -> int:
         """How many of the lane may start now."""
@@ -131,17 +139,28 @@ class Lanes:
             free = min(free, limit.starts_max - in_period)
         return max(0, free)
 
-    def _prune(self, name: str, key: str, limit: Limit, now_ns: int) -> None:
+    def _prune(self, name: str, key: str, period_ns: int, now_ns: int) -> None:
         """Starts that no later moment has to know are forgotten."""
-        by_key = self._records.starts.get(name, {})
-        starts = by_key.get(key, [])
-        kept = starts[bisect_right(starts, now_ns - limit.period_ns) :]
+        by_key = self._records.starts[name]
+        starts = by_key[key]
+        kept = starts[bisect_right(starts, now_ns - period_ns) :]
+        self.starts_kept -= len(starts) - len(kept)
         if kept:
             by_key[key] = kept
         else:
-            by_key.pop(key, None)
+            del by_key[key]
             if not by_key:
-                self._records.starts.pop(name, None)
+                del self._records.starts[name]
+        self._time(name, key)
+
+    def _time(self, name: str, key: str) -> None:
+        """Until the lane's oldest start leaves the period."""
+        timer: Timer = ("start", name, key)
+        starts = self._records.starts.get(name, {}).get(key)
+        if starts:
+            self._timers.put(timer, starts[0] + self._records.limits[name].period_ns)
+        else:
+            self._timers.remove(timer)
 
     def _count(self, task: Task, change: int) -> None:
         lane = task.name, task.key

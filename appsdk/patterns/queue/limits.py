@@ -5,14 +5,15 @@ from __future__ import annotations
 SECOND_NS = 1_000_000_000
 
 NAME_LENGTH_MAX = 200  # of functions, keys, deduplication keys and workers: all are in each checkpoint
-NAMES_MAX = 1000  # functions of one worker
-WORKERS_MAX = 10_000
+NAMES_MAX = 100  # functions of one worker
+WORKERS_MAX = 2000  # each sends a heartbeat a second, which is logged
+LIMITED_MAX = 1000  # functions with limits
 PRIORITY_MAX = 1000  # and -PRIORITY_MAX
 
 ARGUMENTS_SIZE_BYTES_MAX = 1 << 20  # of one task; larger things belong in a store, and their name in the task
 RESULT_SIZE_BYTES_MAX = 1 << 20
-REASON_LENGTH_MAX = 2000  # characters; a traceback's last lines
-FAILURES_KEPT = 5  # of one task, the last ones
+REASON_LENGTH_MAX = 1000  # characters
+FAILURES_KEPT = 3  # of one task, the last ones
 
 # Open tasks wait or run. Beyond this a submission is refused, and the client decides what to do.
 OPEN_TASKS_MAX = 100_000
@@ -40,8 +41,9 @@ SILENT_HEARTBEATS = 5  # so many without a word, and a worker is disabled: above
 FORGET_NS = 60 * SECOND_NS  # a disabled worker: its call, which nobody may wait for any more, is ended
 
 STARTS_MAX = 1000  # of a rate: each start in the period is kept
+STARTS_KEPT_MAX = 100_000  # of all functions and keys; with more, nothing is submitted
 PERIOD_S_MAX = 24 * 3600.0
-LATE_NS = SECOND_NS  # an alarm so late: the queue was away, and holds that against no worker
+LATE_NS = SECOND_NS  # what is due happens so late: the queue was away, and holds that against no worker
 EXCUSED_NS = 5 * SECOND_NS  # besides: until what was said to it meanwhile has come
 
 WAIT_S_MAX = 20.0  # of one question for a result: a client that died is waited with no longer

@@ -16,6 +16,8 @@ from appsdk.patterns.queue import limits
 State = Literal["waiting", "delayed", "running", "done", "dead", "dropped"]
 Key = tuple[str, str]
 """A lane: (function, key). Limits of a function hold for each of its lanes by itself."""
+Timer = tuple[str, str | int, str]
+"""What is due: ("delay" or "timeout", task, ""), ("worker", ID, ""), ("start", function, key), ("age", 0, "")."""
 
 
 def check_name(what: str, name: str, *, empty: bool = False) -> None:
@@ -138,7 +140,7 @@ class Records(msgspec.Struct):
     workers: dict[str, Worker] = {}
     limits: dict[str, Limit] = {}
     starts: dict[str, dict[str, list[int]]] = {}  # of functions with a rate, by key: the times in the last period
-    offers: dict[int, int] = {}  # by a worker's call that was ended: the task, or NOTHING, or SUPERSEDED
+    offers: dict[int, tuple[int, int]] = {}  # by a worker's call that was ended: (task, attempt), NOTHING, SUPERSEDED
     task_id: int = 0  # the last one given
     call: int = 0
     idle_order: int = 0
@@ -147,7 +149,11 @@ class Records(msgspec.Struct):
     dead_forgotten: int = 0
 
 
-NOTHING, SUPERSEDED = 0, -1
+NOTHING, SUPERSEDED = (0, 0), (-1, 0)
+
+
+def nanoseconds(seconds: float) -> int:
+    return round(seconds * limits.SECOND_NS)
 
 
 class Report(msgspec.Struct, frozen=True):

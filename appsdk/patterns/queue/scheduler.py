@@ -1,13 +1,12 @@
-"""The rules of a queue: which worker gets which task, who is disabled, what becomes of a task. No I/O, no clock.
+"""The rules of a queue: which worker gets which task, and who is disabled. No I/O, no clock.
 
 A worker says *ready* and waits. The worker that has waited longest gets the task that is next. It is disabled
 
 - when nothing was heard of it for some heartbeats, whether it waits or works;
-- when it has had a task for longer than the task's timeout;
-- when another process says ready under its ID.
+- when it has had a task for longer than the task's timeout.
 
 A disabled worker's task goes to the next one, and its reply is dropped. A worker that still waits is back with its next
-heartbeat, any other one with its next ready.
+heartbeat, any other one with its next ready. Who says ready under the ID of another process takes its place.
 
 Everything that lasts is in the :class:`Records`; the rest is an index of it, and is made of it again after a recovery.
 Times are nanoseconds and never go back.
@@ -15,35 +14,29 @@ Times are nanoseconds and never go back.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
 
 from appsdk.patterns.queue import limits
 from appsdk.patterns.queue.agenda import Agenda
-from appsdk.patterns.queue.ended import Ended
-from appsdk.patterns.queue.errors import DedupConflict, NotPossible, QueueFull, UnknownTask
-from appsdk.patterns.queue.lanes import Lanes, Rank
+from appsdk.patterns.queue.lanes import Rank
 from appsdk.patterns.queue.records import (
     NOTHING,
     SUPERSEDED,
-    Failure,
     Given,
     Limit,
     Offer,
     Outcome,
     Records,
     Report,
-    State,
     Submission,
     Task,
+    Timer,
     Worker,
     check_name,
+    nanoseconds,
 )
-
-Timer = tuple[str, str | int, str]
-"""What is due: ("delay" or "timeout", task, ""), ("worker", ID, ""), ("start", function, key), ("age", 0, "")."""
-
-_AGE: Timer = ("age", 0, "")
+from appsdk.patterns.queue.tasks import Tasks
+from appsdk.patterns.queue.workers import Workers
 
 
 class Scheduler:
@@ -53,29 +46,8 @@ class Scheduler:
         self._records = records
         self.woken: list[int] = []
         self._timers: Agenda[Timer] = Agenda()
-        self._lanes = Lanes(records)
-        self._ended = Ended(records)
-        self._idle: dict[str, OrderedDict[str, None]] = {}  # by function: who waits, the longest first
-        self._by_dedup: dict[str, int] = {}
-        self._open = self._open_size_bytes = 0
-        for task in records.tasks.values():
-            if task.dedup and task.state != "dropped":
-                self._by_dedup[task.dedup] = task.id
-            if not task.ended:
-                self._open += 1
-                self._open_size_bytes += len(task.arguments)
-            if task.state == "delayed":
-                self._timers.put(("delay", task.id, ""), task.due_ns)
-            elif task.state == "running":
-                self._timers.put(("timeout", task.id, ""), task.deadline_ns)
-        for worker in sorted(records.workers.values(), key=lambda one: one.idle_order):
-            self._timers.put(("worker", worker.id, ""), worker.check_ns)
-            if worker.call and not worker.disabled:
-                self._into_idle(worker)
-        for name, by_key in records.starts.items():
-            for key in by_key:
-                self._time_start(name, key)
-        self._time_age()
+        self._tasks = Tasks(records, self._timers, self.woken)
+        self._workers = Workers(records, self._timers, self.woken)
 
     def next_due_ns(self) -> int | None:
         """When :meth:`advance` has something to do; None: not before something else happens."""
@@ -89,62 +61,22 @@ class Scheduler:
 
     def submit(self, submission: Submission, now_ns: int) -> int:
         """The task's ID: that of an earlier one with the same deduplication key. Raises QueueFull, DedupConflict."""
-        digest = submission.digest()
-        known = self._by_dedup.get(submission.dedup) if submission.dedup else None
-        if known is not None:
-            if self._records.tasks[known].digest != digest:
-                raise DedupConflict(
-                    f"dedup key {submission.dedup!r} is that of task {known}, of another function or with other "
-                    f"arguments: use another key"
-                )
-            return known
-        size_bytes = len(submission.arguments)
-        if self._open >= limits.OPEN_TASKS_MAX or self._open_size_bytes + size_bytes > limits.OPEN_SIZE_BYTES_MAX:
-            raise QueueFull(
-                f"{self._open} tasks with {self._open_size_bytes} bytes of arguments are open, at most "
-                f"{limits.OPEN_TASKS_MAX} with {limits.OPEN_SIZE_BYTES_MAX} bytes can be: nothing was submitted, try "
-                f"again later"
-            )
-        self._records.task_id += 1
-        task = Task(
-            id=self._records.task_id,
-            name=submission.name,
-            arguments=submission.arguments,
-            key=submission.key,
-            priority=submission.priority,
-            dedup=submission.dedup,
-            digest=digest,
-            tries=submission.tries,
-            timeout_ns=_ns(submission.timeout_s),
-            retry_delay_ns=_ns(submission.retry_delay_s),
-            submitted_ns=now_ns,
-            state="waiting",
-            due_ns=now_ns + _ns(submission.delay_s),
-            tries_left=submission.tries,
-        )
-        self._records.tasks[task.id] = task
-        if task.dedup:
-            self._by_dedup[task.dedup] = task.id
-        self._reopen(task, now_ns)
-        return task.id
+        self.advance(now_ns)
+        task_id = self._tasks.submit(submission, now_ns)
+        self._dispatch(now_ns)
+        return task_id
+
+    def task(self, task_id: int) -> Task:
+        """Raises UnknownTask."""
+        return self._tasks.get(task_id)
 
     def outcome(self, task_id: int, *, wait: bool = False) -> Outcome:
         """How it stands; with ``wait``, if it is open, under which number its end will be told. Raises UnknownTask."""
-        task = self._task(task_id)
-        if not task.ended:
-            number = 0
-            if wait:
-                self._records.call += 1
-                number = self._records.call
-                task.waits.append(number)
-            return Outcome(task.state, number)
-        return Outcome(task.state, 0, task.result, task.reason, task.attempt)
+        return self._tasks.outcome(task_id, wait=wait)
 
-    def forget_wait(self, task_id: int, number: int) -> None:
-        """Nobody waits under that number any more."""
-        task = self._records.tasks.get(task_id)
-        if task is not None and number in task.waits:
-            task.waits.remove(number)
+    def forget_wait(self, task_id: int, number: int) -> bool:
+        """Nobody waits under that number any more. False: its end was told already."""
+        return self._tasks.forget_wait(task_id, number)
 
     # --- workers -----------------------------------------------------------------------------------------------------
 
@@ -155,40 +87,17 @@ class Scheduler:
 
         Raises ValueError, QueueFull.
         """
-        check_name("worker", worker_id)
-        check_name("session", session)
-        if not 1 <= len(names) <= limits.NAMES_MAX:
-            raise ValueError(f"a worker of {len(names)} functions; 1 to {limits.NAMES_MAX} were expected")
-        for name in names:
-            check_name("function", name)
-        if not limits.HEARTBEAT_S_MIN <= heartbeat_s <= limits.HEARTBEAT_S_MAX:
-            raise ValueError(
-                f"a heartbeat each {heartbeat_s:g} s; {limits.HEARTBEAT_S_MIN:g} to {limits.HEARTBEAT_S_MAX:g} s were "
-                f"expected"
-            )
+        self._workers.check(worker_id, session, names, heartbeat_s)
+        self.advance(now_ns)
+        self._report(worker_id, session, report, now_ns)
         worker = self._records.workers.get(worker_id)
-        if worker is None and len(self._records.workers) >= limits.WORKERS_MAX:
-            raise QueueFull(f"{limits.WORKERS_MAX} workers are known, and no more can be")
-        changed = self._report(worker_id, session, report, now_ns)
-        if worker is not None:
-            if worker.session != session:
-                self._leave(worker, SUPERSEDED, f"another process has said ready as worker {worker_id!r}", now_ns)
-                worker = None
-            else:
-                self._end_call(worker, NOTHING)
-                changed |= self._take_away(worker, f"worker {worker_id!r} has said ready without a reply", now_ns)
-        if worker is None:
-            worker = Worker(worker_id, session, [], 0, 0, 0)
-            self._records.workers[worker_id] = worker
-        worker.names = list(dict.fromkeys(names))
-        worker.heartbeat_ns = _ns(heartbeat_s)
-        worker.disabled = ""
-        self._records.call += 1
-        worker.call = self._records.call
-        self._heard(worker, now_ns)
-        self._make_idle(worker)
-        self._dispatch((*worker.names, *changed), now_ns)
-        call = self._records.call
+        if worker is not None and worker.session != session:
+            self._leave(worker, f"another process has said ready as worker {worker_id!r}", now_ns, SUPERSEDED)
+        elif worker is not None:
+            self._workers.end_call(worker, NOTHING)
+            self._take_away(worker, f"worker {worker_id!r} has said ready without a reply", now_ns)
+        call = self._workers.ready(worker_id, session, names, heartbeat_s, now_ns)
+        self._dispatch(now_ns, names)
         if call in self._records.offers:  # at once: nobody has to be told
             self.woken.remove(call)
             return self.take_offer(call)
@@ -196,47 +105,47 @@ class Scheduler:
 
     def take_offer(self, call: int) -> Offer:
         """What a worker's call has ended with, told once."""
-        task_id = self._records.offers.pop(call, NOTHING)
+        task_id, attempt = offer = self._records.offers.pop(call, NOTHING)
         task = self._records.tasks.get(task_id)
         given = None
-        if task is not None and task.state == "running":
+        if task is not None and task.state == "running" and task.attempt == attempt:
             given = Given(task.id, task.attempt, task.name, task.arguments)
-        return Offer(call, given=given, superseded=task_id == SUPERSEDED)
+        return Offer(call, given=given, superseded=offer == SUPERSEDED)
 
-    def withdraw(self, call: int, now_ns: int) -> None:
-        """A worker's call has ended by itself: it does not wait, and gets no task."""
-        task_id = self._records.offers.pop(call, None)
+    def withdraw(self, call: int, now_ns: int) -> bool:
+        """A worker's call has ended by itself: it does not wait, and gets no task. False: its end was told already."""
+        self.advance(now_ns)
+        task_id, _ = self._records.offers.pop(call, NOTHING)
+        waited = False
         for worker in list(self._records.workers.values()):
-            if worker.call == call or (task_id and worker.task == task_id):
-                self._leave(worker, NOTHING, f"the call of worker {worker.id!r} was cancelled", now_ns)
-        if call in self.woken:
+            if worker.call == call or (task_id > 0 and worker.task == task_id):
+                waited = worker.call == call
+                self._leave(worker, f"the call of worker {worker.id!r} was cancelled", now_ns)
+        if waited:
             self.woken.remove(call)
-        self._records.offers.pop(call, None)
+            del self._records.offers[call]
+        self._dispatch(now_ns)
+        return waited
 
     def heartbeat(self, worker_id: str, session: str, now_ns: int) -> bool:
         """Whether that worker is known, and by that session."""
-        worker = self._records.workers.get(worker_id)
-        if worker is None or worker.session != session:
-            return False
-        if not worker.disabled:
-            worker.heard_ns = now_ns
-        elif worker.call:
-            worker.disabled = ""
-            self._heard(worker, now_ns)
-            self._make_idle(worker)
-            self._dispatch(worker.names, now_ns)
-        return True
+        self.advance(now_ns)
+        worker = self._workers.get(worker_id, session)
+        if worker is not None:
+            self._workers.heartbeat(worker, now_ns)
+        self._dispatch(now_ns, worker.names if worker is not None and worker.call else ())
+        return worker is not None
 
     def leave(self, worker_id: str, session: str, report: Report | None, now_ns: int) -> None:
         """A worker ends, with its last reply. Without one, only if it has no task: a task may be on its way to it."""
-        changed = self._report(worker_id, session, report, now_ns)
-        worker = self._records.workers.get(worker_id)
-        if worker is not None and worker.session == session:
-            if report is None and worker.task:
-                worker.heard_ns = now_ns
-            else:
-                self._leave(worker, NOTHING, f"worker {worker_id!r} has left without a reply", now_ns)
-        self._dispatch(changed, now_ns)
+        self.advance(now_ns)
+        self._report(worker_id, session, report, now_ns)
+        worker = self._workers.get(worker_id, session)
+        if worker is not None and report is None and worker.task:
+            self._workers.heartbeat(worker, now_ns)
+        elif worker is not None:
+            self._leave(worker, f"worker {worker_id!r} has left without a reply", now_ns)
+        self._dispatch(now_ns)
 
     # --- operators ---------------------------------------------------------------------------------------------------
 
@@ -247,313 +156,134 @@ class Scheduler:
             raise ValueError(f"{limit.running_max} running at once: 0 (without limit) or more were expected")
         if not 0 <= limit.starts_max <= limits.STARTS_MAX:
             raise ValueError(f"{limit.starts_max} starts in a period: 0 to {limits.STARTS_MAX} were expected")
-        if limit.starts_max and not 0 < limit.period_ns <= _ns(limits.PERIOD_S_MAX):
+        if limit.starts_max and not 0 < limit.period_ns <= nanoseconds(limits.PERIOD_S_MAX):
             raise ValueError(
                 f"a period of {limit.period_ns / limits.SECOND_NS:g} s: more than 0 and at most "
                 f"{limits.PERIOD_S_MAX:g} s were expected"
             )
-        keys = list(self._records.starts.get(name, ()))
-        self._lanes.set_limit(name, limit, now_ns)
-        for key in keys:
-            self._time_start(name, key)
-        self._dispatch((name,), now_ns)
+        if not limit.starts_max and limit.period_ns:
+            raise ValueError("a period without a number of starts: how many may start in it?")
+        if name not in self._records.limits and len(self._records.limits) >= limits.LIMITED_MAX:
+            raise ValueError(f"{limits.LIMITED_MAX} functions have limits, and no more can: lift another one's first")
+        self.advance(now_ns)
+        self._tasks.lanes.set_limit(name, limit, now_ns)
+        self._dispatch(now_ns)
 
     def retry(self, task_ids: Iterable[int], now_ns: int) -> int:
         """Dead letters wait again, with all their tries; so many. Raises UnknownTask, NotPossible: then none does."""
-        tasks = [self._task(task_id) for task_id in dict.fromkeys(task_ids)]
-        for task in tasks:
-            if task.state != "dead":
-                raise NotPossible(f"task {task.id} is {task.state}: only dead letters can be retried")
-        for task in tasks:
-            self._ended.remove(task)
-            task.ended = task.ended_ns = 0
-            task.reason = ""
-            task.tries_left = task.tries
-            task.due_ns = now_ns
-            self._reopen(task, now_ns)
-        return len(tasks)
+        self.advance(now_ns)
+        count = self._tasks.retry(task_ids, now_ns)
+        self._dispatch(now_ns)
+        return count
 
     def drop(self, task_ids: Iterable[int], reason: str, now_ns: int) -> int:
         """Open tasks, and dead letters, end without a result; so many. Raises UnknownTask, NotPossible: then none does.
 
         A worker that has one goes on, and its reply is dropped.
         """
-        tasks = [self._task(task_id) for task_id in dict.fromkeys(task_ids)]
-        for task in tasks:
-            if task.state in ("done", "dropped"):
-                raise NotPossible(f"task {task.id} is {task.state}: there is nothing to drop")
-        for task in tasks:
-            if task.state == "dead":
-                self._ended.remove(task)
-            self._end(task, "dropped", reason[: limits.REASON_LENGTH_MAX] or "dropped", now_ns)
-        self._dispatch({task.name for task in tasks}, now_ns)
-        return len(tasks)
+        self.advance(now_ns)
+        count = self._tasks.drop(task_ids, reason, now_ns)
+        self._dispatch(now_ns)
+        return count
 
     # --- time --------------------------------------------------------------------------------------------------------
 
-    def excuse(self, late_ns: int, now_ns: int) -> None:
-        """The queue itself was away for so long: that counts neither as silence of workers nor as their work."""
-        late_ns += limits.EXCUSED_NS
-        for worker in self._records.workers.values():
-            worker.heard_ns = min(now_ns, worker.heard_ns + late_ns)
-            worker.check_ns = min(now_ns + self._patience_ns(worker), worker.check_ns + late_ns)
-            self._timers.put(("worker", worker.id, ""), worker.check_ns)
-        for timer in list(self._timers.ranks()):
-            if timer[0] == "timeout":
-                task = self._records.tasks[int(timer[1])]
-                task.deadline_ns = min(now_ns + task.timeout_ns, task.deadline_ns + late_ns)
-                self._timers.put(timer, task.deadline_ns)
-
     def advance(self, now_ns: int) -> None:
-        """What is due by now happens."""
-        changed: set[str] = set()
+        """What is due by now happens. All that is asked comes behind it, so no alarm's delay changes what happens.
+
+        What should have happened long ago says that the queue itself was away. That counts neither as silence of
+        workers nor as their work.
+        """
+        due_ns = self.next_due_ns()
+        if due_ns is not None and now_ns - due_ns > limits.LATE_NS:
+            late_ns = now_ns - due_ns + limits.EXCUSED_NS
+            self._workers.excuse(late_ns, now_ns)
+            self._tasks.put_off(late_ns, now_ns)
         while (found := self._timers.first()) is not None and found[0] <= now_ns:
             (kind, what, key) = timer = found[1]
             self._timers.remove(timer)
             if kind == "delay":
-                task = self._records.tasks[int(what)]
-                task.state = "waiting"
-                self._lanes.put(task)
-                changed.add(task.name)
+                self._tasks.delay_is_over(int(what))
             elif kind == "timeout":
                 task = self._records.tasks[int(what)]
-                worker = self._records.workers[task.worker]
                 why = f"no reply to task {task.id} within {task.timeout_ns / limits.SECOND_NS:g} s"
-                changed |= self._disable(worker, why, now_ns)
+                self._disable(self._records.workers[task.worker], why, now_ns)
             elif kind == "worker":
-                changed |= self._check(self._records.workers[str(what)], now_ns)
+                self._look_at(self._records.workers[str(what)], now_ns)
             elif kind == "start":
-                self._lanes.refresh(str(what), key, now_ns)
-                self._time_start(str(what), key)
-                changed.add(str(what))
+                self._tasks.lanes.refresh(str(what), key, now_ns)
             else:
-                while (old := self._ended.too_old(now_ns)) is not None:
-                    self._ended.remove(old)
-                    self._forget(old)
-                self._time_age()
-        self._dispatch(changed, now_ns)
+                self._tasks.forget_old(now_ns)
+        self._dispatch(now_ns)
 
-    # --- what becomes of tasks ---------------------------------------------------------------------------------------
+    def _look_at(self, worker: Worker, now_ns: int) -> None:
+        if worker.disabled:
+            self._leave(worker, "", now_ns)
+        elif silent_ns := self._workers.silent_ns(worker, now_ns):
+            self._disable(worker, f"nothing was heard of it for {silent_ns / limits.SECOND_NS:.3g} s", now_ns)
 
-    def _task(self, task_id: int) -> Task:
-        task = self._records.tasks.get(task_id)
-        if task is None:
-            raise UnknownTask(
-                f"there is no task {task_id}; or it has ended, and is not kept any more"
-                if task_id <= self._records.task_id
-                else f"there is no task {task_id}: the last one is {self._records.task_id}"
-            )
-        return task
+    # --- who has what ------------------------------------------------------------------------------------------------
 
-    def _reopen(self, task: Task, now_ns: int) -> None:
-        self._open += 1
-        self._open_size_bytes += len(task.arguments)
-        self._place(task, now_ns)
-        self._dispatch((task.name,), now_ns)
-
-    def _place(self, task: Task, now_ns: int) -> None:
-        """Among those that wait, or for later."""
-        if task.due_ns > now_ns:
-            task.state = "delayed"
-            self._timers.put(("delay", task.id, ""), task.due_ns)
-        else:
-            task.state = "waiting"
-            self._lanes.put(task)
-
-    def _report(self, worker_id: str, session: str, report: Report | None, now_ns: int) -> set[str]:
-        """A reply. It counts if it is of who has the task now. The functions of which more may run."""
+    def _report(self, worker_id: str, session: str, report: Report | None, now_ns: int) -> None:
+        """A reply. It counts if it is of who has the task now."""
         if report is None:
-            return set()
-        worker = self._records.workers.get(worker_id)
+            return
+        worker = self._workers.get(worker_id, session)
         task = self._records.tasks.get(report.task)
         if (
             worker is None
-            or worker.session != session
             or task is None
             or task.state != "running"
             or worker.task != task.id
             or task.attempt != report.attempt
         ):
             self._records.late_replies += 1
-            return set()
+            return
         worker.task = 0
         if report.error:
-            self._failed(task, report.error, now_ns, again=report.again, pause=True)
+            self._tasks.failed(task, report.error, now_ns, again=report.again, pause=True)
         elif len(report.result) > limits.RESULT_SIZE_BYTES_MAX:
             why = (
                 f"its result takes {len(report.result)} bytes, at most {limits.RESULT_SIZE_BYTES_MAX} are possible: "
                 f"keep it elsewhere, and return where it is"
             )
-            self._failed(task, why, now_ns, again=False)
+            self._tasks.failed(task, why, now_ns, again=False)
         else:
             worker.done += 1
-            task.result = report.result
-            self._end(task, "done", "", now_ns)
-        return {task.name}
+            self._tasks.done(task, report.result, now_ns)
 
-    def _failed(self, task: Task, reason: str, now_ns: int, *, again: bool = True, pause: bool = False) -> None:
-        """A try of a running task has failed. ``pause``: before the next one."""
-        reason = reason[: limits.REASON_LENGTH_MAX]
-        task.failures = [*task.failures, Failure(task.attempt, task.worker, now_ns, reason)][-limits.FAILURES_KEPT :]
-        if not again or task.tries_left == 0:
-            tried = "" if again else "not tried again: "
-            self._end(task, "dead", f"{tried}{reason}", now_ns)
-            return
-        self._stop(task, now_ns)
-        failed = task.tries - task.tries_left  # since it was submitted, or retried
-        delay_ns = min(task.retry_delay_ns << min(failed - 1, 60), limits.RETRY_DELAY_NS_MAX) if pause else 0
-        task.due_ns = now_ns + delay_ns
-        self._place(task, now_ns)
+    def _disable(self, worker: Worker, why: str, now_ns: int) -> None:
+        self._workers.disable(worker, why, now_ns)
+        self._take_away(worker, f"worker {worker.id!r}: {why}", now_ns)
 
-    def _stop(self, task: Task, now_ns: int) -> None:
-        """It runs no more."""
-        self._timers.remove(("timeout", task.id, ""))
-        task.state = "waiting"
-        task.worker = ""
-        self._lanes.ended(task, now_ns)
+    def _leave(self, worker: Worker, why: str, now_ns: int, ends_with: tuple[int, int] = NOTHING) -> None:
+        self._take_away(worker, why, now_ns)
+        self._workers.forget(worker, ends_with)
 
-    def _end(self, task: Task, state: State, reason: str, now_ns: int) -> None:
-        """Of an open task, or of a dead letter that is taken out of those."""
-        if not task.ended:
-            self._open -= 1
-            self._open_size_bytes -= len(task.arguments)
-        if task.state == "running":
-            self._stop(task, now_ns)
-        elif task.state == "waiting":
-            self._lanes.remove(task, now_ns)
-        elif task.state == "delayed":
-            self._timers.remove(("delay", task.id, ""))
-        task.state, task.reason = state, reason
-        if state != "dead":
-            task.arguments = b""
-        if state == "dropped" and task.dedup:
-            del self._by_dedup[task.dedup]
-        self.woken += task.waits
-        task.waits = []
-        for gone in self._ended.add(task, now_ns):
-            self._forget(gone)
-        self._time_age()
-
-    def _forget(self, task: Task) -> None:
-        del self._records.tasks[task.id]
-        if self._by_dedup.get(task.dedup) == task.id:
-            del self._by_dedup[task.dedup]
-
-    # --- what becomes of workers -------------------------------------------------------------------------------------
-
-    @staticmethod
-    def _patience_ns(worker: Worker) -> int:
-        """How long it may be silent; disabled, until it is forgotten."""
-        return limits.FORGET_NS if worker.disabled else limits.SILENT_HEARTBEATS * worker.heartbeat_ns
-
-    def _heard(self, worker: Worker, now_ns: int) -> None:
-        worker.heard_ns = now_ns
-        self._time_worker(worker, now_ns)
-
-    def _time_worker(self, worker: Worker, from_ns: int) -> None:
-        worker.check_ns = from_ns + self._patience_ns(worker)
-        self._timers.put(("worker", worker.id, ""), worker.check_ns)
-
-    def _check(self, worker: Worker, now_ns: int) -> set[str]:
-        """The functions of which more may run."""
-        if worker.disabled:
-            self._leave(worker, NOTHING, "", now_ns)
-            return set()
-        if worker.heard_ns + self._patience_ns(worker) > now_ns:  # heartbeats move no timer
-            self._time_worker(worker, worker.heard_ns)
-            return set()
-        silent_s = (now_ns - worker.heard_ns) / limits.SECOND_NS
-        return self._disable(worker, f"nothing was heard of it for {silent_s:.3g} s", now_ns)
-
-    def _disable(self, worker: Worker, why: str, now_ns: int) -> set[str]:
-        worker.disabled = why
-        worker.disabled_count += 1
-        self._out_of_idle(worker)
-        self._time_worker(worker, now_ns)
-        return self._take_away(worker, f"worker {worker.id!r}: {why}", now_ns)
-
-    def _take_away(self, worker: Worker, why: str, now_ns: int) -> set[str]:
+    def _take_away(self, worker: Worker, why: str, now_ns: int) -> None:
         """Its task, if it has one, goes to the next worker."""
         task = self._records.tasks.get(worker.task)
-        has_it = task is not None and task.state == "running" and task.worker == worker.id
         worker.task = 0
-        if task is None or not has_it:
-            return set()
-        self._failed(task, why, now_ns)
-        return {task.name}
+        if task is not None and task.state == "running" and task.worker == worker.id:
+            self._tasks.failed(task, why, now_ns)
 
-    def _leave(self, worker: Worker, ends_with: int, why: str, now_ns: int) -> None:
-        """It is known no more. ``ends_with``: what the call gets in which it waits."""
-        changed = self._take_away(worker, why, now_ns)
-        self._end_call(worker, ends_with)
-        del self._records.workers[worker.id]
-        self._timers.remove(("worker", worker.id, ""))
-        self._dispatch(changed, now_ns)
-
-    def _end_call(self, worker: Worker, ends_with: int) -> None:
-        self._out_of_idle(worker)
-        if worker.call:
-            self._records.offers[worker.call] = ends_with
-            self.woken.append(worker.call)
-            worker.call = 0
-
-    def _make_idle(self, worker: Worker) -> None:
-        self._records.idle_order += 1
-        worker.idle_order = self._records.idle_order
-        self._into_idle(worker)
-
-    def _into_idle(self, worker: Worker) -> None:
-        for name in worker.names:
-            self._idle.setdefault(name, OrderedDict())[worker.id] = None
-
-    def _out_of_idle(self, worker: Worker) -> None:
-        for name in worker.names:
-            waiting = self._idle.get(name)
-            if waiting is not None:
-                waiting.pop(worker.id, None)
-                if not waiting:
-                    del self._idle[name]
-
-    # --- who gets what -----------------------------------------------------------------------------------------------
-
-    def _dispatch(self, names: Iterable[str], now_ns: int) -> None:
-        """Of these functions, the only ones of which a worker and a task can both wait: best tasks first."""
-        candidates = sorted(set(names))
+    def _dispatch(self, now_ns: int, names: Iterable[str] = ()) -> None:
+        """Best tasks first. ``names``: functions for which a worker is new among those that wait."""
+        lanes = self._tasks.lanes
+        candidates = sorted(lanes.changed.union(names))
+        lanes.changed.clear()
         while candidates:
-            best: tuple[Rank, str] | None = None
+            best: tuple[Rank, str, Worker] | None = None
             for name in tuple(candidates):
-                head = self._lanes.first(name, now_ns) if name in self._idle else None
-                if head is None:
+                worker = self._workers.longest_idle(name)
+                head = None if worker is None else lanes.first(name, now_ns)
+                if worker is None or head is None:
                     candidates.remove(name)
-                elif best is None or (head, name) < best:
-                    best = head, name
+                elif best is None or (head, name) < best[:2]:
+                    best = head, name, worker
             if best is not None:
-                worker_id = next(iter(self._idle[best[1]]))
-                self._assign(self._records.tasks[best[0][1]], self._records.workers[worker_id], now_ns)
-
-    def _assign(self, task: Task, worker: Worker, now_ns: int) -> None:
-        task.state, task.worker, task.began_ns = "running", worker.id, now_ns
-        task.attempt += 1
-        task.tries_left -= 1
-        task.deadline_ns = now_ns + task.timeout_ns
-        self._timers.put(("timeout", task.id, ""), task.deadline_ns)
-        self._lanes.started(task, now_ns)
-        self._time_start(task.name, task.key)
-        worker.task = task.id
-        self._end_call(worker, task.id)
-
-    def _time_start(self, name: str, key: str) -> None:
-        self._time(("start", name, key), self._lanes.due_ns(name, key))
-
-    def _time_age(self) -> None:
-        self._time(_AGE, self._ended.due_ns())
-
-    def _time(self, timer: Timer, due_ns: int | None) -> None:
-        if due_ns is None:
-            self._timers.remove(timer)
-        else:
-            self._timers.put(timer, due_ns)
-
-
-def _ns(seconds: float) -> int:
-    return round(seconds * limits.SECOND_NS)
+                (_, task_id), _, worker = best
+                task = self._records.tasks[task_id]
+                self._tasks.start(task, worker.id, now_ns)
+                worker.task = task.id
+                self._workers.end_call(worker, (task.id, task.attempt))

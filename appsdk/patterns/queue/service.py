@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 from appsdk.errors import Cancelled
@@ -20,6 +22,7 @@ from appsdk.patterns.queue.records import (
     State,
     Submission,
     TaskDetail,
+    nanoseconds,
 )
 from appsdk.patterns.queue.scheduler import Scheduler
 from appsdk.state.schema import Transient
@@ -47,33 +50,31 @@ class Queue(Immortal):
     @rpc(raises=[QueueFull, DedupConflict])
     def submit(self, submission: Submission) -> int:
         """The task's ID."""
-        task_id = self.scheduler.submit(submission, self.now_ns())
-        self._tell()
-        return task_id
+        with self._now() as now_ns:
+            return self.scheduler.submit(submission, now_ns)
 
     @rpc(raises=[UnknownTask])
     async def wait(self, task: int, seconds: float) -> Outcome:
         """How the task stands, once it has ended, or after so many seconds (20 at most)."""
-        outcome = await self.look.step(task)
-        if not outcome.wait or seconds <= 0:
-            if outcome.wait:
-                await self.look_no_more.step(task, outcome.wait)
+        outcome = await self.look.step(task, seconds > 0)
+        if not outcome.wait:
             return outcome
+        told = False
         try:
             duration = timedelta(seconds=min(seconds, limits.WAIT_S_MAX))
-            await self.race(self.event(_call(outcome.wait)), self.sleep(duration))
+            told = (await self.race(self.event(_call(outcome.wait)), self.sleep(duration))).index == 0
         finally:
-            ended = await self.look_no_more.step(task, outcome.wait)
-        return ended
+            if not told and not await self.look_no_more.step(task, outcome.wait):
+                await self.event(_call(outcome.wait))  # it came at the same moment, and would be kept
+        return await self.look.step(task, False)
 
     @rpc(raises=[UnknownTask])
-    def look(self, task: int) -> Outcome:
-        return self.scheduler.outcome(task, wait=True)
+    def look(self, task: int, wait: bool) -> Outcome:
+        return self.scheduler.outcome(task, wait=wait)
 
-    @rpc(raises=[UnknownTask])
-    def look_no_more(self, task: int, number: int) -> Outcome:
-        self.scheduler.forget_wait(task, number)
-        return self.scheduler.outcome(task)
+    @rpc
+    def look_no_more(self, task: int, number: int) -> bool:
+        return self.scheduler.forget_wait(task, number)
 
     # --- workers -----------------------------------------------------------------------------------------------------
 
@@ -87,7 +88,8 @@ class Queue(Immortal):
             try:
                 await self.event(_call(offer.call))
             except Cancelled:
-                await self.withdraw.step(offer.call)
+                if not await self.withdraw.step(offer.call):
+                    await self.event(_call(offer.call))  # it came at the same moment, and would be kept
                 raise
             offer = await self.take_offer.step(offer.call)
         if offer.superseded:
@@ -100,53 +102,49 @@ class Queue(Immortal):
     def say_ready(
         self, worker: str, session: str, functions: list[str], heartbeat_s: float, report: Report | None
     ) -> Offer:
-        offer = self.scheduler.ready(worker, session, functions, heartbeat_s, report, self.now_ns())
-        self._tell()
-        return offer
+        with self._now() as now_ns:
+            return self.scheduler.ready(worker, session, functions, heartbeat_s, report, now_ns)
 
     @rpc
     def take_offer(self, call: int) -> Offer:
         return self.scheduler.take_offer(call)
 
     @rpc
-    def withdraw(self, call: int) -> None:
-        self.scheduler.withdraw(call, self.now_ns())
-        self._tell()
+    def withdraw(self, call: int) -> bool:
+        with self._now() as now_ns:
+            return self.scheduler.withdraw(call, now_ns)
 
     @rpc
     def heartbeat(self, worker: str, session: str) -> bool:
-        """A worker lives, be it at work or not. False: it is not known, and says ready anew."""
-        known = self.scheduler.heartbeat(worker, session, self.now_ns())
-        self._tell()
-        return known
+        """A worker lives, be it at work or not. False: it is not known, and has to say ready."""
+        with self._now() as now_ns:
+            return self.scheduler.heartbeat(worker, session, now_ns)
 
     @rpc
     def leave(self, worker: str, session: str, report: Report | None) -> None:
         """A worker ends, with its last reply."""
-        self.scheduler.leave(worker, session, report, self.now_ns())
-        self._tell()
+        with self._now() as now_ns:
+            self.scheduler.leave(worker, session, report, now_ns)
 
     # --- operators ---------------------------------------------------------------------------------------------------
 
     @rpc(raises=[ValueError])
     def limit(self, function: str, running: int, starts: int, seconds: float) -> None:
         """For each key of a function: so many run at once, so many start in so many seconds. 0: without limit."""
-        self.scheduler.set_limit(function, Limit(running, starts, round(seconds * limits.SECOND_NS)), self.now_ns())
-        self._tell()
+        with self._now() as now_ns:
+            self.scheduler.set_limit(function, Limit(running, starts, nanoseconds(seconds)), now_ns)
 
     @rpc(raises=[UnknownTask, NotPossible])
-    def retry(self, tasks: list[int]) -> int:
-        """Dead letters wait again; none named: all of them."""
-        count = self.scheduler.retry(tasks or self._dead(), self.now_ns())
-        self._tell()
-        return count
+    def retry(self, tasks: list[int] | None) -> int:
+        """Dead letters wait again; None: all of them. How many."""
+        with self._now() as now_ns:
+            return self.scheduler.retry(self._dead() if tasks is None else tasks, now_ns)
 
     @rpc(raises=[UnknownTask, NotPossible])
-    def drop(self, tasks: list[int], reason: str) -> int:
-        """Open tasks, or dead letters, end without a result; none named: all dead letters."""
-        count = self.scheduler.drop(tasks or self._dead(), reason, self.now_ns())
-        self._tell()
-        return count
+    def drop(self, tasks: list[int] | None, reason: str) -> int:
+        """Open tasks, or dead letters, end without a result; None: all dead letters. How many."""
+        with self._now() as now_ns:
+            return self.scheduler.drop(self._dead() if tasks is None else tasks, reason, now_ns)
 
     @query
     def overview(self, state: State) -> Overview:
@@ -154,10 +152,7 @@ class Queue(Immortal):
 
     @query(raises=[UnknownTask])
     def task(self, task: int) -> TaskDetail:
-        found = self.records.tasks.get(task)
-        if found is None:
-            raise UnknownTask(f"there is no task {task}; or it has ended, and is not kept any more")
-        return views.detail(found)
+        return views.detail(self.scheduler.task(task))
 
     def _dead(self) -> list[int]:
         return [task.id for task in self.records.tasks.values() if task.state == "dead"]
@@ -168,7 +163,7 @@ class Queue(Immortal):
     def begin(self) -> None:
         self.alarm.fork()
 
-    @rpc
+    @rpc(limit=1)
     async def alarm(self) -> None:
         """Without end: it sleeps until something is due."""
         for _ in range(limits.ALARMS_MAX):
@@ -187,17 +182,21 @@ class Queue(Immortal):
     def advance(self) -> int:
         """What is due happens. How long until something is: nanoseconds; 0: not before something else happens."""
         now_ns = self.now_ns()
-        late_ns = now_ns - self.alarm_ns
-        if self.alarm_ns > 0 and late_ns > limits.LATE_NS:
-            self.scheduler.excuse(late_ns, now_ns)
         self.alarm_ns = _LOOKS
         self.scheduler.advance(now_ns)
         self._tell()
         self.alarm_ns = self.scheduler.next_due_ns() or 0
         return max(1, self.alarm_ns - now_ns) if self.alarm_ns else 0
 
+    @contextmanager
+    def _now(self) -> Iterator[int]:
+        """The time of a handler. Who has waited for what happens in it goes on, also if it raises."""
+        try:
+            yield self.now_ns()
+        finally:
+            self._tell()
+
     def _tell(self) -> None:
-        """Who has waited for what this handler has done goes on."""
         for number in self.scheduler.woken:
             self.signal(_call(number))
         self.scheduler.woken.clear()
