@@ -37,6 +37,7 @@ RETRY_DELAY_NS_MAX = 3600 * SECOND_NS
 
 HEARTBEAT_DEFAULT_S = 1.0
 HEARTBEAT_S_MIN, HEARTBEAT_S_MAX = 0.01, 3600.0
+STOP_S = 10.0  # a worker that is to end waits so long for a queue that is away
 SILENT_HEARTBEATS = 5  # so many without a word, and a worker is disabled: above what a busy machine holds one up
 FORGET_NS = 60 * SECOND_NS  # a disabled worker: its call, which nobody may wait for any more, is ended
 

@@ -24,6 +24,7 @@ from appsdk.calls.failures import misfit_text
 from appsdk.client import (
     CallCancelled,
     CallRefused,
+    CallTimeout,
     ClientClosed,
     ClientError,
     OutcomeUnknown,
@@ -68,7 +69,11 @@ class _Function:
             raise TypeError(f"function {name!r}: something to call was expected, not {function!r}")
         self._call = function
         self._codec: ArgumentCodec | None = None
-        signature = inspect.signature(function)
+        self._signature: inspect.Signature | None = None
+        try:
+            self._signature = signature = inspect.signature(function)
+        except ValueError:  # some of Python's own have none
+            return
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         if all(
             one.kind in kinds and one.annotation is not inspect.Parameter.empty for one in signature.parameters.values()
@@ -76,13 +81,17 @@ class _Function:
             self._codec = ArgumentCodec(function, signature)
 
     def arguments(self, encoded: bytes) -> Sequence[Any]:
-        """Raises TypeError where they do not fit the function's annotations."""
-        if self._codec is None:
-            return msgspec.msgpack.decode(encoded, type=list[Any])
+        """Raises TypeError where they do not fit the function."""
         try:
-            return self._codec.decode(encoded)
+            if self._codec is not None:
+                return self._codec.decode(encoded)
+            arguments = msgspec.msgpack.decode(encoded, type=list[Any])
+            if self._signature is not None:
+                self._signature.bind(*arguments)
         except Exception as error:  # msgspec's own, and what a type's __post_init__ raises
-            raise TypeError(misfit_text(self._codec, error, encoded, 0)) from None
+            why = str(error) if self._codec is None else misfit_text(self._codec, error, encoded, 0)
+            raise TypeError(why) from None
+        return arguments
 
     def __call__(self, arguments: Sequence[Any]) -> Any:
         return self._call(*arguments)
@@ -138,7 +147,7 @@ class Worker:
             insecure=insecure,
         )
         self._changed = threading.Event()  # stopping, or ended
-        self._stopping = self._ended = False
+        self._stopping = self._ended = self._busy = False
         self._runner: asyncio.Runner | None = None
 
     def run(self) -> None:
@@ -173,15 +182,25 @@ class Worker:
                 raise QueueError(f"{self._queue!r} is no queue, or one of another version: {error}") from None
             except (CallCancelled, OutcomeUnknown, ReplyGone):
                 given = None  # the queue knows what became of the report; if it does not, the task is tried again
+            except ClientClosed:
+                if self._stopping:
+                    return
+                raise
             report = None
             if given is not None:
+                self._busy = True
                 try:
                     report = self._done(given)
                 except BaseException as error:
                     self._interrupted(queue, given, error)
                     raise
+                finally:
+                    self._busy = False
         if report is not None:
-            queue.leave(self.id, self._session, report)
+            try:
+                with_timeout(queue, limits.STOP_S).leave(self.id, self._session, report)
+            except (CallTimeout, ClientClosed):
+                _log.error("task %d was done, and the queue is away: it will be done again", report.task)
 
     def _interrupted(self, queue: Queue, given: Given, error: BaseException) -> None:
         """The process is about to end: the next worker gets the task now, and not when this one is missed."""
@@ -205,7 +224,7 @@ class Worker:
                 value = self._awaited(value)
         except Reject as error:
             return failed(str(error) or "rejected", again=False)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:  # of a coroutine's own: nobody cancels it from here
             _log.exception("task %d: %s failed", given.task, given.name)
             return failed(f"{type(error).__name__}: {error}", again=True)
         finally:
@@ -236,11 +255,14 @@ class Worker:
                 return
             try:
                 if self._stopping:  # again and again: a call that waits for a task may just have left
-                    queue.leave(self.id, self._session, None)
+                    with_timeout(queue, limits.STOP_S).leave(self.id, self._session, None)
                 else:
                     queue.heartbeat(self.id, self._session)
             except ClientClosed:
                 return
+            except CallTimeout:
+                if not self._busy:  # the queue is away: what waits for a task has nothing to lose
+                    self._connector.__exit__(None, None, None)
             except ClientError:
                 continue  # the next one is as good
 
