@@ -56,6 +56,7 @@ class AnyQueue(RuleBasedStateMachine):
     ) -> None:
         arguments = msgspec.msgpack.encode([])
         made = Submission(name, arguments, key, priority, delay_s, dedup, tries, timeout_s)
+        self.catch_up()
         try:
             task = self.do(lambda one: one.submit(made, self.now_ns))
         except DedupConflict:
@@ -98,6 +99,9 @@ class AnyQueue(RuleBasedStateMachine):
     @precondition(lambda self: self.calls)
     @rule(data=st.data())
     def withdraw(self, data: st.DataObject) -> None:
+        self.catch_up()
+        if not self.calls:
+            return
         call = data.draw(st.sampled_from(sorted(self.calls)))
         self.do(lambda one: one.withdraw(call, self.now_ns))
         del self.calls[call]
@@ -105,6 +109,7 @@ class AnyQueue(RuleBasedStateMachine):
 
     @rule(name=functions, running_max=st.integers(0, 2), starts_max=st.integers(0, 2))
     def set_limit(self, name: str, running_max: int, starts_max: int) -> None:
+        self.catch_up()
         before = self.records.limits.get(name, Limit())
         self.do(
             lambda one: one.set_limit(name, Limit(running_max, starts_max, 3 * S if starts_max else 0), self.now_ns)
