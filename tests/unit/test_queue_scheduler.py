@@ -176,7 +176,7 @@ def test_a_limit_that_is_lifted_lets_tasks_go_on(driven: Driven) -> None:
     assert [driven.given(call) for call in calls[1:]] == tasks[1:]
 
 
-# --- workers that are silent, slow, or lie -------------------------------------------------------------------------------
+# --- workers that are silent, slow, or lie ----------------------------------------------------------------------------
 
 
 def test_a_silent_idle_worker_is_disabled_and_back_with_a_heartbeat(driven: Driven) -> None:
@@ -377,7 +377,7 @@ def test_dropped_tasks(driven: Driven) -> None:
         driven.scheduler.drop([99], "", driven.now_ns)
 
 
-# --- deduplication, and what is kept -----------------------------------------------------------------------------------
+# --- deduplication, and what is kept ----------------------------------------------------------------------------------
 
 
 def test_a_dedup_key_is_one_task_as_long_as_it_is_known(driven: Driven) -> None:
@@ -487,7 +487,7 @@ def test_no_more_limits_than_can_be(driven: Driven, monkeypatch: pytest.MonkeyPa
     driven.scheduler.set_limit("g", Limit(running_max=1), driven.now_ns)
 
 
-# --- the queue's own absence ---------------------------------------------------------------------------------------------
+# --- the queue's own absence ------------------------------------------------------------------------------------------
 
 
 def test_the_absence_of_the_queue_counts_against_no_worker(driven: Driven) -> None:
@@ -531,7 +531,7 @@ def test_what_was_due_happens_before_what_is_asked(driven: Driven) -> None:
     assert driven.records.late_replies == 1
 
 
-# --- what is refused ----------------------------------------------------------------------------------------------------
+# --- what is refused --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
