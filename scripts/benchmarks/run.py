@@ -26,6 +26,7 @@ PARTS = {
     "slow_disk": "slower disks",
     "curve": "encrypted peers",
     "pirate": "request-reply to a pool of servers",
+    "queue": "a queue of tasks",
 }
 
 

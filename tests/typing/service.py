@@ -10,7 +10,7 @@ from typing import assert_type
 
 from appsdk import Immortal, Impulses, Retry, every, impulse, initial, on_primary, peer, rpc
 from appsdk.client import Connector, connect, start, with_key, with_timeout
-from appsdk.patterns import pirate
+from appsdk.patterns import pirate, queue
 
 
 class CardRefusedError(Exception):
@@ -183,6 +183,20 @@ async def pooled_and_awaited() -> None:
         assert_type(await pool.request(b"hello", timeout=2.5), bytes)
     async with pirate.connect_instances(Shop, ["shop-1", "shop-2"]) as shops:
         assert_type(await shops.totals(), tuple[int, int])
+
+
+def queued() -> None:
+    with queue.connect("jobs") as jobs:
+        assert_type(jobs.submit("length", ["abc"], returns=int, priority=5, delay=2.5).result(30), int)
+        assert_type(jobs.task(5, returns=str), queue.Job[str])
+        jobs.limit("length", running=2, starts=100, per=60)
+    queue.work("jobs", {"length": len}, heartbeat=0.5)
+
+
+async def queued_and_awaited() -> None:
+    async with queue.connect("jobs") as jobs:
+        job = await jobs.submit("length", ["abc"], returns=int, dedup="order-5")
+        assert_type(await job.result(), int)
 
 
 async def awaited() -> None:

@@ -12,7 +12,7 @@ from appsdk.client import connect
 from appsdk.embedded import run, start
 from appsdk.integrations.asgi import Service, progress
 from appsdk.integrations.pydantic_ai import ImmortalDurability, run_agent
-from appsdk.patterns import pirate
+from appsdk.patterns import pirate, queue
 from appsdk.testing import Environment, assert_replays, crash_everywhere
 
 
@@ -122,6 +122,15 @@ def from_a_pool() -> None:
         banks.credit("ann")  # wrong: no such method
     pirate.serve(len, "tcp://127.0.0.1:*")  # wrong: no function of a request
     print(size)
+
+
+def from_a_queue() -> None:
+    with queue.connect("jobs") as jobs:
+        jobs.submit("length", ["abc"], priority="high")  # wrong: a str for a number
+        jobs.submit("length", ["abc"], prio=5)  # wrong: no such option
+        text: str = jobs.submit("length", ["abc"], returns=int).result()  # wrong: the result is an int
+        print(text)
+    queue.work("jobs", len)  # wrong: functions have names
 
 
 async def from_asyncio() -> None:

@@ -1,0 +1,45 @@
+"""A durable queue: clients submit tasks, workers do them, and no crash of either or of the queue loses one.
+
+The queue is an instance, ``immortal run jobs appsdk.patterns.queue:Queue``; clients (``connect``) and workers
+(``work``) are plain processes. `docs/guide/queue.md`.
+"""
+
+from __future__ import annotations
+
+from appsdk.patterns.queue.clients import AsyncJob, AsyncJobs, Job, Jobs, JobsConnector, connect
+from appsdk.patterns.queue.errors import (
+    DedupConflict,
+    NotDone,
+    NotPossible,
+    QueueError,
+    QueueFull,
+    Reject,
+    Superseded,
+    TaskFailed,
+    UnknownTask,
+)
+from appsdk.patterns.queue.service import Queue
+from appsdk.patterns.queue.worker import CurrentTask, Worker, current_task, work
+
+__all__ = [
+    "AsyncJob",
+    "AsyncJobs",
+    "CurrentTask",
+    "DedupConflict",
+    "Job",
+    "Jobs",
+    "JobsConnector",
+    "NotDone",
+    "NotPossible",
+    "Queue",
+    "QueueError",
+    "QueueFull",
+    "Reject",
+    "Superseded",
+    "TaskFailed",
+    "UnknownTask",
+    "Worker",
+    "connect",
+    "current_task",
+    "work",
+]

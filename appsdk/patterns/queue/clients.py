@@ -1,0 +1,332 @@
+"""Who submits tasks and waits for results: ``with connect("jobs") as jobs: jobs.submit("resize", ["a.png"])``."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Generic, TypeVar, overload
+
+from appsdk.calls.codec import encoder, make_decoder
+from appsdk.client import CallTimeout, Connector, with_timeout
+from appsdk.client import connect as connect_client
+from appsdk.client.limits import TIMEOUT_DEFAULT_S
+from appsdk.patterns.queue import limits
+from appsdk.patterns.queue.errors import NotDone, TaskFailed
+from appsdk.patterns.queue.records import Outcome, State, Submission
+from appsdk.patterns.queue.service import Queue
+
+T = TypeVar("T")
+Seconds = float | timedelta
+
+_GRACE_S = 1.0  # for the queue's own reply, behind the time that it was to wait
+
+
+def submission(
+    name: str,
+    arguments: Sequence[Any],
+    key: str,
+    priority: int,
+    delay: Seconds,
+    dedup: str,
+    tries: int,
+    timeout: Seconds,
+    retry_delay: Seconds,
+) -> Submission:
+    """Raises ValueError, TypeError."""
+    if isinstance(arguments, (str, bytes)) or not isinstance(arguments, Sequence):
+        raise TypeError(f"{name}: arguments {arguments!r}: a list was expected, such as [{arguments!r}]")
+    try:
+        encoded = encoder.encode(list(arguments))
+    except Exception as error:  # what a user's type raises as it is encoded
+        raise TypeError(f"{name}: the arguments can't be encoded: {error}") from error
+    return Submission(
+        name, encoded, key, priority, _seconds(delay), dedup, tries, _seconds(timeout), _seconds(retry_delay)
+    )
+
+
+def _seconds(value: Seconds) -> float:
+    return value.total_seconds() if isinstance(value, timedelta) else value
+
+
+class _Patience:
+    """How long is left of the time that somebody waits."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self._timeout_s = timeout_s
+        self._until_s = None if timeout_s is None else time.monotonic() + timeout_s
+
+    def next(self) -> tuple[float, float | None]:
+        """(how long the queue may wait, how long its reply may take), in seconds."""
+        if self._until_s is None:
+            return limits.WAIT_S_MAX, None
+        left_s = min(limits.WAIT_S_MAX, max(0.0, self._until_s - time.monotonic()))
+        return left_s, left_s + _GRACE_S
+
+    def check(self, task: int, outcome: Outcome) -> None:
+        """Raises NotDone."""
+        if self._until_s is not None and time.monotonic() >= self._until_s:
+            raise NotDone(f"task {task} has no result after {self._timeout_s:g} s: it is {outcome.state}, and goes on")
+
+    def none_came(self, task: int, error: CallTimeout) -> NotDone:
+        return NotDone(f"task {task} has no result after {self._timeout_s:g} s: {error.reason}")
+
+
+class _Result(Generic[T]):
+    def __init__(self, jobs: Any, task: int, kind: Any) -> None:
+        self.id = task
+        self._jobs = jobs
+        self._kind = kind
+
+    def __repr__(self) -> str:
+        return f"<task {self.id}>"
+
+    def _value(self, outcome: Outcome) -> T:
+        """Raises TaskFailed, TypeError."""
+        if outcome.state != "done":
+            raise TaskFailed(self.id, outcome.reason, outcome.tries)
+        try:
+            value: T = make_decoder(self._kind).decode(outcome.result)
+        except Exception as error:
+            raise TypeError(f"task {self.id}: the result is no {self._kind}: {error}") from None
+        return value
+
+
+class Job(_Result[T]):
+    """A task. ``id``: its number, by which ``jobs.task(id)`` finds it again, also in another process."""
+
+    def result(self, timeout: float | None = None) -> T:
+        """What the worker's function returned: ``timeout`` seconds at most, None: however long it takes.
+
+        Raises TaskFailed for a dead letter, NotDone, UnknownTask, ClientError.
+        """
+        patience = _Patience(timeout)
+        while True:
+            seconds, reply_s = patience.next()
+            try:
+                outcome: Outcome = with_timeout(self._jobs, reply_s).wait(self.id, seconds)
+            except CallTimeout as error:
+                raise patience.none_came(self.id, error) from None
+            if outcome.state in ("done", "dead", "dropped"):
+                return self._value(outcome)
+            patience.check(self.id, outcome)
+
+    def state(self) -> State:
+        """waiting, delayed, running, done, dead, dropped. Raises UnknownTask, ClientError."""
+        return self._jobs.task(self.id).task.state  # type: ignore[no-any-return]
+
+
+class AsyncJob(_Result[T]):
+    """As :class:`Job`, with asyncio."""
+
+    async def result(self, timeout: float | None = None) -> T:
+        """See :meth:`Job.result`."""
+        patience = _Patience(timeout)
+        while True:
+            seconds, reply_s = patience.next()
+            try:
+                outcome: Outcome = await with_timeout(self._jobs, reply_s).wait(self.id, seconds)
+            except CallTimeout as error:
+                raise patience.none_came(self.id, error) from None
+            if outcome.state in ("done", "dead", "dropped"):
+                return self._value(outcome)
+            patience.check(self.id, outcome)
+
+    async def state(self) -> State:
+        """See :meth:`Job.state`."""
+        return (await self._jobs.task(self.id)).task.state  # type: ignore[no-any-return]
+
+
+class Jobs:
+    """A queue, as its clients see it. Any thread may use it."""
+
+    def __init__(self, queue: Queue) -> None:
+        self._queue: Any = queue
+
+    @overload
+    def submit(
+        self,
+        name: str,
+        arguments: Sequence[Any] = ...,
+        *,
+        returns: type[T],
+        key: str = ...,
+        priority: int = ...,
+        delay: Seconds = ...,
+        dedup: str = ...,
+        tries: int = ...,
+        timeout: Seconds = ...,
+        retry_delay: Seconds = ...,
+    ) -> Job[T]: ...
+    @overload
+    def submit(
+        self,
+        name: str,
+        arguments: Sequence[Any] = ...,
+        *,
+        key: str = ...,
+        priority: int = ...,
+        delay: Seconds = ...,
+        dedup: str = ...,
+        tries: int = ...,
+        timeout: Seconds = ...,
+        retry_delay: Seconds = ...,
+    ) -> Job[Any]: ...
+    def submit(
+        self,
+        name: str,
+        arguments: Sequence[Any] = (),
+        *,
+        returns: Any = Any,
+        key: str = "",
+        priority: int = 0,
+        delay: Seconds = 0.0,
+        dedup: str = "",
+        tries: int = limits.TRIES_DEFAULT,
+        timeout: Seconds = limits.TIMEOUT_DEFAULT_S,
+        retry_delay: Seconds = limits.RETRY_DELAY_DEFAULT_S,
+    ) -> Job[Any]:
+        """A task for the workers that have a function ``name``. It is on disk when this returns.
+
+        ``returns``: the type of the result. ``key``: whose task it is, for limits by key. ``priority``: higher ones go
+        first. ``delay``: it waits so long first. ``dedup``: a further submission with this key gives the same task.
+        ``tries``: so often it is given to a worker before it is a dead letter. ``timeout``: of one try.
+        ``retry_delay``: before it is tried again after an exception, doubled each time. Times are seconds or
+        timedeltas. Raises ValueError, TypeError, QueueFull, DedupConflict, ClientError.
+        """
+        made = submission(name, arguments, key, priority, delay, dedup, tries, timeout, retry_delay)
+        return Job(self._queue, self._queue.submit(made), returns)
+
+    @overload
+    def task(self, task: int, *, returns: type[T]) -> Job[T]: ...
+    @overload
+    def task(self, task: int) -> Job[Any]: ...
+    def task(self, task: int, *, returns: Any = Any) -> Job[Any]:
+        """The task with that ID, from whichever process. Nothing is asked of the queue yet."""
+        return Job(self._queue, task, returns)
+
+    def limit(self, name: str, *, running: int = 0, starts: int = 0, per: Seconds = 0.0) -> None:
+        """For each key of that function: at most so many run at once, at most so many start in any ``per``.
+
+        0: without limit. It holds until it is said anew. Raises ValueError, ClientError.
+        """
+        self._queue.limit(name, running, starts, _seconds(per))
+
+
+class AsyncJobs:
+    """As :class:`Jobs`, with asyncio."""
+
+    def __init__(self, queue: type[Queue]) -> None:
+        self._queue: Any = queue
+
+    @overload
+    async def submit(
+        self,
+        name: str,
+        arguments: Sequence[Any] = ...,
+        *,
+        returns: type[T],
+        key: str = ...,
+        priority: int = ...,
+        delay: Seconds = ...,
+        dedup: str = ...,
+        tries: int = ...,
+        timeout: Seconds = ...,
+        retry_delay: Seconds = ...,
+    ) -> AsyncJob[T]: ...
+    @overload
+    async def submit(
+        self,
+        name: str,
+        arguments: Sequence[Any] = ...,
+        *,
+        key: str = ...,
+        priority: int = ...,
+        delay: Seconds = ...,
+        dedup: str = ...,
+        tries: int = ...,
+        timeout: Seconds = ...,
+        retry_delay: Seconds = ...,
+    ) -> AsyncJob[Any]: ...
+    async def submit(
+        self,
+        name: str,
+        arguments: Sequence[Any] = (),
+        *,
+        returns: Any = Any,
+        key: str = "",
+        priority: int = 0,
+        delay: Seconds = 0.0,
+        dedup: str = "",
+        tries: int = limits.TRIES_DEFAULT,
+        timeout: Seconds = limits.TIMEOUT_DEFAULT_S,
+        retry_delay: Seconds = limits.RETRY_DELAY_DEFAULT_S,
+    ) -> AsyncJob[Any]:
+        """See :meth:`Jobs.submit`."""
+        made = submission(name, arguments, key, priority, delay, dedup, tries, timeout, retry_delay)
+        return AsyncJob(self._queue, await self._queue.submit(made), returns)
+
+    @overload
+    def task(self, task: int, *, returns: type[T]) -> AsyncJob[T]: ...
+    @overload
+    def task(self, task: int) -> AsyncJob[Any]: ...
+    def task(self, task: int, *, returns: Any = Any) -> AsyncJob[Any]:
+        """See :meth:`Jobs.task`."""
+        return AsyncJob(self._queue, task, returns)
+
+    async def limit(self, name: str, *, running: int = 0, starts: int = 0, per: Seconds = 0.0) -> None:
+        """See :meth:`Jobs.limit`."""
+        await self._queue.limit(name, running, starts, _seconds(per))
+
+
+class JobsConnector:
+    """What ``connect(...)`` gives, for one ``with`` or ``async with``."""
+
+    def __init__(self, connector: Connector[Queue, type[Queue]]) -> None:
+        self._connector = connector
+
+    def __enter__(self) -> Jobs:
+        return Jobs(self._connector.__enter__())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._connector.__exit__(kind, error, trace)
+
+    async def __aenter__(self) -> AsyncJobs:
+        return AsyncJobs(await self._connector.__aenter__())
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._connector.__aexit__(kind, error, trace)
+
+
+def connect(
+    queue: str,
+    /,
+    *,
+    client_id: str | None = None,
+    timeout: float | None = TIMEOUT_DEFAULT_S,
+    endpoints: Sequence[str] = (),
+    home: str | os.PathLike[str] | None = None,
+    identity: str | None = None,
+    server_keys: Sequence[str] = (),
+    insecure: bool = False,
+) -> JobsConnector:
+    """The queue that runs as the instance ``queue``. The options are those of :func:`appsdk.client.connect`."""
+    return JobsConnector(
+        connect_client(
+            Queue,
+            queue,
+            client_id=client_id,
+            timeout=timeout,
+            endpoints=endpoints,
+            home=home,
+            identity=identity,
+            server_keys=server_keys,
+            insecure=insecure,
+        )
+    )

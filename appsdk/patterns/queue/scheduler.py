@@ -1,0 +1,289 @@
+"""The rules of a queue: which worker gets which task, and who is disabled. No I/O, no clock.
+
+A worker says *ready* and waits. The worker that has waited longest gets the task that is next. It is disabled
+
+- when nothing was heard of it for some heartbeats, whether it waits or works;
+- when it has had a task for longer than the task's timeout.
+
+A disabled worker's task goes to the next one, and its reply is dropped. A worker that still waits is back with its next
+heartbeat, any other one with its next ready. Who says ready under the ID of another process takes its place.
+
+Everything that lasts is in the :class:`Records`; the rest is an index of it, and is made of it again after a recovery.
+Times are nanoseconds and never go back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from appsdk.patterns.queue import limits
+from appsdk.patterns.queue.agenda import Agenda
+from appsdk.patterns.queue.lanes import Rank
+from appsdk.patterns.queue.records import (
+    NOTHING,
+    SUPERSEDED,
+    Given,
+    Limit,
+    Offer,
+    Outcome,
+    Records,
+    Report,
+    Submission,
+    Task,
+    Timer,
+    Worker,
+    check_name,
+    nanoseconds,
+)
+from appsdk.patterns.queue.tasks import Tasks
+from appsdk.patterns.queue.workers import Workers
+
+
+class Scheduler:
+    """``woken``: the numbers of calls and waits that have ended, for who drives this to tell and to clear."""
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+        self.woken: list[int] = []
+        self._timers: Agenda[Timer] = Agenda()
+        self._tasks = Tasks(records, self._timers, self.woken)
+        self._workers = Workers(records, self._timers, self.woken)
+
+    def next_due_ns(self) -> int | None:
+        """When :meth:`advance` has something to do; None: not before something else happens."""
+        found = self._timers.first()
+        return None if found is None else found[0]
+
+    def timers(self) -> dict[Timer, int]:
+        return self._timers.ranks()
+
+    # --- clients -----------------------------------------------------------------------------------------------------
+
+    def submit(self, submission: Submission, now_ns: int) -> int:
+        """The task's ID: that of an earlier one with the same deduplication key. Raises QueueFull, DedupConflict."""
+        self.advance(now_ns)
+        task_id = self._tasks.submit(submission, now_ns)
+        self._dispatch(now_ns)
+        return task_id
+
+    def task(self, task_id: int) -> Task:
+        """Raises UnknownTask."""
+        return self._tasks.get(task_id)
+
+    def outcome(self, task_id: int, *, wait: bool = False) -> Outcome:
+        """How it stands; with ``wait``, if it is open, under which number its end will be told. Raises UnknownTask."""
+        return self._tasks.outcome(task_id, wait=wait)
+
+    def forget_wait(self, task_id: int, number: int) -> bool:
+        """Nobody waits under that number any more. False: its end was told already."""
+        return self._tasks.forget_wait(task_id, number)
+
+    # --- workers -----------------------------------------------------------------------------------------------------
+
+    def ready(
+        self, worker_id: str, session: str, names: list[str], heartbeat_s: float, report: Report | None, now_ns: int
+    ) -> Offer:
+        """A worker asks for a task, and says what came of the one before. ``session``: a secret of its process.
+
+        Raises ValueError, QueueFull.
+        """
+        self._workers.check(worker_id, session, names, heartbeat_s)
+        self.advance(now_ns)
+        self._report(worker_id, session, report, now_ns)
+        worker = self._records.workers.get(worker_id)
+        if worker is not None and worker.session != session:
+            self._leave(worker, f"another process has said ready as worker {worker_id!r}", now_ns, SUPERSEDED)
+        elif worker is not None:
+            self._workers.end_call(worker, NOTHING)
+            self._take_away(worker, f"worker {worker_id!r} has said ready without a reply", now_ns)
+        call = self._workers.ready(worker_id, session, names, heartbeat_s, now_ns)
+        self._dispatch(now_ns, names)
+        if call in self._records.offers:  # at once: nobody has to be told
+            self.woken.remove(call)
+            return self.take_offer(call)
+        return Offer(call, waits=True)
+
+    def take_offer(self, call: int) -> Offer:
+        """What a worker's call has ended with, told once."""
+        task_id, attempt = offer = self._records.offers.pop(call, NOTHING)
+        task = self._records.tasks.get(task_id)
+        given = None
+        if task is not None and task.state == "running" and task.attempt == attempt:
+            given = Given(task.id, task.attempt, task.name, task.arguments)
+        return Offer(call, given=given, superseded=offer == SUPERSEDED)
+
+    def withdraw(self, call: int, now_ns: int) -> bool:
+        """A worker's call has ended by itself: it does not wait, and gets no task. False: its end was told already."""
+        self.advance(now_ns)
+        task_id, _ = self._records.offers.pop(call, NOTHING)
+        waited = False
+        for worker in list(self._records.workers.values()):
+            if worker.call == call or (task_id > 0 and worker.task == task_id):
+                waited = worker.call == call
+                self._leave(worker, f"the call of worker {worker.id!r} was cancelled", now_ns)
+        if waited:
+            self.woken.remove(call)
+            del self._records.offers[call]
+        self._dispatch(now_ns)
+        return waited
+
+    def heartbeat(self, worker_id: str, session: str, now_ns: int) -> bool:
+        """Whether that worker is known, and by that session."""
+        self.advance(now_ns)
+        worker = self._workers.get(worker_id, session)
+        if worker is not None:
+            self._workers.heartbeat(worker, now_ns)
+        self._dispatch(now_ns, worker.names if worker is not None and worker.call else ())
+        return worker is not None
+
+    def leave(self, worker_id: str, session: str, report: Report | None, now_ns: int) -> None:
+        """A worker ends, with its last reply. Without one, only if it has no task: a task may be on its way to it."""
+        self.advance(now_ns)
+        self._report(worker_id, session, report, now_ns)
+        worker = self._workers.get(worker_id, session)
+        if worker is not None and report is None and worker.task:
+            self._workers.heartbeat(worker, now_ns)
+        elif worker is not None:
+            self._leave(worker, f"worker {worker_id!r} has left without a reply", now_ns)
+        self._dispatch(now_ns)
+
+    # --- operators ---------------------------------------------------------------------------------------------------
+
+    def set_limit(self, name: str, limit: Limit, now_ns: int) -> None:
+        """Raises ValueError."""
+        check_name("function", name)
+        if limit.running_max < 0:
+            raise ValueError(f"{limit.running_max} running at once: 0 (without limit) or more were expected")
+        if not 0 <= limit.starts_max <= limits.STARTS_MAX:
+            raise ValueError(f"{limit.starts_max} starts in a period: 0 to {limits.STARTS_MAX} were expected")
+        if limit.starts_max and not 0 < limit.period_ns <= nanoseconds(limits.PERIOD_S_MAX):
+            raise ValueError(
+                f"a period of {limit.period_ns / limits.SECOND_NS:g} s: more than 0 and at most "
+                f"{limits.PERIOD_S_MAX:g} s were expected"
+            )
+        if not limit.starts_max and limit.period_ns:
+            raise ValueError("a period without a number of starts: how many may start in it?")
+        if name not in self._records.limits and len(self._records.limits) >= limits.LIMITED_MAX:
+            raise ValueError(f"{limits.LIMITED_MAX} functions have limits, and no more can: lift another one's first")
+        self.advance(now_ns)
+        self._tasks.lanes.set_limit(name, limit, now_ns)
+        self._dispatch(now_ns)
+
+    def retry(self, task_ids: Iterable[int], now_ns: int) -> int:
+        """Dead letters wait again, with all their tries; so many. Raises UnknownTask, NotPossible: then none does."""
+        self.advance(now_ns)
+        count = self._tasks.retry(task_ids, now_ns)
+        self._dispatch(now_ns)
+        return count
+
+    def drop(self, task_ids: Iterable[int], reason: str, now_ns: int) -> int:
+        """Open tasks, and dead letters, end without a result; so many. Raises UnknownTask, NotPossible: then none does.
+
+        A worker that has one goes on, and its reply is dropped.
+        """
+        self.advance(now_ns)
+        count = self._tasks.drop(task_ids, reason, now_ns)
+        self._dispatch(now_ns)
+        return count
+
+    # --- time --------------------------------------------------------------------------------------------------------
+
+    def advance(self, now_ns: int) -> None:
+        """What is due by now happens. All that is asked comes behind it, so no alarm's delay changes what happens.
+
+        What should have happened long ago says that the queue itself was away. That counts neither as silence of
+        workers nor as their work.
+        """
+        due_ns = self.next_due_ns()
+        if due_ns is not None and now_ns - due_ns > limits.LATE_NS:
+            late_ns = now_ns - due_ns + limits.EXCUSED_NS
+            self._workers.excuse(late_ns, now_ns)
+            self._tasks.put_off(late_ns, now_ns)
+        while (found := self._timers.first()) is not None and found[0] <= now_ns:
+            (kind, what, key) = timer = found[1]
+            self._timers.remove(timer)
+            if kind == "delay":
+                self._tasks.delay_is_over(int(what))
+            elif kind == "timeout":
+                task = self._records.tasks[int(what)]
+                why = f"no reply to task {task.id} within {task.timeout_ns / limits.SECOND_NS:g} s"
+                self._disable(self._records.workers[task.worker], why, now_ns)
+            elif kind == "worker":
+                self._look_at(self._records.workers[str(what)], now_ns)
+            elif kind == "start":
+                self._tasks.lanes.refresh(str(what), key, now_ns)
+            else:
+                self._tasks.forget_old(now_ns)
+        self._dispatch(now_ns)
+
+    def _look_at(self, worker: Worker, now_ns: int) -> None:
+        if worker.disabled:
+            self._leave(worker, "", now_ns)
+        elif silent_ns := self._workers.silent_ns(worker, now_ns):
+            self._disable(worker, f"nothing was heard of it for {silent_ns / limits.SECOND_NS:.3g} s", now_ns)
+
+    # --- who has what ------------------------------------------------------------------------------------------------
+
+    def _report(self, worker_id: str, session: str, report: Report | None, now_ns: int) -> None:
+        """A reply. It counts if it is of who has the task now."""
+        if report is None:
+            return
+        worker = self._workers.get(worker_id, session)
+        task = self._records.tasks.get(report.task)
+        if (
+            worker is None
+            or task is None
+            or task.state != "running"
+            or worker.task != task.id
+            or task.attempt != report.attempt
+        ):
+            self._records.late_replies += 1
+            return
+        worker.task = 0
+        if report.error:
+            self._tasks.failed(task, report.error, now_ns, again=report.again, pause=True)
+        elif len(report.result) > limits.RESULT_SIZE_BYTES_MAX:
+            why = (
+                f"its result takes {len(report.result)} bytes, at most {limits.RESULT_SIZE_BYTES_MAX} are possible: "
+                f"keep it elsewhere, and return where it is"
+            )
+            self._tasks.failed(task, why, now_ns, again=False)
+        else:
+            worker.done += 1
+            self._tasks.done(task, report.result, now_ns)
+
+    def _disable(self, worker: Worker, why: str, now_ns: int) -> None:
+        self._workers.disable(worker, why, now_ns)
+        self._take_away(worker, f"worker {worker.id!r}: {why}", now_ns)
+
+    def _leave(self, worker: Worker, why: str, now_ns: int, ends_with: tuple[int, int] = NOTHING) -> None:
+        self._take_away(worker, why, now_ns)
+        self._workers.forget(worker, ends_with)
+
+    def _take_away(self, worker: Worker, why: str, now_ns: int) -> None:
+        """Its task, if it has one, goes to the next worker."""
+        task = self._records.tasks.get(worker.task)
+        worker.task = 0
+        if task is not None and task.state == "running" and task.worker == worker.id:
+            self._tasks.failed(task, why, now_ns)
+
+    def _dispatch(self, now_ns: int, names: Iterable[str] = ()) -> None:
+        """Best tasks first. ``names``: functions for which a worker is new among those that wait."""
+        lanes = self._tasks.lanes
+        candidates = sorted(lanes.changed.union(names))
+        lanes.changed.clear()
+        while candidates:
+            best: tuple[Rank, str, Worker] | None = None
+            for name in tuple(candidates):
+                worker = self._workers.longest_idle(name)
+                head = None if worker is None else lanes.first(name, now_ns)
+                if worker is None or head is None:
+                    candidates.remove(name)
+                elif best is None or (head, name) < best[:2]:
+                    best = head, name, worker
+            if best is not None:
+                (_, task_id), _, worker = best
+                task = self._records.tasks[task_id]
+                self._tasks.start(task, worker.id, now_ns)
+                worker.task = task.id
+                self._workers.end_call(worker, (task.id, task.attempt))

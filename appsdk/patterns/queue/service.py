@@ -1,0 +1,210 @@
+"""The queue as an instance: ``immortal run jobs appsdk.patterns.queue:Queue``. Its rules are the scheduler's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from appsdk.errors import Cancelled
+from appsdk.handlers.decorators import initial, query, rpc
+from appsdk.immortal import Immortal
+from appsdk.patterns.queue import limits, views
+from appsdk.patterns.queue.errors import DedupConflict, NotPossible, QueueFull, Superseded, UnknownTask
+from appsdk.patterns.queue.records import (
+    Given,
+    Limit,
+    Offer,
+    Outcome,
+    Overview,
+    Records,
+    Report,
+    State,
+    Submission,
+    TaskDetail,
+    nanoseconds,
+)
+from appsdk.patterns.queue.scheduler import Scheduler
+from appsdk.state.schema import Transient
+
+_ALARM = "alarm"
+_LOOKS = -1  # in place of the time for which the alarm is set: it is about to look
+
+
+class Queue(Immortal):
+    """Tasks of clients for workers: `docs/guide/queue.md`. Clients and workers use what this package gives them."""
+
+    records: Records
+    alarm_ns: int  # when the alarm goes off; 0: it is not set
+    scheduler: Transient[Scheduler]
+
+    def __init__(self) -> None:
+        self.records = Records()
+        self.alarm_ns = _LOOKS
+
+    def prepare(self) -> None:
+        self.scheduler = Scheduler(self.records)
+
+    # --- clients -----------------------------------------------------------------------------------------------------
+
+    @rpc(raises=[QueueFull, DedupConflict])
+    def submit(self, submission: Submission) -> int:
+        """The task's ID."""
+        with self._now() as now_ns:
+            return self.scheduler.submit(submission, now_ns)
+
+    @rpc(raises=[UnknownTask])
+    async def wait(self, task: int, seconds: float) -> Outcome:
+        """How the task stands, once it has ended, or after so many seconds (20 at most)."""
+        outcome = await self.look.step(task, seconds > 0)
+        if not outcome.wait:
+            return outcome
+        told = False
+        try:
+            duration = timedelta(seconds=min(seconds, limits.WAIT_S_MAX))
+            told = (await self.race(self.event(_call(outcome.wait)), self.sleep(duration))).index == 0
+        finally:
+            if not told and not await self.look_no_more.step(task, outcome.wait):
+                await self.event(_call(outcome.wait))  # it came at the same moment, and would be kept
+        return await self.look.step(task, False)
+
+    @rpc(raises=[UnknownTask])
+    def look(self, task: int, wait: bool) -> Outcome:
+        return self.scheduler.outcome(task, wait=wait)
+
+    @rpc
+    def look_no_more(self, task: int, number: int) -> bool:
+        return self.scheduler.forget_wait(task, number)
+
+    # --- workers -----------------------------------------------------------------------------------------------------
+
+    @rpc(raises=[Superseded, QueueFull, ValueError])
+    async def ready(
+        self, worker: str, session: str, functions: list[str], heartbeat_s: float, report: Report | None
+    ) -> Given | None:
+        """A worker asks for a task, and waits for it; ``report``: its reply to the one before. None: ask again."""
+        offer = await self.say_ready.step(worker, session, functions, heartbeat_s, report)
+        if offer.waits:
+            try:
+                await self.event(_call(offer.call))
+            except Cancelled:
+                if not await self.withdraw.step(offer.call):
+                    await self.event(_call(offer.call))  # it came at the same moment, and would be kept
+                raise
+            offer = await self.take_offer.step(offer.call)
+        if offer.superseded:
+            raise Superseded(
+                f"another process has said ready as worker {worker!r}: give each worker an ID of its own, or none"
+            )
+        return offer.given
+
+    @rpc(raises=[QueueFull, ValueError])
+    def say_ready(
+        self, worker: str, session: str, functions: list[str], heartbeat_s: float, report: Report | None
+    ) -> Offer:
+        with self._now() as now_ns:
+            return self.scheduler.ready(worker, session, functions, heartbeat_s, report, now_ns)
+
+    @rpc
+    def take_offer(self, call: int) -> Offer:
+        return self.scheduler.take_offer(call)
+
+    @rpc
+    def withdraw(self, call: int) -> bool:
+        with self._now() as now_ns:
+            return self.scheduler.withdraw(call, now_ns)
+
+    @rpc
+    def heartbeat(self, worker: str, session: str) -> bool:
+        """A worker lives, be it at work or not. False: it is not known, and has to say ready."""
+        with self._now() as now_ns:
+            return self.scheduler.heartbeat(worker, session, now_ns)
+
+    @rpc
+    def leave(self, worker: str, session: str, report: Report | None) -> None:
+        """A worker ends, with its last reply."""
+        with self._now() as now_ns:
+            self.scheduler.leave(worker, session, report, now_ns)
+
+    # --- operators ---------------------------------------------------------------------------------------------------
+
+    @rpc(raises=[ValueError])
+    def limit(self, function: str, running: int, starts: int, seconds: float) -> None:
+        """For each key of a function: so many run at once, so many start in so many seconds. 0: without limit."""
+        with self._now() as now_ns:
+            self.scheduler.set_limit(function, Limit(running, starts, nanoseconds(seconds)), now_ns)
+
+    @rpc(raises=[UnknownTask, NotPossible])
+    def retry(self, tasks: list[int] | None) -> int:
+        """Dead letters wait again; None: all of them. How many."""
+        with self._now() as now_ns:
+            return self.scheduler.retry(self._dead() if tasks is None else tasks, now_ns)
+
+    @rpc(raises=[UnknownTask, NotPossible])
+    def drop(self, tasks: list[int] | None, reason: str) -> int:
+        """Open tasks, or dead letters, end without a result; None: all dead letters. How many."""
+        with self._now() as now_ns:
+            return self.scheduler.drop(self._dead() if tasks is None else tasks, reason, now_ns)
+
+    @query
+    def overview(self, state: State) -> Overview:
+        return views.overview(self.records, state, self.now_ns())
+
+    @query(raises=[UnknownTask])
+    def task(self, task: int) -> TaskDetail:
+        return views.detail(self.scheduler.task(task))
+
+    def _dead(self) -> list[int]:
+        return [task.id for task in self.records.tasks.values() if task.state == "dead"]
+
+    # --- time --------------------------------------------------------------------------------------------------------
+
+    @initial
+    def begin(self) -> None:
+        self.alarm.fork()
+
+    @rpc(limit=1)
+    async def alarm(self) -> None:
+        """Without end: it sleeps until something is due."""
+        for _ in range(limits.ALARMS_MAX):
+            try:
+                sleep_ns = await self.advance.step()
+                if sleep_ns:
+                    duration = timedelta(microseconds=-(-sleep_ns // 1000))
+                    await self.race(self.event(_ALARM), self.sleep(duration))
+                else:
+                    await self.event(_ALARM)
+            except Cancelled:
+                continue  # without it nothing would ever be due
+        self.continue_as()
+
+    @rpc
+    def advance(self) -> int:
+        """What is due happens. How long until something is: nanoseconds; 0: not before something else happens."""
+        now_ns = self.now_ns()
+        self.alarm_ns = _LOOKS
+        self.scheduler.advance(now_ns)
+        self._tell()
+        self.alarm_ns = self.scheduler.next_due_ns() or 0
+        return max(1, self.alarm_ns - now_ns) if self.alarm_ns else 0
+
+    @contextmanager
+    def _now(self) -> Iterator[int]:
+        """The time of a handler. Who has waited for what happens in it goes on, also if it raises."""
+        try:
+            yield self.now_ns()
+        finally:
+            self._tell()
+
+    def _tell(self) -> None:
+        for number in self.scheduler.woken:
+            self.signal(_call(number))
+        self.scheduler.woken.clear()
+        due_ns = self.scheduler.next_due_ns()
+        if due_ns is not None and self.alarm_ns != _LOOKS and (not self.alarm_ns or due_ns < self.alarm_ns):
+            self.alarm_ns = _LOOKS
+            self.signal(_ALARM)
+
+
+def _call(number: int) -> str:
+    return f"call {number}"

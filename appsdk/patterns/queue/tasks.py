@@ -1,0 +1,260 @@
+"""What becomes of tasks: from their submission to their end, and until they are forgotten. Who does them is no matter.
+
+What lasts is in the :class:`Records`; the rest is an index of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from appsdk.patterns.queue import limits
+from appsdk.patterns.queue.agenda import Agenda
+from appsdk.patterns.queue.ended import Ended
+from appsdk.patterns.queue.errors import DedupConflict, NotPossible, QueueFull, UnknownTask
+from appsdk.patterns.queue.lanes import Lanes
+from appsdk.patterns.queue.records import Failure, Outcome, Records, State, Submission, Task, Timer, nanoseconds
+
+_AGE: Timer = ("age", 0, "")
+
+
+class Tasks:
+    """``woken``: gets the numbers of waits for tasks that have ended."""
+
+    def __init__(self, records: Records, timers: Agenda[Timer], woken: list[int]) -> None:
+        self._records = records
+        self._timers = timers
+        self._woken = woken
+        self.lanes = Lanes(records, timers)
+        self._ended = Ended(records)
+        self._by_dedup: dict[str, int] = {}
+        self._open = self._open_size_bytes = 0
+        for task in records.tasks.values():
+            if task.dedup and task.state != "dropped":
+                self._by_dedup[task.dedup] = task.id
+            if not task.ended:
+                self._open += 1
+                self._open_size_bytes += len(task.arguments)
+            if task.state == "delayed":
+                timers.put(("delay", task.id, ""), task.due_ns)
+            elif task.state == "running":
+                timers.put(("timeout", task.id, ""), task.deadline_ns)
+        self._time_age()
+
+    def get(self, task_id: int) -> Task:
+        """Raises UnknownTask."""
+        task = self._records.tasks.get(task_id)
+        if task is None:
+            raise UnknownTask(
+                f"there is no task {task_id}; or it has ended, and is not kept any more"
+                if task_id <= self._records.task_id
+                else f"there is no task {task_id}: the last one is {self._records.task_id}"
+            )
+        return task
+
+    # --- clients -----------------------------------------------------------------------------------------------------
+
+    def submit(self, submission: Submission, now_ns: int) -> int:
+        """The task's ID: that of an earlier one with the same deduplication key. Raises QueueFull, DedupConflict."""
+        digest = submission.digest()
+        known = self._by_dedup.get(submission.dedup) if submission.dedup else None
+        if known is not None:
+            if self._records.tasks[known].digest != digest:
+                raise DedupConflict(
+                    f"dedup key {submission.dedup!r} is that of task {known}, of another function or with other "
+                    f"arguments: use another key"
+                )
+            return known
+        self._require_room(len(submission.arguments))
+        self._records.task_id += 1
+        task = Task(
+            id=self._records.task_id,
+            name=submission.name,
+            arguments=submission.arguments,
+            key=submission.key,
+            priority=submission.priority,
+            dedup=submission.dedup,
+            digest=digest,
+            tries=submission.tries,
+            timeout_ns=nanoseconds(submission.timeout_s),
+            retry_delay_ns=nanoseconds(submission.retry_delay_s),
+            submitted_ns=now_ns,
+            state="waiting",
+            due_ns=now_ns + nanoseconds(submission.delay_s),
+            tries_left=submission.tries,
+        )
+        self._records.tasks[task.id] = task
+        if task.dedup:
+            self._by_dedup[task.dedup] = task.id
+        self._open_again(task, now_ns)
+        return task.id
+
+    def _require_room(self, size_bytes: int) -> None:
+        if self._open >= limits.OPEN_TASKS_MAX or self._open_size_bytes + size_bytes > limits.OPEN_SIZE_BYTES_MAX:
+            raise QueueFull(
+                f"{self._open} tasks with {self._open_size_bytes} bytes of arguments are open, at most "
+                f"{limits.OPEN_TASKS_MAX} with {limits.OPEN_SIZE_BYTES_MAX} bytes can be: nothing was submitted, try "
+                f"again later"
+            )
+        if self.lanes.starts_kept >= limits.STARTS_KEPT_MAX:
+            raise QueueFull(
+                f"{self.lanes.starts_kept} starts under a rate are remembered, and no more can be: nothing was "
+                f"submitted; shorten the periods of limits, or try again later"
+            )
+
+    def outcome(self, task_id: int, *, wait: bool = False) -> Outcome:
+        """How it stands; with ``wait``, if it is open, under which number its end will be told. Raises UnknownTask."""
+        task = self.get(task_id)
+        if task.ended:
+            return Outcome(task.state, 0, task.result, task.reason, task.attempt)
+        number = 0
+        if wait:
+            self._records.call += 1
+            number = self._records.call
+            task.waits.append(number)
+        return Outcome(task.state, number)
+
+    def forget_wait(self, task_id: int, number: int) -> bool:
+        """Nobody waits under that number any more. False: its end was told already."""
+        task = self._records.tasks.get(task_id)
+        if task is None or number not in task.waits:
+            return False
+        task.waits.remove(number)
+        return True
+
+    # --- operators ---------------------------------------------------------------------------------------------------
+
+    def retry(self, task_ids: Iterable[int], now_ns: int) -> int:
+        """Dead letters wait again, with all their tries; so many. Raises UnknownTask, NotPossible: then none does."""
+        tasks = [self.get(task_id) for task_id in dict.fromkeys(task_ids)]
+        for task in tasks:
+            if task.state != "dead":
+                raise NotPossible(f"task {task.id} is {task.state}: only dead letters can be retried")
+        for task in tasks:
+            self._ended.remove(task)
+            task.ended = task.ended_ns = 0
+            task.reason = ""
+            task.tries_left = task.tries
+            task.due_ns = now_ns
+            self._open_again(task, now_ns)
+        return len(tasks)
+
+    def drop(self, task_ids: Iterable[int], reason: str, now_ns: int) -> int:
+        """Open tasks, and dead letters, end without a result; so many. Raises UnknownTask, NotPossible: then none does.
+
+        A worker that has one goes on, and its reply is dropped.
+        """
+        tasks = [self.get(task_id) for task_id in dict.fromkeys(task_ids)]
+        for task in tasks:
+            if task.state in ("done", "dropped"):
+                raise NotPossible(f"task {task.id} is {task.state}: there is nothing to drop")
+        for task in tasks:
+            if task.state == "dead":
+                self._ended.remove(task)
+            self._end(task, "dropped", reason[: limits.REASON_LENGTH_MAX] or "dropped", now_ns)
+        return len(tasks)
+
+    # --- tries -------------------------------------------------------------------------------------------------------
+
+    def start(self, task: Task, worker_id: str, now_ns: int) -> None:
+        """The one that its lane has given."""
+        task.state, task.worker, task.began_ns = "running", worker_id, now_ns
+        task.attempt += 1
+        task.tries_left -= 1
+        task.deadline_ns = now_ns + task.timeout_ns
+        self._timers.put(("timeout", task.id, ""), task.deadline_ns)
+        self.lanes.started(task, now_ns)
+
+    def done(self, task: Task, result: bytes, now_ns: int) -> None:
+        """A running one."""
+        task.result = result
+        self._end(task, "done", "", now_ns)
+
+    def failed(self, task: Task, reason: str, now_ns: int, *, again: bool = True, pause: bool = False) -> None:
+        """A try of a running one has failed. ``again``: another may help; ``pause``: not at once."""
+        reason = reason[: limits.REASON_LENGTH_MAX]
+        task.failures = [*task.failures, Failure(task.attempt, task.worker, now_ns, reason)][-limits.FAILURES_KEPT :]
+        if not again or task.tries_left == 0:
+            tried = "" if again else "not tried again: "
+            self._end(task, "dead", f"{tried}{reason}", now_ns)
+            return
+        self._stop(task, now_ns)
+        failed = task.tries - task.tries_left  # since it was submitted, or retried
+        delay_ns = min(task.retry_delay_ns << min(failed - 1, 60), limits.RETRY_DELAY_NS_MAX) if pause else 0
+        task.due_ns = now_ns + delay_ns
+        self._place(task, now_ns)
+
+    # --- time --------------------------------------------------------------------------------------------------------
+
+    def delay_is_over(self, task_id: int) -> None:
+        task = self._records.tasks[task_id]
+        task.state = "waiting"
+        self.lanes.put(task)
+
+    def forget_old(self, now_ns: int) -> None:
+        while (old := self._ended.too_old(now_ns)) is not None:
+            self._ended.remove(old)
+            self._forget(old)
+        self._time_age()
+
+    def put_off(self, late_ns: int, now_ns: int) -> None:
+        """The deadlines of all that run; none gets more than a whole time."""
+        for task in self._records.tasks.values():
+            if task.state == "running":
+                task.deadline_ns = min(now_ns + task.timeout_ns, task.deadline_ns + late_ns)
+                self._timers.put(("timeout", task.id, ""), task.deadline_ns)
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _open_again(self, task: Task, now_ns: int) -> None:
+        self._open += 1
+        self._open_size_bytes += len(task.arguments)
+        self._place(task, now_ns)
+
+    def _place(self, task: Task, now_ns: int) -> None:
+        """Among those that wait, or for later."""
+        if task.due_ns > now_ns:
+            task.state = "delayed"
+            self._timers.put(("delay", task.id, ""), task.due_ns)
+        else:
+            task.state = "waiting"
+            self.lanes.put(task)
+
+    def _stop(self, task: Task, now_ns: int) -> None:
+        """It runs no more."""
+        self._timers.remove(("timeout", task.id, ""))
+        task.worker = ""
+        self.lanes.ended(task, now_ns)
+
+    def _end(self, task: Task, state: State, reason: str, now_ns: int) -> None:
+        """Of an open task, or of a dead letter that is taken out of those."""
+        if not task.ended:
+            self._open -= 1
+            self._open_size_bytes -= len(task.arguments)
+        if task.state == "running":
+            self._stop(task, now_ns)
+        elif task.state == "waiting":
+            self.lanes.remove(task, now_ns)
+        elif task.state == "delayed":
+            self._timers.remove(("delay", task.id, ""))
+        task.state, task.reason = state, reason
+        if state != "dead":
+            task.arguments = b""
+        if state == "dropped" and task.dedup:
+            del self._by_dedup[task.dedup]
+        self._woken += task.waits
+        task.waits = []
+        for gone in self._ended.add(task, now_ns):
+            self._forget(gone)
+        self._time_age()
+
+    def _forget(self, task: Task) -> None:
+        del self._records.tasks[task.id]
+        if self._by_dedup.get(task.dedup) == task.id:
+            del self._by_dedup[task.dedup]
+
+    def _time_age(self) -> None:
+        due_ns = self._ended.due_ns()
+        if due_ns is None:
+            self._timers.remove(_AGE)
+        else:
+            self._timers.put(_AGE, due_ns)

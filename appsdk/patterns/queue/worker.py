@@ -1,0 +1,291 @@
+"""A worker: a plain process with functions. It says ready, gets a task, and replies as it says ready again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import inspect
+import logging
+import os
+import secrets
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from appsdk.calls.codec import ArgumentCodec, encoder
+from appsdk.calls.failures import misfit_text
+from appsdk.client import (
+    CallCancelled,
+    CallRefused,
+    CallTimeout,
+    ClientClosed,
+    ClientError,
+    OutcomeUnknown,
+    ReplyGone,
+    connect,
+    with_timeout,
+)
+from appsdk.patterns.queue import limits
+from appsdk.patterns.queue.errors import QueueError, Reject
+from appsdk.patterns.queue.records import Given, Report, check_name
+from appsdk.patterns.queue.service import Queue
+
+Function = Callable[..., Any]
+Functions = Mapping[str, Callable[..., Any]]
+
+_log = logging.getLogger("immortal.queue")
+
+
+@dataclass(frozen=True, slots=True)
+class CurrentTask:
+    """The task that a function works at. (``id``, ``attempt``) is never given twice."""
+
+    id: int
+    attempt: int
+    name: str
+
+
+_current: contextvars.ContextVar[CurrentTask] = contextvars.ContextVar("immortal_queue_task")
+
+
+def current_task() -> CurrentTask:
+    """Of the function that is called. Raises LookupError outside one."""
+    return _current.get()
+
+
+class _Function:
+    """How one is called with what stands in a task."""
+
+    def __init__(self, name: str, function: Function) -> None:
+        check_name("function", name)
+        if not callable(function):
+            raise TypeError(f"function {name!r}: something to call was expected, not {function!r}")
+        self._call = function
+        self._codec: ArgumentCodec | None = None
+        self._signature: inspect.Signature | None = None
+        try:
+            self._signature = signature = inspect.signature(function)
+        except ValueError:  # some of Python's own have none
+            return
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        if all(
+            one.kind in kinds and one.annotation is not inspect.Parameter.empty for one in signature.parameters.values()
+        ):
+            self._codec = ArgumentCodec(function, signature)
+
+    def arguments(self, encoded: bytes) -> Sequence[Any]:
+        """Raises TypeError where they do not fit the function."""
+        try:
+            if self._codec is not None:
+                return self._codec.decode(encoded)
+            arguments = msgspec.msgpack.decode(encoded, type=list[Any])
+            if self._signature is not None:
+                self._signature.bind(*arguments)
+        except Exception as error:  # msgspec's own, and what a type's __post_init__ raises
+            why = str(error) if self._codec is None else misfit_text(self._codec, error, encoded, 0)
+            raise TypeError(why) from None
+        return arguments
+
+    def __call__(self, arguments: Sequence[Any]) -> Any:
+        return self._call(*arguments)
+
+
+class Worker:
+    """Functions for the tasks of one queue, one task at a time. ``run`` it, in any thread.
+
+    ``functions``: by name; ``def`` and ``async def``. Arguments are checked against annotations
+    where all parameters have one. ``worker_id``: by default one that no other process has. ``heartbeat``: each so many
+    seconds the queue is told that the worker lives; after 5 without one its task goes to the next. The others are those
+    of :func:`appsdk.client.connect`.
+
+    Raises TypeError, ValueError, DefinitionError for annotations that can't be read.
+    """
+
+    def __init__(
+        self,
+        queue: str,
+        functions: Functions,
+        *,
+        worker_id: str | None = None,
+        heartbeat: float = limits.HEARTBEAT_DEFAULT_S,
+        endpoints: Sequence[str] = (),
+        home: str | os.PathLike[str] | None = None,
+        identity: str | None = None,
+        server_keys: Sequence[str] = (),
+        insecure: bool = False,
+    ) -> None:
+        if not isinstance(functions, Mapping):
+            raise TypeError(f"functions={functions!r}: {{name: function}} was expected")
+        if not 1 <= len(functions) <= limits.NAMES_MAX:
+            raise ValueError(f"{len(functions)} functions: 1 to {limits.NAMES_MAX} were expected")
+        if not limits.HEARTBEAT_S_MIN <= heartbeat <= limits.HEARTBEAT_S_MAX:
+            raise ValueError(
+                f"heartbeat={heartbeat!r}: {limits.HEARTBEAT_S_MIN:g} to {limits.HEARTBEAT_S_MAX:g} seconds were "
+                f"expected"
+            )
+        self._functions = {name: _Function(name, function) for name, function in functions.items()}
+        self.id = worker_id or f"{socket.gethostname()[:100]}-{os.getpid()}-{secrets.token_hex(4)}"
+        check_name("worker_id", self.id)
+        self._session = secrets.token_hex(16)
+        self._queue = queue
+        self._heartbeat_s = heartbeat
+        self._connector = connect(
+            Queue,
+            queue,
+            timeout=None,
+            endpoints=endpoints,
+            home=home,
+            identity=identity,
+            server_keys=server_keys,
+            insecure=insecure,
+        )
+        self._changed = threading.Event()  # stopping, or ended
+        self._stopping = self._ended = self._busy = False
+        self._runner: asyncio.Runner | None = None
+
+    def run(self) -> None:
+        """Until :meth:`stop`. The queue may stop and start meanwhile.
+
+        Raises Superseded where another process says ready under the same ID; QueueError for an instance that is no
+        queue; NotConnectable and other ClientErrors.
+        """
+        with self._connector as queue:
+            heart = threading.Thread(target=self._beat, args=(queue,), name=f"heartbeats to {self._queue}", daemon=True)
+            heart.start()
+            try:
+                self._work(queue)
+            finally:
+                self._ended = True
+                self._changed.set()
+                if self._runner is not None:
+                    self._runner.close()
+        heart.join()
+
+    def stop(self) -> None:
+        """The task that it has is done; then :meth:`run` comes back. From any thread, or a signal's handler."""
+        self._stopping = True
+        self._changed.set()
+
+    def _work(self, queue: Queue) -> None:
+        report: Report | None = None
+        while not self._stopping:
+            try:
+                given: Any = queue.ready(self.id, self._session, list(self._functions), self._heartbeat_s, report)
+            except CallRefused as error:
+                raise QueueError(f"{self._queue!r} is no queue, or one of another version: {error}") from None
+            except (CallCancelled, OutcomeUnknown, ReplyGone):
+                given = None  # the queue knows what became of the report; if it does not, the task is tried again
+            except ClientClosed:
+                if self._stopping:
+                    return
+                raise
+            report = None
+            if given is not None:
+                self._busy = True
+                try:
+                    report = self._done(given)
+                except BaseException as error:
+                    self._interrupted(queue, given, error)
+                    raise
+                finally:
+                    self._busy = False
+        if report is not None:
+            try:
+                with_timeout(queue, limits.STOP_S).leave(self.id, self._session, report)
+            except (CallTimeout, ClientClosed):
+                _log.error("task %d was done, and the queue is away: it will be done again", report.task)
+
+    def _interrupted(self, queue: Queue, given: Given, error: BaseException) -> None:
+        """The process is about to end: the next worker gets the task now, and not when this one is missed."""
+        report = Report(given.task, given.attempt, error=f"worker {self.id!r} was ended by {type(error).__name__}")
+        with contextlib.suppress(ClientError):
+            with_timeout(queue, self._heartbeat_s).leave(self.id, self._session, report)
+
+    def _done(self, given: Given) -> Report:
+        def failed(reason: str, *, again: bool) -> Report:
+            return Report(given.task, given.attempt, error=reason[: limits.REASON_LENGTH_MAX], again=again)
+
+        function = self._functions[given.name]
+        try:
+            arguments = function.arguments(given.arguments)
+        except TypeError as error:
+            return failed(str(error), again=False)
+        token = _current.set(CurrentTask(given.task, given.attempt, given.name))
+        try:
+            value = function(arguments)
+            if inspect.iscoroutine(value):
+                value = self._awaited(value)
+        except Reject as error:
+            return failed(str(error) or "rejected", again=False)
+        except (Exception, asyncio.CancelledError) as error:  # of a coroutine's own: nobody cancels it from here
+            _log.exception("task %d: %s failed", given.task, given.name)
+            return failed(f"{type(error).__name__}: {error}", again=True)
+        finally:
+            _current.reset(token)
+        try:
+            result = encoder.encode(value)
+        except Exception as error:  # what a user's type raises as it is encoded
+            return failed(f"what {given.name} returned can't be encoded: {error}", again=False)
+        if len(result) > limits.RESULT_SIZE_BYTES_MAX:
+            return failed(
+                f"what {given.name} returned takes {len(result)} bytes, at most {limits.RESULT_SIZE_BYTES_MAX} are "
+                f"possible: keep it elsewhere, and return where it is",
+                again=False,
+            )
+        return Report(given.task, given.attempt, result)
+
+    def _awaited(self, value: Any) -> Any:
+        if self._runner is None:
+            self._runner = asyncio.Runner()
+        return self._runner.run(value, context=contextvars.copy_context())
+
+    def _beat(self, queue: Queue) -> None:
+        """In a thread of its own, whatever the functions do."""
+        while True:
+            self._changed.wait(self._heartbeat_s)
+            self._changed.clear()
+            if self._ended:
+                return
+            try:
+                if self._stopping:  # again and again: a call that waits for a task may just have left
+                    with_timeout(queue, limits.STOP_S).leave(self.id, self._session, None)
+                else:
+                    queue.heartbeat(self.id, self._session)
+            except ClientClosed:
+                return
+            except CallTimeout:
+                if not self._busy:  # the queue is away: what waits for a task has nothing to lose
+                    self._connector.__exit__(None, None, None)
+            except ClientError:
+                continue  # the next one is as good
+
+
+def work(queue: str, functions: Functions, **options: Any) -> None:
+    """Run a :class:`Worker` until SIGTERM or SIGINT: the task that it has is done first; the second SIGINT interrupts.
+
+    The options are the worker's. Of the main thread alone. Raises what that raises.
+    """
+    worker = Worker(queue, functions, **options)
+    with _stopped_by_signals(worker):
+        worker.run()
+
+
+@contextlib.contextmanager
+def _stopped_by_signals(worker: Worker) -> Iterator[None]:
+    def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        worker.stop()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,67 @@
+"""A worker of the example: it squares numbers, and misbehaves at random as it gets a task.
+
+    python examples/queue/hands.py QUEUE [--crash 0.05] [--stall 0.05] [--seed S] [--heartbeat SECONDS]
+
+A crash is kill -9 by itself in the middle of a task; storm.py starts it again. A stall is a second in which it does
+nothing; then it goes on as if nothing had been.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from appsdk.patterns.queue import work
+
+STALL_S = 1.0
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def square(number: int) -> int:
+    return number * number
+
+
+def poison() -> None:
+    """No worker lives through it."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def misbehaving(function: Callable[P, R], crash: float, stall: float, chance: random.Random) -> Callable[P, R]:
+    @functools.wraps(function)
+    def wrapped(*arguments: P.args, **keywords: P.kwargs) -> R:
+        drawn = chance.random()
+        if drawn < crash:
+            print("crashes", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif drawn < crash + stall:
+            print("stalls", flush=True)
+            time.sleep(STALL_S)
+        result = function(*arguments, **keywords)
+        print("did", flush=True)
+        return result
+
+    return wrapped
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("queue")
+    parser.add_argument("--crash", type=float, default=0.05)
+    parser.add_argument("--stall", type=float, default=0.05)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--heartbeat", type=float, default=1.0)
+    options = parser.parse_args()
+    chance = random.Random(options.seed)
+    careless = misbehaving(square, options.crash, options.stall, chance)
+    work(options.queue, {"square": careless, "poison": poison}, heartbeat=options.heartbeat)
+
+
+if __name__ == "__main__":
+    main()

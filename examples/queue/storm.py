@@ -1,0 +1,163 @@
+"""Tasks for workers that crash and stall at random, through a queue that is killed too; every result is checked.
+
+    python examples/queue/storm.py [--tasks N] [--workers N] [--kills N] [--pause SECONDS] [--seed S]
+
+Each worker is a process that is started again when it has died, after a pause. A stall is longer than the tasks'
+timeout, so the task goes to the next worker and the late reply is dropped. The queue, its supervisor included, ends by
+kill -9 so many times. One task kills every worker that gets it, and ends as a dead letter. Status 1: a result is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import Counter
+from pathlib import Path
+
+import hands
+
+from appsdk.client import connect as connect_client
+from appsdk.patterns.queue import Queue, TaskFailed, connect
+
+NAME = "jobs"
+TIMEOUT_S = 0.5  # of a try: below a stall
+TRIES = 50  # of tasks that can be done: misbehaving workers make no dead letters of them
+POISON_TRIES = 2
+RESULT_S = 120.0
+
+
+class Keeper:
+    """One worker: a process, and the next one after a pause whenever it has died."""
+
+    def __init__(self, home: Path, seed: int, pause_s: float) -> None:
+        self.said: Counter[str] = Counter()
+        self.deaths = 0
+        self._command = [sys.executable, hands.__file__, NAME, "--heartbeat", "0.2", "--seed"]
+        self._environment = {**os.environ, "IMMORTAL_HOME": str(home)}
+        self._seed = seed
+        self._pause_s = pause_s
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._process = self._start()
+        self._thread = threading.Thread(target=self._keep)
+        self._thread.start()
+
+    def _start(self) -> subprocess.Popen[str]:
+        self._seed += 1000
+        command = [*self._command, str(self._seed)]
+        return subprocess.Popen(command, env=self._environment, stdout=subprocess.PIPE, text=True)
+
+    def _keep(self) -> None:
+        while True:
+            assert self._process.stdout is not None
+            for line in self._process.stdout:
+                self.said[line.strip()] += 1
+            self._process.wait()
+            if self._ended.wait(self._pause_s):
+                return
+            self.deaths += 1
+            with self._lock:
+                if self._ended.is_set():
+                    return
+                self._process = self._start()
+
+    def end(self) -> None:
+        with self._lock:
+            self._ended.set()
+            self._process.kill()
+        self._thread.join()
+
+
+class Broker:
+    """The queue's instance, under a supervisor."""
+
+    def __init__(self, home: Path) -> None:
+        self._command = [sys.executable, "-m", "coordinator", "--home", str(home)]
+        self._log = (home.parent / "queue.log").open("wb")
+        subprocess.run([*self._command, "register", NAME, "--peer", "tcp://127.0.0.1:*"], check=True, stdout=self._log)
+        self.start()
+
+    def start(self) -> None:
+        command = [*self._command, "run", NAME, "appsdk.patterns.queue:Queue", "--restart"]
+        self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
+
+    def kill(self) -> None:
+        """kill -9; app and coordinator die with it."""
+        self._process.kill()
+        self._process.wait()
+
+    def end(self) -> None:
+        self.kill()
+        self._log.close()
+
+
+async def _run(home: Path, broker: Broker, tasks: int, kills: int) -> tuple[int, str]:
+    """(wrong results, why the poisonous task failed)"""
+    async with connect(NAME, home=home, timeout=None) as jobs:
+        poison = await jobs.submit("poison", tries=POISON_TRIES, dedup="poison")
+        submitted = [
+            await jobs.submit("square", [number], returns=int, timeout=TIMEOUT_S, tries=TRIES, dedup=f"task {number}")
+            for number in range(tasks)
+        ]
+        done = 0
+        kill_at = {tasks * (kill + 1) // (kills + 1) for kill in range(kills)}
+
+        async def result(number: int) -> bool:
+            nonlocal done
+            right = await submitted[number].result(RESULT_S) == number * number
+            done += 1
+            if done in kill_at:
+                broker.kill()
+                broker.start()
+            return right
+
+        results = await asyncio.gather(*map(result, range(tasks)))
+        try:
+            await poison.result(RESULT_S)
+        except TaskFailed as error:
+            return results.count(False), error.reason
+    return results.count(False), ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", type=int, default=300)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--kills", type=int, default=2)
+    parser.add_argument("--pause", type=float, default=5.0, help="Seconds before a worker is started again.")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    if options.tasks < 1 or options.workers < 1 or options.kills < 0:
+        parser.error("at least 1 task, 1 worker and 0 kills were expected")
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder) / "home"
+        broker = Broker(home)
+        keepers: list[Keeper] = []
+        try:
+            with connect_client(Queue, NAME, home=home, timeout=RESULT_S) as queue:
+                queue.overview("dead")  # it is up
+            keepers += [Keeper(home, options.seed + index, options.pause) for index in range(options.workers)]
+            wrong, reason = asyncio.run(_run(home, broker, options.tasks, options.kills))
+            with connect_client(Queue, NAME, home=home, timeout=RESULT_S) as queue:
+                late_replies = queue.overview("dead").late_replies
+        finally:
+            for keeper in keepers:
+                keeper.end()
+            broker.end()
+    said = sum((keeper.said for keeper in keepers), Counter[str]())
+    deaths = sum(keeper.deaths for keeper in keepers)
+    print(f"{options.tasks} tasks, {options.workers} workers, the queue killed {options.kills} times")
+    print(f"{deaths} workers died, {said['stalls']} stalled, {late_replies} late replies were dropped")
+    print(f"the function was called to its end {said['did']} times")
+    print(f"poison: {reason}")
+    print(f"{options.tasks - wrong} results are right, {wrong} wrong")
+    return 1 if wrong or not reason else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
