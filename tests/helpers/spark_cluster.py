@@ -18,9 +18,12 @@ import pyspark
 from pipeline.java import find_java
 
 DEADLINE_S = 60.0
+BRIEF_JVM = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 REPOSITORY = Path(__file__).parents[2]
 _SETTINGS = {
     "SPARK_DAEMON_MEMORY": "256m",
+    # They live for a minute: code that is compiled well, or collected by several threads, does not pay.
+    "SPARK_DAEMON_JAVA_OPTS": BRIEF_JVM,
     "SPARK_MASTER_OPTS": "-Dspark.master.rest.enabled=false",  # its port would be a fixed one
 }
 

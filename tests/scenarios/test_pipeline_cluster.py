@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.fleet import damage, duplicate, lose, plan_fleet, streams_for_faults
-from tests.helpers.spark_cluster import REPOSITORY, standalone_cluster
+from tests.helpers.spark_cluster import BRIEF_JVM, REPOSITORY, standalone_cluster
 from tests.helpers.talk_fleet import app_options, record_talk, write_changed_code
 
 
@@ -34,6 +34,7 @@ def run(master: str, *arguments: object, status: int) -> dict[str, Any]:
     """What `immortal pipeline` on the cluster printed."""
     command = [sys.executable, "-m", "coordinator", "pipeline", *map(str, arguments), "--json"]
     command += ["--master", master, "--conf", "spark.executor.memory=512m"]
+    command += ["--conf", f"spark.executor.extraJavaOptions={BRIEF_JVM}"]
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("SPARK", "PYSPARK"))}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=REPOSITORY, timeout=500)
     assert done.returncode == status, done.stderr
