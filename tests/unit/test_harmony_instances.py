@@ -114,6 +114,18 @@ def test_one_that_was_only_slow_brings_nothing_twice(pipeline: Pipeline) -> None
     assert pipeline.work("other") is None
 
 
+def test_nobody_gets_what_a_late_one_has_done(pipeline: Pipeline) -> None:
+    pipeline.start(size=150)
+    slow = pipeline.run("slow")
+    pipeline.cluster.call(Cluster.leave, "slow", True)
+    pipeline.work("slow", 0, done(slow, 90))
+    assert pipeline.run("other").first == 90
+    pipeline.work("slow", 0, done(slow))
+    assert pipeline.run("other").first == 100
+    pipeline.finish("other")
+    assert pipeline.read() == squares(150)
+
+
 def test_while_the_cluster_is_down_nobody_is_silent(pipeline: Pipeline) -> None:
     pipeline.start(size=100)
     pipeline.run("one")
@@ -266,6 +278,7 @@ def test_the_collector_counts_a_number_once_whoever_brings_it(pipeline: Pipeline
     """The whole batch once more by way of another cluster, as when the first one's machine is lost."""
     pipeline.start(size=100)
     run = pipeline.run("one")
+    pipeline.work("one", 0, done(run, 10))
     pipeline.work("one", 0, done(run, 30))
     spare = pipeline.env.start(Cluster, "spare")
     pipeline.cluster = spare

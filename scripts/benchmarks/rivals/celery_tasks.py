@@ -1,4 +1,4 @@
-"""Celery on Redis under the kills of examples/harmony/killed_batch.py: ``python celery_tasks.py [--tasks N] [--kills K]``.
+"""Celery on Redis under the kills of examples/harmony/killed_batch.py: ``python celery_tasks.py --tasks N --kills K``.
 
 Run by hand, with a Python that has ``celery[redis]``, and ``redis-server`` in PATH; it stands alone for that. Redis
 writes each command to its disk (appendfsync everysec). Workers acknowledge late and give back what a lost one had, as
