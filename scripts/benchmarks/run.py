@@ -27,6 +27,7 @@ PARTS = {
     "curve": "encrypted peers",
     "pirate": "request-reply to a pool of servers",
     "queue": "a queue of tasks",
+    "harmony": "a batch of tasks",
 }
 
 

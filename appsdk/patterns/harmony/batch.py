@@ -1,0 +1,202 @@
+"""The rules of one batch: tasks come in order, are given to workers, and end once each. No I/O, no clock.
+
+put -> waiting -> given to a worker -> done
+          ^             | the worker is lost
+          +-------------+ ... with this task alone, and not for the first time: done, as a failure
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+
+import msgspec
+
+from appsdk.patterns.harmony.errors import BatchError
+from appsdk.patterns.harmony.limits import (
+    JOINED_SIZE_BYTES_MAX,
+    JOINED_TASKS_MAX,
+    LOST_PARTS,
+    RUN_TASKS_MAX,
+    TASK_SIZE_BYTES_MAX,
+    WAITING_SIZE_BYTES_MAX,
+    WAITING_TASKS_MAX,
+)
+from appsdk.patterns.harmony.ranges import Ranges
+from appsdk.patterns.harmony.runs import Response, Run, cut, joined, split
+
+_NIL = b"\x91\xc0"  # an array of one nil
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """Tasks whose numbers follow each other.
+
+    ``run_tasks_max``: so many of them go together. ``deaths``: workers that were lost with it alone in hand.
+    """
+
+    first: int
+    count: int
+    tasks: bytes
+    run_tasks_max: int = RUN_TASKS_MAX
+    deaths: int = 0
+
+    @property
+    def stop(self) -> int:
+        return self.first + self.count
+
+    def part(self, start: int, stop: int) -> Piece:
+        if (start, stop) == (self.first, self.stop):
+            return self
+        tasks = cut(self.tasks, start - self.first, stop - self.first)
+        return msgspec.structs.replace(self, first=start, count=stop - start, tasks=tasks)
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """Of one batch, in tasks. ``size``: None until its end has come. ``failed`` ones are done as well.
+
+    ``given``: workers have them. ``resent``: were given again, because a worker was lost. ``workers``: that the cluster
+    has heard of lately, for whatever batch.
+    """
+
+    batch: str
+    put: int
+    size: int | None
+    given: int
+    done: int
+    failed: int
+    resent: int
+    workers: int
+
+    @property
+    def is_complete(self) -> bool:
+        return self.done == self.size
+
+    def __str__(self) -> str:
+        of = "?" if self.size is None else str(self.size)
+        return (
+            f"{self.batch}: {self.done} of {of} done, {self.failed} of them failed; {self.put} put, "
+            f"{self.given} given, {self.resent} resent; {self.workers} workers"
+        )
+
+
+class Batch(msgspec.Struct):
+    function: str
+    collector: str
+    put_count: int = 0
+    size: int | None = None
+    fresh: list[Piece] = []  # given to nobody yet, in order
+    lost: list[Piece] = []  # to be given again, before the fresh ones
+    done: Ranges = msgspec.field(default_factory=Ranges)
+    failed: int = 0
+    resent: int = 0
+    ventilator_waits: bool = False
+
+    def put(self, name: str, first: int, tasks: bytes) -> None:
+        """Numbered from ``first``. What was put before is not put again. Raises BatchError."""
+        try:
+            count = len(split(tasks))
+        except ValueError as error:
+            raise BatchError(f"batch {name!r}, tasks from {first} on: {error}") from None
+        if not 0 <= first <= self.put_count:
+            raise BatchError(
+                f"batch {name!r}: tasks from {first} on came, {self.put_count} was expected: send from there"
+            )
+        stop = first + count
+        if stop <= self.put_count:
+            return
+        if self.size is not None:
+            raise BatchError(f"batch {name!r} has ended with {self.size} tasks, and task {stop - 1} came")
+        if len(tasks) > TASK_SIZE_BYTES_MAX or count > RUN_TASKS_MAX:
+            raise BatchError(
+                f"batch {name!r}: {count} tasks of {len(tasks)} bytes came at once, at most {RUN_TASKS_MAX} of "
+                f"{TASK_SIZE_BYTES_MAX} bytes were expected"
+            )
+        piece = Piece(first, count, tasks).part(self.put_count, stop)
+        self.put_count = stop
+        if self.fresh and self.fresh[-1].count < JOINED_TASKS_MAX and len(tasks) < JOINED_SIZE_BYTES_MAX:
+            last = self.fresh.pop()
+            piece = Piece(last.first, last.count + piece.count, joined(last.tasks, piece.tasks))
+        self.fresh.append(piece)
+
+    def end(self, name: str, size: int) -> None:
+        """There are ``size`` tasks. Raises BatchError."""
+        if size != self.put_count:
+            raise BatchError(
+                f"batch {name!r} can't end with {size} tasks: {self.put_count} came; send from {self.put_count} on"
+            )
+        self.size = size
+
+    @property
+    def _load(self) -> float:
+        """Of what waits for workers; 1 is all that may wait."""
+        count = sum(piece.count for piece in self.fresh)
+        size_bytes = sum(len(piece.tasks) for piece in self.fresh)
+        return max(count / WAITING_TASKS_MAX, size_bytes / WAITING_SIZE_BYTES_MAX)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether its ventilator is to wait."""
+        return self._load >= 1
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it need not wait any more: not for each run anew."""
+        return self._load < 1 / 2
+
+    @property
+    def has_waiting(self) -> bool:
+        return bool(self.fresh or self.lost)
+
+    @property
+    def is_complete(self) -> bool:
+        return self.size is not None and self.done.covers(0, self.size)
+
+    def take(self, limit: int) -> Piece | None:
+        """Up to ``limit`` tasks that are not done; lost ones first."""
+        for pieces in (self.lost, self.fresh):
+            while pieces:
+                piece = pieces.pop(0)
+                gap = next(self.done.missing(piece.first, piece.stop), None)
+                if gap is None:
+                    continue  # who was thought lost has done it
+                start, stop = gap[0], min(gap[1], gap[0] + min(limit, piece.run_tasks_max))
+                if stop < piece.stop:
+                    pieces.insert(0, piece.part(stop, piece.stop))
+                return piece.part(start, stop)
+        return None
+
+    def respond(self, response: Response) -> list[Response]:
+        """What of it is new. Raises BatchError."""
+        stop = response.first + response.count
+        try:
+            count = len(split(response.values))
+        except ValueError as error:
+            raise BatchError(f"results from {response.first} on: {error}") from None
+        if count != response.count or not 0 <= response.first <= stop <= self.put_count:
+            raise BatchError(
+                f"{count} results from {response.first} on came as {response.count}; of batch {response.batch!r} "
+                f"{self.put_count} tasks are known"
+            )
+        new = [response.part(*gap) for gap in self.done.missing(response.first, stop)]
+        self.done.add(response.first, stop)
+        self.failed += sum(len(part.failures) for part in new)
+        return new
+
+    def lose(self, batch: str, piece: Piece, deaths_max: int) -> list[Response]:
+        """Its worker was lost: it is given again, in smaller runs, or set aside. Returns the results of that."""
+        if piece.count > 1:
+            run_tasks_max = max(1, piece.count // LOST_PARTS)
+            self.give_back(msgspec.structs.replace(piece, run_tasks_max=run_tasks_max))
+        elif piece.deaths + 1 < deaths_max:
+            self.give_back(msgspec.structs.replace(piece, deaths=piece.deaths + 1))
+        else:
+            reason = f"set aside: {deaths_max} workers ended or fell silent while they had this task alone"
+            return self.respond(Response(batch, piece.first, 1, _NIL, {piece.first: reason}))
+        self.resent += sum(stop - start for start, stop in self.done.missing(piece.first, piece.stop))
+        return []
+
+    def give_back(self, piece: Piece) -> None:
+        """Nobody works on it any more. The lowest numbers go first: who reads in order waits for them."""
+        insort(self.lost, piece, key=lambda one: one.first)
+
+    def run(self, name: str, piece: Piece) -> Run:
+        return Run(name, self.function, piece.first, piece.count, piece.tasks)

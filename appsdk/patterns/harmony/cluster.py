@@ -1,0 +1,157 @@
+"""The instance that ventilators send their batches to, and workers ask for tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import ClassVar
+
+from appsdk.handlers.decorators import query, rpc
+from appsdk.immortal import Immortal
+from appsdk.patterns.harmony.batch import Progress
+from appsdk.patterns.harmony.collector import BaseCollector
+from appsdk.patterns.harmony.dispatch import Dispatch
+from appsdk.patterns.harmony.errors import BatchError
+from appsdk.patterns.harmony.limits import DEATHS_MAX, IDLE_S, SILENCE_S
+from appsdk.patterns.harmony.runs import Response, Run
+from appsdk.patterns.harmony.telling import fork_to
+
+
+class Cluster(Immortal):
+    """``silence_s``: a worker without a word for so long is lost, and others get what it had. ``deaths_max``: a task
+    that so many workers had alone when they were lost is set aside.
+    """
+
+    silence_s: ClassVar[float] = SILENCE_S
+    deaths_max: ClassVar[int] = DEATHS_MAX
+
+    dispatch: Dispatch
+
+    def __init__(self) -> None:
+        self.dispatch = Dispatch()
+
+    # --- for ventilators ---------------------------------------------------------------------------------------------
+
+    @rpc(raises=[BatchError])
+    def start(self, batch: str, function: str, collector: str) -> int:
+        """Tasks of ``batch`` are arguments of ``function``, results go to the instance ``collector``.
+
+        Returns the number of the task that is expected next: 0, or where a ventilator that died has come to.
+        """
+        return self.dispatch.start(batch, function, collector)
+
+    @rpc(raises=[BatchError])
+    def put(self, batch: str, first: int, tasks: bytes) -> bool:
+        """Tasks from number ``first`` on, a MessagePack array. Returns whether there is room for more, see ``room``."""
+        has_room = self.dispatch.put(batch, first, tasks)
+        self._call()
+        return has_room
+
+    @rpc(raises=[BatchError])
+    def end(self, batch: str, size: int) -> None:
+        """The batch has ``size`` tasks."""
+        collector = self.dispatch.end(batch, size)
+        if collector is not None:
+            fork_to(self, collector, BaseCollector, "end")(batch, size)
+        self.dispatch.close(batch)
+
+    @rpc
+    async def room(self, batch: str) -> bool:
+        """Waits until there is room for more tasks, some seconds at most; whether there is."""
+        if not await self.wait_for_room.step(batch):
+            return True
+        came = await self.race(self.event(f"room {batch}"), self.sleep(timedelta(seconds=IDLE_S)))
+        if came.index == 1:
+            await self.stop_waiting.step(batch)
+        return came.index == 0
+
+    @rpc
+    def wait_for_room(self, batch: str) -> bool:
+        """Whether the batch is full. A step of :meth:`room`."""
+        known = self.dispatch.batches.get(batch)
+        if known is None or not known.is_full:
+            return False
+        known.ventilator_waits = True
+        return True
+
+    @rpc
+    def stop_waiting(self, batch: str) -> None:
+        """A step of :meth:`room`."""
+        known = self.dispatch.batches.get(batch)
+        if known is not None:
+            known.ventilator_waits = False
+
+    @query(raises=[BatchError])
+    def progress(self, batch: str) -> Progress:
+        return self.dispatch.progress(batch, self.now_ns(), self.silence_s)
+
+    @query
+    def batches(self) -> list[str]:
+        """The names of all that are known, the open ones last."""
+        return self.dispatch.names()
+
+    # --- for workers -------------------------------------------------------------------------------------------------
+
+    @rpc(raises=[BatchError])
+    def work(self, worker: str, limits: dict[str, int], response: Response | None = None) -> Run | None:
+        """Results of what it was given, and more tasks of one function: ``limits`` says how many of each it wants.
+
+        None: there is nothing to do, see ``idle``; or it has asked for nothing, and is still at work.
+        """
+        self._listen(worker)
+        if response is not None:
+            new = self.dispatch.respond(worker, response)
+            self._pass_on(new)
+        run = self.dispatch.take(worker, limits) if limits else None
+        self._call()
+        return run
+
+    @rpc
+    async def idle(self, worker: str, functions: list[str]) -> None:
+        """Until there may be work for it, or some seconds are over."""
+        wait_s = await self.rest.step(worker, functions)
+        if wait_s:
+            came = await self.race(self.event(f"work {worker}"), self.sleep(timedelta(seconds=wait_s)))
+            if came.index == 1:
+                await self.stop_resting.step(worker)
+
+    @rpc(raises=[BatchError])
+    def rest(self, worker: str, functions: list[str]) -> float:
+        """For how many seconds it may wait. A step of :meth:`idle`."""
+        self._listen(worker)
+        return self.dispatch.rest(worker, functions)
+
+    @rpc
+    def stop_resting(self, worker: str) -> None:
+        """A step of :meth:`idle`."""
+        self.dispatch.resting.pop(worker, None)
+
+    @rpc
+    def leave(self, worker: str, died: bool = False) -> None:
+        """It ends; with ``died`` somebody has seen it die. Others get what it had."""
+        if died:
+            self._pass_on(self.dispatch.lose(worker, self.deaths_max))
+        else:
+            self.dispatch.leave(worker)
+        self._call()
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _listen(self, worker: str) -> None:
+        self.dispatch.hear(worker)
+        self._pass_on(self.dispatch.listen(self.now_ns(), self.silence_s, self.deaths_max))
+
+    def _pass_on(self, responses: Sequence[Response]) -> None:
+        """To the collectors."""
+        for response in responses:
+            collector = self.dispatch.batches[response.batch].collector
+            fork_to(self, collector, BaseCollector, "accept")(response)
+        for name in dict.fromkeys(response.batch for response in responses):
+            self.dispatch.close(name)
+
+    def _call(self) -> None:
+        """Those who wait for what there is now."""
+        for worker in self.dispatch.called():
+            self.signal(f"work {worker}")
+        for batch in self.dispatch.roomy():
+            self.signal(f"room {batch}")

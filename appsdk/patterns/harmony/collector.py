@@ -1,0 +1,150 @@
+"""Collectors: what a batch's results go to, each once. :class:`Collector` keeps them; write your own to do without."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import msgspec
+
+from appsdk.handlers.decorators import query, rpc
+from appsdk.immortal import Immortal
+from appsdk.patterns.harmony.errors import BatchError
+from appsdk.patterns.harmony.gathered import Gathered, Kept
+from appsdk.patterns.harmony.limits import IDLE_S
+from appsdk.patterns.harmony.runs import Response, Result, results
+
+
+class Received(msgspec.Struct, frozen=True):
+    """``done`` results of a batch have come, ``failed`` of them failures. ``size``: None until its end has come."""
+
+    batch: str
+    done: int
+    failed: int
+    size: int | None
+
+    @property
+    def is_complete(self) -> bool:
+        return self.done == self.size
+
+
+class BaseCollector(Immortal):
+    """Write ``collect``, and ``complete`` if you like; they run in a handler, so state and calls are exactly once."""
+
+    gathered: dict[str, Gathered]
+
+    def __init__(self) -> None:
+        self.gathered = {}
+
+    def collect(self, batch: str, results: list[Result]) -> None:
+        """Results that have not come before, in the order of their numbers; runs come in any order."""
+        raise NotImplementedError
+
+    def complete(self, batch: str, size: int) -> None:
+        """All ``size`` results of the batch have been collected."""
+
+    def keep(self, response: Response) -> None:
+        """The same as ``collect``, for who does not want to look into results."""
+        self.collect(response.batch, results(response))
+
+    @rpc
+    def accept(self, response: Response) -> None:
+        """Of a cluster."""
+        gathered = self.gathered.setdefault(response.batch, Gathered())
+        for new in gathered.take(response):
+            self.keep(new)
+        self._look(response.batch, gathered)
+
+    @rpc
+    def end(self, batch: str, size: int) -> None:
+        """Of a cluster: the batch has ``size`` tasks."""
+        gathered = self.gathered.setdefault(batch, Gathered())
+        if gathered.size is None:
+            gathered.size = size
+            self._look(batch, gathered)
+
+    def _look(self, batch: str, gathered: Gathered) -> None:
+        if gathered.is_complete and gathered.size is not None:
+            self.complete(batch, gathered.size)
+
+    @query
+    def received(self, batch: str) -> Received:
+        known = self.gathered.get(batch, Gathered())
+        return Received(batch, len(known.done), known.failed, known.size)
+
+    @rpc
+    def forget(self, batch: str) -> bool:
+        """Keep nothing more of it; False: nothing was known. Under the same name all would be collected again."""
+        return self.gathered.pop(batch, None) is not None
+
+
+class Collector(BaseCollector):
+    """Keeps all results of a batch until it is forgotten; they can be read in order while they come."""
+
+    kept: dict[str, Kept]
+    readers: dict[str, dict[str, int]]  # those that wait: by batch, their event and the number that they wait for
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = {}
+        self.readers = {}
+
+    def keep(self, response: Response) -> None:
+        self.kept.setdefault(response.batch, Kept()).add(response)
+
+    def _look(self, batch: str, gathered: Gathered) -> None:
+        super()._look(batch, gathered)
+        waiting = self.readers.get(batch, {})
+        there = [event for event, number in waiting.items() if self._has_come(gathered, number)]
+        for event in there:
+            del waiting[event]
+            self.signal(event)
+        if not waiting:
+            self.readers.pop(batch, None)
+
+    def _has_come(self, gathered: Gathered, number: int) -> bool:
+        return gathered.done.covers(number, number + 1) or (gathered.size is not None and number >= gathered.size)
+
+    @query(raises=[BatchError])
+    def page(self, batch: str, number: int) -> Response | None:
+        """Results from ``number`` on, some of them; None: that one has not come; ``count`` 0: there are no more."""
+        kept = self.kept.get(batch)
+        gathered = self.gathered.get(batch, Gathered())
+        if kept is not None and (page := kept.page(number)) is not None:
+            return page
+        if gathered.size is not None and number >= gathered.size:
+            if number > gathered.size:
+                raise BatchError(f"batch {batch!r} has {gathered.size} tasks, there is no result {number}")
+            return Response(batch, number, 0, b"\x90")
+        return None
+
+    @rpc
+    def forget(self, batch: str) -> bool:
+        self.kept.pop(batch, None)
+        return super().forget(batch)
+
+    @rpc
+    def wait_for(self, batch: str, number: int) -> str:
+        """An event that comes with that result, or the end before it; "": that is there. A step of :meth:`watch`."""
+        gathered = self.gathered.get(batch, Gathered())
+        if self._has_come(gathered, number):
+            return ""
+        event = f"{batch} {self.uuid4()}"
+        self.readers.setdefault(batch, {})[event] = number
+        return event
+
+    @rpc
+    def stop_waiting(self, batch: str, event: str) -> None:
+        """A step of :meth:`watch`."""
+        waiting = self.readers.get(batch, {})
+        waiting.pop(event, None)
+        if not waiting:
+            self.readers.pop(batch, None)
+
+    @rpc
+    async def watch(self, batch: str, number: int) -> None:
+        """Until that result or the end before it has come, or some seconds are over."""
+        event = await self.wait_for.step(batch, number)
+        if event:
+            came = await self.race(self.event(event), self.sleep(timedelta(seconds=IDLE_S)))
+            if came.index == 1:
+                await self.stop_waiting.step(batch, event)

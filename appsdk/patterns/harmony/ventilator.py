@@ -1,0 +1,199 @@
+"""The ventilator's side: batches that are sent, watched and collected, from any process."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from types import TracebackType
+from typing import Any
+
+from appsdk.client import connect as connect_to
+from appsdk.client.limits import TIMEOUT_DEFAULT_S
+from appsdk.patterns.harmony.batch import Progress
+from appsdk.patterns.harmony.cluster import Cluster
+from appsdk.patterns.harmony.collector import Collector
+from appsdk.patterns.harmony.limits import FLUSH_S
+from appsdk.patterns.harmony.packing import Packer
+from appsdk.patterns.harmony.runs import Result, results
+
+_PROGRESS_S = 1.0  # between two lines
+
+
+class Ventilator:
+    """What ``with connect("cluster") as cluster`` gives; for one thread."""
+
+    def __init__(self, cluster: Cluster, connector: Callable[[str], Any]) -> None:
+        self._cluster = cluster
+        self._connector = connector
+
+    def batch(self, name: str, function: str, *, collector: str) -> Batch:
+        """A new batch, or the one of that name, wherever it has come to.
+
+        ``function``: what workers call it; ``collector``: the instance that gets the results. Raises BatchError,
+        ClientError.
+        """
+        return Batch(self._cluster, self._connector, name, collector, self._cluster.start(name, function, collector))
+
+    def progress(self, name: str) -> Progress:
+        """Of a batch. Raises BatchError, ClientError."""
+        return self._cluster.progress(name)
+
+    def batches(self) -> list[str]:
+        """Those that the cluster knows, the open ones last. Raises ClientError."""
+        return self._cluster.batches()
+
+
+class Batch:
+    """``name``: its number, so to speak: no two batches of a collector have one."""
+
+    def __init__(
+        self, cluster: Cluster, connector: Callable[[str], Any], name: str, collector: str, first: int
+    ) -> None:
+        self.name = name
+        self.collector = collector
+        self._cluster = cluster
+        self._connector = connector
+        self._packer = Packer(first)
+        self._flushed_s = time.monotonic()
+
+    @property
+    def sent(self) -> int:
+        """How many tasks there are so far; the number of the next."""
+        return self._packer.next
+
+    def send(self, tasks: Iterable[Any], *, report: Callable[[Progress], object] | None = None) -> None:
+        """All tasks of the batch, and its end. They are not held in memory: one is asked for when it can be sent.
+
+        After a crash of this process the same tasks may be given again, from the first on: those that the cluster has
+        are not sent. ``report``: is called about once a second, with ``print`` for a line.
+
+        Raises TypeError, ValueError, BatchError, ClientError.
+        """
+        reported_s = time.monotonic()
+        for task in islice(tasks, self.sent, None):
+            self.put(task)
+            if report is not None and time.monotonic() - reported_s >= _PROGRESS_S:
+                report(self.progress())
+                reported_s = time.monotonic()
+        self.end()
+
+    def put(self, task: Any) -> None:
+        """The next task. It leaves with others, after FLUSH_S with the next one; waits while the cluster is full."""
+        self._packer.add(task)
+        if self._packer.is_full or time.monotonic() - self._flushed_s >= FLUSH_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """All tasks so far are the cluster's, and durable."""
+        first = self._packer.first
+        if self.sent > first and not self._cluster.put(self.name, first, self._packer.run()):
+            while not self._cluster.room(self.name):
+                pass  # it has waited there
+        self._packer.left()
+        self._flushed_s = time.monotonic()
+
+    def end(self) -> None:
+        """There are no more tasks."""
+        self.flush()
+        self._cluster.end(self.name, self.sent)
+
+    def progress(self) -> Progress:
+        """Of this batch at the cluster. Raises ClientError."""
+        return self._cluster.progress(self.name)
+
+    def results(self, first: int = 0, *, timeout: float | None = None) -> Iterator[Result]:
+        """One for each task from number ``first`` on, in order, as they come, until the last.
+
+        For a batch whose collector is a :class:`Collector`. ``timeout``: seconds without a result after which it raises
+        TimeoutError; None: however long it takes. Raises BatchError, ClientError.
+        """
+        with self._connector(self.collector) as collector:
+            came_s = time.monotonic()
+            while True:
+                page = collector.page(self.name, first)
+                if page is not None:
+                    yield from results(page)
+                    if not page.count:
+                        return
+                    first += page.count
+                    came_s = time.monotonic()
+                    continue
+                if timeout is not None and time.monotonic() - came_s >= timeout:
+                    raise TimeoutError(
+                        f"batch {self.name!r}: no result {first} within {timeout:g} s: {self.progress()}"
+                    )
+                collector.watch(self.name, first)
+
+    def wait(self, *, timeout: float | None = None, report: Callable[[Progress], object] | None = None) -> Progress:
+        """Until the cluster has a result of each task. Raises TimeoutError, ClientError.
+
+        ``timeout``: in seconds; None: however long it takes. ``report``: see :meth:`send`.
+        """
+        began_s = reported_s = time.monotonic()
+        pause_s = 0.05
+        while True:
+            progress = self.progress()
+            now_s = time.monotonic()
+            if progress.is_complete:
+                if report is not None:
+                    report(progress)
+                return progress
+            if timeout is not None and now_s - began_s >= timeout:
+                raise TimeoutError(f"not complete after {timeout:g} s: {progress}")
+            if report is not None and now_s - reported_s >= _PROGRESS_S:
+                report(progress)
+                reported_s = now_s
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _PROGRESS_S)
+
+
+class Connector:
+    """What ``connect(...)`` gives, for one ``with``."""
+
+    def __init__(self, client: Any, collector: Callable[[str], Any]) -> None:
+        self._client = client
+        self._collector = collector
+
+    def __enter__(self) -> Ventilator:
+        return Ventilator(self._client.__enter__(), self._collector)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._client.__exit__(kind, error, trace)
+
+
+def connect(
+    cluster: str,
+    *,
+    timeout: float | None = TIMEOUT_DEFAULT_S,
+    endpoints: Sequence[str] = (),
+    home: str | os.PathLike[str] | None = None,
+    identity: str | None = None,
+    server_keys: Sequence[str] = (),
+    insecure: bool = False,
+) -> Connector:
+    """Send batches to the cluster called so: ``with connect("cluster") as cluster: cluster.batch(...).send(tasks)``.
+
+    ``timeout``: of each message, in seconds; None: for ever. The rest as in :func:`appsdk.client.connect`; collectors
+    are found in ``home``. Raises TypeError; entering raises NotConnectable.
+    """
+    if not isinstance(cluster, str):
+        raise TypeError(f"connect({cluster!r}): the name of a cluster was expected")
+    client = connect_to(
+        Cluster,
+        cluster,
+        timeout=timeout,
+        endpoints=endpoints,
+        home=home,
+        identity=identity,
+        server_keys=server_keys,
+        insecure=insecure,
+    )
+
+    def collector(name: str) -> Any:
+        return connect_to(Collector, name, timeout=timeout, home=home, identity=identity, insecure=insecure)
+
+    return Connector(client, collector)

@@ -1,0 +1,12 @@
+"""What the workers do: ``python -m appsdk.patterns.harmony work NAME collatz:steps`` is one."""
+
+from __future__ import annotations
+
+
+def steps(number: int) -> int:
+    """How many steps the Collatz sequence takes from ``number + 1`` to 1."""
+    value, count = number + 1, 0
+    while value != 1:
+        value = value // 2 if value % 2 == 0 else 3 * value + 1
+        count += 1
+    return count

@@ -1,0 +1,139 @@
+"""A batch whose workers, cluster and collector are killed all along; then every result is compared.
+
+python examples/harmony/killed_batch.py [--tasks N] [--kills K] [--workers W] [--instances I] [--seed S]
+
+K times a worker is killed with kill -9 and replaced, I times a coordinator or app of the cluster or the collector.
+Status 1: a result is missing, doubled or wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import collatz
+
+from appsdk.patterns.harmony import Ventilator, connect
+
+HERE = Path(__file__).parent
+CLASSES = {"cluster": "appsdk.patterns.harmony:Cluster", "steps": "appsdk.patterns.harmony:Collector"}
+
+
+class Service:
+    """One ``immortal run``, and the processes that it has started."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        coordinator = [sys.executable, "-m", "coordinator", "--home", str(folder)]
+        subprocess.run(
+            [*coordinator, "register", name, "--peer", "tcp://127.0.0.1:*"], check=True, stdout=subprocess.DEVNULL
+        )
+        self.log = folder / f"{name}.log"
+        with self.log.open("w") as log:
+            command = [*coordinator, "run", name, CLASSES[name], "--restart"]
+            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+
+    def kill_one(self, chance: random.Random) -> None:
+        """Its coordinator or its app; it comes back by itself."""
+        found = re.findall(r"coordinator_pid=(\d+) app_pid=(\d+)", self.log.read_text())
+        if found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(chance.choice(found[-1])), signal.SIGKILL)
+
+    def end(self) -> None:
+        self.process.terminate()
+        self.process.wait()
+
+
+class Workers:
+    def __init__(self, folder: Path, count: int) -> None:
+        self._environment = {**os.environ, "IMMORTAL_HOME": str(folder)}
+        self._processes = [self._start() for _ in range(count)]
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "appsdk.patterns.harmony", "work", "cluster", "collatz:steps"]
+        return subprocess.Popen(command, cwd=HERE, env=self._environment)
+
+    def kill_one(self, chance: random.Random) -> None:
+        """Another takes its place."""
+        index = chance.randrange(len(self._processes))
+        self._processes[index].kill()
+        self._processes[index].wait()
+        self._processes[index] = self._start()
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+
+def kill_all_along(cluster: Ventilator, size: int, plan: list[Workers | Service], chance: random.Random) -> None:
+    """One of ``plan`` at each further part of the batch that is done."""
+    for index, victim in enumerate(plan):
+        while cluster.progress("collatz").done < size * (index + 1) // (len(plan) + 1):
+            time.sleep(0.02)
+        victim.kill_one(chance)
+
+
+@contextlib.contextmanager
+def running(folder: Path, workers: int) -> Iterator[tuple[Workers, list[Service]]]:
+    with contextlib.ExitStack() as stack:
+        services = []
+        for name in CLASSES:
+            services.append(Service(folder, name))
+            stack.callback(services[-1].end)
+        made = Workers(folder, workers)
+        stack.callback(made.end)
+        yield made, services
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", type=int, default=100_000)
+    parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--instances", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    chance = random.Random(options.seed)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o700)
+        with running(folder, options.workers) as (workers, services), connect("cluster", home=folder) as cluster:
+            plan: list[Workers | Service] = [workers] * options.kills
+            plan += [services[index % 2] for index in range(options.instances)]
+            chance.shuffle(plan)
+            began_s = time.monotonic()
+            batch = cluster.batch("collatz", "steps", collector="steps")
+            with connect("cluster", home=folder) as other:
+                killing = threading.Thread(
+                    target=kill_all_along, args=(other, options.tasks, plan, chance), daemon=True
+                )
+                killing.start()
+                batch.send(range(options.tasks), report=print)
+                progress = batch.wait(report=print)
+                took_s = time.monotonic() - began_s
+                killing.join()
+            count = wrong = 0
+            for result in batch.results():
+                wrong += result.number != count or result.value != collatz.steps(count)
+                count += 1
+    right = count == options.tasks and not wrong and not progress.failed
+    print(f"{options.kills} workers and {options.instances} parts of instances killed, {progress.resent} tasks resent")
+    verdict = "right" if right else "WRONG"
+    print(f"{count / took_s:.0f} tasks/s; {count} of {options.tasks} results, {wrong} wrong: {verdict}")
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
