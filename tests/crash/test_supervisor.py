@@ -329,7 +329,7 @@ def test_a_restart_during_the_pause(start: Start) -> None:
 
 
 def test_asked_twice_to_stop(start: Start) -> None:
-    supervised = start(STUBBORN, ENDS, stop_grace_s=0.1)
+    supervised = start(STUBBORN, ENDS, stop_grace_s=1.0)  # the app ends within it, on a busy machine as well
     supervised.started()
     supervised.process.terminate()
     supervised.event("stopping")

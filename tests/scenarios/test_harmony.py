@@ -7,8 +7,9 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from appsdk.patterns.harmony import connect
@@ -28,6 +29,18 @@ def deadly(number: int) -> int:
         os._exit(9)
     return number
 """
+HANGING = """
+
+def hanging(number: int) -> int:
+    import os, signal, time
+    if number == 3 and not os.path.exists("frozen"):
+        open("frozen", "w").close()
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if number == 12 and not os.path.exists("stuck"):
+        open("stuck", "w").close()
+        time.sleep(600)
+    return number
+"""
 
 
 @contextmanager
@@ -45,9 +58,10 @@ def pipeline(folder: Path, *work: str) -> Iterator[subprocess.Popen[bytes]]:
         crew = subprocess.Popen(command, cwd=folder, env=environment(folder))
         try:
             yield crew
-        finally:
-            crew.send_signal(signal.SIGTERM)
+            crew.terminate()
             assert crew.wait(TIMEOUT_S) == 0
+        finally:
+            crew.kill()
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -104,6 +118,24 @@ def test_a_task_that_kills_real_workers(tmp_path: Path) -> None:
             found = list(batch.results(timeout=TIMEOUT_S))
         assert [result.number for result in found if result.error] == [7]
         assert [result.value for result in found if not result.error] == [n for n in range(20) if n != 7]
+
+
+def test_workers_that_freeze_or_take_too_long(tmp_path: Path) -> None:
+    (tmp_path / "tasks.py").write_text(PROGRAMS["tasks"] + HANGING)
+    with pipeline(tmp_path, "tasks:hanging", "--processes", "2", "--task-timeout", "1") as crew:
+        with connect("cluster", home=tmp_path / HOME) as cluster:
+            batch = cluster.batch("hanging", "hanging", collector="results")
+            batch.send(range(20))
+            assert [result.value for result in batch.results(timeout=TIMEOUT_S)] == list(range(20))
+            assert batch.progress().resent
+        assert (tmp_path / "frozen").exists()
+        assert (tmp_path / "stuck").exists()
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while crew.poll() is None:  # asked a second time, it kills the one that is frozen
+            assert time.monotonic() < deadline_s
+            crew.send_signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                crew.wait(0.2)
 
 
 def test_mistakes_are_said(tmp_path: Path) -> None:

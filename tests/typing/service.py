@@ -10,7 +10,7 @@ from typing import assert_type
 
 from appsdk import Immortal, Impulses, Retry, every, impulse, initial, on_primary, peer, rpc
 from appsdk.client import Connector, connect, start, with_key, with_timeout
-from appsdk.patterns import pirate, queue
+from appsdk.patterns import harmony, pirate, queue
 
 
 class CardRefusedError(Exception):
@@ -210,3 +210,12 @@ async def awaited() -> None:
         assert_type(await (await start(shop.totals)).result(), tuple[int, int])
         assert_type(await with_timeout(shop, 2.5).cancel(5), Order | None)
         shop.note.fork("hello", level=2)
+
+
+def piped() -> None:
+    with harmony.connect("cluster") as cluster:
+        batch = cluster.batch("squares", "square", collector="results")
+        batch.send(range(5), report=print)
+        assert_type(batch.progress(), harmony.Progress)
+        assert_type([result.number for result in batch.results(timeout=5)], list[int])
+    harmony.worker("cluster", {"square": abs}, task_timeout_s=2)

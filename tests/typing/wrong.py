@@ -12,7 +12,7 @@ from appsdk.client import connect
 from appsdk.embedded import run, start
 from appsdk.integrations.asgi import Service, progress
 from appsdk.integrations.pydantic_ai import ImmortalDurability, run_agent
-from appsdk.patterns import pirate, queue
+from appsdk.patterns import harmony, pirate, queue
 from appsdk.testing import Environment, assert_replays, crash_everywhere
 
 
@@ -131,6 +131,16 @@ def from_a_queue() -> None:
         text: str = jobs.submit("length", ["abc"], returns=int).result()  # wrong: the result is an int
         print(text)
     queue.work("jobs", len)  # wrong: functions have names
+
+
+def from_a_pipeline() -> None:
+    with harmony.connect("cluster") as cluster:
+        cluster.batch("squares", "square")  # wrong: no collector
+        batch = cluster.batch("squares", "square", collector="results")
+        batch.send(5)  # wrong: one task for many
+        number: str = next(batch.results()).number  # wrong: it is an int
+        print(number)
+    harmony.worker("cluster", abs)  # wrong: functions have names
 
 
 async def from_asyncio() -> None:

@@ -27,7 +27,7 @@ class Crew:
         self._cluster = cluster
         self._command = [sys.executable, "-m", "appsdk.patterns.harmony", "work", cluster, *arguments]
         self._ending = threading.Event()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal may come while its thread has it
         self._alive: set[subprocess.Popen[bytes]] = set()
         self._places = [threading.Thread(target=self._keep, name=f"place {index}") for index in range(processes)]
         self._status = 0
@@ -46,11 +46,15 @@ class Crew:
         return self._status
 
     def end(self) -> None:
-        """Workers end what they have at work."""
-        self._ending.set()
+        """Workers end what they have at work. Asked again, as one may hang, they are killed: others do it."""
         with self._lock:
+            again = self._ending.is_set()
+            self._ending.set()
             for process in self._alive:
-                process.terminate()
+                if again:
+                    process.kill()
+                else:
+                    process.terminate()
 
     def _keep(self) -> None:
         pause_s = _PAUSE_MIN_S
