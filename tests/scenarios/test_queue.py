@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from appsdk.client import connect as connect_client
-from appsdk.patterns.queue import Queue, TaskFailed, connect, limits
+from appsdk.patterns.queue import Queue, TaskFailed, Worker, connect, limits
 from tests.helpers.cli import HOME, Run, immortal
 
 ROOT = Path(__file__).parents[2]
@@ -113,6 +114,20 @@ def test_dead_letters_in_the_operators_hand(tmp_path: Path) -> None:
         worker.terminate()
         assert worker.wait(30) == 0, "it ends by itself"
         assert run.process.poll() is None
+
+
+def test_a_worker_that_is_stopped_while_the_queue_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends, whatever it waits for."""
+    monkeypatch.setattr(limits, "STOP_S", 0.3)
+    worker = Worker("jobs", {"square": abs}, home=tmp_path / HOME, heartbeat=0.1)
+    with queue(tmp_path) as run, connect("jobs", home=tmp_path / HOME) as jobs:
+        working = threading.Thread(target=worker.run)
+        working.start()
+        assert jobs.submit("square", [-3], returns=int).result(30) == 3
+        run.kill()
+        worker.stop()
+        working.join(30)
+        assert not working.is_alive()
 
 
 def test_each_test_that_the_guide_names_is_there() -> None:
