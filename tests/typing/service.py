@@ -10,7 +10,7 @@ from typing import assert_type
 
 from appsdk import Immortal, Impulses, Retry, every, impulse, initial, on_primary, peer, rpc
 from appsdk.client import Connector, connect, start, with_key, with_timeout
-from appsdk.patterns import harmony, pirate, queue
+from appsdk.patterns import clone, harmony, pirate, queue
 
 
 class CardRefusedError(Exception):
@@ -219,3 +219,12 @@ def piped() -> None:
         assert_type(batch.progress(), harmony.Progress)
         assert_type([result.number for result in batch.results(timeout=5)], list[int])
     harmony.worker("cluster", {"square": abs}, task_timeout_s=2)
+
+
+def cloned() -> None:
+    with clone.connect("prices", float, subtrees=["stocks"], policy="disconnect") as prices:
+        assert_type(prices["stocks/ACME"], float)
+        assert_type(prices.put("stocks/ACME", 12.5, ttl=5), int)
+        assert_type(prices.snapshot(), tuple[int, dict[str, float]])
+        assert_type([change.value for change in prices.changes(timeout=1)], list[float | None])
+        assert_type(prices.get("bonds"), float | None)

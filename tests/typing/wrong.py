@@ -12,7 +12,7 @@ from appsdk.client import connect
 from appsdk.embedded import run, start
 from appsdk.integrations.asgi import Service, progress
 from appsdk.integrations.pydantic_ai import ImmortalDurability, run_agent
-from appsdk.patterns import harmony, pirate, queue
+from appsdk.patterns import clone, harmony, pirate, queue
 from appsdk.testing import Environment, assert_replays, crash_everywhere
 
 
@@ -141,6 +141,15 @@ def from_a_pipeline() -> None:
         number: str = next(batch.results()).number  # wrong: it is an int
         print(number)
     harmony.worker("cluster", abs)  # wrong: functions have names
+
+
+def from_a_clone() -> None:
+    with clone.connect("prices", float, policy="never") as unknown:  # wrong: no such policy
+        print(unknown)
+    with clone.connect("prices", float) as prices:
+        prices.put("stocks/ACME", "much")  # wrong: a str for a float
+        text: str = prices["stocks/ACME"]  # wrong: it is a float
+        print(text)
 
 
 async def from_asyncio() -> None:

@@ -26,7 +26,6 @@ WAITING_SIZE_BYTES_MAX = 64 << 20
 # has a reply before.
 TURN_REQUESTS_MAX = 64
 TURN_S = 0.005
-CALLERS_LOOK_S = 1.0  # for new and removed keys, as instances do
 TEXT_SIZE_BYTES_MAX = 2048  # of what a function has raised: a message for people
 
 # --- of stored replies, for each name of a key (without keys: all clients together) -----------------------------------

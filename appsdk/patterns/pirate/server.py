@@ -22,7 +22,7 @@ import zmq
 
 from appsdk.client.errors import NotConnectable
 from appsdk.client.places import HOME_DEFAULT, HOME_VARIABLE, is_local, pair_of
-from appsdk.patterns.pirate.callers import Callers, Guard
+from appsdk.patterns.callers import Callers, Guard, NoKeysError
 from appsdk.patterns.pirate.errors import ServerError
 from appsdk.patterns.pirate.frames import FRAME_SIZE_BYTES_MAX, Frame, Kind, decode_frame, encode_frame
 from appsdk.patterns.pirate.limits import (
@@ -162,7 +162,10 @@ class Server:
             raise ServerError(
                 f"{identity!r} has no keys in {home / identity}: 'immortal keys {identity} --make --client' makes them"
             )
-        self._callers = Callers(home, [identity, *names])
+        try:
+            self._callers = Callers(home, [identity, *names])
+        except NoKeysError as error:
+            raise ServerError(str(error)) from None
         self._guard = Guard(self._context, pair, self._callers)
         self._guard.protect(self._socket)
 

@@ -1,4 +1,4 @@
-"""Who may call a server with keys: names, whose public keys are in the registry folder. Files are looked at again."""
+"""Who may talk to a server with keys: names with public keys in the registry folder, which is looked at again."""
 
 from __future__ import annotations
 
@@ -12,25 +12,32 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from appsdk.client.places import KEY, KeyPair
-from appsdk.patterns.pirate.errors import ServerError
-from appsdk.patterns.pirate.limits import CALLERS_LOOK_S
 
-ZAP_DOMAIN = "pirate"
+CALLERS_LOOK_S = 1.0  # for new and removed keys, as instances do
+
+ZAP_DOMAIN = "patterns"
 _EXPIRES = re.compile(r";.*\bexpires: (\d{4}-\d\d-\d\d)\s*")
 _FILE_SIZE_BYTES_MAX = 4096  # far more than two keys and a few comments
 
 
-class Callers:
-    """``names``: those that may call, each with a file HOME/NAME/public_keys. Raises ServerError."""
+class NoKeysError(Exception):
+    """Of somebody who may call."""
 
-    def __init__(self, home: Path, names: Sequence[str]) -> None:
+
+class Callers:
+    """``names``: those that may call, each with a file HOME/NAME/public_keys; None: all that have one.
+
+    Raises NoKeysError.
+    """
+
+    def __init__(self, home: Path, names: Sequence[str] | None) -> None:
         self._home = home
-        self._names = tuple(names)
+        self._names = None if names is None else tuple(names)
         self._by_key: dict[str, str] = {}
         self._looked_s = float("-inf")
-        for name in names:
+        for name in names or ():
             if not (home / name / "public_keys").exists():
-                raise ServerError(
+                raise NoKeysError(
                     f"{name!r} may call, and there are no keys of it in {home / name}: "
                     f"'immortal keys {name} --make --client' makes some, or copy its public_keys there"
                 )
@@ -51,7 +58,10 @@ class Callers:
         today = datetime.now(UTC).date()
         found: dict[str, str] = {}
         shared: set[str] = set()
-        for name in self._names:
+        names = self._names
+        if names is None:
+            names = tuple(path.parent.name for path in self._home.glob("*/public_keys"))
+        for name in names:
             for key in _valid_keys(self._home / name / "public_keys", today):
                 if found.setdefault(key, name) != name:
                     shared.add(key)  # of two names: it would be either

@@ -1,0 +1,35 @@
+"""A shared key-value table, cloned to any number of clients: `docs/guide/clone.md`.
+
+The table is an instance, ``immortal run prices appsdk.patterns.clone:Table``; clients (``connect``) and forwarders
+(``python -m appsdk.patterns.clone forward prices``) are plain processes.
+"""
+
+from __future__ import annotations
+
+from appsdk.patterns.clone.clients import Changed, Changes, Clone, CloneConnector, connect
+from appsdk.patterns.clone.errors import CloneError, Ended, NotEntitled, TableFull
+from appsdk.patterns.clone.forwarder import Forwarder
+from appsdk.patterns.clone.records import Change, Entitlement, Place, Presence, Status, Written
+from appsdk.patterns.clone.replica import Counts
+from appsdk.patterns.clone.table import Table
+
+__all__ = [
+    "Change",
+    "Changed",
+    "Changes",
+    "Clone",
+    "CloneConnector",
+    "CloneError",
+    "Counts",
+    "Ended",
+    "Entitlement",
+    "Forwarder",
+    "NotEntitled",
+    "Place",
+    "Presence",
+    "Status",
+    "Table",
+    "TableFull",
+    "Written",
+    "connect",
+]

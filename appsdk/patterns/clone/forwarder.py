@@ -1,0 +1,244 @@
+"""A process between a table and its clients: it has a copy, and publishes it. Forwarders of forwarders make a tree."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import zmq
+
+from appsdk.client import CallRefused, ClientError, connect, with_timeout
+from appsdk.patterns.clone import limits
+from appsdk.patterns.clone.entries import Entries
+from appsdk.patterns.clone.errors import CloneError
+from appsdk.patterns.clone.frames import Policy
+from appsdk.patterns.clone.own import has_keys, take_presences
+from appsdk.patterns.clone.places import Access, Places
+from appsdk.patterns.clone.publisher import Publisher, home_of, logger
+from appsdk.patterns.clone.publishing import Publishing
+from appsdk.patterns.clone.records import Place, Presence, Row
+from appsdk.patterns.clone.replica import News, Options, Replica
+from appsdk.patterns.clone.subscriber import Subscriber
+from appsdk.patterns.clone.table import Table
+
+_RETRY_S = 0.5
+_CALL_S = 2.5
+
+
+class Forwarder:
+    """Publishes ``table`` at ``listen`` from here to :meth:`stop`. It follows ``upstream``, or the table itself.
+
+    ``identity``: whose keys it shows, to both sides, entitled with ``relay=True``; by default those of the table.
+    ``advertise``: where clients find it; by default where it listens. ``blocking_s``: a client that asked for it may
+    hold up writers for so long; 0: not at all. The others are those of :func:`appsdk.client.connect`.
+
+    Raises CloneError, ClientError.
+    """
+
+    def __init__(
+        self,
+        table: str,
+        listen: str = "tcp://127.0.0.1:*",
+        *,
+        upstream: Sequence[str] = (),
+        identity: str | None = None,
+        advertise: str = "",
+        blocking_s: float = 0.0,
+        endpoints: Sequence[str] = (),
+        home: str | os.PathLike[str] | None = None,
+        server_keys: Sequence[str] = (),
+        insecure: bool = False,
+    ) -> None:
+        self.id = secrets.token_hex(4)
+        folder = home_of(home)
+        self._identity = identity or (table if has_keys(folder, table) else "")
+        self._blocking_s = blocking_s
+        self._connector = connect(
+            Table,
+            table,
+            timeout=None,
+            endpoints=endpoints,
+            home=home,
+            identity=identity,
+            server_keys=server_keys,
+            insecure=insecure,
+        )
+        self._publisher = Publisher(listen, home=folder, identity=self._identity, insecure=insecure)
+        self.endpoint = advertise or self._publisher.endpoint
+        policy: Policy = "block" if blocking_s else "drop"
+        mark_bytes = limits.MARK_BYTES_MAX if policy == "drop" else limits.MARK_BYTES_DEFAULT
+        self._replica = Replica(Options(("",), 4 << 20, mark_bytes, policy, f"forwarder {self.id}", relay=True))
+        self._access = Access(table, home, identity, server_keys, insecure, tuple(upstream))
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._stopping = False
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()  # of what the thread that tells the table takes
+        self._joined: list[Presence] = []
+        self._left: list[str] = []
+        self._held: list[str] = []
+        self._all: list[Presence] | None = None
+        self._wants_all = False
+        self._streams = 0
+        self._news = threading.Event()
+
+    @property
+    def number(self) -> int:
+        """Of the last update that it has."""
+        return self._replica.number
+
+    def stop(self) -> None:
+        """From any thread, or a signal's handler."""
+        self._stopping = True
+        self._news.set()
+        os.eventfd_write(self._wake, 1)
+
+    def run(self) -> None:
+        """Until :meth:`stop`. Raises NotEntitled."""
+        table = self._connector.__enter__()
+        telling = threading.Thread(target=self._tell, args=(table,), name=f"forwarder {self.id}", daemon=True)
+        telling.start()
+        places = _Upstream(Places(self._access, table), self.endpoint)
+        subscriber = Subscriber(self._context, self._replica, places.find, self._access.finder, time.monotonic())
+        try:
+            self._forward(subscriber)
+        finally:
+            self._stopping = True
+            self._news.set()
+            subscriber.close()
+            self._publisher.close()
+            telling.join(2 * _CALL_S)
+            self._connector.__exit__(None, None, None)
+            self._context.term()
+
+    def _forward(self, subscriber: Subscriber) -> None:
+        publisher = self._publisher
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        poll.register(publisher.fileno(), select.POLLIN)
+        registered: set[int] = set()
+        reported_s = float("-inf")
+        problem = ""
+        while not self._stopping:
+            now_s = time.monotonic()
+            holds = publisher.publishing is not None and bool(publisher.publishing.held_by)
+            news = subscriber.process(now_s, 0 if holds else 100)
+            for one in news:
+                self._take(one)
+            if self._replica.ended:
+                raise CloneError(f"{self._access.table!r} is not forwarded here: {self._replica.ended}")
+            current = "" if self._replica.subtrees is not None else subscriber.problem
+            if current and current != problem and self._replica.number:
+                logger.warning("forwarder %s waits: %s", self.id, current)
+            problem = current
+            wait_s = min(publisher.turn(), max(0.0, subscriber.next_deadline_s() - now_s), limits.PRESENCE_S)
+            if publisher.publishing is not None and now_s - reported_s >= limits.PRESENCE_S:
+                reported_s = now_s
+                self._report(publisher.publishing)
+            filenos = set() if holds else set(subscriber.filenos())
+            for descriptor in registered - filenos:
+                poll.unregister(descriptor)
+            for descriptor in filenos - registered:
+                poll.register(descriptor, select.POLLIN)
+            registered = filenos
+            for descriptor, _ in poll.poll(1000 * wait_s if len(news) < 100 else 0):
+                if descriptor == self._wake:
+                    os.eventfd_read(self._wake)
+
+    def _take(self, news: News) -> None:
+        """Of the table, to the clients."""
+        publisher, table = self._publisher, self._replica.table
+        publishing = publisher.publishing
+        if publishing is None or publishing.table != table or news.number < publishing.entries.number:
+            entries = Entries(forgotten=self._replica.forgotten)
+            for key, number, value in news.whole or ():
+                entries.apply(Row(key, number, value))
+            entries.number = news.number
+            if publishing is None:
+                publisher.publishing = Publishing(
+                    self.id, table, entries, blocking_s=self._blocking_s, owner=self._access.table
+                )
+            else:
+                publishing.replace(table, entries)
+            return
+        rows = [Row(key, number, value) for key, number, value in news.changes]
+        publishing.publish(rows, is_conflated=news.is_conflated, number=news.number)
+
+    # --- what the table is told --------------------------------------------------------------------------------------
+
+    def _report(self, publishing: Publishing) -> None:
+        with self._lock:
+            if self._wants_all:
+                self._wants_all = False
+                publishing.joined, publishing.left = [], []
+                self._all = publishing.present()
+                self._joined, self._left = [], []
+            else:
+                joined, left = take_presences(publishing)
+                self._joined += joined
+                self._left += left
+            held = publishing.held_by
+            has_news = bool(self._joined or self._left or self._all is not None or held != self._held)
+            self._held, self._streams = held, len(publishing)
+        if has_news:
+            self._news.set()
+
+    def _tell(self, table: Any) -> None:
+        """In a thread of its own: the table may be away."""
+        self._wants_all = True
+        told = False
+        while not self._stopping:
+            self._news.wait(limits.BEAT_S)
+            self._news.clear()
+            with self._lock:
+                everything, self._all = self._all, None
+                joined, left, self._joined, self._left = self._joined, self._left, [], []
+                held, streams = self._held, self._streams
+            if everything is None and not told:
+                continue
+            place = Place(self.endpoint, self._identity, streams, may_block=self._blocking_s > 0)
+            try:
+                if everything is None and not table.forwarder_known(self.id):
+                    self._wants_all = True
+                    continue
+                pages = [everything[at : at + 1000] for at in range(0, len(everything), 1000)] if everything else [[]]
+                for index, page in enumerate(pages if everything is not None else [joined]):
+                    begins = everything is not None and index == 0
+                    table.forwarder_says(self.id, place, page, left, held, begins)
+                told = True
+            except CallRefused as error:
+                logger.error("forwarder %s: %r is no table of this version: %s", self.id, self._access.table, error)
+            except ClientError as error:
+                if self._stopping:
+                    return
+                self._wants_all = True
+                logger.warning("forwarder %s: the table was not told: %s", self.id, error)
+            self._pause()
+        try:
+            with_timeout(table, _CALL_S).forwarder_ends(self.id)
+        except ClientError:
+            return  # it finds out by itself
+
+    def _pause(self) -> None:
+        """One message in so long, however much happens."""
+        if not self._stopping:
+            time.sleep(limits.PRESENCE_S)
+
+
+class _Upstream:
+    """The places of a table, without oneself, and without what is behind oneself."""
+
+    def __init__(self, places: Places, own: str) -> None:
+        self._places = places
+        self._own = own
+
+    def find(self, anew: bool) -> Sequence[Place]:
+        """Raises NotConnectable."""
+        found = self._places.find(anew)
+        if self._places.access.publishers:
+            return found
+        return [place for place in found if place.is_table]

@@ -1,0 +1,174 @@
+"""A copy of a part of a table, as it is told. It is always what the table was at one number. No I/O, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from appsdk.patterns.clone import limits
+from appsdk.patterns.clone.frames import Activate, Activated, Answer, Dropped, Finished, Part, Policy, Refused
+from appsdk.patterns.clone.views import EVERYTHING
+
+Told = tuple[str, int, bytes | None]  # key, number, value; None: the key is gone
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a client asks for."""
+
+    subtrees: tuple[str, ...] = ("",)
+    window_bytes: int = limits.WINDOW_BYTES_DEFAULT
+    mark_bytes: int = limits.MARK_BYTES_DEFAULT
+    policy: Policy = "drop"
+    label: str = ""
+    relay: bool = False
+
+
+@dataclass(slots=True)
+class Counts:
+    """``holes``: parts that did not follow what was there. ``whole``: copies that were taken from the beginning.
+    ``resumed``: streams that went on where the copy was. ``dropped``: changes that were not told one by one.
+    """
+
+    holes: int = 0
+    whole: int = 0
+    resumed: int = 0
+    dropped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What a part has changed, once it is whole. ``whole``: everything, where that was told in place of changes."""
+
+    changes: Sequence[Told]
+    number: int
+    whole: Sequence[Told] | None = None
+    is_conflated: bool = False
+
+
+class Replica:
+    """``values``: by key, MessagePack. ``number``: of the last update in it; ``table``: "" while there is none.
+
+    ``subtrees``: what it is given; None while it has no stream. ``ended``: why it will get no more.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.values: dict[str, bytes] = {}
+        self.table = ""
+        self.forgotten = 0  # see Activated
+        self.number = 0
+        self.subtrees: tuple[str, ...] | None = None
+        self.counts = Counts()
+        self.ended = ""
+        self.problem = ""
+        self.is_whole = False  # since the stream has begun
+        self.is_ahead = False  # of the publisher, which refused it for that
+        self._stream = 0
+        self._had: tuple[str, ...] = ()  # the subtrees of the copy
+        self._told_table = ""
+        self._staged: list[Told] = []
+        self._staged_after: int | None = None
+        self._received_bytes = 0
+        self._acknowledged_bytes = 0
+        self._dropped = 0  # of this stream
+
+    @property
+    def stream(self) -> int:
+        return self._stream
+
+    def activate(self, *, anew: bool = False) -> Activate:
+        """What to ask a publisher for. ``anew``: as if there were nothing."""
+        self._stream += 1
+        self.subtrees = None
+        self.is_whole = False
+        self._staged, self._staged_after = [], None
+        self._received_bytes = self._acknowledged_bytes = self._dropped = 0
+        options = self.options
+        table, number = ("", 0) if anew else (self.table, self.number)
+        return Activate(
+            self._stream,
+            list(options.subtrees),
+            table,
+            number,
+            list(self._had),
+            options.window_bytes,
+            options.mark_bytes,
+            options.policy,
+            options.label,
+            options.relay,
+        )
+
+    def take(self, answer: Answer, size_bytes: int) -> News | bool:
+        """News; or whether it is to ask again. ``size_bytes``: of the frame."""
+        if isinstance(answer, Part):
+            return self.subtrees is not None and self._part(answer, size_bytes)
+        if isinstance(answer, Activated):
+            if answer.stream == self._stream:
+                self.subtrees, self._told_table, self.problem = tuple(answer.subtrees), answer.table, ""
+                self.forgotten = answer.forgotten
+                self._staged, self._staged_after = [], None
+        elif isinstance(answer, (Refused, Finished)) and answer.stream == self._stream:
+            self.subtrees = None
+            self.problem = answer.reason
+            self.is_ahead = isinstance(answer, Refused) and answer.is_behind
+            if not answer.again:
+                self.ended = answer.reason
+            return answer.again
+        elif isinstance(answer, Dropped) and answer.stream == self._stream:
+            self.counts.dropped += answer.count - self._dropped
+            self._dropped = answer.count
+        return False
+
+    def _part(self, part: Part, size_bytes: int) -> News | bool:
+        self._received_bytes += size_bytes
+        if self._staged_after is not None:
+            follows = part.after == self._staged_after
+        else:
+            follows = part.after == EVERYTHING or (part.after == self.number and self.table == self._told_table)
+        if not follows:
+            self.counts.holes += 1
+            self.subtrees = None  # what is on its way follows this one, which is not taken
+            return True
+        if part.more:
+            self._staged += part.changes
+            self._staged_after = part.after
+            return False
+        changes: Sequence[Told] = [*self._staged, *part.changes] if self._staged else part.changes
+        self._staged, self._staged_after = [], None
+        whole = None
+        if part.after == EVERYTHING:
+            whole = changes
+            changes = self._replace(changes, part.number)
+        else:
+            self._apply(changes)
+            if not self.is_whole:
+                self.counts.resumed += 1
+        self.is_whole = True
+        self._had = self.subtrees or ()
+        self.number = part.number
+        return News(changes, part.number, whole, part.is_conflated)
+
+    def _apply(self, changes: Sequence[Told]) -> None:
+        values = self.values
+        for key, _, value in changes:
+            if value is not None:
+                values[key] = value
+            else:
+                values.pop(key, None)
+
+    def _replace(self, changes: Sequence[Told], number: int) -> list[Told]:
+        """All that is there. What differs from before is what has changed."""
+        self.counts.whole += 1
+        before = self.values
+        self.table = self._told_table
+        self.values = {key: value for key, _, value in changes if value is not None}
+        gone: list[Told] = [(key, number, None) for key in before if key not in self.values]
+        return [change for change in changes if before.get(change[0]) != change[2]] + gone
+
+    def acknowledgement(self) -> int | None:
+        """How many bytes of the stream have come, where the publisher is to hear of it."""
+        if self._received_bytes - self._acknowledged_bytes < self.options.window_bytes // 4:
+            return None
+        self._acknowledged_bytes = self._received_bytes
+        return self._received_bytes

@@ -1,0 +1,283 @@
+"""A replica's connection to one publisher after the other. It has no loop; used by one thread at a time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from appsdk.client.errors import NotConnectable
+from appsdk.client.places import Finder
+from appsdk.client.watch import Watch
+from appsdk.patterns.clone import limits
+from appsdk.patterns.clone.frames import (
+    Deactivate,
+    Deactivated,
+    Ping,
+    Pong,
+    Received,
+    Request,
+    decode_answer,
+    encode,
+)
+from appsdk.patterns.clone.records import Place
+from appsdk.patterns.clone.replica import News, Replica
+from protocol.errors import RemoteProtocolError
+
+_NOBLOCK = int(zmq.NOBLOCK)
+_EVENTS = int(zmq.EVENTS)
+_POLLIN = int(zmq.POLLIN)
+_BEHIND_S = 5.0  # for so long no publisher is as far as the copy: what it has is of no use any more
+Context = zmq.Context[zmq.Socket[bytes]]
+FindPlaces = Callable[[bool], Sequence[Place]]
+
+
+class Subscriber:
+    """``find``: where the table is published; True: ask anew. It may raise NotConnectable.
+
+    ``finder_of``: endpoint and keys of one of these places.
+    """
+
+    def __init__(
+        self, context: Context, replica: Replica, find: FindPlaces, finder_of: Callable[[Place], Finder], now_s: float
+    ) -> None:
+        self.replica = replica
+        self.malformed = 0
+        self.problem = "it was not tried yet"
+        self._context = context
+        self._find = find
+        self._finder_of = finder_of
+        self._random = random.Random()  # noqa: S311 (so that not all clients ask again at once)
+        self._watch = Watch(context)
+        self._socket: zmq.Socket[bytes] | None = None
+        self._connections = 0  # that the publisher was asked through
+        self._is_asked = False
+        self._heard_s = now_s
+        self._pinged_s = now_s
+        self._tries = 0
+        self._next_try_s = now_s
+        self._failed_until_s: dict[str, float] = {}  # by endpoint
+        self._behind_since_s: float | None = None
+        self.has_ended = False
+
+    @property
+    def endpoint(self) -> str:
+        """Where it is connected; "": nowhere."""
+        return "" if self._socket is None else self._endpoint
+
+    def filenos(self) -> list[int]:
+        """What to wait for. They tell of news once: :meth:`process` takes them all. Others may come with process."""
+        if self._socket is None:
+            return []
+        descriptor = self._socket.getsockopt(zmq.FD)
+        assert isinstance(descriptor, int)
+        return [descriptor, self._watch.fileno()]
+
+    def next_deadline_s(self) -> float:
+        if self._socket is None:
+            return self._next_try_s
+        silence_s = limits.SILENCE_S if self.replica.subtrees is not None else limits.CONNECT_S
+        return min(self._pinged_s + limits.BEAT_S, self._heard_s + silence_s)
+
+    def process(self, now_s: float, news_max: int = 1000) -> list[News]:
+        """What has come, as news of the copy; as many as ``news_max``, the rest with the next call."""
+        found: list[News] = []
+        if self.replica.ended:
+            self._disconnect()
+            return found
+        if self._socket is None:
+            if now_s < self._next_try_s:
+                return found
+            self._connect(now_s)
+        self._look(now_s)
+        self._read(found, now_s, news_max)
+        self._keep_alive(now_s, reads=news_max > 0)
+        self._read(found, now_s, news_max)  # sending may have taken in the news that something has come
+        return found
+
+    def _read(self, found: list[News], now_s: float, news_max: int) -> None:
+        while self._socket is not None and len(found) < news_max and self._has_unread():
+            data = self._socket.recv(_NOBLOCK)
+            self._heard_s = now_s
+            if (news := self._received(data, now_s)) is not None:
+                found.append(news)
+
+    # --- the connection ----------------------------------------------------------------------------------------------
+
+    def _connect(self, now_s: float) -> None:
+        try:
+            places = list(self._find(self._tries > 0))
+            if not places:
+                raise NotConnectable("it is published nowhere yet")
+            self._open(self._choose(places, now_s))
+        except NotConnectable as error:
+            self.problem = str(error)
+            self._retry(now_s)
+            return
+        self._heard_s = self._pinged_s = now_s
+        self._is_asked = False
+
+    def _choose(self, places: Sequence[Place], now_s: float) -> Place:
+        """One that has not failed lately, if there is one. The first two are about equal: not all are to choose one."""
+        fresh = [place for place in places if now_s >= self._failed_until_s.get(place.endpoint, 0.0)]
+        return self._random.choice(fresh[:2] or list(places))
+
+    def _open(self, place: Place) -> None:
+        """Raises NotConnectable."""
+        found = self._finder_of(place).find()
+        endpoint = found.endpoints[0]
+        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.IMMEDIATE, 1),  # what is sent to nobody would come to whoever listens there later
+            (zmq.RCVHWM, 0),  # as in appsdk.client.transport; the window is the limit
+            (zmq.MAXMSGSIZE, limits.PART_RECEIVED_SIZE_BYTES_MAX),
+            (zmq.RECONNECT_IVL, limits.RECONNECT_MS_MIN),
+            (zmq.RECONNECT_IVL_MAX, limits.RECONNECT_MS_MAX),
+            (zmq.CONNECT_TIMEOUT, limits.CONNECT_TIMEOUT_MS),
+            (zmq.IPV6, int("[" in endpoint)),
+        ):
+            socket.setsockopt(option, value)
+        if found.pair is not None:
+            key = found.server_keys[self._tries % len(found.server_keys)]
+            socket.setsockopt(zmq.CURVE_SERVERKEY, key.encode())
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, found.pair.public.encode())
+            socket.setsockopt(zmq.CURVE_SECRETKEY, found.pair.secret.encode())
+        try:
+            self._watch.watch(socket, has_keys=found.pair is not None)
+            self._watch.problem = ""  # it would be that of the place before
+            self._connections = self._watch.connections
+            socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self._watch.close()
+            socket.close()
+            raise NotConnectable(f"{endpoint!r} can't be connected to: {error.strerror}") from None
+        self._socket, self._endpoint = socket, endpoint
+
+    def _disconnect(self) -> None:
+        if self._socket is not None:
+            self._watch.close()
+            self._socket.close()
+            self._socket = None
+        self.replica.subtrees = None
+
+    def _retry(self, now_s: float) -> None:
+        """Soon, with another place if there is one."""
+        if self._socket is not None:
+            self._failed_until_s[self._endpoint] = now_s + limits.LEASE_S
+            if len(self._failed_until_s) > limits.FORWARDERS_MAX:
+                self._failed_until_s.clear()
+        self._disconnect()
+        pause_s = min(limits.RETRY_S * 1.5 ** min(self._tries, 20), limits.RETRY_S_MAX)
+        self._tries += 1
+        self._next_try_s = now_s + pause_s * (0.5 + self._random.random())
+
+    def _look(self, now_s: float) -> None:
+        if self._socket is None:
+            return
+        watch = self._watch
+        watch.look()
+        if self._is_asked and (not watch.is_up or watch.connections > self._connections):
+            self._is_asked = False  # a connection that broke may be made anew
+            self.replica.subtrees = None
+            self._heard_s = now_s
+        if not self._is_asked and watch.is_up:
+            self._connections = watch.connections
+            self._ask(now_s)
+        elif watch.finds_nobody:
+            self.problem = f"{self._endpoint}: {watch.problem}"
+            self._retry(now_s)
+
+    def _ask(self, now_s: float) -> None:
+        """For a stream, from where the copy is."""
+        self._is_asked = True
+        self._heard_s = now_s
+        behind_since_s = self._behind_since_s
+        self._say(self.replica.activate(anew=behind_since_s is not None and now_s - behind_since_s > _BEHIND_S))
+
+    def _keep_alive(self, now_s: float, *, reads: bool) -> None:
+        if self._socket is None:
+            return
+        if not reads and self._has_unread():
+            self._heard_s = now_s
+        asks = self.replica.subtrees is None
+        if now_s - self._heard_s >= (limits.CONNECT_S if asks else limits.SILENCE_S):
+            self.problem = f"{self._endpoint}: {self._watch.problem or 'it does not answer'}"
+            self._retry(now_s)
+        elif now_s - self._pinged_s >= limits.BEAT_S:
+            self._pinged_s = now_s
+            self._say(Ping(self.replica.stream))
+
+    def _say(self, request: Request) -> None:
+        assert self._socket is not None
+        try:
+            self._socket.send(encode(request), _NOBLOCK)
+        except zmq.Again:
+            return  # there is no connection: a new one begins with what is to be said
+
+    # --- what comes --------------------------------------------------------------------------------------------------
+
+    def _has_unread(self) -> bool:
+        assert self._socket is not None
+        events = self._socket.getsockopt(_EVENTS)
+        assert isinstance(events, int)
+        return bool(events & _POLLIN)
+
+    def _received(self, data: bytes, now_s: float) -> News | None:
+        try:
+            answer = decode_answer(data)
+        except RemoteProtocolError as error:
+            self.malformed += 1
+            self.problem = f"{self._endpoint} sends {error}"
+            self._retry(now_s)
+            return None
+        if isinstance(answer, Pong):
+            if answer.stream != self.replica.stream and self.replica.subtrees is not None:
+                self._ask(now_s)  # it has forgotten the stream
+            return None
+        if isinstance(answer, Deactivated):
+            self.has_ended = True
+            return None
+        came = self.replica.take(answer, len(data))
+        if isinstance(came, News):
+            self._tries = 0
+            self._behind_since_s = None
+            self._acknowledge()
+            return came
+        if came:
+            self._again(now_s)
+        elif self.replica.ended:
+            self._disconnect()
+        else:
+            self._acknowledge()
+        return None
+
+    def _acknowledge(self) -> None:
+        total_bytes = self.replica.acknowledgement()
+        if total_bytes is not None:
+            self._say(Received(self.replica.stream, total_bytes))
+
+    def _again(self, now_s: float) -> None:
+        """A hole, or a publisher that will not go on with this stream."""
+        if not self.replica.problem:
+            self._ask(now_s)
+            return
+        self.problem = f"{self._endpoint}: {self.replica.problem}"
+        if not self.replica.is_ahead:
+            self._behind_since_s = None
+        elif self._behind_since_s is None:
+            self._behind_since_s = now_s
+        self._retry(now_s)
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def deactivate(self) -> None:
+        """Ask for the end of the stream; ``has_ended`` says when it was acknowledged."""
+        if self._socket is not None and self.replica.subtrees is not None:
+            self._say(Deactivate(self.replica.stream))
+        else:
+            self.has_ended = True
+
+    def close(self) -> None:
+        self._disconnect()

@@ -1,0 +1,367 @@
+"""The table as an instance: ``immortal run prices appsdk.patterns.clone:Table``. Every change has its number here."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import ClassVar
+
+import msgspec
+
+from appsdk.errors import Cancelled
+from appsdk.handlers.decorators import impulse, initial, on_primary, query, rpc
+from appsdk.handlers.proxy import Impulses
+from appsdk.immortal import Immortal
+from appsdk.patterns.clone import limits, own
+from appsdk.patterns.clone.deadlines import Deadlines
+from appsdk.patterns.clone.entries import Entries
+from appsdk.patterns.clone.errors import TableFull
+from appsdk.patterns.clone.feeds import feed_of
+from appsdk.patterns.clone.records import (
+    ENTITLED,
+    EVERYBODY,
+    PRESENT,
+    Change,
+    Entitlement,
+    Place,
+    Presence,
+    Row,
+    Status,
+    Written,
+    check_change,
+    check_key,
+    encode,
+)
+from appsdk.patterns.clone.subtrees import check_subtrees, may_be_seen
+
+_ALARM = "alarm"
+_LOOKS = -1  # in place of the time for which the alarm is set: it is about to look
+_OWN = "own"  # in place of a forwarder's ID: the publisher of the table's app
+
+
+class Forwarding(msgspec.Struct):
+    """A forwarder, or the table's own publisher. ``heard_ns``: by the time for which the table has listened."""
+
+    place: Place
+    heard_ns: int
+    held_by: list[str] = []
+    streams: list[str] = []
+
+
+class Table(Immortal):
+    """``listen``: where it is published; give it an address of the machine for clients elsewhere, which needs keys.
+    ``blocking_s``: a client that asked for it may hold up writers for so long; 0: not at all.
+    """
+
+    listen: ClassVar[str] = "tcp://127.0.0.1:*"
+    blocking_s: ClassVar[float] = limits.BLOCKING_S
+
+    table: uuid.UUID | None
+    entries: Entries
+    deadlines: Deadlines  # by the instance's time
+    forwarders: dict[str, Forwarding]
+    listened_ns: int  # for so long it has listened to forwarders: what it is down counts for nobody's silence
+    looked_ns: int
+    alarm_ns: int  # when the alarm goes off; 0: it is not set
+    waiting: list[int]  # writers that are held up, by the number of their wait
+    waits: int
+
+    def __init__(self) -> None:
+        self.table = None
+        self.entries = Entries()
+        self.deadlines = Deadlines()
+        self.waiting = []
+        self.waits = 0
+        self.forwarders = {}
+        self.listened_ns = self.looked_ns = 0
+        self.alarm_ns = _LOOKS
+
+    # --- writers -----------------------------------------------------------------------------------------------------
+
+    @rpc(raises=[ValueError, TableFull])
+    def update(self, changes: list[Change]) -> Written:
+        """All of them or none, one behind the other."""
+        if not 1 <= len(changes) <= limits.CHANGES_MAX:
+            raise ValueError(f"{len(changes)} changes: 1 to {limits.CHANGES_MAX} were expected")
+        for change in changes:
+            check_change(change)
+        self._check_room(changes)
+        now_ns = self.now_ns()
+        with self._publishing() as rows:
+            for change in changes:
+                self._change(rows, change.key, change.value, now_ns + round(change.ttl_s * 1e9) if change.ttl_s else 0)
+        return Written(self.entries.number, not self._held_by())
+
+    @rpc
+    async def room(self) -> bool:
+        """Waits until no client holds writers up any more, some seconds at most; whether that is so."""
+        wait = await self.wait_for_room.step()
+        if not wait:
+            return True
+        came = await self.race(self.event(_room(wait)), self.sleep(timedelta(seconds=limits.ROOM_S)))
+        if came.index == 0 or await self.stop_waiting.step(wait):
+            return came.index == 0
+        await self.event(_room(wait))  # it came at the same moment, and would be kept
+        return True
+
+    @rpc
+    def wait_for_room(self) -> int:
+        """The number of the wait; 0: there is room. A step of :meth:`room`."""
+        if not self._held_by():
+            return 0
+        self.waits += 1
+        self.waiting.append(self.waits)
+        return self.waits
+
+    @rpc
+    def stop_waiting(self, wait: int) -> bool:
+        """Whether it still waited. A step of :meth:`room`."""
+        if wait not in self.waiting:
+            return False
+        self.waiting.remove(wait)
+        return True
+
+    @rpc(raises=[ValueError, TableFull])
+    def entitle(self, name: str, subtrees: list[str], relay: bool = False) -> None:
+        """Who shows the key of ``name`` sees these subtrees, and nothing else; "*": who has no line of its own.
+
+        ``relay``: it is a forwarder. Once somebody is entitled, others see nothing.
+        """
+        if name != EVERYBODY:
+            check_key(name)
+        if "/" in name:
+            raise ValueError(f"name {name!r}: one without '/' was expected")
+        reduced = check_subtrees(subtrees)
+        for subtree in reduced:
+            if not may_be_seen(subtree):
+                raise ValueError(f"subtree {subtree!r}: of the table's own, only {PRESENT!r} can be seen by others")
+        key = f"{ENTITLED}/{name}"
+        if (
+            key not in self.entries.rows
+            and sum(one.startswith(ENTITLED) for one in self.entries.rows) >= limits.ENTITLED_MAX
+        ):
+            raise TableFull(f"{limits.ENTITLED_MAX} names are entitled, which is as many as may be")
+        with self._publishing() as rows:
+            self._change(rows, key, encode(Entitlement(reduced, relay)), 0)
+
+    @rpc
+    def disentitle(self, name: str) -> bool:
+        """It has no line of its own any more; whether it had one."""
+        key = f"{ENTITLED}/{name}"
+        if key not in self.entries.rows:
+            return False
+        with self._publishing() as rows:
+            self._change(rows, key, None, 0)
+        return True
+
+    # --- readers -----------------------------------------------------------------------------------------------------
+
+    @query
+    def places(self) -> list[Place]:
+        """Where it is published, those with the fewest clients first."""
+        return sorted(
+            (one.place for one in self.forwarders.values() if one.place.endpoint), key=lambda one: one.streams
+        )
+
+    @query
+    def get(self, key: str) -> bytes | None:
+        """The value, MessagePack; None: there is no such key."""
+        row = None if key.startswith(ENTITLED) else self.entries.rows.get(key)
+        return None if row is None else row.value
+
+    @query
+    def entitled(self) -> dict[str, Entitlement]:
+        return {
+            key[len(ENTITLED) + 1 :]: msgspec.msgpack.decode(row.value, type=Entitlement)
+            for key, row in self.entries.rows.items()
+            if key.startswith(ENTITLED) and row.value is not None
+        }
+
+    @query
+    def status(self) -> Status:
+        entries = self.entries
+        present = sum(len(one.streams) for one in self.forwarders.values())
+        places = [one.place for one in self.forwarders.values()]
+        return Status(
+            entries.number, len(entries.rows), entries.size_bytes, len(entries.gone), present, places, self._held_by()
+        )
+
+    # --- publishers --------------------------------------------------------------------------------------------------
+
+    @on_primary
+    def publish(self, impulses: Impulses) -> None:
+        """The publisher of the app itself."""
+        own.publish(self, impulses.to(self), self.listen, self.blocking_s)
+
+    @impulse
+    def publisher_begins(self, place: Place) -> None:
+        """It knows nothing of the streams that were there before."""
+        now_ns = self.now_ns()
+        self.looked_ns = now_ns  # how long the table was away counts for nobody's silence
+        with self._publishing() as rows:
+            self._lose(rows, _OWN)
+        self.forwarders[_OWN] = Forwarding(place, self.listened_ns)
+        feed = feed_of(self)
+        if feed is not None:
+            feed.begin(str(self.table), self.entries)
+
+    @impulse
+    def publisher_says(self, joined: list[Presence], left: list[str], held_by: list[str], place: Place) -> None:
+        self._hear(_OWN, place, joined, left, held_by)
+
+    @rpc(raises=[TableFull])
+    def forwarder_says(
+        self, forwarder: str, place: Place, joined: list[Presence], left: list[str], held_by: list[str], begins: bool
+    ) -> None:
+        """Once a second. ``begins``: it tells of all its streams anew."""
+        if forwarder not in self.forwarders and len(self.forwarders) >= limits.FORWARDERS_MAX:
+            raise TableFull(f"there are {limits.FORWARDERS_MAX} forwarders, which is as many as may be")
+        if begins:
+            with self._publishing() as rows:
+                self._lose(rows, forwarder)
+        self._hear(forwarder, place, joined, left, held_by)
+
+    @rpc
+    def forwarder_ends(self, forwarder: str) -> None:
+        with self._publishing() as rows:
+            self._lose(rows, forwarder)
+        self.forwarders.pop(forwarder, None)
+        self._tell_room()
+
+    @rpc
+    def forwarder_known(self, forwarder: str) -> bool:
+        """Whether it need not begin anew."""
+        return forwarder in self.forwarders
+
+    def _hear(self, forwarder: str, place: Place, joined: list[Presence], left: list[str], held_by: list[str]) -> None:
+        self._listen()
+        known = self.forwarders.setdefault(forwarder, Forwarding(place, self.listened_ns))
+        known.place, known.heard_ns, known.held_by = place, self.listened_ns, held_by
+        with self._publishing() as rows:
+            for one in joined[: limits.STREAMS_MAX]:
+                key = f"{PRESENT}/{one.stream}"
+                if key not in self.entries.rows:
+                    known.streams.append(one.stream)
+                    self._change(rows, key, encode(one), 0)
+            gone = [stream for stream in left if f"{PRESENT}/{stream}" in self.entries.rows]
+            for stream in gone:
+                self._change(rows, f"{PRESENT}/{stream}", None, 0)
+            if gone:
+                ended = set(gone)
+                known.streams = [stream for stream in known.streams if stream not in ended]
+        self._lose_silent()
+        self._tell_room()
+        feed = feed_of(self)
+        if feed is not None:
+            feed.has_forwarders = len(self.forwarders) > 1
+
+    def _listen(self) -> None:
+        now_ns = self.now_ns()
+        self.listened_ns += min(max(0, now_ns - self.looked_ns), int(limits.BEAT_S * 1e9))
+        self.looked_ns = now_ns
+
+    def _lose_silent(self) -> None:
+        since_ns = self.listened_ns - int(limits.LEASE_S * 1e9)
+        for name in [name for name, one in self.forwarders.items() if one.heard_ns < since_ns and name != _OWN]:
+            with self._publishing() as rows:
+                self._lose(rows, name)
+            del self.forwarders[name]
+
+    def _lose(self, rows: list[Row], forwarder: str) -> None:
+        """All its streams are gone."""
+        known = self.forwarders.get(forwarder)
+        if known is not None:
+            for stream in known.streams:
+                self._change(rows, f"{PRESENT}/{stream}", None, 0)
+            known.streams, known.held_by = [], []
+
+    def _held_by(self) -> list[str]:
+        return [name for one in self.forwarders.values() for name in one.held_by]
+
+    def _tell_room(self) -> None:
+        if self.waiting and not self._held_by():
+            for wait in self.waiting:
+                self.signal(_room(wait))
+            self.waiting = []
+
+    # --- rows --------------------------------------------------------------------------------------------------------
+
+    def _check_room(self, changes: list[Change]) -> None:
+        """Raises TableFull."""
+        entries = self.entries
+        if all(change.value is None for change in changes):
+            return
+        more_bytes = sum(len(change.key) + len(change.value or b"") for change in changes)
+        if (
+            len(entries.rows) + len(changes) <= limits.ROWS_MAX
+            and entries.size_bytes + more_bytes <= limits.SIZE_BYTES_MAX
+        ):
+            return
+        new = {change.key for change in changes if change.value is not None} - entries.rows.keys()
+        if len(entries.rows) + len(new) > limits.ROWS_MAX or entries.size_bytes + more_bytes > limits.SIZE_BYTES_MAX:
+            raise TableFull(
+                f"{len(entries.rows)} rows with {entries.size_bytes} bytes are there, at most {limits.ROWS_MAX} and "
+                f"{limits.SIZE_BYTES_MAX} are possible: delete some first"
+            )
+
+    @contextmanager
+    def _publishing(self) -> Iterator[list[Row]]:
+        """What is changed within leaves at its end."""
+        rows: list[Row] = []
+        yield rows
+        if rows:
+            feed = feed_of(self)
+            if feed is not None:
+                feed.put(rows)
+            self._set_alarm()
+
+    def _change(self, rows: list[Row], key: str, value: bytes | None, expires_ns: int) -> None:
+        row = Row(key, self.entries.number + 1, value, expires_ns)
+        self.entries.apply(row)
+        rows.append(row)
+        self.deadlines.set(key, expires_ns)
+
+    # --- time --------------------------------------------------------------------------------------------------------
+
+    @initial
+    def begin(self) -> None:
+        self.table = self.uuid4()
+        self.alarm.fork()
+
+    @rpc(limit=1)
+    async def alarm(self) -> None:
+        """Without end: it sleeps until the time of a row is over."""
+        for _ in range(limits.ALARMS_MAX):
+            try:
+                sleep_ns = await self.expire.step()
+                if sleep_ns:
+                    duration = timedelta(microseconds=-(-sleep_ns // 1000))
+                    await self.race(self.event(_ALARM), self.sleep(duration))
+                else:
+                    await self.event(_ALARM)
+            except Cancelled:
+                continue  # without it nothing would ever expire
+        self.continue_as()
+
+    @rpc
+    def expire(self) -> int:
+        """Rows whose time is over go. How long until the next one's is: nanoseconds; 0: there is none."""
+        now_ns = self.now_ns()
+        self.alarm_ns = _LOOKS
+        with self._publishing() as rows:
+            for key in self.deadlines.take_due(now_ns, limits.EXPIRED_MAX):
+                self._change(rows, key, None, 0)
+        self.alarm_ns = self.deadlines.next_ns()
+        return max(1, self.alarm_ns - now_ns) if self.alarm_ns else 0
+
+    def _set_alarm(self) -> None:
+        due_ns = self.deadlines.next_ns()
+        if due_ns and self.alarm_ns != _LOOKS and (not self.alarm_ns or due_ns < self.alarm_ns):
+            self.alarm_ns = _LOOKS
+            self.signal(_ALARM)
+
+
+def _room(wait: int) -> str:
+    return f"room {wait}"

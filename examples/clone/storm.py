@@ -1,0 +1,201 @@
+"""Copies of a table that is killed, behind a forwarder that is killed, with a reader that freezes; all are compared.
+
+    python examples/clone/storm.py [--updates N] [--readers N] [--kills N] [--freeze SECONDS] [--seed S]
+
+Half of the readers follow the table, half a forwarder. Table and forwarder end by kill -9 so many times each, and are
+started again. One reader is frozen (SIGSTOP) meanwhile. Two writers update the same keys. In the end each copy must be
+what the writers were told: status 1 if one is not, if a reader saw changes in another order, or if one that was not
+frozen had to take a whole copy more than once from the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from appsdk.client import connect as connect_client
+from appsdk.patterns.clone import Table, connect
+
+NAME = "prices"
+KEYS = 200
+HERE = Path(__file__).parent
+
+
+class Service:
+    """A process that is killed and started again."""
+
+    def __init__(self, folder: Path, *command: str) -> None:
+        self._command = [sys.executable, "-m", *command]
+        self._environment = {**os.environ, "IMMORTAL_HOME": str(folder / "home"), "PYTHONPATH": str(HERE.parents[1])}
+        self._log = (folder / f"{command[0]}.log").open("wb")
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            self._command, env=self._environment, stdout=subprocess.PIPE, stderr=self._log, text=True
+        )
+
+    def kill(self) -> None:
+        """kill -9; what it has started dies with it."""
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def first_line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+    def end(self) -> None:
+        self.kill()
+        self._log.close()
+
+
+class Reader:
+    def __init__(self, folder: Path, *publishers: str) -> None:
+        command = [sys.executable, str(HERE / "reader.py"), NAME, *publishers]
+        environment = {**os.environ, "IMMORTAL_HOME": str(folder / "home"), "PYTHONPATH": str(HERE.parents[1])}
+        self.process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.told()
+
+    def told(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit("a reader has ended")
+        told: dict[str, Any] = json.loads(line)
+        return told
+
+    def ask(self, number: int) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{number}\n")
+        self.process.stdin.flush()
+        return self.told()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+class Writers:
+    """Two of them. ``told``: by number, what was changed."""
+
+    def __init__(self, home: Path, updates: int, seed: int) -> None:
+        self.told: dict[int, tuple[str, int | None]] = {}
+        self._threads = [
+            threading.Thread(target=self._write, args=(home, updates // 2, random.Random(seed + index)))
+            for index in range(2)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _write(self, home: Path, updates: int, draw: random.Random) -> None:
+        with connect(NAME, int, home=home, subtrees=["none"], timeout=120.0) as clone:
+            for index in range(updates):
+                key = f"key/{draw.randrange(KEYS)}"
+                if draw.random() < 0.2:
+                    self.told[clone.delete(key)] = (key, None)
+                else:
+                    self.told[clone.put(key, index)] = (key, index)
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join()
+
+    def values(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for number in sorted(self.told):
+            key, value = self.told[number]
+            if value is None:
+                found.pop(key, None)
+            else:
+                found[key] = value
+        return found
+
+
+def storm(folder: Path, options: argparse.Namespace) -> int:
+    home = folder / "home"
+    register = [sys.executable, "-m", "coordinator", "--home", str(home), "register", NAME]
+    subprocess.run([*register, "--peer", "tcp://127.0.0.1:*"], check=True, stdout=subprocess.DEVNULL)
+    table = Service(folder, "coordinator", "--home", str(home), "run", NAME, "appsdk.patterns.clone:Table", "--restart")
+    readers: list[Reader] = []
+    started = [table]
+    try:
+        forwarder = Service(folder, "appsdk.patterns.clone", "forward", NAME)
+        started.append(forwarder)
+        place = forwarder.first_line().split()[-1]
+        forwarder._command += ["--listen", place]  # the same place when it is started again
+        readers += [Reader(folder, *([place] if index % 2 else [])) for index in range(options.readers)]
+        writers = Writers(home, options.updates, options.seed)
+        frozen = readers[-1]
+        for kill in range(options.kills):
+            _wait_for(writers, options.updates * (kill + 1) // (options.kills + 2))
+            if kill == 0:
+                frozen.process.send_signal(signal.SIGSTOP)
+                thawing = threading.Timer(options.freeze, frozen.process.send_signal, [signal.SIGCONT])
+                thawing.start()
+            for service in started:
+                service.kill()
+                service.start()
+        writers.join()
+        if options.kills:
+            thawing.join()
+        last = max(writers.told)
+        found = [reader.ask(last) for reader in readers]
+        with connect_client(Table, NAME, home=home) as proxy:
+            status = proxy.status()
+    finally:
+        for reader in readers:
+            reader.end()
+        for service in started:
+            service.end()
+    expected = writers.values()
+    wrong = sum(one["values"] != expected or not one["same"] or one["backwards"] > 0 for one in found)
+    again = sum(one["whole"] > 1 for one in found[:-1:2])
+    resumed = sum(one["resumed"] for one in found)
+    holes = sum(one["holes"] for one in found)
+    print(
+        f"{len(writers.told)} updates, {status.number - len(writers.told)} of presence and so on; table and forwarder "
+        f"killed {options.kills} times each\n"
+        f"{len(found)} copies, {wrong} wrong; {resumed} streams went on where they were, {holes} holes, {again} copies "
+        f"of the table taken anew"
+    )
+    return int(wrong > 0 or again > 0)
+
+
+def _wait_for(writers: Writers, updates: int) -> None:
+    deadline_s = time.monotonic() + 120
+    while len(writers.told) < updates:
+        if time.monotonic() > deadline_s:
+            raise SystemExit(f"{len(writers.told)} of {updates} updates within 120 s")
+        time.sleep(0.01)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--updates", type=int, default=2000)
+    parser.add_argument("--readers", type=int, default=4)
+    parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--freeze", type=float, default=8.0, help="Seconds that the last reader is frozen.")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    if options.updates < 2 or options.readers < 1 or options.kills < 0:
+        parser.error("at least 2 updates, 1 reader and 0 kills were expected")
+    with tempfile.TemporaryDirectory() as folder:
+        return storm(Path(folder), options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

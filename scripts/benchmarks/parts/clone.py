@@ -1,0 +1,145 @@
+"""Changes of a table: how many a second, and how long until the last of many copies has one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from appsdk.client import connect
+from appsdk.patterns.clone import Change, Table
+from bench.processes import BenchError
+from coordinator.service.parent_death import die_with_parent
+from scripts.benchmarks.context import Context
+from scripts.benchmarks.figures import IMMORTAL, Figure
+
+CLIENTS = 100
+MANY_CLIENTS = 1000
+_CHANGES = 100  # of one update
+_KEYS = 1000
+_PROCESSES = 2
+
+
+class _Copies:
+    """Many clients, in a few processes, that follow the table or ``publishers``."""
+
+    def __init__(self, home: Path, clients: int, publishers: Sequence[str] = ()) -> None:
+        command = [sys.executable, "-m", "scripts.benchmarks.clone_clients", "prices", str(home)]
+        self._processes = [
+            subprocess.Popen(
+                [*command, str(clients // _PROCESSES), *publishers],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                preexec_fn=die_with_parent(os.getpid()),
+            )
+            for _ in range(_PROCESSES)
+        ]
+        for process in self._processes:
+            if self._line(process) != "ready":
+                raise BenchError("the copies of a table did not come")
+
+    def wait(self, number: int) -> list[dict[str, Any]]:
+        """Until all have it."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(f"{number}\n")
+            process.stdin.flush()
+        return [json.loads(self._line(process)) for process in self._processes]
+
+    def _line(self, process: subprocess.Popen[str]) -> str:
+        assert process.stdout is not None
+        return process.stdout.readline().strip()
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.communicate()
+
+
+@contextlib.contextmanager
+def _processes(home: Path) -> Iterator[str]:
+    """A table, a forwarder of it, and one that follows the forwarder: where that one publishes."""
+    environment = {**os.environ, "IMMORTAL_HOME": str(home)}
+    coordinator = [sys.executable, "-m", "coordinator", "--home", str(home)]
+    quiet = subprocess.DEVNULL
+    subprocess.run([*coordinator, "register", "prices", "--peer", "tcp://127.0.0.1:*"], check=True, stdout=quiet)
+    with contextlib.ExitStack() as stack:
+
+        def start(command: list[str]) -> subprocess.Popen[str]:
+            process = subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=quiet,
+                text=True,
+                env=environment,
+                preexec_fn=die_with_parent(os.getpid()),
+            )
+            stack.callback(process.communicate)
+            stack.callback(process.kill)
+            return process
+
+        start([*coordinator, "run", "prices", "appsdk.patterns.clone:Table"])
+        place = ""
+        for _ in range(2):
+            upstream = ["--upstream", place] if place else []
+            forwarder = start([sys.executable, "-m", "appsdk.patterns.clone", "forward", "prices", *upstream])
+            assert forwarder.stdout is not None
+            place = forwarder.stdout.readline().split()[-1]
+        yield place
+
+
+def _rate(table: Table, copies: _Copies, seconds: float) -> float:
+    """Changes in a second, until all copies have the last one."""
+    began_s = time.perf_counter()
+    count = number = 0
+    while time.perf_counter() < began_s + seconds:
+        number = table.update([_change(count + index) for index in range(_CHANGES)]).number
+        count += _CHANGES
+    found = copies.wait(number)
+    took_s = time.perf_counter() - began_s
+    if any(one["holes"] or one["dropped"] for one in found):
+        raise BenchError(f"changes were lost: {found}")
+    return count / took_s
+
+
+def _change(index: int) -> Change:
+    return Change(f"key/{index % _KEYS}", msgspec.msgpack.encode(index))
+
+
+def _delay_ms(table: Table, copies: _Copies) -> float:
+    """From the call until the last copy has the change."""
+    began_s = time.time()
+    number = table.update([_change(0)]).number
+    last_s: float = max(one["last_s"] for one in copies.wait(number))
+    return 1e3 * (last_s - began_s)
+
+
+def run(context: Context) -> list[Figure]:
+    figures = []
+    with context.home() as home, _processes(home) as leaf, connect(Table, "prices", home=home) as table:
+        for clients, publishers, what in (
+            (CLIENTS, (), f"{CLIENTS} copies"),
+            (CLIENTS, (leaf,), f"{CLIENTS} copies, three levels"),
+            (MANY_CLIENTS, (), f"{MANY_CLIENTS} copies"),
+        ):
+            copies = _Copies(home, clients, publishers)
+            try:
+                turn = partial(_rate, table, copies, context.amounts.seconds)
+                name = f"changes of a table, {what}"
+                figures.append(Figure(name, "changes/s", "higher", context.interleave({IMMORTAL: turn}, name)))
+                name = f"one change until the last has it, {what}"
+                waits = context.interleave({IMMORTAL: partial(_delay_ms, table, copies)}, name)
+                figures.append(Figure(name, "ms", "lower", waits))
+            finally:
+                copies.end()
+    return figures

@@ -1,0 +1,270 @@
+"""A publisher's rules, one by one: slow, silent and refused clients, rights, forwarders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from appsdk.patterns.clone import Entitlement, limits
+from appsdk.patterns.clone.entries import Entries
+from appsdk.patterns.clone.frames import (
+    Activate,
+    Activated,
+    Answer,
+    Deactivate,
+    Deactivated,
+    Dropped,
+    Finished,
+    Look,
+    Part,
+    Ping,
+    Pong,
+    Received,
+    Refused,
+    Report,
+    decode_answer,
+    decode_request,
+    encode,
+)
+from appsdk.patterns.clone.publishing import Publishing
+from appsdk.patterns.clone.records import Row
+from appsdk.patterns.clone.records import encode as encode_value
+from protocol.errors import RemoteProtocolError
+
+S = limits.SECOND_NS
+MARK = limits.MARK_BYTES_MIN
+ROUTE = b"client"
+
+
+class Driven:
+    """A publisher, the time, and what it has said to whom."""
+
+    def __init__(self, **options: Any) -> None:
+        self.publishing = Publishing("p", "table", Entries(), **{"blocking_s": 10.0, **options})
+        self.now_ns = 100 * S
+        self.number = 0
+        self.heard: dict[bytes, list[Answer]] = {}
+
+    def change(self, *keys: str, size_bytes: int = 1) -> None:
+        rows = [Row(key, self.number + index, b"v" * size_bytes) for index, key in enumerate(keys, 1)]
+        self.number += len(rows)
+        self.publishing.publish(rows)
+
+    def entitle(self, name: str, *subtrees: str, relay: bool = False) -> None:
+        self.number += 1
+        self.publishing.publish([Row(f"@entitled/{name}", self.number, encode_value(Entitlement(subtrees, relay)))])
+
+    def activate(self, route: bytes = ROUTE, name: str = "", **options: Any) -> list[Answer]:
+        asked = {
+            "stream": 1,
+            "subtrees": [""],
+            "table": "",
+            "number": 0,
+            "had": [],
+            "window_bytes": limits.WINDOW_BYTES_MIN,
+            "mark_bytes": MARK,
+            "policy": "drop",
+            "label": "",
+            "relay": False,
+        }
+        return self.say(Activate(**{**asked, **options}), route, name)
+
+    def say(self, request: Any, route: bytes = ROUTE, name: str = "") -> list[Answer]:
+        self.publishing.take(route, name, decode_request(encode(request)), self.now_ns)
+        return self.flush(route)
+
+    def flush(self, route: bytes = ROUTE) -> list[Answer]:
+        """What this one hears now."""
+        self.publishing.flush(self.now_ns)
+        outgoing, self.publishing.outgoing = self.publishing.outgoing, []
+        for to, data in outgoing:
+            self.heard.setdefault(to, []).append(decode_answer(data))
+        return self.heard.pop(route, [])
+
+    def overrun(self) -> None:
+        """More than any window and mark."""
+        for _ in range(20):
+            self.change(*(f"k{index}" for index in range(10)), size_bytes=200)
+            self.publishing.flush(self.now_ns)
+
+
+def reason(answers: list[Answer]) -> str:
+    (answer,) = answers
+    assert isinstance(answer, (Refused, Finished))
+    return answer.reason
+
+
+def test_a_slow_client_is_told_how_many_changes_were_dropped_and_gets_each_key_as_it_is() -> None:
+    driven = Driven()
+    driven.activate()
+    driven.overrun()
+    told = [answer for answer in driven.flush() if isinstance(answer, Part)]
+    before = sum(len(part.changes) for part in told)
+    dropped: list[Dropped] = []
+    total_bytes = 0
+    changes: dict[str, int] = {}
+    for _ in range(100):
+        total_bytes += 10_000
+        answers = driven.say(Received(1, total_bytes))
+        dropped += [answer for answer in answers if isinstance(answer, Dropped)]
+        parts = [answer for answer in answers if isinstance(answer, Part)]
+        assert all(part.is_conflated for part in parts)
+        changes |= {key: number for part in parts for key, number, _ in part.changes}
+        if parts and not parts[-1].more:
+            break
+    assert dropped[-1].count == 200 - before
+    assert changes == {f"k{index}": 191 + index for index in range(10)}
+    (report,) = driven.publishing.report().streams
+    assert (report.dropped, report.state) == (200 - before, "in step")
+
+
+def test_one_that_would_rather_end_ends() -> None:
+    driven = Driven()
+    driven.activate(policy="disconnect")
+    driven.activate(b"other", stream=7)
+    driven.overrun()
+    *_, last = driven.flush()
+    assert isinstance(last, Finished)
+    assert not last.again
+    assert "too slow: " in last.reason
+    assert "high-water mark is 4 KiB" in last.reason
+    assert len(driven.publishing) == 1, "the other one has its own policy"
+    assert driven.publishing.report().ended_slow == 1
+    assert driven.publishing.left == ["p.1"]
+
+
+def test_one_that_blocks_holds_up_writers_loses_nothing_and_not_for_ever() -> None:
+    driven = Driven(blocking_s=2.0)
+    driven.activate(policy="block", label="ledger")
+    driven.overrun()
+    told = [answer for answer in driven.flush() if isinstance(answer, Part)]
+    assert driven.publishing.held_by == ["ledger (p.1)"]
+    total_bytes = 0
+    while len([key for part in told for key, _, _ in part.changes]) < 200:
+        total_bytes += 5_000
+        told += [answer for answer in driven.say(Received(1, total_bytes)) if isinstance(answer, Part)]
+    assert [number for part in told for _, number, _ in part.changes] == list(range(1, 201))
+    assert driven.publishing.held_by == []
+    driven.overrun()
+    driven.now_ns += 2 * S
+    *_, last = driven.flush()
+    assert isinstance(last, Finished)
+    assert "held up others for 2 s" in last.reason
+    assert driven.publishing.held_by == []
+
+
+def test_where_nobody_may_block_it_is_refused() -> None:
+    assert "nobody may hold up writers here" in reason(Driven(blocking_s=0.0).activate(policy="block"))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"window_bytes": 1}, "a window of 1 bytes: 4096 to"),
+        ({"mark_bytes": 1 << 40}, "a high-water mark of"),
+        ({"label": "x" * 129}, "a label of more than 128"),
+        ({"number": -1}, "update -1"),
+        ({"subtrees": ["a//b"]}, "printable parts"),
+        ({"subtrees": [str(index) for index in range(101)]}, "at most 100"),
+        ({"subtrees": []}, "may see nothing of no subtree at all"),
+        ({"subtrees": ["@entitled"]}, "may see nothing of '@entitled'"),
+    ],
+)
+def test_what_a_client_gets_wrong(options: dict[str, Any], text: str) -> None:
+    assert text in reason(Driven().activate(**options))
+
+
+def test_a_silent_client_is_gone_and_may_come_back() -> None:
+    driven = Driven()
+    driven.activate()
+    for _ in range(10):
+        driven.now_ns += S
+        assert driven.say(Ping(1))[-1] == Pong(1)
+    driven.now_ns += 6 * S
+    (last,) = driven.flush()
+    assert isinstance(last, Finished)
+    assert last.again
+    assert driven.publishing.report().ended_silent == 1
+    assert driven.say(Ping(1)) == [Pong(0)], "it has no stream"
+
+
+def test_the_end_of_a_stream_is_acknowledged() -> None:
+    driven = Driven()
+    driven.activate()
+    assert driven.say(Deactivate(1)) == [Deactivated(1)]
+    assert [one.stream for one in driven.publishing.joined] == driven.publishing.left == ["p.1"]
+    driven.change("a")
+    assert driven.flush() == []
+    assert driven.say(Deactivate(1)) == [Deactivated(1)], "it was asked again"
+
+
+def test_nobody_goes_back_in_time() -> None:
+    driven = Driven()
+    driven.change("a")
+    (refused,) = driven.activate(table="table", number=5, had=[""])
+    assert isinstance(refused, Refused)
+    assert refused.again
+    assert "update 5 has not come here yet" in refused.reason
+    assert isinstance(driven.activate(table="other", number=5, had=[""])[0], Activated), "of another table: all anew"
+
+
+def test_with_entitlements_each_sees_its_own_and_changes_are_at_once() -> None:
+    driven = Driven(owner="table")
+    driven.change("a/1", "b/1")
+    driven.entitle("ann", "a")
+    driven.entitle("edge", relay=True)
+    assert "'bob' may see nothing of ''" in reason(driven.activate(b"bob", "bob"))
+    assert "'ann' is no forwarder here" in reason(driven.activate(b"ann", "ann", relay=True))
+    (activated, part) = driven.activate(b"ann", "ann")
+    assert isinstance(activated, Activated)
+    assert activated.subtrees == ["a"]
+    assert isinstance(part, Part)
+    assert [key for key, _, _ in part.changes] == ["a/1"]
+    (_, part) = driven.activate(b"edge", "edge", relay=True)
+    assert isinstance(part, Part)
+    assert {key for key, _, _ in part.changes} == {"a/1", "b/1", "@entitled/ann", "@entitled/edge"}
+    (_, part) = driven.activate(b"owner", "table")
+    assert isinstance(part, Part)
+    assert {key for key, _, _ in part.changes} == {"a/1", "b/1"}, "the table's own keys see everything"
+    driven.entitle("ann", "b")
+    (activated, part) = driven.flush(b"ann")
+    assert isinstance(activated, Activated)
+    assert isinstance(part, Part)
+    assert (part.after, [key for key, _, _ in part.changes]) == (-1, ["b/1"]), "in place of all that it had"
+    driven.entitle("ann")
+    assert "may see nothing" in reason(driven.flush(b"ann"))
+    assert "may not look" in reason(driven.say(Look(), b"ann", "ann"))
+
+
+def test_operators_see_each_client_but_not_all_the_time() -> None:
+    driven = Driven()
+    driven.activate(label="one")
+    (report,) = driven.say(Look(), b"operator")
+    assert isinstance(report, Report)
+    assert [(one.label, one.state) for one in report.streams] == [("one", "in step")]
+    assert driven.say(Look(), b"operator") == []
+    driven.now_ns += S
+    assert len(driven.say(Look(), b"operator")) == 1
+
+
+def test_there_are_so_many_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "STREAMS_MAX", 1)
+    driven = Driven()
+    driven.activate()
+    assert "ask another forwarder" in reason(driven.activate(b"other"))
+    driven.publishing.lost(ROUTE)
+    assert isinstance(driven.activate(b"other")[0], Activated)
+
+
+def test_frames_of_others_are_no_messages() -> None:
+    data = encode(Ping(1))
+    for wrong, text in (
+        (b"", "0 bytes that are no message"),
+        (b"XXX\x01" + data[4:], "begins with b'XXX"),
+        (data[:3] + b"\x07" + data[4:], "version 7, 1 is known here"),
+        (data[:-1] + bytes([data[-1] ^ 1]), "was damaged"),
+        (encode(Pong(1)), "can't be read"),
+    ):
+        with pytest.raises(RemoteProtocolError, match=text):
+            decode_request(wrong)
