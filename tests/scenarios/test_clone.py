@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from appsdk.client import connect as connect_client
@@ -229,8 +230,36 @@ def test_what_a_value_is_not(folder: Path) -> None:
         with pytest.raises(Exception, match="Expected `int`, got `str`"):
             clone["v/1"]
         assert "v/1" in clone
+        changes = clone.changes(timeout=WAIT_S)
+        clone.put("v/1", "more text")  # type: ignore[arg-type]
+        clone.put("v/1", 5)
+        with pytest.raises(msgspec.ValidationError):
+            next(changes)
+        assert next(changes).value == 5, "what one writer got wrong stops no reader"
         with pytest.raises(KeyError):
             clone["v/2"]
+
+
+def test_who_only_reads_needs_no_table(tmp_path: Path) -> None:
+    """A forwarder goes on while the table is away, and with it who joins."""
+    home = tmp_path / HOME
+    with running_table(tmp_path) as table, forwarding(tmp_path) as (_, place):
+        with connect("prices", int, home=home) as prices:
+            prices.put("a", 1)
+        with connect("prices", int, home=home, publishers=[place]) as far:
+            far.wait(prices.number)
+            table.kill()
+            with connect("prices", int, home=home, publishers=[place], timeout=10) as later:
+                assert dict(later) == dict(far) == {"a": 1}
+
+
+def test_the_end_of_a_clone_is_heard_at_once(folder: Path) -> None:
+    home = folder / HOME
+    with connect("prices", home=home, subtrees=["@present"], timeout=WAIT_S) as present:
+        changes = present.changes(timeout=WAIT_S)
+        with connect("prices", home=home, label="short"):
+            key = next(one.key for one in changes if one.value and one.value["label"] == "short")
+        assert next(one for one in changes if one.key == key).is_gone
 
 
 def test_each_test_that_the_guide_names_is_there() -> None:

@@ -228,3 +228,11 @@ def cloned() -> None:
         assert_type(prices.snapshot(), tuple[int, dict[str, float]])
         assert_type([change.value for change in prices.changes(timeout=1)], list[float | None])
         assert_type(prices.get("bonds"), float | None)
+
+
+async def cloned_later() -> None:
+    async with clone.connect("prices", float) as prices:
+        assert_type(prices["stocks/ACME"], float)
+        assert_type(await prices.put("stocks/ACME", 12.5), int)
+        async for change in prices.changes(timeout=1):
+            assert_type(change.value, float | None)

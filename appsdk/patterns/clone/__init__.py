@@ -6,14 +6,18 @@ The table is an instance, ``immortal run prices appsdk.patterns.clone:Table``; c
 
 from __future__ import annotations
 
-from appsdk.patterns.clone.clients import Changed, Changes, Clone, CloneConnector, connect
+from appsdk.patterns.clone.aio import AsyncChanges, AsyncClone
+from appsdk.patterns.clone.clients import CloneConnector, connect
 from appsdk.patterns.clone.errors import CloneError, Ended, NotEntitled, TableFull
 from appsdk.patterns.clone.forwarder import Forwarder
 from appsdk.patterns.clone.records import Change, Entitlement, Place, Presence, Status, Written
 from appsdk.patterns.clone.replica import Counts
 from appsdk.patterns.clone.table import Table
+from appsdk.patterns.clone.threaded import Changed, Changes, Clone
 
 __all__ = [
+    "AsyncChanges",
+    "AsyncClone",
     "Change",
     "Changed",
     "Changes",

@@ -1,329 +1,52 @@
-"""What a client holds: a copy of a table that follows it, as a mapping, and the way to change the table."""
+"""How a client gets a copy of a table: ``with connect("prices") as prices:``, and the same with ``async with``."""
 
 from __future__ import annotations
 
+import asyncio
 import os
-import select
 import threading
-import time
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Generic, TypeVar, overload
 
-import zmq
-
-from appsdk.calls.codec import encoder, make_decoder
-from appsdk.client import ClientClosed, with_timeout
 from appsdk.client import connect as connect_client
 from appsdk.patterns.clone import limits
-from appsdk.patterns.clone.errors import CloneError, Ended, NotEntitled
+from appsdk.patterns.clone.aio import AsyncClone
 from appsdk.patterns.clone.frames import POLICIES, Policy
 from appsdk.patterns.clone.places import Access, Places
-from appsdk.patterns.clone.records import Change, check_change
-from appsdk.patterns.clone.replica import Counts, News, Options, Replica
-from appsdk.patterns.clone.subscriber import Subscriber
-from appsdk.patterns.clone.subtrees import check_subtrees, covers
+from appsdk.patterns.clone.replica import Options
+from appsdk.patterns.clone.subtrees import check_subtrees
 from appsdk.patterns.clone.table import Table
+from appsdk.patterns.clone.threaded import Clone
 
 V = TypeVar("V")
 
 
-@dataclass(frozen=True, slots=True)
-class Changed(Generic[V]):
-    """``value``: None where the key is gone. ``number``: of the update, the same for all clients."""
-
-    key: str
-    value: V | None
-    number: int
-    is_gone: bool = False
-
-
-class Changes(Generic[V]):
-    """An iterator over what changes, from when it was made. Who does not go on holds up the whole copy."""
-
-    def __init__(self, clone: Clone[V], timeout_s: float | None) -> None:
-        self._clone = clone
-        self._timeout_s = timeout_s
-        self._waiting: deque[Changed[V]] = deque()
-
-    def __iter__(self) -> Iterator[Changed[V]]:
-        return self
-
-    def __next__(self) -> Changed[V]:
-        """Raises StopIteration after ``timeout`` seconds without a change, or once the clone is closed; Ended."""
-        return self._clone._next(self._waiting, self._timeout_s)
-
-    def close(self) -> None:
-        """Nothing more is kept for it."""
-        self._clone._forget(self._waiting)
-
-    def __enter__(self) -> Changes[V]:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class Clone(Mapping[str, V]):
-    """A table's copy; made by :func:`connect`. Any thread may use it.
-
-    Reading takes no message: it is what has come. ``number``: of the last update that is in it.
-    """
-
-    def __init__(self, table: Any, kind: Any, options: Options, places: Places, timeout_s: float) -> None:
-        self._table = table
-        self._decode = make_decoder(kind).decode
-        self._timeout_s = timeout_s
-        self._is_held = False
-        self._lock = threading.Lock()
-        self._came = threading.Condition(self._lock)
-        self._listeners: list[deque[Changed[V]]] = []
-        self._error: BaseException | None = None
-        self._closing = False
-        self._replica = Replica(options)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._subscriber = Subscriber(self._context, self._replica, places.find, places.access.finder, time.monotonic())
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._follow, name=f"clone of {places.access.table}", daemon=True)
-        self._thread.start()
-
-    # --- reading -----------------------------------------------------------------------------------------------------
-
-    def __getitem__(self, key: str) -> V:
-        value: V = self._decode(self._replica.values[key])
-        return value
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(list(self._replica.values))
-
-    def __len__(self) -> int:
-        return len(self._replica.values)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._replica.values
-
-    def __repr__(self) -> str:
-        return f"<clone at update {self.number}: {len(self)} keys{f'; {self.problem}' if self.problem else ''}>"
-
-    @property
-    def number(self) -> int:
-        return self._replica.number
-
-    @property
-    def subtrees(self) -> tuple[str, ...]:
-        """What it is given of what it asked for; () while it has no stream."""
-        return self._replica.subtrees or ()
-
-    @property
-    def counts(self) -> Counts:
-        """Holes, whole copies, streams that were resumed, changes that were dropped: what did not go smoothly."""
-        return self._replica.counts
-
-    @property
-    def problem(self) -> str:
-        """Why nothing comes; "": it does."""
-        if self._replica.subtrees is not None:
-            return ""
-        return self._replica.ended or self._subscriber.problem
-
-    @property
-    def endpoint(self) -> str:
-        """Of the publisher that it follows; "": none."""
-        return self._subscriber.endpoint
-
-    def snapshot(self) -> tuple[int, dict[str, V]]:
-        """A number, and all that is in the copy at that number."""
-        with self._lock:
-            number, values = self._replica.number, dict(self._replica.values)
-        return number, {key: self._decode(value) for key, value in values.items()}
-
-    def wait(self, number: int, timeout: float | None = None) -> None:
-        """Until update ``number`` is in the copy. Raises TimeoutError, Ended."""
-        timeout_s = self._timeout_s if timeout is None else timeout
-        with self._came:
-            if not self._came.wait_for(lambda: self.number >= number or self._is_over, timeout_s):
-                raise TimeoutError(f"update {number} has not come within {timeout_s:g} s: {self!r}")
-            if self.number < number:
-                self._raise()
-
-    def changes(self, timeout: float | None = None) -> Changes[V]:
-        """What changes from now on, one by one, in the order that all clients see.
-
-        ``timeout``: it ends after so many seconds without a change; None: never.
-        """
-        changes = Changes(self, timeout)
-        with self._lock:
-            self._listeners.append(changes._waiting)
-        return changes
-
-    # --- writing -----------------------------------------------------------------------------------------------------
-
-    def put(self, key: str, value: V, *, ttl: float = 0.0, wait: bool = True) -> int:
-        """Set ``key``, which is on disk when this returns; its number. ``ttl``: after so many seconds it goes.
-
-        ``wait``: until the change is in this copy, if it has that key at all. Raises ValueError, TypeError, TableFull,
-        ClientError.
-        """
-        return self._write([_change(key, value, ttl)], wait=wait)
-
-    def delete(self, key: str, *, wait: bool = True) -> int:
-        """Without ``key``, be it there or not. As :meth:`put`."""
-        return self._write([_change(key, None, 0.0, gone=True)], wait=wait)
-
-    def update(self, values: Mapping[str, V], *, ttl: float = 0.0, wait: bool = True) -> int:
-        """All of them or none. The number of the last. As :meth:`put`."""
-        return self._write([_change(key, value, ttl) for key, value in values.items()], wait=wait)
-
-    def _write(self, changes: list[Change], *, wait: bool) -> int:
-        if self._table is None:
-            raise CloneError("this copy only reads: it was connected with publishers=[...] alone")
-        while self._is_held:  # a client that may do so holds writers up
-            self._is_held = not with_timeout(self._table, None).room()
-        written = self._table.update(changes)
-        self._is_held = not written.has_room
-        number: int = written.number
-        if wait and any(covers(subtree, change.key) for subtree in self.subtrees for change in changes):
-            self.wait(number)
-        return number
-
-    # --- the thread that follows -------------------------------------------------------------------------------------
-
-    def _follow(self) -> None:
-        poll = select.poll()
-        poll.register(self._wake, select.POLLIN)
-        registered: set[int] = set()
-        try:
-            while not self._closing:
-                now_s = time.monotonic()
-                room = limits.CHANGES_WAITING_MAX - max(map(len, self._listeners), default=0)
-                with self._came:
-                    news = self._subscriber.process(now_s, 100 if room > 0 else 0)
-                    self._tell(news)
-                    if news or self._replica.ended:
-                        self._came.notify_all()
-                filenos = set(self._subscriber.filenos())
-                for descriptor in registered - filenos:
-                    poll.unregister(descriptor)
-                for descriptor in filenos - registered:
-                    poll.register(descriptor, select.POLLIN)
-                registered = filenos
-                wait_s = max(0.0, self._subscriber.next_deadline_s() - time.monotonic()) if not self._is_over else 1.0
-                if room <= 0:
-                    for descriptor in filenos:
-                        poll.unregister(descriptor)
-                    registered = set()
-                for descriptor, _ in poll.poll(0 if len(news) >= 100 else 1000 * min(wait_s, limits.BEAT_S)):
-                    if descriptor == self._wake:
-                        os.eventfd_read(self._wake)
-        except BaseException as error:
-            self._error = error
-        finally:
-            with self._came:
-                self._closing = True
-                self._came.notify_all()
-            self._subscriber.close()
-
-    def _tell(self, news: Sequence[News]) -> None:
-        if not self._listeners:
-            return
-        decode = self._decode
-        for one in news:
-            told = [
-                Changed(key, None if value is None else decode(value), number, value is None)
-                for key, number, value in one.changes
-            ]
-            for waiting in self._listeners:
-                waiting.extend(told)
-
-    def _next(self, waiting: deque[Changed[V]], timeout_s: float | None) -> Changed[V]:
-        with self._came:
-            if not waiting and not self._is_over:
-                self._came.wait_for(lambda: bool(waiting) or self._is_over, timeout_s)
-            if waiting:
-                one = waiting.popleft()
-                if len(waiting) == limits.CHANGES_WAITING_MAX // 2:
-                    os.eventfd_write(self._wake, 1)
-                return one
-            if self._is_over and not self._closing:
-                self._raise()
-        if self._error is not None:
-            self._raise()
-        raise StopIteration
-
-    def _forget(self, waiting: deque[Changed[V]]) -> None:
-        with self._lock:
-            self._listeners = [other for other in self._listeners if other is not waiting]
-        if not self._closing:
-            os.eventfd_write(self._wake, 1)
-
-    @property
-    def _is_over(self) -> bool:
-        return self._closing or bool(self._replica.ended)
-
-    def _raise(self) -> None:
-        """Why nothing more comes."""
-        if self._error is not None:
-            raise CloneError(
-                f"the copy can't be followed: {type(self._error).__name__}: {self._error}"
-            ) from self._error
-        if self._replica.ended:
-            is_right = "may see nothing" in self._replica.ended or "no forwarder" in self._replica.ended
-            raise (NotEntitled if is_right else Ended)(self._replica.ended)
-        raise ClientClosed("the clone is closed")
-
-    # --- its life ----------------------------------------------------------------------------------------------------
-
-    def _wait_until_whole(self) -> None:
-        """Raises CloneError."""
-        with self._came:
-            self._came.wait_for(lambda: self._replica.is_whole or self._is_over, self._timeout_s)
-            if self._is_over:
-                self._raise()
-            if not self._replica.is_whole:
-                raise CloneError(f"there is no copy after {self._timeout_s:g} s: {self._subscriber.problem}")
-
-    def _close(self) -> None:
-        with self._came:
-            if not self._closing and not self._replica.ended:
-                self._subscriber.deactivate()
-            self._closing = True
-            self._came.notify_all()
-        os.eventfd_write(self._wake, 1)
-        self._thread.join()
-        os.close(self._wake)
-        self._context.term()
-
-
-def _change(key: str, value: Any, ttl: float, *, gone: bool = False) -> Change:
-    """Raises ValueError, TypeError."""
-    try:
-        encoded = None if gone else encoder.encode(value)
-    except Exception as error:  # what a user's type raises as it is encoded
-        raise TypeError(f"key {key!r}: the value can't be encoded: {error}") from error
-    change = Change(key, encoded, float(ttl))
-    check_change(change)
-    return change
-
-
 class CloneConnector(Generic[V]):
-    """``with connect("prices") as prices:``"""
+    """``with connect("prices") as prices:``, or ``async with``."""
 
-    def __init__(self, access: Access, kind: Any, options: Options, timeout_s: float, connector: Any):
+    def __init__(self, access: Access, kind: Any, options: Options, timeout_s: float, connector: Any) -> None:
         self._access = access
         self._kind = kind
         self._options = options
         self._timeout_s = timeout_s
         self._connector = connector
+        self._connecting = threading.Lock()
+        self._table: Any = None
         self._clone: Clone[V] | None = None
+
+    def _connected(self) -> Any:
+        """The table itself. Who only reads from publishers that were given never needs it. Raises ClientError."""
+        with self._connecting:
+            if self._table is None:
+                self._table = self._connector.__enter__()
+            return self._table
 
     def __enter__(self) -> Clone[V]:
         """Once there is a copy. Raises CloneError, ClientError."""
-        table = None if self._connector is None else self._connector.__enter__()
         try:
-            places = Places(self._access, table)
-            self._clone = Clone(table, self._kind, self._options, places, self._timeout_s)
+            places = Places(self._access, None if self._access.publishers else self._connected())
+            self._clone = Clone(self._connected, self._kind, self._options, places, self._timeout_s)
             self._clone._wait_until_whole()
         except BaseException as error:
             self.__exit__(type(error), error, None)
@@ -336,8 +59,18 @@ class CloneConnector(Generic[V]):
         if self._clone is not None:
             self._clone._close()
             self._clone = None
-        if self._connector is not None:
+        if self._table is not None:
+            self._table = None
             self._connector.__exit__(kind, error, traceback)
+
+    async def __aenter__(self) -> AsyncClone[V]:
+        """As ``with``."""
+        return AsyncClone(await asyncio.to_thread(self.__enter__))
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.__exit__, kind, error, traceback)
 
 
 @overload
@@ -392,7 +125,7 @@ def connect(
     server_keys: Sequence[str] = (),
     insecure: bool = False,
 ) -> CloneConnector[Any]:
-    """A copy of the table called so, as a context manager: ``with connect("prices", float) as prices:``.
+    """A copy of the table called so, as a context manager, also with ``async with``.
 
     ``of``: the type of all values; they are checked as they are read. ``subtrees``: those of interest. ``policy``: when
     more than ``mark_bytes`` wait for this client beyond the ``window_bytes`` that may be on their way: "drop": changes

@@ -58,6 +58,7 @@ CLOSE_LINGER_MS = 100  # as the messenger's: ZeroMQ may end the process where it
 TIMEOUT_DEFAULT_S = 30.0  # as appsdk.client's
 RETRY_S = 0.2  # between two attempts to find a publisher
 RETRY_S_MAX = 2.0
+PART_S = 0.5  # for a publisher to say that it has heard of the end
 CONNECT_S = 2.5  # for an answer to the first word; then the next place
 CHANGES_WAITING_MAX = 10_000  # that wait for who reads changes(); beyond it nothing more is taken in
 PART_RECEIVED_SIZE_BYTES_MAX = VALUE_SIZE_BYTES_MAX + REQUEST_SIZE_BYTES_MAX + (1 << 20)
