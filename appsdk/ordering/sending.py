@@ -1,0 +1,114 @@
+"""What an instance sends while multicasts of its own are on their way: which runs go now, and what waits behind them.
+
+Pure, like :mod:`appsdk.ordering.machine`. All that waits is one list, in the order in which the handlers sent it:
+
+- a *run*, until fewer than RUNS_IN_FLIGHT_MAX runs are on their way; what is multicast meanwhile joins it. It also
+  waits for calls to one of its destinations that wait themselves: it may not overtake them.
+- *held* output: calls to others, answers and effects. They leave once all runs that were sent before them stand at all
+  their destinations. Else who gets them could do something there before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import msgspec
+
+from appsdk.ordering.machine import Ordering
+
+RUNS_IN_FLIGHT_MAX = 8  # more are not faster, as what waits joins into larger ones
+RUN_SIZE_BYTES_MAX = 64 << 10
+
+
+class Run(msgspec.Struct, array_like=True, tag=0):
+    """Calls of one method, or of one method that are waited for, to the same destinations."""
+
+    method_id: int
+    destinations: list[str]
+    calls: list[bytes]
+    size_bytes: int
+    since_ns: int
+
+
+class Held(msgspec.Struct, array_like=True, tag=1):
+    """``parts``: messages for ``destination``, in two parts each; or the number of an effect, where it is EFFECT.
+
+    ``behind``: the run that must stand first.
+    """
+
+    destination: str
+    behind: int
+    parts: list[bytes]
+    effect: int = 0
+
+
+Waiting: TypeAlias = Run | Held
+EFFECT = "\x00effect"  # no instance is called so
+
+
+class Sending:
+    """``leave`` is called with what is held no more, in order. ``waiting`` is its state, part of the checkpoint."""
+
+    def __init__(self, ordering: Ordering, leave: Callable[[Held], None], waiting: list[Waiting] | None = None) -> None:
+        self._ordering = ordering
+        self._leave = leave
+        self.waiting: list[Waiting] = waiting if waiting is not None else []
+        self._place: Any = None
+
+    @property
+    def holds(self) -> bool:
+        """What is sent now must wait."""
+        state = self._ordering.state
+        return bool(self.waiting) or state.standing < state.sent_count
+
+    def multicast(self, place: Any, method_id: int, destinations: list[str], call: bytes, now_ns: int = 0) -> None:
+        """``place``: which input is handled. Where a run ends is the same at each replay: with the input, or later."""
+        if place != self._place:
+            self.advance()
+            self._place = place
+        last = self.waiting[-1] if self.waiting else None
+        if (
+            isinstance(last, Run)
+            and last.method_id == method_id
+            and last.destinations == destinations
+            and last.size_bytes + len(call) <= RUN_SIZE_BYTES_MAX
+        ):
+            last.calls.append(call)
+            last.size_bytes += len(call)
+        else:
+            self.waiting.append(Run(method_id, destinations, [call], len(call), now_ns))
+
+    def hold(self, destination: str, parts: list[bytes], effect: int = 0) -> None:
+        """They wait behind all that was sent so far."""
+        last = self.waiting[-1] if self.waiting else None
+        if isinstance(last, Held) and last.destination == destination and not effect:
+            last.parts += parts
+        else:
+            self.waiting.append(Held(destination, self._ordering.state.sent_count, parts, effect))
+
+    def advance(self) -> None:
+        """Send what may go."""
+        if not self.waiting:
+            return
+        ordering, state = self._ordering, self._ordering.state
+        waiting, self.waiting = self.waiting, []
+        held: set[str] = set()  # where something that stays goes
+        run_stays, last_number = False, 0
+        for one in waiting:
+            if isinstance(one, Held):
+                one.behind = max(one.behind, last_number)
+                if run_stays or state.standing < one.behind:
+                    held.add(one.destination)
+                    self.waiting.append(one)
+                else:
+                    self._leave(one)
+            elif (
+                run_stays
+                or state.sent_count - state.standing >= RUNS_IN_FLIGHT_MAX
+                or not held.isdisjoint(one.destinations)
+            ):
+                run_stays = True
+                self.waiting.append(one)
+            else:
+                last_number = ordering.multicast(one.method_id, one.destinations, one.calls, one.since_ns)
