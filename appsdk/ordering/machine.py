@@ -132,18 +132,22 @@ class Ordering:
 
     # --- as a sender --------------------------------------------------------------------------------------------------
 
-    def multicast(self, method_id: int, destinations: list[str], calls: list[bytes], now_ns: int = 0) -> int:
-        """Send a run to ``destinations``, each there once; its number."""
+    def multicast(self, method_id: int, destinations: list[str], calls: list[list[bytes]], now_ns: int = 0) -> int:
+        """Send a run to ``destinations``, each there once; its number.
+
+        ``calls``: one list that all get, or one of each.
+        """
         state = self.state
         state.sent_count = number = state.sent_count + 1
         state.clock = estimate = self._tick()
-        sent = self._sent[number] = Sent(number, estimate, destinations, now_ns, {})
-        for destination in destinations:
+        sent = self._sent[number] = Sent(number, estimate, list(destinations), now_ns)
+        for index, destination in enumerate(destinations):
+            theirs = calls[index if len(calls) > 1 else 0]
             if destination == self.name:
-                self._file_run(self.name, number, estimate, calls, now_ns)
+                self._file_run(self.name, number, estimate, theirs, now_ns)
                 sent.proposed[destination] = estimate
             else:
-                self._tell(destination, Propose(method_id, self.name, number, estimate, calls))
+                self._tell(destination, Propose(method_id, self.name, number, estimate, theirs))
         self._advance()
         return number
 
@@ -225,9 +229,9 @@ class Ordering:
         heappush(self._queue, (self._key(filed), filed))
         self._release()
 
-    def executed(self) -> None:
-        """What was released first, of what is still to be executed, is."""
-        self.state.released_count -= 1
+    def executed(self, count: int = 1) -> None:
+        """So many of what was released are, in that order."""
+        self.state.released_count -= count
 
     @staticmethod
     def _key(filed: Filed) -> Key:

@@ -26,7 +26,7 @@ class Run(msgspec.Struct, array_like=True, tag=0):
 
     method_id: int
     destinations: list[str]
-    calls: list[bytes]
+    calls: list[list[bytes]]  # one list that all get, or one of each
     size_bytes: int
     since_ns: int
 
@@ -54,7 +54,7 @@ class Sending:
         self._ordering = ordering
         self._leave = leave
         self.waiting: list[Waiting] = waiting if waiting is not None else []
-        self._place: Any = None
+        self.place: Any = None  # which input has sent the last run
 
     @property
     def holds(self) -> bool:
@@ -62,30 +62,42 @@ class Sending:
         state = self._ordering.state
         return bool(self.waiting) or state.standing < state.sent_count
 
-    def multicast(self, place: Any, method_id: int, destinations: list[str], call: bytes, now_ns: int = 0) -> None:
-        """``place``: which input is handled. Where a run ends is the same at each replay: with the input, or later."""
-        if place != self._place:
-            self.advance()
-            self._place = place
+    def multicast(
+        self, place: Any, method_id: int, destinations: list[str], calls: list[bytes], now_ns: int = 0
+    ) -> None:
+        """``place``: which input is handled. Where a run ends is the same at each replay: with the input, or later.
+
+        ``calls``: one that all get, or one of each.
+        """
+        if place != self.place:
+            self.advance()  # what an earlier input has sent is complete
+            self.place = place
+        size_bytes = sum(map(len, calls))
         last = self.waiting[-1] if self.waiting else None
         if (
             isinstance(last, Run)
             and last.method_id == method_id
             and last.destinations == destinations
-            and last.size_bytes + len(call) <= RUN_SIZE_BYTES_MAX
+            and len(last.calls) == len(calls)
+            and last.size_bytes + size_bytes <= RUN_SIZE_BYTES_MAX
         ):
-            last.calls.append(call)
-            last.size_bytes += len(call)
+            for theirs, call in zip(last.calls, calls, strict=True):
+                theirs.append(call)
+            last.size_bytes += size_bytes
         else:
-            self.waiting.append(Run(method_id, destinations, [call], len(call), now_ns))
+            self.waiting.append(Run(method_id, destinations, [[call] for call in calls], size_bytes, now_ns))
 
     def hold(self, destination: str, parts: list[bytes], effect: int = 0) -> None:
         """They wait behind all that was sent so far."""
         last = self.waiting[-1] if self.waiting else None
-        if isinstance(last, Held) and last.destination == destination and not effect:
+        if isinstance(last, Held) and last.destination == destination and not effect and self._is_latest(last):
             last.parts += parts
         else:
             self.waiting.append(Held(destination, self._ordering.state.sent_count, parts, effect))
+
+    def _is_latest(self, last: Held) -> bool:
+        """No run was sent since; one that waits is before it."""
+        return last.behind == self._ordering.state.sent_count or any(isinstance(one, Run) for one in self.waiting)
 
     def advance(self) -> None:
         """Send what may go."""

@@ -105,7 +105,7 @@ class World:
         sending = self.sending[name]
         if op.kind == "multicast":
             self.messages[label] = Message(op.destinations, self.before(name, label))
-            sending.multicast(label, 1, list(op.destinations), label.encode())
+            sending.multicast(label, 1, list(op.destinations), [label.encode()])
             sending.advance()
         elif sending.holds:
             sending.hold(op.destinations[0], [label.encode()])

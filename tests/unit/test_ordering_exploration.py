@@ -17,7 +17,8 @@ AMONG_PEERS: Script = {"p": (multicast("p", "q"), multicast("p", "q")), "q": (mu
 CLOCKS_APART: Script = {"u": (multicast("a"),), "z": (multicast("a", "b"),), "t": (multicast("b"),)}
 FROM_ONE: Script = {"u": (multicast("a"), multicast("a")), "s": (multicast("a", "b"), multicast("b"))}
 HELD: Script = {"s": (multicast("a"), plain("b"), multicast("b"), plain("a"))}
-ALL = (FROM_ONE, HELD, CLOCKS_APART, TO_TWO, TO_THREE, OVERLAPPING, WITH_CALLS, THIRD_PARTY, AMONG_PEERS)
+TWICE_HELD: Script = {"s": (multicast("a"), plain("b"), multicast("c"), plain("b")), "b": (plain("c"),)}
+ALL = (TWICE_HELD, FROM_ONE, HELD, CLOCKS_APART, TO_TWO, TO_THREE, OVERLAPPING, WITH_CALLS, THIRD_PARTY, AMONG_PEERS)
 
 
 @pytest.mark.parametrize("script", ALL)
@@ -58,7 +59,7 @@ class FinalInAnyOrder(Ordering):
 class EarlyStanding(Ordering):
     """A call of the sender leaves before the blocks of its multicast stand."""
 
-    def multicast(self, method_id: int, destinations: list[str], calls: list[bytes], now_ns: int = 0) -> int:
+    def multicast(self, method_id: int, destinations: list[str], calls: list[list[bytes]], now_ns: int = 0) -> int:
         number = super().multicast(method_id, destinations, calls, now_ns)
         self.state.standing = max(number, self.state.standing)
         return number
