@@ -251,7 +251,7 @@ class Outbox:
         return send
 
     def _close(self, batch: Batch) -> None:
-        if self.holder is not None and batch.destination and self.holder.holds:
+        if self.holder is not None and self.holder.holds_back(batch.destination):
             self._hold(batch)
         else:
             self._send_batch(batch)

@@ -101,6 +101,7 @@ class Ordering:
         self.actions: list[Action] = []
         self._sent = {one.number: one for one in state.sent}
         self._runs = {(one.sender, one.number): one for one in state.queue if one.sender}
+        self._own_count = sum(one.sender == name for one in state.queue)
         self._queue = [(self._key(one), one) for one in state.queue]
         heapify(self._queue)
 
@@ -114,6 +115,11 @@ class Ordering:
     def is_busy(self) -> bool:
         """Calls that come by themselves must be filed: something stands before them."""
         return bool(self._queue) or self.state.released_count > 0
+
+    @property
+    def has_own(self) -> bool:
+        """A run of one's own is in the queue."""
+        return self._own_count > 0
 
     @property
     def is_idle(self) -> bool:
@@ -206,6 +212,7 @@ class Ordering:
         return max(self.state.clock + 1, estimate)
 
     def _file_run(self, sender: str, number: int, timestamp: Timestamp, calls: list[bytes], now_ns: int) -> None:
+        self._own_count += sender == self.name
         filed = self._runs[sender, number] = Filed(sender, number, timestamp, Stage.BLOCK, calls, now_ns)
         heappush(self._queue, (self._key(filed), filed))
 
@@ -255,6 +262,7 @@ class Ordering:
             heappop(self._queue)
             if filed.sender:
                 del self._runs[filed.sender, filed.number]
+                self._own_count -= filed.sender == self.name
             self.state.released_count += 1
             self.actions.append(Release(filed))
 

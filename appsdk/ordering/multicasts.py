@@ -157,14 +157,26 @@ class Multicasts:
 
     # --- what the outbox asks -----------------------------------------------------------------------------------------
 
-    @property
-    def holds(self) -> bool:
-        """What goes to others now must wait."""
-        return self._sending is not None and self._sending.holds
+    def holds_back(self, destination: str) -> bool:
+        """What goes there now must wait: to others, for all multicasts sent before; to oneself, for those that come
+        back here."""
+        ordering, sending = self._ordering, self._sending
+        if ordering is None or sending is None:
+            return False
+        if destination and destination != ordering.name:
+            return sending.holds
+        return ordering.has_own or any(
+            ordering.name in one.destinations if isinstance(one, Run) else not one.destination for one in sending.waiting
+        )
 
     def hold(self, destination: str, parts: list[bytes]) -> None:
-        if self._sending is not None:
-            self._sending.hold(destination, parts)
+        ordering, sending = self._both()
+        to = "" if destination == ordering.name else destination
+        if sending.holds:
+            sending.hold(to, parts)
+        else:
+            self._leave(Held(to, 0, parts))
+            self._act(ordering, sending)
 
     def flush(self) -> None:
         """Between two messages: what the last one has multicast goes out."""
@@ -308,8 +320,12 @@ class Multicasts:
             _write_ordering(parts, (action.message,))
 
     def _leave(self, held: Held) -> None:
+        ordering = self._ordering
         if held.effect:
             self.run_effect(held.effect)
+        elif not held.destination and ordering is not None and ordering.is_busy:
+            for front, body in zip(held.parts[::2], held.parts[1::2], strict=True):
+                ordering.file(front + body, self._context.record_time_ns or 0)
         else:
             self._pushed.setdefault(held.destination, []).extend(held.parts)
 

@@ -47,5 +47,5 @@ class Counter(Immortal):
         assert_type(numbers, tuple[int, ...])
         short = await self.multicast([self.other, self.third]).count(3)
         assert_type(short, tuple[int, ...])  # pyright: "assert_type" mismatch
-        await self.multicast([self.other, self.third]).count("3")  # mypy: a str for an int  # pyright: No overloads
+        await self.multicast([self.other, self.third]).count("3")  # mypy: a str for an int  # pyright: cannot be assigned
         return both[0] + late + len(text + wrong)

@@ -115,3 +115,260 @@ def test_a_crash_anywhere_changes_nothing() -> None:
             assert pending.done
             assert books[0].state.seen == books[1].state.seen
             assert [len(book.state.seen) for book in books] == [6, 6, 6]
+
+
+# --- plain input that has to wait -------------------------------------------------------------------------------------
+
+
+def fetch(number: int) -> int:
+    raise AssertionError("a stand-in takes its place")
+
+
+class Teller(Immortal):
+    """Sends to x and y; what comes back to it by other ways comes behind."""
+
+    x = peer(lambda: Node, "x")
+    y = peer(lambda: Node, "y")
+
+    @impulse
+    def tell(self, text: str) -> None:
+        self.multicast([self.x, self.y]).hear.fork(text)
+
+
+class Node(Immortal):
+    x = peer(lambda: Node, "x")
+    y = peer(lambda: Node, "y")
+    z = peer(lambda: Node, "z")
+    heard: list[str]
+
+    def __init__(self) -> None:
+        self.heard = []
+
+    @rpc
+    def hear(self, text: str) -> None:
+        self.heard.append(text)
+        if text.startswith("loud"):
+            self.z.echo.fork(text)
+
+    @rpc
+    def echo(self, text: str) -> None:
+        """Somebody who got no multicast tells the others of what happened because of it."""
+        self.x.note.fork(f"echo {text}")
+        self.y.note.fork(f"echo {text}")
+
+    @rpc
+    def note(self, text: str) -> str:
+        self.heard.append(text)
+        return text
+
+    @impulse
+    def happen(self, text: str) -> None:
+        self.heard.append(text)
+
+    @impulse
+    async def look(self, number: int) -> None:
+        await self.note(f"fetched {await self.effect(fetch, number)}")
+
+    @impulse
+    def fail_after(self, text: str) -> None:
+        self.multicast([self.x, self.y]).hear.fork(text)
+        raise ValueError(text)
+
+    @impulse
+    def to_all(self, text: str) -> None:
+        self.multicast([self.x, self.y, self.z]).hear.fork(text)
+
+    @impulse
+    def to_all_with_me(self, text: str) -> None:
+        self.multicast([self.x, type(self), self.z]).hear.fork(text)
+
+    @rpc
+    async def ask_all_with_me(self, text: str) -> int:
+        return len(await self.multicast([self.x, type(self), self.z]).note.all(text))
+
+
+def blocked(env: Environment) -> tuple[Instance[Node], Instance[Node], Instance[Teller]]:
+    """x has a block of a multicast that can't go on, as y is down."""
+    x, y = env.start(Node, "x", effects={fetch: lambda number: number}), env.start(Node, "y")
+    env.start(Node, "z")
+    teller = env.start(Teller, "teller")
+    y.crash()
+    teller.send(Teller.tell, "first")
+    env.run()
+    return x, y, teller
+
+
+def test_calls_impulses_answers_and_results_of_effects_wait_behind_a_block() -> None:
+    with Environment() as env:
+        x, y, _ = blocked(env)
+        x.send(Node.happen, "impulse")
+        x.send(Node.look, 7)
+        answer = x.begin(Node.note, "call")
+        env.run()
+        assert x.state.heard == []
+        assert not answer.done
+        y.recover()
+        assert x.state.heard == ["first", "impulse", "call", "fetched 7"]
+        assert answer.result() == "call"
+        assert x.call(Node.note, "at once") == "at once"
+
+
+@pytest.mark.parametrize("how", ["crash", "crash_app", "checkpoint"])
+def test_what_waits_outlives_the_instance(how: str) -> None:
+    with Environment() as env:
+        x, y, teller = blocked(env)
+        answer = x.begin(Node.note, "call")
+        env.run()
+        for instance in (x, teller):
+            if how != "crash_app":
+                instance.checkpoint()
+            if how != "crash_app":
+                instance.crash()
+            else:
+                instance.crash_app()
+            instance.recover()
+        x.send(Node.happen, "impulse")
+        y.recover()
+        assert answer.result() == "call"
+        assert x.state.heard == ["first", "call", "impulse"]
+        assert y.state.heard == ["first"]
+
+
+def test_an_effect_never_comes_before_its_cause_by_a_third_party() -> None:
+    for order in range(30):
+        with Environment(order=order) as env:
+            x, y = env.start(Node, "x"), env.start(Node, "y")
+            env.start(Node, "z")
+            teller, other = env.start(Teller, "teller"), env.start(Teller, "other")
+            teller.send(Teller.tell, "loud one")
+            other.send(Teller.tell, "loud two")
+            env.run()
+            for node in (x, y):
+                heard = node.state.heard
+                assert len(heard) == 6
+                for text in ("loud one", "loud two"):
+                    assert heard.index(text) < heard.index(f"echo {text}")
+            runs = [[text for text in node.state.heard if text.startswith("loud")] for node in (x, y)]
+            assert runs[0] == runs[1]
+
+
+def test_a_handler_that_fails_has_sent_no_multicast() -> None:
+    with Environment(fail_alone=True) as env:
+        x, y, z = (env.start(Node, name) for name in "xyz")
+        z.send(Node.to_all, "one")
+        z.send(Node.fail_after, "never")
+        z.send(Node.to_all, "two")
+        env.run()
+        assert x.state.heard == y.state.heard == z.state.heard == ["one", "two"]
+        assert len(z.dead_letters) == 1
+
+
+def test_a_sender_can_be_a_destination() -> None:
+    for order in range(10):
+        with Environment(order=order) as env:
+            nodes = [env.start(Node, name) for name in "xyz"]
+            for number in range(3):
+                for node in nodes:
+                    node.send(Node.to_all, f"{node.name}{number}")
+            env.run()
+            assert nodes[0].state.heard == nodes[1].state.heard == nodes[2].state.heard
+            assert len(nodes[0].state.heard) == 9
+            nodes[1].send(Node.to_all_with_me, "me")
+            assert nodes[1].call(Node.ask_all_with_me, "ask") == 3
+            assert [node.state.heard[-2:] for node in nodes] == [["me", "ask"]] * 3
+
+
+def test_disjoint_multicasts_wait_for_nothing_of_each_other() -> None:
+    with Environment() as env:
+        x, y, _ = blocked(env)
+        books, senders = start_books(env)
+        senders[0].send(Sender.send, "on")
+        env.run()
+        assert [book.state.seen for book in books] == [["on"]] * 3
+        assert x.state.heard == []
+        y.recover()
+
+
+def start_books(env: Environment) -> tuple[list[Instance[Book]], list[Instance[Sender]]]:
+    return [env.start(Book, name) for name in "abc"], [env.start(Sender, "sender")]
+
+
+def test_who_can_not_be_multicast_to_is_said() -> None:
+    class Wrong(Immortal):
+        a = peer(Book, "a")
+        x = peer(Node, "x")
+
+        @rpc
+        def nobody(self) -> None:
+            self.multicast([]).add.fork("x")
+
+        @rpc
+        def twice(self) -> None:
+            self.multicast([self.a, self.a]).add.fork("x")
+
+        @rpc
+        def text(self) -> None:
+            self.multicast(["a"]).add.fork("x")  # type: ignore[list-item]
+
+        @rpc
+        def different(self) -> None:
+            self.multicast([self.a, self.x]).add.fork("x")  # type: ignore[attr-defined]
+
+        @rpc
+        def not_async(self) -> None:
+            self.multicast([self.a]).add("x")
+
+    with Environment(fail_alone=True) as env:
+        wrong = env.start(Wrong, "wrong")
+        for handler, text in [
+            (Wrong.nobody, "nobody to send to"),
+            (Wrong.twice, "'a' is in it twice"),
+            (Wrong.text, r"peers .* were expected"),
+            (Wrong.different, "has no handler 'add'"),
+            (Wrong.not_async, "only async handlers wait"),
+        ]:
+            with pytest.raises(CalleeFailed, match=text):
+                wrong.call(handler)
+
+
+class Notifier(Immortal):
+    x = peer(Node, "x")
+    y = peer(Node, "y")
+    told: int
+
+    def __init__(self) -> None:
+        self.told = 0
+
+    @rpc
+    def note(self, number: int) -> None:
+        self.told = number
+
+    @impulse
+    async def tell(self, number: int) -> None:
+        self.multicast([self.x, self.y]).hear.fork(str(number))
+        await self.note(await self.effect(fetch, number))
+
+
+@pytest.mark.parametrize("crashes", [False, True])
+def test_an_effect_behind_a_multicast_begins_when_that_stands(crashes: bool) -> None:
+    asked: list[int] = []
+
+    def fetched(number: int) -> int:
+        asked.append(number)
+        return number
+
+    with Environment() as env:
+        env.start(Node, "x")
+        y = env.start(Node, "y")
+        notifier = env.start(Notifier, "notifier", effects={fetch: fetched})
+        y.crash()
+        notifier.send(Notifier.tell, 5)
+        env.run()
+        if crashes:
+            notifier.checkpoint()
+            notifier.crash()
+            notifier.recover()
+        assert asked == []
+        y.recover()
+        assert asked == [5]
+        assert notifier.state.told == 5
