@@ -127,6 +127,11 @@ class Ordering:
         return not self._sent and not self.is_busy
 
     @property
+    def count(self) -> int:
+        """Of what is in the queue, blocks included."""
+        return sum(self._is_at(*one) for one in self._queue)
+
+    @property
     def sent(self) -> list[Sent]:
         """One's own runs that are not committed, the oldest first."""
         return list(self._sent.values())

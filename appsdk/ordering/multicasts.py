@@ -16,7 +16,7 @@ from appsdk.calls.context import Context
 from appsdk.calls.failures import refusal
 from appsdk.calls.outbox import CALL_SIZE_BYTES_MAX, Outbox, make_writer
 from appsdk.errors import HandlerError, StateError, UsageError
-from appsdk.ordering.machine import Dropped, Filed, Ordering, Release, Send, State
+from appsdk.ordering.machine import Dropped, Filed, Ordering, Release, Send, Stage, State
 from appsdk.ordering.messages import Message, Propose, Refused
 from appsdk.ordering.plain import Plain, as_fork
 from appsdk.ordering.sending import EFFECT, Held, Run, Sending
@@ -134,6 +134,25 @@ class Multicasts:
     @property
     def waiting(self) -> list[Run | Held]:
         return [] if self._sending is None else self._sending.waiting
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Whom this instance waits for, in plain values: ``for``, ``what``, ``since_ns``, ``count`` (of what waits)."""
+        ordering = self._ordering
+        if ordering is None:
+            return []
+        found = []
+        for sent in ordering.sent[:1]:  # the others stand behind it
+            silent = [one for one in sent.destinations if one not in sent.proposed] or sent.unsettled
+            count = len(ordering.sent) + len(self.waiting)
+            found += [
+                {"for": one, "what": "its answer to a multicast of this", "since_ns": sent.since_ns, "count": count}
+                for one in silent
+            ]
+        first = ordering.first()
+        if first is not None and first.stage != Stage.COMMITTED and first.sender != ordering.name:
+            what = "it to say that its multicast may be delivered"
+            found.append({"for": first.sender, "what": what, "since_ns": first.since_ns, "count": ordering.count})
+        return found
 
     # --- what handlers send -------------------------------------------------------------------------------------------
 

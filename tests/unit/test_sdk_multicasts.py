@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from appsdk import CalleeFailed, Immortal, impulse, peer, rpc
@@ -276,6 +278,23 @@ def test_a_sender_can_be_a_destination() -> None:
             nodes[1].send(Node.to_all_with_me, "me")
             assert nodes[1].call(Node.ask_all_with_me, "ask") == 3
             assert [node.state.heard[-2:] for node in nodes] == [["me", "ask"]] * 3
+
+
+def test_who_waits_for_whom_is_told() -> None:
+    with Environment() as env:
+        x, y, teller = blocked(env)
+        x.send(Node.happen, "impulse")
+        env.run()
+
+        def told(instance: Instance[Any]) -> list[tuple[str, int]]:
+            described = instance._app().dispatcher.context.multicasts.describe()
+            assert all(one["since_ns"] > 0 for one in described)
+            return [(one["for"], one["count"]) for one in described]
+
+        assert told(teller) == [("y", 1)]
+        assert told(x) == [("teller", 2)]
+        y.recover()
+        assert told(teller) == told(x) == told(y) == []
 
 
 def test_disjoint_multicasts_wait_for_nothing_of_each_other() -> None:
