@@ -14,6 +14,7 @@ from appsdk.effects.options import CONCURRENT_EFFECTS, Effects
 from appsdk.errors import DefinitionError, OnError, UsageError
 from appsdk.handlers.contexts import attach, new_context
 from appsdk.handlers.definition import Definition, define
+from appsdk.handlers.multicast import Multicasters
 from appsdk.running.runner import run
 from appsdk.waiting.waits import Winner
 
@@ -199,6 +200,22 @@ class Immortal:
         if tasks is None:
             raise UsageError("self.signal: this instance does not run beside a coordinator, so nobody waits")
         tasks.signal(name, value)
+
+    def multicast(self, targets: Iterable[type[A]]) -> type[A]:
+        """``self.multicast([self.a, self.b]).count.fork("text")``: to all of them, in one order for everybody.
+
+        Two instances that get the same two multicasts get them in the same order, and an effect never comes before its
+        cause; see ``docs/guide/ordering.md``. ``targets``: peers of one class or of several with that handler, and
+        ``type(self)`` for this instance too. In an ``async def`` handler
+        ``await self.multicast([...]).count("text")`` gives all answers, in the order of the targets. Raises UsageError.
+        """
+        context = self._immortal_context
+        if context.multicasts is None:
+            raise UsageError("self.multicast: this instance does not run beside a coordinator, so there are no peers")
+        if context.multicasts.proxies is None:
+            context.multicasts.proxies = Multicasters(context)
+        found: type[A] = context.multicasts.proxies.of(self, self._immortal_definition, targets)
+        return found
 
     @classmethod
     def main(cls, address: str | None = None) -> NoReturn:

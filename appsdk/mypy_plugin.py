@@ -1,8 +1,9 @@
-"""For mypy: in an ``async def`` handler a call of one's own ``def`` handler is something to await.
+"""For mypy: in an ``async def`` handler a call of one's own ``def`` handler is something to await, and awaiting
+``self.multicast([...]).count(...)`` gives a tuple of what ``count`` returns.
 
-Its type can't say so by itself, as in a ``def`` handler the same call returns at once (that of ``self.<handler>.step``
-can: it is for async handlers alone). In mypy's settings:
-``plugins = ["appsdk.mypy_plugin"]``. Nothing else imports this module.
+Types can't say so by themselves, as in a ``def`` handler the same call returns at once (those of
+``self.<handler>.step`` and ``self.multicast([...]).<handler>.all`` can: they are for async handlers alone). In mypy's
+settings: ``plugins = ["appsdk.mypy_plugin"]``. Nothing else imports this module.
 """
 
 from __future__ import annotations
@@ -11,14 +12,30 @@ from collections.abc import Callable
 
 from mypy.nodes import CallExpr, FuncDef, MemberExpr, NameExpr
 from mypy.plugin import MethodContext, Plugin
-from mypy.types import Type, get_proper_type
+from mypy.types import Instance, Type, get_proper_type
 
 _CALL = "appsdk.handlers.decorators.BoundHandler.__call__"
+_REMOTE_CALL = "appsdk.handlers.decorators.RemoteHandler.__call__"
 
 
 class _AppPlugin(Plugin):
     def get_method_hook(self, fullname: str) -> Callable[[MethodContext], Type] | None:
+        if fullname == _REMOTE_CALL:
+            return _all_answers
         return _awaitable if fullname == _CALL else None
+
+
+def _all_answers(context: MethodContext) -> Type:
+    returned = get_proper_type(context.default_return_type)
+    call = context.context
+    callee = call.callee if isinstance(call, CallExpr) else None
+    receiver = callee.expr if isinstance(callee, MemberExpr) else None
+    made = receiver.callee if isinstance(receiver, CallExpr) else None
+    is_multicast = isinstance(made, MemberExpr) and made.name == "multicast"
+    if not is_multicast or not isinstance(returned, Instance) or not returned.args:
+        return returned
+    answers = context.api.named_generic_type("builtins.tuple", list(returned.args))
+    return context.api.named_generic_type("typing.Awaitable", [answers])
 
 
 def _awaitable(context: MethodContext) -> Type:

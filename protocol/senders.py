@@ -30,7 +30,7 @@ ROWS = (
     Row("a peer", "the instance", "Batch", (0, 1, 2, 3), (0, 1, 2), False, "the peer's name"),
     Row("a client", "the instance", "Request", (0,), (0,), False, "none: the coordinator puts `~ID` there"),
     Row("the app", "another instance", "0, 5, 66, 67", (0, 1, 2, 3), (0, 1, 2), False, "its instance's name"),
-    Row("the app", "itself", "0, 5, 66, 67", (0, 1, 2, 3), (0, 1, 2), True, '"" or its instance\'s name'),
+    Row("the app", "itself", "0, 5, 66, 67", (0, 1, 2, 3), (0, 1, 2), True, "any: calls of others that had to wait"),
     Row(
         "the app", "its clients, `~`", "0, 5, 66", (1, 2, 3), (0, 1, 2), False, "none: what is no answer is passed over"
     ),
@@ -50,6 +50,6 @@ def from_app(name: str, destination: str, *, speaks: bool) -> CallRules:
 
     ``speaks``: as WIRE.md's part 4.1 says; else its arguments are its own matter.
     """
-    if not speaks or destination == CLIENTS:
+    if not speaks or destination in ("", CLIENTS):  # whom it answers it can say without calling itself first
         return CallRules(negative=destination == "")
-    return CallRules(negative=destination == "", callers=(name,) if destination else ("", name))
+    return CallRules(callers=(name,))

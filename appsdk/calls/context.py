@@ -43,6 +43,7 @@ class Context:
         "handling_thread_id",
         "instance_name",
         "message_index",
+        "multicasts",
         "outbox",
         "peers",
         "record_time_ns",
@@ -61,6 +62,7 @@ class Context:
         self.handlers: Any = None  # appsdk.handlers.proxy fills in both: what self.count and self.counter lead to
         self.peers: Any = None
         self.tasks: Any = None  # an appsdk.waiting.tasks.Tasks, or None: a plain object, or one that an upgrade makes
+        self.multicasts: Any = None  # an appsdk.ordering.multicasts.Multicasts, or None as for tasks
         self.instance_name = ""  # what a call that waits for an answer gives as its caller
         self.sites = CallSites()
         self.thread_id = threading.get_ident()

@@ -157,6 +157,7 @@ class Outbox:
         self._mark = (0, 0)
         self._repeated: dict[str, int] = {}
         self._reports: list[bytes] = []
+        self.holder: Any = None  # an appsdk.ordering.multicasts.Multicasts that may hold calls back; None: nothing does
 
     # --- so that a message can be taken back -------------------------------------------------------------------------
 
@@ -212,7 +213,7 @@ class Outbox:
                 arguments = bound if keywords else arguments
             caller_id: cython.ulong = get_ident()
             if caller_id != context.handling_thread_id:
-                raise _not_in_handler(context, name)
+                raise not_in_handler(context, name)
             try:
                 body = encode(arguments)
                 front, size_bytes = fronts[len(body)]
@@ -250,6 +251,32 @@ class Outbox:
         return send
 
     def _close(self, batch: Batch) -> None:
+        if self.holder is not None and self.holder.holds_back(batch.destination):
+            self._hold(batch)
+        else:
+            self._send_batch(batch)
+
+    def _hold(self, batch: Batch) -> None:
+        """It goes out when the holder pushes it."""
+        self.holder.hold(batch.destination, batch.parts)
+        batch.parts, batch.size_bytes = [], 0
+
+    def push(self, destination: Name, parts: list[bytes]) -> None:
+        """Send messages, in two parts each, whatever is held back. There are no open batches (:meth:`close_open`)."""
+        batch, count = Batch(destination), len(parts)
+        start = 0
+        for index in range(0, count, 2):
+            batch.size_bytes += len(parts[index]) + len(parts[index + 1])
+            if batch.size_bytes >= BATCH_SIZE_BYTES or index + 2 >= count:
+                batch.parts = parts[start : index + 2]
+                start = index + 2
+                self._note_pushed(batch)
+                self._send_batch(batch)
+
+    def _note_pushed(self, batch: Batch) -> None:
+        """For who looks at where messages come from."""
+
+    def _send_batch(self, batch: Batch) -> None:
         destination, count = batch.destination, batch.count
         self._closed_counts[destination] = self._closed_counts.get(destination, 0) + count
         repeated = min(count, self._repeated.get(destination, 0)) if self._repeated else 0
@@ -289,7 +316,13 @@ class Outbox:
         self._reports.append(message)
 
     def close_batches(self) -> None:
-        """All calls made so far go before whatever is sent next."""
+        """All calls made so far go before whatever is sent next. Between two messages."""
+        self.close_open()
+        if self.holder is not None:
+            self.holder.flush()
+
+    def close_open(self) -> None:
+        """As :meth:`close_batches`, also within a message."""
         for batch in self._open:
             self._close(batch)
         self._open.clear()
@@ -308,7 +341,7 @@ class Outbox:
         return taken
 
 
-def _not_in_handler(context: Context, name: Name) -> UsageError:
+def not_in_handler(context: Context, name: Name) -> UsageError:
     if threading.get_ident() != context.thread_id:
         return UsageError(
             f"{name}.fork: from a hook or another thread calls are impulses, since no replay would repeat them: "

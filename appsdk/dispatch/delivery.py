@@ -14,11 +14,13 @@ from appsdk.calls.report import handler_failed
 from appsdk.errors import Failure, HandlerError
 from appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID, Handler
 from appsdk.handlers.definition import Definition
+from appsdk.ordering.multicasts import decode_executed, decode_of_ordering, decode_propose
 from appsdk.waiting.clock import ToldTime
 from appsdk.waiting.effects import EffectResult
 from protocol.errors import RemoteProtocolError
 from protocol.handlers import CANCEL_CALL_METHOD_ID, ORDER_METHOD_ID, Order
 from protocol.messages import MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_message
+from protocol.ordering import EXECUTED_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
 from protocol.varint import encode_zigzag
 from protocol.verdicts import Cause
 
@@ -93,6 +95,10 @@ class Delivery:
             (EFFECT_METHOD_ID, RpcType.IMPULSE, effects),
             (ORDER_METHOD_ID, RpcType.IMPULSE, orders),
             (CANCEL_CALL_METHOD_ID, RpcType.ASYNC, cancels),
+            (EFFECT_METHOD_ID, RpcType.FORK, effects),  # one that had to wait for multicasts
+            (ORDERED_METHOD_ID, RpcType.FORK, _of_ordering(decode_propose, context.multicasts.proposed)),
+            (ORDERING_METHOD_ID, RpcType.FORK, _of_ordering(decode_of_ordering, context.multicasts.received)),
+            (EXECUTED_METHOD_ID, RpcType.FORK, _of_ordering(decode_executed, context.multicasts.executed)),
         ):
             self._by_front[_fronts(method_id, (rpc_type,))[0]] = entry
         # The lengths of fronts, the most frequent first. No front starts another: a varint says where it ends.
@@ -303,6 +309,10 @@ class Delivery:
             f"restart the app"
         )
         return self._refused(index, refusal(name, None, Cause.TRIPPED, text))
+
+
+def _of_ordering(decode: Callable[[bytes], Any], function: Callable[[Any], None]) -> Entry:
+    return (lambda data: (decode(data),)), (lambda instance, message: function(message)), "an ordered multicast"
 
 
 def _fronts(method_id: int, rpc_types: Iterable[RpcType]) -> list[bytes]:

@@ -39,6 +39,8 @@ from appsdk.errors import HandlerError, RecoveryNeeded, StateError, UpgradeError
 from appsdk.handlers.decorators import INITIAL_METHOD_ID
 from appsdk.handlers.definition import Definition
 from appsdk.handlers.proxy import all_method_names
+from appsdk.ordering.multicasts import Multicasts
+from appsdk.ordering.plain import Plain
 from appsdk.state.copies import Copies
 from appsdk.waiting.listing import describe_all, describe_one
 from appsdk.waiting.tasks import Tasks
@@ -112,6 +114,7 @@ class Dispatcher:
             one.resolve(names_may_be_missing=False)
         self.context = Context(b"")
         self.outbox = self.context.outbox = make_outbox(self.context, wake)
+        self._multicasts = self.context.multicasts = Multicasts(self.context)
         self.tasks = self.context.tasks = make_tasks(self.context)
         self.tasks.queries.compares_all = compares_queries
         self._life = Life(definition, self.context, self.tasks, self._use)
@@ -367,6 +370,7 @@ class Dispatcher:
         self._batch_begin = content, start, first_index
         is_watched = self._careful is not None and self._careful.suspect_sequence_id == self.context.sequence_id
         skips = self.context.sequence_id in self._failures.skipped
+        multicasts, is_own = self._multicasts, False
         while offset < end:
             slice_end = min(offset + SLICE_SIZE_BYTES, end)
             if is_watched:
@@ -379,6 +383,15 @@ class Dispatcher:
                     offset = self._pass_over(content, offset, skipped)
                     continue
                 slice_end = min(slice_end, at)
+            if multicasts.is_busy and not is_own:
+                message = Plain(content[offset : offset + size_of_message(content, offset)], self.context.source)
+                is_own = message.is_own
+                if not is_own:
+                    if multicasts.files(message):
+                        offset += len(message.message)
+                        self.context.message_index += 1
+                        continue
+                    slice_end = offset + 1
             self.outbox.mark()
             try:
                 offset = self._delivery.deliver(self.instance, content, offset, end, slice_end)
@@ -462,6 +475,7 @@ class Dispatcher:
 
     def _copy_again(self) -> None:
         """Much log lies behind the last copy."""
+        self.outbox.close_batches()
         try:
             blob = b"".join(self._life.encode())
         except StateError:

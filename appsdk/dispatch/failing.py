@@ -20,6 +20,7 @@ from appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID
 from protocol.batch import decode_batch, decode_replayable_batch
 from protocol.errors import ProtocolError
 from protocol.messages import MessageType, RpcKind, decode_incoming_rpc, decode_message, decode_messages
+from protocol.ordering import ORDERED_METHOD_ID
 from protocol.readers import Record
 from protocol.verdicts import Handling, MessageKey, Verdict, encode_verdict
 
@@ -123,6 +124,8 @@ class Failures:
 
     def answer(self, verdict: Verdict, message: bytes) -> None:
         """Tell who waits for ``message``, if anybody does."""
+        if method_of(message) == ORDERED_METHOD_ID:
+            self._context.multicasts.refused(message, verdict.text)
         if (caller := who_waits(message)) is not None:
             self._context.tasks.answers.answer_verdict(verdict, caller)
 

@@ -55,6 +55,7 @@ class Life:
         context.instance_name = envelope.instance_name
         self.instance = instance = self._restored(envelope, state)
         self._tasks.use(self.definition, instance)
+        context.multicasts.restore(envelope.ordering)
         if envelope.tasks is not None:
             self._tasks.restore(envelope.tasks)
 
@@ -64,6 +65,7 @@ class Life:
         fresh = self._restored(envelope, state)
         self.instance.__dict__ = fresh.__dict__  # at once: hooks look at it, and keep the object that they know
         attach(self.instance, self._context)
+        self._context.multicasts.restore(envelope.ordering)
         self._tasks.restore(envelope.tasks or SavedTasks())
 
     def _restored(self, envelope: Envelope, state: memoryview) -> Any:
@@ -118,5 +120,6 @@ class Life:
             instance_name=context.instance_name,
             tasks=self._tasks.save(),
             rules=context.sites.rules,
+            ordering=context.multicasts.save(),
         )
         return encode_envelope(envelope), state

@@ -90,6 +90,9 @@ if TYPE_CHECKING:
 
         def fork(self, *args: P.args, **kwargs: P.kwargs) -> None: ...
 
+        # Of a multicast: ``await self.multicast([...]).count(...)`` with a type.
+        def all(self, *args: P.args, **kwargs: P.kwargs) -> Awaitable[tuple[R, ...]]: ...
+
         @overload
         def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Awaitable[R]: ...
         @overload  # ``Counter.count(counter, ...)``, a plain call

@@ -79,9 +79,20 @@ class TracingOutbox(Outbox):
         for runs in self._runs.values():
             runs.clear()
 
+    def _hold(self, batch: Batch) -> None:
+        self._drop_origins(batch.destination, batch.count)
+        super()._hold(batch)
+
+    def _note_pushed(self, batch: Batch) -> None:
+        context, runs = self._context, self._runs.setdefault(batch.destination, [])
+        runs.append(Origin(context.sequence_id, context.message_index, batch.count))
+
     def _drop_repeated(self, batch: Batch, count: int) -> None:
         super()._drop_repeated(batch, count)
-        runs = self._runs[batch.destination]
+        self._drop_origins(batch.destination, count)
+
+    def _drop_origins(self, destination: str, count: int) -> None:
+        runs = self._runs[destination]
         while count:
             first = runs[0]
             if first.count > count:

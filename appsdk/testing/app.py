@@ -75,10 +75,11 @@ class LocalApp:
         return earlier(self.dispatcher.next_due_ns, None if self._effects is None else self._effects.next_due_ns)
 
     def state_check(self) -> int:
-        """The checksum of its state, and of what its handlers wait for."""
+        """The checksum of its state, of what its handlers wait for, and of multicasts that are on their way."""
         dispatcher = self.dispatcher
         state = dispatcher.definition.state().encode(dispatcher.instance)
-        return crc64(encoder.encode(dispatcher.tasks.save()), crc64(state))
+        waiting = dispatcher.tasks.save(), dispatcher.context.multicasts.save()
+        return crc64(encoder.encode(waiting), crc64(state))
 
     def tell_time(self, time_ns: int) -> None:
         """Timers and effects that are due. Raises as :meth:`StandInRunner.run`."""

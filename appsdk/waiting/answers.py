@@ -7,18 +7,19 @@ RETURNED_NOTHING [number] or RAISED [number, name of the exception, its argument
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from appsdk.calls.context import Context
 from appsdk.calls.failures import answer_of
-from appsdk.calls.outbox import Send
+from appsdk.calls.outbox import Send, encode_call, make_writer
 from appsdk.errors import UsageError
 from appsdk.handlers.decorators import Handler
-from appsdk.waiting.operations import NOTHING, Call
+from appsdk.waiting.operations import NOTHING, Call, MulticastCall
 from protocol.client import CLIENTS, Caller
-from protocol.messages import RpcKind
+from protocol.messages import RpcKind, RpcType
 from protocol.verdicts import Verdict
 
 _RETURNED_VALUE, _RETURNED_NOTHING = RpcKind.RETURNED_VALUE, RpcKind.RETURNED_NOTHING
@@ -44,6 +45,19 @@ class Answers:
         if (send := target.send) is None:
             send = target.send = self._sender(target.destination, target.handler, RpcKind.CALL)
         send((caller, call.number, *arguments))
+
+    def send_multicast(self, calls: Sequence[MulticastCall]) -> None:
+        """Once all ``calls`` have begun. Raises UsageError."""
+        if any(call.sent is None for call in calls):
+            return
+        handler, own_name = calls[0].target.handler, self._context.instance_name
+        name = handler.function.__qualname__
+        write = make_writer(name, handler.method_id, RpcType.ASYNC, parameters=handler.signature.parameters)
+        messages = [
+            encode_call(write, ("" if call.to == own_name else own_name, call.number, *(call.sent or ())))
+            for call in calls
+        ]
+        self._context.multicasts.send(name, handler.method_id, [call.to for call in calls], messages)
 
     def _sender(self, destination: str, handler: Handler[Any, Any], kind: RpcKind) -> Send:
         key = (destination, handler.method_id, kind)

@@ -91,7 +91,13 @@ class WaitingEffects:
 
     def add(self, effect: Effect) -> None:
         self._waiting[effect.number] = effect
-        if self._runner is not None:
+        if self._runner is not None and not self._context.multicasts.holds_effect(effect.number):
+            self._run(effect, self._runner)
+
+    def unheld(self, number: int) -> None:
+        """The multicasts that it waited for stand."""
+        effect = self._waiting.get(number)
+        if effect is not None and self._runner is not None and number not in self._requests:
             self._run(effect, self._runner)
 
     def get(self, number: int) -> Effect | None:
@@ -118,8 +124,9 @@ class WaitingEffects:
             raise JournalError(f"{self._misfit}; the app stops\n{WAYS_OUT}")
         self._runner = runner
         if runner is not None:
-            for _, effect in sorted(self._waiting.items()):
-                self._run(effect, runner)
+            for number, effect in sorted(self._waiting.items()):
+                if not self._context.multicasts.holds_effect(number):
+                    self._run(effect, runner)
 
     def pause(self) -> None:
         """What was done is done once more: nothing is run until :meth:`resume`; what runs goes on."""
@@ -135,7 +142,7 @@ class WaitingEffects:
             if number not in self._waiting:
                 self._forget(number, request, runner)
         for number, effect in sorted(self._waiting.items()):
-            if number not in self._requests:
+            if number not in self._requests and not self._context.multicasts.holds_effect(number):
                 self._run(effect, runner)
 
     def _forget(self, number: int, request: EffectRequest, runner: EffectRunner) -> None:

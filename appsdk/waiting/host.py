@@ -18,7 +18,7 @@ from appsdk.waiting.clock import Clock
 from appsdk.waiting.effects import Effect, WaitingEffects
 from appsdk.waiting.events import Events
 from appsdk.waiting.handler_runs import HandlerRuns
-from appsdk.waiting.operations import Call, Event, Operation, Step, Target, Timer
+from appsdk.waiting.operations import Call, Event, MulticastCall, Operation, Step, Target, Timer
 from appsdk.waiting.signals import event_decoder
 from appsdk.waiting.waits import Fiber
 
@@ -70,7 +70,10 @@ class Host:
 
         Raises HandlerError, UsageError.
         """
-        if isinstance(operation, Call):
+        if isinstance(operation, MulticastCall):
+            operation.sent = operation.arguments
+            self.answers.send_multicast(operation.all_of_it)
+        elif isinstance(operation, Call):
             self.answers.send_call(operation, operation.arguments)
         elif isinstance(operation, Step):
             # Copies go in and come out, as at a rebuild: what the state holds is not to be in anybody else's hands.
@@ -90,6 +93,8 @@ class Host:
         elif isinstance(operation, Event):
             self.events.add(operation)
         elif isinstance(operation, Effect):
+            if not operation.task.is_silent:
+                self.context.multicasts.hold_effect(operation.number)
             self.effects.add(operation)
 
     def unregister(self, operation: Operation) -> None:

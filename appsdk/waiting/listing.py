@@ -32,11 +32,15 @@ STEPS_MAX = 1000  # of one handler that are told, the last
 
 
 def describe_all(tasks: Tasks) -> Values:
-    """The oldest HANDLERS_COUNT_MAX; ``count``: of all."""
+    """The oldest HANDLERS_COUNT_MAX; ``count``: of all. ``multicasts``: whom the instance waits for, if it does."""
     found: list[Task | SavedTask] = sorted(
         [*tasks.all_waiting, *tasks.limits.queued.values()], key=attrgetter("number")
     )
-    return {"count": len(found), "handlers": [_any_described(tasks, one) for one in found[:HANDLERS_COUNT_MAX]]}
+    values: Values = {"count": len(found)}
+    values["handlers"] = [_any_described(tasks, one) for one in found[:HANDLERS_COUNT_MAX]]
+    if multicasts := tasks.context.multicasts.describe():
+        values["multicasts"] = multicasts
+    return values
 
 
 def describe_one(tasks: Tasks, number: int) -> Values:

@@ -32,6 +32,11 @@ class Owner(Fibers):
     def name(self) -> str:
         raise NotImplementedError
 
+    @property
+    def is_silent(self) -> bool:
+        """What it does now is not to be done."""
+        raise NotImplementedError
+
     def begin(self, operation: Operation) -> None:
         """It is awaited: do it, or take it from the journal."""
         raise NotImplementedError
@@ -158,6 +163,22 @@ class Call(_HandlerOperation):
     """A call of another instance's handler, or through the log of one's own that is an ``async def``."""
 
     __slots__ = ()
+
+
+class MulticastCall(Call):
+    """One of the calls of a multicast, which begins with the last of them: ``all_of_it``. ``to``: whom by name."""
+
+    __slots__ = ("all_of_it", "sent", "to")
+
+    def __init__(
+        self, task: Owner, target: Target, to: str, arguments: tuple[Any, ...], all_of_it: list[MulticastCall]
+    ) -> None:
+        super().__init__(task, target, arguments)
+        self.what = f"ordered call {to}.{target.called.name}"
+        self.to = to
+        self.all_of_it = all_of_it
+        self.sent: tuple[Any, ...] | None = None  # its arguments, once it has begun
+        all_of_it.append(self)
 
 
 class Timer(Operation):

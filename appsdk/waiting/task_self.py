@@ -11,7 +11,7 @@ import inspect
 import os
 import sys
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from datetime import datetime, timedelta
 from random import Random
 from types import FrameType, FunctionType, MethodType
@@ -24,10 +24,11 @@ from appsdk.effects.options import EffectOptions, Effects
 from appsdk.errors import UsageError
 from appsdk.handlers.decorators import Handler
 from appsdk.handlers.definition import Peer
+from appsdk.handlers.multicast import Destination, common_handler, destinations_of, make_multicast_fork
 from appsdk.handlers.proxy import find_handler
 from appsdk.handlers.schedules import TIME_NS_MAX
 from appsdk.waiting.effects import Effect
-from appsdk.waiting.operations import Call, Event, Step, Target, Timer
+from appsdk.waiting.operations import Call, Event, MulticastCall, Step, Target, Timer
 from appsdk.waiting.signals import encode_signal
 from appsdk.waiting.task import Task
 from appsdk.waiting.waits import Gather, Race, Wait, as_wait
@@ -152,6 +153,12 @@ class TaskSelf:
                 raise task.abandon(error) from error
         tasks.events.signal(name, encoded)
 
+    def multicast(self, targets: Iterable[Any]) -> TaskMulticast:
+        task = self._immortal_task
+        definition = task.tasks.definition
+        given = [definition.cls if one in (TaskSelf, self) else one for one in targets]
+        return TaskMulticast(task, destinations_of(task.tasks.context, None, definition, given))
+
     def continue_as(self, *arguments: Any, **keywords: Any) -> NoReturn:
         task = self._immortal_task
         codec = task.tasks.codec(task.handler)
@@ -233,6 +240,49 @@ class TaskPeer:
             handler = find_handler(source.resolve(), name)
             target = tasks.peer_targets[source, name] = tasks.target(source.name, handler, handler)
         return TaskHandler(self._immortal_task, target)
+
+
+class TaskMulticast:
+    """Several instances: an attribute for each handler that all have."""
+
+    __slots__ = ("_destinations", "_immortal_task")
+
+    def __init__(self, task: Task, destinations: list[Destination]) -> None:
+        self._immortal_task = task
+        self._destinations = destinations
+
+    def __getattr__(self, name: str) -> TaskMulticastMethod:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return TaskMulticastMethod(self._immortal_task, self._destinations, common_handler(self._destinations, name))
+
+
+class TaskMulticastMethod:
+    """Calling it gives all answers to await, in the order of the destinations."""
+
+    __slots__ = ("_destinations", "_handler", "_task")
+
+    def __init__(self, task: Task, destinations: list[Destination], handler: Handler[Any, Any]) -> None:
+        self._task = task
+        self._destinations = destinations
+        self._handler = handler
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Awaitable[Any]:
+        task, handler = self._task, self._handler
+        own_name = task.tasks.context.instance_name
+        calls: list[MulticastCall] = []
+        for to, _ in self._destinations:
+            target = task.tasks.target("" if to == own_name else to, handler, handler)
+            bound = target.codec.bind(arguments, keywords)
+            _ = target.codec.decode_result  # raises here, where the call is made
+            MulticastCall(task, target, to, bound, calls)
+        return Gather(task, list(calls))
+
+    all = __call__
+
+    def fork(self, *arguments: Any, **keywords: Any) -> None:
+        if not self._task.is_silent:
+            make_multicast_fork(self._task.tasks.context, self._destinations, self._handler)(*arguments, **keywords)
 
 
 class _Namespaces:

@@ -76,6 +76,8 @@ class Tasks(Host):
         self._scheduled: list[Handler[Any, Any]] = []
         self.limits = Limits()
         self._deadlines: dict[int, Deadline] = {}  # by number
+        context.multicasts.run_effect = self.effects.unheld
+        context.multicasts.called = self._called
         self.orders = Orders(context, self.waiting, self._cancel, self._give, self._give_up)
 
     def make_self(self, task: Any) -> TaskSelf:
@@ -400,6 +402,11 @@ class Tasks(Host):
             self._resolve(call, kind is _RAISED, value)
             if self._queue:
                 self.drain()
+
+    def _called(self, number: int) -> str | None:
+        """To whom the open call of that number went."""
+        call = self.calls.get(number)
+        return None if call is None else call.target.destination
 
     def _was_called(self, call: Call) -> bool:
         """Whether the answer that is handled is from whom ``call`` went to. What the instance says itself is."""

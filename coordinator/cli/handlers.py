@@ -59,9 +59,13 @@ _id_argument = click.argument("wanted", metavar="ID", type=click.IntRange(1, (1 
 def _list(settings: InstanceSettings, as_json: bool) -> None:
     answer = _ask(settings, "handlers", {})
     found = [_with_times(one) for one in answer["handlers"]]
+    multicasts = [_with_times(one) for one in answer.get("multicasts", ())]
     if as_json:
-        echo_json({"count": answer["count"], "handlers": found})
-    elif not found:
+        echo_json({"count": answer["count"], "handlers": found} | ({"multicasts": multicasts} if multicasts else {}))
+        return
+    for one in multicasts:
+        echo(printable(f"since {_second(one['since'])} it waits for {one['for']}: {one['what']} ({one['count']} wait)"))
+    if not found:
         echo(f"no handler of {settings.name} waits")
     else:
         rows = [_row(one) for one in found]

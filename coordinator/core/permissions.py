@@ -15,6 +15,7 @@ from msgspec import Struct
 from protocol.extensions import QUERIES, AppDescription
 from protocol.handlers import CANCEL_CALL_METHOD_ID
 from protocol.messages import RpcKind, decode_messages
+from protocol.ordering import ORDERED_METHOD_ID, ORDERING_METHOD_ID, ordered_method
 from protocol.varint import decode_zigzag_int
 
 
@@ -102,7 +103,7 @@ class Permissions:
 
     def _method_ids(self, allowed: frozenset[str]) -> frozenset[int]:
         named = frozenset(method_id for method_id, name in (self._names or {}).items() if name in allowed)
-        named |= {CANCEL_CALL_METHOD_ID}  # of a call that it was allowed to make
+        named |= {CANCEL_CALL_METHOD_ID, ORDERING_METHOD_ID}  # about calls that it was allowed to make, or that it gets
         return named | self._queries if QUERIES in allowed else named
 
     def lacks_queries(self, caller: str) -> bool:
@@ -170,8 +171,10 @@ class Permissions:
         if allowed is None:
             return []
         found = []
-        for index, (_, start, _) in enumerate(decode_messages(calls)):
+        for index, (_, start, end) in enumerate(decode_messages(calls)):
             method_id = decode_zigzag_int(calls, start + 1)[0]
+            if method_id == ORDERED_METHOD_ID and calls[start] == RpcKind.CALL:
+                method_id = ordered_method(calls, start, end)
             if method_id not in allowed and calls[start] == RpcKind.CALL:
                 found.append((index, self._name_of(method_id)))
         return found

@@ -17,6 +17,7 @@ import pyarrow as pa
 from pipeline.jobs.evidence import LOG, MARK, Row
 from pipeline.jobs.judgement import Result, judge
 from pipeline.jobs.log_audit import LogReport
+from pipeline.jobs.ordering import ordered_results
 from pipeline.jobs.reports import AuditReport
 from pipeline.jobs.sources import Fleet, rows_of
 from pipeline.jobs.stream_audit import Mark, Part, StreamAudit
@@ -96,6 +97,7 @@ def audit_rows(rows: Iterable[Row], tolerance_ns: int = 0) -> Iterator[Result]:
         elif stream is not None and row.what == MARK:
             stream.mark(Mark(row.position, row.checksum % _SIGN, row.sequence_id, row.time_ns))
         elif stream is not None:
+            yield from ordered_results(row)
             part = Part(row.position, row.items, row.impulses, row.sent_ns, row.payload or b"")
             stream.batch(row.sequence_id, row.time_ns, part)
     yield from _results(key, stream, log)

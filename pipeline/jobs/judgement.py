@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from coordinator.core.interfaces import is_outside
 from pipeline.jobs.causality import impossible_orders
 from pipeline.jobs.log_audit import LogReport
+from pipeline.jobs.ordering import ORDERED, OrderingAudit
 from pipeline.jobs.reports import AuditReport, StreamReport, Violation
 from pipeline.jobs.sources import LogState
 from pipeline.jobs.stream_audit import KINDS, Finding, Needs, StreamFigures, in_words
@@ -20,7 +21,8 @@ VIOLATIONS_MAX = 100_000
 """Of these each is kept; of more only the count."""
 
 Result = tuple[str, str, str, int, int, str]
-"""What a worker says of a stream: what ("log", "finding", "needs", "stream"), sender, receiver, first, last, JSON."""
+"""What a worker says of a stream: what ("log", "finding", "needs", "ordered", "stream"), sender, receiver, first, last,
+JSON. (Of "ordered" the numbers are the record and the batch.)"""
 
 
 def judge(results: Iterable[Result], states: Mapping[str, LogState]) -> AuditReport:
@@ -38,6 +40,7 @@ class _Judge:
         self._violations: list[Violation] = []
         self._counts: Counter[str] = Counter()
         self._notes: list[str] = []
+        self._ordering = OrderingAudit()
         self._last_mark_ns: dict[str, int] = defaultdict(int)
 
     def judge(self, results: Iterable[Result]) -> AuditReport:
@@ -57,6 +60,8 @@ class _Judge:
         }
         for violation in impossible_orders(needs, set(self._states)):
             self._add(violation)
+        for violation in self._ordering.violations({name: log.first for name, log in self._logs.items()}):
+            self._add(violation)
         self._note_resets()
         self._note_logs()
         rank = {kind: index for index, kind in enumerate(KINDS)}
@@ -72,6 +77,8 @@ class _Judge:
                 values = json.loads(body)
                 values["damages"] = [tuple(damage) for damage in values["damages"]]
                 self._logs[receiver] = LogReport(**values)
+            elif what == ORDERED:
+                self._ordering.take(sender, receiver, first, last, body)
             elif what == "finding":
                 self._findings[key].append(Finding(**json.loads(body)))
             elif what == "needs":

@@ -79,6 +79,7 @@ class Bank(Immortal):
 class Teller(Immortal):
     bank = peer(Bank, "bank")
     late = peer(lambda: Bank, "late")
+    other_teller = peer(lambda: Teller, "other")
     moved: int
 
     def __init__(self) -> None:
@@ -112,6 +113,10 @@ class Teller(Immortal):
         careful = self.effect.options(retry=Retry(attempts=3), timeout=timedelta(seconds=5), raises=[KeyError], key="x")
         assert_type(await self.gather(careful(ping, 5), careful(fetch, url="x")), tuple[float, bytes])
         self.bank.debit.fork(account, amount)
+        both = self.multicast([self.bank, self.late])
+        both.debit.fork(account, amount=2)
+        assert_type(await both.quote.all(account), tuple[float, ...])
+        self.multicast([self.other_teller, type(self)]).later.fork(3)
         if amount:
             return self.continue_as(account, 0)
         return True

@@ -1,13 +1,18 @@
-"""An async handler's own ``def`` handlers: ``.step`` is right for both, the short form for mypy's plugin. Never run."""
+"""An async handler's own ``def`` handlers: ``.step`` is right for both, the short form for mypy's plugin. Never run.
+
+So with ``.all``, of multicasts.
+"""
 
 from __future__ import annotations
 
 from typing import assert_type
 
-from appsdk import Immortal, query, rpc
+from appsdk import Immortal, peer, query, rpc
 
 
 class Counter(Immortal):
+    other = peer(lambda: Counter, "other")
+    third = peer(lambda: Counter, "third")
     total: int
 
     @rpc
@@ -38,4 +43,9 @@ class Counter(Immortal):
         late: int = self.count(3)  # mypy: it is not awaited
         text: str = await self.count(4)  # mypy: the result is an int  # pyright: "int" is not awaitable
         await self.count("5")  # mypy: a str for an int  # pyright: "int" is not awaitable
+        numbers = await self.multicast([self.other, type(self)]).count.all(3)
+        assert_type(numbers, tuple[int, ...])
+        short = await self.multicast([self.other, self.third]).count(3)
+        assert_type(short, tuple[int, ...])  # pyright: "assert_type" mismatch
+        await self.multicast([self.other, self.third]).count("3")  # mypy: a str for an int  # pyright: cannot be assigned
         return both[0] + late + len(text + wrong)

@@ -79,11 +79,6 @@ REFUSED: dict[str, tuple[Callable[[], Driven], bytes, str]] = {
         attach("b") + stream_batch("b", 1, rpc(b"\x92\xa1c\1", rpc_type=0)),
         "a call whose answer is to go to 'c', its sender may give only 'a'",
     ),
-    "a call to itself in the name of a client": (
-        primary,
-        stream_batch("", 1, rpc(b"\x92\xa4~web\1", rpc_type=0)),
-        "a call whose answer is to go to '~web', its sender may give only '' or 'a'",
-    ),
     "a type for coordinators": (primary, encode_message(MessageType.TRIM_TO, b"\0"), "type 14, which is not for apps"),
     "a type of others": (primary, encode_message(3), "type 3, which is not for apps to send"),  # type: ignore[arg-type]
     "an unknown extension": (primary, b"\x02\xc8", "type 200, which is not for apps to send"),

@@ -1,0 +1,122 @@
+"""``self.multicast([self.a, self.b]).count.fork("text")``: calls of a handler of several instances, in one order.
+
+`docs/guide/ordering.md` says what is promised.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from appsdk.calls.codec import bind_arguments
+from appsdk.calls.context import Context
+from appsdk.calls.outbox import encode_call, make_writer, not_in_handler
+from appsdk.errors import UsageError
+from appsdk.handlers.decorators import Handler
+from appsdk.handlers.definition import Definition, Peer
+from appsdk.handlers.proxy import find_handler
+from protocol.messages import RpcType
+
+Destination = tuple[str, Callable[[], Definition]]
+"""Its name, and what finds its class."""
+
+
+def destinations_of(
+    context: Context, instance: Any, definition: Definition, targets: Iterable[Any]
+) -> list[Destination]:
+    """Of peers of a handler's self, and of that itself. Raises UsageError."""
+    found: dict[str, Destination] = {}
+    for target in targets:
+        if target is instance or target is definition.cls:
+            one: Destination = context.instance_name, lambda: definition
+        elif isinstance(source := getattr(target, "_immortal_peer", None), Peer):
+            one = source.name, source.resolve
+        else:
+            raise UsageError(f"self.multicast([{target!r}]): peers (self.counter) or type(self) were expected")
+        if one[0] in found:
+            raise UsageError(f"self.multicast(...): {one[0]!r} is in it twice")
+        found[one[0]] = one
+    if not found:
+        raise UsageError("self.multicast([]): there is nobody to send to")
+    return list(found.values())
+
+
+def common_handler(destinations: list[Destination], name: str) -> Handler[Any, Any]:
+    """The handler ``name`` that all have, under one method ID. Raises AttributeError, UsageError."""
+    handlers = [find_handler(resolve(), name) for _, resolve in destinations]
+    for (destination, _), handler in zip(destinations, handlers, strict=True):
+        if handler.method_id != handlers[0].method_id or handler.signature != handlers[0].signature:
+            raise UsageError(
+                f"self.multicast(...).{name}: {destination!r} and {destinations[0][0]!r} have different handlers of "
+                f"that name: other parameters, or another method ID"
+            )
+    return handlers[0]
+
+
+def make_multicast_fork(
+    context: Context, destinations: list[Destination], handler: Handler[Any, Any]
+) -> Callable[..., None]:
+    """Raises what :meth:`appsdk.ordering.multicasts.Multicasts.send` raises, and TypeError."""
+    name, signature, method_id = handler.function.__qualname__, handler.signature, handler.method_id
+    write = make_writer(name, method_id, RpcType.FORK, parameters=signature.parameters)
+    names = [destination for destination, _ in destinations]
+
+    def fork(*arguments: Any, **keywords: Any) -> None:
+        bound = bind_arguments(name, signature, arguments, keywords)
+        if threading.get_ident() != context.handling_thread_id:
+            raise not_in_handler(context, f"multicast(...).{name}")
+        context.multicasts.send(name, method_id, names, [encode_call(write, bound if keywords else arguments)])
+
+    return fork
+
+
+class MulticastMethod:
+    """A handler of several instances: ``fork`` sends a call to all of them."""
+
+    __slots__ = ("_name", "fork")
+
+    def __init__(self, name: str, fork: Callable[..., None]) -> None:
+        self._name = name
+        self.fork = fork
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        raise UsageError(
+            f"{self._name}(...): only async handlers wait for answers: send it with .fork(...), or move it into an "
+            f"'async def' handler"
+        )
+
+
+class Multicast:
+    """Several instances, as a ``def`` handler sees them: an attribute for each handler that all have."""
+
+    def __init__(self, context: Context, destinations: list[Destination]) -> None:
+        self._immortal_made_from = context, destinations
+
+    def __getattr__(self, name: str) -> MulticastMethod:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        context, destinations = self._immortal_made_from
+        handler = common_handler(destinations, name)
+        method = MulticastMethod(
+            f"multicast(...).{handler.function.__qualname__}", make_multicast_fork(context, destinations, handler)
+        )
+        vars(self)[name] = method
+        return method
+
+
+class Multicasters:
+    """Those of one instance, kept by their destinations."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._known: dict[tuple[int, ...], tuple[Multicast, tuple[Any, ...]]] = {}
+
+    def of(self, instance: Any, definition: Definition, targets: Iterable[Any]) -> Multicast:
+        """Raises UsageError."""
+        given = tuple(targets)
+        key = tuple(map(id, given))
+        if (found := self._known.get(key)) is None:
+            made = Multicast(self._context, destinations_of(self._context, instance, definition, given))
+            found = self._known[key] = made, given  # which keeps the identities
+        return found[0]

@@ -1,0 +1,313 @@
+"""The algorithm of ordered multicast, as one pure state machine per instance: `docs/ORDERING.md` says why it is right.
+
+An instance is both a sender and a destination, with one clock. Messages go in, actions come out; no I/O, no time, no
+randomness. All of its state is :class:`State`, which is part of the app's checkpoint.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from heapq import heapify, heappop, heappush
+from typing import TypeAlias
+
+import msgspec
+
+from appsdk.ordering.messages import Commit, Message, Propose, Proposed, Refused, Settle, Settled, Timestamp
+
+TIMESTAMP_MAX = 1 << 62  # more than any clock counts to: one that says so is broken, and must not break others
+
+
+class Stage(IntEnum):
+    BLOCK = 0  # its timestamp can still grow
+    FINAL = 1  # it can't; but some destination's clock may still be behind it
+    COMMITTED = 2  # it may be delivered
+
+
+class Sent(msgspec.Struct, array_like=True):
+    """A run of one's own that is not committed. ``timestamp`` 0: it is not final yet."""
+
+    number: int
+    estimate: Timestamp
+    destinations: list[str]
+    since_ns: int
+    proposed: dict[str, Timestamp] = {}
+    unsettled: list[str] = []
+    timestamp: Timestamp = 0
+
+
+class Filed(msgspec.Struct, array_like=True):
+    """In the queue: a run of ``sender``, or (sender "") one call that came by itself and is behind what stood there."""
+
+    sender: str
+    number: int  # of a run; of a call: how many came before it
+    timestamp: Timestamp
+    stage: int
+    calls: list[bytes]
+    since_ns: int
+
+
+class State(msgspec.Struct):
+    """What a checkpoint keeps. ``released_count``: releases that the instance has not executed yet."""
+
+    clock: Timestamp = 0
+    sent_count: int = 0
+    standing: int = 0  # the runs up to this number stand at all their destinations
+    last_final: Timestamp = 0
+    filed_count: int = 0
+    released_count: int = 0
+    sent: list[Sent] = []
+    queue: list[Filed] = []
+
+
+Key: TypeAlias = tuple[Timestamp, bool, str, int]
+
+
+class Send(msgspec.Struct, frozen=True):
+    """Tell ``destination``, over a stream that keeps the order."""
+
+    destination: str
+    message: Propose | Message
+
+
+class Release(msgspec.Struct, frozen=True):
+    """Execute ``calls`` behind all that was released before; then :meth:`Ordering.executed`."""
+
+    filed: Filed
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """All runs up to ``number`` stand: what waited for them may leave."""
+
+    number: int
+
+
+class Dropped(msgspec.Struct, frozen=True):
+    """``destination`` does not take the run ``number``."""
+
+    number: int
+    destination: str
+    text: str
+
+
+Action: TypeAlias = Send | Release | Standing | Dropped
+
+
+class Ordering:
+    """That of the instance ``name``. ``actions``: what is to be done, in order; whoever takes them clears the list."""
+
+    def __init__(self, name: str, state: State | None = None) -> None:
+        self.name = name
+        self.state = state = state if state is not None else State()
+        self.actions: list[Action] = []
+        self._sent = {one.number: one for one in state.sent}
+        self._runs = {(one.sender, one.number): one for one in state.queue if one.sender}
+        self._own_count = sum(one.sender == name for one in state.queue)
+        self._queue = [(self._key(one), one) for one in state.queue]
+        heapify(self._queue)
+
+    def save(self) -> State:
+        state = self.state
+        state.sent = list(self._sent.values())
+        state.queue = [filed for key, filed in sorted(self._queue, key=lambda item: item[0]) if self._is_at(key, filed)]
+        return state
+
+    @property
+    def is_busy(self) -> bool:
+        """Calls that come by themselves must be filed: something stands before them."""
+        return bool(self._queue) or self.state.released_count > 0
+
+    @property
+    def has_own(self) -> bool:
+        """A run of one's own is in the queue."""
+        return self._own_count > 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is in flight at all."""
+        return not self._sent and not self.is_busy
+
+    @property
+    def count(self) -> int:
+        """Of what is in the queue, blocks included."""
+        return sum(self._is_at(*one) for one in self._queue)
+
+    @property
+    def sent(self) -> list[Sent]:
+        """One's own runs that are not committed, the oldest first."""
+        return list(self._sent.values())
+
+    def first(self) -> Filed | None:
+        """What everything else in the queue waits for."""
+        self._drop_stale()
+        return self._queue[0][1] if self._queue else None
+
+    # --- as a sender --------------------------------------------------------------------------------------------------
+
+    def multicast(self, method_id: int, destinations: list[str], calls: list[list[bytes]], now_ns: int = 0) -> int:
+        """Send a run to ``destinations``, each there once; its number.
+
+        ``calls``: one list that all get, or one of each.
+        """
+        state = self.state
+        state.sent_count = number = state.sent_count + 1
+        state.clock = estimate = self._tick()
+        sent = self._sent[number] = Sent(number, estimate, list(destinations), now_ns)
+        for index, destination in enumerate(destinations):
+            theirs = calls[index if len(calls) > 1 else 0]
+            if destination == self.name:
+                self._file_run(self.name, number, estimate, theirs, now_ns)
+                sent.proposed[destination] = estimate
+            else:
+                self._tell(destination, Propose(method_id, self.name, number, estimate, theirs))
+        self._advance()
+        return number
+
+    def _tick(self) -> Timestamp:
+        return self.state.clock + 1
+
+    def _advance(self) -> None:
+        """Make timestamps final, and commit what stands everywhere: both in the order in which the runs were sent."""
+        state = self.state
+        for sent in self._sent.values():
+            if not sent.timestamp:
+                if len(sent.proposed) < len(sent.destinations):
+                    break
+                self._finish(sent)
+        for number in list(self._sent):
+            sent = self._sent[number]
+            if not sent.timestamp or sent.unsettled:
+                break
+            del self._sent[number]
+            for destination in sent.destinations:
+                if destination == self.name:
+                    self._commit(self.name, Commit(number, sent.timestamp))
+                else:
+                    self._tell(destination, Commit(number, sent.timestamp))
+            state.standing = number
+            self.actions.append(Standing(number))
+        self._release()
+
+    def _finish(self, sent: Sent) -> None:
+        """All destinations have proposed. Their clocks must all be there before any of them delivers it."""
+        state = self.state
+        sent.timestamp = final = max(state.last_final + 1, *sent.proposed.values(), 0)
+        state.last_final = final
+        state.clock = max(state.clock, final)
+        for destination in self._behind(sent):
+            if destination == self.name:
+                self._settle(self.name, sent.number, final)
+            else:
+                sent.unsettled.append(destination)
+                self._tell(destination, Settle(sent.number, final))
+
+    def _behind(self, sent: Sent) -> list[str]:
+        return [one for one in sent.destinations if sent.proposed[one] < sent.timestamp]
+
+    # --- as a destination ---------------------------------------------------------------------------------------------
+
+    def proposed(self, message: Propose, now_ns: int = 0) -> None:
+        """A run comes in. Its block stands before the answer leaves."""
+        state = self.state
+        state.clock = timestamp = self._propose(message.estimate)
+        self._file_run(message.sender, message.number, timestamp, message.calls, now_ns)
+        self._tell(message.sender, Proposed(message.number, timestamp))
+
+    def _propose(self, estimate: Timestamp) -> Timestamp:
+        """Above all that was ever proposed or final here."""
+        return max(self.state.clock + 1, estimate)
+
+    def _file_run(self, sender: str, number: int, timestamp: Timestamp, calls: list[bytes], now_ns: int) -> None:
+        self._own_count += sender == self.name
+        filed = self._runs[sender, number] = Filed(sender, number, timestamp, Stage.BLOCK, calls, now_ns)
+        heappush(self._queue, (self._key(filed), filed))
+
+    def _settle(self, sender: str, number: int, timestamp: Timestamp) -> None:
+        filed = self._runs[sender, number]
+        self.state.clock = max(self.state.clock, timestamp)
+        filed.stage = Stage.FINAL
+        if filed.timestamp != timestamp:
+            filed.timestamp = timestamp
+            heappush(self._queue, (self._key(filed), filed))  # the block's own place is stale from here on
+
+    def _commit(self, sender: str, message: Commit) -> None:
+        self._settle(sender, message.number, message.timestamp)
+        self._runs[sender, message.number].stage = Stage.COMMITTED
+
+    def file(self, call: bytes, now_ns: int = 0) -> None:
+        """A call that came by itself while :attr:`is_busy`: behind all that stands here."""
+        state = self.state
+        state.filed_count += 1
+        filed = Filed("", state.filed_count, state.clock, Stage.COMMITTED, [call], now_ns)
+        heappush(self._queue, (self._key(filed), filed))
+        self._release()
+
+    def executed(self, count: int = 1) -> None:
+        """So many of what was released are, in that order."""
+        self.state.released_count -= count
+
+    @staticmethod
+    def _key(filed: Filed) -> Key:
+        """Its place: runs at one timestamp by the names of their senders, and before the calls that came by themselves
+        at that time."""
+        return filed.timestamp, not filed.sender, filed.sender, filed.number
+
+    def _is_at(self, key: Key, filed: Filed) -> bool:
+        if not filed.sender:
+            return True
+        return self._runs.get((filed.sender, filed.number)) is filed and self._key(filed) == key
+
+    def _drop_stale(self) -> None:
+        queue = self._queue
+        while queue and not self._is_at(*queue[0]):
+            heappop(queue)
+
+    def _release(self) -> None:
+        """Deliver all that nothing stands before."""
+        while (filed := self.first()) is not None and filed.stage == Stage.COMMITTED:
+            heappop(self._queue)
+            if filed.sender:
+                del self._runs[filed.sender, filed.number]
+                self._own_count -= filed.sender == self.name
+            self.state.released_count += 1
+            self.actions.append(Release(filed))
+
+    # --- what comes in ------------------------------------------------------------------------------------------------
+
+    def received(self, source: str, message: Message) -> bool:
+        """From a sender or a destination; False: it is about nothing that is known here, or can't be right."""
+        if isinstance(message, Settle | Commit):
+            filed = self._runs.get((source, message.number))
+            if filed is None or not filed.timestamp <= message.timestamp <= TIMESTAMP_MAX:
+                return False
+            if isinstance(message, Settle):
+                self._settle(source, message.number, message.timestamp)
+                self._tell(source, Settled(message.number))
+            else:
+                self._commit(source, message)
+            self._release()
+            return True
+        sent = self._sent.get(message.number)
+        if sent is None or source not in sent.destinations or not self._answered(sent, source, message):
+            return False
+        self._advance()
+        return True
+
+    def _answered(self, sent: Sent, source: str, message: Proposed | Settled | Refused) -> bool:
+        if isinstance(message, Proposed):
+            if source in sent.proposed or not sent.estimate <= message.timestamp <= TIMESTAMP_MAX:
+                return False
+            sent.proposed[source] = message.timestamp
+            self.state.clock = max(self.state.clock, message.timestamp)
+        elif isinstance(message, Settled):
+            if source not in sent.unsettled:
+                return False
+            sent.unsettled.remove(source)
+        else:
+            if source in sent.proposed:
+                return False
+            sent.destinations.remove(source)
+            self.actions.append(Dropped(sent.number, source, message.text))
+        return True
+
+    def _tell(self, destination: str, message: Propose | Message) -> None:
+        self.actions.append(Send(destination, message))

@@ -1,0 +1,65 @@
+"""What senders and destinations of ordered multicasts tell each other: calls of methods that no user can declare.
+
+`docs/ORDERING.md` says which message does what. A *run* is what is ordered as one: calls of one method that one sender
+made, one after the other, to the same destinations. ``number`` is the sender's, from 1.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+Timestamp: TypeAlias = int
+"""Of a queue's clock, a counter. No user sees one."""
+
+
+class Propose(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Sender to destination: make room for this run at ``estimate``, and say where that is.
+
+    ``method_id`` comes first: the coordinator of the destination looks there whether the sender may call it.
+    ``calls`` are whole RPC messages, in incoming form.
+    """
+
+    method_id: int
+    sender: str
+    number: int
+    estimate: Timestamp
+    calls: list[bytes]
+
+
+class Proposed(msgspec.Struct, array_like=True, frozen=True, tag=1, gc=False):
+    """Destination to sender: a block stands at ``timestamp``; nothing behind it is delivered."""
+
+    number: int
+    timestamp: Timestamp
+
+
+class Settle(msgspec.Struct, array_like=True, frozen=True, tag=2, gc=False):
+    """Sender to destination: ``timestamp`` is final; bring your clock there, and move the block."""
+
+    number: int
+    timestamp: Timestamp
+
+
+class Settled(msgspec.Struct, array_like=True, frozen=True, tag=3, gc=False):
+    """Destination to sender: done."""
+
+    number: int
+
+
+class Commit(msgspec.Struct, array_like=True, frozen=True, tag=4, gc=False):
+    """Sender to destination: the clocks of all destinations are there; deliver it when its turn comes."""
+
+    number: int
+    timestamp: Timestamp
+
+
+class Refused(msgspec.Struct, array_like=True, frozen=True, tag=5, gc=False):
+    """Destination to sender: this run is not taken here; the others are to go on without this destination."""
+
+    number: int
+    text: str
+
+
+Message: TypeAlias = Proposed | Settle | Settled | Commit | Refused

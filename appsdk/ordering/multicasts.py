@@ -1,0 +1,370 @@
+"""What ties the algorithm of ordered multicast to an app: its messages are calls, its actions go to the outbox.
+
+Everything here happens while an input of the log is handled, or where a replay finds the same point again (the end of
+an input): so it follows from the log, like all that handlers do. Its state is part of each checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from appsdk.calls.codec import encoder
+from appsdk.calls.context import Context
+from appsdk.calls.failures import refusal
+from appsdk.calls.outbox import CALL_SIZE_BYTES_MAX, Outbox, make_writer
+from appsdk.errors import HandlerError, StateError, UsageError
+from appsdk.ordering.machine import Dropped, Filed, Ordering, Release, Send, Stage, State
+from appsdk.ordering.messages import Message, Propose, Refused
+from appsdk.ordering.plain import Plain, as_fork
+from appsdk.ordering.sending import EFFECT, Held, Run, Sending
+from protocol.client import CLIENTS, decode_caller
+from protocol.errors import ProtocolError
+from protocol.messages import RpcKind, RpcType, decode_incoming_rpc, decode_message
+from protocol.ordering import EXECUTED_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
+from protocol.varint import encode_zigzag
+from protocol.verdicts import Cause
+
+ORDERED_CALL_SIZE_BYTES_MAX = CALL_SIZE_BYTES_MAX - (1 << 10)  # of one call: it travels in another one
+WHAT = "an ordered multicast"
+
+Parts = dict[str, list[bytes]]
+
+_write_ordered = make_writer(WHAT, ORDERED_METHOD_ID, RpcType.FORK)
+_write_ordering = make_writer(WHAT, ORDERING_METHOD_ID, RpcType.FORK)
+_write_executed = make_writer(WHAT, EXECUTED_METHOD_ID, RpcType.FORK)
+
+
+class Executed(msgspec.Struct, array_like=True, frozen=True):
+    """To oneself, behind what was released. ``runs``: (sender, number, timestamp, count of calls) of the runs in it, in
+    their order: the calls before it are these, and plain ones between them."""
+
+    released_count: int
+    runs: list[tuple[str, int, int, int]]
+
+
+class Saved(msgspec.Struct):
+    """``clients``: requests of clients that were filed and released, and are still to be executed."""
+
+    name: str
+    state: State
+    waiting: list[Run | Held]
+    clients: list[tuple[str, int]]
+
+
+_decode_saved = msgspec.msgpack.Decoder(Saved).decode
+decode_propose: Callable[[bytes], Propose] = msgspec.msgpack.Decoder(Propose).decode
+_decode_one: Any = msgspec.msgpack.Decoder(tuple[Message]).decode
+
+
+def decode_of_ordering(data: bytes) -> Message:
+    """Raises msgspec.DecodeError."""
+    message: Message = _decode_one(data)[0]
+    return message
+
+
+decode_executed: Callable[[bytes], Executed] = msgspec.msgpack.Decoder(Executed).decode
+
+
+class Multicasts:
+    """Those of one instance. ``run_effect``: an effect that was held may begin. ``called``: whom an open call went to.
+
+    Until the first ordered multicast that it sends or gets there is nothing, and nothing is looked at.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._ordering: Ordering | None = None
+        self._sending: Sending | None = None
+        self._clients: set[tuple[str, int]] = set()
+        self._pushed: Parts = {}
+        self._released: list[Filed] = []
+        self.proxies: Any = None  # what handlers have been given
+        self.run_effect: Callable[[int], None] = lambda number: None
+        self.called: Callable[[int], str | None] = lambda number: None
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    def save(self) -> bytes | None:
+        """None: there was no ordered multicast yet."""
+        if self._ordering is None or self._sending is None:
+            return None
+        saved = Saved(self._ordering.name, self._ordering.save(), self._sending.waiting, sorted(self._clients))
+        return encoder.encode(saved)
+
+    def restore(self, data: bytes | None) -> None:
+        """Raises StateError."""
+        if data is None:
+            self._ordering = self._sending = None
+            self._context.outbox.holder = None
+            self._clients = set()
+            return
+        try:
+            saved = _decode_saved(data)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise StateError(f"the checkpoint's part on ordered multicasts can't be read: {error}") from None
+        self._begin(saved.name, saved.state, saved.waiting)
+        self._clients = set(saved.clients)
+
+    def _begin(self, name: str, state: State | None = None, waiting: list[Run | Held] | None = None) -> None:
+        self._ordering = Ordering(name, state)
+        self._sending = Sending(self._ordering, self._leave, waiting)
+        self._context.outbox.holder = self
+
+    def _both(self) -> tuple[Ordering, Sending]:
+        """Raises UsageError."""
+        context = self._context
+        if self._ordering is None or self._sending is None:
+            if not context.instance_name or context.source is None:
+                raise UsageError(
+                    f"{WHAT}: the log does not say what this instance is called, or the coordinator does not say who "
+                    f"sent what: both are older than this SDK; start the instance with a new log"
+                )
+            self._begin(context.instance_name)
+            return self._both()
+        return self._ordering, self._sending
+
+    @property
+    def ordering(self) -> Ordering | None:
+        """For who looks at it; None: there was no ordered multicast yet."""
+        return self._ordering
+
+    @property
+    def waiting(self) -> list[Run | Held]:
+        return [] if self._sending is None else self._sending.waiting
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Whom this instance waits for, in plain values: ``for``, ``what``, ``since_ns``, ``count`` (of what waits)."""
+        ordering = self._ordering
+        if ordering is None:
+            return []
+        found = []
+        for sent in ordering.sent[:1]:  # the others stand behind it
+            silent = [one for one in sent.destinations if one not in sent.proposed] or sent.unsettled
+            count = len(ordering.sent) + len(self.waiting)
+            found += [
+                {"for": one, "what": "its answer to a multicast of this", "since_ns": sent.since_ns, "count": count}
+                for one in silent
+            ]
+        first = ordering.first()
+        if first is not None and first.stage != Stage.COMMITTED and first.sender != ordering.name:
+            what = "it to say that its multicast may be delivered"
+            found.append({"for": first.sender, "what": what, "since_ns": first.since_ns, "count": ordering.count})
+        return found
+
+    # --- what handlers send -------------------------------------------------------------------------------------------
+
+    def send(self, name: str, method_id: int, destinations: list[str], calls: list[bytes]) -> None:
+        """``calls``: one that all get, or one of each. Raises UsageError."""
+        size_bytes = max(map(len, calls))
+        if size_bytes > ORDERED_CALL_SIZE_BYTES_MAX:
+            raise UsageError(
+                f"{name}: the call takes {size_bytes} bytes, at most {ORDERED_CALL_SIZE_BYTES_MAX} are possible: send "
+                f"it in parts"
+            )
+        context = self._context
+        ordering, sending = self._both()
+        context.outbox.close_open()
+        place = context.sequence_id, context.message_index
+        if place != sending.place:
+            self.flush()
+        sending.multicast(place, method_id, destinations, calls, context.record_time_ns or 0)
+        if ordering.name in destinations:
+            context.slice_end = 0  # what comes behind this message may be behind the multicast
+
+    # --- what the outbox asks -----------------------------------------------------------------------------------------
+
+    def holds_back(self, destination: str) -> bool:
+        """What goes there now must wait: to others, for all multicasts sent before; to oneself, for those that come
+        back here."""
+        ordering, sending = self._ordering, self._sending
+        if ordering is None or sending is None:
+            return False
+        if destination and destination != ordering.name:
+            return sending.holds
+        return ordering.has_own or any(
+            ordering.name in one.destinations if isinstance(one, Run) else not one.destination
+            for one in sending.waiting
+        )
+
+    def hold(self, destination: str, parts: list[bytes]) -> None:
+        ordering, sending = self._both()
+        to = "" if destination == ordering.name else destination
+        if sending.holds:
+            sending.hold(to, parts)
+        else:
+            self._leave(Held(to, 0, parts))
+            self._act(ordering, sending)
+
+    def flush(self) -> None:
+        """Between two messages: what the last one has multicast goes out."""
+        if self._sending is not None and self._ordering is not None and self._sending.waiting:
+            self._sending.advance()
+            self._act(self._ordering, self._sending)
+
+    def hold_effect(self, number: int) -> None:
+        """It begins now, if it need not wait for multicasts."""
+        if self._sending is not None and self._sending.holds:
+            self._context.outbox.close_open()
+            self._sending.hold(EFFECT, [], number)
+
+    def holds_effect(self, number: int) -> bool:
+        return any(isinstance(one, Held) and one.effect == number for one in self.waiting)
+
+    # --- what the log brings: protocol --------------------------------------------------------------------------------
+
+    def proposed(self, propose: Propose) -> None:
+        """Raises HandlerError."""
+        ordering, sending = self._begun()
+        if (problem := self._problem(propose)) is not None:
+            raise self._refused(problem)
+        ordering.proposed(propose, self._context.record_time_ns or 0)
+        self._act(ordering, sending)
+        self._context.slice_end = 0  # what comes behind it is filed
+
+    def _problem(self, propose: Propose) -> str | None:
+        """These calls become calls of this instance to itself: they must be what their sender could send here."""
+        if propose.sender != self._context.source:
+            return f"{self._context.source!r} speaks for {propose.sender!r}"
+        front = bytes((RpcKind.CALL,)) + encode_zigzag(propose.method_id)
+        if not 1 <= propose.method_id < ORDERED_METHOD_ID or not propose.calls:
+            return f"{len(propose.calls)} calls of method {propose.method_id}"
+        for call in propose.calls:
+            try:
+                _, start, end = decode_message(call, 0)
+                rpc_type = call[start + len(front)]
+            except (ProtocolError, IndexError):
+                return "a call that can't be read"
+            if end != len(call) or not call.startswith(front, start):
+                return f"a call of another method than {propose.method_id}"
+            if rpc_type == RpcType.ASYNC:
+                caller = decode_caller(call, start, end)
+                if caller is None or caller.name != propose.sender:
+                    return "a call whose answer would go to somebody else"
+            elif rpc_type != RpcType.FORK:
+                return f"a call of the type {rpc_type}"
+        return None
+
+    def refused(self, message: bytes, text: str) -> None:
+        """The Propose in ``message`` has a verdict: its sender is to go on without this instance."""
+        try:
+            _, start, end = decode_message(message, 0)
+            propose = decode_propose(decode_incoming_rpc(message, start, end).arguments)
+        except (ProtocolError, msgspec.DecodeError):
+            return
+        if propose.sender == self._context.source:
+            ordering, sending = self._begun()
+            ordering.actions.append(Send(propose.sender, Refused(propose.number, text)))
+            self._act(ordering, sending)
+
+    def received(self, message: Message) -> None:
+        """Raises HandlerError."""
+        ordering, sending = self._begun()
+        source = self._context.source or ""
+        if not ordering.received(source, message):
+            name = type(message).__name__
+            raise self._refused(f"{source!r} sent {name} of run {message.number}, which is not open here")
+        self._act(ordering, sending)
+
+    def executed(self, executed: Executed) -> None:
+        """What was released is handled."""
+        ordering, _ = self._begun()
+        ordering.executed(executed.released_count)
+        if not ordering.is_busy:
+            self._clients.clear()  # of those that failed nobody has heard here
+
+    def _begun(self) -> tuple[Ordering, Sending]:
+        both = self._both()
+        self._context.outbox.close_open()
+        self.flush()  # what an earlier message has multicast comes before this one
+        return both
+
+    def _refused(self, text: str) -> HandlerError:
+        context = self._context
+        text = f"{WHAT}: {text}"
+        return HandlerError(
+            f"record {context.sequence_id}, message {context.message_index}: {text}; the app stops",
+            context.sequence_id,
+            context.message_index,
+            refusal(WHAT, None, Cause.SENDER, text),
+        )
+
+    # --- what the log brings: everything else -------------------------------------------------------------------------
+
+    @property
+    def is_busy(self) -> bool:
+        """Something stands here, or might: other input may have to wait for it."""
+        ordering = self._ordering
+        return ordering is not None and (ordering.is_busy or bool(self.waiting))
+
+    def files(self, message: Plain) -> bool:
+        """Whether ``message`` waits now. ``is_busy``; it is from outside (:mod:`appsdk.ordering.plain`)."""
+        ordering, sending = self._begun()
+        if not ordering.is_busy or not message.may_wait:
+            return False
+        if message.answers is not None and self.called(message.answers) != self._context.source:
+            return False  # nobody has asked for it: it is refused, or left alone, at once
+        if message.caller is not None and message.caller in self._clients:
+            self._clients.remove(message.caller)  # it has waited
+            return False
+        ordering.file(as_fork(message), self._context.record_time_ns or 0)
+        self._act(ordering, sending)
+        return True
+
+    # --- actions ------------------------------------------------------------------------------------------------------
+
+    def _act(self, ordering: Ordering, sending: Sending) -> None:
+        """Do what the machines ask for, until they ask for nothing more."""
+        while True:
+            while ordering.actions:
+                actions, ordering.actions = ordering.actions, []
+                for action in actions:
+                    if isinstance(action, Send):
+                        self._send(action)
+                    elif isinstance(action, Release):
+                        self._release(action.filed)
+                    elif isinstance(action, Dropped):
+                        pass  # its own calls are answered by the verdict on them; forks become a dead letter there
+            sending.advance()
+            if not ordering.actions:
+                break
+        self._push()
+
+    def _send(self, action: Send) -> None:
+        parts = self._pushed.setdefault(action.destination, [])
+        if isinstance(action.message, Propose):
+            _write_ordered(parts, msgspec.structs.astuple(action.message))
+        else:
+            _write_ordering(parts, (action.message,))
+
+    def _leave(self, held: Held) -> None:
+        ordering = self._ordering
+        if held.effect:
+            self.run_effect(held.effect)
+        elif not held.destination and ordering is not None and ordering.is_busy:
+            for front, body in zip(held.parts[::2], held.parts[1::2], strict=True):
+                ordering.file(front + body, self._context.record_time_ns or 0)
+        else:
+            self._pushed.setdefault(held.destination, []).extend(held.parts)
+
+    def _release(self, filed: Filed) -> None:
+        self._released.append(filed)
+        parts = self._pushed.setdefault("", [])
+        for call in filed.calls:
+            parts += (b"", call)
+        if not filed.sender:
+            caller = Plain(filed.calls[0], "").caller
+            if caller is not None and caller[0].startswith(CLIENTS):
+                self._clients.add(caller)
+
+    def _push(self) -> None:
+        outbox: Outbox = self._context.outbox
+        if self._released:
+            released, self._released = self._released, []
+            runs = [(one.sender, one.number, one.timestamp, len(one.calls)) for one in released if one.sender]
+            _write_executed(self._pushed[""], (len(released), runs))
+        pushed, self._pushed = self._pushed, {}
+        for destination, parts in pushed.items():
+            outbox.push(destination, parts)

@@ -1,0 +1,126 @@
+"""What an instance sends while multicasts of its own are on their way: which runs go now, and what waits behind them.
+
+Pure, like :mod:`appsdk.ordering.machine`. All that waits is one list, in the order in which the handlers sent it:
+
+- a *run*, until fewer than RUNS_IN_FLIGHT_MAX runs are on their way; what is multicast meanwhile joins it. It also
+  waits for calls to one of its destinations that wait themselves: it may not overtake them.
+- *held* output: calls to others, answers and effects. They leave once all runs that were sent before them stand at all
+  their destinations. Else who gets them could do something there before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import msgspec
+
+from appsdk.ordering.machine import Ordering
+
+RUNS_IN_FLIGHT_MAX = 8  # more are not faster, as what waits joins into larger ones
+RUN_SIZE_BYTES_MAX = 64 << 10
+
+
+class Run(msgspec.Struct, array_like=True, tag=0):
+    """Calls of one method, or of one method that are waited for, to the same destinations."""
+
+    method_id: int
+    destinations: list[str]
+    calls: list[list[bytes]]  # one list that all get, or one of each
+    size_bytes: int
+    since_ns: int
+
+
+class Held(msgspec.Struct, array_like=True, tag=1):
+    """``parts``: messages for ``destination``, in two parts each; or the number of an effect, where it is EFFECT.
+
+    ``behind``: the run that must stand first.
+    """
+
+    destination: str
+    behind: int
+    parts: list[bytes]
+    effect: int = 0
+
+
+Waiting: TypeAlias = Run | Held
+EFFECT = "\x00effect"  # no instance is called so
+
+
+class Sending:
+    """``leave`` is called with what is held no more, in order. ``waiting`` is its state, part of the checkpoint."""
+
+    def __init__(self, ordering: Ordering, leave: Callable[[Held], None], waiting: list[Waiting] | None = None) -> None:
+        self._ordering = ordering
+        self._leave = leave
+        self.waiting: list[Waiting] = waiting if waiting is not None else []
+        self.place: Any = None  # which input has sent the last run
+
+    @property
+    def holds(self) -> bool:
+        """What is sent now must wait."""
+        state = self._ordering.state
+        return bool(self.waiting) or state.standing < state.sent_count
+
+    def multicast(
+        self, place: Any, method_id: int, destinations: list[str], calls: list[bytes], now_ns: int = 0
+    ) -> None:
+        """``place``: which input is handled. Where a run ends is the same at each replay: with the input, or later.
+
+        ``calls``: one that all get, or one of each.
+        """
+        if place != self.place:
+            self.advance()  # what an earlier input has sent is complete
+            self.place = place
+        size_bytes = sum(map(len, calls))
+        last = self.waiting[-1] if self.waiting else None
+        if (
+            isinstance(last, Run)
+            and last.method_id == method_id
+            and last.destinations == destinations
+            and len(last.calls) == len(calls)
+            and last.size_bytes + size_bytes <= RUN_SIZE_BYTES_MAX
+        ):
+            for theirs, call in zip(last.calls, calls, strict=True):
+                theirs.append(call)
+            last.size_bytes += size_bytes
+        else:
+            self.waiting.append(Run(method_id, destinations, [[call] for call in calls], size_bytes, now_ns))
+
+    def hold(self, destination: str, parts: list[bytes], effect: int = 0) -> None:
+        """They wait behind all that was sent so far."""
+        last = self.waiting[-1] if self.waiting else None
+        if isinstance(last, Held) and last.destination == destination and not effect and self._is_latest(last):
+            last.parts += parts
+        else:
+            self.waiting.append(Held(destination, self._ordering.state.sent_count, parts, effect))
+
+    def _is_latest(self, last: Held) -> bool:
+        """No run was sent since; one that waits is before it."""
+        return last.behind == self._ordering.state.sent_count or any(isinstance(one, Run) for one in self.waiting)
+
+    def advance(self) -> None:
+        """Send what may go."""
+        if not self.waiting:
+            return
+        ordering, state = self._ordering, self._ordering.state
+        waiting, self.waiting = self.waiting, []
+        held: set[str] = set()  # where something that stays goes
+        run_stays, last_number = False, 0
+        for one in waiting:
+            if isinstance(one, Held):
+                one.behind = max(one.behind, last_number)
+                if run_stays or state.standing < one.behind:
+                    held.add(one.destination)
+                    self.waiting.append(one)
+                else:
+                    self._leave(one)
+            elif (
+                run_stays
+                or state.sent_count - state.standing >= RUNS_IN_FLIGHT_MAX
+                or not held.isdisjoint(one.destinations)
+            ):
+                run_stays = True
+                self.waiting.append(one)
+            else:
+                last_number = ordering.multicast(one.method_id, one.destinations, one.calls, one.since_ns)

@@ -1,0 +1,210 @@
+"""Ordered multicasts (docs/ORDERING.md): were they executed in one order by all, after their causes, by nobody else?
+
+Each log says which runs were executed where: at which place of the one order, (timestamp, sender, number). Workers take
+that out of the streams; what is left for the driver is a few numbers for each run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from appsdk.ordering.messages import Proposed
+from appsdk.ordering.multicasts import decode_executed, decode_of_ordering, decode_propose
+from appsdk.ordering.sending import RUNS_IN_FLIGHT_MAX
+from pipeline.jobs.evidence import Row
+from pipeline.jobs.reports import Violation
+from protocol.errors import ProtocolError
+from protocol.messages import MessageType, RpcKind, decode_incoming_rpc, decode_messages
+from protocol.ordering import EXECUTED_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
+from protocol.varint import encode_zigzag
+
+ORDERED = "ordered"
+"""What results of this kind are called among those of the workers."""
+
+_CALL = bytes((RpcKind.CALL,))
+_MARKS_OF_OTHERS = tuple(_CALL + encode_zigzag(one) for one in (ORDERED_METHOD_ID, ORDERING_METHOD_ID))
+_MARK_OF_ONESELF = _CALL + encode_zigzag(EXECUTED_METHOD_ID)
+_PROPOSED_HERE, _PROPOSAL, _EXECUTED = "proposed here", "proposal", "executed"
+
+Result = tuple[str, str, str, int, int, str]
+Key = tuple[int, str, int]  # timestamp, sender, number
+
+
+class _Word(NamedTuple):
+    """What one message of a log says of a run. ``source``: who sent that message."""
+
+    record: int
+    batch: int
+    at: int  # its place among the words of its batch
+    source: str
+    kind: str
+    sender: str
+    number: int
+    timestamp: int
+
+
+# --- in the workers --------------------------------------------------------------------------------------------------
+
+
+def ordered_results(row: Row) -> Iterator[Result]:
+    """What a batch says of ordered multicasts; mostly nothing, which costs a search for a few bytes."""
+    payload = row.payload
+    if payload is None:
+        return
+    marks: tuple[bytes, ...] = _MARKS_OF_OTHERS
+    if row.sender == row.receiver:  # what it has executed
+        marks = (*marks, _MARK_OF_ONESELF)
+    if not any(mark in payload for mark in marks):
+        return
+    words: list[tuple[str, str, int, int]] = []
+    try:
+        for message_type, start, end in decode_messages(payload):
+            if message_type == MessageType.RPC and payload.startswith(marks, start):
+                words += _words(payload, start, end, row)
+    except (ProtocolError, msgspec.DecodeError):
+        pass  # the stream's own audit says that it is damaged
+    if words:
+        numbered = [(index, *word) for index, word in enumerate(words)]
+        yield ORDERED, row.sender, row.receiver, row.sequence_id, row.batch, json.dumps(numbered)
+
+
+def _words(payload: bytes, start: int, end: int, row: Row) -> Iterator[tuple[str, str, int, int]]:
+    rpc = decode_incoming_rpc(payload, start, end)
+    if rpc.method_id == ORDERED_METHOD_ID:
+        propose = decode_propose(rpc.arguments)
+        yield _PROPOSED_HERE, propose.sender, propose.number, propose.estimate
+    elif rpc.method_id == EXECUTED_METHOD_ID:
+        for sender, number, timestamp, _ in decode_executed(rpc.arguments).runs:
+            yield _EXECUTED, sender, number, timestamp
+    else:
+        message = decode_of_ordering(rpc.arguments)
+        if isinstance(message, Proposed):
+            yield _PROPOSAL, row.receiver, message.number, message.timestamp
+
+
+# --- in the driver ---------------------------------------------------------------------------------------------------
+
+
+class OrderingAudit:
+    """Takes the results of the workers; :meth:`violations` of all of them. ``first``: record of each log."""
+
+    def __init__(self) -> None:
+        self._words: dict[str, list[_Word]] = defaultdict(list)
+
+    def take(self, source: str, receiver: str, record: int, batch: int, body: str) -> None:
+        self._words[receiver] += [
+            _Word(record, batch, word, source, kind, sender, number, timestamp)
+            for word, kind, sender, number, timestamp in json.loads(body)
+        ]
+
+    @property
+    def runs_count(self) -> int:
+        """Executions of runs, over all logs."""
+        return sum(word.kind == _EXECUTED for words in self._words.values() for word in words)
+
+    def violations(self, first: Mapping[str, int]) -> Iterator[Violation]:
+        """``first``: the first record of each log that was read."""
+        places: dict[tuple[str, int], tuple[int, str]] = {}  # run: its timestamp, and the log that said so
+        for log, words in sorted(self._words.items()):
+            words.sort()
+            executed = [word for word in words if word.kind == _EXECUTED]
+            yield from _one_place(log, executed, places)
+            yield from _in_order(log, executed)
+            if first.get(log, 0) == 0:
+                yield from _sent_here(log, words)
+        yield from _senders(places)
+        for log, words in sorted(self._words.items()):
+            yield from _after_causes(log, words, places)
+
+
+def _one_place(
+    log: str, executed: Iterable[_Word], places: dict[tuple[str, int], tuple[int, str]]
+) -> Iterator[Violation]:
+    """Consistency: a run has the same place for all."""
+    for word in executed:
+        timestamp, other = places.setdefault((word.sender, word.number), (word.timestamp, log))
+        if timestamp != word.timestamp:
+            text = (
+                f"run {word.number} of {word.sender!r} has the place {word.timestamp} at {log!r} and {timestamp} at "
+                f"{other!r}: they may see it in another order"
+            )
+            yield Violation("order", word.sender, log, word.number, word.number, word.record, text)
+
+
+def _in_order(log: str, executed: Iterable[_Word]) -> Iterator[Violation]:
+    """Consistency: each log has them in the one order."""
+    last: Key = (0, "", 0)
+    for word in executed:
+        key = (word.timestamp, word.sender, word.number)
+        if key <= last:
+            text = (
+                f"{log!r} executed run {word.number} of {word.sender!r} behind run {last[2]} of {last[1]!r}, which "
+                f"comes after it: the places are {word.timestamp} and {last[0]}"
+            )
+            yield Violation("order", word.sender, log, word.number, word.number, word.record, text)
+        else:
+            last = key
+
+
+def _sent_here(log: str, words: Iterable[_Word]) -> Iterator[Violation]:
+    """Locality: only its destinations execute a run. (What an instance sends to itself takes no message.)"""
+    sent = set()
+    for word in words:
+        if word.kind == _PROPOSED_HERE and word.sender == word.source:
+            sent.add((word.sender, word.number))
+        elif word.kind == _EXECUTED and word.sender != log and (word.sender, word.number) not in sent:
+            text = f"{log!r} executed run {word.number} of {word.sender!r}, which was not sent to it"
+            yield Violation("invented", word.sender, log, word.number, word.number, word.record, text)
+
+
+def _senders(places: Mapping[tuple[str, int], tuple[int, str]]) -> Iterator[Violation]:
+    """Causality: runs of one sender are in the order in which it sent them."""
+    last: dict[str, tuple[int, int]] = {}
+    for (sender, number), (timestamp, log) in sorted(places.items()):
+        before, at = last.get(sender, (0, 0))
+        if timestamp <= at:
+            text = (
+                f"run {number} of {sender!r} has the place {timestamp}, and run {before}, which was sent before it, "
+                f"{at}: an effect before its cause"
+            )
+            yield Violation("causality", sender, log, number, number, -1, text)
+        last[sender] = number, max(timestamp, at)
+
+
+def _after_causes(
+    log: str, words: Iterable[_Word], places: Mapping[tuple[str, int], tuple[int, str]]
+) -> Iterator[Violation]:
+    """Causality: what an instance sent behind a run that it had executed comes after that.
+
+    When its log shows a proposal for its run n, it has sent RUNS_IN_FLIGHT_MAX more at most: later runs were sent
+    behind all that it had executed by then.
+    """
+    own = {number: timestamp for (sender, number), (timestamp, _) in places.items() if sender == log}
+    if not own:
+        return
+    numbers = sorted(own)
+    sent_at_most = RUNS_IN_FLIGHT_MAX
+    highest, cause = 0, None
+    limits: list[tuple[int, int, _Word | None]] = []  # runs above this number are above this timestamp, because of
+    for word in words:
+        if word.kind == _PROPOSAL and word.number + RUNS_IN_FLIGHT_MAX > sent_at_most:
+            sent_at_most = word.number + RUNS_IN_FLIGHT_MAX
+        elif word.kind == _EXECUTED and word.timestamp > highest:
+            highest, cause = word.timestamp, word
+            limits.append((sent_at_most, highest, cause))
+    above, because, next_limit = 0, None, 0
+    for number in numbers:
+        while next_limit < len(limits) and limits[next_limit][0] < number:
+            _, above, because = limits[next_limit]
+            next_limit += 1
+        if own[number] <= above and because is not None:
+            text = (
+                f"run {number} of {log!r} has the place {own[number]}, and was sent behind run {because.number} of "
+                f"{because.sender!r}, which {log!r} had executed and which has {above}: an effect before its cause"
+            )
+            yield Violation("causality", log, log, number, number, because.record, text)

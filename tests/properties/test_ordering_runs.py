@@ -1,0 +1,61 @@
+"""Ordered multicasts over real instances, by seed: crashes, partitions, checkpoints; planted bugs are found."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+
+from appsdk.ordering.machine import Filed, Key, Ordering, Sent
+from appsdk.ordering.messages import Timestamp
+from appsdk.ordering.multicasts import Multicasts
+from tests.helpers.ordering_runs import BrokenOrderError, run_seed
+
+SEEDS = 60
+SEEDS_MAX = 1000  # within which each planted bug is found
+
+_arrivals = count()
+
+
+def test_the_order_holds_under_faults() -> None:
+    for seed in range(SEEDS):
+        run_seed(seed)
+
+
+def _no_tick(self: Ordering, estimate: Timestamp) -> Timestamp:
+    return max(self.state.clock, estimate)
+
+
+def _no_sync(self: Ordering, sent: Sent) -> list[str]:
+    return []
+
+
+def _never_busy(self: Multicasts) -> bool:
+    return False
+
+
+def _by_arrival(filed: Filed) -> Key:
+    arrived = getattr(_by_arrival, "known", {})
+    return filed.timestamp, not filed.sender, "", arrived.setdefault((id(filed), filed.number), next(_arrivals))
+
+
+_by_arrival.known = {}  # type: ignore[attr-defined]
+
+BUGS = {
+    "tick forgotten": (Ordering, "_propose", _no_tick),
+    "unblock before sync": (Ordering, "_behind", _no_sync),
+    "unicast past a block": (Multicasts, "is_busy", property(_never_busy)),
+    "ties by arrival": (Ordering, "_key", staticmethod(_by_arrival)),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, broken = BUGS[bug]
+    monkeypatch.setattr(owner, name, broken)
+    for seed in range(SEEDS_MAX):
+        try:
+            run_seed(seed)
+        except BrokenOrderError:
+            return
+    raise AssertionError(f"{bug} was not found within {SEEDS_MAX} seeds")
