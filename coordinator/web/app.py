@@ -1,0 +1,76 @@
+"""The routes, and what becomes of errors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Mount
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
+
+from coordinator.config import ConfigError
+from coordinator.instances.registry import UnknownInstanceError
+from coordinator.operator.control import NotRunningError, RefusedError
+from coordinator.web import fleet_pages, instance_pages
+from coordinator.web.errors import WebError
+from coordinator.web.guard import STATIC_PATH, Guard
+from coordinator.web.rendering import page
+from coordinator.web.site import Site
+from protocol.errors import ImmortalError
+
+STATIC = Path(__file__).with_name("static")
+
+
+class _Static(StaticFiles):
+    """Files of this version: a browser asks whether they are still the same."""
+
+    def file_response(self, *arguments: object, **options: object) -> Response:
+        response = super().file_response(*arguments, **options)  # type: ignore[arg-type]
+        response.headers["cache-control"] = "no-cache"
+        return response
+
+
+def make_app(site: Site, hosts: Collection[str], scheme: str) -> ASGIApp:
+    """``hosts``: as :class:`coordinator.web.guard.Guard`; ``scheme``: "http" or "https"."""
+    routes: list[BaseRoute] = [
+        *fleet_pages.routes(),
+        *instance_pages.routes(),
+        Mount(STATIC_PATH.rstrip("/"), _Static(directory=STATIC)),
+    ]
+    app = Starlette(
+        routes=routes,
+        exception_handlers={ImmortalError: _failed, OSError: _failed, HTTPException: _failed, Exception: _broken},
+    )
+    app.state.site = site
+    app.state.secure = scheme == "https"
+    return Guard(app, site.token, hosts, scheme)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    text = error.detail if isinstance(error, HTTPException) else str(error)
+    heading = "This could not be done"
+    if isinstance(error, HTTPException):
+        status = error.status_code
+    elif isinstance(error, WebError):
+        status = error.status
+    elif isinstance(error, UnknownInstanceError | ConfigError):
+        status = 404
+    elif isinstance(error, NotRunningError | RefusedError):
+        status = 409
+    else:
+        status = 500
+    if status == 404:
+        heading = "There is nothing here"
+    template = "_error.html" if "hx-request" in request.headers else "error.html"
+    return page(template, status, site=request.app.state.site, heading=heading, lines=text.split("\n"))
+
+
+async def _broken(request: Request, error: Exception) -> Response:
+    """A mistake of ours: its traceback goes to stderr."""
+    lines = [f"a mistake in the page itself: {type(error).__name__}", "what 'immortal web' printed says where"]
+    return page("error.html", 500, site=request.app.state.site, heading="This could not be done", lines=lines)

@@ -1,0 +1,215 @@
+"""`immortal web` in a real browser, by what a person does there. What instances say is hostile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("playwright")
+
+from appsdk.client import connect
+from tests.helpers.browser import CHROMIUM, Browser, WebServer, browser
+from tests.helpers.cli import DEADLINE_S, HOME, Run, immortal
+
+pytestmark = pytest.mark.skipif(not CHROMIUM, reason="there is no chromium")
+
+NASTY = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e'\"&"
+LARGE = "<b>" + "x" * (1 << 20)
+
+SERVICE = """
+from typing import Any
+
+from appsdk import Immortal, impulse, peer, rpc
+
+
+class Ledger(Immortal):
+    total: int
+    lines: dict[str, int]
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.lines = {}
+
+    @rpc
+    def book(self, title: str, amount: int) -> None:
+        self.total += amount
+        self.lines[title[:80]] = self.lines.get(title[:80], 0) + amount
+
+
+class Desk(Immortal):
+    ledger = peer(Ledger, "ledger")
+    titles: dict[str, int]
+    count: int
+
+    def __init__(self) -> None:
+        self.titles = {}
+        self.count = 0
+
+    @rpc
+    def add(self, title: str, amount: int) -> int:
+        self.count += 1
+        self.titles[title[:80]] = self.titles.get(title[:80], 0) + amount
+        self.ledger.book.fork(title, amount)
+        return self.count
+
+    @rpc
+    def begin(self, who: str) -> None:
+        self.ask.fork(who)
+
+    @rpc
+    async def ask(self, who: str) -> Any:
+        return await self.event(f"approval of {who}")
+"""
+
+
+class Fleet:
+    """Two services that run, one of which waits for somebody, and one that was never started."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "desk.py").write_text(SERVICE)
+        for name in ("desk", "ledger", "spare"):
+            immortal(folder, "register", name, "--peer", "tcp://127.0.0.1:*", "--app", f"desk:{name.capitalize()}")
+        self.runs = [Run(folder, name) for name in ("desk", "ledger")]
+        for run in self.runs:
+            run.line("ready")
+        with connect("desk", home=folder / HOME) as desk:
+            for number in range(1, 121):
+                desk.add(f"book {number % 7}", number)
+            desk.add(NASTY, 1)
+            desk.add(LARGE, 1)
+            desk.begin(NASTY)
+
+    def stop(self) -> None:
+        for run in self.runs:
+            run.kill()
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    made = Fleet(tmp_path_factory.mktemp("fleet"))
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="module")
+def server(fleet: Fleet) -> Iterator[WebServer]:
+    made = WebServer(fleet.folder)
+    yield made
+    assert made.stop() == 0
+    assert made.said == []
+
+
+@pytest.fixture(scope="module")
+def shown(server: WebServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browser(server, tmp_path_factory.mktemp("browser")) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def nothing_went_wrong(shown: Browser) -> Iterator[None]:
+    shown.errors.clear()
+    yield
+    assert shown.errors == []
+    assert shown.hosts == {shown.server.url.partition("//")[2]}
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < deadline_s, "it did not come"
+        time.sleep(0.02)
+
+
+def looks_right(shown: Browser, name: str) -> None:
+    """On a desk and on a telephone, by day and by night; and for who listens to it."""
+    page = shown.page
+    shown.picture(name)
+    assert shown.findings() == []
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.emulate_media(color_scheme="dark")
+    try:
+        shown.picture(f"{name}-phone")
+        assert not shown.is_too_wide()
+        assert shown.findings() == []
+    finally:
+        page.emulate_media(color_scheme="light")
+        page.set_viewport_size({"width": 1280, "height": 800})
+
+
+def test_the_fleet(shown: Browser) -> None:
+    page = shown.go("/")
+    rows = page.locator("tbody tr")
+    assert rows.count() == 3
+    assert rows.nth(0).locator("td").nth(0).inner_text() == "normal"
+    assert rows.nth(2).locator("td").nth(0).inner_text() == "not started yet"
+    looks_right(shown, "fleet")
+    page.get_by_role("link", name="running").click()
+    assert page.locator("tbody tr").count() == 2
+    page.get_by_role("searchbox").fill("LED")
+    page.get_by_role("searchbox").press("Enter")
+    assert page.locator("tbody th").all_inner_texts() == ["ledger"]
+    page.locator("tbody a").click()
+    assert page.get_by_role("heading", level=1).inner_text() == "ledger"
+
+
+def test_the_fleet_is_live(shown: Browser, fleet: Fleet) -> None:
+    page = shown.go("/?q=desk")
+    records = page.locator("tbody td[data-label=Records]")
+    before = records.inner_text()
+    with connect("desk", home=fleet.folder / HOME) as desk:
+        desk.add("live", 1)
+    until(lambda: records.inner_text() != before)
+    immortal(fleet.folder, "register", "desk2", "--peer", "tcp://127.0.0.1:*")
+    until(lambda: page.locator("tbody tr").count() == 2)
+    immortal(fleet.folder, "unregister", "desk2")
+    until(lambda: page.locator("tbody tr").count() == 1)
+
+
+def test_an_instance_and_who_waits_in_it(shown: Browser) -> None:
+    page = shown.go("/i/desk")
+    waiting = page.locator("h2:has-text('Waiting handlers') + table tbody tr")
+    assert waiting.locator("td[data-label=Handler]").inner_text() == "Desk.ask"
+    assert "approval of <script>" in waiting.locator("td[data-label='Waits for']").inner_text()
+    assert "desk.py:" in waiting.locator("td[data-label=At]").inner_text()
+    streams = page.locator("h2:has-text('Streams') + table tbody tr")
+    assert "ledger" in streams.all_inner_texts()[-1]
+    looks_right(shown, "instance")
+    waiting.get_by_role("link").click()
+    assert "ask(" in page.locator(".call").inner_text()
+    assert "\\x1b[31m" in page.locator(".call").inner_text()
+    looks_right(shown, "handler")
+
+
+def test_it_works_by_the_keyboard_alone(shown: Browser) -> None:
+    page = shown.go("/")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Skip to the content"
+    page.keyboard.press("Enter")
+    for _ in range(30):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.textContent") == "desk":
+            break
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/i/desk")
+
+
+def test_200_instances_in_300_ms(shown: Browser, tmp_path: Path) -> None:
+    for number in range(200):
+        (tmp_path / HOME).mkdir(exist_ok=True)
+        (tmp_path / HOME / f"s{number:03}.toml").write_text(f'peer = "tcp://127.0.0.1:{20000 + number}"\n')
+    server = WebServer(tmp_path)
+    try:
+        until(lambda: "s199" in server.ask("/")[1])
+        times = []
+        for _ in range(3):
+            begun_s = time.perf_counter()
+            assert server.ask("/")[1].count("<tr") == 201
+            times.append(time.perf_counter() - begun_s)
+        assert min(times) < 0.3
+    finally:
+        server.stop()
