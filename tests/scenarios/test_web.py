@@ -185,6 +185,119 @@ def test_an_instance_and_who_waits_in_it(shown: Browser) -> None:
     looks_right(shown, "handler")
 
 
+def test_messages_by_pages(shown: Browser) -> None:
+    page = shown.go("/i/desk/messages?limit=20")
+    rows = page.locator("tbody tr")
+    assert rows.count() == 20
+    assert "Desk.ask" in page.locator("tbody").inner_text()
+    looks_right(shown, "messages")
+    newest = rows.first.locator("th").inner_text()
+    page.get_by_role("link", name="Older", exact=True).first.click()
+    page.wait_for_url("**before=*")
+    older = page.locator("tbody th").all_inner_texts()
+    page.get_by_role("link", name="Newer", exact=True).first.click()
+    page.wait_for_url("**at=*")
+    assert page.locator("tbody th").first.inner_text() == newest
+    page.get_by_role("link", name="Oldest", exact=True).first.click()
+    page.wait_for_url("**at=0*")
+    assert page.locator("tbody th").first.inner_text() == "0:0"
+    assert newest not in older
+
+
+def test_messages_that_are_looked_for(shown: Browser) -> None:
+    page = shown.go("/i/desk/messages")
+    page.get_by_label("Method").fill("add")
+    page.get_by_label("Arguments match").fill(r'"book 3", 1\d\b')
+    page.get_by_role("button", name="Show").click()
+    page.wait_for_url("**re=*")
+    found = page.locator("tbody td[data-label=Message]").all_inner_texts()
+    assert [one.partition(" as call")[0] for one in found] == ["Desk.add('book 3', 10)", "Desk.add('book 3', 17)"]
+    shown.go("/i/desk/messages?size=1000000")
+    assert page.locator("tbody tr").count() == 1
+    shown.go("/i/desk/messages?latency=100000000")
+    assert "No message here is like that" in page.locator("tbody").inner_text()
+    for wrong, why in (
+        ("re=(", "is no regular expression"),
+        ("at=x", "a record's number"),
+        ("size=-1", "a whole number"),
+    ):
+        status, text, _ = shown.server.ask(f"/i/desk/messages?{wrong}")
+        assert (status, why in text.replace("&#39;", "'")) == (422 if "re" in wrong else 400, True)
+
+
+def test_an_expression_that_takes_for_ever_is_ended(shown: Browser) -> None:
+    status, text, _ = shown.server.ask("/i/desk/messages?re=(x%2B)%2B%24z")
+    assert status == 422
+    assert "takes too long" in text
+
+
+def test_a_message(shown: Browser) -> None:
+    page = shown.go("/i/desk/messages?re=script&method=add")
+    page.locator("tbody a").click()
+    page.wait_for_url("**/m/**")
+    assert "<script>alert(1)</script>" in page.locator("pre").first.inner_text()
+    assert page.evaluate("window.length") == 0
+    assert "instance.add('<script>" in page.locator("#call").inner_text()
+    assert 'assert_replays("tests/desk.log", Desk)' in page.locator("#test").inner_text()
+    looks_right(shown, "message")
+    page.get_by_role("link", name="Next record").click()
+    page.wait_for_url("**/m/**")
+    assert "1.0 MiB" in page.locator(".facts").inner_text()
+    assert len(page.content()) < 100_000
+    with page.expect_download() as download:
+        page.get_by_role("link", name="all of them as a file").click()
+    assert Path(download.value.path()).stat().st_size > 1 << 20
+    page = shown.go("/i/ledger/messages?method=book&limit=1&at=1")
+    page.locator("tbody a").click()
+    page.wait_for_url("**/m/**")
+    page.locator(".facts").get_by_role("link", name="desk").click()
+    page.wait_for_url("**/i/desk")
+
+
+def test_a_timeline(shown: Browser) -> None:
+    page = shown.go("/i/desk/timeline")
+    canvas = page.locator("canvas")
+    page.wait_for_function("() => !document.getElementById('timeline').hasAttribute('aria-busy')")
+    page.wait_for_load_state("networkidle")
+    looks_right(shown, "timeline")
+    shown_range = page.locator("#range")
+    before = shown_range.inner_text()
+    page.get_by_role("button", name="Zoom in").click()
+    until(lambda: shown_range.inner_text() != before)
+    closer = shown_range.inner_text()
+    canvas.focus()
+    page.keyboard.press("ArrowRight")
+    until(lambda: shown_range.inner_text() != closer)
+    page.get_by_role("button", name="All").click()
+    until(lambda: shown_range.inner_text() == before)
+    box = canvas.bounding_box()
+    assert box is not None
+    page.keyboard.down("Shift")
+    page.mouse.move(box["x"] + 300, box["y"] + 50)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 700, box["y"] + 50, steps=3)
+    page.mouse.up()
+    page.keyboard.up("Shift")
+    until(lambda: shown_range.inner_text() != before)
+    page.get_by_role("link", name="As a list").click()
+    page.wait_for_url("**/messages?at=*")
+    assert page.locator("tbody tr").count() > 1
+
+
+def test_a_click_on_the_timeline_opens_a_message(shown: Browser) -> None:
+    page = shown.go("/i/ledger/timeline?lanes=ledger&method=book")
+    page.wait_for_load_state("networkidle")
+    box = page.locator("canvas").bounding_box()
+    assert box is not None
+    for x in range(108, 1200, 4):
+        page.mouse.move(box["x"] + x, box["y"] + 26 + 74 * 0.55)
+        if "Ledger.book" in page.locator("#what").inner_text():
+            break
+    page.mouse.down()
+    page.mouse.up()
+    page.wait_for_url("**/i/ledger/m/**")
+
+
 def test_it_works_by_the_keyboard_alone(shown: Browser) -> None:
     page = shown.go("/")
     page.keyboard.press("Tab")
