@@ -72,14 +72,20 @@ def inspect_state(main: Definition, blob: bytes) -> InspectedState:
         raise
     except (Exception, SystemExit) as error:
         raise StateError(f"{definition.name}.restore raised {type(error).__name__}: {error}") from error
-    waiting = Fields() if envelope.tasks is None else shown_tasks(definition, envelope.tasks)
-    names = _annotated(definition, instance) if schema.serializer == "own" else list(schema.fields)
-    if not names and schema.serializer == "own":
+    if schema.serializer == "own" and not _annotated(definition, instance):
+        waiting = Fields() if envelope.tasks is None else shown_tasks(definition, envelope.tasks)
         opaque = Fields({"$opaque": len(state), "check": f"{crc64(bytes(state)):016x}"})
         return InspectedState(envelope, Fields({**opaque, **waiting}))
+    return InspectedState(envelope, shown_state(definition, instance, envelope.tasks))
+
+
+def shown_state(definition: Definition, instance: object, tasks: SavedTasks | None) -> Fields:
+    """The attributes of an instance that are its state, as trees, and what waits. Raises StateError."""
+    waiting = Fields() if tasks is None else shown_tasks(definition, tasks)
+    schema = definition.state()
+    names = _annotated(definition, instance) if schema.serializer == "own" else list(schema.fields)
     try:
-        shown = {name: tree(getattr(instance, name)) for name in names}
-        return InspectedState(envelope, Fields({**shown, **waiting}))
+        return Fields({**{name: tree(getattr(instance, name)) for name in names}, **waiting})
     except RecursionError:
         raise StateError(f"{definition.name}: the state is too deep to be shown") from None
 

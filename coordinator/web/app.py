@@ -16,12 +16,13 @@ from starlette.types import ASGIApp
 from coordinator.config import ConfigError
 from coordinator.instances.registry import UnknownInstanceError
 from coordinator.operator.control import NotRunningError, RefusedError
-from coordinator.web import fleet_pages, instance_pages, message_pages, timeline_pages
+from coordinator.web import fleet_pages, instance_pages, message_pages, timeline_pages, travel_pages
 from coordinator.web.errors import WebError
 from coordinator.web.guard import STATIC_PATH, Guard
 from coordinator.web.rendering import page
 from coordinator.web.site import Site
 from protocol.errors import ImmortalError
+from replay import ReplayError
 
 STATIC = Path(__file__).with_name("static")
 
@@ -42,6 +43,7 @@ def make_app(site: Site, hosts: Collection[str], scheme: str) -> ASGIApp:
         *instance_pages.routes(),
         *message_pages.routes(),
         *timeline_pages.routes(),
+        *travel_pages.routes(),
         Mount(STATIC_PATH.rstrip("/"), _Static(directory=STATIC)),
     ]
     app = Starlette(
@@ -64,6 +66,8 @@ async def _failed(request: Request, error: Exception) -> Response:
         status = 404
     elif isinstance(error, NotRunningError | RefusedError):
         status = 409
+    elif isinstance(error, ReplayError):
+        status = 422
     else:
         status = 500
     if status == 404:

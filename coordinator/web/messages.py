@@ -16,8 +16,9 @@ from msgspec import Struct, structs
 from coordinator.cli.records import describe_record
 from coordinator.core.words import Methods
 from coordinator.log.format import SEQUENCE_KEY
-from coordinator.log.values import logged_time_ns
+from coordinator.log.values import logged_time_ns, verify_value
 from protocol.client import CLIENTS
+from protocol.trailer import BatchKind, BatchSource
 
 if TYPE_CHECKING:
     from coordinator.log import LogReader
@@ -26,6 +27,7 @@ LIMIT_MAX = 500
 SCAN_S = 1.0  # for one page; then it says how far it came
 BACK_RECORDS = 32  # read at once on the way back, at first; then twice as many each time
 BACK_RECORDS_MAX = 4096
+FIND_RECORDS_MAX = 2000  # between two records with messages of one stream, in a search
 WORDS_CHARACTERS = 400  # of a message in a list
 _NO_INPUT = ("RECORD_TIME", "INSTANCE_NAME")  # not counted as messages: coordinator.log.contents
 
@@ -180,7 +182,7 @@ def source_in_words(message: Message) -> str:
 def page_from(reader: LogReader, methods: Methods, wanted: Wanted, at: At, limit: int) -> Page:
     """The first ``limit`` that are wanted, from ``at`` on."""
     first, last = reader.ends()
-    takes, found = wanted.filter().takes, []
+    takes, found = wanted.filter().takes, list[Message]()
     end_s, looked_to, is_cut = time.monotonic() + SCAN_S, at[0], False
     newer: At | None = None
     for message in _messages(reader, methods, max(at[0], first), last):
@@ -239,6 +241,62 @@ def _slim(message: Message) -> Message:
     """Without what a list does not show: 100 messages of 1 MiB are not kept for it."""
     words = message.words[:WORDS_CHARACTERS]
     return structs.replace(message, text=message.text[:WORDS_CHARACTERS], described={"in_words": words})
+
+
+# --- across logs -----------------------------------------------------------------------------------------------------
+
+
+def find_position(reader: LogReader, source: str, position: int) -> At | None:
+    """Where the message at ``position`` of the stream from ``source`` was logged; None where it was not, or no longer.
+
+    A search by halves: records hold the positions of a stream in their order.
+    """
+    low, high = reader.ends()
+    while low <= high:
+        middle = (low + high) // 2
+        found = _next_batch(reader, source, middle, min(high, middle + FIND_RECORDS_MAX))
+        if found is None:
+            high = middle - 1
+            continue
+        record, first = found
+        if position < first:
+            high = middle - 1
+            continue
+        inside = _within(reader, source, record, position)
+        if inside is not None:
+            return record, inside
+        low = record + 1
+    return None
+
+
+def _within(reader: LogReader, source: str, record: int, position: int) -> int | None:
+    for _, batch, index in _batches(reader, record, record):
+        if _is_of(batch, source) and batch.first_position <= position <= batch.last_position:
+            return index + position - batch.first_position
+    return None
+
+
+def _is_of(batch: BatchSource, source: str) -> bool:
+    return batch.name == source and batch.kind in (BatchKind.STREAM, BatchKind.CLIENT)
+
+
+def _batches(reader: LogReader, first: int, last: int) -> Iterator[tuple[int, BatchSource, int]]:
+    """(record, batch, the index of its first message)"""
+    for logged in reader.records(first, last):
+        if logged.problem is not None:
+            continue
+        index = 0
+        for batch in verify_value(logged.value, logged.sequence_id, reader.identity.committer_id)[1].batches:
+            yield logged.sequence_id, batch, index
+            index += batch.count
+
+
+def _next_batch(reader: LogReader, source: str, first: int, last: int) -> tuple[int, int] | None:
+    """The first record with one of the stream, and its position."""
+    for record, batch, _ in _batches(reader, first, last):
+        if _is_of(batch, source):
+            return record, batch.first_position
+    return None
 
 
 # --- times -----------------------------------------------------------------------------------------------------------

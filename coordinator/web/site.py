@@ -6,7 +6,9 @@ from coordinator.config import InstanceSettings
 from coordinator.instances.registry import Registry
 from coordinator.web.fleet import Fleet
 from coordinator.web.logs import Logs
+from coordinator.web.notes import Notes
 from coordinator.web.token import Token
+from replay.travel.sessions import Sessions
 
 
 class Site:
@@ -18,6 +20,8 @@ class Site:
         self.allow_actions = allow_actions
         self.logs = Logs()
         self.fleet = Fleet(registry, self.logs)
+        self.travel = Sessions(registry.home)
+        self.notes = Notes(registry.home)
 
     def settings(self, name: str) -> InstanceSettings:
         """Raises UnknownInstanceError, ConfigError."""
@@ -28,3 +32,4 @@ class Site:
 
     def close(self) -> None:
         self.fleet.close()
+        self.travel.close()

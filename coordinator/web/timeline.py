@@ -6,6 +6,7 @@ which each costs some 20 reads of a record, and messages are read only where the
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,7 @@ class Lane:
             low = edges[-1]
             edges.append(low if low == self._end else self._edge(time_ns, low))
         edges.append(self._end)
-        return [after - before for before, after in zip(edges, edges[1:], strict=False)]
+        return [after - before for before, after in itertools.pairwise(edges)]
 
     def _edge(self, time_ns: int, low: int) -> int:
         """As Times.first_from: most edges are near the one before."""

@@ -298,6 +298,99 @@ def test_a_click_on_the_timeline_opens_a_message(shown: Browser) -> None:
     page.wait_for_url("**/i/ledger/m/**")
 
 
+def at(shown: Browser, expression: str) -> str:
+    """The moment of the desk where that holds first, by what a person does."""
+    page = shown.go("/i/desk/travel?at=1:0")
+    page.get_by_label("Python expression").first.fill(expression)
+    page.get_by_role("button", name="Next", exact=True).click()
+    page.wait_for_function("() => !location.search.endsWith('at=1:0')")
+    return page.get_by_role("textbox", name="Record").input_value()
+
+
+def test_a_moment_and_the_ones_around_it(shown: Browser) -> None:
+    place = at(shown, "self.titles.get('book 3') == 13")
+    page = shown.page
+    changes = page.locator(".changes").inner_text()
+    assert "titles['book 3']" in changes
+    assert page.locator(".changes ins").all_inner_texts() == ["13", "10"]
+    looks_right(shown, "travel")
+    url = page.url
+    page.get_by_role("link", name="Next message").click()
+    page.wait_for_function(f"() => location.href !== {url!r}")
+    assert "book 4" in page.locator(".changes").inner_text()
+    page.keyboard.press("ArrowLeft")
+    page.wait_for_url(f"**at={place.partition(':')[0]}*")
+    assert "book 3" in page.locator(".changes").inner_text()
+    page.locator("#scrub").fill("2")
+    page.wait_for_url("**at=2")
+    assert "Record 2, message 0" in page.locator(".turns").inner_text()
+
+
+def test_when_a_value_changed_and_how(shown: Browser) -> None:
+    at(shown, "self.titles.get('book 5') == 12 + 5")
+    page = shown.page
+    page.locator("#next").click()
+    page.get_by_role("button", name="When did titles['book 5'] change?").click(force=True)
+    answer = page.locator("#answer")
+    answer.get_by_role("link").wait_for()
+    assert answer.locator("del").inner_text() == "5"
+    assert answer.locator("ins").inner_text() == "17"
+    page.get_by_role("button", name="Watch count").click(force=True)
+    page.locator("#answer svg").wait_for()
+    assert "count" in page.locator("#answer figcaption").inner_text()
+    looks_right(shown, "travel-watch")
+    page.locator("#answer th a").first.click()
+    page.wait_for_url("**/travel?at=*")
+
+
+def test_expressions_and_notes(shown: Browser) -> None:
+    page = shown.go("/i/desk/travel?at=3:0")
+    page.get_by_label("Python expression").nth(1).fill("[self.count, '<script>alert(3)</script>']")
+    page.get_by_role("button", name="Evaluate").click()
+    page.locator("#answer .tree").wait_for()
+    assert "<script>alert(3)</script>" in page.locator("#answer").inner_text()
+    page.get_by_label("Python expression").nth(1).fill("1 / 0")
+    page.get_by_role("button", name="Evaluate").click()
+    page.locator("#answer", has_text="ZeroDivisionError").wait_for()
+    page.get_by_label("Python expression").nth(0).fill("self.count == -1")
+    page.get_by_role("button", name="Next", exact=True).click()
+    page.locator("#answer", has_text="No such moment").wait_for()
+    page.get_by_label("About this moment").fill(NASTY)
+    page.get_by_role("button", name="Add note").click()
+    page.locator(".notes").wait_for()
+    assert "<script>alert(1)</script>" in page.locator(".notes").inner_text()
+
+
+def test_no_address_runs_an_expression(shown: Browser) -> None:
+    form = "at=3:0&expression=__import__('os').getpid()"
+    for path in ("find", "evaluate"):
+        assert shown.server.ask(f"/i/desk/travel/{path}?{form}")[0] == 405
+        assert shown.server.ask(f"/i/desk/travel/{path}", "POST", form)[0] == 403
+        assert shown.server.ask(f"/i/desk/travel/{path}", "POST", f"{form}&csrf=x")[0] == 403
+
+
+def test_what_a_message_did_across_services(shown: Browser) -> None:
+    page = shown.go("/i/desk/messages?re=book 2&method=add")
+    page.locator("tbody a").first.click()
+    page.get_by_role("heading", name="What followed").wait_for()
+    assert "count" in page.locator(".changes").inner_text()
+    looks_right(shown, "message-replayed")
+    page.locator("li a", has_text="ledger").click()
+    page.get_by_role("heading", name="Caused by").wait_for()
+    assert "Ledger.book('book 2', 2)" in page.locator(".call").inner_text()
+    page.locator("h3:has-text('Caused by') + p a").click()
+    page.wait_for_url("**/i/desk/m/**")
+    assert "Desk.add('book 2', 2)" in page.locator(".call").inner_text()
+
+
+def test_a_hostile_state_is_shown_in_part(shown: Browser) -> None:
+    page = shown.go("/i/desk/travel")
+    assert "<script>alert(1)</script>" in page.locator(".tree").inner_text()
+    assert "<b>xxx" in page.locator(".tree").inner_text()
+    status, text, _ = shown.server.ask("/i/spare/travel")
+    assert (status, "has not been started yet" in text) == (404, True)
+
+
 def test_it_works_by_the_keyboard_alone(shown: Browser) -> None:
     page = shown.go("/")
     page.keyboard.press("Tab")
