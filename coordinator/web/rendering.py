@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from datetime import UTC, datetime
 from typing import Any
@@ -71,6 +72,7 @@ def _environment() -> Environment:
         "moment": day_and_time,
         "ago": ago,
         "duration": duration,
+        "json": lambda value: json.dumps(value, ensure_ascii=False),
         "part": lambda text: quote(str(text), safe=""),
     }
     return environment

@@ -5,6 +5,7 @@ from __future__ import annotations
 from coordinator.config import InstanceSettings
 from coordinator.instances.registry import Registry
 from coordinator.web.fleet import Fleet
+from coordinator.web.jobs import Jobs
 from coordinator.web.logs import Logs
 from coordinator.web.notes import Notes
 from coordinator.web.token import Token
@@ -22,6 +23,7 @@ class Site:
         self.fleet = Fleet(registry, self.logs)
         self.travel = Sessions(registry.home)
         self.notes = Notes(registry.home)
+        self.jobs = Jobs(registry.home)
 
     def settings(self, name: str) -> InstanceSettings:
         """Raises UnknownInstanceError, ConfigError."""
@@ -33,3 +35,4 @@ class Site:
     def close(self) -> None:
         self.fleet.close()
         self.travel.close()
+        self.jobs.close()

@@ -391,6 +391,35 @@ def test_a_hostile_state_is_shown_in_part(shown: Browser) -> None:
     assert (status, "has not been started yet" in text) == (404, True)
 
 
+def test_what_if_other_code_had_handled_it(shown: Browser, fleet: Fleet) -> None:
+    changed = SERVICE.replace("self.ledger.book.fork(title, amount)", "self.ledger.book.fork(title, min(amount, 2))")
+    (fleet.folder / "other.py").write_text(changed.replace("self.count += 1", "self.count += 2"))
+    page = shown.go("/i/desk/what-if")
+    looks_right(shown, "what-if")
+    page.get_by_label("The new class").fill("other:Desk")
+    page.get_by_role("button", name="Try it").click()
+    page.wait_for_url("**/what-if/*")
+    page.locator(".note.warn strong").wait_for()
+    assert "different: " in page.locator(".note.warn strong").inner_text()
+    assert "count" in page.locator("h3:has-text('The state at the end') + table").inner_text()
+    first = page.locator("h3:has-text('Differences') + table tbody tr").first
+    assert first.locator("del").inner_text() != first.locator("ins").inner_text()
+    page.reload()
+    assert "Ledger.book('book 3', 2)" in page.locator("h3:has-text('Differences') + table").inner_text()
+    looks_right(shown, "what-if-result")
+    first.get_by_role("link").click()
+    page.wait_for_url("**/travel?at=*")
+    shown.go("/i/desk/what-if")
+    assert "different: " in page.locator("tbody").inner_text()
+    shown.go("/i/desk/what-if")
+    page.get_by_label("The new class").fill("nowhere:Desk")
+    page.get_by_role("button", name="Try it").click()
+    page.locator(".note.bad", has_text="nowhere").wait_for()
+    status, text, _ = shown.server.ask("/i/desk/what-if/000000000000")
+    assert (status, "there is no what-if" in text) == (404, True)
+    assert shown.server.ask("/i/desk/what-if/..%2f..%2fdesk")[0] == 404
+
+
 def test_it_works_by_the_keyboard_alone(shown: Browser) -> None:
     page = shown.go("/")
     page.keyboard.press("Tab")
