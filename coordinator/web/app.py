@@ -16,7 +16,15 @@ from starlette.types import ASGIApp
 from coordinator.config import ConfigError
 from coordinator.instances.registry import UnknownInstanceError
 from coordinator.operator.control import NotRunningError, RefusedError
-from coordinator.web import fleet_pages, instance_pages, message_pages, timeline_pages, travel_pages, what_if_pages
+from coordinator.web import (
+    action_pages,
+    fleet_pages,
+    instance_pages,
+    message_pages,
+    timeline_pages,
+    travel_pages,
+    what_if_pages,
+)
 from coordinator.web.errors import WebError
 from coordinator.web.guard import STATIC_PATH, Guard
 from coordinator.web.rendering import page
@@ -45,6 +53,7 @@ def make_app(site: Site, hosts: Collection[str], scheme: str) -> ASGIApp:
         *timeline_pages.routes(),
         *travel_pages.routes(),
         *what_if_pages.routes(),
+        *action_pages.routes(),
         Mount(STATIC_PATH.rstrip("/"), _Static(directory=STATIC)),
     ]
     app = Starlette(

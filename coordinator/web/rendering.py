@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
 from starlette.responses import HTMLResponse
 
 from coordinator.cli.records import time_text
@@ -24,6 +25,11 @@ def _finalize(value: Any) -> Any:
     if isinstance(value, str) and not hasattr(value, "__html__"):
         return printable(value)
     return "" if value is None else value
+
+
+def _raw(text: str) -> Markup:
+    """As it is, for the value of a field that nobody sees: it is to come back so. Escaped all the same."""
+    return escape(text.encode("utf-8", "replace").decode())
 
 
 def number(value: int | None) -> str:
@@ -72,6 +78,7 @@ def _environment() -> Environment:
         "moment": day_and_time,
         "ago": ago,
         "duration": duration,
+        "raw": _raw,
         "json": lambda value: json.dumps(value, ensure_ascii=False),
         "part": lambda text: quote(str(text), safe=""),
     }

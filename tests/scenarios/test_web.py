@@ -12,7 +12,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("playwright")
 
 from appsdk.client import connect
-from tests.helpers.browser import CHROMIUM, Browser, WebServer, browser
+from tests.helpers.browser import CHROMIUM, Browser, WebServer, browser, csrf_of
 from tests.helpers.cli import DEADLINE_S, HOME, Run, immortal
 
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="there is no chromium")
@@ -418,6 +418,63 @@ def test_what_if_other_code_had_handled_it(shown: Browser, fleet: Fleet) -> None
     status, text, _ = shown.server.ask("/i/desk/what-if/000000000000")
     assert (status, "there is no what-if" in text) == (404, True)
     assert shown.server.ask("/i/desk/what-if/..%2f..%2fdesk")[0] == 404
+
+
+def test_a_page_that_only_shows(shown: Browser) -> None:
+    page = shown.go("/i/desk")
+    assert page.get_by_role("link", name="Take a checkpoint").count() == 0
+    assert shown.server.ask("/i/desk/do/checkpoint")[0] == 403
+    token = csrf_of(shown.server.ask("/i/desk/what-if")[1])
+    assert shown.server.ask("/i/desk/do/checkpoint", "POST", f"csrf={token}")[0] == 403
+
+
+def test_actions(shown: Browser, fleet: Fleet) -> None:
+    """Each is confirmed, done, and in the audit log."""
+    server = WebServer(fleet.folder, "--allow-actions")
+    page, usual = shown.page, shown.server
+    try:
+        page.goto(server.login)
+        page.goto(f"{server.url}/i/desk")
+        page.get_by_role("link", name="Take a checkpoint").click()
+        looks_right(shown, "action")
+        page.get_by_role("button", name="Take it").click()
+        page.get_by_text("a checkpoint is on its way").wait_for()
+        until(lambda: "behind record" in server.ask("/i/desk")[1])
+        page.goto(f"{server.url}/i/desk")
+        page.locator("h2:has-text('Waiting handlers') + table tbody a").click()
+        page.get_by_role("link", name="Give it this event").click()
+        page.get_by_label("Value, as JSON").fill("no json")
+        page.get_by_role("button", name="Give it").click()
+        page.get_by_text("is not JSON").wait_for()
+        shown.errors.clear()  # the browser notes the status
+        page.go_back()
+        page.get_by_label("Value, as JSON").fill('{"yes": true}')
+        page.get_by_role("button", name="Give it").click()
+        page.locator(".note.good").wait_for()
+        with connect("desk", home=fleet.folder / HOME) as desk:
+            desk.begin("nobody")
+        page.goto(f"{server.url}/i/desk")
+        page.locator("h2:has-text('Waiting handlers') + table tbody a").click()
+        page.get_by_role("link", name="Cancel this handler").click()
+        page.get_by_label("Why").fill("<b>enough</b>")
+        page.get_by_role("button", name="Cancel it").click()
+        page.locator(".note.good").wait_for()
+        for wrong, status in (("nothing", 404), ("cancel", 400), ("cancel?task=999999", 200)):
+            assert server.ask(f"/i/desk/do/{wrong}")[0] == status
+        token = csrf_of(server.ask("/i/desk/do/checkpoint")[1])
+        assert server.ask("/i/desk/do/cancel", "POST", f"csrf={token}&task=999999")[0] == 409
+        assert server.ask("/i/desk/do/cancel", "POST", f"csrf={token}&task=x")[0] == 409
+        assert server.ask("/i/spare/do/checkpoint", "POST", f"csrf={token}")[0] == 409
+        assert "forget which log" in server.ask("/i/desk/do/reset-peer?peer=ledger")[1]
+        audit = immortal(fleet.folder, "audit", "desk")
+        for verb in ("verb=checkpoint", "verb=signal", "verb=cancel"):
+            assert verb in audit
+        assert "by immortal web" in audit
+    finally:
+        assert server.stop() == 0
+        page.goto(usual.login)
+        shown.hosts.clear()
+        page.goto(usual.url)
 
 
 def test_it_works_by_the_keyboard_alone(shown: Browser) -> None:
