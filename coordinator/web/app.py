@@ -82,7 +82,10 @@ async def _failed(request: Request, error: Exception) -> Response:
         status = 500
     if status == 404:
         heading = "There is nothing here"
-    template = "_error.html" if "hx-request" in request.headers else "error.html"
+    is_part = "hx-request" in request.headers
+    if is_part and isinstance(error, ReplayError):
+        status = 200  # an answer like any other: such as an expression that is none
+    template = "_error.html" if is_part else "error.html"
     return page(template, status, site=request.app.state.site, heading=heading, lines=text.split("\n"))
 
 

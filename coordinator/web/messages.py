@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 LIMIT_MAX = 500
 SCAN_S = 1.0  # for one page; then it says how far it came
-BACK_RECORDS = 32  # read at once on the way back, at first; then twice as many each time
+BACK_RECORDS = 4  # read at once on the way back, at first; then twice as many each time
 BACK_RECORDS_MAX = 4096
 FIND_RECORDS_MAX = 2000  # between two records with messages of one stream, in a search
 WORDS_CHARACTERS = 400  # of a message in a list
@@ -62,7 +62,7 @@ class Message(Struct):
 
     @property
     def words(self) -> str:
-        return str(self.described.get("in_words") or f"{self.method}{self.text if self.text[:1] == '(' else ''}")
+        return str(self.described.get("in_words") or f"{self.method}  {self.text}".rstrip())
 
 
 class Wanted(Struct, frozen=True):

@@ -102,6 +102,8 @@ def _has(holder: dict[Any, Any], key: Any) -> bool:
 
 def _by_look(holder: dict[Any, Any], wanted: Any) -> Any:
     """By what its keys look like in a tree: an Enum is shown as its value, a date as its text."""
+    if isinstance(next(iter(holder), 0), str | int):
+        return MISSING  # as nearly always, and this is asked for each message
     for key, value in holder.items():
         if not isinstance(key, str | int) and tree({key: 0}).get(wanted, MISSING) == 0:
             return value

@@ -96,7 +96,7 @@ class Browser:
         self.errors: list[str] = []
         self.hosts: set[str] = set()
         self._axe = Axe()
-        page.set_default_timeout(DEADLINE_S * 1000)
+        page.set_default_timeout(DEADLINE_S * 500)
         page.on("console", lambda said: self.errors.append(said.text) if said.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: self.errors.append(str(error)))
         page.on("dialog", lambda dialog: (self.errors.append(f"a dialog: {dialog.message}"), dialog.dismiss()))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +16,12 @@ pytest.importorskip("starlette")
 pytest.importorskip("playwright")
 
 from appsdk.client import connect
+from coordinator.core.interfaces import Transaction
+from coordinator.log import create_log
+from protocol.batch import encode_batch
+from protocol.messages import encode_incoming_rpc
+from protocol.record import decode_header, encode_record
+from protocol.trailer import BatchKind, BatchSource, Trailer, encode_trailer
 from tests.helpers.browser import CHROMIUM, Browser, WebServer, browser, csrf_of
 from tests.helpers.cli import DEADLINE_S, HOME, Run, immortal
 
@@ -66,14 +76,41 @@ class Desk(Immortal):
 """
 
 
+def write_raw_log(folder: Path) -> None:
+    """The log of "raw", with messages that no SDK would write: what an app in another language may be sent."""
+    add = next(number for (to, number), name in method_names_of(folder).items() if not to and name == "Desk.add")
+    messages = [
+        encode_incoming_rpc(add, 1, b"\x92\xa4\xff\xfe<b\x05"),  # a text that is no UTF-8
+        encode_incoming_rpc(add, 1, b"\x92\xbf"),  # cut off
+        encode_incoming_rpc(12345, 1, b"<script>alert(4)</script>\x1b]0;title\x07\x00\xff"),
+        encode_incoming_rpc(add, 1, b"\x91" * 3000),  # too deep
+    ]
+    content = encode_batch(b"".join(messages), len(messages)) + b"".join(messages)
+    record = encode_record(7, 0, content)
+    source = BatchSource(BatchKind.STREAM, NASTY, 1, len(messages), 1_700_000_000_000_000_000)
+    trailer = encode_trailer(Trailer(1_700_000_000_000_000_000, [source]), decode_header(record).check)
+    store = create_log(folder / HOME / "raw" / "log", "raw", committer_id=7)
+    store.commit(Transaction(records=[(0, record + trailer)], epoch=1, extensions=frozenset()))
+    store.close()
+
+
+def method_names_of(folder: Path) -> dict[tuple[str, int], str]:
+    environment = {**os.environ, "PYTHONHASHSEED": "0"}
+    command = [sys.executable, "-P", "-m", "appsdk.running.inspection", "methods", "desk:Desk"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=True)
+    return {(to, number): name for to, number, name in json.loads(done.stdout)}
+
+
 class Fleet:
-    """Two services that run, one of which waits for somebody, and one that was never started."""
+    """Two services that run, one of which waits for somebody, one never started, one with a strange log."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "desk.py").write_text(SERVICE)
         for name in ("desk", "ledger", "spare"):
             immortal(folder, "register", name, "--peer", "tcp://127.0.0.1:*", "--app", f"desk:{name.capitalize()}")
+        immortal(folder, "register", "raw", "--peer", "tcp://127.0.0.1:*", "--app", "desk:Desk")
+        write_raw_log(folder)
         self.runs = [Run(folder, name) for name in ("desk", "ledger")]
         for run in self.runs:
             run.line("ready")
@@ -144,9 +181,9 @@ def looks_right(shown: Browser, name: str) -> None:
 def test_the_fleet(shown: Browser) -> None:
     page = shown.go("/")
     rows = page.locator("tbody tr")
-    assert rows.count() == 3
+    assert rows.count() == 4
     assert rows.nth(0).locator("td").nth(0).inner_text() == "normal"
-    assert rows.nth(2).locator("td").nth(0).inner_text() == "not started yet"
+    assert rows.nth(3).locator("td").nth(0).inner_text() == "not started yet"
     looks_right(shown, "fleet")
     page.get_by_role("link", name="running").click()
     assert page.locator("tbody tr").count() == 2
@@ -352,6 +389,9 @@ def test_expressions_and_notes(shown: Browser) -> None:
     page.get_by_label("Python expression").nth(1).fill("1 / 0")
     page.get_by_role("button", name="Evaluate").click()
     page.locator("#answer", has_text="ZeroDivisionError").wait_for()
+    page.get_by_label("Python expression").nth(1).fill("import os")
+    page.get_by_role("button", name="Evaluate").click()
+    page.locator("#answer", has_text="is no Python expression").wait_for()
     page.get_by_label("Python expression").nth(0).fill("self.count == -1")
     page.get_by_role("button", name="Next", exact=True).click()
     page.locator("#answer", has_text="No such moment").wait_for()
@@ -475,6 +515,39 @@ def test_actions(shown: Browser, fleet: Fleet) -> None:
         page.goto(usual.login)
         shown.hosts.clear()
         page.goto(usual.url)
+
+
+def test_messages_that_no_sdk_would_write(shown: Browser) -> None:
+    page = shown.go("/i/raw/messages")
+    rows = page.locator("tbody tr")
+    assert rows.count() == 4
+    assert "<script>alert(4)</script>\\x1b]0;title\\x07\\x00\\xff" in rows.nth(2).inner_text()
+    assert "<script>alert(1)</script>" in rows.nth(2).inner_text()  # who sent it
+    for index in range(4):
+        page = shown.go(f"/i/raw/m/0/{index}")
+        page.locator("[role=alert]", has_text="there is no checkpoint").or_(
+            page.locator("[role=alert]", has_text="no checkpoint to begin at")
+        ).wait_for()
+        assert shown.server.ask(f"/i/raw/m/0/{index}/arguments.json")[0] == 200
+    for path in ("/i/raw", "/i/raw/timeline", "/i/raw/what-if", "/i/raw/messages?re=alert"):
+        assert shown.server.ask(path)[0] == 200, path
+        shown.go(path)
+    assert shown.server.ask("/i/raw/travel")[0] == 200
+
+
+def test_a_page_in_the_background_gives_its_connection_back(shown: Browser) -> None:
+    page = shown.go("/i/desk")
+    page.evaluate("""() => {
+        window.marked = true;
+        const hidden = (value) => {
+            Object.defineProperty(document, "hidden", { value, configurable: true });
+            document.dispatchEvent(new Event("visibilitychange"));
+        };
+        hidden(true);
+        hidden(false);
+    }""")
+    page.wait_for_function("() => !window.marked")
+    page.get_by_role("heading", name="Streams").wait_for()
 
 
 def test_it_works_by_the_keyboard_alone(shown: Browser) -> None:

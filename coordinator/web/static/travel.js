@@ -13,8 +13,4 @@
     const link = id && document.getElementById(id);
     if (link && link.getAttribute("aria-disabled") !== "true") { event.preventDefault(); link.click(); }
   });
-  /* What the server refuses is shown where its answer would have been. */
-  document.addEventListener("htmx:beforeSwap", (event) => {
-    if (event.detail.xhr.status >= 400) { event.detail.shouldSwap = true; event.detail.isError = false; }
-  });
 })();
