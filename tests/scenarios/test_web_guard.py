@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
+import shutil
+import ssl
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -110,3 +114,38 @@ def test_beyond_loopback_only_with_tls_and_a_token(tmp_path: Path, options: tupl
 def test_a_port_that_is_taken(server: WebServer, tmp_path: Path) -> None:
     said = immortal(tmp_path, "web", "--port", str(server.port), status=1)
     assert f"127.0.0.1:{server.port} can't be listened at: Address already in use" in said
+
+
+def test_with_a_certificate_and_a_token_of_a_file(tmp_path: Path) -> None:
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    made += ["-keyout", str(key), "-out", str(certificate), "-days", "2", "-subj", "/CN=localhost"]
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    subprocess.run([*made, "-addext", "subjectAltName=DNS:localhost"], check=True, capture_output=True)
+    token = tmp_path / "token"
+    token.write_text("a token of many characters\n")
+    token.chmod(0o600)
+    server = WebServer(
+        tmp_path, "--host", "0.0.0.0", "--tls-cert", "certificate.pem", "--tls-key", "key.pem", "--token-file", "token"
+    )
+    try:
+        assert server.login == f"https://0.0.0.0:{server.port}/"
+        context = ssl.create_default_context(cafile=str(certificate))
+        connection = http.client.HTTPSConnection("localhost", server.port, context=context, timeout=20)
+        connection.request("GET", "/login?token=a%20token%20of%20many%20characters")
+        answer = connection.getresponse()
+        assert (answer.status, "Secure" in str(answer.getheader("set-cookie"))) == (303, True)
+        answer.read()
+        connection.request("GET", "/", headers={"Authorization": "Bearer a token of many characters"})
+        assert connection.getresponse().status == 200
+        connection.close()
+    finally:
+        assert server.stop() == 0
+
+
+def test_a_certificate_that_is_none(tmp_path: Path) -> None:
+    for name in ("certificate.pem", "key.pem"):
+        (tmp_path / name).write_text("nothing")
+    options = ("--tls-cert", "certificate.pem", "--tls-key", "key.pem")
+    assert "the certificate and its key can't be used" in immortal(tmp_path, "web", *options, status=1)
