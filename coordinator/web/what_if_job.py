@@ -29,7 +29,8 @@ PROGRESS_S = 0.2
 
 
 class Order(msgspec.Struct, frozen=True):
-    """``old_app`` "": the one that made the log. ``checkpoint_id``, ``last`` None: the oldest, the newest."""
+    """``old_app`` "": the one that made the log. ``code``: a folder or a wheel with the new class.
+    ``checkpoint_id``, ``last`` None: the oldest, the newest."""
 
     home: str
     name: str
@@ -38,6 +39,7 @@ class Order(msgspec.Struct, frozen=True):
     checkpoint_id: int | None = None
     last: int | None = None
     upgrade: bool = False
+    code: str = ""
     limit: int = 100
 
 
@@ -49,7 +51,7 @@ def run(order: Order, progress: Any) -> dict[str, Any]:
         old_app = order.old_app or default_app(order.name, settings.app, reader.summary(), route.last_version)
         apps = {
             Side.OLD: AppCommand.of(old_app, settings=settings),
-            Side.NEW: AppCommand.of(order.new_app, settings=settings),
+            Side.NEW: AppCommand.of(order.new_app, settings=settings, code=Path(order.code) if order.code else None),
         }
         blob_paths = {side: Path(folder, side.value) for side in Side}
         outcome = run_what_if(

@@ -57,6 +57,7 @@ async def start(request: Request) -> Response:
             _number(form.get("from", ""), "from"),
             _number(form.get("to", ""), "to"),
             "upgrade" in form,
+            form.get("code", "").strip(),
         )
     )
     return RedirectResponse(f"/i/{quote(settings.name)}/what-if/{job.id}", 303)

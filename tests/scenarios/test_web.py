@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -451,6 +452,15 @@ def test_what_if_other_code_had_handled_it(shown: Browser, fleet: Fleet) -> None
     page.wait_for_url("**/travel?at=*")
     shown.go("/i/desk/what-if")
     assert "different: " in page.locator("tbody").inner_text()
+    with zipfile.ZipFile(fleet.folder / "desk-2.whl", "w") as wheel:  # under the same name, in another place
+        wheel.writestr("desk.py", SERVICE.replace("self.count += 1", "self.count += 3"))
+    page.get_by_label("From a folder or wheel").fill("desk-2.whl")
+    page.get_by_role("button", name="Try it").click()
+    page.wait_for_url("**/what-if/*")
+    table = page.locator("h3:has-text('The state at the end') + table")
+    table.wait_for()
+    old, new = table.locator("td").all_inner_texts()
+    assert int(new) == 3 * int(old)
     shown.go("/i/desk/what-if")
     page.get_by_label("The new class").fill("nowhere:Desk")
     page.get_by_role("button", name="Try it").click()
