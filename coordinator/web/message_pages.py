@@ -17,7 +17,7 @@ from coordinator.web import scan
 from coordinator.web.errors import WebError
 from coordinator.web.messages import LIMIT_MAX, At, Message, Page, Times, Wanted, message_at, source_in_words
 from coordinator.web.rendering import page
-from coordinator.web.requests import number_of, place_in, settings_of, site_of, text_of
+from coordinator.web.requests import checked_pattern, number_of, place_in, settings_of, site_of, text_of
 from coordinator.web.site import Site
 
 LIMIT = 100
@@ -77,11 +77,10 @@ def _text(at: At) -> str:
 
 def _wanted(request: Request) -> tuple[Wanted, str]:
     """What the form asks for; and why it can't be taken."""
-    pattern = text_of(request, "re")
     try:
-        re.compile(pattern)
-    except re.error as error:
-        return Wanted(), f"{pattern[:100]!r} is no regular expression: {error}"
+        pattern = checked_pattern(text_of(request, "re"))
+    except WebError as error:
+        return Wanted(), str(error)
     latency_ms = number_of(request, "latency", 0) or 0
     return Wanted(text_of(request, "method"), pattern, number_of(request, "size", 0) or 0, latency_ms * 1_000_000), ""
 

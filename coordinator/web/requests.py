@@ -75,3 +75,12 @@ async def form_of(request: Request) -> dict[str, str]:
     if not site_of(request).token.is_csrf(fields.pop(CSRF_FIELD, "")):
         raise WebError("this form is of another page, or from before the last start: load the page again", 403)
     return fields
+
+
+def checked_pattern(text: str) -> str:
+    """Raises WebError for a text that is no regular expression."""
+    try:
+        re.compile(text)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise WebError(f"{text[:100]!r} is no regular expression: {error}", 422) from None
+    return text

@@ -7,12 +7,17 @@ which each costs some 20 reads of a record, and messages are read only where the
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct
+
 from coordinator.cli.records import describe_record
+from coordinator.config import InstanceSettings
 from coordinator.core.words import Methods
-from coordinator.web.messages import Filter, Message, Times, messages_of
+from coordinator.web.logs import Logs
+from coordinator.web.messages import Filter, Message, Times, Wanted, messages_of
+from protocol.errors import ImmortalError
 
 if TYPE_CHECKING:
     from coordinator.log import LogReader
@@ -93,3 +98,41 @@ def packed(messages: Sequence[Message], origin_ns: int, lanes: dict[str, int]) -
         ]
         for one in messages
     ]
+
+
+class Range(Struct, frozen=True):
+    """What is asked for: ``lanes`` by name, times in ns."""
+
+    lanes: list[str]
+    origin_ns: int
+    from_ns: int
+    to_ns: int
+    wanted: Wanted
+
+
+def lanes_of(logs: Logs, load: Callable[[str], InstanceSettings], asked: Range) -> list[dict[str, Any]]:
+    """Each lane: {"name", "records", "counts", "messages"}, without messages where they are too many, or {"name",
+    "problem"}."""
+    numbers = {name: number for number, name in enumerate(asked.lanes)}
+    wanted = asked.wanted.filter()
+    left: int | None = MESSAGES_MAX  # None: too many, and then no lane shows single ones
+    answer: list[dict[str, Any]] = []
+    for name in asked.lanes:
+        lane: dict[str, Any] = {"name": name}
+        try:
+            settings = load(name)
+            methods, _ = logs.methods(settings)
+            with logs.reader(settings) as reader:
+                part = Lane(name, reader, asked.from_ns, asked.to_ns)
+                lane["records"] = part.records
+                lane["counts"] = part.counts()
+                found = None if left is None else part.messages(methods, wanted, left)
+            left = None if left is None or found is None else left - len(found)
+            lane["messages"] = packed(found or (), asked.origin_ns, numbers)
+        except ImmortalError as error:
+            lane["problem"] = str(error)[:300]
+        answer.append(lane)
+    if left is None:
+        for lane in answer:
+            lane.pop("messages", None)
+    return answer

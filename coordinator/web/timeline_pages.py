@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from coordinator.web import timeline
+from coordinator.web import scan, timeline
 from coordinator.web.errors import WebError
 from coordinator.web.messages import Wanted
 from coordinator.web.rendering import page
-from coordinator.web.requests import number_of, settings_of, site_of, text_of
+from coordinator.web.requests import checked_pattern, number_of, settings_of, site_of, text_of
 from coordinator.web.site import Site
 from protocol.errors import ImmortalError
 
@@ -28,7 +26,7 @@ def shown(request: Request) -> Response:
     site, settings = site_of(request), settings_of(request)
     lanes = _lanes(site, settings.name, text_of(request, "lanes"))
     span = _span(site, lanes)
-    fields = {key: request.query_params.get(key, "") for key in ("method", "size", "latency")}
+    fields = {key: request.query_params.get(key, "") for key in ("method", "re", "size", "latency")}
     return page(
         "timeline.html",
         site=site,
@@ -52,28 +50,12 @@ def data(request: Request) -> Response:
     if to_ns <= from_ns:
         raise WebError("an empty range: 'to' behind 'from' was expected")
     latency_ns = (number_of(request, "latency", 0) or 0) * 1_000_000
-    wanted = Wanted(text_of(request, "method"), "", number_of(request, "size", 0) or 0, latency_ns).filter()
-    numbers = {name: number for number, name in enumerate(lanes)}
-    left: int | None = timeline.MESSAGES_MAX  # None: too many, and then no lane shows single ones
-    answer: list[dict[str, Any]] = []
-    for name in lanes:
-        lane: dict[str, Any] = {"name": name}
-        try:
-            with site.logs.reader(site.settings(name)) as reader:
-                part = timeline.Lane(name, reader, from_ns, to_ns)
-                lane["records"] = part.records
-                lane["counts"] = part.counts()
-                methods, _ = site.logs.methods(site.settings(name))
-                found = None if left is None else part.messages(methods, wanted, left)
-            left = None if left is None or found is None else left - len(found)
-            lane["messages"] = timeline.packed(found or (), origin_ns, numbers)
-        except ImmortalError as error:
-            lane["problem"] = str(error)[:300]
-        answer.append(lane)
-    if left is None:
-        for lane in answer:
-            lane.pop("messages", None)
-    return JSONResponse({"lanes": answer})
+    pattern = checked_pattern(text_of(request, "re"))
+    wanted = Wanted(text_of(request, "method"), pattern, number_of(request, "size", 0) or 0, latency_ns)
+    asked = timeline.Range(lanes, origin_ns, from_ns, to_ns, wanted)
+    if pattern:
+        return JSONResponse({"lanes": scan.lanes(str(site.registry.home), asked)})
+    return JSONResponse({"lanes": timeline.lanes_of(site.logs, site.settings, asked)})
 
 
 def _lanes(site: Site, name: str, asked: str) -> list[str]:

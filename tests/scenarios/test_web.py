@@ -10,6 +10,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -525,6 +526,19 @@ def test_actions(shown: Browser, fleet: Fleet) -> None:
         page.goto(usual.login)
         shown.hosts.clear()
         page.goto(usual.url)
+
+
+def test_a_timeline_of_what_is_looked_for(shown: Browser) -> None:
+    whole = "origin=1&from=0&to=9000000000000000"
+    asked = f"/i/desk/timeline.json?lanes=desk,ledger&{whole}"
+    lanes = json.loads(shown.server.ask(f"{asked}&re={quote('book 3", 10]')}")[1])["lanes"]
+    assert [[one[5] for one in lane["messages"]] for lane in lanes] == [["Desk.add"], ["Ledger.book"]]
+    ((_, _, time_us, sent_us, sender, *_),) = lanes[1]["messages"]
+    assert (sender, sent_us <= time_us) == (0, True)
+    status, text, _ = shown.server.ask(f"{asked}&re=(")
+    assert (status, "no regular expression" in text) == (422, True)
+    assert json.loads(shown.server.ask(f"/i/desk/timeline.json?lanes=spare&{whole}")[1])["lanes"][0]["problem"]
+    assert shown.server.ask("/i/desk/timeline.json?lanes=desk&from=5&to=5")[0] == 400
 
 
 def test_messages_that_no_sdk_would_write(shown: Browser) -> None:
