@@ -6,9 +6,11 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from coordinator.config import InstanceSettings
 from protocol.limits import ARGUMENTS_SIZE_MIB_DEFAULT
+from replay.errors import ReplayError
 
 BY_HAND = "-"
 """As an app's name: it is started by whoever replays, and told the address."""
@@ -28,6 +30,7 @@ class AppCommand:
     foreground: bool = False
     rpc_limit_mib: int = ARGUMENTS_SIZE_MIB_DEFAULT  # of its arguments: a larger call is dropped, as it was in service
     settings: InstanceSettings | None = None  # started by hand, it comes in, and proves who it is, as these have it
+    code: Path | None = None  # a folder or a wheel whose modules come before those of the current folder
 
     @classmethod
     def of(
@@ -38,10 +41,12 @@ class AppCommand:
         checks_queries: bool = False,
         break_at: tuple[int, int | None] | None = None,
         settings: InstanceSettings | None = None,
+        code: Path | None = None,
     ) -> AppCommand:
         """An SDK app, "module:Class", in trace mode; BY_HAND: none is started, and it comes in as ``settings`` say.
 
         ``checks_queries``: the state is compared around each query.
+        ``code``: a folder or a wheel whose modules come before those of the current folder.
         ``break_at``: (record, message): pdb stops before the handler of that message, in the caller's terminal.
         """
         if app == BY_HAND:
@@ -58,8 +63,19 @@ class AppCommand:
         # What the caller's environment says is meant for an app in service.
         environment |= {"IMMORTAL_STRICT": "", "IMMORTAL_BREAK": ""}
         environment["IMMORTAL_CHECK_QUERIES"] = "1" if checks_queries else ""
-        return cls(app, argv, environment, foreground=break_at is not None)
+        environment |= code_environment(code)
+        return cls(app, argv, environment, foreground=break_at is not None, code=code)
 
     @property
     def by_hand(self) -> bool:
         return not self.argv
+
+
+def code_environment(code: Path | None) -> dict[str, str]:
+    """For a process that takes modules from there first. Raises ReplayError where there is no folder and no wheel."""
+    if code is None:
+        return {}
+    if not (code.is_dir() or (code.is_file() and code.suffix in (".whl", ".zip"))):
+        raise ReplayError(f"{code} is neither a folder nor a wheel: one with the module of the class was expected")
+    before = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": os.pathsep.join([str(code.absolute()), *([before] if before else [])])}

@@ -2,6 +2,8 @@
 
     show module:Class FILE                                 the state, as one JSON object
     diff module:Class FILE other:Class FILE [--limit N]    what differs, as a JSON list of {"path", "old", "new"}
+    diff-shown FILE FILE [--limit N]                       the same of two answers of "show", in files: for two classes
+                                                           of one name
     methods module:Class                                   what its methods and those of its peers are called, as a JSON
                                                            list of [destination, method ID, name]
     unanswered module:Class FILE                           what its handlers wait for and the log does not have, after a
@@ -72,14 +74,20 @@ def inspect_state(main: Definition, blob: bytes) -> InspectedState:
         raise
     except (Exception, SystemExit) as error:
         raise StateError(f"{definition.name}.restore raised {type(error).__name__}: {error}") from error
-    waiting = Fields() if envelope.tasks is None else shown_tasks(definition, envelope.tasks)
-    names = _annotated(definition, instance) if schema.serializer == "own" else list(schema.fields)
-    if not names and schema.serializer == "own":
+    if schema.serializer == "own" and not _annotated(definition, instance):
+        waiting = Fields() if envelope.tasks is None else shown_tasks(definition, envelope.tasks)
         opaque = Fields({"$opaque": len(state), "check": f"{crc64(bytes(state)):016x}"})
         return InspectedState(envelope, Fields({**opaque, **waiting}))
+    return InspectedState(envelope, shown_state(definition, instance, envelope.tasks))
+
+
+def shown_state(definition: Definition, instance: object, tasks: SavedTasks | None) -> Fields:
+    """The attributes of an instance that are its state, as trees, and what waits. Raises StateError."""
+    waiting = Fields() if tasks is None else shown_tasks(definition, tasks)
+    schema = definition.state()
+    names = _annotated(definition, instance) if schema.serializer == "own" else list(schema.fields)
     try:
-        shown = {name: tree(getattr(instance, name)) for name in names}
-        return InspectedState(envelope, Fields({**shown, **waiting}))
+        return Fields({**{name: tree(getattr(instance, name)) for name in names}, **waiting})
     except RecursionError:
         raise StateError(f"{definition.name}: the state is too deep to be shown") from None
 
@@ -169,13 +177,17 @@ def _parser() -> argparse.ArgumentParser:
     show = commands.add_parser("show", help="the state in a checkpoint, as JSON")
     compare = commands.add_parser("diff", help="what differs between two checkpoints, as JSON")
     waiting = commands.add_parser("unanswered", help="what its handlers wait for and the log does not have, as JSON")
+    shown = commands.add_parser("diff-shown", help="what differs between two states that were shown, as JSON")
     methods = commands.add_parser("methods", help="the names of its methods, as JSON")
     methods.add_argument("target", metavar="module:Class", help="the class below appsdk.Immortal")
     for command, sides in ((show, [""]), (compare, ["old_", "new_"]), (waiting, [""])):
         for side in sides:
             command.add_argument(f"{side}target", metavar="module:Class", help="the class below appsdk.Immortal")
             command.add_argument(f"{side}file", metavar="FILE", type=Path, help="the blob of a checkpoint")
-    compare.add_argument("--limit", metavar="N", type=_positive, help="the first N differences only")
+    for side in ("old", "new"):
+        shown.add_argument(f"{side}_file", metavar="FILE", type=Path, help="what 'show' has printed")
+    for command in (compare, shown):
+        command.add_argument("--limit", metavar="N", type=_positive, help="the first N differences only")
     return parser
 
 
@@ -188,6 +200,9 @@ def _positive(text: str) -> int:
 def _answer(options: argparse.Namespace) -> tuple[int, Any]:
     if options.command == "methods":
         return _methods(options.target)
+    if options.command == "diff-shown":
+        old, new = (Fields(json.loads(file.read_bytes())["state"]) for file in (options.old_file, options.new_file))
+        return EXIT_DONE, [difference.to_json() for difference in islice(differences(old, new), options.limit)]
     sides = ("old_", "new_") if options.command == "diff" else ("",)
     read = []
     for side in sides:

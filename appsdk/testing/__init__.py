@@ -1,6 +1,6 @@
 """Tests of immortals: several in one process, on a clock of the test's own. See docs/guide/testing.md."""
 
-from appsdk.testing.app import ProcessDies
+from appsdk.running.local_app import ProcessDies
 from appsdk.testing.environment import Environment
 from appsdk.testing.exploring import crash_everywhere
 from appsdk.testing.golden import assert_replays

@@ -14,9 +14,9 @@ from appsdk.handlers.decorators import Handler
 from appsdk.handlers.definition import definition_of
 from appsdk.handlers.proxy import Impulses
 from appsdk.immortal import Immortal
+from appsdk.running.local_app import LocalApp
 from appsdk.state.journal import decode_raised
 from appsdk.state.schema import Envelope
-from appsdk.testing.app import LocalApp
 from appsdk.testing.hooks import HookQueue
 from appsdk.testing.memory import MemorySource
 from appsdk.testing.node import Node

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from appsdk.calls.context import SEED_SIZE_BYTES
 from appsdk.handlers.definition import Definition
-from appsdk.testing.app import LocalApp, earlier
+from appsdk.running.local_app import LocalApp, earlier
 from appsdk.testing.crashes import CrashNow, CrashPlan
 from appsdk.testing.outside import OutsideApp
 from appsdk.testing.stand_ins import StandInRunner, StandIns

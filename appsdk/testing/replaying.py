@@ -10,8 +10,8 @@ from appsdk.calls.context import SEED_SIZE_BYTES
 from appsdk.errors import AppError
 from appsdk.handlers.definition import Definition
 from appsdk.running.inspection import inspect_state
+from appsdk.running.local_app import LocalApp
 from appsdk.state.diff import differences
-from appsdk.testing.app import LocalApp
 from coordinator.core.errors import require
 from coordinator.core.interfaces import CheckpointHeader
 from coordinator.core.words import call_in_words

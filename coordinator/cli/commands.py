@@ -45,6 +45,7 @@ _PLACES = {
     "up": "coordinator.cli.up:up",
     "upgrade": "coordinator.cli.operate:upgrade",
     "verify": "coordinator.cli.replay:verify",
+    "web": "coordinator.web.command:web",
     "what-if": "coordinator.cli.what_if:what_if",
 }
 """Each is loaded when it is asked for: what runs one, a coordinator above all, need not hold the others."""
@@ -84,6 +85,7 @@ _HELP = {
     "up": "Run all services of a project in the background, and wait until they are ready.",
     "upgrade": "Mark an instance: at its next start the app's state and code become those of another version.",
     "verify": "Prove that NAME does again what it did: replay it from checkpoint to checkpoint, and compare.",
+    "web": "Serve a page of all instances: what runs, what waits, the log of each, and any moment of it.",
     "what-if": "What would be different if other code had handled the log of NAME?",
 }
 """What each is for, as it says itself: the list of all of them, and completion, load none of them."""

@@ -58,8 +58,8 @@ _id_argument = click.argument("wanted", metavar="ID", type=click.IntRange(1, (1 
 
 def _list(settings: InstanceSettings, as_json: bool) -> None:
     answer = _ask(settings, "handlers", {})
-    found = [_with_times(one) for one in answer["handlers"]]
-    multicasts = [_with_times(one) for one in answer.get("multicasts", ())]
+    found = [with_times(one) for one in answer["handlers"]]
+    multicasts = [with_times(one) for one in answer.get("multicasts", ())]
     if as_json:
         echo_json({"count": answer["count"], "handlers": found} | ({"multicasts": multicasts} if multicasts else {}))
         return
@@ -87,9 +87,9 @@ def explain(settings: InstanceSettings, wanted: int, as_json: bool) -> None:
             f"{settings.name}' lists those that do"
         )
     if as_json:
-        echo_json(_with_times(found))
+        echo_json(with_times(found))
         return
-    for line in _lines(settings.name, _with_times(found)):
+    for line in _lines(settings.name, with_times(found)):
         echo(printable(line))
 
 
@@ -157,16 +157,16 @@ def _ask(settings: InstanceSettings, verb: str, request: Values) -> Values:
 # --- what a handler says ---------------------------------------------------------------------------------------------
 
 
-def _with_times(value: Any) -> Any:
+def with_times(value: Any) -> Any:
     """Each time, ns since the Unix epoch, also as text."""
     from coordinator.cli.records import time_text
 
     if isinstance(value, list):
-        return [_with_times(one) for one in value]
+        return [with_times(one) for one in value]
     if not isinstance(value, dict):
         return value
     times = {key[:-3]: time_text(one) for key, one in value.items() if key.endswith("_ns")}
-    return {key: _with_times(one) for key, one in value.items()} | times
+    return {key: with_times(one) for key, one in value.items()} | times
 
 
 def _second(time: str) -> str:
@@ -174,14 +174,14 @@ def _second(time: str) -> str:
 
 
 def _row(one: Values) -> tuple[str, ...]:
-    waits = "\n".join(map(_wait_in_words, one["waits"])) or "-"
+    waits = "\n".join(map(wait_in_words, one["waits"])) or "-"
     if one["cancelled"]:
         waits = f"cancelled {_second(one['cancelled'][-1]['time'])}, and goes on\n{waits}"
-    at = "\n".join(_place_in_words(frames[-1]) for frames in one["at"] if frames) or "-"
-    return str(one["id"]), one["handler"], _caller_in_words(one), _second(one["since"]), waits, at
+    at = "\n".join(place_in_words(frames[-1]) for frames in one["at"] if frames) or "-"
+    return str(one["id"]), one["handler"], caller_in_words(one), _second(one["since"]), waits, at
 
 
-def _caller_in_words(one: Values) -> str:
+def caller_in_words(one: Values) -> str:
     caller = one["caller"]
     if caller is None:
         return "nobody waits"
@@ -190,7 +190,7 @@ def _caller_in_words(one: Values) -> str:
     return f"client {caller[1:]}" if caller.startswith("~") else str(caller)
 
 
-def _wait_in_words(wait: Values) -> str:
+def wait_in_words(wait: Values) -> str:
     kind, since = wait["kind"], _second(wait["since"])
     if kind == "timer":
         return f"until {_second(wait['due'])}, since {since}"
@@ -200,7 +200,7 @@ def _wait_in_words(wait: Values) -> str:
     return f"{wait['for']}, since {since}"
 
 
-def _place_in_words(frame: Values) -> str:
+def place_in_words(frame: Values) -> str:
     return f"{frame['file']}:{frame['line']}  {frame['text']}"
 
 
@@ -208,7 +208,7 @@ def _lines(name: str, one: Values) -> Iterator[str]:
     yield f"handler {one['id']}: {one['handler']}{one['arguments']}"
     yield f"  since      {one['since']}" + (f", begun anew {one['generation']} times" if one["generation"] else "")
     called = f", its call {one['call_number']}" if one["caller"] is not None else ""
-    yield f"  called by  {_caller_in_words(one)}{called}"
+    yield f"  called by  {caller_in_words(one)}{called}"
     if one["record"] is not None:
         place = f"message {one['message']} of record {one['record']}"
         yield f"  begun by   {place}: 'immortal log show {name} {one['record']}'"
@@ -221,12 +221,12 @@ def _lines(name: str, one: Values) -> Iterator[str]:
     if count > len(one["steps"]):
         yield f"    ... the last {len(one['steps'])}:"
     for step in one["steps"]:
-        yield f"    {_step_in_words(step)}"
+        yield f"    {step_in_words(step)}"
     yield ""
     yield "  waits for:"
     for wait in one["waits"]:
-        yield f"    {_wait_in_words(wait)}"
-        yield f"      {_what_ends(name, one['id'], wait)}"
+        yield f"    {wait_in_words(wait)}"
+        yield f"      {what_ends(name, one['id'], wait)}"
     for frames in one["at"]:
         yield ""
         yield "  at:"
@@ -236,14 +236,14 @@ def _lines(name: str, one: Values) -> Iterator[str]:
                 yield f"      {frame['text']}"
 
 
-def _step_in_words(step: Values) -> str:
+def step_in_words(step: Values) -> str:
     if not step["step"]:
         return f"{step['time']}  cancelled"
     came = "raised" if step["raised"] else "gave"
     return f"{step['time']}  {step['what']} {came} {step['value']}"
 
 
-def _what_ends(name: str, number: int, wait: Values) -> str:
+def what_ends(name: str, number: int, wait: Values) -> str:
     kind = wait["kind"]
     if kind == "call":
         to = wait["to"]

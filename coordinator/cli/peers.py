@@ -45,7 +45,7 @@ def show(registry: Registry, name: str, as_json: bool) -> None:
     All positions are those of NAME's own log. A stopped instance is read from its log.
     """
     settings = registry.load(name)
-    found = _live_peers(settings)
+    found = live_peers(settings)
     if found is None:
         found = _stopped_peers(settings, registry)
     if as_json:
@@ -75,11 +75,11 @@ def reset(registry: Registry, name: str, peer: str, yes: bool, as_json: bool) ->
     settings = registry.load(name)
     if peer == name:
         raise click.UsageError(f"{name!r} is no peer of itself")
-    live = _live_peers(settings)
+    live = live_peers(settings)
     known = (_stopped_peers(settings, registry) if live is None else live).get(peer)
     if known is None or known["committer_id"] is None:
         raise _nothing_known(name, peer)
-    lines = list(_consequences(name, peer, known))
+    lines = list(consequences(name, peer, known))
     if not yes:
         for line in lines:
             echo(line, err=as_json)
@@ -110,7 +110,7 @@ def reclaim(registry: Registry, name: str, accept_loss: bool, as_json: bool) -> 
     asked since it is not registered in the same folder, nothing is done without --accept-loss.
     """
     settings = registry.load(name)
-    live = _live_peers(settings)
+    live = live_peers(settings)
     own = _stopped_peers(settings, registry) if live is None else live
     known = {peer: one for peer, one in own.items() if one["committer_id"] is not None}
     if not known:
@@ -165,7 +165,7 @@ def _as_seen_by(registry: Registry, peer: str, name: str) -> Peer | None:
     if peer not in registry.names():
         return None
     settings = registry.load(peer)
-    live = _live_peers(settings)
+    live = live_peers(settings)
     return (_stopped_peers(settings, registry) if live is None else live).get(name)
 
 
@@ -173,7 +173,7 @@ def _nothing_known(name: str, peer: str) -> FailedError:
     return FailedError(f"{name!r} has heard nothing of {peer!r} yet: there is nothing to reset")
 
 
-def _consequences(name: str, peer: str, known: Peer) -> Iterator[str]:
+def consequences(name: str, peer: str, known: Peer) -> Iterator[str]:
     """What a reset may lose or double, in figures."""
     acknowledged, made, received = known["acknowledged"], known["made"], known["received"]
     yield f"this makes {name} forget which log {peer} has (committer {known['committer_id']}):"
@@ -238,7 +238,7 @@ def _reclaim_stopped(settings: InstanceSettings) -> None:
         store.close()
 
 
-def _live_peers(settings: InstanceSettings) -> dict[str, Peer] | None:
+def live_peers(settings: InstanceSettings) -> dict[str, Peer] | None:
     """None where no coordinator runs."""
     if control.running(settings.folder) is None:
         return None

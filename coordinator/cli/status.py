@@ -49,7 +49,7 @@ def status(registry: Registry, name: str | None, as_json: bool) -> None:
     else:
         _print_table(rows)
         for row in rows:
-            for problem in _problems(row):
+            for problem in problems(row):
                 echo(problem)
         for client in registry.client_names(registry.names()) if name is None else ():
             for reminder in _keys(registry.home / client).get("key_reminders", ()):
@@ -219,7 +219,7 @@ def _checkpoint(checkpoint: dict[str, Any] | None) -> str:
     if not checkpoint:
         return "-"
     size = size_text(checkpoint["size_bytes"])
-    return f"{checkpoint['id']} after record {checkpoint['sequence_id']}, {size}, {_age(checkpoint['age_s'])} ago"
+    return f"{checkpoint['id']} after record {checkpoint['sequence_id']}, {size}, {age_text(checkpoint['age_s'])} ago"
 
 
 def _output(one: dict[str, Any]) -> str:
@@ -233,38 +233,39 @@ def _output(one: dict[str, Any]) -> str:
     return text
 
 
-def _problems(row: dict[str, Any]) -> list[str]:
-    problems = [f"{row['name']}: {problem}" for problem in row.get("problems", ())]
+def problems(row: dict[str, Any]) -> list[str]:
+    """What is wrong with an instance, in words, each with its name and where one is known a way out."""
+    found = [f"{row['name']}: {problem}" for problem in row.get("problems", ())]
     if row.get("held_up_for"):
         limits = "peer_buffer_mib_max and spill_limit_mb"
-        problems.append(
+        found.append(
             f"{row['name']}: its app is held up: too much waits for {', '.join(row['held_up_for'])} ({limits})"
         )
     if (row.get("log") or {}).get("full"):
-        problems.append(f"{row['name']}: no input is taken from peers, and no impulses: {row['log']['full']}")
+        found.append(f"{row['name']}: no input is taken from peers, and no impulses: {row['log']['full']}")
     if row.get("log_silent_s") is not None:
-        problems.append(f"{row['name']}: the log does not answer since {_age(row['log_silent_s'])} ago, trying again")
+        found.append(f"{row['name']}: the log does not answer since {age_text(row['log_silent_s'])} ago, trying again")
     clock = row.get("clock") or {}
     if clock.get("ahead_s"):
-        problems.append(f"{row['name']}: {clock_problem(clock)} ('immortal clock {row['name']}')")
+        found.append(f"{row['name']}: {clock_problem(clock)} ('immortal clock {row['name']}')")
     if row.get("upgrade_problem"):
         failed = f"the upgrade to version {row['upgrade_to']} failed: {row['upgrade_problem']}"
-        problems.append(f"{row['name']}: {failed} ('immortal upgrade {row['name']} --cancel' forgets it)")
-    problems += [f"{row['name']}: {said}" for said in (*row.get("key_reminders", ()), *_failed(row))]
-    problems += [
+        found.append(f"{row['name']}: {failed} ('immortal upgrade {row['name']} --cancel' forgets it)")
+    found += [f"{row['name']}: {said}" for said in (*row.get("key_reminders", ()), *_failed(row))]
+    found += [
         f"{row['name']} to {to}: {one['error']}" for to, one in row.get("outputs", {}).items() if one.get("error")
     ]
-    return problems + ([f"{row['name']}: {row['error']}"] if "error" in row else [])
+    return found + ([f"{row['name']}: {row['error']}"] if "error" in row else [])
 
 
 def clock_problem(clock: dict[str, Any]) -> str:
     """The machine's clock is not the instance's: what is done about that."""
     ahead_s = clock["ahead_s"]
-    way = f"{_age(abs(ahead_s))} {'ahead of' if ahead_s > 0 else 'behind'} the instance's time"
+    way = f"{age_text(abs(ahead_s))} {'ahead of' if ahead_s > 0 else 'behind'} the instance's time"
     if clock.get("slowed"):
         return f"the machine's clock is {way}, which runs 5 % slower until both agree"
     left_s = max(0.0, clock["hold_s"] - clock["held_s"])
-    return f"the machine's clock is {way}, and not believed for {_age(left_s)} more"
+    return f"the machine's clock is {way}, and not believed for {age_text(left_s)} more"
 
 
 def _failed(row: dict[str, Any]) -> Iterator[str]:
@@ -301,7 +302,8 @@ def _place(suspect: dict[str, Any]) -> str:
     return f", at record {suspect['sequence_id']}" + ("" if index < 0 else f", message {index}")
 
 
-def _age(age_s: float) -> str:
+def age_text(age_s: float) -> str:
+    """In its largest unit: "3 d", "4 h", "5 min", "6 s"."""
     for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
         if age_s >= length_s:
             return f"{age_s / length_s:.0f} {unit}"

@@ -42,6 +42,11 @@ class _Version(click.ParamType):  # type: ignore[type-arg]
     help="The code to try; - waits for one.",
 )
 @click.option(
+    "--code",
+    type=click.Path(exists=True, path_type=Path),
+    help="A folder or a wheel: the code to try is taken from there.",
+)
+@click.option(
     "--old-app", metavar="MODULE:CLASS", callback=app_or_hand, help="What to compare with.  [default: its own app]"
 )
 @click.option("--from", "checkpoint_id", type=click.IntRange(min=0), help="Begin at this checkpoint, not the oldest.")
@@ -65,6 +70,7 @@ def what_if(
     registry: Registry,
     name: str,
     new_app: str,
+    code: Path | None,
     old_app: str | None,
     checkpoint_id: int | None,
     last_sequence_id: int | None,
@@ -88,7 +94,7 @@ def what_if(
         old_app = old_app or default_app(name, settings.app, reader.summary(), route.last_version)
         apps = {
             Side.OLD: AppCommand.of(old_app, settings=settings),
-            Side.NEW: AppCommand.of(new_app, settings=settings),
+            Side.NEW: AppCommand.of(new_app, settings=settings, code=code),
         }
         blob_paths = {side: Path(folder, side.value) for side in Side}
         try:

@@ -81,13 +81,14 @@ class Report:
         if any(result.description is None for result in results.values()):  # no SDK app: only its bytes are known
             return [{"path": "", **{side.value: _blob_text(results[side]) for side in Side}}]
         old_path, new_path = blob_paths[Side.OLD], blob_paths[Side.NEW]
-        return diff_states(self._class(Side.OLD), old_path, self._class(Side.NEW), new_path, limit=self._limit + 1)
+        old_class, new_class, code = self._class(Side.OLD), self._class(Side.NEW), self._apps[Side.NEW].code
+        return diff_states(old_class, old_path, new_class, new_path, limit=self._limit + 1, new_code=code)
 
     def _unanswered(self, blob_path: Path) -> list[Values]:
         """What the new code waits for, and the old code never did: that can only be where the states differ."""
         if not self.state or self._outcome.results[Side.NEW].description is None:
             return []
-        return unanswered(self._class(Side.NEW), blob_path)
+        return unanswered(self._class(Side.NEW), blob_path, self._apps[Side.NEW].code)
 
     def _class(self, side: Side) -> str:
         app = self._apps[side]

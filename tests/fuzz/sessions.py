@@ -14,7 +14,7 @@ import msgspec
 from appsdk import Immortal, initial, peer, rpc
 from appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID, method_id_of_name
 from appsdk.handlers.definition import definition_of
-from appsdk.testing.app import LocalApp
+from appsdk.running.local_app import LocalApp
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from protocol.client import ClientFrame, ClientFrameType, ReplyKind, decode_replies, encode_numbers, encode_request

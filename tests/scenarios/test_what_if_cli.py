@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -202,6 +203,25 @@ def test_changed_calls_are_shown_with_what_made_them(log: Log) -> None:
     )
     assert f"and {len(expected) - 2} more" in text.splitlines()
     assert "  words['The']: was 60; would be absent" in text.splitlines()
+
+
+@pytest.mark.parametrize("place", ["folder", "version.whl"])
+def test_code_of_the_same_name_from_another_place(log: Log, place: str, tmp_path: Path) -> None:
+    changed = TALK.replace("line.split()", "line.lower().split()")
+    code = tmp_path / place
+    if place == "folder":
+        code.mkdir()
+        (code / f"{log.talk}.py").write_text(changed)
+    else:
+        with zipfile.ZipFile(code, "w") as wheel:
+            wheel.writestr(f"{log.talk}.py", changed)
+    values = log.values("--app", f"{log.talk}:Counter", "--code", code, "--limit", 1000, status=3)
+    assert values["differences"]["changed"] > 0
+    assert {"path": "words['The']", "old": 60} in values["state"]
+    assert {"path": "words['the']", "old": 30, "new": 90} in values["state"]
+    wrong = log.talk
+    _, said = log.what_if("--app", f"{wrong}:Counter", "--code", log.folder / f"{wrong}.py", status=1)
+    assert "is neither a folder nor a wheel" in said
 
 
 def test_calls_that_are_added_or_missing(log: Log) -> None:

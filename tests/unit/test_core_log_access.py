@@ -3,7 +3,7 @@ does."""
 
 from __future__ import annotations
 
-from coordinator.cli.status import _problems
+from coordinator.cli.status import problems
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
 from coordinator.core.errors import FencedError, LogLockedError, LogUnavailableError
@@ -186,4 +186,4 @@ def test_an_operator_sees_since_when_it_is_silent() -> None:
     driven = silent()
     driven.now_ns += 5_000_000_000
     row = driven.machine.status(driven.now_ns)
-    assert _problems(row) == ["a: the log does not answer since 5 s ago, trying again"]
+    assert problems(row) == ["a: the log does not answer since 5 s ago, trying again"]

@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("appsdk", "bench", "coordinator", "pipeline", "protocol", "replay")
-SUFFIXES = (".py", ".pxd", ".typed", ".html")
+SUFFIXES = (".py", ".pxd", ".typed", ".html", ".css", ".js", ".svg", ".txt")
 
 
 @pytest.fixture(scope="module")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 from appsdk.calls.codec import encoder
+from appsdk.calls.context import Context
 from appsdk.calls.outbox import Chunk
+from appsdk.dispatch.delivery import Delivery
 from appsdk.dispatch.dispatcher import Dispatcher
 from appsdk.dispatch.events import BecamePrimary, Goodbye, Refusal, SnapshotBegun
+from appsdk.effects.request import EffectRunner
 from appsdk.errors import HandlerError, Refused, UpgradeError
 from appsdk.handlers.definition import Definition
 from appsdk.running.tracing import TracingDispatcher
-from appsdk.testing.stand_ins import StandInRunner
 from protocol.checksum import crc64
 from protocol.errors import ImmortalError
 from protocol.messages import MessageType, encode_message
@@ -29,9 +31,19 @@ class ProcessDies(BaseException):
     """Raised in a handler of a test: the app's process ends there, as by a segfault. Its coordinator lives on."""
 
 
+class EffectsByClock(EffectRunner, Protocol):
+    """One without a thread, which is told when time has passed."""
+
+    @property
+    def next_due_ns(self) -> int | None: ...
+
+    def run(self) -> None:
+        """Make each attempt that is due."""
+
+
 class LocalApp:
     """One life of an app. ``trace``: it says which message made each call, for a replay that is looked at.
-    ``fails_alone`` False: a message that fails stops it.
+    ``fails_alone`` False: a message that fails stops it. ``make_delivery``: as :class:`Dispatcher`'s.
 
     ``now_ns``: what ``self.now()`` is in ``__init__``, ns since the Unix epoch. What it is to say is in ``output``.
     ``error`` is why it has stopped, if it has: nothing is given to it any more.
@@ -42,10 +54,11 @@ class LocalApp:
         definition: Definition,
         seed: bytes,
         now_ns: int,
-        effects: StandInRunner | None = None,
+        effects: EffectsByClock | None = None,
         *,
         trace: bool = False,
         fails_alone: bool = True,
+        make_delivery: Callable[[Definition, Context], Delivery] = Delivery,
     ) -> None:
         self.error: ImmortalError | None = None
         self.is_primary = False
@@ -60,6 +73,7 @@ class LocalApp:
             keeps_large_copies=True,
             fails_alone=fails_alone,
             compares_queries=True,
+            make_delivery=make_delivery,
         )
         # The clock is the record's; before there is one, the context's own: it is not to look at the real one.
         self.dispatcher.context.record_time_ns = now_ns
@@ -82,7 +96,7 @@ class LocalApp:
         return crc64(encoder.encode(waiting), crc64(state))
 
     def tell_time(self, time_ns: int) -> None:
-        """Timers and effects that are due. Raises as :meth:`StandInRunner.run`."""
+        """Timers and effects that are due. Raises what the effects do."""
         if (due_ns := self.dispatcher.next_due_ns) is not None and due_ns <= time_ns:
             self.dispatcher.tell_time(time_ns)
         if self._effects is not None:

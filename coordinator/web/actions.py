@@ -1,0 +1,175 @@
+"""What may be done from the page: each verb of a running coordinator, its words, and what it asks for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from coordinator.cli.common import operator_name
+from coordinator.config import InstanceSettings
+from coordinator.operator import control
+from coordinator.web.errors import WebError
+from protocol.command_line import counted
+from protocol.handlers import REASON_CHARACTERS_MAX
+
+ANSWER_S = 30.0
+
+Values = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """Of the form. ``is_given``: it comes with the link that leads there, and is not asked for."""
+
+    name: str
+    label: str
+    is_given: bool = False
+    placeholder: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """``request``: of the fields. ``done``: the answer in words; it raises WebError where nothing was done."""
+
+    verb: str
+    title: str
+    button: str
+    what: str
+    request: Callable[[Values], dict[str, Any]]
+    done: Callable[[dict[str, Any]], str]
+    fields: tuple[Field, ...] = ()
+
+
+def do(settings: InstanceSettings, action: Action, fields: Values) -> str:
+    """Ask the coordinator, which notes it in the audit log; what it says. Raises WebError, ControlError."""
+    request = action.request(fields)
+    if action.verb not in ("checkpoint", "reset-peer"):
+        request["who"] = f"{operator_name()} by immortal web"
+    answer = control.query(settings.folder, action.verb, ANSWER_S, argument=request)
+    if "error" in answer:
+        raise WebError(str(answer["error"]), 409)
+    return action.done(answer)
+
+
+def _number(fields: Values, name: str) -> int:
+    text = fields.get(name, "")
+    if not (text.isascii() and text.isdecimal() and len(text) < 19):
+        raise WebError(f"{name}: a number was expected, not {text[:40]!r}")
+    return int(text)
+
+
+def _reason(fields: Values) -> str:
+    reason = fields.get("reason", "").strip()
+    if len(reason) > REASON_CHARACTERS_MAX:
+        raise WebError(f"the reason has {len(reason)} characters: at most {REASON_CHARACTERS_MAX} were expected")
+    return reason
+
+
+def _json(fields: Values) -> Any:
+    text = fields.get("value", "").strip() or "null"
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise WebError(f"{text[:60]!r} is not JSON: {error}; a text needs its own quotes") from None
+
+
+def _ordered(answer: dict[str, Any]) -> str:
+    text = f"{answer['text']} (record {answer['record']}:{answer['message']})"
+    if not answer["done"]:
+        raise WebError(text, 409)
+    return text
+
+
+def _reset(answer: dict[str, Any]) -> str:
+    if not answer.get("found"):
+        raise WebError("nothing is known of that peer yet: there is nothing to reset", 409)
+    return "the streams with it begin anew"
+
+
+def _retried(answer: dict[str, Any]) -> str:
+    refused = "".join(f"; {one} is not retried: {reason}" for one, reason in (answer.get("refused") or {}).items())
+    return f"{counted(answer.get('retried', 0), 'dead letter')} retried{refused}"
+
+
+def _skipped(answer: dict[str, Any]) -> str:
+    if not answer.get("skipped"):
+        raise WebError(f"it was not skipped: {answer}", 409)
+    return "the message is skipped"
+
+
+ACTIONS = {
+    "checkpoint": Action(
+        "checkpoint",
+        "Take a checkpoint",
+        "Take it",
+        "The app saves its state now. A recovery, and time travel, begin there.",
+        lambda fields: {},
+        lambda answer: "a checkpoint is on its way: it is taken as soon as the app answers",
+    ),
+    "cancel": Action(
+        "cancel",
+        "Cancel a waiting handler",
+        "Cancel it",
+        "'Cancelled' is raised where it waits; it cleans up, and ends. Who waits for its answer gets CallCancelled.",
+        lambda fields: {"task": _number(fields, "task"), "reason": _reason(fields)},
+        _ordered,
+        (Field("task", "Handler", is_given=True), Field("reason", "Why: the handler and its caller are told")),
+    ),
+    "signal": Action(
+        "signal",
+        "Give a waiting handler its event",
+        "Give it",
+        "As if a handler had done self.signal(event, value); but it goes to this one alone.",
+        lambda fields: {"task": _number(fields, "task"), "event": fields.get("event", ""), "value": _json(fields)},
+        _ordered,
+        (
+            Field("task", "Handler", is_given=True),
+            Field("event", "Event", is_given=True),
+            Field("value", "Value, as JSON", placeholder="null"),
+        ),
+    ),
+    "reset-peer": Action(
+        "reset-peer",
+        "Begin anew with a peer whose log was wiped or replaced",
+        "Reset it",
+        "Which log the peer has is forgotten.",
+        lambda fields: {"peer": fields.get("peer", "")},
+        _reset,
+        (Field("peer", "Peer", is_given=True),),
+    ),
+    "letters-retry": Action(
+        "letters-retry",
+        "Try all dead letters again",
+        "Try them",
+        "Each becomes a new input in the log, and is a dead letter no more.",
+        lambda fields: {"all": True},
+        _retried,
+    ),
+    "letters-drop": Action(
+        "letters-drop",
+        "Drop all dead letters",
+        "Drop them for good",
+        "They are forgotten for good.",
+        lambda fields: {"all": True},
+        lambda answer: f"{counted(answer.get('dropped', 0), 'dead letter')} dropped",
+    ),
+    "skip": Action(
+        "skip",
+        "Skip one message",
+        "Skip it",
+        "The call fails, and the state is as if it had never come. For a message that ends the app each time.",
+        lambda fields: {
+            "sequence_id": _number(fields, "record"),
+            "message_index": _number(fields, "message"),
+            "reason": _reason(fields),
+        },
+        _skipped,
+        (
+            Field("record", "Record", is_given=True),
+            Field("message", "Message", is_given=True),
+            Field("reason", "Why"),
+        ),
+    ),
+}

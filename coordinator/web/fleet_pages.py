@@ -1,0 +1,93 @@
+"""Log in, and the fleet."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from sse_starlette import EventSourceResponse
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from coordinator.web.fleet import Row
+from coordinator.web.guard import COOKIE_NAME, LOGIN_PATH
+from coordinator.web.live import stream
+from coordinator.web.rendering import page, render
+from coordinator.web.requests import site_of, text_of
+from coordinator.web.site import Site
+
+COOKIE_AGE_S = 30 * 86400
+
+
+def routes() -> list[BaseRoute]:
+    return [
+        Route("/", fleet),
+        Route("/live/fleet", fleet_live),
+        Route(LOGIN_PATH, login),
+    ]
+
+
+def login(request: Request) -> Response:
+    """With the right token the browser is let in; without one it is asked for it."""
+    site = site_of(request)
+    given = request.query_params.get("token", "")
+    if site.token.is_right(given.strip()):
+        response: Response = RedirectResponse("/", 303)
+        secure = bool(request.app.state.secure)
+        response.set_cookie(
+            COOKIE_NAME, site.token.cookie, max_age=COOKIE_AGE_S, httponly=True, samesite="lax", secure=secure
+        )
+        return response
+    return page("login.html", 401 if given else 200, site=site, wrong=bool(given))
+
+
+def fleet(request: Request) -> Response:
+    return page("fleet.html", site=site_of(request), **_view(site_of(request), request))
+
+
+def fleet_live(request: Request) -> EventSourceResponse:
+    site = site_of(request)
+
+    names: list[str] | None = None
+
+    def look() -> Iterator[tuple[str, str]]:
+        nonlocal names
+        site.fleet.rows(wait=True)
+        view = _view(site, request)
+        before, names = names, [row.name for row in view["rows"]]
+        yield "tiles", render("_tiles.html", **view)
+        if before is not None and before != names:  # some came, or went
+            yield "rows", render("_rows.html", **view)
+        for row in view["rows"]:
+            yield f"row-{row.name}", render("_cells.html", row=row)
+
+    return stream(request, look)
+
+
+def _view(site: Site, request: Request) -> dict[str, Any]:
+    show, wanted = text_of(request, "show"), text_of(request, "q")
+    rows = site.fleet.rows()
+    counts = Counter(_group(row) for row in rows)
+    shown = [
+        row
+        for row in rows
+        if wanted.lower() in row.name.lower()
+        and (not show or show == _group(row) or (show == "problems" and row.problems))
+    ]
+    return {
+        "rows": shown,
+        "total": len(rows),
+        "show": show,
+        "q": wanted,
+        "counts": {
+            "running": counts["running"],
+            "stopped": counts["stopped"],
+            "problems": sum(bool(row.problems) for row in rows),
+        },
+    }
+
+
+def _group(row: Row) -> str:
+    return "stopped" if row.tone == "off" else "running" if "pid" in row.status else "other"

@@ -1,0 +1,160 @@
+"""One instance: what it is at, whom it talks to, which handlers wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from sse_starlette import EventSourceResponse
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from coordinator.cli.handlers import (
+    caller_in_words,
+    place_in_words,
+    wait_in_words,
+    what_ends,
+    with_times,
+)
+from coordinator.config import InstanceSettings
+from coordinator.operator import control
+from coordinator.operator.control import ControlError
+from coordinator.web.live import stream
+from coordinator.web.rendering import page, render
+from coordinator.web.requests import settings_of, site_of
+from coordinator.web.site import Site
+
+ASK_S = 1.5  # an app that is busy for longer is said to be
+HANDLERS_SHOWN_MAX = 200
+
+Values = dict[str, Any]
+
+
+def routes() -> list[BaseRoute]:
+    return [
+        Route("/i/{name}", instance),
+        Route("/live/i/{name}", instance_live),
+        Route("/i/{name}/handlers/{task:int}", handler),
+    ]
+
+
+def instance(request: Request) -> Response:
+    site, settings = site_of(request), settings_of(request)
+    return page("instance.html", site=site, tab="overview", name=settings.name, **_view(site, settings))
+
+
+def instance_live(request: Request) -> EventSourceResponse:
+    site, settings = site_of(request), settings_of(request)
+
+    def look() -> Iterator[tuple[str, str]]:
+        yield "overview", render("_overview.html", site=site, name=settings.name, **_view(site, settings))
+
+    return stream(request, look)
+
+
+def handler(request: Request) -> Response:
+    """One that waits: its arguments, its steps, its lines."""
+    site, settings = site_of(request), settings_of(request)
+    number = request.path_params["task"]
+    answer = control.query(settings.folder, "handlers", 10.0, argument={"task": number})
+    found = with_times(answer.get("handler"))
+    waits = [] if found is None else [_wait(settings.name, found, wait) for wait in found["waits"]]
+    return page(
+        "handler.html",
+        404 if found is None else 200,
+        site=site,
+        tab="overview",
+        name=settings.name,
+        number=number,
+        one=found,
+        waits=waits,
+        caller=None if found is None else caller_in_words(found),
+        problem=answer.get("error"),
+    )
+
+
+def _view(site: Site, settings: InstanceSettings) -> Values:
+    row = site.fleet.row(settings.name)
+    handlers, count, problem = _handlers(settings) if "pid" in row.status else ([], 0, "")
+    return {
+        "row": row,
+        "settings": settings,
+        "streams": _streams(row.status, _peers(settings) if "pid" in row.status else {}),
+        "handlers": handlers,
+        "handlers_count": count,
+        "handlers_problem": problem,
+        "letters": row.status.get("letters") or {},
+        "clients": row.status.get("clients") or {},
+        "verdicts": {kind: count for kind, count in (row.status.get("verdicts") or {}).items() if count},
+    }
+
+
+def _streams(status: Values, peers: Values) -> list[Values]:
+    """Each other instance, and itself: what goes there and what comes from there."""
+    inputs, outputs = status.get("inputs", {}), status.get("outputs", {})
+    names = sorted({*inputs, *outputs}, key=lambda name: (name != status["name"], name))
+    found = []
+    for name in names:
+        to, source, peer = outputs.get(name, {}), inputs.get(name, {}), peers.get(name, {})
+        made = to.get("position", to.get("position_at_checkpoint"))
+        found.append(
+            {
+                "name": name,
+                "is_self": name == status["name"],
+                "made": made,
+                "acknowledged": to.get("acknowledged"),
+                "unacknowledged": max(0, (made or 0) - (to.get("acknowledged") or 0)),
+                "waiting_bytes": to.get("waiting_bytes") or 0,
+                "spilled_bytes": to.get("spilled_bytes") or 0,
+                "window_bytes": to.get("window_bytes"),
+                "state": to.get("state"),
+                "received": source.get("position"),
+                "granted_bytes": source.get("window_bytes"),
+                "endpoint": peer.get("endpoint") or "",
+                "connected_s": peer.get("connected_s"),
+                "error": to.get("error") or peer.get("error"),
+            }
+        )
+    return found
+
+
+def _peers(settings: InstanceSettings) -> Values:
+    try:
+        peers: Values = control.query(settings.folder, "peers", ASK_S).get("peers", {})
+    except ControlError:
+        return {}
+    return peers
+
+
+def _handlers(settings: InstanceSettings) -> tuple[list[Values], int, str]:
+    """Those that wait, how many there are in all, and why that is not known."""
+    try:
+        answer = control.query(settings.folder, "handlers", ASK_S)
+    except ControlError as error:
+        return [], 0, str(error)
+    if "handlers" not in answer:
+        return [], 0, str(answer.get("error", "the app does not tell"))
+    found = [
+        {
+            "id": one["id"],
+            "handler": one["handler"],
+            "caller": caller_in_words(one),
+            "since": one["since_ns"],
+            "waits": [wait_in_words(wait) for wait in one["waits"]],
+            "kinds": [wait["kind"] for wait in one["waits"]],
+            "at": [place_in_words(frames[-1]) for frames in one["at"] if frames],
+            "cancelled": bool(one["cancelled"]),
+        }
+        for one in with_times(answer["handlers"][:HANDLERS_SHOWN_MAX])
+    ]
+    return found, answer["count"], ""
+
+
+def _wait(name: str, one: Values, wait: Values) -> Values:
+    return {
+        "kind": wait["kind"],
+        "text": wait_in_words(wait),
+        "ends": what_ends(name, one["id"], wait),
+        "event": wait.get("event"),
+    }

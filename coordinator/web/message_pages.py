@@ -1,0 +1,205 @@
+"""The messages of an instance, and one of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+from urllib.parse import urlencode
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from coordinator.config import InstanceSettings
+from coordinator.instances.registry import Registry
+from coordinator.web import scan
+from coordinator.web.errors import WebError
+from coordinator.web.messages import LIMIT_MAX, At, Message, Page, Times, Wanted, message_at, source_in_words
+from coordinator.web.rendering import page
+from coordinator.web.requests import checked_pattern, number_of, place_in, settings_of, site_of, text_of
+from coordinator.web.site import Site
+
+LIMIT = 100
+SHOWN_CHARACTERS_MAX = 20_000  # of the arguments on a page; all of them are a link
+LINE_CHARACTERS = 100  # up to which values stand on one line
+_DATE = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(:\d\d(\.\d+)?)?Z?")
+
+
+def routes() -> list[BaseRoute]:
+    return [
+        Route("/i/{name}/messages", messages),
+        Route("/i/{name}/m/{record:int}/{index:int}", message),
+        Route("/i/{name}/m/{record:int}/{index:int}/arguments.json", arguments),
+    ]
+
+
+def messages(request: Request) -> Response:
+    """A page of them, from a place on, or the last ones."""
+    site, settings = site_of(request), settings_of(request)
+    wanted, error = _wanted(request)
+    limit = min(LIMIT_MAX, max(1, number_of(request, "limit", LIMIT) or LIMIT))
+    at, back = _where(request, site, settings)
+    found: Page | None = None
+    if not error:
+        found = _page(site.registry, site, settings, wanted, at, limit, back=back)
+    _, note = site.logs.methods(settings)
+    kept = {
+        key: value
+        for key in ("method", "re", "size", "latency", "limit")
+        if (value := request.query_params.get(key, ""))
+    }
+
+    def link(**place: str) -> str:
+        return f"/i/{settings.name}/messages?{urlencode({**kept, **place})}"
+
+    return page(
+        "messages.html",
+        422 if error else 200,
+        site=site,
+        tab="messages",
+        name=settings.name,
+        found=found,
+        error=error,
+        note=note,
+        source=source_in_words,
+        filters={key: request.query_params.get(key, "") for key in ("method", "re", "size", "latency")},
+        older=link(before=_text(found.older)) if found and found.older else "",
+        newer=link(at=_text(found.newer)) if found and found.newer else "",
+        oldest=link(at="0"),
+        newest=link(),
+    )
+
+
+def _text(at: At) -> str:
+    return f"{at[0]}:{at[1]}"
+
+
+def _wanted(request: Request) -> tuple[Wanted, str]:
+    """What the form asks for; and why it can't be taken."""
+    try:
+        pattern = checked_pattern(text_of(request, "re"))
+    except WebError as error:
+        return Wanted(), str(error)
+    latency_ms = number_of(request, "latency", 0) or 0
+    return Wanted(text_of(request, "method"), pattern, number_of(request, "size", 0) or 0, latency_ms * 1_000_000), ""
+
+
+def _where(request: Request, site: Site, settings: InstanceSettings) -> tuple[At | None, bool]:
+    """From where on, and whether back from there. "at" may be a place or a time. Raises WebError."""
+    before, at = text_of(request, "before").strip(), text_of(request, "at").strip()
+    if before:
+        record, index = place_in(before, "before")
+        return (record, index or 0), True
+    if not at:
+        return None, True
+    if _DATE.fullmatch(at):
+        time_ns = _time_ns(at)
+        with site.logs.reader(settings) as reader:
+            return (Times(reader).first_from(time_ns), 0), False
+    record, index = place_in(at)
+    return (record, index or 0), False
+
+
+def _time_ns(text: str) -> int:
+    from datetime import UTC, datetime
+
+    try:
+        return int(datetime.fromisoformat(text.rstrip("Z").replace(" ", "T")).replace(tzinfo=UTC).timestamp() * 1e9)
+    except (ValueError, OverflowError):
+        raise WebError(f"at={text!r}: a time such as 2026-11-23 16:30:00 was expected, in UTC") from None
+
+
+def _page(
+    registry: Registry, site: Site, settings: InstanceSettings, wanted: Wanted, at: At | None, limit: int, *, back: bool
+) -> Page:
+    if wanted.pattern:
+        return scan.scan(scan.Request(str(registry.home), settings.name, wanted, limit, at, back))
+    return scan.page_of(site.logs, settings, wanted, at, limit, back=back)
+
+
+# --- one message -----------------------------------------------------------------------------------------------------
+
+
+def message(request: Request) -> Response:
+    site, settings = site_of(request), settings_of(request)
+    found, record = _message(request, site, settings)
+    shown = _pretty(found)
+    _, note = site.logs.methods(settings)
+    return page(
+        "message.html",
+        site=site,
+        tab="messages",
+        name=settings.name,
+        one=found,
+        record=record,
+        source=source_in_words(found),
+        shown=shown[:SHOWN_CHARACTERS_MAX].split("\n"),
+        left=max(0, len(shown) - SHOWN_CHARACTERS_MAX),
+        count=sum(batch["count"] for batch in record["sources"]) if "sources" in record else 0,
+        note=note,
+        test=_as_test(settings, found),
+        call=_as_call(settings, found),
+    )
+
+
+def arguments(request: Request) -> Response:
+    """All of them, as a file."""
+    site, settings = site_of(request), settings_of(request)
+    found, _ = _message(request, site, settings)
+    name = f"{settings.name}-{found.sequence_id}-{found.index}.json"
+    return Response(
+        found.text.encode("utf-8", "backslashreplace"),
+        media_type="application/json",
+        headers={"content-disposition": f'attachment; filename="{name}"'},
+    )
+
+
+def _message(request: Request, site: Site, settings: InstanceSettings) -> tuple[Message, dict[str, Any]]:
+    at = request.path_params["record"], request.path_params["index"]
+    methods, _ = site.logs.methods(settings)
+    with site.logs.reader(settings) as reader:
+        first, last = reader.ends()
+        found, record = message_at(reader, methods, at) if at[0] <= last else (None, None)
+    if found is None or record is None:
+        why = f"it holds records {first} to {last}" if not first <= at[0] <= last else "that record has fewer messages"
+        raise WebError(f"the log of {settings.name} has no message {at[1]} of record {at[0]}: {why}", 404)
+    return found, record
+
+
+def _pretty(one: Message) -> str:
+    try:
+        short = len(one.text) <= LINE_CHARACTERS
+        return one.text if short else json.dumps(json.loads(one.text), indent=2, ensure_ascii=False)
+    except ValueError:  # bytes of a message that has no name
+        return one.text
+
+
+def _as_test(settings: InstanceSettings, one: Message) -> str:
+    """A test that fails where today's class handles this message, or one before it, in another way."""
+    module, _, cls = (settings.app or "module:Class").partition(":")
+    name = settings.name.replace("-", "_")
+    return (
+        f"# immortal checkpoint {settings.name}; immortal log export {settings.name} tests/{settings.name}.log\n"
+        f"from appsdk.testing import assert_replays\n"
+        f"from {module} import {cls}\n\n\n"
+        f"def test_{name}_does_what_it_did() -> None:\n"
+        f"    # with record {one.sequence_id}, message {one.index}: {one.method}\n"
+        f'    assert_replays("tests/{settings.name}.log", {cls})\n'
+    )
+
+
+def _as_call(settings: InstanceSettings, one: Message) -> str:
+    """The same call once more, as a client's; "" for what is none."""
+    values = one.described.get("values")
+    if one.kind != "call" or not isinstance(values, list) or "method" not in one.described:
+        return ""
+    handler = one.method.rpartition(".")[2]
+    if not handler.isidentifier() or len(one.text) > SHOWN_CHARACTERS_MAX:
+        return ""
+    called = ", ".join(repr(value) for value in values)
+    return (
+        f"from appsdk.client import connect\n\n"
+        f'with connect("{settings.name}") as {handler}_client:\n'
+        f"    {handler}_client.{handler}({called})\n"
+    ).replace(f"{handler}_client", "instance")

@@ -1,0 +1,86 @@
+"""What a request says: its site, its instance, its numbers, its form; each checked."""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import parse_qsl
+
+from starlette.requests import Request
+
+from coordinator.config import InstanceSettings
+from coordinator.web.errors import WebError
+from coordinator.web.guard import BODY_SIZE_BYTES_MAX
+from coordinator.web.site import Site
+
+CSRF_FIELD = "csrf"
+FIELDS_MAX = 50
+TEXT_CHARACTERS_MAX = 2000
+NUMBER_MAX = (1 << 63) - 1
+Place = tuple[int, int | None]
+"""A record, and a message in it; None: the whole record."""
+
+
+def site_of(request: Request) -> Site:
+    site: Site = request.app.state.site
+    return site
+
+
+def settings_of(request: Request) -> InstanceSettings:
+    """Of the instance that the path names. Raises UnknownInstanceError, ConfigError."""
+    return site_of(request).settings(request.path_params["name"])
+
+
+def text_of(request: Request, name: str, default: str = "") -> str:
+    """A parameter behind the "?". Raises WebError for one that is too long."""
+    text = request.query_params.get(name, default)
+    if len(text) > TEXT_CHARACTERS_MAX:
+        raise WebError(f"{name} has {len(text)} characters: at most {TEXT_CHARACTERS_MAX} were expected")
+    return text
+
+
+def number_of(request: Request, name: str, default: int | None = None) -> int | None:
+    """A count from 0. Raises WebError."""
+    text = text_of(request, name)
+    if not text:
+        return default
+    if not (text.isascii() and text.isdecimal()) or len(text) > 19 or int(text) > NUMBER_MAX:
+        raise WebError(f"{name}={text[:40]!r}: a whole number from 0 was expected")
+    return int(text)
+
+
+def place_of(request: Request, name: str = "at") -> Place | None:
+    """ "312" or "312:0". Raises WebError."""
+    text = text_of(request, name)
+    return place_in(text, name) if text else None
+
+
+def place_in(text: str, name: str = "at") -> Place:
+    matched = re.fullmatch(r"([0-9]{1,18})(?::([0-9]{1,9}))?", text)
+    if matched is None:
+        raise WebError(f"{name}={text[:40]!r}: a record's number, or one with a message's, such as 312:0, was expected")
+    return int(matched[1]), None if matched[2] is None else int(matched[2])
+
+
+async def form_of(request: Request) -> dict[str, str]:
+    """The fields of a form that a page of ours has made. Raises WebError."""
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > BODY_SIZE_BYTES_MAX:
+            raise WebError(f"a form of at most {BODY_SIZE_BYTES_MAX} bytes was expected", 413)
+    try:
+        fields = dict(parse_qsl(body.decode("ascii"), keep_blank_values=True, max_num_fields=FIELDS_MAX))
+    except (ValueError, UnicodeDecodeError):
+        raise WebError("a form was expected, with fields that can be read") from None
+    if not site_of(request).token.is_csrf(fields.pop(CSRF_FIELD, "")):
+        raise WebError("this form is of another page, or from before the last start: load the page again", 403)
+    return fields
+
+
+def checked_pattern(text: str) -> str:
+    """Raises WebError for a text that is no regular expression."""
+    try:
+        re.compile(text)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise WebError(f"{text[:100]!r} is no regular expression: {error}", 422) from None
+    return text

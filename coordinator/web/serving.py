@@ -1,0 +1,81 @@
+"""The server: its socket, its threads, and its end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+
+import uvicorn
+
+from coordinator.instances.registry import Registry
+from coordinator.web.app import make_app
+from coordinator.web.errors import WebError
+from coordinator.web.site import Site
+from coordinator.web.token import Token
+
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+CONNECTIONS_MAX = 256
+STOP_S = 2  # for answers that are on their way, and streams that never end
+
+
+def serve(
+    registry: Registry,
+    host: str,
+    port: int,
+    tls: tuple[Path, Path] | None,
+    token: str,
+    *,
+    allow_actions: bool,
+    ready: Callable[[str], None],
+) -> None:
+    """Until SIGINT or SIGTERM. ``ready`` is told the URL, without a path. Raises WebError, RegistryError."""
+    registry.names()  # whether it may be read
+    listener = _listen(host, port)
+    scheme = "http" if tls is None else "https"
+    address, taken = listener.getsockname()[:2]
+    any_host = address in ("0.0.0.0", "::")  # noqa: S104 (asked, not bound)
+    hosts = () if any_host else (*LOOPBACK_NAMES, host.lower(), address)
+    site = Site(registry, Token(token), allow_actions=allow_actions)
+    config = uvicorn.Config(
+        make_app(site, hosts, scheme),
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        limit_concurrency=CONNECTIONS_MAX,
+        timeout_graceful_shutdown=STOP_S,
+        ssl_certfile=None if tls is None else tls[0],
+        ssl_keyfile=None if tls is None else tls[1],
+    )
+    try:
+        config.load()
+    except (ssl.SSLError, OSError) as error:
+        raise WebError(f"the certificate and its key can't be used: {error}") from None
+    server = uvicorn.Server(config)
+    shown = f"[{host}]" if ":" in host else host
+    site.start()
+    try:
+        ready(f"{scheme}://{shown}:{taken}")
+        server.run(sockets=[listener])
+    except KeyboardInterrupt:
+        pass  # uvicorn has stopped by then
+    finally:
+        site.close()
+        listener.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(CONNECTIONS_MAX)
+    except OSError as error:
+        listener.close()
+        raise WebError(
+            f"{host}:{port} can't be listened at: {error.strerror or os.strerror(error.errno or 0)}"
+        ) from None
+    return listener

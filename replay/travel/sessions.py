@@ -1,0 +1,156 @@
+"""The processes that travel: a few at a time, each of one log, ended when nobody asks them for a while."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from replay.errors import ReplayError
+from replay.travel.worker import MEMORY_VARIABLE
+
+SESSIONS_MAX = 4
+IDLE_S = 300.0
+ANSWER_S = 30.0  # a question takes 10 s at most, unless the user's code does not come back
+WAIT_S = 30.0  # for another question to the same process
+MEMORY_MB = 2048
+SAID_CHARACTERS_MAX = 2000  # of the last words of a process
+
+
+class Sessions:
+    """For all threads. ``home``: the registry's folder."""
+
+    def __init__(self, home: Path) -> None:
+        self._home = home
+        self._lock = threading.Lock()
+        self._sessions: dict[str, _Session] = {}
+
+    def ask(self, name: str, what: str, **given: Any) -> Any:
+        """The answer of the instance's process, which is started for it. Raises ReplayError."""
+        session = self._session(name)
+        try:
+            return session.ask(what, given)
+        except _EndedError as error:
+            self.end(name, session)
+            raise ReplayError(str(error)) from None
+
+    def end(self, name: str, session: _Session | None = None) -> None:
+        """Its process is gone behind this: one that is started later has today's code."""
+        with self._lock:
+            found = self._sessions.get(name)
+            if found is None or session not in (None, found):
+                return
+            del self._sessions[name]
+        found.close()
+
+    def close(self) -> None:
+        with self._lock:
+            sessions, self._sessions = list(self._sessions.values()), {}
+        for session in sessions:
+            session.close()
+
+    def _session(self, name: str) -> _Session:
+        closed: list[_Session] = []
+        with self._lock:
+            now_s = time.monotonic()
+            for other, one in list(self._sessions.items()):
+                if now_s - one.used_s > IDLE_S and not one.is_busy:
+                    closed.append(self._sessions.pop(other))
+            session = self._sessions.get(name)
+            if session is None:
+                if len(self._sessions) >= SESSIONS_MAX:
+                    idle = [(one.used_s, other) for other, one in self._sessions.items() if not one.is_busy]
+                    if not idle:
+                        raise ReplayError(f"{SESSIONS_MAX} replays are at work: try again when one of them is done")
+                    closed.append(self._sessions.pop(min(idle)[1]))
+                session = self._sessions[name] = _Session(self._home, name)
+            session.used_s = now_s
+        for one in closed:
+            one.close()
+        return session
+
+
+class _EndedError(Exception):
+    """The process is of no more use."""
+
+
+class _Session:
+    def __init__(self, home: Path, name: str) -> None:
+        self._lock = threading.Lock()
+        self.used_s = time.monotonic()
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the process)
+        environment = {**os.environ, "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")}
+        environment.setdefault(MEMORY_VARIABLE, str(MEMORY_MB))
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "replay.travel.worker", str(home), name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            env=environment,
+            start_new_session=True,  # Ctrl-C in a terminal ends it by its stdin
+        )
+
+    @property
+    def is_busy(self) -> bool:
+        return self._lock.locked()
+
+    def ask(self, what: str, given: dict[str, Any]) -> Any:
+        """Raises ReplayError for what can't be answered, _EndedError."""
+        if not self._lock.acquire(timeout=WAIT_S):
+            raise ReplayError("this replay is at work for somebody else: try again")
+        try:
+            answer = self._ask(msgspec.json.encode({"ask": what, "with": given}) + b"\n")
+        finally:
+            self.used_s = time.monotonic()
+            self._lock.release()
+        if "error" in answer:
+            raise ReplayError(self._with_said(answer["error"]))
+        return answer["answer"]
+
+    def _ask(self, line: bytes) -> dict[str, Any]:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        end_s, answer = time.monotonic() + ANSWER_S, bytearray()
+        try:
+            stdin.write(line)
+            stdin.flush()
+            while not answer.endswith(b"\n"):
+                left_s = end_s - time.monotonic()
+                if left_s <= 0 or not select.select([stdout], [], [], left_s)[0]:
+                    raise _EndedError(f"it took longer than {ANSWER_S:g} s, and was ended")
+                data = os.read(stdout.fileno(), 1 << 20)
+                if not data:
+                    raise _EndedError(self._with_said("the process that replays has ended"))
+                answer += data
+        except (OSError, ValueError):
+            raise _EndedError(self._with_said("the process that replays has ended")) from None
+        decoded: dict[str, Any] = msgspec.json.decode(answer)
+        return decoded
+
+    def _with_said(self, text: str) -> str:
+        """With what it has said on stderr, the last of it."""
+        size = os.fstat(self._said.fileno()).st_size
+        said = os.pread(self._said.fileno(), SAID_CHARACTERS_MAX, max(0, size - SAID_CHARACTERS_MAX))
+        os.ftruncate(self._said.fileno(), 0)
+        lines = said.decode("utf-8", "replace").strip()
+        return f"{text}\n{lines}" if lines else text
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            try:
+                pipe.close()
+            except OSError:  # what it was not to read any more
+                continue
+        self._said.close()

@@ -1,0 +1,394 @@
+"""Questions about one log's moments. A moment is behind a message: (record, its index in it)."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+from appsdk.handlers.definition import Definition, definition_of
+from appsdk.handlers.proxy import all_method_names
+from appsdk.running.runner import load_or_say
+from appsdk.state.diff import differences
+from appsdk.state.tree import Fields, Tree, tree
+from coordinator.core.interfaces import CheckpointHeader
+from coordinator.core.words import call_in_words
+from coordinator.log.contents import batches, message_at, record_of
+from coordinator.log.source import RecordSource
+from protocol.messages import IncomingRpc, decode_messages
+from protocol.verdicts import Verdict
+from replay.errors import ReplayError
+from replay.fates import failure_in_words
+from replay.plan import usable_checkpoints
+from replay.travel.expressions import compiled, evaluate
+from replay.travel.paths import MISSING, Step, part_of, same, steps_of, value_at
+from replay.travel.showing import shown, text_of
+from replay.travel.walk import Walk
+from replay.travel.watching import Each, name_of
+
+At = tuple[int, int]
+Values = dict[str, Any]
+
+STATES_MAX = 64  # that are kept, to step to and fro between
+STATES_S = 0.2  # for those of a record that were not asked for
+DIFFERENCES_MAX = 100
+QUESTION_S = 10.0  # then it says how far it came
+POINTS_MAX = 400
+MADE_MAX = 200  # messages that one message made, that are shown
+
+
+class Traveller:
+    """``app``: the class that replays, "module:Class". For one thread."""
+
+    def __init__(self, source: RecordSource, app: str) -> None:
+        """Raises ReplayError for a class that can't be used, AppError."""
+        cls = load_or_say(app)
+        if cls is None:
+            raise ReplayError(f"{app} can't be used")
+        self._source = source
+        self._definition: Definition = definition_of(cls)
+        self._methods = all_method_names(self._definition)
+        self._walk: Walk | None = None
+        self._states: OrderedDict[At, Fields] = OrderedDict()
+        self._made: OrderedDict[int, dict[int, list[tuple[str, int, bytes]]]] = OrderedDict()
+        self._end_s = 0.0
+
+    def begin(self) -> None:
+        """A question: its time runs from here."""
+        self._end_s = time.monotonic() + QUESTION_S
+
+    def overview(self) -> Values:
+        """The records that can be gone to, and the checkpoints on the way."""
+        summary = self._source.summary()
+        usable = usable_checkpoints(summary)
+        return {
+            "first": usable[0].sequence_id + 1 if usable else None,
+            "last": summary.last_sequence_id,
+            "checkpoints": [[one.checkpoint_id, one.sequence_id, one.time_ns] for one in usable],
+            "handlers": sorted({name for (destination, _), name in self._methods.items() if not destination}),
+        }
+
+    # --- one moment --------------------------------------------------------------------------------------------------
+
+    def moment(self, record: int, index: int | None, path: str = "") -> Values:
+        """State, what the message changed, what it made. ``index`` None: the record's last message."""
+        count = self._count(record)
+        index = max(0, count - 1) if index is None else index
+        if index >= max(1, count):
+            raise ReplayError(f"record {record} has no message {index}: it has {count}, counted from 0")
+        at = (record, index)
+        self._visit(at)
+        steps = steps_of(path)
+        state, before = self._states[at], self._states.get(_before(at))
+        part = part_of(state, steps)
+        changes = [] if before is None else list(islice(differences(before, state), DIFFERENCES_MAX + 1))
+        return {
+            "record": record,
+            "index": index,
+            "count": count,
+            "message": self._words(record, index),
+            "state": None if part is MISSING else shown(part, path),
+            "changes": [_change(one.path, one.old, one.new) for one in changes[:DIFFERENCES_MAX]],
+            "changes_more": len(changes) > DIFFERENCES_MAX,
+            "made": [
+                {"destination": to, "position": position, "words": call_in_words(message, to, self._methods)}
+                for to, position, message in self._made.get(record, {}).get(index, [])[:MADE_MAX]
+            ],
+            "made_count": len(self._made.get(record, {}).get(index, [])),
+            "failed": self._failed(at),
+        }
+
+    def _visit(self, at: At) -> None:
+        """Its state, and the one before, are kept from here on."""
+        if at in self._states and _before(at) in self._states and at[0] in self._made:
+            self._states.move_to_end(at)
+            return
+        record, wanted = at
+        walk = self._before_record(record)
+        states: dict[At, Fields] = {(record, -1): walk.state()} if wanted == 0 else {}
+        end_s: float | None = None
+
+        def behind(sequence_id: int, index: int, rpc: IncomingRpc | None, instance: Any) -> None:
+            nonlocal end_s
+            if index < wanted - 1 or (end_s is not None and index > wanted and time.monotonic() > end_s):
+                return
+            if len(states) < STATES_MAX // 2:
+                states[record, index] = walk.state(instance)
+            end_s = end_s or time.monotonic() + STATES_S
+
+        walk.made.clear()
+        walk.advance(record, Each(record, record, behind), collects=True)
+        if at not in states:  # it failed alone, so nothing was said of it: it changed nothing
+            states[at] = states.get(_before(at)) or walk.state()
+        self._keep(record, states, walk)
+
+    def _keep(self, record: int, states: dict[At, Fields], walk: Walk) -> None:
+        for at, state in states.items():
+            self._states[at] = state
+            self._states.move_to_end(at)
+        while len(self._states) > STATES_MAX:
+            self._states.popitem(last=False)
+        made: dict[int, list[tuple[str, int, bytes]]] = {}
+        for origin, to, position, message in _messages_made(walk):
+            if origin[0] == record:
+                made.setdefault(origin[1], []).append((to, position, message))
+        self._made[record] = made
+        while len(self._made) > STATES_MAX:
+            self._made.popitem(last=False)
+
+    def evaluate(self, record: int, index: int, expression: str) -> Values:
+        """What the expression gives behind that message."""
+        code, walk = compiled(expression), self._before_record(record)
+        answer: Values = {}
+
+        def behind(sequence_id: int, at: int, rpc: IncomingRpc | None, instance: Any) -> None:
+            if at == index:
+                try:
+                    value = evaluate(code, instance, name_of(rpc, self._methods), rpc, sequence_id, at)
+                    answer.update(value=shown(tree(value), "") | {"label": expression})
+                except Exception as error:
+                    answer.update(raised=f"{type(error).__name__}: {error}"[:500])
+
+        walk.advance(record, Each(record, record, behind))
+        self._walk = None  # the expression may have changed the state
+        return answer or {"raised": "that message has failed, so there is no moment behind it"}
+
+    # --- searches ----------------------------------------------------------------------------------------------------
+
+    def find(self, record: int, index: int, handler: str, expression: str, *, back: bool) -> Values:
+        """The next moment, or the one before, behind a message of ``handler`` ("": any) where ``expression`` holds."""
+        code = compiled(expression) if expression else None
+        raised: list[str] = []
+
+        def hits(sequence_id: int, at: int, rpc: IncomingRpc | None, instance: Any) -> bool:
+            method = name_of(rpc, self._methods)
+            if handler and handler not in (method, method.rpartition(".")[2]):
+                return False
+            if code is None:
+                return True
+            try:
+                return bool(evaluate(code, instance, method, rpc, sequence_id, at))
+            except Exception as error:
+                if not raised:
+                    raised.append(f"{type(error).__name__}: {error} (at {sequence_id}:{at})"[:300])
+                return False
+
+        found = self._find_back((record, index), hits) if back else self._find_on((record, index), hits)
+        if code is not None:
+            self._walk = None
+        return found | {"raised": raised[0] if raised else ""}
+
+    def _find_on(self, at: At, hits: Callable[[int, int, IncomingRpc | None, Any], bool]) -> Values:
+        last = self._source.summary().last_sequence_id
+        walk = self._before_record(at[0])
+        hit: At | None = None
+
+        def behind(sequence_id: int, index: int, rpc: IncomingRpc | None, instance: Any) -> None:
+            nonlocal hit
+            if hit is None and (sequence_id, index) > at and hits(sequence_id, index, rpc, instance):
+                hit = sequence_id, index
+
+        for record in range(at[0], last + 1):
+            walk.advance(record, Each(record, record, behind))
+            if hit is not None or self._is_late():
+                break
+        return {"at": hit, "looked": walk.reached, "is_cut": hit is None and walk.reached < last}
+
+    def _find_back(self, at: At, hits: Callable[[int, int, IncomingRpc | None, Any], bool]) -> Values:
+        upper = at[0]
+        hit: At | None = None
+
+        def behind(sequence_id: int, index: int, rpc: IncomingRpc | None, instance: Any) -> None:
+            nonlocal hit
+            if (sequence_id, index) < at and hits(sequence_id, index, rpc, instance):
+                hit = sequence_id, index
+
+        for checkpoint in reversed(self._checkpoints(at[0] - 1)):
+            walk = Walk(self._source, self._definition, checkpoint)
+            for record in range(checkpoint.sequence_id + 1, upper + 1):
+                walk.advance(record, Each(record, record, behind))
+                if self._is_late():
+                    return {"at": hit, "looked": checkpoint.sequence_id + 1, "is_cut": True}
+            if hit is not None:
+                break
+            upper = checkpoint.sequence_id
+        return {"at": hit, "looked": upper, "is_cut": False}
+
+    def last_change(self, record: int, index: int, path: str) -> Values:
+        """The last message, up to that one, behind which the value was another than before.
+
+        Checkpoints are looked at first, in steps that double, then halved: only the stretch between two of them is
+        replayed, so a value that changed and changed back between two others is not seen.
+        """
+        steps, at = steps_of(path), (record, index)
+        self._visit(at)
+        now = part_of(self._states[at], steps)
+        start, is_oldest = self._checkpoint_before_change(record - 1, steps, now)
+        walk = Walk(self._source, self._definition, start)
+        before = self._look(walk, walk.instance, steps)
+        found: tuple[At, Tree, Tree] | None = None
+
+        def behind(sequence_id: int, message: int, rpc: IncomingRpc | None, instance: Any) -> None:
+            nonlocal before, found
+            if (sequence_id, message) <= at:
+                value = self._look(walk, instance, steps)
+                if not same(value, before):
+                    found = (sequence_id, message), before, value
+                before = value
+
+        upper = self._upper(start, record, steps, now)
+        for each in range(start.sequence_id + 1, upper + 1):
+            walk.advance(each, Each(each, each, behind))
+            if self._is_late():
+                break
+        if found is None:
+            return {"at": None, "since": start.sequence_id if is_oldest else None, "is_cut": walk.reached < upper}
+        (hit, old, new) = found
+        return {"at": hit, "old": text_of(old), "new": text_of(new), "is_cut": walk.reached < upper}
+
+    def _checkpoint_before_change(self, last: int, steps: list[Step], now: Tree) -> tuple[CheckpointHeader, bool]:
+        """The newest checkpoint with another value, by steps that double and are then halved; whether it is the
+        oldest, with no other value either."""
+        kept = self._checkpoints(last)
+        high = len(kept)  # from here on all have the value, as far as was looked
+        low, step = -1, 1
+        while high > 0 and low < 0:
+            place = max(0, high - step)
+            if same(self._value(kept[place], steps), now):
+                high, step = place, step * 2
+            else:
+                low = place
+        while high - low > 1 and low >= 0:
+            middle = (low + high) // 2
+            if same(self._value(kept[middle], steps), now):
+                high = middle
+            else:
+                low = middle
+        return (kept[0], True) if low < 0 else (kept[low], False)
+
+    def _upper(self, start: CheckpointHeader, record: int, steps: list[Step], now: Tree) -> int:
+        """The end of the stretch: the next checkpoint, unless the value came after that as well."""
+        later = [one for one in self._checkpoints(record - 1) if one.sequence_id > start.sequence_id]
+        return later[0].sequence_id if later and same(self._value(later[0], steps), now) else record
+
+    def _value(self, checkpoint: CheckpointHeader, steps: list[Step]) -> Tree:
+        walk = Walk(self._source, self._definition, checkpoint)
+        return self._look(walk, walk.instance, steps)
+
+    @staticmethod
+    def _look(walk: Walk, instance: Any, steps: list[Step]) -> Tree:
+        if not steps or str(steps[0][1]).startswith("$"):
+            return part_of(walk.state(instance), steps)
+        return value_at(instance, steps)
+
+    def watch(self, path: str, first: int, last: int) -> Values:
+        """The value behind each record of a range, or behind each n-th: [[record, text, number or null]]."""
+        steps = steps_of(path)
+        points: list[list[Any]] = []
+        walk = self._before_record(first)
+        stride = max(1, -(-(last - first + 1) // POINTS_MAX))
+        for record in range(first, last + 1, stride):
+            walk.advance(record)
+            value = self._look(walk, walk.instance, steps)
+            number = value if isinstance(value, int | float) and not isinstance(value, bool) else None
+            points.append([record, text_of(value, 80), number])
+            if self._is_late():
+                break
+        return {"points": points, "stride": stride, "is_cut": walk.reached < last - stride}
+
+    def origin(self, destination: str, position: int) -> Values:
+        """The message that made the one at ``position`` of the stream to ``destination``."""
+        kept = [one for one in self._checkpoints() if _position(one, destination) < position]
+        if not kept:
+            return {"at": None, "is_cut": False}
+        walk = Walk(self._source, self._definition, kept[-1])
+        last = self._source.summary().last_sequence_id
+        for record in range(walk.reached + 1, last + 1):
+            walk.made.clear()
+            walk.advance(record, collects=True)
+            for origin, to, made, _ in _messages_made(walk):
+                if to == destination and made == position:
+                    return {"at": origin, "message": self._words(*origin), "is_cut": False}
+            if self._is_late():
+                return {"at": None, "is_cut": True}
+        return {"at": None, "is_cut": False}
+
+    # --- the log -----------------------------------------------------------------------------------------------------
+
+    def _is_late(self) -> bool:
+        return time.monotonic() > self._end_s
+
+    def _checkpoints(self, last: int | None = None) -> list[CheckpointHeader]:
+        """Those to begin at, up to a record; at least one. Raises ReplayError."""
+        usable = usable_checkpoints(self._source.summary())
+        kept = [one for one in usable if last is None or one.sequence_id <= last]
+        if not kept:
+            first = usable[0].sequence_id + 1 if usable else None
+            raise ReplayError(
+                "the log has no checkpoint to begin at"
+                if first is None
+                else f"no checkpoint before that record is kept: record {first} is the first to go to"
+            )
+        return kept
+
+    def _before_record(self, record: int) -> Walk:
+        """A walk that has handled the record before."""
+        if record > self._source.summary().last_sequence_id:
+            raise ReplayError(f"record {record} is not in the log yet")
+        problems = []
+        for checkpoint in reversed(self._checkpoints(record - 1)):
+            walk, self._walk = self._walk, None  # one that fails on its way is of no more use
+            if walk is None or not checkpoint.sequence_id <= walk.reached < record:
+                try:
+                    walk = Walk(self._source, self._definition, checkpoint)
+                except ReplayError as error:  # its blob is damaged, say: the one before may do
+                    problems.append(str(error))
+                    continue
+            walk.advance(record - 1)
+            self._walk = walk
+            return walk
+        raise ReplayError("; ".join(problems))
+
+    def _value_of(self, record: int) -> bytes:
+        for value in self._source.values(record, record):
+            return value
+        raise ReplayError(f"record {record} is not in the log yet")
+
+    def _count(self, record: int) -> int:
+        return sum(batch.count for batch in batches(record_of(self._value_of(record)).content))
+
+    def _words(self, record: int, index: int) -> str:
+        message = message_at(record_of(self._value_of(record)).content, index)
+        return "no message" if message is None else call_in_words(message, "", self._methods)
+
+    def _failed(self, at: At) -> str:
+        verdicts: list[Verdict] = [one for one in self._source.summary().verdicts if one.key[:2] == at]
+        return "; ".join(map(failure_in_words, verdicts))
+
+
+def _before(at: At) -> At:
+    return at[0], at[1] - 1
+
+
+def _position(checkpoint: CheckpointHeader, destination: str) -> int:
+    mark = checkpoint.outputs.get(destination)
+    return 0 if mark is None else mark.position
+
+
+def _change(path: str, old: Any, new: Any) -> Values:
+    def text(value: Any) -> str | None:
+        return None if repr(value) == "ABSENT" else text_of(value)
+
+    return {"path": path, "old": text(old), "new": text(new)}
+
+
+def _messages_made(walk: Walk) -> Iterator[tuple[At, str, int, bytes]]:
+    """(which message made it, destination, position, the message)"""
+    for made in walk.made:
+        origins = iter([(one.sequence_id, one.message_index) for one in made.origins for _ in range(one.count)])
+        offset, position = 0, made.first_position
+        for _, _, end in decode_messages(made.payload):
+            yield next(origins, (-1, -1)), made.destination, position, made.payload[offset:end]
+            offset, position = end, position + 1

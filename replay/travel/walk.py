@@ -1,0 +1,134 @@
+"""One replay that stops where it is told to, and goes on from there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from appsdk.calls.context import SEED_SIZE_BYTES
+from appsdk.handlers.definition import Definition
+from appsdk.running.inspection import shown_state
+from appsdk.running.local_app import LocalApp
+from appsdk.state.tree import Fields
+from coordinator.core.errors import require
+from coordinator.core.interfaces import CheckpointHeader
+from coordinator.instances.foreign_state import refuse_pickle
+from coordinator.log.source import RecordSource
+from protocol.extensions import Origin
+from protocol.record import decode_header
+from protocol.trailer import decode_trailer
+from protocol.verdicts import Verdict
+from replay.errors import ReplayError
+from replay.plan import ReplayPlan, plan_route
+from replay.positions import Outputs
+from replay.session import Ended, Event, ReplaySession, VerdictGiven
+from replay.travel.watching import Eyes, NoWatcher, Watcher
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """Messages that one logged message made, of the stream to ``destination`` from ``first_position`` on."""
+
+    destination: str
+    first_position: int
+    count: int
+    payload: bytes
+    origins: tuple[Origin, ...]
+
+
+class Walk:
+    """From a checkpoint on, record by record. ``watcher`` sees each message of the records that it wants."""
+
+    def __init__(self, source: RecordSource, definition: Definition, checkpoint: CheckpointHeader) -> None:
+        """The state is that of the checkpoint behind this. Raises ReplayError, AppError, LogError."""
+        summary = source.summary()
+        plan = ReplayPlan(checkpoint.checkpoint_id, follow=True)
+        refuse_pickle(source, [checkpoint.checkpoint_id])
+        self._source = source
+        self._eyes = Eyes()
+        self._app = LocalApp(definition, bytes(SEED_SIZE_BYTES), 0, trace=True, make_delivery=self._eyes.make_delivery)
+        self._session = ReplaySession(source.identity.instance_name, summary, plan_route(plan, source, summary))
+        self._values: Iterator[bytes] | None = None
+        self._ended: Ended | None = None
+        self._collects = False
+        self.made: list[Made] = []
+        self.verdicts: list[Verdict] = []
+        self._take(self._session.begin())
+        self._listen()
+        for chunk in source.checkpoint_chunks(checkpoint.checkpoint_id):
+            self._session.give_blob(chunk)
+            self._pass_on()
+        require(self._session.wants_blob, "the app does not take the state")
+        self._session.blob_is_complete()
+        self._pass_on()
+
+    @property
+    def reached(self) -> int:
+        """The last record that was handled."""
+        return self._session.fed_sequence_id
+
+    @property
+    def instance(self) -> Any:
+        return self._app.instance
+
+    def state(self, instance: object | None = None) -> Fields:
+        """As it is now. Raises StateError."""
+        dispatcher = self._app.dispatcher
+        shown = dispatcher.instance if instance is None else instance
+        return shown_state(dispatcher.definition, shown, dispatcher.tasks.save())
+
+    def advance(self, last: int, watcher: Watcher | None = None, *, collects: bool = False) -> None:
+        """Handle all records up to ``last``. ``collects``: what they make goes to ``made``.
+
+        Raises ReplayError for a record that is not there, and what the app stops with.
+        """
+        self._eyes.watcher = watcher or NoWatcher()
+        self._collects = collects
+        try:
+            while self.reached < last:
+                self._step()
+        finally:
+            self._eyes.watcher = NoWatcher()
+            self._collects = False
+
+    def _step(self) -> None:
+        if self._values is None:
+            self._values = self._source.values(self.reached + 1)
+        value = next(self._values, None)
+        if value is None:
+            self._values = None
+            raise ReplayError(f"record {self.reached + 1} is not in the log yet")
+        header = decode_header(value)
+        require(self._session.wants_records, f"a record in the phase {self._session.phase.value!r}")
+        self._session.give_record(value, decode_trailer(value[header.size_bytes :], header.check))
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        """What the session has for the app, until neither says anything."""
+        while data := b"".join(self._session.data_to_send()):
+            self._app.receive(data)
+            self._listen()
+
+    def _listen(self) -> None:
+        app = self._app
+        data = bytes(app.output)
+        app.output.clear()
+        self._take(self._session.receive(data))
+        if self._ended is not None and self._ended.failure is not None:
+            failure = self._ended.failure
+            raise ReplayError(
+                f"the app stops at record {failure.sequence_id}, message {failure.message_index}: {failure.text}"
+            )
+        if app.error is not None:
+            raise app.error
+
+    def _take(self, events: Iterable[Event]) -> None:
+        for event in events:
+            if isinstance(event, Outputs) and self._collects:
+                origins = tuple(event.origins or ())
+                self.made.append(Made(event.destination, event.first_position, event.count, event.payload, origins))
+            elif isinstance(event, VerdictGiven):
+                self.verdicts.append(event.verdict)
+            elif isinstance(event, Ended):
+                self._ended = event

@@ -1,0 +1,151 @@
+"""`immortal web`: who is let in, from where, and what its answers forbid a browser."""
+
+from __future__ import annotations
+
+import http.client
+import shutil
+import ssl
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("starlette")
+
+from tests.helpers.browser import WebServer
+from tests.helpers.cli import immortal
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebServer]:
+    folder = tmp_path_factory.mktemp("web")
+    immortal(folder, "register", "counter", "--peer", "tcp://127.0.0.1:*")
+    made = WebServer(folder)
+    yield made
+    assert made.stop() == 0
+    assert made.said == []
+
+
+def test_only_who_has_the_token_sees_anything(server: WebServer) -> None:
+    status, _, headers = server.ask("/", headers={})
+    assert (status, headers["location"]) == (303, "/login")
+    assert server.ask("/live/fleet", headers={"Sec-Fetch-Mode": "cors", "Sec-Fetch-Dest": "empty"})[0] == 401
+    for wrong in ("", "Bearer", "Bearer x", f"Basic {server.token}"):
+        assert server.ask("/", headers={"Authorization": wrong})[0] == 303
+    assert server.ask("/", headers={"Cookie": "immortal_web=x"})[0] == 303
+    assert server.ask("/login?token=wrong", headers={})[0] == 401
+    assert "counter" in server.ask("/")[1]
+
+
+def test_the_address_that_it_prints_lets_a_browser_in(server: WebServer) -> None:
+    status, _, headers = server.ask(f"/login?token={server.token}", headers={})
+    assert (status, headers["location"]) == (303, "/")
+    cookie, *how = headers["set-cookie"].split("; ")
+    assert {"HttpOnly", "SameSite=lax"} <= set(how)
+    assert server.token not in cookie
+    assert server.ask("/", headers={"Cookie": cookie})[0] == 200
+
+
+def test_another_name_for_this_address_is_refused(server: WebServer) -> None:
+    known = {"Authorization": f"Bearer {server.token}"}
+    for host in ("evil.example", f"evil.example:{server.port}", "127.0.0.1.evil.example", "[", ""):
+        assert server.ask("/", headers={**known, "Host": host})[0] == 421
+    assert server.ask("/", headers={**known, "Host": f"LOCALHOST:{server.port}"})[0] == 200
+
+
+def test_what_another_site_embeds_is_refused(server: WebServer) -> None:
+    known = {"Authorization": f"Bearer {server.token}", "Sec-Fetch-Site": "cross-site"}
+    link = {**known, "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+    assert server.ask("/", headers=link)[0] == 200
+    for mode, destination in (("no-cors", "image"), ("navigate", "iframe"), ("cors", "empty")):
+        assert server.ask("/", headers={**known, "Sec-Fetch-Mode": mode, "Sec-Fetch-Dest": destination})[0] == 403
+
+
+def test_forms_of_another_site_are_refused(server: WebServer) -> None:
+    known = {"Authorization": f"Bearer {server.token}"}
+    path = "/i/counter/checkpoint"
+    assert server.ask(path, "POST", "", {**known, "Origin": "http://evil.example"})[0] == 403
+    assert server.ask(path, "POST", "", {**known, "Origin": "null"})[0] == 403
+    assert server.ask(path, "POST", "", {**known, "Sec-Fetch-Site": "cross-site"})[0] == 403
+    assert server.ask(path, "POST", "{}", {**known, "Content-Type": "application/json"})[0] == 415
+    assert server.ask(path, "POST", "x" * 100_000, known)[0] == 413
+
+
+@pytest.mark.parametrize("path", ["/", "/login", "/nothing", "/i/counter", "/i/none", "/static/style.css"])
+def test_no_answer_lets_a_script_in(server: WebServer, path: str) -> None:
+    _, text, headers = server.ask(path)
+    policy = dict(part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";"))
+    assert (policy["default-src"], policy["script-src"], policy["style-src"]) == ("'none'", "'self'", "'self'")
+    assert policy["frame-ancestors"] == "'none'"
+    assert headers["x-content-type-options"] == "nosniff"
+    assert "cache-control" in headers
+    if path != "/static/style.css":
+        assert headers["cache-control"] == "no-store"
+    assert "<style" not in text
+    assert " style=" not in text
+    assert " onclick=" not in text
+
+
+def test_what_is_not_there(server: WebServer) -> None:
+    for path in ("/nothing", "/i/none", "/i/..%2f..%2fetc", "/i/%3Cscript%3E"):
+        status, text, _ = server.ask(path)
+        assert status == 404, path
+        assert "<script>" not in text
+    assert server.ask("/static/../web.py")[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (
+            ("--host", "0.0.0.0"),
+            "can be reached from other machines: --tls-cert, --tls-key and --token-file are needed",
+        ),
+        (("--host", "192.0.2.1", "--token-file", "token"), "--tls-cert, --tls-key and --token-file"),
+        (("--tls-cert", "token"), "--tls-cert and --tls-key go together"),
+    ],
+)
+def test_beyond_loopback_only_with_tls_and_a_token(tmp_path: Path, options: tuple[str, ...], why: str) -> None:
+    (tmp_path / "token").write_text("x" * 20)
+    assert why in " ".join(immortal(tmp_path, "web", *options, status=2).split())
+
+
+def test_a_port_that_is_taken(server: WebServer, tmp_path: Path) -> None:
+    said = immortal(tmp_path, "web", "--port", str(server.port), status=1)
+    assert f"127.0.0.1:{server.port} can't be listened at: Address already in use" in said
+
+
+def test_with_a_certificate_and_a_token_of_a_file(tmp_path: Path) -> None:
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    made = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    made += ["-keyout", str(key), "-out", str(certificate), "-days", "2", "-subj", "/CN=localhost"]
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    subprocess.run([*made, "-addext", "subjectAltName=DNS:localhost"], check=True, capture_output=True)
+    token = tmp_path / "token"
+    token.write_text("a token of many characters\n")
+    token.chmod(0o600)
+    server = WebServer(
+        tmp_path, "--host", "0.0.0.0", "--tls-cert", "certificate.pem", "--tls-key", "key.pem", "--token-file", "token"
+    )
+    try:
+        assert server.login == f"https://0.0.0.0:{server.port}/"
+        context = ssl.create_default_context(cafile=str(certificate))
+        connection = http.client.HTTPSConnection("localhost", server.port, context=context, timeout=20)
+        connection.request("GET", "/login?token=a%20token%20of%20many%20characters")
+        answer = connection.getresponse()
+        assert (answer.status, "Secure" in str(answer.getheader("set-cookie"))) == (303, True)
+        answer.read()
+        connection.request("GET", "/", headers={"Authorization": "Bearer a token of many characters"})
+        assert connection.getresponse().status == 200
+        connection.close()
+    finally:
+        assert server.stop() == 0
+
+
+def test_a_certificate_that_is_none(tmp_path: Path) -> None:
+    for name in ("certificate.pem", "key.pem"):
+        (tmp_path / name).write_text("nothing")
+    options = ("--tls-cert", "certificate.pem", "--tls-key", "key.pem")
+    assert "the certificate and its key can't be used" in immortal(tmp_path, "web", *options, status=1)

@@ -1,0 +1,51 @@
+"""What opens the page: the token, its file, and what a browser keeps of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("starlette")
+
+from coordinator.web.errors import WebError
+from coordinator.web.token import Token, new_token, read_token
+
+
+def test_a_token_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("a token of many characters\n")
+    file.chmod(0o600)
+    assert read_token(file) == "a token of many characters"
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "why"),
+    [
+        ("a token of many characters", 0o644, "mode 0644, expected 0600"),
+        ("short", 0o600, "has 5 characters: at least 16 were expected"),
+        ("x" * 5000, 0o600, "has 5000 bytes"),
+        ("\udcff" * 20, 0o600, "cannot be read as a token"),
+    ],
+)
+def test_a_file_that_is_none(tmp_path: Path, text: str, mode: int, why: str) -> None:
+    file = tmp_path / "token"
+    file.write_bytes(text.encode(errors="surrogateescape"))
+    file.chmod(mode)
+    with pytest.raises(WebError, match=why):
+        read_token(file)
+    with pytest.raises(WebError, match="cannot be read as a token: No such file"):
+        read_token(tmp_path / "none")
+
+
+def test_what_is_derived_is_not_the_token() -> None:
+    text = new_token()
+    token, later, other = Token(text), Token(text), Token(new_token())
+    assert token.is_right(text)
+    assert not token.is_right(token.cookie)
+    assert not token.is_right("\udcff")
+    assert token.cookie == later.cookie != other.cookie
+    assert token.csrf != later.csrf
+    assert later.is_cookie(token.cookie)
+    assert not later.is_csrf(token.csrf)
+    assert not other.is_cookie(token.cookie)
