@@ -183,7 +183,7 @@ def _print_rows(columns: Sequence[str], rows: Iterator[tuple[Any, ...]]) -> None
             more = True
             break
         shown.append([_cell(value) for value in row])
-    print_table(columns, shown)
+    print_table([printable(name) for name in columns], shown)
     if more:
         echo(f"... and more than these {ROWS_SHOWN_MAX:,}: --json, --csv and --parquet give all", err=True)
 

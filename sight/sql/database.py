@@ -58,6 +58,10 @@ class Log:
     def name(self) -> str:
         return self.settings.name
 
+    def paths(self, table: str) -> list[str]:
+        """Of the Parquet files, once they are made."""
+        return [str(one.path(table)) for one in self.ranges or ()]
+
 
 class Database:
     """Made by :func:`open_database`. ``cuts``: where each log was cut, once :meth:`prepare` has run."""
@@ -72,6 +76,8 @@ class Database:
         """Make the tables that ``query`` names. Raises SightError, LogError and what a replay raises."""
         wanted = self._wanted(query)
         self._cut()
+        if not self._logs:
+            raise SightError("no instance that is asked for has a log")
         if wanted & {"messages", "records", "outputs", "clients"}:
             self._make_log_views()
         if "messages" in wanted:
@@ -101,9 +107,11 @@ class Database:
 
         try:
             named = self.connection.get_table_names(query, qualified=True)
+            fronts = {_name_of(found) for name in named if (found := _NAME_IN_QUERY.match(name)) is not None}
+        except duckdb.BinderException:  # it asks for columns, of tables that are not there yet: whatever is named
+            fronts = {_name_of(found) for found in _NAME_IN_QUERY.finditer(query)}
         except duckdb.Error as error:
             raise SightError(f"this is no query: {error}") from None
-        fronts = {_first_name(name) for name in named}
         return {name for name in (*OUR_TABLES, *self._logs) if name.lower() in fronts}
 
     # --- where logs are cut ------------------------------------------------------------------------------------------
@@ -118,29 +126,24 @@ class Database:
             make_consistent(self.connection, list(self.cuts.values()))
 
     def _make_log_views(self) -> None:
-        """``logged_TABLE``: all of the files; ``shown_TABLE``: up to the cuts, where these are known."""
+        """``logged_TABLE``: all of the files; and what of them lies before the cuts, as these are by now."""
         for log in self._logs.values():
             if log.ranges is None:
                 log.ranges = update(log.reader, log.settings.folder)
         for table, schema in TABLES.items():
-            files = [(log.name, [str(one.path(table)) for one in log.ranges or ()]) for log in self._logs.values()]
-            every = [path for _, paths in files for path in paths]
-            self._union(f"logged_{table}", schema, [f"select * from read_parquet({_texts(every)})"] if every else [])
-            shown = [
-                f"select * from read_parquet({_texts(paths)})"
-                f" where sequence_id between {self.cuts[name].first} and {self.cuts[name].last}"
-                for name, paths in files
-                if paths
-            ]
-            self._union(f"shown_{table}", schema, shown)
+            self.connection.register(f"no_{table}", schema.empty_table())
+            every = [path for log in self._logs.values() for path in log.paths(table)]
+            files = f"read_parquet({_texts(every)})" if every else f"no_{table}"
+            self.connection.execute(f"create or replace view logged_{table} as select * from {files}")
+            shown = " union all ".join(self._shown(table, name) for name in self._logs) or f"select * from no_{table}"
+            self.connection.execute(f"create or replace view shown_{table} as {shown}")
         self.connection.execute("create or replace view records as select * from shown_records")
         self.connection.execute("create or replace view outputs as select * from shown_outputs")
 
-    def _union(self, view: str, schema: pa.Schema, selects: Sequence[str]) -> None:
-        if not selects:
-            self.connection.register(f"no_{view}", schema.empty_table())
-            selects = [f"select * from no_{view}"]
-        self.connection.execute(f"create or replace view {view} as {' union all '.join(selects)}")
+    def _shown(self, table: str, name: str) -> str:
+        paths, cut = self._logs[name].paths(table), self.cuts[name]
+        files = f"read_parquet({_texts(paths)})" if paths else f"no_{table}"
+        return f"select * from {files} where sequence_id between {cut.first} and {cut.last}"
 
     # --- tables ------------------------------------------------------------------------------------------------------
 
@@ -148,11 +151,10 @@ class Database:
         from duckdb.func import FunctionNullHandling
 
         rows = [row for log in self._logs.values() for row in _method_rows(log.name, log.methods())]
-        self.connection.execute("create table methods (instance text, is_call boolean, method_id integer, method text)")
+        self.connection.execute("create table methods (instance text, key bigint, method text)")
         if rows:
-            names = zip(*rows, strict=True)
-            made = pa.table(dict(zip(("instance", "is_call", "method_id", "method"), map(list, names), strict=True)))
-            self.connection.register("made_methods", made)
+            columns = {name: [row[index] for row in rows] for index, name in enumerate(_METHODS)}
+            self.connection.register("made_methods", pa.table(columns))
             self.connection.execute("insert into methods select * from made_methods")
         self.connection.create_function(  # called for a row only where a query asks for its column
             "decode_arguments",
@@ -161,19 +163,19 @@ class Database:
             "varchar",
             null_handling=FunctionNullHandling.SPECIAL,
         )
-        self.connection.execute(
+        # A join for each log, by a number: one for all, by names, takes ten times as long.
+        selects = [
+            f"""
+            select m.instance, sequence_id, "index", time_ns, kind, source, position, sent_ns, rpc_kind, rpc_type,
+                   method_id, n.method, arguments,
+                   decode_arguments(m.instance, rpc_kind, rpc_type, method_id, arguments) as arguments_json, ok, reason
+            from ({self._shown("messages", name)}) m
+            left join (select key, method from methods where instance = {_text(name)}) n
+              on n.key = if(kind <> 'initial', method_id::bigint * 2 + (rpc_kind = 'call')::integer, null)
             """
-            create view messages as
-            select m.instance, m.sequence_id, m."index", m.time_ns, m.kind, m.source, m.position, m.sent_ns, m.rpc_kind,
-                   m.rpc_type, m.method_id, n.method, m.arguments,
-                   decode_arguments(m.instance, m.rpc_kind, m.rpc_type, m.method_id, m.arguments) as arguments_json,
-                   m.ok, m.reason
-            from shown_messages m
-            left join methods n
-              on n.instance = m.instance and n.method_id = m.method_id and n.is_call = (m.rpc_kind = 'call')
-             and m.kind <> 'initial'
-            """
-        )
+            for name in self._logs
+        ]
+        self.connection.execute(f"create view messages as {' union all '.join(selects)}")
 
     def _decoded(
         self, instance: str, rpc_kind: str | None, rpc_type: str | None, method_id: int | None, arguments: bytes | None
@@ -251,17 +253,20 @@ def _instance_row(log: Log, cut: LogCut) -> dict[str, Any]:
     }
 
 
-def _method_rows(instance: str, methods: Methods) -> Iterator[tuple[str, bool, int, str]]:
-    """A call is of a method of its own; an answer, of one of whom it has called."""
+_METHODS = ("instance", "key", "method")
+
+
+def _method_rows(instance: str, methods: Methods) -> Iterator[tuple[str, int, str]]:
+    """A call is of a method of its own; an answer, of one of whom it has called. The key: see the view of messages."""
     answers: dict[int, str] = {}
     for (destination, method_id), name in methods.items():
         short = name.rpartition(".")[2]
         if destination:
             answers[method_id] = short
         else:
-            yield instance, True, method_id, short
+            yield instance, method_id * 2 + 1, short
     for method_id, short in answers.items():
-        yield instance, False, method_id, short
+        yield instance, method_id * 2, short
 
 
 @contextmanager
@@ -280,14 +285,11 @@ def open_database(logs: Sequence[Log], decode: Decode) -> Iterator[Database]:
         connection.close()
 
 
-_NAME_IN_QUERY = re.compile(r'"((?:[^"]|"")*)"|([^."\s]+)')
+_NAME_IN_QUERY = re.compile(r'"((?:[^"]|"")*)"|(\w+)')  # the first of ``counter.words AS w``, ``"service-0".words``
 
 
-def _first_name(name: str) -> str:
-    """Of ``counter.words AS w``, ``"service-0".words``, in lower case, as names in SQL are."""
-    found = _NAME_IN_QUERY.match(name)
-    if found is None:
-        return ""
+def _name_of(found: re.Match[str]) -> str:
+    """In lower case, as names in SQL are compared."""
     return (found[2] or found[1].replace('""', '"')).lower()
 
 
@@ -295,5 +297,9 @@ def _quoted(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 
+def _text(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
 def _texts(texts: Sequence[str]) -> str:
-    return "[" + ", ".join("'" + text.replace("'", "''") + "'" for text in texts) + "]"
+    return f"[{', '.join(map(_text, texts))}]"

@@ -21,6 +21,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from coordinator.instances.own_logs import COLUMNS_FOLDER_NAME
 from coordinator.log import LogReader
 from coordinator.log.format import SEQUENCE_KEY
 from pipeline import columns
@@ -31,7 +32,6 @@ from protocol.private_files import make_folder
 from protocol.record import decode_header
 from sight.errors import SightError
 
-FOLDER_NAME = "columns"
 RANGE_MESSAGES_MAX = 1_000_000
 RANGE_MESSAGES_MIN = 100_000  # a last range with fewer is made again with what comes
 LOCK_TIMEOUT_S = 300.0  # another query may be making it, of a large log
@@ -62,7 +62,7 @@ def update(reader: LogReader, home_folder: Path) -> list[Range]:
 
     Raises LogError, SightError, OSError.
     """
-    folder = home_folder / FOLDER_NAME / f"{reader.identity.committer_id}-{reader.identity.created_ns}"
+    folder = home_folder / COLUMNS_FOLDER_NAME / f"{reader.identity.committer_id}-{reader.identity.created_ns}"
     make_folder(folder)
     lock = open_lock(folder / "lock")
     try:

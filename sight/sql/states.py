@@ -47,14 +47,14 @@ def state_tables(settings: InstanceSettings, reader: LogReader, last_sequence_id
                 f" {result.failure.message_index}: {result.failure.text}"
             )
         write_rows(app, blob, rows)
-        tables = _read(rows)
+        tables = read_tables(rows)
     as_of = pa.array([last_sequence_id])
     state = tables.get(STATE)
     tables[STATE] = pa.table({AS_OF: as_of}) if state is None else state.add_column(0, AS_OF, as_of)
     return tables
 
 
-def _read(file: Path) -> dict[str, pa.Table]:
+def read_tables(file: Path) -> dict[str, pa.Table]:
     """Twice: first for the types of columns, so that a large state is never held as rows."""
     empty: set[str] = set()
     kinds: dict[str, dict[str, set[type]]] = defaultdict(lambda: defaultdict(set))
