@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import signal
 import sys
 import tempfile
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, cast
@@ -123,3 +125,43 @@ def _new_file(path: Path) -> IO[bytes]:
         return cast("IO[bytes]", gzip.open(path, "xb", compresslevel=3)) if path.suffix == ".gz" else open(path, "xb")
     except FileExistsError:
         raise FailedError(f"{path} is there already: give another name, or remove it first") from None
+
+
+@trace.command()
+@click.argument("names", metavar="NAME...", nargs=-1, required=True, callback=_names, shell_complete=complete_instance)
+@click.option("--otlp", metavar="URL", required=True, help="The endpoint, such as http://127.0.0.1:4318.")
+@click.option("--from", "first", type=Moment(), help="Where to begin.  [default: with what comes from now on]")
+@click.option(
+    "--resume", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+    help="Note there how far it has come, and go on from there.",
+)  # fmt: skip
+@pass_registry
+def follow(
+    registry: Registry, names: tuple[str, ...], otlp: str, first: int | Time | None, resume: Path | None
+) -> None:
+    """Send the spans of NAME... to an endpoint as they come, until Ctrl-C or SIGTERM.
+
+    It reads the logs alone, so it costs the instances nothing, and may be started and stopped at any time. An endpoint
+    that is away is waited for.
+    """
+    if len(names) > 1 and isinstance(first, int):
+        raise click.UsageError("record numbers are each log's own: with several NAMEs, --from takes a time")
+    from sight.trace.follow import Follower, Positions
+    from sight.trace.otlp import to_endpoint
+
+    over = threading.Event()
+    with ExitStack() as stack:
+        positions = Positions(resume)
+        sources = [_source(registry, name, first, None, stack) for name in names]
+        for source in sources:
+            known = positions.next_of(source)
+            if known is not None:
+                source.first = known
+            elif source.first is None:
+                source.first = source.reader.last_sequence_id() + 1
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *of: over.set())
+        follower = Follower(sources, to_endpoint(otlp), positions, over.wait, lambda text: echo(text, err=True))
+        echo(f"following {', '.join(names)}", err=True)
+        follower.run()
+    echo(f"{counted(follower.sent, 'span')} sent to {otlp}", err=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import json
@@ -11,10 +10,9 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from click.testing import CliRunner
 
-from coordinator.cli import main
 from tests.helpers.cli import HOME, Run
+from tests.helpers.cli import immortal_here as immortal
 from tests.helpers.sight_fleet import make_fleet
 
 WORDS = ["the", "cat", "the"]
@@ -25,15 +23,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sql")
     make_fleet(folder, WORDS)
     return folder
-
-
-def immortal(folder: Path, *arguments: str, status: int = 0) -> str:
-    """As :func:`tests.helpers.cli.immortal`, but in this process, which has DuckDB and Arrow loaded."""
-    with contextlib.chdir(folder):
-        result = CliRunner().invoke(main, ["--home", HOME, *arguments])
-    assert result.exit_code == status, result.output
-    assert result.exception is None or isinstance(result.exception, SystemExit)
-    return result.output
 
 
 def rows(folder: Path, query: str, *options: str) -> list[dict[str, Any]]:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import gzip
 import json
+import signal
+import subprocess
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers.cli import HOME, immortal
+from tests.helpers.cli import DEADLINE_S, HOME, command_line
+from tests.helpers.cli import immortal_here as immortal
 from tests.helpers.fleet import flip_byte
 from tests.helpers.sight_fleet import make_fleet
 
@@ -150,12 +153,15 @@ class Collector:
 
     def __init__(self, status: int) -> None:
         self.requests: list[tuple[str, str | None, dict[str, Any]]] = []
+        self.changed = threading.Condition()
         collector = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
-                collector.requests.append((self.path, self.headers["Content-Type"], json.loads(body)))
+                with collector.changed:
+                    collector.requests.append((self.path, self.headers["Content-Type"], json.loads(body)))
+                    collector.changed.notify_all()
                 self.send_response(status)
                 self.end_headers()
                 self.wfile.write(b"{}" if status == 200 else b"no room\x1b[2J")
@@ -165,6 +171,14 @@ class Collector:
         self._server = HTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+
+    @property
+    def spans(self) -> list[dict[str, Any]]:
+        return [span for _, _, request in self.requests for span in spans_of(request)]
+
+    def wait_for(self, condition: Callable[[list[dict[str, Any]]], bool]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: condition(self.spans), DEADLINE_S)
 
     def __enter__(self) -> Collector:
         self._thread.start()
@@ -180,11 +194,30 @@ def test_an_endpoint_gets_the_same_as_a_file(folder: Path) -> None:
     with Collector(200) as collector:
         said = immortal(folder, "trace", "export", "counter", "--otlp", collector.url)
     assert f"{len(expected)} spans sent" in said
-    paths, types, requests = zip(*collector.requests, strict=True)
+    paths, types, _ = zip(*collector.requests, strict=True)
     assert set(paths) == {"/v1/traces"}
     assert set(types) == {"application/json"}
-    sent = [span for request in requests for span in spans_of(request)]
-    assert sorted(sent, key=lambda span: span["spanId"]) == expected
+    assert sorted(collector.spans, key=lambda span: span["spanId"]) == expected
+
+
+def test_a_collector_is_sent_what_comes(folder: Path) -> None:
+    expected = otlp(folder, "all.jsonl", "counter", "reader")
+    options = ("--from", "2000-01-01", "--resume", "resume")
+    with Collector(200) as collector:
+        command = command_line("trace", "follow", "counter", "reader", "--otlp", collector.url, *options)
+        with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True) as following:
+            collector.wait_for(lambda spans: len(spans) == len(expected))
+            following.send_signal(signal.SIGTERM)
+            assert following.stderr is not None
+            said = following.stderr.read()
+        assert following.returncode == 0
+        assert f"{len(expected)} spans sent" in said
+        assert sorted(collector.spans, key=lambda span: span["spanId"]) == expected
+        with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True) as following:
+            assert following.stderr is not None
+            assert "following counter, reader" in following.stderr.readline()
+            following.send_signal(signal.SIGTERM)
+            assert "0 spans sent" in following.stderr.read()
 
 
 def test_an_endpoint_that_takes_nothing_is_an_error_in_words(folder: Path) -> None:
