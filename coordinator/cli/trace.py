@@ -135,9 +135,15 @@ def _new_file(path: Path) -> IO[bytes]:
     "--resume", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
     help="Note there how far it has come, and go on from there.",
 )  # fmt: skip
+@click.option("--causes", is_flag=True, help="Let a copy of each app replay its log, to learn what made each call.")
 @pass_registry
 def follow(
-    registry: Registry, names: tuple[str, ...], otlp: str, first: int | Time | None, resume: Path | None
+    registry: Registry,
+    names: tuple[str, ...],
+    otlp: str,
+    first: int | Time | None,
+    resume: Path | None,
+    causes: bool,
 ) -> None:
     """Send the spans of NAME... to an endpoint as they come, until Ctrl-C or SIGTERM.
 
@@ -146,7 +152,8 @@ def follow(
     """
     if len(names) > 1 and isinstance(first, int):
         raise click.UsageError("record numbers are each log's own: with several NAMEs, --from takes a time")
-    from sight.trace.follow import Follower, Positions
+    from sight.trace.follow import Follower, LiveFollower, Positions
+    from sight.trace.live import LiveLog
     from sight.trace.otlp import to_endpoint
 
     over = threading.Event()
@@ -161,7 +168,12 @@ def follow(
                 source.first = source.reader.last_sequence_id() + 1
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *of: over.set())
-        follower = Follower(sources, to_endpoint(otlp), positions, over.wait, lambda text: echo(text, err=True))
+        follower: Follower | LiveFollower
+        how = to_endpoint(otlp), positions, over.wait, lambda text: echo(text, err=True)
+        if causes:
+            follower = LiveFollower([LiveLog(one, registry.load(one.instance)) for one in sources], *how)
+        else:
+            follower = Follower(sources, *how)
         echo(f"following {', '.join(names)}", err=True)
         follower.run()
     echo(f"{counted(follower.sent, 'span')} sent to {otlp}", err=True)

@@ -82,13 +82,14 @@ def messages_of(source: Source) -> Iterator[Executed]:
             source.problems.append(f"{source.instance}: {record}")
             continue
         if before is not None:
-            yield from _executed(source, before, record.trailer.time_ns)
+            yield from executed(source, before, record.trailer.time_ns)
         before = record
     if before is not None:
-        yield from _executed(source, before, None)
+        yield from executed(source, before, None)
 
 
-def _executed(source: Source, record: PlainRecord, next_ns: int | None) -> Iterator[Executed]:
+def executed(source: Source, record: PlainRecord, next_ns: int | None) -> Iterator[Executed]:
+    """The messages of one record. ``next_ns``: the time of the next one."""
     instance, time_ns = source.instance, record.trailer.time_ns
     share = None if next_ns is None else max(next_ns - time_ns, 0) // max(len(record.messages), 1)
     for index, message in enumerate(record.messages):

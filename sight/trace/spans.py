@@ -113,6 +113,10 @@ class Spans:
         if len(self._open) > OPEN_CALLS_MAX:
             yield self._open.popitem(last=False)[1]
 
+    def knows(self, span_id: str) -> bool:
+        """Whether what that handler called can be in its trace."""
+        return span_id in self._traces
+
     def _cause(self, message: Executed) -> tuple[str | None, str | None]:
         """(the span of the handler that made the call, its trace)."""
         if self._causes is None:

@@ -220,6 +220,21 @@ def test_a_collector_is_sent_what_comes(folder: Path) -> None:
             assert "0 spans sent" in following.stderr.read()
 
 
+def test_a_collector_is_sent_causes_too(folder: Path) -> None:
+    expected = otlp(folder, "all_causes.jsonl", "counter", "reader", "--causes")
+    options = ("--from", "2000-01-01", "--causes", "--resume", "resume_causes")
+    with Collector(200) as collector:
+        command = command_line("trace", "follow", "counter", "reader", "--otlp", collector.url, *options)
+        with subprocess.Popen(command, cwd=folder) as following:
+            collector.wait_for(lambda spans: len(spans) == len(expected))
+            following.send_signal(signal.SIGTERM)
+        assert following.returncode == 0
+        assert sorted(collector.spans, key=lambda span: span["spanId"]) == expected
+    assert {name: known[1] for name, known in json.loads((folder / "resume_causes").read_text()).items()} == {
+        "counter": 7, "reader": 9,
+    }  # fmt: skip
+
+
 def test_an_endpoint_that_takes_nothing_is_an_error_in_words(folder: Path) -> None:
     with Collector(503) as collector:
         said = immortal(folder, "trace", "export", "counter", "--otlp", f"{collector.url}/v1/traces", status=1)
