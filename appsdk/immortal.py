@@ -7,13 +7,14 @@ import uuid
 from collections.abc import Awaitable, Iterable
 from datetime import datetime, timedelta
 from random import Random
-from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Self, TypeVar, overload
 
 from appsdk.calls.context import Context, datetime_of
 from appsdk.effects.options import CONCURRENT_EFFECTS, Effects
 from appsdk.errors import DefinitionError, OnError, UsageError
 from appsdk.handlers.contexts import attach, new_context
 from appsdk.handlers.definition import Definition, define
+from appsdk.handlers.log import LogAttribute
 from appsdk.handlers.multicast import Multicasters
 from appsdk.running.runner import run
 from appsdk.waiting.waits import Winner
@@ -32,7 +33,8 @@ class Immortal:
 
     ``__init__`` runs at the first start of the instance only; after a crash the object is made without it, gets its
     last checkpoint and handles the logged calls after it again. So handlers take whatever differs from run to run from
-    here: ``self.now()``, ``self.random``, ``self.uuid4()``.
+    here: ``self.now()``, ``self.random``, ``self.uuid4()``. ``self.log.info("took order", order=3)`` writes a line, and
+    none where a replay handles the call again (:mod:`appsdk.handlers.log`).
 
     A class may define ``prepare(self) -> None``, which runs after ``__init__`` and after each recovery (before any
     logged call) and makes what is :data:`~appsdk.Transient`; and ``checkpoint(self) -> bytes`` together with
@@ -132,6 +134,11 @@ class Immortal:
     def uuid4(self) -> uuid.UUID:
         """A version 4 UUID that is the same at each replay. Raises UsageError outside the handlers' thread."""
         return self._immortal_context.uuid4_at(sys._getframe(1))
+
+    if TYPE_CHECKING:  # so that a class may have a state, a handler or a peer of that name
+        log: Any
+    else:
+        log = LogAttribute()
 
     # --- for async handlers: there self is an appsdk.waiting.task_self.TaskSelf, which has these once more -----------
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from coordinator.core.errors import LogError
 from coordinator.log import LogReader, log_exists, open_reader
+from coordinator.log.authentication import Macs, are_authentic, forged_record
 from coordinator.log.backend import View
 from coordinator.log.format import INT, META_TRIMMED, SEQUENCE_KEY
 from coordinator.log.meta import meta_value
@@ -108,17 +109,20 @@ def read_range(wanted: LogRange) -> Iterator[Values | Gap]:
     """
     log = open_range(wanted)
     try:
-        yield from _read(log, wanted)
+        yield from read_open(log, wanted)
     finally:
         log.release()
 
 
-def _read(log: LogReader, wanted: LogRange) -> Iterator[Values | Gap]:
+def read_open(log: LogReader, wanted: LogRange) -> Iterator[Values | Gap]:
+    """As :func:`read_range`, of an open log. Raises ForgedLogError too, where the log is authenticated."""
     expected = wanted.first
     are_small = True  # what comes is taken to be like what came before
     while expected < wanted.end:
         with log.view(copies=are_small) as view:
             values = _piece(view, expected, wanted.end)
+            if values is not None and log.macs is not None:
+                _authenticate(view, log.macs, values)
         if values is None:
             yield _gap(log, wanted, expected, wanted.end - 1)
             return
@@ -136,6 +140,13 @@ def _read(log: LogReader, wanted: LogRange) -> Iterator[Values | Gap]:
                 yield _gap(log, wanted, expected, first - 1)
             yield part
             expected = first + len(part.sequence_ids)
+
+
+def _authenticate(view: View, macs: Macs, values: Values) -> None:
+    rows = [(sequence_id, values.value(index)) for index, sequence_id in enumerate(values.sequence_ids.tolist())]
+    are = are_authentic(view, macs, rows)
+    if not all(are):
+        raise forged_record(rows[are.index(False)][0])
 
 
 def _gap(log: LogReader, wanted: LogRange, first: int, last: int) -> Gap:

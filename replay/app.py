@@ -21,13 +21,14 @@ class AppCommand:
     """How to start the app: ``argv`` with ``{address}`` where the address is to stand; empty: it is started by hand.
 
     ``environment`` is set in addition to the caller's. ``foreground``: it has the caller's terminal; otherwise its
-    output is captured, and shown when it fails.
+    output is captured, and shown when it fails; with ``shows_output`` it is shown as it comes.
     """
 
     name: str
     argv: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     foreground: bool = False
+    shows_output: bool = False
     rpc_limit_mib: int = ARGUMENTS_SIZE_MIB_DEFAULT  # of its arguments: a larger call is dropped, as it was in service
     settings: InstanceSettings | None = None  # started by hand, it comes in, and proves who it is, as these have it
     code: Path | None = None  # a folder or a wheel whose modules come before those of the current folder
@@ -39,13 +40,15 @@ class AppCommand:
         *,
         strict: bool = False,
         checks_queries: bool = False,
+        lines: bool = False,
         break_at: tuple[int, int | None] | None = None,
         settings: InstanceSettings | None = None,
         code: Path | None = None,
     ) -> AppCommand:
         """An SDK app, "module:Class", in trace mode; BY_HAND: none is started, and it comes in as ``settings`` say.
 
-        ``checks_queries``: the state is compared around each query.
+        ``checks_queries``: the state is compared around each query. ``lines``: those of its handlers' self.log are
+        written as they once were, and shown.
         ``code``: a folder or a wheel whose modules come before those of the current folder.
         ``break_at``: (record, message): pdb stops before the handler of that message, in the caller's terminal.
         """
@@ -63,8 +66,9 @@ class AppCommand:
         # What the caller's environment says is meant for an app in service.
         environment |= {"IMMORTAL_STRICT": "", "IMMORTAL_BREAK": ""}
         environment["IMMORTAL_CHECK_QUERIES"] = "1" if checks_queries else ""
+        environment["IMMORTAL_LOG_REPLAYED"] = "1" if lines else ""
         environment |= code_environment(code)
-        return cls(app, argv, environment, foreground=break_at is not None, code=code)
+        return cls(app, argv, environment, foreground=break_at is not None, shows_output=lines, code=code)
 
     @property
     def by_hand(self) -> bool:

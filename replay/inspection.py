@@ -45,6 +45,11 @@ def diff_states(
     return differences
 
 
+def write_rows(app: str, blob: Path, out: Path) -> None:
+    """The state as rows of tables: a JSON list [table, row] on each line of the file ``out``. Raises ReplayError."""
+    _inspect("rows", app, str(blob), str(out))
+
+
 def method_names(app: str) -> dict[tuple[str, int], str]:
     """(destination, method ID) to a name, as the class ``app`` ("module:Class") has them. Raises ReplayError."""
     found: list[tuple[str, int, str]] = _inspect("methods", app, what="the class")

@@ -28,15 +28,16 @@ class AppProcess:
     def __init__(self, command: AppCommand, address: str, secret_file: Path) -> None:
         """``secret_file``: of the secret that the app is to show at ``address``. Raises ReplayError."""
         argv = [address if part == "{address}" else part for part in command.argv]
-        captured = not command.foreground
+        behind = not command.foreground
+        captured = behind and not command.shows_output
         try:
             self._process = subprocess.Popen(
                 argv,
-                stdin=subprocess.DEVNULL if captured else None,
+                stdin=subprocess.DEVNULL if behind else None,
                 stdout=subprocess.PIPE if captured else None,
                 stderr=subprocess.STDOUT if captured else None,
                 env={**os.environ, **command.environment, SECRET_FILE_VARIABLE: str(secret_file)},
-                process_group=0 if captured else None,  # Ctrl-C in a terminal reaches whoever replays alone
+                process_group=0 if behind else None,  # Ctrl-C in a terminal reaches whoever replays alone
                 # Nothing but two system calls, so that a lock held by another thread does no harm. The thread that
                 # starts the app lives as long as the replay: the kernel's parent is a thread.
                 preexec_fn=die_with_parent(os.getpid()),

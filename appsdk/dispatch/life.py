@@ -38,6 +38,7 @@ class Life:
         """The first start: ``seed`` is that of all random streams. Raises StateError."""
         context = self._context
         context.seed = seed
+        self._tasks.starts_first = True
         context.record_time_ns = context.now_ns()  # kept with the checkpoint: an upgrade of it sees it again
         instance = self._new_instance()
         call_user_code(f"{self.definition.name}.__init__", lambda: instance.__init__(), StateError)

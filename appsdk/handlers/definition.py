@@ -24,6 +24,8 @@ CheckpointMode = Literal["inline", "fork"]
 VERSION_DEFAULT = 1
 VERSION_MAX = INT_MAX  # a ZigZagInt in the protocol
 
+GIVES_WAY = {"log"}
+"""Names of Immortal's that a class may have for itself: they came when there were such classes."""
 OVERRIDABLE = {
     "checkpoint": "def checkpoint(self) -> bytes",
     "restore": "def restore(self, blob: bytes) -> None",
@@ -251,7 +253,7 @@ def define(
 
 
 def _check_names(cls: type, base: type) -> None:
-    reserved = {name for name in vars(base) if not name.startswith("__")}
+    reserved = {name for name in vars(base) if not name.startswith("__")} - GIVES_WAY
     for name in [*vars(cls), *annotated_names(cls)]:
         if name in reserved:
             raise DefinitionError(

@@ -4,6 +4,8 @@
     diff module:Class FILE other:Class FILE [--limit N]    what differs, as a JSON list of {"path", "old", "new"}
     diff-shown FILE FILE [--limit N]                       the same of two answers of "show", in files: for two classes
                                                            of one name
+    rows module:Class FILE OUT                             the state as rows, into the file OUT: a JSON list of table
+                                                           and row on each line (:mod:`appsdk.state.rows`)
     methods module:Class                                   what its methods and those of its peers are called, as a JSON
                                                            list of [destination, method ID, name]
     unanswered module:Class FILE                           what its handlers wait for and the log does not have, after a
@@ -19,8 +21,9 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -37,10 +40,12 @@ from appsdk.running.life import say
 from appsdk.running.runner import load_or_say
 from appsdk.state.diff import differences
 from appsdk.state.journal import SavedTask, SavedTasks, described
+from appsdk.state.rows import Row, state_rows, task_rows
 from appsdk.state.schema import Envelope, decode_envelope, is_transient
 from appsdk.state.tree import Fields, to_json, tree
 from protocol.checksum import crc64
 from protocol.errors import ImmortalError
+from protocol.private_files import opener
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,15 @@ def shown_state(definition: Definition, instance: object, tasks: SavedTasks | No
         return Fields({**{name: tree(getattr(instance, name)) for name in names}, **waiting})
     except RecursionError:
         raise StateError(f"{definition.name}: the state is too deep to be shown") from None
+
+
+def rows(main: Definition, blob: bytes) -> Iterator[tuple[str, Row | str]]:
+    """The state as rows of tables, and what the SDK keeps of async handlers. Raises as :func:`inspect_state`."""
+    inspected = inspect_state(main, blob)
+    yield from state_rows(inspected.state)
+    if inspected.envelope.tasks is not None:
+        definition = class_that_restores(main, inspected.envelope)
+        yield from task_rows(inspected.envelope.tasks, partial(_handler_name, definition), _decoded)
 
 
 def shown_tasks(definition: Definition, saved: SavedTasks) -> Fields:
@@ -178,12 +192,14 @@ def _parser() -> argparse.ArgumentParser:
     compare = commands.add_parser("diff", help="what differs between two checkpoints, as JSON")
     waiting = commands.add_parser("unanswered", help="what its handlers wait for and the log does not have, as JSON")
     shown = commands.add_parser("diff-shown", help="what differs between two states that were shown, as JSON")
+    table = commands.add_parser("rows", help="the state as rows of tables, into a file")
     methods = commands.add_parser("methods", help="the names of its methods, as JSON")
     methods.add_argument("target", metavar="module:Class", help="the class below appsdk.Immortal")
-    for command, sides in ((show, [""]), (compare, ["old_", "new_"]), (waiting, [""])):
+    for command, sides in ((show, [""]), (table, [""]), (compare, ["old_", "new_"]), (waiting, [""])):
         for side in sides:
             command.add_argument(f"{side}target", metavar="module:Class", help="the class below appsdk.Immortal")
             command.add_argument(f"{side}file", metavar="FILE", type=Path, help="the blob of a checkpoint")
+    table.add_argument("out", metavar="OUT", type=Path, help="a file, which is written")
     for side in ("old", "new"):
         shown.add_argument(f"{side}_file", metavar="FILE", type=Path, help="what 'show' has printed")
     for command in (compare, shown):
@@ -213,6 +229,8 @@ def _answer(options: argparse.Namespace) -> tuple[int, Any]:
             definition, blob = definition_of(cls), file.read_bytes()
             if options.command == "unanswered":
                 return EXIT_DONE, to_json(unanswered(definition, blob))
+            if options.command == "rows":
+                return EXIT_DONE, _write_rows(definition, blob, options.out)
             read.append(inspect_state(definition, blob))
         except OSError as error:
             say(target, f"the checkpoint can't be read: {file}: {error.strerror}")
@@ -224,6 +242,17 @@ def _answer(options: argparse.Namespace) -> tuple[int, Any]:
         return EXIT_DONE, read[0].to_json()
     found = islice(differences(read[0].state, read[1].state), options.limit)
     return EXIT_DONE, [difference.to_json() for difference in found]
+
+
+def _write_rows(definition: Definition, blob: bytes, out: Path) -> int:
+    """Gives how many lines there are."""
+    count = 0
+    with open(out, "w", encoding="utf-8", opener=opener) as file:
+        for table, row in rows(definition, blob):
+            shown = row if isinstance(row, str) else {name: to_json(value) for name, value in row.items()}
+            file.write(json.dumps([table, shown]) + "\n")
+            count += 1
+    return count
 
 
 def _methods(target: str) -> tuple[int, Any]:

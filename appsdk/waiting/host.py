@@ -36,6 +36,7 @@ class Host:
         self.clock = Clock()
         self.effects = WaitingEffects(context)
         self.queries = Queries(context)
+        self.starts_first = False  # it is the instance's first start, and no replay
         self.handler_runs = HandlerRuns(context, self.queries)
         self.answers = Answers(context)
         self.events = Events(lambda action: self._queue.append(action), self._signalled)

@@ -24,6 +24,7 @@ from appsdk.effects.options import EffectOptions, Effects
 from appsdk.errors import UsageError
 from appsdk.handlers.decorators import Handler
 from appsdk.handlers.definition import Peer
+from appsdk.handlers.log import HandlerLog, LogAttribute
 from appsdk.handlers.multicast import Destination, common_handler, destinations_of, make_multicast_fork
 from appsdk.handlers.proxy import find_handler
 from appsdk.handlers.schedules import TIME_NS_MAX
@@ -79,6 +80,8 @@ class TaskSelf:
             return found.fget(self)
         schema = definition.state()
         if name not in schema.fields and name not in schema.transient:
+            if isinstance(found, LogAttribute):
+                return HandlerLog(definition, task.tasks.context, task)
             if found is not _MISSING:
                 return found.__get__(None, definition.cls) if hasattr(found, "__get__") else found
             if name.startswith("__") or not hasattr(task.tasks.instance, name):

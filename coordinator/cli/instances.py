@@ -134,7 +134,7 @@ def run(
                 trust_pickle=trust_pickle,
                 place=None if place is None else place.folder,
             ),
-            Role.APP: app_command(at, now, strict=strict),
+            Role.APP: app_command(at, now, strict=strict, log_format=log_format, log_level=log_level),
         }
 
     def gave_up_upgrade() -> bool:

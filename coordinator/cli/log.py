@@ -67,7 +67,7 @@ def show(
     from coordinator.cli.records import describe_record, record_lines
     from coordinator.instances import own_logs
 
-    methods = _methods(settings.app, app)
+    methods = methods_of(settings.app, app)
     shown = 0
     with own_logs.open_reader(settings, check=False) as reader:
         for logged in reader.records(first, last):
@@ -105,7 +105,7 @@ def _show_audit(settings: InstanceSettings, as_json: bool) -> None:
         echo(f"nothing to show: no operator has changed anything in the log of {settings.name}", err=True)
 
 
-def _methods(registered: str | None, given: str | None) -> Methods | None:
+def methods_of(registered: str | None, given: str | None) -> Methods | None:
     """What the class names; None where none is known. Raises ReplayError for one that was given and can't be found."""
     from replay import ReplayError
     from replay.inspection import method_names

@@ -58,6 +58,7 @@ _checkpoint_option = click.option(
 @click.option(
     "--state-file", type=click.Path(dir_okay=False, path_type=Path), help="Write the state there, as the app gives it."
 )
+@click.option("--lines", is_flag=True, help="Show what its handlers write with self.log, and all else that it prints.")
 @click.option("--follow", is_flag=True, help="Go on with what is logged meanwhile, until Ctrl-C or --to.")
 @click.option("--strict", is_flag=True, help="Refuse an app that does what a replay would not repeat.")
 @trust_pickle_option
@@ -72,6 +73,7 @@ def replay(
     breaks: bool,
     shows_state: bool,
     state_file: Path | None,
+    lines: bool,
     follow: bool,
     strict: bool,
     trust_pickle: bool,
@@ -101,10 +103,11 @@ def replay(
         summary = reader.summary()
         route = plan_route(plan, reader, summary)
         app = app or default_app(name, settings.app, summary, route.last_version)
-        command = AppCommand.of(app, strict=strict, break_at=last if breaks else None, settings=settings)
+        break_at = last if breaks else None
+        command = AppCommand.of(app, strict=strict, lines=lines, break_at=break_at, settings=settings)
         blob = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="immortal-replay-"))) / "state"
         stop = stack.enter_context(_signals(follow=follow, in_debugger=breaks))
-        advance = None if breaks else stack.enter_context(progress_bar("replaying"))
+        advance = None if breaks or lines else stack.enter_context(progress_bar("replaying"))
         result = run_replay(
             reader,
             route,

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from coordinator.log import LogReader
     from coordinator.log.verify import LogVerification
 
+COLUMNS_FOLDER_NAME = "columns"  # in an instance's folder: what queries made of its log (sight.sql.extract)
 FOLDER_NAME = "keys"  # with the pairs of coordinator.peers.keys
 KEY_FILE_NAME = "log_key"
 OWN_LOGS_FILE_NAME = "own_logs"

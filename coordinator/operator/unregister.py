@@ -33,6 +33,7 @@ def unregister(registry: Registry, name: str, *, delete_log: bool = False) -> st
             settings = None
         folder = registry.home / name
         control.refuse_running(folder)
+        shutil.rmtree(folder / own_logs.COLUMNS_FOLDER_NAME, ignore_errors=True)
         if delete_log and settings is not None:
             delete_log_of(settings)
         with contextlib.suppress(LogUnavailableError):  # then they stay, with the log

@@ -28,7 +28,10 @@ LINE_SIZE_BYTES_MAX = 64 << 10  # what is longer comes in pieces
 EFFECTS_VARIABLE = "IMMORTAL_EFFECTS"  # of the app: appsdk/running/options.py
 QUESTION_AFTER_S = 0.15  # as long as no print() takes from its text to its end
 _READ_SIZE_BYTES = 64 << 10
-_LINE = re.compile(r"(?P<clock>\d\d:\d\d:\d\d\.\d{3}) (?P<level>debug|info|warning|error) +(?P<name>\S+)  (?P<text>.*)")
+_LINE = re.compile(
+    r"(?P<clock>\d\d:\d\d:\d\d\.\d{3}) (?P<level>debug|info|warning|error) +"
+    r"(?P<name>[^\s>]+)(?P<sign>> |  )(?P<text>.*)"  # "> ": self.log of its app
+)
 
 
 class State(enum.Enum):
@@ -173,6 +176,8 @@ class Member:
             return
         level: Level = parsed["level"]  # type: ignore[assignment]  # one of them, by the pattern
         self._watcher.line(self.name, parsed["text"], level, parsed["clock"])
+        if parsed["sign"] == "> ":
+            return
         said = parsed["text"]
         if self.state is State.STOPPING:
             return

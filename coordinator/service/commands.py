@@ -13,6 +13,8 @@ from coordinator.app import secret as app_secret
 from coordinator.config import AppAuth, InstanceSettings, override
 
 APP_ADDRESS_VARIABLE = "IMMORTAL_APP_ADDRESS"
+APP_LOG_FORMAT_VARIABLE = "IMMORTAL_LOG_FORMAT"
+APP_LOG_LEVEL_VARIABLE = "IMMORTAL_LOG_LEVEL"
 PYTHON = (sys.executable, "-P")  # no file in the current folder takes the place of a module of Python's or ours
 
 
@@ -72,10 +74,17 @@ def coordinator_command(
     return Command([*argv, *options])
 
 
-def app_command(settings: InstanceSettings, app: str, *, strict: bool = False) -> Command:
+def app_command(
+    settings: InstanceSettings, app: str, *, strict: bool = False, log_format: str | None = None, log_level: str = ""
+) -> Command:
+    """``log_format``, ``log_level``: of the lines of its handlers; None, "": as the environment has it."""
     # The SDK wants a fixed hash seed, and would start itself over to get one.
     hash_seed = os.environ.get("PYTHONHASHSEED", "0")
     environment = {APP_ADDRESS_VARIABLE: settings.app_addresses[0], "PYTHONHASHSEED": hash_seed}
+    if log_format is not None:
+        environment[APP_LOG_FORMAT_VARIABLE] = log_format
+    if log_level:
+        environment[APP_LOG_LEVEL_VARIABLE] = log_level
     if settings.app_auth is not AppAuth.NONE:
         environment[app_secret.SECRET_FILE_VARIABLE] = str(app_secret.path(settings.folder))
     return Command([*PYTHON, "-m", "appsdk", app, *(["--strict"] if strict else [])], environment)

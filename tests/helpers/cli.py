@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,6 +10,10 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+
+from click.testing import CliRunner
+
+from coordinator.cli import main
 
 DEADLINE_S = 40.0
 HOME = "home"
@@ -35,6 +40,15 @@ def immortal(
     output = result.stdout + result.stderr
     assert result.returncode == status, f"status {result.returncode}: {output}"
     return output
+
+
+def immortal_here(folder: Path, *arguments: str, status: int = 0) -> str:
+    """As :func:`immortal`, but in this process, which has loaded what takes long."""
+    with contextlib.chdir(folder):
+        result = CliRunner().invoke(main, ["--home", HOME, *arguments])
+    assert result.exit_code == status, result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result.output
 
 
 class Run:

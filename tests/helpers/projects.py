@@ -25,6 +25,7 @@ class Till(Immortal):
     def sold(self, cents: int) -> None:
         self.cents += cents
         print("till has", self.cents)
+        self.log.warning("restarting nothing", cents=self.cents)
 
 
 class Shop(Immortal):

@@ -149,6 +149,19 @@ def test_other_code_in_place_of_the_apps_own(home: Home) -> None:
     assert state["state"] == {"lines": 50}
 
 
+def test_the_lines_of_a_replay_are_shown_where_asked_for(home: Home, capfd: pytest.CaptureFixture[str]) -> None:
+    app = home.variant("self.lines += 1", "self.lines += 1; self.log.info('read', text=text); print('printed')")
+    home.run("replay", "reader", "--checkpoint", "1", "--app", f"{app}:Reader")
+    assert capfd.readouterr() == ("", "")
+    home.run("replay", "reader", "--checkpoint", "1", "--to", "2", "--app", f"{app}:Reader", "--lines")
+    out, err = capfd.readouterr()
+    assert out.split() == ["printed"] * 2
+    assert [line.partition("> read  ")[2] for line in err.splitlines()] == [
+        'text="to be" handler=Reader.line record=1:0 replayed=True',
+        'text="or not" handler=Reader.line record=2:0 replayed=True',
+    ]
+
+
 def test_a_call_that_fails_now_is_reported_with_its_place_and_traceback(home: Home) -> None:
     app = home.variant("self.lines += 1", "self.lines += 1 if text != 'is' else 1 // 0")
     result = home.run("replay", "reader", "--app", f"{app}:Reader", status=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -49,6 +50,11 @@ def test_a_project_in_the_background(folder: Path) -> None:
     }  # the same processes
     immortal(folder, "call", "shop", "order", "2")
     assert seen(folder, "till has").startswith("till | ")
+    line = seen(folder, "restarting nothing")  # of self.log, which says nothing of the process
+    assert re.fullmatch(r"till \| \S+Z warning restarting nothing  cents=200 handler=Till.sold record=\d+:0\n", line), (
+        line
+    )
+    assert [row["state"] for row in services(folder).values()] == ["running", "running"]
     shown = immortal(folder, "ps")
     assert "running" in shown
     assert "shop:Till" in shown

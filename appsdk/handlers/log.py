@@ -1,0 +1,206 @@
+"""``self.log``: lines of handlers, which say where they come from, and which a replay does not write again.
+
+    self.log.info("took order", order=3)
+    12:00:01.250 info    shop> took order  order=3 handler=Shop.take record=12:0
+
+The interface is structlog's: levels as methods, values by name, ``bind``. A line is written as its handler runs for
+the first time; a message that is handled again (a recovery, a rewind behind a failure, a rebuilt async handler) writes
+none. So no line comes twice, and what was about to be written at a crash may be missing.
+
+Nothing that is logged may be felt by the handler: else it would do something else in a replay, which writes nothing. So
+no value and no closed pipe makes a method here raise.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from types import FrameType, FunctionType
+from typing import TYPE_CHECKING, Any
+
+from appsdk.calls.context import Context
+from protocol.shown import printable, printable_json
+
+if TYPE_CHECKING:
+    from appsdk.handlers.definition import Definition
+
+NAME = "log"
+FORMAT_VARIABLE = "IMMORTAL_LOG_FORMAT"  # "human" or "json", as --log-format of `immortal run`
+LEVEL_VARIABLE = "IMMORTAL_LOG_LEVEL"
+REPLAYED_VARIABLE = "IMMORTAL_LOG_REPLAYED"  # "1": what a replay does is written as well
+LEVELS = ("debug", "info", "warning", "error")
+
+_FRAMES_MAX = 100  # between the handler and whoever writes the line
+
+
+class LogAttribute:
+    """As ``log`` of :class:`appsdk.Immortal`. It gives way to whatever a class calls ``log`` itself."""
+
+    def __get__(self, instance: Any, owner: Any) -> Any:
+        if instance is None:
+            return self
+        definition: Definition = owner._immortal_definition
+        if is_own_attribute(definition):
+            raise AttributeError(f"{owner.__qualname__!r} object has no attribute {NAME!r}")
+        return HandlerLog(definition, instance._immortal_context)
+
+
+def is_own_attribute(definition: Definition) -> bool:
+    """Whether the class keeps a state of that name."""
+    schema = definition.state()
+    return NAME in schema.fields or NAME in schema.transient
+
+
+class HandlerLog:
+    """``task``: of an ``async def`` handler."""
+
+    __slots__ = ("_bound", "_context", "_definition", "_task")
+
+    def __init__(
+        self, definition: Definition, context: Context, task: Any = None, bound: Mapping[str, Any] | None = None
+    ) -> None:
+        self._definition = definition
+        self._context = context
+        self._task = task
+        self._bound = bound or {}
+
+    def debug(self, event: object, *arguments: object, **values: Any) -> None:
+        self._write("debug", event, arguments, values)
+
+    def info(self, event: object, *arguments: object, **values: Any) -> None:
+        self._write("info", event, arguments, values)
+
+    def warning(self, event: object, *arguments: object, **values: Any) -> None:
+        self._write("warning", event, arguments, values)
+
+    warn = warning
+
+    def error(self, event: object, *arguments: object, **values: Any) -> None:
+        self._write("error", event, arguments, values)
+
+    critical = fatal = error
+
+    def exception(self, event: object, *arguments: object, **values: Any) -> None:
+        """As :meth:`error`, with the exception that is being handled."""
+        self._write("error", event, arguments, {**values, "exception": sys.exc_info()[1]})
+
+    def bind(self, **values: Any) -> HandlerLog:
+        """One whose lines have these values too."""
+        return HandlerLog(self._definition, self._context, self._task, {**self._bound, **values})
+
+    def new(self, **values: Any) -> HandlerLog:
+        return HandlerLog(self._definition, self._context, self._task, values)
+
+    def unbind(self, *names: str) -> HandlerLog:
+        return self.new(**{name: value for name, value in self._bound.items() if name not in names})
+
+    def _write(self, level: str, event: object, arguments: tuple[object, ...], values: Mapping[str, Any]) -> None:
+        if not _is_shown(level):
+            return
+        here = threading.get_ident() == self._context.thread_id
+        is_new = not here or is_first_time(self._context, self._task)
+        if not is_new and os.environ.get(REPLAYED_VARIABLE) != "1":
+            return
+        try:
+            text = str(event) % arguments if arguments else _text(event)
+        except Exception:
+            text = f"{_text(event)} {_text(arguments)}"
+        fields = {**self._bound, **values}
+        if here:
+            fields |= self._place(sys._getframe(2))
+        if not is_new:
+            fields["replayed"] = True
+        instance = self._context.instance_name or self._definition.name
+        write_line(level, instance, text, fields)
+
+    def _place(self, frame: FrameType) -> dict[str, Any]:
+        context = self._context
+        if context.sequence_id < 0:
+            return {}
+        name = self._task.name if self._task is not None else _handler_above(self._definition, frame)
+        place = {"record": f"{context.sequence_id}:{context.message_index}"}
+        return place if name is None else {"handler": name, **place}
+
+
+def is_first_time(context: Context, task: Any) -> bool:
+    """Whether what runs was never run before, as far as this process can know."""
+    if context.tasks is None:  # a plain object
+        return True
+    if task is not None and task.is_silent:
+        return False
+    queries = context.tasks.queries
+    if not queries.is_live:
+        return bool(context.tasks.starts_first)
+    return (context.sequence_id, context.message_index) > queries.passed or context.sequence_id < 0
+
+
+def _handler_above(definition: Definition, frame: FrameType | None) -> str | None:
+    """The handler that has called what runs in ``frame``, as its class has it; None where there is none."""
+    codes = {handler.function.__code__: handler.function.__qualname__ for handler in definition.handlers.values()}
+    begins = getattr(definition.cls, definition.initial or "", None)
+    if isinstance(begins, FunctionType):
+        codes[begins.__code__] = begins.__qualname__
+    for _ in range(_FRAMES_MAX):
+        if frame is None:
+            return None
+        if (name := codes.get(frame.f_code)) is not None:
+            return name
+        frame = frame.f_back
+    return None
+
+
+# --- lines ------------------------------------------------------------------------------------------------------------
+
+
+def _is_shown(level: str) -> bool:
+    least = os.environ.get(LEVEL_VARIABLE, "info")
+    return least not in LEVELS or LEVELS.index(level) >= LEVELS.index(least)
+
+
+def write_line(level: str, instance: str, text: str, fields: Mapping[str, Any]) -> None:
+    """One line on stderr, whatever is in it. Raises nothing."""
+    try:
+        sys.stderr.write(f"{_line(level, instance, text, fields)}\n")
+        sys.stderr.flush()
+    except Exception:  # nobody reads it any more, or no line can be made of it
+        return
+
+
+def _line(level: str, instance: str, text: str, fields: Mapping[str, Any]) -> str:
+    now_s = time.time()
+    if os.environ.get(FORMAT_VARIABLE) == "json":
+        at = datetime.fromtimestamp(now_s, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+        front = {"time": at, "level": level, "instance": instance, "message": text}
+        values = {name: _json_value(value) for name, value in fields.items()}
+        return printable_json({**front, **values, **front})
+    clock = f"{time.strftime('%H:%M:%S', time.localtime(now_s))}.{int(now_s % 1 * 1000):03d}"
+    line = printable(f"{clock} {level:<7} {instance}> {text}")
+    shown = " ".join(f"{printable(name)}={_shown(value)}" for name, value in fields.items())
+    return f"{line}  {shown}" if shown else line
+
+
+def _text(value: object) -> str:
+    try:
+        text = str(value)
+    except Exception:
+        text = f"<{type(value).__qualname__} that can't be shown>"
+    if not isinstance(value, BaseException):
+        return text
+    return f"{type(value).__name__}: {text}" if text else type(value).__name__
+
+
+def _json_value(value: object) -> object:
+    return value if value is None or isinstance(value, bool | int | str) else _text(value)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.3f}".rstrip("0").rstrip(".")
+    text = _text(value)
+    if text and text.isprintable() and not any(one in ' "=' for one in text):
+        return text
+    return printable_json(text)

@@ -1,0 +1,219 @@
+"""sql: a query over logs and states, as of now or of a moment, by DuckDB."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from coordinator.cli.common import complete_instance, instance_name, pass_registry, trust_pickle_option
+from coordinator.cli.moments import Moment, Time
+from coordinator.config import InstanceSettings
+from coordinator.instances import own_logs
+from coordinator.instances.registry import Registry, RegistryError
+from coordinator.log import log_exists
+from protocol.command_line import FailedError, counted, echo, echo_json, print_table
+from protocol.shown import printable
+
+if TYPE_CHECKING:
+    from duckdb import DuckDBPyConnection
+
+    from coordinator.core.words import Methods
+    from pipeline.arguments import ArgumentDecoder
+    from sight.sql.database import Decode, Log
+
+ROWS_SHOWN_MAX = 1_000  # as a table, for people
+_ROWS_AT_ONCE = 1_000
+
+
+def _names(ctx: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> tuple[str | None, ...]:
+    return tuple(instance_name(ctx, parameter, one) for one in dict.fromkeys(value))
+
+
+@click.command()
+@click.argument("query")
+@click.option(
+    "-i", "--instance", "names", multiple=True, callback=_names, shell_complete=complete_instance, metavar="NAME",
+    help="Only this one, and others that are given so.  [default: all that have a log]",
+)  # fmt: skip
+@click.option("--at", type=Moment(), help="As of then: a time (UTC unless it says), or a record of the only instance.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print CSV.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, an object for each row.")
+@click.option(
+    "--parquet", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write a Parquet file."
+)
+@trust_pickle_option
+@pass_registry
+def sql(
+    registry: Registry,
+    query: str,
+    names: tuple[str, ...],
+    at: int | Time | None,
+    as_csv: bool,
+    as_json: bool,
+    parquet: Path | None,
+    trust_pickle: bool,
+) -> None:
+    """Run a QUERY over logs and states; the instances may run, and notice nothing.
+
+    Tables are messages, records, outputs, instances, clients; waiting, timers, effects; and of each instance its state
+    (NAME), and what is in an attribute that is a container (NAME.ATTRIBUTE). All is of one moment: no effect is shown
+    without its cause. States are had by replay.
+    """
+    if as_csv + as_json + (parquet is not None) > 1:
+        raise click.UsageError("give one of --csv, --json and --parquet")
+    if parquet is not None and parquet.exists():
+        raise FailedError(f"{parquet} is there already: give another name, or remove it first")
+    from sight.sql.database import open_database
+
+    with ExitStack() as stack:
+        logs = _logs(registry, names, at, stack, trust_pickle=trust_pickle)
+        database = stack.enter_context(open_database(logs, _decode({log.name: log.settings for log in logs})))
+        database.prepare(query)
+        _run(database.connection, query, as_csv=as_csv, as_json=as_json, parquet=parquet)
+
+
+def _logs(
+    registry: Registry, names: tuple[str, ...], at: int | Time | None, stack: ExitStack, *, trust_pickle: bool
+) -> list[Log]:
+    from sight.sql.database import Log
+    from sight.trace.moments import first_record_at
+
+    found = [registry.load(name) for name in names or registry.names()]
+    if names and (missing := [one for one in found if not log_exists(one.log)]):
+        raise RegistryError(f"{missing[0].name!r} has not been started yet: there is no log in {missing[0].log}")
+    found = [one for one in found if log_exists(one.log)]
+    if isinstance(at, int) and len(found) != 1:
+        raise click.UsageError(
+            f"--at {at}: record numbers are each log's own; give one --instance, or a time, for {len(found)} instances"
+        )
+    readers = [stack.enter_context(own_logs.open_reader(one, trust_pickle=trust_pickle, check=False)) for one in found]
+    lasts = [reader.last_sequence_id() for reader in readers]
+    if isinstance(at, int):
+        if at > lasts[0]:
+            raise click.UsageError(f"--at {at}: the log of {found[0].name} ends with record {lasts[0]}")
+        lasts = [at]
+    elif at is not None:
+        lasts = [first_record_at(reader, at.ns + 1) - 1 for reader in readers]
+    return [
+        Log(one, reader, functools.partial(_methods, one.app), last)
+        for one, reader, last in zip(found, readers, lasts, strict=True)
+    ]
+
+
+@functools.cache
+def _methods(app: str | None) -> Methods:
+    from coordinator.cli.log import methods_of
+
+    return methods_of(app, None) or {}
+
+
+def _decode(settings: dict[str, InstanceSettings]) -> Decode:
+    """By the classes of instances, which are imported with the first row that wants it."""
+    decoders: dict[str, ArgumentDecoder | None] = {}
+
+    def decode(instance: str, rpc_kind: str, rpc_type: str, method_id: int, arguments: bytes) -> str | None:
+        from coordinator.cli.messages import decoder_for
+        from pipeline.plain import RPC_KIND_NAMES, RPC_TYPE_NAMES
+
+        if instance not in decoders:
+            decoders[instance] = decoder_for(None, settings[instance].app)
+        decoder = decoders[instance]
+        if decoder is None:
+            return None
+        kind, of_type = RPC_KIND_NAMES.index(rpc_kind), RPC_TYPE_NAMES.index(rpc_type)
+        return decoder.decode(kind, of_type, method_id, arguments).arguments_json
+
+    return decode
+
+
+# --- what comes of it -------------------------------------------------------------------------------------------------
+
+
+def _run(connection: DuckDBPyConnection, query: str, *, as_csv: bool, as_json: bool, parquet: Path | None) -> None:
+    import duckdb
+
+    from sight.sql.database import OUR_TABLES
+
+    try:
+        found = connection.sql(query)
+        if found is None:
+            raise FailedError("the query gives no rows: one such as select was expected")
+        if parquet is not None:
+            found.write_parquet(str(parquet), compression="zstd")
+            echo(f"{counted(_count(connection, parquet), 'row')} in {parquet}")
+            return
+        columns = found.columns
+        rows = _rows(found)
+        if as_csv:
+            _print_csv(columns, rows)
+        elif as_json:
+            for row in rows:
+                echo_json({name: _json_value(value) for name, value in zip(columns, row, strict=True)})
+        else:
+            _print_rows(columns, rows)
+    except duckdb.CatalogException as error:
+        raise FailedError(
+            f"{error}\nthere are {', '.join(OUR_TABLES)}; and NAME and NAME.ATTRIBUTE of each instance"
+        ) from None
+    except duckdb.Error as error:
+        raise FailedError(str(error)) from None
+
+
+def _count(connection: DuckDBPyConnection, parquet: Path) -> int:
+    row = connection.execute("select count(*) from read_parquet(?)", [str(parquet)]).fetchone()
+    return 0 if row is None else int(row[0])
+
+
+def _rows(found: Any) -> Iterator[tuple[Any, ...]]:
+    while some := found.fetchmany(_ROWS_AT_ONCE):
+        yield from some
+
+
+def _print_rows(columns: Sequence[str], rows: Iterator[tuple[Any, ...]]) -> None:
+    shown: list[list[str]] = []
+    more = False
+    for row in rows:
+        if len(shown) == ROWS_SHOWN_MAX:
+            more = True
+            break
+        shown.append([_cell(value) for value in row])
+    print_table([printable(name) for name in columns], shown)
+    if more:
+        echo(f"... and more than these {ROWS_SHOWN_MAX:,}: --json, --csv and --parquet give all", err=True)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return value.hex(" ") if isinstance(value, bytes) else str(value)
+
+
+def _print_csv(columns: Sequence[str], rows: Iterator[tuple[Any, ...]]) -> None:
+    """As RFC 4180 has it, but that what a terminal would obey is escaped where stdout is one."""
+    import csv
+
+    shown = printable if sys.stdout.isatty() else str
+    writer = csv.writer(sys.stdout)
+    writer.writerow([shown(name) for name in columns])
+    for row in rows:
+        writer.writerow(["" if v is None else shown(v.hex() if isinstance(v, bytes) else str(v)) for v in row])
+
+
+def _json_value(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if value - value == 0 else {"$float": repr(value)}
+    if isinstance(value, bytes):
+        return {"$bytes": value.hex()}
+    if isinstance(value, dict):
+        return {str(key): _json_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_value(item) for item in value]
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)

@@ -1,0 +1,1 @@
+"""SQL over logs and states, by DuckDB (extra ``sql``): ``immortal sql``."""

@@ -1,0 +1,1 @@
+"""Logs as traces: messages by time (:mod:`.messages`), spans of them (:mod:`.spans`), and what viewers read."""

@@ -1,0 +1,122 @@
+"""Which message made which call: no log says it, but a replay does, call by call.
+
+What it says is kept in files, one for each stream, in the order of positions: a log may have any length.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from bisect import bisect_right
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from coordinator.config import InstanceSettings
+from protocol.extensions import Origin
+from replay import AppCommand, ReplayPlan, plan_route, run_replay
+from replay.apps import default_app
+from replay.result import Sink
+from sight.errors import SightError
+from sight.trace.messages import Source
+
+_ROW = struct.Struct("<qqi")  # from this position on: record, message; record -1: nobody knows
+_UNKNOWN = -1
+
+
+class ReplayedCauses:
+    """``folder``: for its files. For one thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._committers: dict[str, int] = {}
+        self._streams: dict[tuple[str, str], mmap.mmap] = {}
+
+    def learn(self, source: Source, settings: InstanceSettings) -> list[str]:
+        """Replay a log, and keep what its messages made; gives what should be known of it, in words.
+
+        Raises SightError, ReplayError and what else a replay raises.
+        """
+        reader, instance = source.reader, source.instance
+        summary = reader.summary()
+        last = None if source.last is None else min(source.last, summary.last_sequence_id)
+        route = plan_route(ReplayPlan(last_sequence_id=last, checkpoint_id=self._start(source)), reader, summary)
+        app = default_app(instance, settings.app, summary, route.last_version)
+        command = AppCommand.of(app, settings=settings)
+        sink = _CausesSink(self._folder, instance)
+        try:
+            result = run_replay(reader, route, command, sink)
+        finally:
+            sink.close()
+        if result.failure is not None:
+            raise SightError(
+                f"{instance}: the replay ends at record {result.failure.sequence_id}, message"
+                f" {result.failure.message_index}: {result.failure.text}"
+            )
+        self._committers[instance] = reader.identity.committer_id
+        for destination, path in sink.paths.items():
+            with path.open("rb") as file:
+                self._streams[instance, destination] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return [f"{instance}: {note}" for note in result.notes]
+
+    def of(self, caller: str, receiver: str, position: int) -> tuple[int, int, int] | None:
+        rows = self._streams.get((caller, receiver))
+        if rows is None:
+            return None
+        count = len(rows) // _ROW.size
+        row = bisect_right(range(count), position, key=lambda index: _ROW.unpack_from(rows, index * _ROW.size)[0]) - 1
+        if row < 0:
+            return None
+        _, record, message = _ROW.unpack_from(rows, row * _ROW.size)
+        return None if record == _UNKNOWN else (self._committers[caller], record, message)
+
+    def close(self) -> None:
+        for rows in self._streams.values():
+            rows.close()
+
+    @staticmethod
+    def _start(source: Source) -> int | None:
+        """The newest checkpoint before the first record that is asked for; None: the oldest one of all."""
+        summary = source.reader.summary()
+        usable = [one for one in summary.checkpoints if one.sequence_id + 1 >= summary.first_sequence_id]
+        before = [one for one in usable if source.first is None or one.sequence_id < source.first]
+        if source.first is None:
+            return usable[0].checkpoint_id if usable else None
+        chosen = before or usable[:1]
+        return chosen[-1].checkpoint_id if chosen else None
+
+
+class _CausesSink(Sink):
+    def __init__(self, folder: Path, instance: str) -> None:
+        self._folder = folder
+        self._instance = instance
+        self._files: dict[str, BinaryIO] = {}
+        self.paths: dict[str, Path] = {}
+
+    def outputs(
+        self, destination: str, first_position: int, count: int, payload: bytes, origins: Sequence[Origin] | None
+    ) -> None:
+        if origins is None:
+            self._add(destination, first_position, _UNKNOWN, 0)
+            return
+        position = first_position
+        for origin in origins:
+            self._add(destination, position, origin.sequence_id, origin.message_index)
+            position += origin.count
+        self._add(destination, position, _UNKNOWN, 0)
+
+    def impulses(self, destination: str, first_position: int, count: int, payload: bytes) -> None:
+        self._add(destination, first_position, _UNKNOWN, 0)
+
+    def _add(self, destination: str, position: int, record: int, message: int) -> None:
+        """A row of the same position as the one before counts instead of it, since the last such one is found."""
+        receiver = destination or self._instance
+        file = self._files.get(receiver)
+        if file is None:
+            path = self.paths[receiver] = self._folder / f"{self._instance}-{len(self._files)}"
+            file = self._files[receiver] = path.open("wb")
+        file.write(_ROW.pack(position, record, message))
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()

@@ -1,0 +1,129 @@
+"""Messages as spans: a call on its way, and what its receiver made of it.
+
+    call     from when its sender sent it to when it was durable at its receiver
+    handler  from there to when its answer was sent, where somebody waited for one and the answer is in a log that is
+             read; otherwise it has no length, since a log does not say how long a handler ran
+
+IDs follow from (instance, its log, record, message) alone. So whoever makes spans of the same message twice makes the
+same span, and a span leads back to its message.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from sight.trace.messages import Executed
+
+OPEN_CALLS_MAX = 100_000  # that wait for their answers; of more the oldest end without
+TRACES_KNOWN_MAX = 1_000_000  # handlers whose trace is known to what they call
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """``is_call``: a call on its way, else what a handler did with it. Times are ns since 1970, UTC."""
+
+    instance: str
+    name: str
+    is_call: bool
+    trace_id: str
+    span_id: str
+    parent_id: str | None
+    start_ns: int
+    end_ns: int
+    attributes: Mapping[str, str | int] = field(default_factory=dict)
+
+
+class Causes(Protocol):
+    """Who made a call; see :mod:`sight.trace.causes`."""
+
+    def of(self, caller: str, receiver: str, position: int) -> tuple[int, int, int] | None:
+        """(the caller's committer ID, record, message); None where it isn't known."""
+
+
+def handler_id(instance: str, committer_id: int, sequence_id: int, index: int) -> str:
+    return _digest("handler", instance, committer_id, sequence_id, index, size_bytes=8)
+
+
+def _digest(*parts: object, size_bytes: int) -> str:
+    text = "\0".join(map(str, parts))
+    return hashlib.blake2b(text.encode(), digest_size=size_bytes, person=b"immortal.span").hexdigest()
+
+
+class Spans:
+    """Makes spans of messages that come by time. ``causes`` None: each message begins a trace of its own."""
+
+    def __init__(self, causes: Causes | None = None) -> None:
+        self._causes = causes
+        self._open: OrderedDict[tuple[str, str, int], Span] = OrderedDict()  # by receiver, caller, number
+        self._traces: OrderedDict[str, str] = OrderedDict()  # of a handler's span
+
+    def all_of(self, messages: Iterable[Executed]) -> Iterator[Span]:
+        for message in messages:
+            yield from self.of(message)
+        yield from self.rest()
+
+    def rest(self) -> Iterator[Span]:
+        """Of handlers whose answer has not come."""
+        while self._open:
+            yield self._open.popitem(last=False)[1]
+
+    def of(self, message: Executed) -> Iterator[Span]:
+        """What is complete with this message: not yet its handler, where somebody waits for that."""
+        if message.answers is not None and (waited := self._open.pop(message.answers, None)) is not None:
+            yield replace(waited, end_ns=max(message.sent_ns, waited.start_ns))
+        own = message.instance, message.committer_id, message.sequence_id, message.index
+        span_id, call_id = handler_id(*own), _digest("call", *own, size_bytes=8)
+        parent_id, trace_id = self._cause(message)
+        trace_id = trace_id or _digest("trace", *own, size_bytes=16)
+        if self._causes is not None:
+            self._traces[span_id] = trace_id
+            if len(self._traces) > TRACES_KNOWN_MAX:
+                self._traces.popitem(last=False)
+        attributes: dict[str, str | int] = {
+            "immortal.caller": message.caller,
+            "immortal.instance": message.instance,
+            "immortal.record": message.sequence_id,
+            "immortal.message": message.index,
+            "immortal.position": message.position,
+            "immortal.arguments_size_bytes": message.size_bytes,
+        }
+        yield Span(
+            message.caller,
+            f"{message.method} on its way" if message.answers else f"call {message.method}",
+            True,
+            trace_id,
+            call_id,
+            parent_id,
+            message.sent_ns,
+            message.time_ns,
+            attributes,
+        )
+        handler = Span(
+            message.instance, message.method, False, trace_id, span_id, call_id, message.time_ns, message.time_ns,
+            attributes,
+        )  # fmt: skip
+        if message.waiter is None:
+            yield handler
+            return
+        self._open[message.instance, *message.waiter] = handler
+        if len(self._open) > OPEN_CALLS_MAX:
+            yield self._open.popitem(last=False)[1]
+
+    def knows(self, span_id: str) -> bool:
+        """Whether what that handler called can be in its trace."""
+        return span_id in self._traces
+
+    def _cause(self, message: Executed) -> tuple[str | None, str | None]:
+        """(the span of the handler that made the call, its trace)."""
+        if self._causes is None:
+            return None, None
+        cause = self._causes.of(message.caller, message.instance, message.position)
+        if cause is None:
+            return None, None
+        span_id = handler_id(message.caller, *cause)
+        trace_id = self._traces.get(span_id)
+        return (span_id, trace_id) if trace_id is not None else (None, None)
