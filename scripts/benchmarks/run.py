@@ -28,6 +28,7 @@ PARTS = {
     "pirate": "request-reply to a pool of servers",
     "queue": "a queue of tasks",
     "harmony": "a batch of tasks",
+    "ordering": "multicasts in one order",
 }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from appsdk import CalleeFailed, Immortal, impulse, peer, rpc
+from appsdk import CalleeFailed, Immortal, impulse, peer, rpc, upgrades
 from appsdk.testing import Environment, Instance, crash_everywhere
 
 
@@ -391,3 +391,37 @@ def test_an_effect_behind_a_multicast_begins_when_that_stands(crashes: bool) -> 
         y.recover()
         assert asked == [5]
         assert notifier.state.told == 5
+
+
+@upgrades(Node)
+class LaterNode(Immortal, formerly=("Node",)):
+    heard: list[str]
+    upgraded: bool
+
+    @classmethod
+    def upgrade(cls, old: Node) -> LaterNode:
+        new = cls()
+        new.heard, new.upgraded = [*old.heard, "upgraded"], True
+        return new
+
+    @rpc
+    def hear(self, text: str) -> None:
+        self.heard.append(f"later {text}")
+
+    @rpc
+    def note(self, text: str) -> str:
+        self.heard.append(f"later {text}")
+        return text
+
+
+def test_an_upgrade_in_the_middle_of_a_multicast() -> None:
+    with Environment() as env:
+        x, y, _ = blocked(env)
+        answer = x.begin(Node.note, "call")
+        env.run()
+        later = x.upgrade(LaterNode)
+        y.recover()
+        env.run()
+        assert later.state.heard == ["upgraded", "later first", "later call"]
+        assert answer.result() == "call"
+        assert y.state.heard == ["first"]
