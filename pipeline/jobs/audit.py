@@ -17,6 +17,7 @@ import pyarrow as pa
 from pipeline.jobs.evidence import LOG, MARK, Row
 from pipeline.jobs.judgement import Result, judge
 from pipeline.jobs.log_audit import LogReport
+from pipeline.jobs.ordering import RunAudit
 from pipeline.jobs.reports import AuditReport
 from pipeline.jobs.sources import Fleet, rows_of
 from pipeline.jobs.stream_audit import Mark, Part, StreamAudit
@@ -85,12 +86,14 @@ def audit_rows(rows: Iterable[Row], tolerance_ns: int = 0) -> Iterator[Result]:
     key: tuple[str, str] | None = None
     stream: StreamAudit | None = None
     log: LogReport | None = None
+    runs: RunAudit | None = None
     for row in rows:
         if (row.sender, row.receiver) != key:
-            yield from _results(key, stream, log)
+            yield from _results(key, stream, log, runs)
             key = (row.sender, row.receiver)
             log = LogReport(row.receiver) if row.what == LOG else None
             stream = None if row.what == LOG else StreamAudit(row.sender, row.receiver, tolerance_ns)
+            runs = RunAudit(row.receiver) if row.sender == row.receiver else None
         if log is not None:
             log.take(row)
         elif stream is not None and row.what == MARK:
@@ -98,10 +101,14 @@ def audit_rows(rows: Iterable[Row], tolerance_ns: int = 0) -> Iterator[Result]:
         elif stream is not None:
             part = Part(row.position, row.items, row.impulses, row.sent_ns, row.payload or b"")
             stream.batch(row.sequence_id, row.time_ns, part)
-    yield from _results(key, stream, log)
+            if runs is not None:
+                runs.take(row.sequence_id, part.payload)
+    yield from _results(key, stream, log, runs)
 
 
-def _results(key: tuple[str, str] | None, stream: StreamAudit | None, log: LogReport | None) -> Iterator[Result]:
+def _results(
+    key: tuple[str, str] | None, stream: StreamAudit | None, log: LogReport | None, runs: RunAudit | None
+) -> Iterator[Result]:
     if key is None:
         return
     if log is not None:
@@ -112,4 +119,8 @@ def _results(key: tuple[str, str] | None, stream: StreamAudit | None, log: LogRe
             yield "finding", *key, finding.first, finding.last, json.dumps(asdict(finding))
         for needs in stream.needs:
             yield "needs", *key, needs.record, needs.sender_record, ""
+        if runs is not None:
+            for finding in runs.findings:
+                yield "finding", *key, finding.first, finding.last, json.dumps(asdict(finding))
+            yield from runs.results()
         yield "stream", *key, stream.figures.first, stream.figures.last, json.dumps(asdict(stream.figures))

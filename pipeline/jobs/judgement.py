@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from coordinator.core.interfaces import is_outside
 from pipeline.jobs.causality import impossible_orders
 from pipeline.jobs.log_audit import LogReport
+from pipeline.jobs.ordering import OneOrder
 from pipeline.jobs.reports import AuditReport, StreamReport, Violation
 from pipeline.jobs.sources import LogState
 from pipeline.jobs.stream_audit import KINDS, Finding, Needs, StreamFigures, in_words
@@ -35,6 +36,7 @@ class _Judge:
         self._figures: dict[tuple[str, str], StreamFigures] = {}
         self._findings: dict[tuple[str, str], list[Finding]] = defaultdict(list)
         self._needs: dict[tuple[str, str], list[Needs]] = defaultdict(list)
+        self._order = OneOrder()
         self._violations: list[Violation] = []
         self._counts: Counter[str] = Counter()
         self._notes: list[str] = []
@@ -74,6 +76,9 @@ class _Judge:
                 self._logs[receiver] = LogReport(**values)
             elif what == "finding":
                 self._findings[key].append(Finding(**json.loads(body)))
+            elif what == "run":
+                if (violation := self._order.take(sender, receiver, first, last, body)) is not None:
+                    self._add(violation)
             elif what == "needs":
                 self._needs[key].append(Needs(first, last))
             else:

@@ -21,7 +21,7 @@ from protocol.checksum import crc64
 from protocol.messages import RpcType, decode_message
 from protocol.varint import decode_zigzag_int
 
-KINDS = ("lost", "duplicate", "order", "content", "invented", "causality", "identity", "damage")
+KINDS = ("lost", "duplicate", "order", "content", "invented", "causality", "consistency", "identity", "damage")
 """What can be wrong, in the order of reports."""
 
 FINDINGS_PER_STREAM_MAX = 10_000

@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from pipeline.jobs.evidence import BATCH
+from pipeline.jobs.ordering import RunAudit
+from tests.helpers.fleet import audit_here, evidence_here
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "orderbook"
 
 
@@ -17,6 +21,15 @@ def test_five_books_end_alike_after_kills(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     assert "five books alike: " in result.stdout
     assert "4 kills" in result.stdout
+    books = [str(tmp_path / "kept" / "registry" / name / "log") for name in ("b1", "b2", "b3", "b4", "b5")]
+    assert audit_here(books).violations == []
+    audits = {name: RunAudit(name) for name in ("b1", "b2", "b3", "b4", "b5")}
+    for row in evidence_here(books):
+        if row.what == BATCH and row.sender == row.receiver:
+            audits[row.receiver].take(row.sequence_id, row.payload or b"")
+    first, *others = ([(*one[:1], *one[2:5]) for one in audit.delivered] for audit in audits.values())
+    assert all(other == first for other in others)
+    assert sum(count for *_, count in first) == 1200
     environment = {**os.environ, "IMMORTAL_HOME": str(tmp_path / "kept" / "registry"), "ORDERBOOK_ORDERS": "400"}
     for work in (["verify", "b1", "--all"], ["what-if", "b2", "--app", "orderbook:Book"]):
         command = [sys.executable, "-m", "coordinator", *work]

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,10 +56,10 @@ def _rate(fan: Any, sinks: list[Any], seconds: float, *, ordered: bool) -> float
     return count / (time.perf_counter() - began_s)
 
 
-def _latency_us(ask: Any) -> float:
-    """Of one of AWAITED that are made one after the other."""
+def _latency_us(ask: Callable[[], Any]) -> float:
+    """Of one of the AWAITED that ``ask`` makes, one after the other."""
     began_s = time.perf_counter()
-    ask(AWAITED)
+    ask()
     return (time.perf_counter() - began_s) / AWAITED * 1e6
 
 
@@ -67,12 +67,12 @@ def run(context: Context) -> list[Figure]:
     figures = []
     for destinations in context.amounts.multicast_destinations:
         with context.home() as home, _running(home, destinations), contextlib.ExitStack() as stack:
-            fan = stack.enter_context(connect(Fan, "fan", home=home, timeout=_READY_S))
+            fan: Any = stack.enter_context(connect(Fan, "fan", home=home, timeout=_READY_S))
             sinks = [
                 stack.enter_context(connect(Sink, f"d{number}", home=home, timeout=_READY_S))
                 for number in range(destinations)
             ]
-            fan.ask(1, destinations, True)
+            fan.ask(1, destinations, ordered=True)
             what = f"multicasts to {destinations}, one-way"
             turns = {
                 IMMORTAL: partial(_rate, fan, sinks, context.amounts.seconds, ordered=True),
@@ -82,9 +82,9 @@ def run(context: Context) -> list[Figure]:
             figures.append(Figure(what, "multicasts/s", "higher", context.interleave(turns, what), targets))
             what = f"multicasts to {destinations}, awaited"
             asks = {
-                IMMORTAL: partial(_latency_us, lambda n, ask=fan.ask: ask(n, destinations, True)),
-                UNORDERED: partial(_latency_us, lambda n, ask=fan.ask: ask(n, destinations, False)),
-                ONE_CALL: partial(_latency_us, fan.ask_one),
+                IMMORTAL: partial(_latency_us, partial(fan.ask, AWAITED, destinations, ordered=True)),
+                UNORDERED: partial(_latency_us, partial(fan.ask, AWAITED, destinations, ordered=False)),
+                ONE_CALL: partial(_latency_us, partial(fan.ask_one, AWAITED)),
             }
             targets = [Target("at most", 3, ONE_CALL)] if destinations == 3 else []
             figures.append(Figure(what, "µs", "lower", context.interleave(asks, what), targets))
