@@ -82,15 +82,7 @@ class Standing(msgspec.Struct, frozen=True):
     number: int
 
 
-class Dropped(msgspec.Struct, frozen=True):
-    """``destination`` does not take the run ``number``."""
-
-    number: int
-    destination: str
-    text: str
-
-
-Action: TypeAlias = Send | Release | Standing | Dropped
+Action: TypeAlias = Send | Release | Standing
 
 
 class Ordering:
@@ -314,7 +306,6 @@ class Ordering:
             if source in sent.proposed:
                 return False
             sent.destinations.remove(source)
-            self.actions.append(Dropped(sent.number, source, message.text))
         return True
 
     def _tell(self, destination: str, message: Propose | Message) -> None:

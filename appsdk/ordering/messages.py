@@ -18,8 +18,8 @@ class Propose(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Sender to destination: make room for this run at ``estimate``, and say where that is.
 
     ``method_id`` comes first: the coordinator of the destination looks there whether the sender may call it.
-    ``calls`` are whole RPC messages, in incoming form. ``alone``: there is no other destination, and all earlier runs of
-    the sender stand; what the destination proposes is final, and it delivers without a Commit.
+    ``calls`` are whole RPC messages, in incoming form. ``alone``: there is no other destination, and all earlier runs
+    of the sender stand; what the destination proposes is final, and it delivers without a Commit.
     """
 
     method_id: int

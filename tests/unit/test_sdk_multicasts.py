@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from appsdk import CalleeFailed, Immortal, impulse, peer, rpc, upgrades
+from appsdk.ordering.messages import Propose
+from appsdk.ordering.multicasts import Multicasts
 from appsdk.testing import Environment, Instance, crash_everywhere
 
 
@@ -366,6 +368,22 @@ class Notifier(Immortal):
     async def tell(self, number: int) -> None:
         self.multicast([self.x, self.y]).hear.fork(str(number))
         await self.note(await self.effect(fetch, number))
+
+
+def test_a_destination_that_refuses_says_so_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def problem(self: Multicasts, propose: Propose) -> str | None:
+        return "not here" if self._context.instance_name == "b" else None
+
+    monkeypatch.setattr(Multicasts, "_problem", problem)
+    for env in crash_everywhere(runs_max=20, fail_alone=True):
+        with env:
+            books, senders = start(env)
+            asked = senders[0].begin(Sender.ask, "asked")
+            senders[1].send(Sender.send, "sent")
+            env.run()
+            with pytest.raises(CalleeFailed, match=r"CallRefused: .* not here"):
+                asked.result()
+            assert [sorted(book.state.seen) for book in books] == [["asked", "sent"], [], ["asked", "sent"]]
 
 
 @pytest.mark.parametrize("crashes", [False, True])
