@@ -125,8 +125,18 @@ class Failures:
     def answer(self, verdict: Verdict, message: bytes) -> None:
         """Tell who waits for ``message``, if anybody does."""
         if method_of(message) == ORDERED_METHOD_ID:
-            self._context.multicasts.refused(message, verdict.text)
+            for call in self._context.multicasts.refused(message, verdict.text):
+                self._answer_refused(verdict, call)
         if (caller := who_waits(message)) is not None:
+            self._context.tasks.answers.answer_verdict(verdict, caller)
+
+    def _answer_refused(self, verdict: Verdict, call: bytes) -> None:
+        """One of the calls of a multicast that is not taken, by who sent it."""
+        try:
+            caller = who_waits(call)
+        except ProtocolError:
+            return
+        if caller is not None and caller.name == self._context.source:
             self._context.tasks.answers.answer_verdict(verdict, caller)
 
     def handling(self, sequence_id: int, message_index: int, message: bytes) -> Handling:

@@ -60,13 +60,16 @@ def make_multicast_fork(
     """Raises what :meth:`appsdk.ordering.multicasts.Multicasts.send` raises, and TypeError."""
     name, signature, method_id = handler.function.__qualname__, handler.signature, handler.method_id
     write = make_writer(name, method_id, RpcType.FORK, parameters=signature.parameters)
+    parameters_count = len(signature.parameters)
     names = [destination for destination, _ in destinations]
 
     def fork(*arguments: Any, **keywords: Any) -> None:
-        bound = bind_arguments(name, signature, arguments, keywords)
+        if keywords or len(arguments) != parameters_count:
+            bound = bind_arguments(name, signature, arguments, keywords)
+            arguments = bound if keywords else arguments
         if threading.get_ident() != context.handling_thread_id:
             raise not_in_handler(context, f"multicast(...).{name}")
-        context.multicasts.send(name, method_id, names, [encode_call(write, bound if keywords else arguments)])
+        context.multicasts.send(name, method_id, names, [encode_call(write, arguments)])
 
     return fork
 

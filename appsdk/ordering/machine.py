@@ -33,6 +33,7 @@ class Sent(msgspec.Struct, array_like=True):
     proposed: dict[str, Timestamp] = {}
     unsettled: list[str] = []
     timestamp: Timestamp = 0
+    alone: bool = False  # see Propose
 
 
 class Filed(msgspec.Struct, array_like=True):
@@ -81,15 +82,7 @@ class Standing(msgspec.Struct, frozen=True):
     number: int
 
 
-class Dropped(msgspec.Struct, frozen=True):
-    """``destination`` does not take the run ``number``."""
-
-    number: int
-    destination: str
-    text: str
-
-
-Action: TypeAlias = Send | Release | Standing | Dropped
+Action: TypeAlias = Send | Release | Standing
 
 
 class Ordering:
@@ -152,15 +145,19 @@ class Ordering:
         state.sent_count = number = state.sent_count + 1
         state.clock = estimate = self._tick()
         sent = self._sent[number] = Sent(number, estimate, list(destinations), now_ns)
+        sent.alone = self._is_alone(sent)
         for index, destination in enumerate(destinations):
             theirs = calls[index if len(calls) > 1 else 0]
             if destination == self.name:
                 self._file_run(self.name, number, estimate, theirs, now_ns)
                 sent.proposed[destination] = estimate
             else:
-                self._tell(destination, Propose(method_id, self.name, number, estimate, theirs))
+                self._tell(destination, Propose(method_id, self.name, number, estimate, theirs, sent.alone))
         self._advance()
         return number
+
+    def _is_alone(self, sent: Sent) -> bool:
+        return len(sent.destinations) == 1 and self.state.standing == sent.number - 1
 
     def _tick(self) -> Timestamp:
         return self.state.clock + 1
@@ -181,7 +178,7 @@ class Ordering:
             for destination in sent.destinations:
                 if destination == self.name:
                     self._commit(self.name, Commit(number, sent.timestamp))
-                else:
+                elif not sent.alone:
                     self._tell(destination, Commit(number, sent.timestamp))
             state.standing = number
             self.actions.append(Standing(number))
@@ -211,6 +208,9 @@ class Ordering:
         state.clock = timestamp = self._propose(message.estimate)
         self._file_run(message.sender, message.number, timestamp, message.calls, now_ns)
         self._tell(message.sender, Proposed(message.number, timestamp))
+        if message.alone:
+            self._commit(message.sender, Commit(message.number, timestamp))
+            self._release()
 
     def _propose(self, estimate: Timestamp) -> Timestamp:
         """Above all that was ever proposed or final here."""
@@ -306,7 +306,6 @@ class Ordering:
             if source in sent.proposed:
                 return False
             sent.destinations.remove(source)
-            self.actions.append(Dropped(sent.number, source, message.text))
         return True
 
     def _tell(self, destination: str, message: Propose | Message) -> None:

@@ -18,7 +18,8 @@ class Propose(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Sender to destination: make room for this run at ``estimate``, and say where that is.
 
     ``method_id`` comes first: the coordinator of the destination looks there whether the sender may call it.
-    ``calls`` are whole RPC messages, in incoming form.
+    ``calls`` are whole RPC messages, in incoming form. ``alone``: there is no other destination, and all earlier runs
+    of the sender stand; what the destination proposes is final, and it delivers without a Commit.
     """
 
     method_id: int
@@ -26,6 +27,7 @@ class Propose(msgspec.Struct, array_like=True, frozen=True, gc=False):
     number: int
     estimate: Timestamp
     calls: list[bytes]
+    alone: bool = False
 
 
 class Proposed(msgspec.Struct, array_like=True, frozen=True, tag=1, gc=False):

@@ -16,7 +16,7 @@ from appsdk.calls.context import Context
 from appsdk.calls.failures import refusal
 from appsdk.calls.outbox import CALL_SIZE_BYTES_MAX, Outbox, make_writer
 from appsdk.errors import HandlerError, StateError, UsageError
-from appsdk.ordering.machine import Dropped, Filed, Ordering, Release, Send, Stage, State
+from appsdk.ordering.machine import Filed, Ordering, Release, Send, Stage, State
 from appsdk.ordering.messages import Message, Propose, Refused
 from appsdk.ordering.plain import Plain, as_fork
 from appsdk.ordering.sending import EFFECT, Held, Run, Sending
@@ -96,6 +96,7 @@ class Multicasts:
 
     def restore(self, data: bytes | None) -> None:
         """Raises StateError."""
+        self._pushed, self._released = {}, []
         if data is None:
             self._ordering = self._sending = None
             self._context.outbox.holder = None
@@ -247,17 +248,19 @@ class Multicasts:
                 return f"a call of the type {rpc_type}"
         return None
 
-    def refused(self, message: bytes, text: str) -> None:
-        """The Propose in ``message`` has a verdict: its sender is to go on without this instance."""
+    def refused(self, message: bytes, text: str) -> list[bytes]:
+        """The Propose in ``message`` has a verdict: its sender is to go on without this instance. The calls in it."""
         try:
             _, start, end = decode_message(message, 0)
             propose = decode_propose(decode_incoming_rpc(message, start, end).arguments)
         except (ProtocolError, msgspec.DecodeError):
-            return
-        if propose.sender == self._context.source:
-            ordering, sending = self._begun()
-            ordering.actions.append(Send(propose.sender, Refused(propose.number, text)))
-            self._act(ordering, sending)
+            return []
+        if propose.sender != self._context.source:
+            return []
+        ordering, sending = self._begun()
+        ordering.actions.append(Send(propose.sender, Refused(propose.number, text)))
+        self._act(ordering, sending)
+        return propose.calls
 
     def received(self, message: Message) -> None:
         """Raises HandlerError."""
@@ -325,8 +328,6 @@ class Multicasts:
                         self._send(action)
                     elif isinstance(action, Release):
                         self._release(action.filed)
-                    elif isinstance(action, Dropped):
-                        pass  # its own calls are answered by the verdict on them; forks become a dead letter there
             sending.advance()
             if not ordering.actions:
                 break

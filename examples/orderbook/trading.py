@@ -105,7 +105,7 @@ def run(folder: Path, orders: int, kills: int, source: random.Random) -> float:
     names = (*BOOKS, *TRADERS)
     environment = {**os.environ, "ORDERBOOK_ORDERS": str(orders)}
     for name in names:
-        register = [*immortal(home), "register", name, "--peer", "tcp://127.0.0.1:*"]
+        register = [*immortal(home), "register", name, "--peer", "tcp://127.0.0.1:*", "--keep-checkpoints", "all"]
         subprocess.run(register, check=True, stdout=subprocess.DEVNULL)
     instances = {name: Instance(name, home, environment) for name in names}
     started = []
@@ -168,8 +168,13 @@ def main() -> int:
         "--kills", type=int, default=6, metavar="N", help="kill -9 of apps and coordinators (default 6)"
     )
     parser.add_argument("--seed", type=int, default=1, help="of the kills")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="a new one, where the logs stay")
     options = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="immortal-orderbook-"))
+    if options.keep is None:
+        folder = Path(tempfile.mkdtemp(prefix="immortal-orderbook-"))
+    else:
+        options.keep.mkdir(parents=True)
+        folder = options.keep.absolute()
     try:
         elapsed_s = run(folder, options.orders, options.kills, random.Random(options.seed))
         states = {name: state_of(folder / "registry", name) for name in BOOKS}
@@ -177,7 +182,8 @@ def main() -> int:
     except RunError as error:
         print(f"FAILED: {error}\nlogs and registry are kept in {folder}")
         return 1
-    shutil.rmtree(folder)
+    if options.keep is None:
+        shutil.rmtree(folder)
     book = states[BOOKS[0]]
     print(f"{3 * options.orders:,} orders to 5 books in {elapsed_s:.1f} s, {options.kills} kills")
     print(f"five books alike: {book['traded']:,} traded, checksum {book['checksum']:08x}")

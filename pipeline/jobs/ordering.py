@@ -33,6 +33,8 @@ _PROPOSED_HERE, _PROPOSAL, _EXECUTED = "proposed here", "proposal", "executed"
 
 Result = tuple[str, str, str, int, int, str]
 Key = tuple[int, str, int]  # timestamp, sender, number
+Places = dict[tuple[str, int], tuple[int, int, str]]
+"""Runs, by sender and number: timestamp, count of calls, and the log that said so first."""
 
 
 class _Word(NamedTuple):
@@ -46,6 +48,7 @@ class _Word(NamedTuple):
     sender: str
     number: int
     timestamp: int
+    calls: int  # how many, where it was executed
 
 
 # --- in the workers --------------------------------------------------------------------------------------------------
@@ -61,7 +64,7 @@ def ordered_results(row: Row) -> Iterator[Result]:
         marks = (*marks, _MARK_OF_ONESELF)
     if not any(mark in payload for mark in marks):
         return
-    words: list[tuple[str, str, int, int]] = []
+    words: list[tuple[str, str, int, int, int]] = []
     try:
         for message_type, start, end in decode_messages(payload):
             if message_type == MessageType.RPC and payload.startswith(marks, start):
@@ -73,18 +76,18 @@ def ordered_results(row: Row) -> Iterator[Result]:
         yield ORDERED, row.sender, row.receiver, row.sequence_id, row.batch, json.dumps(numbered)
 
 
-def _words(payload: bytes, start: int, end: int, row: Row) -> Iterator[tuple[str, str, int, int]]:
+def _words(payload: bytes, start: int, end: int, row: Row) -> Iterator[tuple[str, str, int, int, int]]:
     rpc = decode_incoming_rpc(payload, start, end)
     if rpc.method_id == ORDERED_METHOD_ID:
         propose = decode_propose(rpc.arguments)
-        yield _PROPOSED_HERE, propose.sender, propose.number, propose.estimate
+        yield _PROPOSED_HERE, propose.sender, propose.number, propose.estimate, 0
     elif rpc.method_id == EXECUTED_METHOD_ID:
-        for sender, number, timestamp, _ in decode_executed(rpc.arguments).runs:
-            yield _EXECUTED, sender, number, timestamp
+        for sender, number, timestamp, count in decode_executed(rpc.arguments).runs:
+            yield _EXECUTED, sender, number, timestamp, count
     else:
         message = decode_of_ordering(rpc.arguments)
         if isinstance(message, Proposed):
-            yield _PROPOSAL, row.receiver, message.number, message.timestamp
+            yield _PROPOSAL, row.receiver, message.number, message.timestamp, 0
 
 
 # --- in the driver ---------------------------------------------------------------------------------------------------
@@ -97,10 +100,12 @@ class OrderingAudit:
         self._words: dict[str, list[_Word]] = defaultdict(list)
 
     def take(self, source: str, receiver: str, record: int, batch: int, body: str) -> None:
-        self._words[receiver] += [
-            _Word(record, batch, word, source, kind, sender, number, timestamp)
-            for word, kind, sender, number, timestamp in json.loads(body)
-        ]
+        self._words[receiver] += [_Word(record, batch, at, source, *word) for at, *word in json.loads(body)]
+
+    def executed(self, log: str) -> list[tuple[str, int, int, int]]:
+        """The runs that this log has executed, in its order: sender, number, timestamp, count of calls."""
+        words = sorted(word for word in self._words[log] if word.kind == _EXECUTED)
+        return [(word.sender, word.number, word.timestamp, word.calls) for word in words]
 
     @property
     def runs_count(self) -> int:
@@ -109,7 +114,7 @@ class OrderingAudit:
 
     def violations(self, first: Mapping[str, int]) -> Iterator[Violation]:
         """``first``: the first record of each log that was read."""
-        places: dict[tuple[str, int], tuple[int, str]] = {}  # run: its timestamp, and the log that said so
+        places: Places = {}
         for log, words in sorted(self._words.items()):
             words.sort()
             executed = [word for word in words if word.kind == _EXECUTED]
@@ -122,12 +127,13 @@ class OrderingAudit:
             yield from _after_causes(log, words, places)
 
 
-def _one_place(
-    log: str, executed: Iterable[_Word], places: dict[tuple[str, int], tuple[int, str]]
-) -> Iterator[Violation]:
-    """Consistency: a run has the same place for all."""
+def _one_place(log: str, executed: Iterable[_Word], places: Places) -> Iterator[Violation]:
+    """Consistency: a run is the same, and has the same place, for all."""
     for word in executed:
-        timestamp, other = places.setdefault((word.sender, word.number), (word.timestamp, log))
+        timestamp, count, other = places.setdefault((word.sender, word.number), (word.timestamp, word.calls, log))
+        if count != word.calls:
+            text = f"run {word.number} of {word.sender!r} has {word.calls} calls at {log!r} and {count} at {other!r}"
+            yield Violation("order", word.sender, log, word.number, word.number, word.record, text)
         if timestamp != word.timestamp:
             text = (
                 f"run {word.number} of {word.sender!r} has the place {word.timestamp} at {log!r} and {timestamp} at "
@@ -162,10 +168,10 @@ def _sent_here(log: str, words: Iterable[_Word]) -> Iterator[Violation]:
             yield Violation("invented", word.sender, log, word.number, word.number, word.record, text)
 
 
-def _senders(places: Mapping[tuple[str, int], tuple[int, str]]) -> Iterator[Violation]:
+def _senders(places: Places) -> Iterator[Violation]:
     """Causality: runs of one sender are in the order in which it sent them."""
     last: dict[str, tuple[int, int]] = {}
-    for (sender, number), (timestamp, log) in sorted(places.items()):
+    for (sender, number), (timestamp, _, log) in sorted(places.items()):
         before, at = last.get(sender, (0, 0))
         if timestamp <= at:
             text = (
@@ -176,15 +182,13 @@ def _senders(places: Mapping[tuple[str, int], tuple[int, str]]) -> Iterator[Viol
         last[sender] = number, max(timestamp, at)
 
 
-def _after_causes(
-    log: str, words: Iterable[_Word], places: Mapping[tuple[str, int], tuple[int, str]]
-) -> Iterator[Violation]:
+def _after_causes(log: str, words: Iterable[_Word], places: Places) -> Iterator[Violation]:
     """Causality: what an instance sent behind a run that it had executed comes after that.
 
     When its log shows a proposal for its run n, it has sent RUNS_IN_FLIGHT_MAX more at most: later runs were sent
     behind all that it had executed by then.
     """
-    own = {number: timestamp for (sender, number), (timestamp, _) in places.items() if sender == log}
+    own = {number: timestamp for (sender, number), (timestamp, _, _) in places.items() if sender == log}
     if not own:
         return
     numbers = sorted(own)

@@ -32,6 +32,7 @@ class Amounts:
     peer_counts: Sequence[int] = (2, 8, 32)
     waiting: Sequence[int] = (0, 100, 1000, 10_000)
     delays_ms: Sequence[float] = (0, 1, 5, 10)
+    multicast_destinations: Sequence[int] = (2, 3, 4, 8, 16)
 
     @classmethod
     def quick(cls) -> Amounts:
@@ -48,6 +49,7 @@ class Amounts:
             peer_counts=(2, 6),
             waiting=(0, 1000),
             delays_ms=(0, 5),
+            multicast_destinations=(2, 3),
         )
 
 

@@ -29,6 +29,7 @@ PARTS = {
     "queue": "a queue of tasks",
     "harmony": "a batch of tasks",
     "clone": "copies of a table",
+    "ordering": "multicasts in one order",
 }
 
 

@@ -238,6 +238,11 @@ def streams_for_faults(plan: Plan) -> list[tuple[str, str]]:
 def audit_here(folders: list[str], tolerance_ns: int = 0, states: Mapping[str, LogState] | None = None) -> AuditReport:
     """The audit of Spark's workers and driver, in this process. ``states``: as they were seen a while ago."""
     states = log_states(folders) if states is None else states
+    return judge(audit_rows(evidence_here(folders), tolerance_ns), states)
+
+
+def evidence_here(folders: list[str]) -> Iterator[Row]:
+    """In the order in which the audit takes it."""
     batches = []
     for wanted in log_ranges(folders):
         for values in read_range(wanted):
@@ -248,8 +253,7 @@ def audit_here(folders: list[str], tolerance_ns: int = 0, states: Mapping[str, L
     close_shared()
     table = pa.Table.from_batches(batches)
     order = [(name, "ascending") for name in ("sender", "receiver", "what", "sequence_id", "batch")]
-    rows = (Row(**row) for row in table.sort_by(order).to_pylist())
-    return judge(audit_rows(rows, tolerance_ns), states)
+    return (Row(**row) for row in table.sort_by(order).to_pylist())
 
 
 def found_in(report: AuditReport) -> Found:

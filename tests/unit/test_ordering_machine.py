@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from appsdk.ordering.machine import TIMESTAMP_MAX, Dropped, Ordering, Release, Send
+from appsdk.ordering.machine import TIMESTAMP_MAX, Ordering, Release, Send
 from appsdk.ordering.messages import Commit, Propose, Proposed, Refused, Settle, Settled
 
 
@@ -51,8 +51,6 @@ def test_a_destination_that_refuses_is_left_out() -> None:
     sender.multicast(1, ["a", "b"], [[b"x"]])
     sent(sender)
     assert sender.received("b", Refused(1, "not you"))
-    assert sender.actions == [Dropped(1, "b", "not you")]
-    sender.actions.clear()
     assert sender.received("a", Proposed(1, 5))
     assert sent(sender) == [("a", Commit(1, 5))]
 
@@ -83,3 +81,25 @@ def test_what_can_not_be_right_changes_nothing() -> None:
     assert not receiver.received("t", Commit(1, 9))  # somebody else's
     assert receiver.received("s", Commit(1, 9))
     assert not receiver.received("s", Commit(1, 9))  # it is delivered
+
+
+def test_a_run_to_one_needs_no_commit() -> None:
+    sender, a = Ordering("s"), Ordering("a")
+    a.state.clock = 7
+    sender.multicast(1, ["a"], [[b"x"]])
+    sender.multicast(1, ["a"], [[b"y"]])  # the one before does not stand yet
+    (_, first), (_, second) = sent(sender)
+    assert isinstance(first, Propose)
+    assert isinstance(second, Propose)
+    assert (first.alone, second.alone) == (True, False)
+    a.proposed(first)
+    assert [type(one) for one in a.actions] == [Send, Release]
+    ((_, proposed),) = sent(a)
+    assert proposed == Proposed(1, 8)
+    a.proposed(second)
+    assert sent(a) == [("s", Proposed(2, 9))]
+    assert sender.received("a", Proposed(1, 8))
+    assert sent(sender) == []
+    assert sender.state.standing == 1
+    assert sender.received("a", Proposed(2, 9))
+    assert sent(sender) == [("a", Commit(2, 9))]

@@ -18,7 +18,7 @@ from pipeline.jobs.reports import Violation
 from replay.recorded import RecordedLog
 from tests.helpers.ordering_runs import NAMES, Member
 
-Word = list[object]  # message, kind, sender, number, timestamp
+Word = list[object]  # at, kind, sender, number, timestamp, count
 Words = list[tuple[str, str, int, int, Word]]  # source, log, record, batch
 
 
@@ -87,11 +87,20 @@ def test_sound_logs_have_no_violations(words: Words) -> None:
 
 def test_a_run_in_two_places_is_found(words: Words) -> None:
     def later(word: Word) -> Word:
-        return [*word[:4], int(str(word[4])) + 1000]
+        return [*word[:4], int(str(word[4])) + 1000, *word[5:]]
 
     _, violations = judge(changed(words, later, lambda log, word: word[1] == "executed"))
     assert any("they may see it in another order" in one.text for one in violations)
     assert {one.kind for one in violations} >= {"order"}
+
+
+def test_a_run_with_other_calls_is_found(words: Words) -> None:
+    def fewer(word: Word) -> Word:
+        return [*word[:5], 0]
+
+    _, violations = judge(changed(words, fewer, lambda log, word: word[1] == "executed"))
+    assert {one.kind for one in violations} == {"order"}
+    assert all(" calls at " in one.text for one in violations)
 
 
 def test_two_runs_the_wrong_way_round_are_found(words: Words) -> None:
@@ -119,7 +128,7 @@ def test_an_effect_before_its_cause_is_found(words: Words) -> None:
     last = max(numbers)
     assert last > 12, "some runs behind those that are on their way at a time"
     moved = [
-        (source, log, record, batch, [*word[:4], 1] if word[1:4] == ["executed", "m0", last] else word)
+        (source, log, record, batch, [*word[:4], 1, *word[5:]] if word[1:4] == ["executed", "m0", last] else word)
         for source, log, record, batch, word in words
     ]
     _, violations = judge(moved)

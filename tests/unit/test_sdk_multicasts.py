@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from appsdk import CalleeFailed, Immortal, impulse, peer, rpc
+from appsdk import CalleeFailed, Immortal, impulse, peer, rpc, upgrades
+from appsdk.ordering.messages import Propose
+from appsdk.ordering.multicasts import Multicasts
 from appsdk.testing import Environment, Instance, crash_everywhere
 
 
@@ -368,6 +370,22 @@ class Notifier(Immortal):
         await self.note(await self.effect(fetch, number))
 
 
+def test_a_destination_that_refuses_says_so_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def problem(self: Multicasts, propose: Propose) -> str | None:
+        return "not here" if self._context.instance_name == "b" else None
+
+    monkeypatch.setattr(Multicasts, "_problem", problem)
+    for env in crash_everywhere(runs_max=20, fail_alone=True):
+        with env:
+            books, senders = start(env)
+            asked = senders[0].begin(Sender.ask, "asked")
+            senders[1].send(Sender.send, "sent")
+            env.run()
+            with pytest.raises(CalleeFailed, match=r"CallRefused: .* not here"):
+                asked.result()
+            assert [sorted(book.state.seen) for book in books] == [["asked", "sent"], [], ["asked", "sent"]]
+
+
 @pytest.mark.parametrize("crashes", [False, True])
 def test_an_effect_behind_a_multicast_begins_when_that_stands(crashes: bool) -> None:
     asked: list[int] = []
@@ -391,3 +409,37 @@ def test_an_effect_behind_a_multicast_begins_when_that_stands(crashes: bool) -> 
         y.recover()
         assert asked == [5]
         assert notifier.state.told == 5
+
+
+@upgrades(Node)
+class LaterNode(Immortal, formerly=("Node",)):
+    heard: list[str]
+    upgraded: bool
+
+    @classmethod
+    def upgrade(cls, old: Node) -> LaterNode:
+        new = cls()
+        new.heard, new.upgraded = [*old.heard, "upgraded"], True
+        return new
+
+    @rpc
+    def hear(self, text: str) -> None:
+        self.heard.append(f"later {text}")
+
+    @rpc
+    def note(self, text: str) -> str:
+        self.heard.append(f"later {text}")
+        return text
+
+
+def test_an_upgrade_in_the_middle_of_a_multicast() -> None:
+    with Environment() as env:
+        x, y, _ = blocked(env)
+        answer = x.begin(Node.note, "call")
+        env.run()
+        later = x.upgrade(LaterNode)
+        y.recover()
+        env.run()
+        assert later.state.heard == ["upgraded", "later first", "later call"]
+        assert answer.result() == "call"
+        assert y.state.heard == ["first"]

@@ -1,0 +1,91 @@
+"""Multicasts in one order, by destinations: beside them the same fan-out without an order."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from appsdk.client import connect
+from bench.processes import BenchError
+from coordinator.service.parent_death import die_with_parent
+from scripts.benchmarks.context import Context
+from scripts.benchmarks.figures import IMMORTAL, Figure, Target
+from scripts.benchmarks.ordering_apps import Fan, Sink
+
+UNORDERED = "plain calls, no order"
+ONE_CALL = "one plain awaited call"
+CALLS_PER_BURST = 20_000  # a burst is answered when its last multicast stands
+AWAITED = 20
+_READY_S = 60.0
+
+
+@contextlib.contextmanager
+def _running(home: Path, destinations: int) -> Iterator[None]:
+    coordinator = [sys.executable, "-m", "coordinator", "--home", str(home)]
+    apps = {"fan": "Fan"} | {f"d{number}": "Sink" for number in range(destinations)}
+    quiet = subprocess.DEVNULL
+    with contextlib.ExitStack() as stack:
+        for name, cls in apps.items():
+            subprocess.run([*coordinator, "register", name, "--peer", "tcp://127.0.0.1:*"], check=True, stdout=quiet)
+            command = [*coordinator, "run", name, f"scripts.benchmarks.ordering_apps:{cls}"]
+            process = subprocess.Popen(command, stdout=quiet, stderr=quiet, preexec_fn=die_with_parent(os.getpid()))
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+        yield
+
+
+def _rate(fan: Any, sinks: list[Any], seconds: float, *, ordered: bool) -> float:
+    """Multicasts in a second, from the first to the last one that all have counted."""
+    before = sinks[0].counted()
+    began_s = time.perf_counter()
+    count = 0
+    while time.perf_counter() - began_s < seconds:
+        fan.burst(CALLS_PER_BURST, len(sinks), ordered)
+        count += CALLS_PER_BURST
+    for sink in sinks:
+        while (seen := sink.counted() - before) < count:
+            if time.perf_counter() - began_s > _READY_S:
+                raise BenchError(f"{seen} of {count} multicasts have come")
+    return count / (time.perf_counter() - began_s)
+
+
+def _latency_us(ask: Callable[[], Any]) -> float:
+    """Of one of the AWAITED that ``ask`` makes, one after the other."""
+    began_s = time.perf_counter()
+    ask()
+    return (time.perf_counter() - began_s) / AWAITED * 1e6
+
+
+def run(context: Context) -> list[Figure]:
+    figures = []
+    for destinations in context.amounts.multicast_destinations:
+        with context.home() as home, _running(home, destinations), contextlib.ExitStack() as stack:
+            fan: Any = stack.enter_context(connect(Fan, "fan", home=home, timeout=_READY_S))
+            sinks = [
+                stack.enter_context(connect(Sink, f"d{number}", home=home, timeout=_READY_S))
+                for number in range(destinations)
+            ]
+            fan.ask(1, destinations, ordered=True)
+            what = f"multicasts to {destinations}, one-way"
+            turns = {
+                IMMORTAL: partial(_rate, fan, sinks, context.amounts.seconds, ordered=True),
+                UNORDERED: partial(_rate, fan, sinks, context.amounts.seconds, ordered=False),
+            }
+            targets = [Target("at least", 50_000)] if destinations == 3 else []
+            figures.append(Figure(what, "multicasts/s", "higher", context.interleave(turns, what), targets))
+            what = f"multicasts to {destinations}, awaited"
+            asks = {
+                IMMORTAL: partial(_latency_us, partial(fan.ask, AWAITED, destinations, ordered=True)),
+                UNORDERED: partial(_latency_us, partial(fan.ask, AWAITED, destinations, ordered=False)),
+                ONE_CALL: partial(_latency_us, partial(fan.ask_one, AWAITED)),
+            }
+            targets = [Target("at most", 3, ONE_CALL)] if destinations == 3 else []
+            figures.append(Figure(what, "µs", "lower", context.interleave(asks, what), targets))
+    return figures
