@@ -273,10 +273,8 @@ def _method_rows(instance: str, methods: Methods) -> Iterator[tuple[str, int, st
 @contextmanager
 def open_database(logs: Sequence[Log], decode: Decode) -> Iterator[Database]:
     """``logs`` as their ends were read: all before any is read again."""
-    try:
-        import duckdb
-    except ImportError:
-        raise SightError("queries need DuckDB: pip install 'immortal[sql]'") from None
+    import duckdb
+
     connection = duckdb.connect(
         config={"autoinstall_known_extensions": False, "autoload_known_extensions": False}
     )  # it asks no other host

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,12 @@ def test_instances_that_are_called_as_tables_or_schemas(tmp_path: Path) -> None:
         (select total from methods) as e, (select total from "select") as f,
         (select count(*) from messages where instance = 'methods' and method = 'count') as g"""
     assert rows(tmp_path, query) == [dict.fromkeys("abcdefg", 3)]
+
+
+@pytest.mark.parametrize("missing", ["duckdb", "sight.sql.database"])  # the latter as without Arrow
+def test_without_the_extra_it_is_said(folder: Path, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert "pip install 'immortal[sql]'" in immortal(folder, "sql", "select 1", status=1)
 
 
 def test_unregistering_removes_what_was_made_of_the_log(tmp_path: Path) -> None:
