@@ -69,8 +69,12 @@ def sql(
         raise click.UsageError("give one of --csv, --json and --parquet")
     if parquet is not None and parquet.exists():
         raise FailedError(f"{parquet} is there already: give another name, or remove it first")
-    from sight.sql.database import open_database
+    try:
+        import duckdb  # noqa: F401
 
+        from sight.sql.database import open_database
+    except ImportError as error:
+        raise FailedError(f"queries need the extra sql, pip install 'immortal[sql]': {error}") from None
     with ExitStack() as stack:
         logs = _logs(registry, names, at, stack, trust_pickle=trust_pickle)
         database = stack.enter_context(open_database(logs, _decode({log.name: log.settings for log in logs})))
@@ -81,8 +85,8 @@ def sql(
 def _logs(
     registry: Registry, names: tuple[str, ...], at: int | Time | None, stack: ExitStack, *, trust_pickle: bool
 ) -> list[Log]:
+    from pipeline.moments import first_record_at
     from sight.sql.database import Log
-    from sight.trace.moments import first_record_at
 
     found = [registry.load(name) for name in names or registry.names()]
     if names and (missing := [one for one in found if not log_exists(one.log)]):

@@ -95,8 +95,8 @@ def _source(
     registry: Registry, name: str, first: int | Time | None, last: int | Time | None, stack: ExitStack
 ) -> Source:
     from coordinator.cli.log import methods_of
+    from pipeline.moments import first_record_at
     from sight.trace.messages import Source
-    from sight.trace.moments import first_record_at
 
     settings = settings_with_log(registry, name)
     methods = methods_of(settings.app, None)

@@ -28,7 +28,7 @@ class LogCut:
 
 
 def make_consistent(database: DuckDBPyConnection, cuts: list[LogCut]) -> None:
-    """Cut the logs where they need it. ``database`` has the tables "logged_messages" and "logged_outputs", uncut."""
+    """Cut the logs where they need it. ``database`` has the tables "_logged_messages" and "_logged_outputs", uncut."""
     if len(cuts) < 2 or not any(cut.goes_on for cut in cuts):
         return
     by_name = {cut.instance: cut for cut in cuts}
@@ -40,23 +40,23 @@ def make_consistent(database: DuckDBPyConnection, cuts: list[LogCut]) -> None:
 
 def _too_late(database: DuckDBPyConnection, cuts: list[LogCut]) -> list[tuple[str, int]]:
     """(instance, its first record with a call whose cause is behind its sender's cut)."""
-    database.execute("create or replace temp table cuts (instance text, first bigint, last bigint, goes_on boolean)")
+    database.execute("create or replace temp table _cuts (instance text, first bigint, last bigint, goes_on boolean)")
     database.executemany(
-        "insert into cuts values (?, ?, ?, ?)", [[cut.instance, cut.first, cut.last, cut.goes_on] for cut in cuts]
+        "insert into _cuts values (?, ?, ?, ?)", [[cut.instance, cut.first, cut.last, cut.goes_on] for cut in cuts]
     )
     # Without a mark in the kept log all was made before that; without one in a whole log, nothing.
     found: list[tuple[str, int]] = database.execute(
         """
         with made as (
             select o.instance as sender, o.destination as receiver, max(o.position) as position
-            from logged_outputs o join cuts c on c.instance = o.instance
+            from _logged_outputs o join _cuts c on c.instance = o.instance
             where o.sequence_id <= c.last + 1
             group by all
         )
         select m.instance, min(m.sequence_id)
-        from logged_messages m
-        join cuts r on r.instance = m.instance and m.sequence_id <= r.last
-        join cuts s on s.instance = m.source and s.goes_on
+        from _logged_messages m
+        join _cuts r on r.instance = m.instance and m.sequence_id <= r.last
+        join _cuts s on s.instance = m.source and s.goes_on
         left join made on made.sender = m.source and made.receiver = m.instance
         where m.kind = 'stream' and m.source <> m.instance
           and m.position > coalesce(made.position, if(s.first = 0, 0, 9223372036854775807))

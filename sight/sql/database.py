@@ -86,7 +86,7 @@ class Database:
             self.connection.execute(
                 "create view clients as select instance, source as client, count(*) as requests,"
                 " max(position) as last_request, max(time_ns) as last_time_ns"
-                " from shown_messages where kind = 'client' group by all"
+                " from _shown_messages where kind = 'client' group by all"
             )
         if "instances" in wanted:
             self._make_instances()
@@ -112,7 +112,8 @@ class Database:
             fronts = {_name_of(found) for found in _NAME_IN_QUERY.finditer(query)}
         except duckdb.Error as error:
             raise SightError(f"this is no query: {error}") from None
-        return {name for name in (*OUR_TABLES, *self._logs) if name.lower() in fronts}
+        instances = {name for name in self._logs if {name.lower(), _schema_of(name).lower()} & fronts}
+        return instances | {name for name in OUR_TABLES if name in fronts}
 
     # --- where logs are cut ------------------------------------------------------------------------------------------
 
@@ -126,23 +127,23 @@ class Database:
             make_consistent(self.connection, list(self.cuts.values()))
 
     def _make_log_views(self) -> None:
-        """``logged_TABLE``: all of the files; and what of them lies before the cuts, as these are by now."""
+        """``_logged_TABLE``: all of the files; and what of them lies before the cuts, as these are by now."""
         for log in self._logs.values():
             if log.ranges is None:
                 log.ranges = update(log.reader, log.settings.folder)
         for table, schema in TABLES.items():
-            self.connection.register(f"no_{table}", schema.empty_table())
+            self.connection.register(f"_no_{table}", schema.empty_table())
             every = [path for log in self._logs.values() for path in log.paths(table)]
-            files = f"read_parquet({_texts(every)})" if every else f"no_{table}"
-            self.connection.execute(f"create or replace view logged_{table} as select * from {files}")
-            shown = " union all ".join(self._shown(table, name) for name in self._logs) or f"select * from no_{table}"
-            self.connection.execute(f"create or replace view shown_{table} as {shown}")
-        self.connection.execute("create or replace view records as select * from shown_records")
-        self.connection.execute("create or replace view outputs as select * from shown_outputs")
+            files = f"read_parquet({_texts(every)})" if every else f"_no_{table}"
+            self.connection.execute(f"create or replace view _logged_{table} as select * from {files}")
+            shown = " union all ".join(self._shown(table, name) for name in self._logs) or f"select * from _no_{table}"
+            self.connection.execute(f"create or replace view _shown_{table} as {shown}")
+        self.connection.execute("create or replace view records as select * from _shown_records")
+        self.connection.execute("create or replace view outputs as select * from _shown_outputs")
 
     def _shown(self, table: str, name: str) -> str:
         paths, cut = self._logs[name].paths(table), self.cuts[name]
-        files = f"read_parquet({_texts(paths)})" if paths else f"no_{table}"
+        files = f"read_parquet({_texts(paths)})" if paths else f"_no_{table}"
         return f"select * from {files} where sequence_id between {cut.first} and {cut.last}"
 
     # --- tables ------------------------------------------------------------------------------------------------------
@@ -151,11 +152,11 @@ class Database:
         from duckdb.func import FunctionNullHandling
 
         rows = [row for log in self._logs.values() for row in _method_rows(log.name, log.methods())]
-        self.connection.execute("create table methods (instance text, key bigint, method text)")
+        self.connection.execute("create table _methods (instance text, key bigint, method text)")
         if rows:
             columns = {name: [row[index] for row in rows] for index, name in enumerate(_METHODS)}
-            self.connection.register("made_methods", pa.table(columns))
-            self.connection.execute("insert into methods select * from made_methods")
+            self.connection.register("_made_methods", pa.table(columns))
+            self.connection.execute("insert into _methods select * from _made_methods")
         self.connection.create_function(  # called for a row only where a query asks for its column
             "decode_arguments",
             self._decoded,
@@ -170,7 +171,7 @@ class Database:
                    method_id, n.method, arguments,
                    decode_arguments(m.instance, rpc_kind, rpc_type, method_id, arguments) as arguments_json, ok, reason
             from ({self._shown("messages", name)}) m
-            left join (select key, method from methods where instance = {_text(name)}) n
+            left join (select key, method from _methods where instance = {_text(name)}) n
               on n.key = if(kind <> 'initial', method_id::bigint * 2 + (rpc_kind = 'call')::integer, null)
             """
             for name in self._logs
@@ -186,21 +187,21 @@ class Database:
 
     def _make_instances(self) -> None:
         rows = [_instance_row(log, self.cuts[log.name]) for log in self._logs.values()]
-        self.connection.register("made_instances", pa.Table.from_pylist(rows, schema=_INSTANCES))
-        self.connection.execute("create view instances as select * from made_instances")
+        self.connection.register("_made_instances", pa.Table.from_pylist(rows, schema=_INSTANCES))
+        self.connection.execute("create view instances as select * from _made_instances")
 
     def _make_fleet_table(self, table: str, states: Mapping[str, Mapping[str, pa.Table]]) -> None:
         self.connection.execute(f"create table {table} (instance text, {_EMPTY[table]})")
         for made in with_instance(states, FLEET_STATES[table]):
-            self.connection.register("made_rows", made)
-            self.connection.execute(f"insert into {table} by name select * from made_rows")
+            self.connection.register("_made_rows", made)
+            self.connection.execute(f"insert into {table} by name select * from _made_rows")
         if (column := _TIMES.get(table)) is not None:
             name = column.removesuffix("_ns")
             self.connection.execute(f"alter table {table} add column {name} timestamp")
             self.connection.execute(f"update {table} set {name} = make_timestamp({column} // 1000)")
 
     def _make_state(self, name: str, tables: Mapping[str, pa.Table]) -> None:
-        schema = f"{name}_" if name in _RESERVED else name
+        schema = _schema_of(name)
         self.connection.execute(f"create schema if not exists {_quoted(schema)}")
         for table, rows in tables.items():
             if not table.startswith("$"):
@@ -272,10 +273,8 @@ def _method_rows(instance: str, methods: Methods) -> Iterator[tuple[str, int, st
 @contextmanager
 def open_database(logs: Sequence[Log], decode: Decode) -> Iterator[Database]:
     """``logs`` as their ends were read: all before any is read again."""
-    try:
-        import duckdb
-    except ImportError:
-        raise SightError("queries need DuckDB: pip install 'immortal[sql]'") from None
+    import duckdb
+
     connection = duckdb.connect(
         config={"autoinstall_known_extensions": False, "autoload_known_extensions": False}
     )  # it asks no other host
@@ -291,6 +290,10 @@ _NAME_IN_QUERY = re.compile(r'"((?:[^"]|"")*)"|(\w+)')  # the first of ``counter
 def _name_of(found: re.Match[str]) -> str:
     """In lower case, as names in SQL are compared."""
     return (found[2] or found[1].replace('""', '"')).lower()
+
+
+def _schema_of(instance: str) -> str:
+    return f"{instance}_" if instance.lower() in _RESERVED else instance
 
 
 def _quoted(name: str) -> str:

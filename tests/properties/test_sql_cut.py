@@ -29,7 +29,7 @@ class Written:
                     for table, found in paths.items():
                         found.append(str(one.path(table)))
         for table, found in paths.items():
-            self.database.execute(f"create view logged_{table} as select * from read_parquet({found})")
+            self.database.execute(f"create view _logged_{table} as select * from read_parquet({found})")
 
 
 @pytest.fixture(scope="module", params=[1, 2])

@@ -5,14 +5,17 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
+from coordinator.instances.registry import Registry
 from tests.helpers.cli import HOME, Run
 from tests.helpers.cli import immortal_here as immortal
+from tests.helpers.recorded import Instances, load_module, write_module
 from tests.helpers.sight_fleet import make_fleet
 
 WORDS = ["the", "cat", "the"]
@@ -111,6 +114,56 @@ def test_wrong_queries_are_said(folder: Path) -> None:
     said = immortal(folder, "sql", "select 1", "--at", "300", "--instance", "counter", status=2)
     assert "ends with record 6" in said
     assert "nobody" in immortal(folder, "sql", "select 1", "--instance", "nobody", status=1)
+
+
+SOLO = """
+from dataclasses import dataclass
+
+from appsdk import Immortal, impulse
+
+
+@dataclass
+class Word:
+    times: int
+
+
+class Solo(Immortal):
+    words: dict[str, Word]
+    total: int
+
+    def __init__(self) -> None:
+        self.words = {}
+        self.total = 0
+
+    @impulse
+    def count(self, word: str) -> None:
+        self.words.setdefault(word, Word(0)).times += 1
+        self.total += 1
+"""
+
+
+def test_instances_that_are_called_as_tables_or_schemas(tmp_path: Path) -> None:
+    module_name = write_module(tmp_path, SOLO)
+    instances = Instances(tmp_path / "logs")
+    registry = Registry(tmp_path / HOME)
+    for name in ("messages", "main", "service-0", "methods", "select"):
+        instance = instances.start(name, load_module(tmp_path, module_name).Solo)
+        for word in WORDS:
+            instance.impulse("count", word)
+        instances.stop(name)
+        registry.register(name, "tcp://127.0.0.1:*", log=tmp_path / "logs" / name / "log")
+        registry.remember_app(name, f"{module_name}:Solo")
+    query = """select (select total from messages.state) as a, (select total from main_.state) as b,
+        (select total from "service-0") as c, (select sum(times) from "service-0".words) as d,
+        (select total from methods) as e, (select total from "select") as f,
+        (select count(*) from messages where instance = 'methods' and method = 'count') as g"""
+    assert rows(tmp_path, query) == [dict.fromkeys("abcdefg", 3)]
+
+
+@pytest.mark.parametrize("missing", ["duckdb", "sight.sql.database"])  # the latter as without Arrow
+def test_without_the_extra_it_is_said(folder: Path, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert "pip install 'immortal[sql]'" in immortal(folder, "sql", "select 1", status=1)
 
 
 def test_unregistering_removes_what_was_made_of_the_log(tmp_path: Path) -> None:

@@ -6,15 +6,17 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from coordinator.log import open_reader
+from protocol.trailer import BatchKind
 from sight.errors import SightError
 from sight.trace import follow
-from sight.trace.follow import Follower, Positions
-from sight.trace.messages import Source
+from sight.trace.follow import Follower, LiveFollower, Positions
+from sight.trace.messages import Executed, Source
 from tests.helpers.pipeline_logs import RecordSpec, make_log, random_specs
 from tests.unit.test_sql_extract import append
 
@@ -131,3 +133,102 @@ def test_a_file_that_is_something_else_is_not_written_over(tmp_path: Path, text:
     with pytest.raises(SightError, match="no file that"):
         Positions(file)
     assert file.read_text() == text
+
+
+# --- with causes ------------------------------------------------------------------------------------------------------
+
+
+class FakeLog:
+    """What a replay has said by now, set by a test."""
+
+    def __init__(self, instance: str) -> None:
+        self.instance = instance
+        self.committer_id = 1
+        self.begins = 0
+        self.taken = -1
+        self.messages: list[Executed] = []
+        self.causes: dict[tuple[str, int], tuple[int, int] | None] = {}
+        identity = SimpleNamespace(instance_name=instance, committer_id=1)
+        self.source: Any = SimpleNamespace(instance=instance, first=0, reader=SimpleNamespace(identity=identity))
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def take(self) -> list[Executed]:
+        found, self.messages = self.messages, []
+        self.taken = max([self.taken, *(one.sequence_id for one in found)])
+        return found
+
+    def cause(self, receiver: str, position: int) -> tuple[bool, tuple[int, int] | None]:
+        return (receiver, position) in self.causes, self.causes.get((receiver, position))
+
+    def logs(self, record: int, caller: str, position: int, kind: BatchKind = BatchKind.STREAM) -> None:
+        time_ns = 1_000 * (record + 1)
+        self.messages.append(
+            Executed(self.instance, 1, record, 0, caller, kind, position, time_ns - 1, time_ns, "work", 0, None)
+        )
+
+
+def run_live(endpoint: Endpoint, logs: list[FakeLog], steps: list[Callable[[], float]], resume: Path) -> None:
+    """Each step is done between two looks, and gives the seconds that pass meanwhile."""
+    now_s = 0.0
+
+    def wait(seconds: float) -> bool:
+        nonlocal now_s
+        if not steps:
+            return True
+        now_s += steps.pop(0)()
+        return False
+
+    positions = Positions(resume)
+    LiveFollower(cast("Any", logs), endpoint.send, positions, wait, lambda text: None, lambda: now_s).run()
+
+
+def test_a_message_waits_for_its_cause_and_that_for_its_own(tmp_path: Path) -> None:
+    a, b, endpoint, resume = FakeLog("a"), FakeLog("b"), Endpoint(), tmp_path / "resume"
+    noted: list[Any] = []
+
+    def first() -> float:
+        b.logs(0, "a", 1)  # caused by record 1 of a, which is caused by record 0 of b's ...
+        a.logs(0, "outside", 1, BatchKind.IMPULSES)
+        return 0.1
+
+    def second() -> float:
+        assert len(endpoint.spans) == 2  # the impulse
+        noted.append(json.loads(resume.read_text()))
+        a.logs(1, "a", 1)
+        a.causes["b", 1] = (1, 0)
+        return 0.1
+
+    def third() -> float:
+        assert len(endpoint.spans) == 2
+        a.causes["a", 1] = (0, 0)
+        return 0.1
+
+    run_live(endpoint, [a, b], [first, second, third], resume)
+    assert len(endpoint.spans) == 6
+    assert len({span["traceId"] for span in endpoint.spans}) == 1
+    assert noted == [{"a": [1, 1], "b": [1, 0]}]  # what waits is not noted as sent
+    assert json.loads(resume.read_text()) == {"a": [1, 2], "b": [1, 1]}
+
+
+def test_no_message_waits_for_ever(tmp_path: Path) -> None:
+    a, b, endpoint = FakeLog("a"), FakeLog("b"), Endpoint()
+
+    def logged() -> float:
+        b.logs(0, "a", 1)  # its cause never comes
+        b.logs(1, "a", 2)  # it is known to have none
+        a.causes["b", 2] = None
+        b.logs(2, "a", 3)  # its cause came before this one began
+        a.causes["b", 3] = (4, 0)
+        a.begins = 5
+        return 0.1
+
+    def later() -> float:
+        assert len(endpoint.spans) == 4
+        return follow.GRACE_S
+
+    run_live(endpoint, [a, b], [logged, later], tmp_path / "resume")
+    assert len(endpoint.spans) == 6
+    assert len({span["traceId"] for span in endpoint.spans}) == 3

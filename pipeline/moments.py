@@ -1,4 +1,4 @@
-"""Where in a log a moment is."""
+"""Where in a log a moment is. Needs neither Arrow nor Spark."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ from coordinator.log import LogReader
 from pipeline.plain import read_record
 
 
-def first_record_at(reader: LogReader, time_ns: int) -> int:
-    """The first record from ``time_ns`` or later; behind the last one where all are earlier.
+def first_record_at(reader: LogReader, time_ns: int, first: int | None = None, end: int | None = None) -> int:
+    """The first of the records ``first`` to ``end`` - 1 (None: all) that may be from ``time_ns`` or later; ``end``, or
+    the one behind the last, where all are earlier.
 
     The time of records never goes back. One that is damaged counts as the next sound one.
     """
-    first, last = reader.ends()
-    end = last + 1
+    first_kept, last = reader.ends()
+    first = first_kept if first is None else first
+    end = last + 1 if end is None else end
     while first < end:
         middle = (first + end) // 2
         found = _time_from(reader, middle, end)
-        if found is None:
+        if found is None:  # nothing sound from there on: what is left may be of any time
             end = middle
         elif found[1] < time_ns:
             first = found[0] + 1
