@@ -531,7 +531,8 @@ def test_actions(shown: Browser, fleet: Fleet) -> None:
 def test_a_timeline_of_what_is_looked_for(shown: Browser) -> None:
     whole = "origin=1&from=0&to=9000000000000000"
     asked = f"/i/desk/timeline.json?lanes=desk,ledger&{whole}"
-    lanes = json.loads(shown.server.ask(f"{asked}&re={quote('book 3", 10]')}")[1])["lanes"]
+    pattern = quote('book 3", 10]')
+    lanes = json.loads(shown.server.ask(f"{asked}&re={pattern}")[1])["lanes"]
     assert [[one[5] for one in lane["messages"]] for lane in lanes] == [["Desk.add"], ["Ledger.book"]]
     ((_, _, time_us, sent_us, sender, *_),) = lanes[1]["messages"]
     assert (sender, sent_us <= time_us) == (0, True)
