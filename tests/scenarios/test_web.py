@@ -276,7 +276,8 @@ def test_a_message(shown: Browser) -> None:
     page.wait_for_url("**/m/**")
     assert "<script>alert(1)</script>" in page.locator("pre").first.inner_text()
     assert page.evaluate("window.length") == 0
-    assert "instance.add('<script>" in page.locator("#call").inner_text()
+    assert "instance.add('<script>" in page.locator("#client").inner_text()
+    assert "immortal call desk add '\"<script>" in page.locator("#command").inner_text()
     assert 'assert_replays("tests/desk.log", Desk)' in page.locator("#test").inner_text()
     looks_right(shown, "message")
     page.get_by_role("link", name="Next record").click()
