@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -82,6 +83,7 @@ def _view(site: Site, settings: InstanceSettings) -> Values:
         "settings": settings,
         "streams": _streams(row.status, _peers(settings) if "pid" in row.status else {}),
         "handlers": handlers,
+        "kinds": Counter(kind for one in handlers for kind in one["kinds"]),
         "handlers_count": count,
         "handlers_problem": problem,
         "letters": row.status.get("letters") or {},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from typing import Any
 from urllib.parse import urlencode
 
@@ -139,7 +140,7 @@ def message(request: Request) -> Response:
         count=sum(batch["count"] for batch in record["sources"]) if "sources" in record else 0,
         note=note,
         test=_as_test(settings, found),
-        call=_as_call(settings, found),
+        calls=_as_calls(settings, found),
     )
 
 
@@ -189,17 +190,21 @@ def _as_test(settings: InstanceSettings, one: Message) -> str:
     )
 
 
-def _as_call(settings: InstanceSettings, one: Message) -> str:
-    """The same call once more, as a client's; "" for what is none."""
+def _as_calls(settings: InstanceSettings, one: Message) -> dict[str, str]:
+    """The same call once more: "client", in Python, and "command"; nothing for what is none, or can't be written so."""
     values = one.described.get("values")
-    if one.kind != "call" or not isinstance(values, list) or "method" not in one.described:
-        return ""
     handler = one.method.rpartition(".")[2]
-    if not handler.isidentifier() or len(one.text) > SHOWN_CHARACTERS_MAX:
-        return ""
+    if one.kind != "call" or not isinstance(values, list) or "method" not in one.described:
+        return {}
+    if not handler.isidentifier() or len(one.text) > SHOWN_CHARACTERS_MAX or '{"$' in one.text:
+        return {}
     called = ", ".join(repr(value) for value in values)
-    return (
-        f"from appsdk.client import connect\n\n"
-        f'with connect("{settings.name}") as {handler}_client:\n'
-        f"    {handler}_client.{handler}({called})\n"
-    ).replace(f"{handler}_client", "instance")
+    given = "".join(f" {shlex.quote(json.dumps(value, ensure_ascii=False))}" for value in values)
+    return {
+        "client": (
+            f"from appsdk.client import connect\n\n"
+            f'with connect("{settings.name}") as instance:\n'
+            f"    instance.{handler}({called})\n"
+        ),
+        "command": f"immortal call {settings.name} {handler}{given}\n",
+    }

@@ -187,10 +187,10 @@ def page_from(reader: LogReader, methods: Methods, wanted: Wanted, at: At, limit
     newer: At | None = None
     for message in _messages(reader, methods, max(at[0], first), last):
         looked_to = message.sequence_id
-        if (message.sequence_id, message.index) < at:
+        if _at(message) < at:
             continue
         if len(found) == limit:
-            newer = message.sequence_id, message.index
+            newer = _at(message)
             break
         if takes(message):
             found.append(_slim(message))
@@ -213,13 +213,13 @@ def page_before(reader: LogReader, methods: Methods, wanted: Wanted, at: At | No
             is_cut = True
             break
         lower = max(first, upper - count + 1)
-        read = _messages(reader, methods, lower, upper)
-        found[:0] = [_slim(one) for one in read if (one.sequence_id, one.index) < end and takes(one)]
+        read = _messages(reader, methods, lower, min(last, upper + 1))  # a gap is seen by what comes behind it
+        found[:0] = [_slim(one) for one in read if one.sequence_id <= upper and _at(one) < end and takes(one)]
         upper, count = lower - 1, min(BACK_RECORDS_MAX, count * 2)
     kept = found[-limit:]
     older: At | None = (lower, 0) if lower > first else None
     if len(kept) < len(found):
-        older = kept[0].sequence_id, kept[0].index
+        older = _at(kept[0])
     newer = None if end[0] > last else end
     return Page(kept, first, last, lower, end[0] if end[1] else end[0] - 1, is_cut, older, newer)
 
@@ -235,6 +235,10 @@ def message_at(reader: LogReader, methods: Methods, at: At) -> tuple[Message | N
 def _messages(reader: LogReader, methods: Methods, first: int, last: int) -> Iterator[Message]:
     for logged in reader.records(first, last):
         yield from messages_of(describe_record(logged, reader.identity.committer_id, methods))
+
+
+def _at(message: Message) -> At:
+    return message.sequence_id, message.index
 
 
 def _slim(message: Message) -> Message:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import ssl
@@ -53,6 +54,7 @@ def serve(
         config.load()
     except (ssl.SSLError, OSError) as error:
         raise WebError(f"the certificate and its key can't be used: {error}") from None
+    logging.getLogger("uvicorn.error").addFilter(_is_news)
     server = uvicorn.Server(config)
     shown = f"[{host}]" if ":" in host else host
     site.start()
@@ -79,3 +81,8 @@ def _listen(host: str, port: int) -> socket.socket:
             f"{host}:{port} can't be listened at: {error.strerror or os.strerror(error.errno or 0)}"
         ) from None
     return listener
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Streams of events have no end but the server's own."""
+    return "without completing response" not in record.getMessage()

@@ -16,6 +16,7 @@ from protocol.errors import ImmortalError
 
 LANES_MAX = 24
 US = 1000  # ns
+AROUND_US = 20_000  # to either side of a message that a link leads to
 
 
 def routes() -> list[BaseRoute]:
@@ -26,6 +27,11 @@ def shown(request: Request) -> Response:
     site, settings = site_of(request), settings_of(request)
     lanes = _lanes(site, settings.name, text_of(request, "lanes"))
     span = _span(site, lanes)
+    around_ns = number_of(request, "around")
+    view = number_of(request, "from"), number_of(request, "to")
+    if around_ns is not None and span is not None:
+        middle = max(0, around_ns - span[0]) // US
+        view = max(0, middle - AROUND_US), middle + AROUND_US
     fields = {key: request.query_params.get(key, "") for key in ("method", "re", "size", "latency")}
     return page(
         "timeline.html",
@@ -36,7 +42,7 @@ def shown(request: Request) -> Response:
         names=site.registry.names()[: LANES_MAX * 4],
         span=span,
         filters=fields,
-        view=(number_of(request, "from"), number_of(request, "to")),
+        view=view,
     )
 
 

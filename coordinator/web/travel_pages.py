@@ -42,6 +42,7 @@ def routes() -> list[BaseRoute]:
         Route("/i/{name}/travel/note", note, methods=["POST"]),
         Route("/i/{name}/travel/again", again, methods=["POST"]),
         Route("/i/{name}/m/{record:int}/{index:int}/replayed", replayed),
+        Route("/i/{name}/m/{record:int}/{index:int}/followed", followed),
     ]
 
 
@@ -198,18 +199,28 @@ def replayed(request: Request) -> Response:
     moment = _ask(site, settings, "moment", record=at[0], index=at[1])
     with site.logs.reader(settings) as reader:
         message, _ = message_at(reader, {}, at)
-    made = [_followed(site, settings, one) for one in moment["made"][:LINKED_MAX]]
     return HTMLResponse(
         render(
             "_replayed.html",
             name=settings.name,
             moment=moment,
-            made=made,
-            made_more=moment["made_count"] - len(made),
+            **_made(site, settings, moment),
             cause=None if message is None else _cause(site, settings, message.source, message.position),
             source="" if message is None else source_in_words(message),
         )
     )
+
+
+def followed(request: Request) -> Response:
+    """Only what came of a message: so a page goes along from service to service, as far as somebody looks."""
+    site, settings = site_of(request), settings_of(request)
+    moment = _ask(site, settings, "moment", record=request.path_params["record"], index=request.path_params["index"])
+    return HTMLResponse(render("_followed.html", **_made(site, settings, moment)))
+
+
+def _made(site: Site, settings: InstanceSettings, moment: Values) -> Values:
+    made = [_followed(site, settings, one) for one in moment["made"][:LINKED_MAX]]
+    return {"made": made, "made_more": moment["made_count"] - len(made)}
 
 
 def _followed(site: Site, settings: InstanceSettings, one: Values) -> Values:

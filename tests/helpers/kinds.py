@@ -20,6 +20,7 @@ KINDS = {  # by the beginning of a test's id
     "tests/security/test_app_port.py": "kills",
     "tests/security/test_control_port.py": "kills",
     "tests/security/test_files.py": "kills",
+    "tests/security/test_web_guard.py": "kills",
 }
 NOT_QUICK = ("slow", "kills", "cluster", "network")
 ON_DISK = ("kills", "cluster", "network")  # all others have their files in memory: helpers/memory.py

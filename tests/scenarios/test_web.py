@@ -211,7 +211,7 @@ def test_the_fleet_is_live(shown: Browser, fleet: Fleet) -> None:
 
 def test_an_instance_and_who_waits_in_it(shown: Browser) -> None:
     page = shown.go("/i/desk")
-    waiting = page.locator("h2:has-text('Waiting handlers') + table tbody tr")
+    waiting = page.locator("h2:has-text('Waiting handlers') ~ table >> nth=0 >> tbody tr")
     assert waiting.locator("td[data-label=Handler]").inner_text() == "Desk.ask"
     assert "approval of <script>" in waiting.locator("td[data-label='Waits for']").inner_text()
     assert "desk.py:" in waiting.locator("td[data-label=At]").inner_text()
@@ -276,7 +276,8 @@ def test_a_message(shown: Browser) -> None:
     page.wait_for_url("**/m/**")
     assert "<script>alert(1)</script>" in page.locator("pre").first.inner_text()
     assert page.evaluate("window.length") == 0
-    assert "instance.add('<script>" in page.locator("#call").inner_text()
+    assert "instance.add('<script>" in page.locator("#client").inner_text()
+    assert "immortal call desk add '\"<script>" in page.locator("#command").inner_text()
     assert 'assert_replays("tests/desk.log", Desk)' in page.locator("#test").inner_text()
     looks_right(shown, "message")
     page.get_by_role("link", name="Next record").click()
@@ -417,6 +418,15 @@ def test_what_a_message_did_across_services(shown: Browser) -> None:
     page.get_by_role("heading", name="What followed").wait_for()
     assert "count" in page.locator(".changes").inner_text()
     looks_right(shown, "message-replayed")
+    followed = page.locator("li", has_text="Ledger.book").first
+    followed.locator("summary").click()
+    followed.get_by_text("It made no message").wait_for()
+    page.get_by_role("link", name="In the timeline").click()
+    page.wait_for_url("**/timeline?around=*")
+    page.wait_for_load_state("networkidle")
+    assert "40.0 ms" in page.locator("#range").inner_text()
+    page.go_back()
+    page.get_by_role("heading", name="What followed").wait_for()
     page.locator("li a", has_text="ledger").click()
     page.get_by_role("heading", name="Caused by").wait_for()
     assert "Ledger.book('book 2', 2)" in page.locator(".call").inner_text()
@@ -492,7 +502,7 @@ def test_actions(shown: Browser, fleet: Fleet) -> None:
         page.get_by_text("a checkpoint is on its way").wait_for()
         until(lambda: "behind record" in server.ask("/i/desk")[1])
         page.goto(f"{server.url}/i/desk")
-        page.locator("h2:has-text('Waiting handlers') + table tbody a").click()
+        page.locator("h2:has-text('Waiting handlers') ~ table >> nth=0 >> tbody a").click()
         page.get_by_role("link", name="Give it this event").click()
         page.get_by_label("Value, as JSON").fill("no json")
         page.get_by_role("button", name="Give it").click()
@@ -505,7 +515,7 @@ def test_actions(shown: Browser, fleet: Fleet) -> None:
         with connect("desk", home=fleet.folder / HOME) as desk:
             desk.begin("nobody")
         page.goto(f"{server.url}/i/desk")
-        page.locator("h2:has-text('Waiting handlers') + table tbody a").click()
+        page.locator("h2:has-text('Waiting handlers') ~ table >> nth=0 >> tbody a").click()
         page.get_by_role("link", name="Cancel this handler").click()
         page.get_by_label("Why").fill("<b>enough</b>")
         page.get_by_role("button", name="Cancel it").click()
@@ -531,7 +541,8 @@ def test_actions(shown: Browser, fleet: Fleet) -> None:
 def test_a_timeline_of_what_is_looked_for(shown: Browser) -> None:
     whole = "origin=1&from=0&to=9000000000000000"
     asked = f"/i/desk/timeline.json?lanes=desk,ledger&{whole}"
-    lanes = json.loads(shown.server.ask(f"{asked}&re={quote('book 3", 10]')}")[1])["lanes"]
+    pattern = quote('book 3", 10]')
+    lanes = json.loads(shown.server.ask(f"{asked}&re={pattern}")[1])["lanes"]
     assert [[one[5] for one in lane["messages"]] for lane in lanes] == [["Desk.add"], ["Ledger.book"]]
     ((_, _, time_us, sent_us, sender, *_),) = lanes[1]["messages"]
     assert (sender, sent_us <= time_us) == (0, True)

@@ -111,6 +111,19 @@ def test_beyond_loopback_only_with_tls_and_a_token(tmp_path: Path, options: tupl
     assert why in " ".join(immortal(tmp_path, "web", *options, status=2).split())
 
 
+def test_it_ends_quietly_while_somebody_looks_on(tmp_path: Path) -> None:
+    immortal(tmp_path, "register", "counter", "--peer", "tcp://127.0.0.1:*")
+    server = WebServer(tmp_path)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    connection.request("GET", "/live/i/counter", headers={"Authorization": f"Bearer {server.token}"})
+    answer = connection.getresponse()
+    assert answer.getheader("content-type") == "text/event-stream; charset=utf-8"
+    assert answer.readline() == b"event: overview\r\n"
+    assert server.stop() == 0
+    assert server.said == []
+    connection.close()
+
+
 def test_a_port_that_is_taken(server: WebServer, tmp_path: Path) -> None:
     said = immortal(tmp_path, "web", "--port", str(server.port), status=1)
     assert f"127.0.0.1:{server.port} can't be listened at: Address already in use" in said
