@@ -1,4 +1,4 @@
-"""Multicasts in one order, by destinations: beside them the same fan-out without an order."""
+"""Multicasts in one order, by destinations: beside them the same fan-out without an order, and a sequencer."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from coordinator.service.parent_death import die_with_parent
 from scripts.benchmarks.context import Context
 from scripts.benchmarks.figures import IMMORTAL, Figure, Target
 from scripts.benchmarks.ordering_apps import Fan, Sink
+from scripts.benchmarks.rivals.sequencer import SEQUENCER, Sequencer, sequencer
+from scripts.benchmarks.rivals.servers import postgres_programs
 
 UNORDERED = "plain calls, no order"
 ONE_CALL = "one plain awaited call"
@@ -56,6 +58,17 @@ def _rate(fan: Any, sinks: list[Any], seconds: float, *, ordered: bool) -> float
     return count / (time.perf_counter() - began_s)
 
 
+def _sequenced(rival: Sequencer, seconds: float) -> float:
+    """As _rate: a transaction for so many as a burst has."""
+    began_s = time.perf_counter()
+    count = 0
+    while time.perf_counter() - began_s < seconds:
+        rival.send(CALLS_PER_BURST)
+        count += CALLS_PER_BURST
+    rival.wait()
+    return count / (time.perf_counter() - began_s)
+
+
 def _latency_us(ask: Callable[[], Any]) -> float:
     """Of one of the AWAITED that ``ask`` makes, one after the other."""
     began_s = time.perf_counter()
@@ -78,6 +91,9 @@ def run(context: Context) -> list[Figure]:
                 IMMORTAL: partial(_rate, fan, sinks, context.amounts.seconds, ordered=True),
                 UNORDERED: partial(_rate, fan, sinks, context.amounts.seconds, ordered=False),
             }
+            if postgres_programs() is not None:
+                rival = stack.enter_context(sequencer(context.folder, destinations))
+                turns[SEQUENCER] = partial(_sequenced, rival, context.amounts.seconds)
             targets = [Target("at least", 50_000)] if destinations == 3 else []
             figures.append(Figure(what, "multicasts/s", "higher", context.interleave(turns, what), targets))
             what = f"multicasts to {destinations}, awaited"
