@@ -16,15 +16,15 @@ from appsdk.calls.context import Context
 from appsdk.calls.failures import refusal
 from appsdk.calls.outbox import CALL_SIZE_BYTES_MAX, Outbox, make_writer
 from appsdk.errors import HandlerError, StateError, UsageError
+from appsdk.ordering.checking import problem_of
 from appsdk.ordering.machine import Filed, Ordering, Release, Send, Stage, State
 from appsdk.ordering.messages import Message, Propose, Refused
 from appsdk.ordering.plain import Plain, as_fork
 from appsdk.ordering.sending import EFFECT, Held, Run, Sending
-from protocol.client import CLIENTS, decode_caller
+from protocol.client import CLIENTS
 from protocol.errors import ProtocolError
-from protocol.messages import RpcKind, RpcType, decode_incoming_rpc, decode_message
+from protocol.messages import RpcType, decode_incoming_rpc, decode_message
 from protocol.ordering import EXECUTED_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
-from protocol.varint import encode_zigzag
 from protocol.verdicts import Cause
 
 ORDERED_CALL_SIZE_BYTES_MAX = CALL_SIZE_BYTES_MAX - (1 << 10)  # of one call: it travels in another one
@@ -219,34 +219,11 @@ class Multicasts:
     def proposed(self, propose: Propose) -> None:
         """Raises HandlerError."""
         ordering, sending = self._begun()
-        if (problem := self._problem(propose)) is not None:
+        if (problem := problem_of(propose, self._context.source)) is not None:
             raise self._refused(problem)
         ordering.proposed(propose, self._context.record_time_ns or 0)
         self._act(ordering, sending)
         self._context.slice_end = 0  # what comes behind it is filed
-
-    def _problem(self, propose: Propose) -> str | None:
-        """These calls become calls of this instance to itself: they must be what their sender could send here."""
-        if propose.sender != self._context.source:
-            return f"{self._context.source!r} speaks for {propose.sender!r}"
-        front = bytes((RpcKind.CALL,)) + encode_zigzag(propose.method_id)
-        if not 1 <= propose.method_id < ORDERED_METHOD_ID or not propose.calls:
-            return f"{len(propose.calls)} calls of method {propose.method_id}"
-        for call in propose.calls:
-            try:
-                _, start, end = decode_message(call, 0)
-                rpc_type = call[start + len(front)]
-            except (ProtocolError, IndexError):
-                return "a call that can't be read"
-            if end != len(call) or not call.startswith(front, start):
-                return f"a call of another method than {propose.method_id}"
-            if rpc_type == RpcType.ASYNC:
-                caller = decode_caller(call, start, end)
-                if caller is None or caller.name != propose.sender:
-                    return "a call whose answer would go to somebody else"
-            elif rpc_type != RpcType.FORK:
-                return f"a call of the type {rpc_type}"
-        return None
 
     def refused(self, message: bytes, text: str) -> list[bytes]:
         """The Propose in ``message`` has a verdict: its sender is to go on without this instance. The calls in it."""

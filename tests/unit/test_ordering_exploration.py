@@ -23,7 +23,7 @@ ALL = (TWICE_HELD, FROM_ONE, HELD, CLOCKS_APART, TO_TWO, TO_THREE, OVERLAPPING, 
 
 @pytest.mark.parametrize("script", ALL)
 def test_each_interleaving_keeps_the_order(script: Script) -> None:
-    states, ends = explore(script)
+    states, ends = explore(script, early_commits=script is TO_THREE)  # the largest one
     assert states > 10
     assert ends > 0
 

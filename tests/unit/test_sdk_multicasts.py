@@ -371,10 +371,13 @@ class Notifier(Immortal):
 
 
 def test_a_destination_that_refuses_says_so_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def problem(self: Multicasts, propose: Propose) -> str | None:
-        return "not here" if self._context.instance_name == "b" else None
+    def proposed(self: Multicasts, propose: Propose) -> None:
+        if self._context.instance_name == "b":
+            raise self._refused("not here")
+        take(self, propose)
 
-    monkeypatch.setattr(Multicasts, "_problem", problem)
+    take = Multicasts.proposed
+    monkeypatch.setattr(Multicasts, "proposed", proposed)
     for env in crash_everywhere(runs_max=20, fail_alone=True):
         with env:
             books, senders = start(env)
