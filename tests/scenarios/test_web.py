@@ -188,12 +188,12 @@ def test_the_fleet(shown: Browser) -> None:
     assert rows.nth(3).locator("td").nth(0).inner_text() == "not started yet"
     looks_right(shown, "fleet")
     page.get_by_role("link", name="running").click()
-    assert page.locator("tbody tr").count() == 2
+    until(lambda: page.locator("tbody tr").count() == 2)
     page.get_by_role("searchbox").fill("LED")
     page.get_by_role("searchbox").press("Enter")
-    assert page.locator("tbody th").all_inner_texts() == ["ledger"]
+    until(lambda: page.locator("tbody th").all_inner_texts() == ["ledger"])
     page.locator("tbody a").click()
-    assert page.get_by_role("heading", level=1).inner_text() == "ledger"
+    page.get_by_role("heading", level=1, name="ledger").wait_for()
 
 
 def test_the_fleet_is_live(shown: Browser, fleet: Fleet) -> None:
@@ -219,7 +219,7 @@ def test_an_instance_and_who_waits_in_it(shown: Browser) -> None:
     assert "ledger" in streams.all_inner_texts()[-1]
     looks_right(shown, "instance")
     waiting.get_by_role("link").click()
-    assert "ask(" in page.locator(".call").inner_text()
+    page.locator(".call", has_text="ask(").wait_for()
     assert "\\x1b[31m" in page.locator(".call").inner_text()
     looks_right(shown, "handler")
 
