@@ -5,5 +5,5 @@ cdef class Context:
     cdef public Py_ssize_t slice_end
     cdef public unsigned long handling_thread_id
     cdef public unsigned long thread_id
-    cdef public object _streams, _streams_of, committer_id, handlers, instance_name, outbox, peers, record_time_ns, seed
-    cdef public object sequence_id, sites, source, tasks
+    cdef public object _streams, _streams_of, committer_id, handlers, instance_name, multicasts, outbox, peers, record_time_ns
+    cdef public object seed, sequence_id, sites, source, tasks
