@@ -126,6 +126,7 @@ class Failures:
         """Tell who waits for ``message``, if anybody does."""
         if method_of(message) == ORDERED_METHOD_ID:
             self._context.multicasts.refused(message, verdict.text)
+        self._context.nodes.failed(message, verdict)
         if (caller := who_waits(message)) is not None:
             self._context.tasks.answers.answer_verdict(verdict, caller)
 

@@ -23,8 +23,9 @@ from appsdk.ordering.sending import EFFECT, Held, Run, Sending
 from protocol.client import CLIENTS, decode_caller
 from protocol.errors import ProtocolError
 from protocol.messages import RpcKind, RpcType, decode_incoming_rpc, decode_message
+from protocol.nodes import HANDLES_METHOD_ID, NODE_METHOD_ID
 from protocol.ordering import EXECUTED_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
-from protocol.varint import encode_zigzag
+from protocol.varint import decode_zigzag_int, encode_zigzag
 from protocol.verdicts import Cause
 
 ORDERED_CALL_SIZE_BYTES_MAX = CALL_SIZE_BYTES_MAX - (1 << 10)  # of one call: it travels in another one
@@ -32,9 +33,31 @@ WHAT = "an ordered multicast"
 
 Parts = dict[str, list[bytes]]
 
+_decode_items = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+_decode_speaker = msgspec.msgpack.Decoder(str).decode
+
 _write_ordered = make_writer(WHAT, ORDERED_METHOD_ID, RpcType.FORK)
 _write_ordering = make_writer(WHAT, ORDERING_METHOD_ID, RpcType.FORK)
 _write_executed = make_writer(WHAT, EXECUTED_METHOD_ID, RpcType.FORK)
+
+
+def _method_of(call: bytes) -> int:
+    _, start, _ = decode_message(call, 0)
+    return decode_zigzag_int(call, start + 1)[0]
+
+
+def _arguments_of(call: bytes) -> bytes:
+    _, start, end = decode_message(call, 0)
+    return bytes(decode_incoming_rpc(call, start, end).arguments)
+
+
+def _speaker(arguments: bytes, rpc_type: int) -> str:
+    """Who sends a call to a node, or word of a handle, as the call itself says; "" where it does not."""
+    try:
+        found = _decode_speaker(_decode_items(arguments)[2 if rpc_type == RpcType.ASYNC else 0])
+    except (msgspec.DecodeError, UnicodeDecodeError, IndexError):
+        return ""
+    return found
 
 
 class Executed(msgspec.Struct, array_like=True, frozen=True):
@@ -138,7 +161,8 @@ class Multicasts:
     # --- what handlers send -------------------------------------------------------------------------------------------
 
     def send(self, name: str, method_id: int, destinations: list[str], calls: list[bytes]) -> None:
-        """``calls``: one that all get, or one of each. Raises UsageError."""
+        """``calls``: one that all get, or one of each. ``method_id``: of all; negative, and the same for the same
+        methods, where they are of several. Raises UsageError."""
         size_bytes = max(map(len, calls))
         if size_bytes > ORDERED_CALL_SIZE_BYTES_MAX:
             raise UsageError(
@@ -147,6 +171,10 @@ class Multicasts:
             )
         context = self._context
         ordering, sending = self._both()
+        if context.carries:
+            for index, destination in enumerate(destinations):
+                call = calls[index if len(calls) > 1 else 0]
+                context.nodes.passing(destination, _arguments_of(call))
         context.outbox.close_open()
         place = context.sequence_id, context.message_index
         if place != sending.place:
@@ -209,7 +237,8 @@ class Multicasts:
         if propose.sender != self._context.source:
             return f"{self._context.source!r} speaks for {propose.sender!r}"
         front = bytes((RpcKind.CALL,)) + encode_zigzag(propose.method_id)
-        if not 1 <= propose.method_id < ORDERED_METHOD_ID or not propose.calls:
+        is_of_nodes = propose.method_id in (NODE_METHOD_ID, HANDLES_METHOD_ID)
+        if (not 1 <= propose.method_id < ORDERED_METHOD_ID and not is_of_nodes) or not propose.calls:
             return f"{len(propose.calls)} calls of method {propose.method_id}"
         for call in propose.calls:
             try:
@@ -225,6 +254,8 @@ class Multicasts:
                     return "a call whose answer would go to somebody else"
             elif rpc_type != RpcType.FORK:
                 return f"a call of the type {rpc_type}"
+            if is_of_nodes and _speaker(_arguments_of(call), rpc_type) != propose.sender:
+                return "a call to a node in the name of somebody else"
         return None
 
     def refused(self, message: bytes, text: str) -> None:
@@ -315,7 +346,10 @@ class Multicasts:
     def _send(self, action: Send) -> None:
         parts = self._pushed.setdefault(action.destination, [])
         if isinstance(action.message, Propose):
-            _write_ordered(parts, msgspec.structs.astuple(action.message))
+            propose = action.message
+            if propose.method_id < 0:  # of several methods: each destination hears of its own
+                propose = msgspec.structs.replace(propose, method_id=_method_of(propose.calls[0]))
+            _write_ordered(parts, msgspec.structs.astuple(propose))
         else:
             _write_ordering(parts, (action.message,))
 

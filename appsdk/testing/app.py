@@ -78,7 +78,7 @@ class LocalApp:
         """The checksum of its state, of what its handlers wait for, and of multicasts that are on their way."""
         dispatcher = self.dispatcher
         state = dispatcher.definition.state().encode(dispatcher.instance)
-        waiting = dispatcher.tasks.save(), dispatcher.context.multicasts.save()
+        waiting = dispatcher.tasks.save(), dispatcher.context.multicasts.save(), dispatcher.context.nodes.save()
         return crc64(encoder.encode(waiting), crc64(state))
 
     def tell_time(self, time_ns: int) -> None:
