@@ -43,8 +43,8 @@ from appsdk.nodes.nodes import Nodes
 from appsdk.ordering.multicasts import Multicasts
 from appsdk.ordering.plain import Plain
 from appsdk.state.copies import Copies
-from appsdk.waiting.listing import describe_all, describe_one
 from appsdk.types.handles import current
+from appsdk.waiting.listing import describe_all, describe_one
 from appsdk.waiting.tasks import Tasks
 from protocol.batch import decode_batch, decode_replayable_batch
 from protocol.errors import RemoteProtocolError

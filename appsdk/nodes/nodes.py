@@ -263,7 +263,9 @@ class Nodes:
         own_name = self._require_handler("self.release_handle")
         owner, key = _parts(handle, "self.release_handle")
         if owner == own_name:
-            raise UsageError(f"self.release_handle({handle!r}): it is this instance's own node: self.destroy(...) ends it")
+            raise UsageError(
+                f"self.release_handle({handle!r}): it is this instance's own node: self.destroy(...) ends it"
+            )
         if not self._holder.holds(owner, key):
             raise UsageError(f"self.release_handle({handle!r}): {self._why_not(owner, key)}")
         self._holder.release(owner, key)
@@ -330,9 +332,7 @@ class Nodes:
     def _sender(self, destination: str, method_id: int, name: str = WHAT) -> Send:
         key = destination, method_id
         if (send := self._senders.get(key)) is None:
-            made: Send = self.context.outbox.make_sender(
-                destination, name, method_id, RpcKind.CALL, (), RpcType.FORK
-            )
+            made: Send = self.context.outbox.make_sender(destination, name, method_id, RpcKind.CALL, (), RpcType.FORK)
             send = self._senders[key] = made
         return send
 

@@ -194,7 +194,8 @@ class Multicasts:
         if destination and destination != ordering.name:
             return sending.holds
         return ordering.has_own or any(
-            ordering.name in one.destinations if isinstance(one, Run) else not one.destination for one in sending.waiting
+            ordering.name in one.destinations if isinstance(one, Run) else not one.destination
+            for one in sending.waiting
         )
 
     def hold(self, destination: str, parts: list[bytes]) -> None:

@@ -280,7 +280,9 @@ class TaskMulticastMethod:
         calls: list[MulticastCall] = []
         for to, source in self._destinations:
             if isinstance(source, NodeHandles):
-                target: Target = NodeTarget(task.tasks.context.nodes, source.only(handler.name), source.handler(handler.name))
+                target: Target = NodeTarget(
+                    task.tasks.context.nodes, source.only(handler.name), source.handler(handler.name)
+                )
             else:
                 target = task.tasks.target("" if to == own_name else to, handler, handler)
             bound = target.codec.bind(arguments, keywords)

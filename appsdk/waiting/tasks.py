@@ -24,6 +24,7 @@ from appsdk.errors import AS_RPC, Cancelled, HandlerError, QueryError, UsageErro
 from appsdk.handlers.decorators import CLOCK_METHOD_ID, Handler
 from appsdk.handlers.definition import Definition
 from appsdk.state.journal import WAYS_OUT, Entry, JournalError, SavedTask, SavedTasks, declared_name, encode_raised
+from appsdk.types.handles import MARK
 from appsdk.waiting.clock import Clock, Deadline
 from appsdk.waiting.effects import EffectResult
 from appsdk.waiting.host import Host
@@ -34,7 +35,6 @@ from appsdk.waiting.orders import Orders
 from appsdk.waiting.signals import encode_signal
 from appsdk.waiting.task import Task
 from appsdk.waiting.task_self import TaskSelf
-from appsdk.types.handles import MARK
 from protocol.client import Caller
 from protocol.handlers import CANCEL_CALL_METHOD_ID, REASON_CHARACTERS_MAX, Order
 from protocol.messages import RpcKind, RpcType

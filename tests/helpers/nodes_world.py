@@ -126,7 +126,9 @@ class World:
     def check_end(self) -> None:
         """All has come to rest."""
         grant = self.owner.grants.get(KEY)
-        holding = {name: one.count for name, holder in self.holders.items() for one in holder.held.values() if one.count}
+        holding = {
+            name: one.count for name, holder in self.holders.items() for one in holder.held.values() if one.count
+        }
         if (grant.holders if grant else {}) != holding:
             raise ViolationError(f"the owner counts {grant and grant.holders}, held are {holding}")
         if grant is None:
