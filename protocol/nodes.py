@@ -1,4 +1,4 @@
-"""Calls by which handles work (`docs/NODES.md`). As those of :mod:`protocol.ordering`, their IDs are above all users'."""
+"""Calls by which handles work (`docs/NODES.md`). Their IDs are above users', as those of :mod:`protocol.ordering`."""
 
 from __future__ import annotations
 

@@ -145,7 +145,8 @@ class Nodes:
         )
 
     def _new(self, cls: type, number: int) -> Node:
-        made: Node = cls.__new__(cls)
+        given: Any = cls
+        made: Node = given.__new__(given)
         made._immortal_context = NodeContext(made, self, number)
         return made
 
@@ -263,9 +264,7 @@ class Nodes:
         own_name = self._require_handler("self.release_handle")
         owner, key = _parts(handle, "self.release_handle")
         if owner == own_name:
-            raise UsageError(
-                f"self.release_handle({handle!r}): it is this instance's own node: self.destroy(...) ends it"
-            )
+            raise UsageError(f"self.release_handle({handle!r}): it is one's own: self.destroy(...) ends its node")
         if not self._holder.holds(owner, key):
             raise UsageError(f"self.release_handle({handle!r}): {self._why_not(owner, key)}")
         self._holder.release(owner, key)

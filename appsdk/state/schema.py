@@ -8,7 +8,8 @@ A blob is this module's envelope (magic, version, size of the header, header), t
 
     0-5 "IMMAPP" · 6 version · 7 zero · 8-11 size of the header, little endian · header (MessagePack) · state
 
-The version is 1, 2 where async handlers wait, 3 with other rules than the first, 4 with ordered multicasts, 5 with handles.
+The version is 1, 2 where async handlers wait, 3 with other rules than the first, 4 with ordered multicasts, 5 with
+nodes or handles.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ A handle travels as a MessagePack extension, so that it is found in any message,
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
 import typing
@@ -137,8 +138,6 @@ def handles_in(data: bytes) -> list[tuple[str, bytes]]:
         if isinstance(handle := read_extension(code, content), _Handle):
             found.append(handle._immortal_of[:2])
 
-    try:
+    with contextlib.suppress(msgspec.DecodeError, ValueError, TypeError, RecursionError):
         msgspec.msgpack.decode(data, ext_hook=collect)
-    except (msgspec.DecodeError, ValueError, TypeError, RecursionError):
-        pass
     return found

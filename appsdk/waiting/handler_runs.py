@@ -44,8 +44,8 @@ class HandlerRuns:
     def run_handler(
         self, handler: Handler[Any, Any], arguments: tuple[Any, ...], *, waits: bool = True, node: Any = None
     ) -> tuple[bool, bytes]:
-        """Run a ``def`` handler, the instance's or of ``node``, for somebody who ``waits``: (whether it raised, what for
-        them). Raises HandlerError."""
+        """Run a ``def`` handler, the instance's or of ``node``, for somebody who ``waits``: (whether it raised, what
+        for them). Raises HandlerError."""
         try:
             if handler.is_query:
                 value = self.queries.run(handler, self.instance, *arguments)

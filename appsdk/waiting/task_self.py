@@ -69,8 +69,8 @@ class TaskSelf:
             return TaskHandler(task, member) if isinstance(member, Target) else TaskPeer(task, member)
         if name in NODE_METHODS:
             raise UsageError(
-                f"self.{name}: an async handler touches no nodes, as others change them while it waits: move this into a "
-                f"'def' handler (@rpc) and await that: await self.<handler>(...)"
+                f"self.{name}: an async handler touches no nodes, as others change them while it waits: move this into "
+                f"a 'def' handler (@rpc) and await that: await self.<handler>(...)"
             )
         definition = task.tasks.definition
         found: Any = inspect.getattr_static(definition.cls, name, _MISSING)
