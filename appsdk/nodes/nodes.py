@@ -279,7 +279,7 @@ class Nodes:
         one = self._holder.held.get((owner, key))
         if one is not None and one.ended:
             return f"{owner!r} has {one.ended} it"
-        return "this instance does not hold it (any more): it has released it, or was never passed it"
+        return "this instance does not hold it: it was released or has ended, or was never passed to it"
 
     def require_usable(self, handle: Any) -> None:
         """Raises UsageError."""

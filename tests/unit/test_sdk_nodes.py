@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from appsdk import CalleeFailed, Handle, Immortal, Node, impulse, peer, rpc
+from appsdk import CalleeFailed, Handle, Immortal, Node, impulse, initial, peer, rpc, upgrades
+from appsdk.errors import DefinitionError, StateError
 from appsdk.testing import Environment, Instance, crash_everywhere
 from protocol.nodes import NODE_METHOD_ID
 
@@ -233,7 +234,7 @@ def test_destruction_is_told_to_holders_and_the_handle_leads_nowhere() -> None:
         exchange.send(Exchange.close, 0)
         env.run()
         assert (broker.state.ended, other.state.ended) == (1, 1)
-        with pytest.raises(CalleeFailed, match=r"'exchange' has destroyed it|does not hold it"):
+        with pytest.raises(CalleeFailed, match="it was released or has ended"):
             broker.call(Broker.fill, 1)
         with pytest.raises(CalleeFailed, match="destroyed or revoked"):
             exchange.call(Exchange.filled, 0)
@@ -359,3 +360,330 @@ def test_a_crash_anywhere_changes_nothing() -> None:
             assert exchange.state.seen == ["gold hears news"]
             assert other.state.seen == ["news", "destroyed"]
             assert (broker.state.ended, other.state.ended) == (1, 1)
+
+
+# --- more ways to use them, and to misuse them ------------------------------------------------------------------------
+
+
+class Listener(Node):
+    heard: list[str]
+
+    def __init__(self) -> None:
+        self.heard = []
+
+    @rpc
+    def hear(self, text: str) -> int:
+        self.heard.append(text)
+        return len(self.heard)
+
+    @rpc
+    def give(self, handle: Handle[Listener]) -> None:
+        self.owner.others.append(handle)
+
+    @rpc
+    def twice(self, text: str) -> int:
+        return self.hear(text) + self.hear(text)
+
+    @rpc
+    def later(self, text: str) -> None:
+        self.hear.fork(text)
+
+
+class Hub(Immortal, nodes=(Listener,)):
+    a = peer(lambda: Hub, "a")
+    b = peer(lambda: Hub, "b")
+    c = peer(lambda: Hub, "c")
+    mine: list[Handle[Listener]]
+    others: list[Handle[Listener]]
+    direct: list[str]
+    raises: bool
+
+    def __init__(self) -> None:
+        self.mine, self.others, self.direct, self.raises = [], [], [], False
+
+    @rpc
+    def make(self) -> None:
+        self.mine.append(self.create_node(Listener))
+        self.a.take.fork(self.mine[-1])
+
+    @rpc
+    def take(self, handle: Handle[Listener]) -> None:
+        self.others.append(handle)
+
+    @rpc
+    def take_all(self, handles: dict[str, list[Handle[Listener]]], other: Any) -> None:
+        self.others += [*handles["x"], other]
+
+    @rpc
+    def pass_all(self) -> None:
+        self.b.take_all.fork({"x": self.others}, self.others[0])
+
+    @rpc
+    def hear(self, text: str) -> int:
+        self.direct.append(text)
+        return -1
+
+    @rpc
+    def all_others(self) -> list[Handle[Listener]]:
+        return self.others
+
+    @rpc
+    async def ask_all(self, text: str) -> list[int]:
+        handles = await self.all_others()
+        return list(await self.multicast([handles[0], self.c, handles[1]]).hear.all(text))  # type: ignore[list-item]
+
+    @impulse
+    def tell_all(self, text: str) -> None:
+        self.multicast([*self.others, self.c]).hear.fork(text)  # type: ignore[list-item]
+
+    @rpc
+    def give(self) -> None:
+        self.others[0].give.fork(self.others[1])
+
+    @rpc
+    def call_own(self) -> list[int]:
+        node = self.node_of(self.mine[0])
+        self.mine[0].later.fork("forked")
+        return [node.hear("direct"), node.twice("twice")]
+
+    @rpc
+    async def call_own_through_the_log(self) -> int:
+        return await (await self.first()).hear("awaited")
+
+    @rpc
+    def first(self) -> Handle[Listener]:
+        return self.mine[0]
+
+    @rpc
+    def heard(self) -> list[list[str]]:
+        return [self.node_of(one).heard for one in self.mine]
+
+    @rpc
+    def end(self) -> None:
+        self.destroy(self.mine[0])
+        self.destroy(self.mine[0])
+
+    @rpc
+    def fail_next(self) -> None:
+        self.raises = True
+
+    @rpc
+    async def create_in_async(self) -> None:
+        self.create_node(Listener)
+
+    @rpc
+    def release_own(self) -> None:
+        self.release_handle(self.mine[0])
+
+    @rpc
+    def destroy_others(self) -> None:
+        self.destroy(self.others[0])
+
+    @rpc
+    def wrong_class(self) -> None:
+        self.create_node(Order, "x")
+
+    @rpc
+    def no_such(self) -> None:
+        self.others[0].no_such.fork()  # type: ignore[attr-defined]
+
+    @rpc
+    def not_async(self) -> None:
+        self.others[0].hear("x")
+
+    @rpc
+    def both(self) -> None:
+        self.multicast([self.others[0], self.b]).hear.fork("x")  # type: ignore[list-item]
+
+    def on_destroyed(self, handle: Handle[Any]) -> None:
+        self.others.remove(handle)
+        if self.raises:
+            raise ValueError("a hook's")
+
+
+Hubs = tuple[Instance[Hub], Instance[Hub], Instance[Hub]]
+
+
+def hubs(env: Environment) -> Hubs:
+    found = env.start(Hub, "a"), env.start(Hub, "b"), env.start(Hub, "c")
+    for one in found[1:]:
+        one.send(Hub.make)
+    env.run()
+    return found
+
+
+def test_multicasts_to_nodes_of_several_owners_and_to_instances() -> None:
+    with Environment() as env:
+        a, b, c = env.start(Hub, "a"), env.start(Hub, "b"), env.start(Hub, "c")
+        d = env.start(Hub, "d")
+        for one in (b, d, b):
+            one.send(Hub.make)
+            env.run()
+        assert len(a.state.others) == 3
+        a.send(Hub.tell_all, "hello")
+        env.run()
+        assert (b.call(Hub.heard), d.call(Hub.heard)) == ([["hello"], ["hello"]], [["hello"]])
+        assert c.state.direct == ["hello"]
+        assert a.call(Hub.ask_all, "who") == [2, -1, 2]
+
+
+def test_handles_within_arguments_and_passed_to_nodes() -> None:
+    with Environment() as env:
+        a, b, c = hubs(env)
+        a.call(Hub.give)  # b's node gets c's
+        env.run()
+        assert b.state.others == [a.state.others[1]]
+        a.call(Hub.pass_all)
+        env.run()
+        assert len(b.state.others) == 4
+        assert b.state.others[1:] == [*a.state.others, a.state.others[0]]
+        assert c.state.others == []
+
+
+def test_one_calls_ones_own_nodes_at_once_and_through_the_log() -> None:
+    with Environment() as env:
+        _, b, _ = hubs(env)
+        assert b.call(Hub.call_own) == [1, 5]
+        assert b.call(Hub.call_own_through_the_log) == 5
+        assert b.call(Hub.heard) == [["direct", "twice", "twice", "forked", "awaited"]]
+
+
+def test_a_hook_that_fails_is_a_dead_letter_and_the_end_holds() -> None:
+    with Environment(fail_alone=True) as env:
+        a, b, _ = hubs(env)
+        a.call(Hub.fail_next)
+        b.call(Hub.end)
+        env.run()
+        assert len(a.state.others) == 2  # the hook is undone
+        assert [letter.text for letter in a.dead_letters] == ["a hook's"]
+        a.crash_app()
+        a.recover()
+        with pytest.raises(CalleeFailed, match="it was released or has ended"):
+            a.call(Hub.give)
+        app = env._world.nodes["b"].local_app
+        assert app is not None
+        assert app.dispatcher.context.nodes._owner.grants == {}  # given back all the same
+
+
+def test_what_can_not_be_done_is_said() -> None:
+    with Environment(fail_alone=True) as env:
+        a, b, _ = hubs(env)
+        for one, handler, text in [
+            (a, Hub.create_in_async, "an async handler touches no nodes"),
+            (b, Hub.release_own, "it is one's own"),
+            (a, Hub.destroy_others, "only its owner, 'b', can do that"),
+            (a, Hub.wrong_class, r"Hub does not name it: class Hub\(Immortal, nodes=\(Order,\)\)"),
+            (a, Hub.no_such, "has no handler 'no_such'"),
+            (a, Hub.not_async, "only async handlers wait"),
+            (a, Hub.both, "'b' is in it twice"),
+        ]:
+            with pytest.raises(CalleeFailed, match=text):
+                one.call(handler)
+
+
+def test_classes_of_nodes_are_checked() -> None:
+    with pytest.raises(DefinitionError, match="an 'async def': a node's handlers are @rpc and plain 'def'"):
+
+        class Waits(Node):
+            @rpc
+            async def wait(self) -> None: ...
+
+    with pytest.raises(DefinitionError, match=r"classes below appsdk\.Node were expected"):
+
+        class Wrong(Immortal, nodes=(int,)):  # type: ignore[type-var]
+            pass
+
+    with pytest.raises(DefinitionError, match=r"Handle\[int\]: a class below appsdk.Node was expected"):
+
+        class Odd(Immortal):
+            odd: Handle[int]
+
+
+class Place(Node):
+    heat: int
+
+    def __init__(self) -> None:
+        self.heat = 20
+
+    @rpc
+    def warm(self) -> int:
+        self.heat += 1
+        return self.heat
+
+
+class House(Immortal, nodes=(Place,)):
+    guest = peer(lambda: Guest, "guest")
+    place: Handle[Place] | None
+
+    def __init__(self) -> None:
+        self.place = None
+
+    @initial
+    def begin(self) -> None:
+        self.place = self.create_node(Place)
+        self.guest.take.fork(self.place)
+
+
+class Guest(Immortal):
+    places: list[Handle[Place]]
+
+    def __init__(self) -> None:
+        self.places = []
+
+    @rpc
+    def take(self, place: Handle[Place]) -> None:
+        self.places.append(place)
+
+    @rpc
+    def room(self) -> Handle[Place]:
+        return self.places[0]
+
+    @rpc
+    async def warm(self) -> int:
+        return await (await self.room()).warm()
+
+
+class Room(Node, formerly=("Place",)):
+    heat: int
+    lamps: int = 2
+
+    @rpc
+    def warm(self) -> int:
+        self.heat += self.lamps
+        return self.heat
+
+
+@upgrades(House)
+class House2(Immortal, nodes=(Room,)):
+    place: Handle[Room] | None
+
+    @classmethod
+    def upgrade(cls, old: House) -> House2:
+        new = cls()
+        new.place = old.place  # type: ignore[assignment]
+        return new
+
+
+@upgrades(House)
+class House3(Immortal):
+    @classmethod
+    def upgrade(cls, old: House) -> House3:
+        return cls()
+
+
+def test_an_upgrade_takes_the_nodes_over() -> None:
+    with Environment() as env:
+        guest, house = env.start(Guest, "guest"), env.start(House, "house")
+        env.run()
+        assert guest.call(Guest.warm) == 21
+        house.upgrade(House2)
+        assert guest.call(Guest.warm) == 23
+
+
+def test_an_upgrade_that_forgets_a_class_of_nodes_is_refused() -> None:
+    with Environment() as env:
+        guest, house = env.start(Guest, "guest"), env.start(House, "house")
+        env.run()
+        with pytest.raises(StateError, match=r"a node of the class 'Place', and House3 has none: name it in nodes="):
+            house.upgrade(House3)
+        assert guest.state.places
