@@ -132,11 +132,13 @@ def test_each_handle_is_released_once_whoever_is_killed(tmp_path: Path) -> None:
         runs["exchange"].line("half of them")
         immortal(tmp_path, "checkpoint", "exchange")
         os.kill(pid_of(runs["exchange"].line("process", 2)), signal.SIGKILL)
+        runs["exchange"].line("process", 3)
+        runs["helper"].line("process", 2)
         assert "True" in runs["exchange"].line("all released once and filled:")
         for run in runs.values():
             assert run.stop() == 0
     finally:
         for run in runs.values():
             run.kill()
-    for name in classes:
+    for name in ("exchange", "helper"):
         assert json.loads(immortal(tmp_path, "verify", name, "--json"))["same"]
