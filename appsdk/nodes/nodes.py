@@ -77,6 +77,16 @@ class Saved(msgspec.Struct):
 
 
 _decode_saved = msgspec.msgpack.Decoder(Saved).decode
+
+
+def decode_saved(data: bytes) -> Saved:
+    """Raises StateError."""
+    try:
+        return _decode_saved(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise StateError(f"the checkpoint's part on nodes and handles can't be read: {error}") from None
+
+
 decode_node_call = msgspec.msgpack.Decoder(NodeCall).decode
 decode_awaited_node_call = msgspec.msgpack.Decoder(AwaitedNodeCall).decode
 decode_word = msgspec.msgpack.Decoder(Word).decode
@@ -120,10 +130,7 @@ class Nodes:
 
     def restore(self, data: bytes | None) -> None:
         """Raises StateError."""
-        try:
-            saved = Saved(0, [], [], []) if data is None else _decode_saved(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise StateError(f"the checkpoint's part on nodes and handles can't be read: {error}") from None
+        saved = Saved(0, [], [], []) if data is None else decode_saved(data)
         self._last_number = saved.last_number
         self._owner, self._holder = Owner(saved.grants), Holder(saved.held)
         self._nodes = {one.number: self._restored(one) for one in saved.nodes}

@@ -8,7 +8,10 @@ import pytest
 
 from appsdk import CalleeFailed, Handle, Immortal, Node, impulse, initial, peer, rpc, upgrades
 from appsdk.errors import DefinitionError, StateError
+from appsdk.handlers.definition import definition_of
+from appsdk.running.inspection import inspect_state
 from appsdk.testing import Environment, Instance, crash_everywhere
+from appsdk.types.handles import tag_of
 from protocol.nodes import NODE_METHOD_ID
 
 
@@ -687,3 +690,25 @@ def test_an_upgrade_that_forgets_a_class_of_nodes_is_refused() -> None:
         with pytest.raises(StateError, match=r"a node of the class 'Place', and House3 has none: name it in nodes="):
             house.upgrade(House3)
         assert guest.state.places
+
+
+def test_nodes_and_handles_are_shown_without_keys() -> None:
+    with Environment() as env:
+        exchange, broker, _ = start(env)
+        exchange.call(Exchange.open, "gold", ["broker"])
+        broker.call(Broker.fill, 3)
+        env.run()
+        keys, shown = set(), []
+        for one, cls in [(exchange, Exchange), (broker, Broker)]:
+            app = env._world.nodes[one.name].local_app
+            assert app is not None
+            keys |= {grant.key for grant in app.dispatcher.context.nodes._owner.grants.values()}
+            state = inspect_state(definition_of(cls), b"".join(app.dispatcher._life.encode())).state
+            shown.append(state)
+        assert shown[0]["$nodes"] == [{"$number": 1, "$class": "Order", "filled": 3, "note": "gold"}]
+        assert shown[0]["$handles"]["of_nodes"][0]["holders"] == {"broker": 1}
+        assert shown[1]["$handles"]["held"][0]["owner"] == "exchange"
+        (key,) = keys
+        assert key not in repr(shown).encode()
+        assert repr(key)[2:-1] not in repr(shown)
+        assert tag_of(key) in repr(shown[1]["held"])
