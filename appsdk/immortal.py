@@ -258,7 +258,8 @@ class Immortal:
         return found
 
     def release_handle(self, handle: type[Node]) -> None:
-        """Of another's node: this instance does not hold ``handle`` any more. Raises UsageError."""
+        """Of another's node: this instance does not hold ``handle`` any more. Nothing where it does not. Raises
+        UsageError."""
         self._immortal_nodes("release_handle").release_handle(handle)
 
     def holders_of(self, handle: type[Node]) -> list[str]:

@@ -39,4 +39,12 @@ class Forgotten(msgspec.Struct, array_like=True, frozen=True, tag=4, gc=False):
     key: Key
 
 
-Message: TypeAlias = Passed | Released | Ended | Forgotten
+class Stale(msgspec.Struct, array_like=True, frozen=True, tag=5, gc=False):
+    """To oneself: a copy has come behind the end of the handle, so that the hook is still to be called for it."""
+
+    owner: str
+    key: Key
+    how: str
+
+
+Message: TypeAlias = Passed | Released | Ended | Forgotten | Stale

@@ -12,6 +12,7 @@ from appsdk.dispatch.events import BecamePrimary, Goodbye, Refusal, SnapshotBegu
 from appsdk.errors import HandlerError, Refused, UpgradeError
 from appsdk.handlers.definition import Definition
 from appsdk.running.tracing import TracingDispatcher
+from appsdk.testing import outside
 from appsdk.testing.stand_ins import StandInRunner
 from protocol.checksum import crc64
 from protocol.errors import ImmortalError
@@ -61,6 +62,7 @@ class LocalApp:
             fails_alone=fails_alone,
             compares_queries=True,
         )
+        self.dispatcher.context.nodes.outsiders = frozenset({outside.NAME})
         # The clock is the record's; before there is one, the context's own: it is not to look at the real one.
         self.dispatcher.context.record_time_ns = now_ns
         self.output = bytearray()

@@ -65,8 +65,8 @@ class Member(Immortal, nodes=(Part,)):
 
     @rpc
     def take(self, name: str, handle: Handle[Part]) -> None:
-        if handle in self.held.values() or name in self.ended:
-            return  # a copy more
+        if handle in self.held.values() or name in self.ended or name.startswith(self.name()):
+            return  # a copy more, or one's own that has come home
         self.held[name] = handle
 
     @rpc
@@ -187,6 +187,14 @@ def check(env: Environment, members: dict[str, Instance[Member]]) -> tuple[int, 
         for one in holder.held.values():
             if one.ended or one.key not in machines[one.owner][0].grants:
                 raise BrokenHandlesError(f"{name} remembers a handle of {one.owner} that is over")
+        usable = {(one.owner, one.key) for one in holder.held.values()}
+        for handle in members[name].state.held.values():
+            if handle._immortal_of[:2] not in usable:  # type: ignore[attr-defined]
+                raise BrokenHandlesError(f"{name} was not told of the end of {handle!r}")
+    for name, member in members.items():
+        letters = {letter.text for letter in member.dead_letters} - {"no"}
+        if letters:
+            raise BrokenHandlesError(f"{name} has refused or failed: {letters}")
     passed = {node for member in members.values() for node in member.state.passed}
     for name, member in members.items():
         destroyed += sum(item.startswith("end ") for item in member.state.seen)

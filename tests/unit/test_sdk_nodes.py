@@ -692,6 +692,18 @@ def test_an_upgrade_that_forgets_a_class_of_nodes_is_refused() -> None:
         assert guest.state.places
 
 
+def test_a_test_is_no_holder() -> None:
+    with Environment() as env:
+        exchange, broker, _ = start(env)
+        handle = exchange.call(Exchange.order_for, "gold")
+        assert handle == exchange.state.orders[0]
+        assert exchange.call(Exchange.who, 0) == []
+        exchange.send(Exchange.close, 0)  # which waits for no holder
+        env.run()
+        with pytest.raises(TypeError, match="a handle is sent by handlers"):
+            broker.call(Broker.take, handle)
+
+
 def test_nodes_and_handles_are_shown_without_keys() -> None:
     with Environment() as env:
         exchange, broker, _ = start(env)
@@ -712,3 +724,26 @@ def test_nodes_and_handles_are_shown_without_keys() -> None:
         assert key not in repr(shown).encode()
         assert repr(key)[2:-1] not in repr(shown)
         assert tag_of(key) in repr(shown[1]["held"])
+
+
+def test_a_handle_that_comes_behind_its_end_leads_nowhere_and_the_hook_is_called() -> None:
+    with Environment(fail_alone=True) as env:
+        exchange, broker, other = start(env)
+        exchange.call(Exchange.open, "gold", ["broker"])
+        env.partition(broker, other)
+        broker.send(Broker.pass_on, "other", False)
+        env.run()
+        assert exchange.call(Exchange.who, 0) == ["broker", "other"]
+        exchange.send(Exchange.close, 0)
+        env.run()
+        assert (broker.state.seen, other.state.seen) == (["destroyed"], [])
+        assert other.state.held == []
+        env.heal()
+        env.run()
+        assert (len(other.state.held), other.state.ended, other.state.seen) == (1, 1, ["destroyed"])
+        with pytest.raises(CalleeFailed, match="can't be used"):
+            other.call(Broker.fill, 1)
+        other.call(Broker.drop)  # of what is over it does nothing
+        app = env._world.nodes["exchange"].local_app
+        assert app is not None
+        assert app.dispatcher.context.nodes._owner.grants == {}
