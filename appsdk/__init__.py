@@ -9,8 +9,10 @@ from appsdk.errors import CallCancelled, CalleeFailed, CallRefused, Cancelled, E
 from appsdk.handlers.decorators import cron, every, impulse, initial, on_primary, query, rpc
 from appsdk.handlers.proxy import Impulses, peer
 from appsdk.immortal import Immortal
+from appsdk.nodes.node import Node
 from appsdk.running.runner import run
 from appsdk.state.schema import Transient
+from appsdk.types.handles import Handle
 from appsdk.types.registry import register_type
 from appsdk.waiting import waits
 from appsdk.waiting.waits import Winner
@@ -25,8 +27,10 @@ __all__ = [
     "Cancelled",
     "EffectContext",
     "EffectFailed",
+    "Handle",
     "Immortal",
     "Impulses",
+    "Node",
     "Retry",
     "Transient",
     "Winner",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 import uuid
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from datetime import datetime, timedelta
 from random import Random
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, ParamSpec, Self, TypeVar, overload
 
 from appsdk.calls.context import Context, datetime_of
 from appsdk.effects.options import CONCURRENT_EFFECTS, Effects
@@ -16,12 +16,15 @@ from appsdk.handlers.contexts import attach, new_context
 from appsdk.handlers.definition import Definition, define
 from appsdk.handlers.log import LogAttribute
 from appsdk.handlers.multicast import Multicasters
+from appsdk.nodes.node import Node
 from appsdk.running.runner import run
 from appsdk.waiting.waits import Winner
 
 A = TypeVar("A")
 B = TypeVar("B")
 C = TypeVar("C")
+N = TypeVar("N", bound=Node)
+P = ParamSpec("P")
 
 
 def _only_async(name: str) -> UsageError:
@@ -47,7 +50,8 @@ class Immortal:
     ``concurrent_handlers=100`` how many ``async def`` handlers (by default without limit); ``on_error`` says
     what an exception does that a handler does not declare, "undo" by default (see :func:`~appsdk.rpc`);
     ``handler_time_limit=timedelta(seconds=30)`` ends the process of a handler that takes longer, as a crash would;
-    ``share_tracebacks=True`` tells callers where a call has failed, not only with what.
+    ``share_tracebacks=True`` tells callers where a call has failed, not only with what. ``nodes=(Order,)`` names the
+    classes of nodes that it creates (:class:`~appsdk.Node`).
     DefinitionError is raised for a class that could not be replayed.
     """
 
@@ -68,6 +72,7 @@ class Immortal:
         handler_time_limit: timedelta | None = None,
         share_tracebacks: bool | None = None,
         concurrent_handlers: int | None = None,
+        nodes: Iterable[type[Node]] | None = None,
         **keywords: Any,
     ) -> None:
         super().__init_subclass__(**keywords)
@@ -86,6 +91,8 @@ class Immortal:
             share_tracebacks = inherited.share_tracebacks if inherited else False
         if concurrent_handlers is None and inherited:
             concurrent_handlers = inherited.concurrent_handlers
+        if nodes is None:
+            nodes = inherited.nodes if inherited else ()
         if isinstance(formerly, str):
             raise DefinitionError(f"{cls.__qualname__}: formerly={formerly!r}: a tuple was expected: ({formerly!r},)")
         cls._immortal_definition = define(
@@ -100,6 +107,7 @@ class Immortal:
             handler_time_limit,
             share_tracebacks=share_tracebacks,
             concurrent_handlers=concurrent_handlers,
+            nodes=nodes,
         )
 
     def __new__(cls, *arguments: Any, **keywords: Any) -> Self:
@@ -222,6 +230,49 @@ class Immortal:
         if context.multicasts.proxies is None:
             context.multicasts.proxies = Multicasters(context)
         found: type[A] = context.multicasts.proxies.of(self, self._immortal_definition, targets)
+        return found
+
+    # --- nodes and handles: docs/guide/nodes.md -----------------------------------------------------------------------
+
+    def _immortal_nodes(self, what: str) -> Any:
+        """Raises UsageError."""
+        if (nodes := self._immortal_context.nodes) is None:
+            raise UsageError(f"self.{what}: this instance does not run beside a coordinator, so it has no nodes")
+        return nodes
+
+    def create_node(self, cls: Callable[P, N], /, *args: P.args, **kwargs: P.kwargs) -> type[N]:
+        """``self.create_node(Order, "GOLD")``: a new node; its handle, an ``appsdk.Handle[Order]``.
+
+        Only who is passed the handle can call it. Raises UsageError, DefinitionError, what ``__init__`` raises.
+        """
+        found: type[N] = self._immortal_nodes("create_node").create(cls, args, kwargs)
+        return found
+
+    def node_of(self, handle: type[N]) -> N:
+        """The node itself, of a handle of one's own. Raises UsageError."""
+        found: N = self._immortal_nodes("node_of").node_of(handle)
+        return found
+
+    def destroy(self, handle: type[Node]) -> None:
+        """Of a node of one's own. What was sent to it in an order before this is delivered, what comes behind is not;
+        all holders hear of it in that order (``on_destroyed``). Raises UsageError."""
+        self._immortal_nodes("destroy").destroy(handle)
+
+    def revoke(self, handle: type[N], holder: Any = None) -> type[N]:
+        """Of a node of one's own: ``handle`` leads nowhere for ``holder`` (a peer, or its name) any more, or without
+        one for anybody; a handle that does. Raises UsageError."""
+        found: type[N] = self._immortal_nodes("revoke").revoke(handle, holder)
+        return found
+
+    def release_handle(self, handle: type[Node]) -> None:
+        """Of another's node: this instance does not hold ``handle`` any more. Nothing where it does not. Raises
+        UsageError."""
+        self._immortal_nodes("release_handle").release_handle(handle)
+
+    def holders_of(self, handle: type[Node]) -> list[str]:
+        """Of a node of one's own: the names of who holds ``handle``, as far as this instance knows. Raises
+        UsageError."""
+        found: list[str] = self._immortal_nodes("holders_of").holders_of(handle)
         return found
 
     @classmethod

@@ -15,7 +15,8 @@ import msgspec
 
 from appsdk.calls.annotations import resolve_hints
 from appsdk.errors import DefinitionError
-from appsdk.types.registry import decode_custom, encode_custom, readable_type, unsupported_type
+from appsdk.types.handles import read_extension
+from appsdk.types.registry import decode_custom, encode_custom, may_hold_handles, readable_type, unsupported_type
 
 Decode = Callable[[Any], tuple[Any, ...]]
 
@@ -51,7 +52,7 @@ def largest(parameters: Iterable[str], arguments: Sequence[Any]) -> str:
 
 def make_decoder(annotation: Any) -> msgspec.msgpack.Decoder[Any]:
     """The decoder of values that ``annotation`` says. Raises TypeError for what can't be read at all."""
-    return msgspec.msgpack.Decoder(readable_type(annotation), dec_hook=decode_custom)
+    return msgspec.msgpack.Decoder(readable_type(annotation), dec_hook=decode_custom, ext_hook=read_extension)
 
 
 class ArgumentCodec:
@@ -76,6 +77,7 @@ class ArgumentCodec:
                     f"(numbers, str, bytes, datetime, list, dict, dataclass, msgspec.Struct, ...), or give yours a "
                     f"codec: appsdk.register_type"
                 )
+        self.may_hold_handles = any(map(may_hold_handles, self._types))
         self.returns_nothing = hints.get("return") is type(None)
         self.decode = self._make_decode(())
         self._function = function

@@ -3,7 +3,9 @@
 cdef class Context:
     cdef public Py_ssize_t message_index
     cdef public Py_ssize_t slice_end
+    cdef public bint carries
     cdef public unsigned long handling_thread_id
     cdef public unsigned long thread_id
-    cdef public object _streams, _streams_of, committer_id, handlers, instance_name, multicasts, outbox, peers, record_time_ns
+    cdef public object _streams, _streams_of, committer_id, handlers, instance_name, multicasts, nodes, outbox, peers
+    cdef public object record_time_ns
     cdef public object seed, sequence_id, sites, source, tasks

@@ -38,12 +38,14 @@ class Context:
     __slots__ = (
         "_streams",
         "_streams_of",
+        "carries",
         "committer_id",
         "handlers",
         "handling_thread_id",
         "instance_name",
         "message_index",
         "multicasts",
+        "nodes",
         "outbox",
         "peers",
         "record_time_ns",
@@ -63,6 +65,8 @@ class Context:
         self.peers: Any = None
         self.tasks: Any = None  # an appsdk.waiting.tasks.Tasks, or None: a plain object, or one that an upgrade makes
         self.multicasts: Any = None  # an appsdk.ordering.multicasts.Multicasts, or None as for tasks
+        self.nodes: Any = None  # an appsdk.nodes.nodes.Nodes, or None as for tasks
+        self.carries = False  # a handle was encoded: what is sent now may hold it
         self.instance_name = ""  # what a call that waits for an answer gives as its caller
         self.sites = CallSites()
         self.thread_id = threading.get_ident()

@@ -190,6 +190,11 @@ def encode_failed(type_name: str, text: str, where: str) -> bytes:
     return encoder.encode((FAILED_CALL, (type_name, text, where), {}))
 
 
+def encode_refused(text: str) -> bytes:
+    """As :func:`encode_failed`, of a call that was not carried out: CallRefused."""
+    return encoder.encode((REFUSED_CALL, (text,), {}))
+
+
 def decode_failed(called: str, name: str, arguments: Sequence[Any]) -> Exception | None:
     """The exception for who waited for ``called``; None where ``name`` is that of an exception of the callee's."""
     texts = [str(one) for one in arguments]

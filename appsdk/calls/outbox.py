@@ -219,6 +219,8 @@ class Outbox:
                 front, size_bytes = fronts[len(body)]
             except Exception as error:
                 raise _refused(name, signature.parameters, arguments, error) from error
+            if context.carries:
+                context.nodes.passing(destination, body)
             parts = batch.parts
             if not parts:
                 opened.append(batch)
@@ -232,15 +234,24 @@ class Outbox:
         return fork
 
     def make_sender(
-        self, destination: Name, name: Name, method_id: int, kind: RpcKind, parameters: Iterable[str] = ()
+        self,
+        destination: Name,
+        name: Name,
+        method_id: int,
+        kind: RpcKind,
+        parameters: Iterable[str] = (),
+        rpc_type: RpcType = RpcType.ASYNC,
     ) -> Send:
         """Sends calls of one method that wait for an answer, or answers to them. For the SDK's own use in handlers."""
-        write = make_writer(name, method_id, RpcType.ASYNC, kind, parameters)
+        write = make_writer(name, method_id, rpc_type, kind, parameters)
         batch = self._batches.setdefault(destination, Batch(destination))
 
         def send(arguments: tuple[Any, ...]) -> None:
             is_first = not batch.parts
-            batch.size_bytes += write(batch.parts, arguments)
+            size_bytes = write(batch.parts, arguments)
+            if self._context.carries:
+                self._pass_handles(batch)
+            batch.size_bytes += size_bytes
             if is_first:
                 self._open.append(batch)
             if batch.size_bytes >= AWAITED_BATCH_SIZE_BYTES:
@@ -249,6 +260,14 @@ class Outbox:
                 self._context.slice_end = 0
 
         return send
+
+    def _pass_handles(self, batch: Batch) -> None:
+        """Those in the last message of ``batch``, which is taken back where they can't be. Raises UsageError."""
+        try:
+            self._context.nodes.passing(batch.destination, batch.parts[-1])
+        except UsageError:
+            del batch.parts[-2:]
+            raise
 
     def _close(self, batch: Batch) -> None:
         if self.holder is not None and self.holder.holds_back(batch.destination):

@@ -14,12 +14,14 @@ from appsdk.calls.report import handler_failed
 from appsdk.errors import Failure, HandlerError
 from appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID, Handler
 from appsdk.handlers.definition import Definition
+from appsdk.nodes.nodes import decode_awaited_node_call, decode_node_call, decode_word
 from appsdk.ordering.multicasts import decode_executed, decode_of_ordering, decode_propose
 from appsdk.waiting.clock import ToldTime
 from appsdk.waiting.effects import EffectResult
 from protocol.errors import RemoteProtocolError
 from protocol.handlers import CANCEL_CALL_METHOD_ID, ORDER_METHOD_ID, Order
 from protocol.messages import MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_message
+from protocol.nodes import HANDLES_METHOD_ID, NODE_METHOD_ID
 from protocol.ordering import EXECUTED_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
 from protocol.varint import encode_zigzag
 from protocol.verdicts import Cause
@@ -54,7 +56,8 @@ class Delivery:
         tasks, wakes = context.tasks, definition.has_tasks
         for method_id, handler in self._definition.by_method_id.items():
             codec = self._definition.codec(handler)
-            self._entries[method_id] = (codec.decode, tasks.receiver(handler, wakes=wakes), codec.name)
+            decode = context.nodes.taking(codec.decode) if codec.may_hold_handles else codec.decode
+            self._entries[method_id] = (decode, tasks.receiver(handler, wakes=wakes), codec.name)
         name = self._definition.initial
         begin: Callable[..., Any] = type(self)._no_initial if name is None else getattr(self._definition.cls, name)
         begin = tasks.waking(begin) if wakes else begin
@@ -99,6 +102,9 @@ class Delivery:
             (ORDERED_METHOD_ID, RpcType.FORK, _of_ordering(decode_propose, context.multicasts.proposed)),
             (ORDERING_METHOD_ID, RpcType.FORK, _of_ordering(decode_of_ordering, context.multicasts.received)),
             (EXECUTED_METHOD_ID, RpcType.FORK, _of_ordering(decode_executed, context.multicasts.executed)),
+            (NODE_METHOD_ID, RpcType.FORK, _of_nodes(decode_node_call, context.nodes.called)),
+            (NODE_METHOD_ID, RpcType.ASYNC, _of_nodes(decode_awaited_node_call, context.nodes.called)),
+            (HANDLES_METHOD_ID, RpcType.FORK, _of_nodes(decode_word, context.nodes.told)),
         ):
             self._by_front[_fronts(method_id, (rpc_type,))[0]] = entry
         # The lengths of fronts, the most frequent first. No front starts another: a varint says where it ends.
@@ -110,6 +116,10 @@ class Delivery:
     def _answering_entry(self, codec: ArgumentCodec, handler: Handler[Any, Any]) -> Entry:
         def decode(arguments: Any) -> tuple[Any, ...]:
             return codec.decode_call(arguments)  # made when it is needed: few apps are called so
+
+        if codec.may_hold_handles:
+            taking: Decode = self._context.nodes.taking(decode)
+            return taking, self._context.tasks.answering_receiver(handler), codec.name
 
         return decode, self._context.tasks.answering_receiver(handler), codec.name
 
@@ -313,6 +323,10 @@ class Delivery:
 
 def _of_ordering(decode: Callable[[bytes], Any], function: Callable[[Any], None]) -> Entry:
     return (lambda data: (decode(data),)), (lambda instance, message: function(message)), "an ordered multicast"
+
+
+def _of_nodes(decode: Callable[[bytes], Any], function: Callable[[Any], None]) -> Entry:
+    return (lambda data: (decode(data),)), (lambda instance, message: function(message)), "a handle"
 
 
 def _fronts(method_id: int, rpc_types: Iterable[RpcType]) -> list[bytes]:

@@ -39,9 +39,11 @@ from appsdk.errors import HandlerError, RecoveryNeeded, StateError, UpgradeError
 from appsdk.handlers.decorators import INITIAL_METHOD_ID
 from appsdk.handlers.definition import Definition
 from appsdk.handlers.proxy import all_method_names
+from appsdk.nodes.nodes import Nodes
 from appsdk.ordering.multicasts import Multicasts
 from appsdk.ordering.plain import Plain
 from appsdk.state.copies import Copies
+from appsdk.types.handles import current
 from appsdk.waiting.listing import describe_all, describe_one
 from appsdk.waiting.tasks import Tasks
 from protocol.batch import decode_batch, decode_replayable_batch
@@ -115,6 +117,7 @@ class Dispatcher:
         self.context = Context(b"")
         self.outbox = self.context.outbox = make_outbox(self.context, wake)
         self._multicasts = self.context.multicasts = Multicasts(self.context)
+        self._nodes = self.context.nodes = Nodes(self.context)
         self.tasks = self.context.tasks = make_tasks(self.context)
         self.tasks.queries.compares_all = compares_queries
         self._life = Life(definition, self.context, self.tasks, self._use)
@@ -163,7 +166,11 @@ class Dispatcher:
         Raises HandlerError, StateError, UpgradeError, RemoteProtocolError: each ends the connection. What is to be sent
         after an UpgradeError says so to the coordinator.
         """
-        return next(self._work)
+        current.life = self._nodes  # handles that are read now are of this instance
+        try:
+            return next(self._work)
+        finally:
+            current.life = None
 
     def say_leaving(self, reason: str) -> None:
         """The app ends the connection by itself: it has not crashed."""

@@ -44,6 +44,7 @@ class Life:
         call_user_code(f"{self.definition.name}.__init__", lambda: instance.__init__(), StateError)
         self._prepare(instance)
         self.instance = instance
+        context.nodes.use(self.definition, instance)
         self._tasks.use(self.definition, instance)
 
     def restore(self, blob: bytes) -> None:
@@ -55,6 +56,8 @@ class Life:
         context.sites.use(Rules(envelope.rules))
         context.instance_name = envelope.instance_name
         self.instance = instance = self._restored(envelope, state)
+        context.nodes.use(self.definition, instance)
+        context.nodes.restore(envelope.nodes)
         self._tasks.use(self.definition, instance)
         context.multicasts.restore(envelope.ordering)
         if envelope.tasks is not None:
@@ -67,6 +70,7 @@ class Life:
         self.instance.__dict__ = fresh.__dict__  # at once: hooks look at it, and keep the object that they know
         attach(self.instance, self._context)
         self._context.multicasts.restore(envelope.ordering)
+        self._context.nodes.restore(envelope.nodes)
         self._tasks.restore(envelope.tasks or SavedTasks())
 
     def _restored(self, envelope: Envelope, state: memoryview) -> Any:
@@ -103,6 +107,8 @@ class Life:
             self.instance = moved(start, self.definition, self.instance, self._context)
         for definition in steps:
             self.instance = upgraded(definition, self.instance, self._context)
+            nodes = f"{definition.name}: its nodes"
+            guarded(definition, nodes, partial(self._context.nodes.use, definition, self.instance))
             waiting = f"{definition.name}: what waits"
             guarded(definition, waiting, partial(self._tasks.use, definition, self.instance))
             self._use(definition)
@@ -122,5 +128,6 @@ class Life:
             tasks=self._tasks.save(),
             rules=context.sites.rules,
             ordering=context.multicasts.save(),
+            nodes=context.nodes.save(),
         )
         return encode_envelope(envelope), state

@@ -30,6 +30,9 @@ OVERRIDABLE = {
     "checkpoint": "def checkpoint(self) -> bytes",
     "restore": "def restore(self, blob: bytes) -> None",
     "prepare": "def prepare(self) -> None",
+    "on_destroyed": "def on_destroyed(self, handle: Handle[Any]) -> None",
+    "on_revoked": "def on_revoked(self, handle: Handle[Any]) -> None",
+    "on_last_release": "def on_last_release(self, handle: Handle[Any]) -> None",
 }
 """Methods that a class may define for itself, and which then can't be handlers or attributes."""
 
@@ -95,6 +98,7 @@ class Definition:
     concurrent_handlers: int | None = None  # how many 'async def' handlers run at once
     upgrades: Definition | None = None  # the class that its upgrade() starts from; set by @upgrades
     retries_refused: bool = False  # at its upgrade; set by @upgrades
+    nodes: tuple[Any, ...] = ()  # classes below appsdk.Node that it may create
     handlers: dict[str, Handler[Any, Any]] = field(default_factory=dict)
     by_method_id: dict[int, Handler[Any, Any]] = field(default_factory=dict)
     by_key: dict[str, Handler[Any, Any]] = field(default_factory=dict)  # overridden ones included
@@ -176,6 +180,7 @@ class Definition:
         """Check all annotations: now, or (the names in them may come later in the module) before the app starts."""
         subjects: list[Callable[[], object]] = [self.state]
         subjects += [lambda handler=handler: self.codec(handler) for handler in self.handlers.values()]  # type: ignore[misc]
+        subjects += [node._immortal_node.resolve for node in self.nodes]
         for subject in subjects:
             try:
                 subject()
@@ -205,6 +210,7 @@ def define(
     *,
     share_tracebacks: bool = False,
     concurrent_handlers: int | None = None,
+    nodes: Iterable[Any] = (),
 ) -> Definition:
     """Collect and check the class. Raises DefinitionError."""
     if serializer not in ("msgspec", "pickle"):
@@ -237,6 +243,7 @@ def define(
         handler_time_limit,
         share_tracebacks,
         concurrent_handlers,
+        nodes=_checked_nodes(cls, nodes),
     )
     _check_names(cls, base)
     for ancestor in reversed(cls.__mro__):
@@ -250,6 +257,21 @@ def define(
     _check_method_ids(definition)
     definition.resolve(names_may_be_missing=True)
     return definition
+
+
+def _checked_nodes(cls: type, nodes: Any) -> tuple[Any, ...]:
+    """Raises DefinitionError."""
+    given = nodes if isinstance(nodes, tuple | list) else (nodes,)
+    known: set[str] = set()
+    for node in given:
+        definition = getattr(node, "_immortal_node", None)
+        if definition is None:
+            raise DefinitionError(f"{cls.__qualname__}: nodes=({node!r},): classes below appsdk.Node were expected")
+        for name in (definition.name, *definition.formerly):
+            if name in known:
+                raise DefinitionError(f"{cls.__qualname__}: nodes=(...): two of them are called {name!r}")
+            known.add(name)
+    return tuple(given)
 
 
 def _check_names(cls: type, base: type) -> None:

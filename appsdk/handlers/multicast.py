@@ -16,10 +16,63 @@ from appsdk.errors import UsageError
 from appsdk.handlers.decorators import Handler
 from appsdk.handlers.definition import Definition, Peer
 from appsdk.handlers.proxy import find_handler
+from appsdk.types.handles import Handle as HandleType
 from protocol.messages import RpcType
+from protocol.nodes import NODE_METHOD_ID
+
+Handle: Any = HandleType
+
+
+class NodeHandles:
+    """Nodes of one instance among the targets of a multicast. Called, it is what finds their class."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handles = [handle]
+
+    def add(self, handle: Any) -> None:
+        """Raises UsageError."""
+        if handle in self.handles:
+            raise UsageError(f"self.multicast(...): {handle!r} is in it twice")
+        if handle._immortal_of[2] is not self.handles[0]._immortal_of[2]:
+            raise UsageError(
+                f"self.multicast(...): {handle!r} and {self.handles[0]!r} are nodes of one instance and of different "
+                f"classes: send to one after the other"
+            )
+        self.handles.append(handle)
+
+    def __call__(self) -> Any:
+        cls = self.handles[0]._immortal_of[2]
+        if cls is None:
+            raise UsageError(
+                f"self.multicast([{self.handles[0]!r}]): nobody says of which class its node is: annotate it as "
+                f"Handle[...] where it comes from"
+            )
+        return cls._immortal_node
+
+    def handler(self, name: str) -> Handler[Any, Any]:
+        return find_handler(self(), name)
+
+    def only(self, name: str) -> Any:
+        """Raises UsageError."""
+        if len(self.handles) > 1:
+            raise UsageError(
+                f"await self.multicast(...).{name}: {self.handles[0]!r} and {self.handles[1]!r} are of one instance, "
+                f"which answers once: await one after the other, or use .fork(...)"
+            )
+        return self.handles[0]
+
 
 Destination = tuple[str, Callable[[], Definition]]
 """Its name, and what finds its class."""
+
+
+def common_method_id(method_ids: Iterable[int]) -> int:
+    """Of calls of one multicast: theirs, or the negative one of the instances where there are nodes as well."""
+    given = set(method_ids)
+    others = given - {NODE_METHOD_ID}
+    if len(given) == 1:
+        return given.pop()
+    return -others.pop()
 
 
 def destinations_of(
@@ -28,12 +81,19 @@ def destinations_of(
     """Of peers of a handler's self, and of that itself. Raises UsageError."""
     found: dict[str, Destination] = {}
     for target in targets:
-        if target is instance or target is definition.cls:
-            one: Destination = context.instance_name, lambda: definition
+        if isinstance(target, Handle):
+            owner = target._immortal_of[0]
+            known = found.get(owner)
+            if known is not None and isinstance(known[1], NodeHandles):
+                known[1].add(target)
+                continue
+            one: Destination = owner, NodeHandles(target)
+        elif target is instance or target is definition.cls:
+            one = context.instance_name, lambda: definition
         elif isinstance(source := getattr(target, "_immortal_peer", None), Peer):
             one = source.name, source.resolve
         else:
-            raise UsageError(f"self.multicast([{target!r}]): peers (self.counter) or type(self) were expected")
+            raise UsageError(f"self.multicast([{target!r}]): peers (self.counter), handles or type(self) were expected")
         if one[0] in found:
             raise UsageError(f"self.multicast(...): {one[0]!r} is in it twice")
         found[one[0]] = one
@@ -62,6 +122,9 @@ def make_multicast_fork(
     write = make_writer(name, method_id, RpcType.FORK, parameters=signature.parameters)
     parameters_count = len(signature.parameters)
     names = [destination for destination, _ in destinations]
+    nodes = [source if isinstance(source, NodeHandles) else None for _, source in destinations]
+    write_node = make_writer(name, NODE_METHOD_ID, RpcType.FORK)
+    common = common_method_id(method_id if node is None else NODE_METHOD_ID for node in nodes)
 
     def fork(*arguments: Any, **keywords: Any) -> None:
         if keywords or len(arguments) != parameters_count:
@@ -69,7 +132,20 @@ def make_multicast_fork(
             arguments = bound if keywords else arguments
         if threading.get_ident() != context.handling_thread_id:
             raise not_in_handler(context, f"multicast(...).{name}")
-        context.multicasts.send(name, method_id, names, [encode_call(write, arguments)])
+        if not any(nodes):
+            context.multicasts.send(name, method_id, names, [encode_call(write, arguments)])
+            return
+        calls = []
+        for node in nodes:
+            if node is None:
+                calls.append(encode_call(write, arguments))
+                continue
+            for handle in node.handles:
+                context.nodes.require_usable(handle)
+            keys = [handle._immortal_of[1] for handle in node.handles]
+            wrapped = context.nodes.wrapped(keys, node.handler(handler.name), arguments)
+            calls.append(encode_call(write_node, wrapped))
+        context.multicasts.send(name, common, names, calls)
 
     return fork
 
@@ -118,6 +194,8 @@ class Multicasters:
     def of(self, instance: Any, definition: Definition, targets: Iterable[Any]) -> Multicast:
         """Raises UsageError."""
         given = tuple(targets)
+        if any(isinstance(one, Handle) for one in given):  # there may be any number of them
+            return Multicast(self._context, destinations_of(self._context, instance, definition, given))
         key = tuple(map(id, given))
         if (found := self._known.get(key)) is None:
             made = Multicast(self._context, destinations_of(self._context, instance, definition, given))

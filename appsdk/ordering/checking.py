@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from appsdk.ordering.messages import Propose
 from protocol.client import decode_caller
 from protocol.errors import ProtocolError
-from protocol.messages import RpcKind, RpcType, decode_message
+from protocol.messages import RpcKind, RpcType, decode_incoming_rpc, decode_message
+from protocol.nodes import HANDLES_METHOD_ID, NODE_METHOD_ID
 from protocol.ordering import ORDERED_METHOD_ID
 from protocol.varint import encode_zigzag
+
+_decode_items = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+_decode_speaker = msgspec.msgpack.Decoder(str).decode
 
 
 def problem_of(propose: Propose, source: str | None) -> str | None:
@@ -15,7 +21,8 @@ def problem_of(propose: Propose, source: str | None) -> str | None:
     if propose.sender != source:
         return f"{source!r} speaks for {propose.sender!r}"
     front = bytes((RpcKind.CALL,)) + encode_zigzag(propose.method_id)
-    if not 1 <= propose.method_id < ORDERED_METHOD_ID or not propose.calls:
+    is_of_nodes = propose.method_id in (NODE_METHOD_ID, HANDLES_METHOD_ID)
+    if (not 1 <= propose.method_id < ORDERED_METHOD_ID and not is_of_nodes) or not propose.calls:
         return f"{len(propose.calls)} calls of method {propose.method_id}"
     for call in propose.calls:
         try:
@@ -31,4 +38,21 @@ def problem_of(propose: Propose, source: str | None) -> str | None:
                 return "a call whose answer would go to somebody else"
         elif rpc_type != RpcType.FORK:
             return f"a call of the type {rpc_type}"
+        if is_of_nodes and _speaker(arguments_of(call), rpc_type) != propose.sender:
+            return "a call to a node in the name of somebody else"
     return None
+
+
+def arguments_of(call: bytes) -> bytes:
+    """Of a whole RPC message."""
+    _, start, end = decode_message(call, 0)
+    return bytes(decode_incoming_rpc(call, start, end).arguments)
+
+
+def _speaker(arguments: bytes, rpc_type: int) -> str:
+    """Who sends a call to a node, or word of a handle, as the call itself says; "" where it does not."""
+    try:
+        found = _decode_speaker(_decode_items(arguments)[2 if rpc_type == RpcType.ASYNC else 0])
+    except (msgspec.DecodeError, UnicodeDecodeError, IndexError):
+        return ""
+    return found

@@ -16,7 +16,7 @@ from appsdk.calls.context import Context
 from appsdk.calls.failures import refusal
 from appsdk.calls.outbox import CALL_SIZE_BYTES_MAX, Outbox, make_writer
 from appsdk.errors import HandlerError, StateError, UsageError
-from appsdk.ordering.checking import problem_of
+from appsdk.ordering.checking import arguments_of, problem_of
 from appsdk.ordering.machine import Filed, Ordering, Release, Send, Stage, State
 from appsdk.ordering.messages import Message, Propose, Refused
 from appsdk.ordering.plain import Plain, as_fork
@@ -25,6 +25,7 @@ from protocol.client import CLIENTS
 from protocol.errors import ProtocolError
 from protocol.messages import RpcType, decode_incoming_rpc, decode_message
 from protocol.ordering import EXECUTED_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
+from protocol.varint import decode_zigzag_int
 from protocol.verdicts import Cause
 
 ORDERED_CALL_SIZE_BYTES_MAX = CALL_SIZE_BYTES_MAX - (1 << 10)  # of one call: it travels in another one
@@ -32,9 +33,15 @@ WHAT = "an ordered multicast"
 
 Parts = dict[str, list[bytes]]
 
+
 _write_ordered = make_writer(WHAT, ORDERED_METHOD_ID, RpcType.FORK)
 _write_ordering = make_writer(WHAT, ORDERING_METHOD_ID, RpcType.FORK)
 _write_executed = make_writer(WHAT, EXECUTED_METHOD_ID, RpcType.FORK)
+
+
+def _method_of(call: bytes) -> int:
+    _, start, _ = decode_message(call, 0)
+    return decode_zigzag_int(call, start + 1)[0]
 
 
 class Executed(msgspec.Struct, array_like=True, frozen=True):
@@ -158,7 +165,8 @@ class Multicasts:
     # --- what handlers send -------------------------------------------------------------------------------------------
 
     def send(self, name: str, method_id: int, destinations: list[str], calls: list[bytes]) -> None:
-        """``calls``: one that all get, or one of each. Raises UsageError."""
+        """``calls``: one that all get, or one of each. ``method_id``: of all; negative, and the same for the same
+        methods, where they are of several. Raises UsageError."""
         size_bytes = max(map(len, calls))
         if size_bytes > ORDERED_CALL_SIZE_BYTES_MAX:
             raise UsageError(
@@ -167,6 +175,10 @@ class Multicasts:
             )
         context = self._context
         ordering, sending = self._both()
+        if context.carries:
+            for index, destination in enumerate(destinations):
+                call = calls[index if len(calls) > 1 else 0]
+                context.nodes.passing(destination, arguments_of(call))
         context.outbox.close_open()
         place = context.sequence_id, context.message_index
         if place != sending.place:
@@ -313,7 +325,10 @@ class Multicasts:
     def _send(self, action: Send) -> None:
         parts = self._pushed.setdefault(action.destination, [])
         if isinstance(action.message, Propose):
-            _write_ordered(parts, msgspec.structs.astuple(action.message))
+            propose = action.message
+            if propose.method_id < 0:  # of several methods: each destination hears of its own
+                propose = msgspec.structs.replace(propose, method_id=_method_of(propose.calls[0]))
+            _write_ordered(parts, msgspec.structs.astuple(propose))
         else:
             _write_ordering(parts, (action.message,))
 

@@ -36,6 +36,8 @@ from appsdk.dispatch.upgrades import class_that_restores
 from appsdk.errors import EXIT_DONE, EXIT_FAILED, EXIT_NOT_RUNNABLE, AppError, StateError
 from appsdk.handlers.definition import Definition, definition_of
 from appsdk.handlers.proxy import all_method_names
+from appsdk.nodes.counting import Stage
+from appsdk.nodes.nodes import decode_saved
 from appsdk.running.life import say
 from appsdk.running.runner import load_or_say
 from appsdk.state.diff import differences
@@ -43,6 +45,7 @@ from appsdk.state.journal import SavedTask, SavedTasks, described
 from appsdk.state.rows import Row, state_rows, task_rows
 from appsdk.state.schema import Envelope, decode_envelope, is_transient
 from appsdk.state.tree import Fields, to_json, tree
+from appsdk.types.handles import read_extension, tag_of
 from protocol.checksum import crc64
 from protocol.errors import ImmortalError
 from protocol.private_files import opener
@@ -81,9 +84,14 @@ def inspect_state(main: Definition, blob: bytes) -> InspectedState:
         raise StateError(f"{definition.name}.restore raised {type(error).__name__}: {error}") from error
     if schema.serializer == "own" and not _annotated(definition, instance):
         waiting = Fields() if envelope.tasks is None else shown_tasks(definition, envelope.tasks)
+        if envelope.nodes is not None:
+            waiting.update(shown_nodes(envelope.nodes))
         opaque = Fields({"$opaque": len(state), "check": f"{crc64(bytes(state)):016x}"})
         return InspectedState(envelope, Fields({**opaque, **waiting}))
-    return InspectedState(envelope, shown_state(definition, instance, envelope.tasks))
+    shown = shown_state(definition, instance, envelope.tasks)
+    if envelope.nodes is not None:
+        shown.update(shown_nodes(envelope.nodes))
+    return InspectedState(envelope, shown)
 
 
 def shown_state(definition: Definition, instance: object, tasks: SavedTasks | None) -> Fields:
@@ -124,6 +132,24 @@ def shown_tasks(definition: Definition, saved: SavedTasks) -> Fields:
     return shown
 
 
+def shown_nodes(data: bytes) -> Fields:
+    """Its nodes, who holds their handles, and the handles of others that it holds. Raises StateError."""
+    saved = decode_saved(data)
+    nodes = [
+        Fields({"$number": one.number, "$class": one.class_name, **_decoded(one.state)})
+        for one in sorted(saved.nodes, key=lambda one: one.number)
+    ]
+    grants = [
+        Fields(handle=tag_of(one.key), node=one.node, stage=Stage(one.stage).name, holders=tree(one.holders))
+        for one in saved.grants
+    ]
+    held = [
+        Fields(handle=tag_of(one.key), owner=one.owner, copies=one.count, ended=one.ended)
+        for one in sorted(saved.held, key=lambda one: (one.owner, one.key))
+    ]
+    return Fields({"$nodes": nodes, "$handles": Fields(of_nodes=grants, held=held)})
+
+
 def unanswered(main: Definition, blob: bytes) -> list[Fields]:
     """What async handlers wait for that has no counterpart in the log (:mod:`appsdk.running.counterparts`).
 
@@ -162,7 +188,7 @@ def _handler_name(definition: Definition, method_id: int) -> str:
 
 
 def _decoded(data: bytes) -> Any:
-    return tree(msgspec.msgpack.decode(data))
+    return tree(msgspec.msgpack.decode(data, ext_hook=read_extension))
 
 
 def _annotated(definition: Definition, instance: object) -> list[str]:

@@ -44,6 +44,7 @@ class EffectsByClock(EffectRunner, Protocol):
 class LocalApp:
     """One life of an app. ``trace``: it says which message made each call, for a replay that is looked at.
     ``fails_alone`` False: a message that fails stops it. ``make_delivery``: as :class:`Dispatcher`'s.
+    ``outsiders``: who may look at handles, and holds none: a test.
 
     ``now_ns``: what ``self.now()`` is in ``__init__``, ns since the Unix epoch. What it is to say is in ``output``.
     ``error`` is why it has stopped, if it has: nothing is given to it any more.
@@ -59,6 +60,7 @@ class LocalApp:
         trace: bool = False,
         fails_alone: bool = True,
         make_delivery: Callable[[Definition, Context], Delivery] = Delivery,
+        outsiders: frozenset[str] = frozenset(),
     ) -> None:
         self.error: ImmortalError | None = None
         self.is_primary = False
@@ -75,6 +77,7 @@ class LocalApp:
             compares_queries=True,
             make_delivery=make_delivery,
         )
+        self.dispatcher.context.nodes.outsiders = outsiders
         # The clock is the record's; before there is one, the context's own: it is not to look at the real one.
         self.dispatcher.context.record_time_ns = now_ns
         self.output = bytearray()
@@ -92,7 +95,7 @@ class LocalApp:
         """The checksum of its state, of what its handlers wait for, and of multicasts that are on their way."""
         dispatcher = self.dispatcher
         state = dispatcher.definition.state().encode(dispatcher.instance)
-        waiting = dispatcher.tasks.save(), dispatcher.context.multicasts.save()
+        waiting = dispatcher.tasks.save(), dispatcher.context.multicasts.save(), dispatcher.context.nodes.save()
         return crc64(encoder.encode(waiting), crc64(state))
 
     def tell_time(self, time_ns: int) -> None:

@@ -29,7 +29,7 @@ from protocol.extensions import (
     encode_handler_failed,
     encode_origins,
 )
-from protocol.messages import MessageType, RpcKind, decode_messages
+from protocol.messages import MessageType, RpcKind, RpcType, decode_messages
 from protocol.numbers import DRAWS_MAX, decode_numbers, encode_numbers
 from protocol.readers import Record
 
@@ -50,9 +50,16 @@ class TracingOutbox(Outbox):
         return self._traced(destination, super().make_fork(destination, name, method_id, signature))
 
     def make_sender(
-        self, destination: str, name: str, method_id: int, kind: RpcKind, parameters: Iterable[str] = ()
+        self,
+        destination: str,
+        name: str,
+        method_id: int,
+        kind: RpcKind,
+        parameters: Iterable[str] = (),
+        rpc_type: RpcType = RpcType.ASYNC,
     ) -> Send:
-        return self._traced(destination, super().make_sender(destination, name, method_id, kind, parameters))
+        send = super().make_sender(destination, name, method_id, kind, parameters, rpc_type)
+        return self._traced(destination, send)
 
     def _traced(self, destination: str, send: Callable[..., None]) -> Callable[..., None]:
         context, runs = self._context, self._runs.setdefault(destination, [])

@@ -8,7 +8,8 @@ A blob is this module's envelope (magic, version, size of the header, header), t
 
     0-5 "IMMAPP" · 6 version · 7 zero · 8-11 size of the header, little endian · header (MessagePack) · state
 
-The version is 1, 2 where async handlers wait, 3 with other rules than the first, 4 with ordered multicasts.
+The version is 1, 2 where async handlers wait, 3 with other rules than the first, 4 with ordered multicasts, 5 with
+nodes or handles.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ _VERSION = 1
 _VERSION_WITH_TASKS = 2  # an SDK that knows nothing of them must not lose them
 _VERSION_WITH_RULES = 3  # an SDK that knows no other rules than the first must not go by those
 _VERSION_WITH_ORDERING = 4  # an SDK that knows no ordered multicasts must not lose them
+_VERSION_WITH_NODES = 5  # nor one that knows no handles
 
 WAYS_OUT = (
     "give the type a codec (appsdk.register_type), write 'def checkpoint(self) -> bytes' and "
@@ -66,11 +68,14 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     tasks: SavedTasks | None = None  # async handlers that wait
     rules: int = Rules.FIRST  # for the log's whole life
     ordering: bytes | None = None  # of ordered multicasts; None: there never was one
+    nodes: bytes | None = None  # and handles; None: there never was one
 
 
 def encode_envelope(envelope: Envelope) -> bytes:
     header = encoder.encode(envelope)
-    if envelope.ordering is not None:
+    if envelope.nodes is not None:
+        version = _VERSION_WITH_NODES
+    elif envelope.ordering is not None:
         version = _VERSION_WITH_ORDERING
     elif envelope.rules != Rules.FIRST:
         version = _VERSION_WITH_RULES
@@ -90,9 +95,9 @@ def decode_envelope(blob: bytes) -> tuple[Envelope, memoryview]:
         raise StateError(
             f"the checkpoint starts with {bytes(blob[:6])!r}, not {MAGIC!r}: it was made by another kind of app"
         )
-    if not _VERSION <= version <= _VERSION_WITH_ORDERING:
+    if not _VERSION <= version <= _VERSION_WITH_NODES:
         raise StateError(
-            f"the checkpoint has version {version}, this SDK reads versions {_VERSION} to {_VERSION_WITH_ORDERING}: "
+            f"the checkpoint has version {version}, this SDK reads versions {_VERSION} to {_VERSION_WITH_NODES}: "
             f"start the app with the version of the SDK that wrote it"
         )
     end = FRONT.size + header_size_bytes

@@ -11,7 +11,7 @@ from appsdk.calls.context import SEED_SIZE_BYTES
 from appsdk.handlers.definition import Definition
 from appsdk.running.local_app import LocalApp, earlier
 from appsdk.testing.crashes import CrashNow, CrashPlan
-from appsdk.testing.outside import OutsideApp
+from appsdk.testing.outside import OUTSIDERS, OutsideApp
 from appsdk.testing.stand_ins import StandInRunner, StandIns
 from coordinator.core import effects as ef
 from coordinator.core import events as ev
@@ -100,7 +100,14 @@ class Node:
         else:
             seed = hashlib.blake2b(f"{self.world.seed} {self.name}".encode(), digest_size=SEED_SIZE_BYTES).digest()
             effects = StandInRunner(self.effects, lambda: self.world.now_ns)
-            self.app = LocalApp(self.definition, seed, self.world.now_ns, effects, fails_alone=self.world.fail_alone)
+            self.app = LocalApp(
+                self.definition,
+                seed,
+                self.world.now_ns,
+                effects,
+                fails_alone=self.world.fail_alone,
+                outsiders=OUTSIDERS,
+            )
         self.failure = None
         self.paused = self.closing = False
         self.do(lambda: self._handle(ev.AppConnected()))

@@ -36,6 +36,7 @@ from protocol.messages import (
 from protocol.readers import Record, RecordReader
 
 NAME = "test"
+OUTSIDERS = frozenset({NAME})
 """What the test is called as an instance: the caller that handlers see."""
 
 _take_answer = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode

@@ -12,6 +12,7 @@ from appsdk.handlers.definition import Definition
 from appsdk.running.inspection import inspect_state
 from appsdk.running.local_app import LocalApp
 from appsdk.state.diff import differences
+from appsdk.testing.outside import OUTSIDERS
 from coordinator.core.errors import require
 from coordinator.core.interfaces import CheckpointHeader
 from coordinator.core.words import call_in_words
@@ -56,7 +57,7 @@ class LocalReplay:
         self._source = source
         self._sink = sink
         self._watch = watch
-        self._app = LocalApp(definition, bytes(SEED_SIZE_BYTES), 0, trace=True)
+        self._app = LocalApp(definition, bytes(SEED_SIZE_BYTES), 0, trace=True, outsiders=OUTSIDERS)
         self._session = ReplaySession(source.identity.instance_name, summary, self.route)
         self._verdicts: list[Verdict] = []
         self._ended: Ended | None = None

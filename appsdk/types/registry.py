@@ -7,6 +7,7 @@ that is asked for: an app that names none of numpy, pyarrow, pandas or pydantic 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import types
 import typing
@@ -42,6 +43,7 @@ class Codec:
 
 
 _LIBRARIES = {
+    "appsdk": "appsdk.types.handles",
     "numpy": "appsdk.types.numpy_arrays",
     "pandas": "appsdk.types.pandas_frames",
     "pathlib": "appsdk.types.paths",
@@ -198,6 +200,33 @@ def _is_model(cls: Any) -> bool:
     return is_model and find_codec(cls) is not None
 
 
+def may_hold_handles(annotation: Any) -> bool:
+    """Whether a value of it may hold an :class:`appsdk.Handle`: where it names the class, or may be anything."""
+    for info in _types_in(msgspec.inspect.type_info(readable_type(annotation))):
+        cls = info.cls if isinstance(info, msgspec.inspect.CustomType) else None
+        if isinstance(info, msgspec.inspect.AnyType) or find_codec(typing.get_origin(cls) or cls) is _handle_codec():
+            return True
+    return False
+
+
+@functools.cache
+def _handle_codec() -> Codec:
+    handles = importlib.import_module(_LIBRARIES["appsdk"])
+    found: Codec = handles.codec_of(handles._Handle)
+    return found
+
+
+def _types_in(first: msgspec.inspect.Type) -> Iterator[msgspec.inspect.Type]:
+    """``first``, and all below it."""
+    pending, seen = [first], list[msgspec.inspect.Type]()
+    while pending:
+        info = pending.pop()
+        if not any(info is other for other in seen):  # else a type that refers to itself
+            seen.append(info)
+            yield info
+            pending.extend(_parts(info))
+
+
 def unsupported_type(annotation: Any) -> str | None:
     """What in ``annotation`` can't be encoded and read back, in words; None when all of it can."""
     for model in filter(_is_model, typing.get_args(annotation)):
@@ -205,19 +234,13 @@ def unsupported_type(annotation: Any) -> str | None:
             return problem
     annotation = readable_type(annotation)
     try:
-        pending = [msgspec.inspect.type_info(annotation)]
+        first = msgspec.inspect.type_info(annotation)
         msgspec.msgpack.Decoder(annotation)
     except TypeError as error:
         return str(error).splitlines()[0]
-    seen: list[msgspec.inspect.Type] = []
-    while pending:
-        info = pending.pop()
-        if any(info is other for other in seen):
-            continue  # a type that refers to itself
-        seen.append(info)
+    for info in _types_in(first):
         if isinstance(info, msgspec.inspect.CustomType) and (problem := _custom_problem(info.cls)):
             return problem
-        pending.extend(_parts(info))
     for part in _named_in(annotation):
         codec = find_codec(typing.get_origin(part))
         if codec is not None and (problem := codec.problem(part)):

@@ -17,6 +17,7 @@ from appsdk.calls.failures import answer_of
 from appsdk.calls.outbox import Send, encode_call, make_writer
 from appsdk.errors import UsageError
 from appsdk.handlers.decorators import Handler
+from appsdk.handlers.multicast import common_method_id
 from appsdk.waiting.operations import NOTHING, Call, MulticastCall
 from protocol.client import CLIENTS, Caller
 from protocol.messages import RpcKind, RpcType
@@ -44,7 +45,7 @@ class Answers:
             )
         if (send := target.send) is None:
             send = target.send = self._sender(target.destination, target.handler, RpcKind.CALL)
-        send((caller, call.number, *arguments))
+        send((caller, call.number, *target.wrapped(arguments)))
 
     def send_multicast(self, calls: Sequence[MulticastCall]) -> None:
         """Once all ``calls`` have begun. Raises UsageError."""
@@ -52,12 +53,13 @@ class Answers:
             return
         handler, own_name = calls[0].target.handler, self._context.instance_name
         name = handler.function.__qualname__
-        write = make_writer(name, handler.method_id, RpcType.ASYNC, parameters=handler.signature.parameters)
-        messages = [
-            encode_call(write, ("" if call.to == own_name else own_name, call.number, *(call.sent or ())))
-            for call in calls
-        ]
-        self._context.multicasts.send(name, handler.method_id, [call.to for call in calls], messages)
+        messages = []
+        for call in calls:
+            write = make_writer(name, call.target.method_id, RpcType.ASYNC, parameters=handler.signature.parameters)
+            front = "" if call.to == own_name else own_name, call.number
+            messages.append(encode_call(write, (*front, *call.target.wrapped(call.sent or ()))))
+        method_id = common_method_id(call.target.method_id for call in calls)
+        self._context.multicasts.send(name, method_id, [call.to for call in calls], messages)
 
     def _sender(self, destination: str, handler: Handler[Any, Any], kind: RpcKind) -> Send:
         key = (destination, handler.method_id, kind)

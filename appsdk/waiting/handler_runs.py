@@ -42,14 +42,15 @@ class HandlerRuns:
         self.queries.use(definition.state())
 
     def run_handler(
-        self, handler: Handler[Any, Any], arguments: tuple[Any, ...], *, waits: bool = True
+        self, handler: Handler[Any, Any], arguments: tuple[Any, ...], *, waits: bool = True, node: Any = None
     ) -> tuple[bool, bytes]:
-        """Run a ``def`` handler for somebody who ``waits``: (whether it raised, what for them). Raises HandlerError."""
+        """Run a ``def`` handler, the instance's or of ``node``, for somebody who ``waits``: (whether it raised, what
+        for them). Raises HandlerError."""
         try:
             if handler.is_query:
                 value = self.queries.run(handler, self.instance, *arguments)
             else:
-                value = handler.function(self.instance, *arguments)
+                value = handler.function(self.instance if node is None else node, *arguments)
         except (Exception, SystemExit) as error:
             if (declared := declared_name(handler.raises, error)) is None:
                 raise self._failed(handler, arguments, error) from error

@@ -31,6 +31,7 @@ class Host:
     def __init__(self, context: Context) -> None:
         self.context = context
         self.instance: Any = None
+        self.running: Any = None  # the task whose coroutines run now
         self.ready: deque[Fiber[Any]] = deque()
         self.calls: dict[int, Call] = {}
         self.clock = Clock()

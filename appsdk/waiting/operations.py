@@ -116,6 +116,15 @@ class Target:
         self.what = f"call {destination or 'self'}.{called.name}" if self.is_call else f"step {called.name}"
         self.send: Callable[[tuple[Any, ...]], None] | None = None  # made with the first call
 
+    @property
+    def method_id(self) -> int:
+        """What the log calls."""
+        return self.handler.method_id
+
+    def wrapped(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What the log's method is given. Raises UsageError."""
+        return arguments
+
 
 class _HandlerOperation(Operation):
     """With arguments, which are encoded when it begins."""

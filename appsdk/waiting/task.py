@@ -161,6 +161,7 @@ class Task(Owner):
         """
         while True:
             self._is_running = True
+            before, self.tasks.running = self.tasks.running, self
             try:
                 if wake is not None:
                     wake(*arguments)
@@ -174,7 +175,7 @@ class Task(Owner):
             except (Exception, SystemExit) as error:  # a coroutine's that was cancelled and did not let go
                 self._abandoned = self._abandoned or Abandoned(error)
             finally:
-                self._streams, self._is_running = None, False
+                self._streams, self._is_running, self.tasks.running = None, False, before
             if self._stopped is not None:
                 self.ready.clear()
                 raise self._stopped.error

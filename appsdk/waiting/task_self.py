@@ -25,16 +25,18 @@ from appsdk.errors import UsageError
 from appsdk.handlers.decorators import Handler
 from appsdk.handlers.definition import Peer
 from appsdk.handlers.log import HandlerLog, LogAttribute
-from appsdk.handlers.multicast import Destination, common_handler, destinations_of, make_multicast_fork
+from appsdk.handlers.multicast import Destination, NodeHandles, common_handler, destinations_of, make_multicast_fork
 from appsdk.handlers.proxy import find_handler
 from appsdk.handlers.schedules import TIME_NS_MAX
 from appsdk.waiting.effects import Effect
+from appsdk.waiting.nodes import NodeTarget
 from appsdk.waiting.operations import Call, Event, MulticastCall, Step, Target, Timer
 from appsdk.waiting.signals import encode_signal
 from appsdk.waiting.task import Task
 from appsdk.waiting.waits import Gather, Race, Wait, as_wait
 
 _MISSING = object()
+NODE_METHODS = frozenset({"create_node", "destroy", "holders_of", "node_of", "release_handle", "revoke"})
 
 
 class TaskSelf:
@@ -66,6 +68,11 @@ class TaskSelf:
         member = task.tasks.members.get(name)
         if member is not None:
             return TaskHandler(task, member) if isinstance(member, Target) else TaskPeer(task, member)
+        if name in NODE_METHODS:
+            raise UsageError(
+                f"self.{name}: an async handler touches no nodes, as others change them while it waits: move this into "
+                f"a 'def' handler (@rpc) and await that: await self.<handler>(...)"
+            )
         definition = task.tasks.definition
         found: Any = inspect.getattr_static(definition.cls, name, _MISSING)
         if isinstance(found, Handler):
@@ -274,8 +281,13 @@ class TaskMulticastMethod:
         task, handler = self._task, self._handler
         own_name = task.tasks.context.instance_name
         calls: list[MulticastCall] = []
-        for to, _ in self._destinations:
-            target = task.tasks.target("" if to == own_name else to, handler, handler)
+        for to, source in self._destinations:
+            if isinstance(source, NodeHandles):
+                target: Target = NodeTarget(
+                    task.tasks.context.nodes, source.only(handler.name), source.handler(handler.name)
+                )
+            else:
+                target = task.tasks.target("" if to == own_name else to, handler, handler)
             bound = target.codec.bind(arguments, keywords)
             _ = target.codec.decode_result  # raises here, where the call is made
             MulticastCall(task, target, to, bound, calls)

@@ -24,10 +24,12 @@ from appsdk.errors import AS_RPC, Cancelled, HandlerError, QueryError, UsageErro
 from appsdk.handlers.decorators import CLOCK_METHOD_ID, Handler
 from appsdk.handlers.definition import Definition
 from appsdk.state.journal import WAYS_OUT, Entry, JournalError, SavedTask, SavedTasks, declared_name, encode_raised
+from appsdk.types.handles import MARK
 from appsdk.waiting.clock import Clock, Deadline
 from appsdk.waiting.effects import EffectResult
 from appsdk.waiting.host import Host
 from appsdk.waiting.limits import Limits
+from appsdk.waiting.nodes import make_node_call
 from appsdk.waiting.operations import NOTHING, Call, Event, Timer
 from appsdk.waiting.orders import Orders
 from appsdk.waiting.signals import encode_signal
@@ -78,6 +80,7 @@ class Tasks(Host):
         self._deadlines: dict[int, Deadline] = {}  # by number
         context.multicasts.run_effect = self.effects.unheld
         context.multicasts.called = self._called
+        context.nodes.make_call = make_node_call
         self.orders = Orders(context, self.waiting, self._cancel, self._give, self._give_up)
 
     def make_self(self, task: Any) -> TaskSelf:
@@ -325,7 +328,10 @@ class Tasks(Host):
         except HandlerError as problem:
             self._end_failed(task, problem)
             return
-        self.answers.answer(task.handler, task.caller, task.call_number, raised, encoded)
+        try:
+            self.answers.answer(task.handler, task.caller, task.call_number, raised, encoded)
+        except UsageError as problem:  # it has a handle that can't be passed on
+            self._end_failed(task, task.failure(problem))
 
     def _end_cancelled(self, task: Task, cancelled: Cancelled) -> None:
         """As it was told to: no failure of its own, and no dead letter. Who waits is told."""
@@ -399,9 +405,13 @@ class Tasks(Host):
                     text = f"an answer of {self.context.source!r} to call {number}, which went to somebody else"
                     raise self._wrong_answer(Cause.SENDER, text)
                 return
+            if MARK in data and self._failed_wait is None:
+                self.context.nodes.arrived(data)
             self._resolve(call, kind is _RAISED, value)
             if self._queue:
                 self.drain()
+        elif MARK in data and self._failed_wait is None:
+            self.context.nodes.not_taken(data)
 
     def _called(self, number: int) -> str | None:
         """To whom the open call of that number went."""

@@ -15,6 +15,7 @@ from msgspec import Struct
 from protocol.extensions import QUERIES, AppDescription
 from protocol.handlers import CANCEL_CALL_METHOD_ID
 from protocol.messages import RpcKind, decode_messages
+from protocol.nodes import HANDLES_METHOD_ID, NODE_METHOD_ID
 from protocol.ordering import ORDERED_METHOD_ID, ORDERING_METHOD_ID, ordered_method
 from protocol.varint import decode_zigzag_int
 
@@ -104,6 +105,7 @@ class Permissions:
     def _method_ids(self, allowed: frozenset[str]) -> frozenset[int]:
         named = frozenset(method_id for method_id, name in (self._names or {}).items() if name in allowed)
         named |= {CANCEL_CALL_METHOD_ID, ORDERING_METHOD_ID}  # about calls that it was allowed to make, or that it gets
+        named |= {NODE_METHOD_ID, HANDLES_METHOD_ID}  # a handle is itself the right to call its node
         return named | self._queries if QUERIES in allowed else named
 
     def lacks_queries(self, caller: str) -> bool:

@@ -11,6 +11,7 @@ from coordinator.core.output_check import Divergence
 from protocol.errors import ImmortalError
 from protocol.handlers import CANCEL_CALL_METHOD_ID
 from protocol.messages import IncomingRpc, MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_message
+from protocol.nodes import HANDLES_METHOD_ID, NODE_METHOD_ID
 from protocol.ordering import EXECUTED_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
 
 Methods = Mapping[tuple[str, int], str]
@@ -62,6 +63,8 @@ def method_name(method_id: int, kind: int, destination: str, methods: Methods) -
         return "the cancellation of a call"
     if method_id in (ORDERED_METHOD_ID, ORDERING_METHOD_ID, EXECUTED_METHOD_ID):
         return "an ordered multicast"
+    if method_id in (NODE_METHOD_ID, HANDLES_METHOD_ID):
+        return "a node" if method_id == NODE_METHOD_ID else "word of a handle"
     if kind == RpcKind.CALL:
         return methods.get((destination, method_id))
     # An answer that an app gives is of a method of its own, one that it gets is of a method of whom it has called.

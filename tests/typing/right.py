@@ -13,8 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from appsdk import (
+    Handle,
     Immortal,
     Impulses,
+    Node,
     Retry,
     Winner,
     cron,
@@ -247,3 +249,56 @@ def in_one_process() -> None:
         assert_type(bank.running, bool)
         assert_type(bank.stop(), int)
     run(Bank, "bank", home="elsewhere")
+
+
+class Order(Node):
+    left: int
+
+    def __init__(self, text: str, size: int = 1) -> None:
+        self.left = size
+
+    @rpc
+    def fill(self, count: int) -> int:
+        assert_type(self.fill(1), int)
+        self.fill.fork(2)
+        return self.left
+
+
+class Exchange(Immortal, nodes=(Order,)):
+    teller = peer(Teller, "teller")
+    orders: dict[str, Handle[Order]]
+
+    def __init__(self) -> None:
+        self.orders = {}
+
+    @rpc
+    def open(self, text: str) -> Handle[Order]:
+        handle = self.create_node(Order, text, size=3)
+        assert_type(handle, Handle[Order])
+        self.orders[text] = handle
+        assert_type(self.node_of(handle), Order)
+        assert_type(self.revoke(handle), Handle[Order])
+        self.revoke(handle, self.teller)
+        assert_type(self.holders_of(handle), list[str])
+        self.destroy(handle)
+        return handle
+
+    def on_last_release(self, handle: Handle[Order]) -> None:
+        self.destroy(handle)
+
+
+class Trader(Immortal):
+    exchange = peer(Exchange, "exchange")
+
+    @rpc
+    def take(self, order: Handle[Order], others: list[Handle[Order]]) -> None:
+        order.fill.fork(3)
+        self.multicast([order, *others]).fill.fork(count=2)
+        self.release_handle(order)
+
+    @rpc
+    async def finish(self, order: Handle[Order]) -> int:
+        assert_type(await order.fill(3), int)
+        assert_type(await self.multicast([order]).fill.all(1), tuple[int, ...])
+        assert_type(await self.exchange.open("x"), Handle[Order])
+        return await order.fill(4)

@@ -7,7 +7,7 @@ from datetime import timedelta
 from pydantic_ai import Agent
 from starlette.requests import Request
 
-from appsdk import Immortal, Impulses, impulse, on_primary, peer, query, register_type, rpc, upgrades
+from appsdk import Handle, Immortal, Impulses, Node, impulse, on_primary, peer, query, register_type, rpc, upgrades
 from appsdk.client import connect
 from appsdk.embedded import run, start
 from appsdk.integrations.asgi import Service, progress
@@ -236,3 +236,32 @@ def in_one_process() -> None:
     number: int = start(Bank, "bank")  # wrong: what runs
     print(number)
     run(int, "bank")  # wrong: no app
+
+
+class Order(Node):
+    left: int
+
+    def __init__(self, text: str, size: int = 1) -> None:
+        self.left = size
+
+    @rpc
+    def fill(self, count: int) -> int:
+        return self.left
+
+
+class Exchange(Immortal, nodes=(Order,)):
+    @rpc
+    def open(self, given: Handle[Order]) -> None:
+        self.create_node(Order)  # wrong: too few
+        self.create_node(Order, 5)  # wrong: an int for a str
+        self.create_node(Bank)  # wrong: no node
+        given.fill.fork("x")  # wrong: a str for an int
+        given.sell.fork(1)  # wrong: no such handler
+        self.node_of(given).fill("x")  # wrong: a str for an int
+        self.multicast([given]).fill.fork()  # wrong: too few
+        self.release_handle("x")  # wrong: no handle
+
+    @rpc
+    async def ask(self, given: Handle[Order]) -> None:
+        text: str = await given.fill(1)  # wrong: another type
+        print(text)

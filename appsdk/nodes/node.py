@@ -1,0 +1,166 @@
+"""What a class of nodes says of itself: its handlers and its state, checked when the class is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import MethodType, SimpleNamespace
+from typing import Any, ClassVar, Self, cast
+
+from appsdk.calls.codec import ArgumentCodec
+from appsdk.errors import DefinitionError, UsageError
+from appsdk.handlers.decorators import HOOK_MARK, BoundHandler, Handler
+from appsdk.state.schema import Envelope, StateSchema
+
+
+class NodeDefinition:
+    """Handlers by name and by method ID, and how its state is kept."""
+
+    def __init__(self, cls: type, formerly: Iterable[str]) -> None:
+        if isinstance(formerly, str):
+            raise DefinitionError(f"{cls.__qualname__}: formerly={formerly!r}: a tuple was expected: ({formerly!r},)")
+        self.cls = cls
+        self.formerly = tuple(formerly)
+        self.handlers: dict[str, Handler[Any, Any]] = {}
+        self.by_method_id: dict[int, Handler[Any, Any]] = {}
+        self._codecs: dict[str, ArgumentCodec] = {}
+        self._state: StateSchema | None = None
+        for ancestor in reversed(cls.__mro__):
+            for name, value in vars(ancestor).items():
+                self._add(name, value)
+        for handler in self.handlers.values():
+            if (other := self.by_method_id.setdefault(handler.method_id, handler)) is not handler:
+                raise DefinitionError(
+                    f"{self.name}: {other.name} and {handler.name} have the same method ID, {handler.method_id}: give "
+                    f"one of them another, e.g. @rpc(id=1)"
+                )
+
+    @property
+    def name(self) -> str:
+        return self.cls.__qualname__
+
+    def _add(self, name: str, value: object) -> None:
+        where = f"{self.name}.{name}"
+        if name == "owner" and self.cls is not Node and not isinstance(value, property):
+            raise DefinitionError(f"{where}: 'owner' is the instance that a node is of: choose another name")
+        if getattr(value, HOOK_MARK, None) is not None:
+            raise DefinitionError(f"{where}: a node has @rpc handlers alone; hooks are its owner's")
+        if isinstance(value, Handler):
+            if value.decorator != "rpc" or value.is_async:
+                what = "an 'async def'" if value.is_async else f"@{value.decorator}"
+                raise DefinitionError(
+                    f"{where}: {what}: a node's handlers are @rpc and plain 'def'; what has to wait is a handler of "
+                    f"its owner, which the node starts with self.owner.<handler>.fork(...)"
+                )
+            self.handlers[name] = value
+        elif name in self.handlers:
+            raise DefinitionError(f"{where} replaces a handler of a base class and is none itself: write @rpc above it")
+
+    def codec(self, handler: Handler[Any, Any]) -> ArgumentCodec:
+        """Raises DefinitionError, NameError."""
+        if (codec := self._codecs.get(handler.key)) is None:
+            codec = self._codecs[handler.key] = ArgumentCodec(handler.function, handler.signature)
+        return codec
+
+    def state(self) -> StateSchema:
+        """Raises DefinitionError."""
+        if self._state is None:
+            try:
+                self._state = StateSchema(self.cls, "msgspec", self.handlers, self.formerly)
+            except NameError as error:
+                raise DefinitionError(
+                    f"{self.name}: the annotation of an attribute can't be resolved: {error}"
+                ) from error
+        return self._state
+
+    def resolve(self) -> None:
+        """Check all annotations. Raises DefinitionError."""
+        self.state()
+        for handler in self.handlers.values():
+            try:
+                self.codec(handler)
+            except NameError as error:
+                raise DefinitionError(
+                    f"{handler.function.__qualname__}: an annotation can't be resolved: {error}"
+                ) from error
+
+    def encode(self, node: Node) -> bytes:
+        """Raises StateError."""
+        return self.state().encode(node)
+
+    def restore(self, node: Node, name: str, state: bytes) -> None:
+        """``name``: of the class that ``state`` was written of. Raises StateError."""
+        schema = self.state()
+        envelope = Envelope(class_name=name, serializer=schema.serializer, seed=b"", sequence_id=-1)
+        schema.restore(node, envelope, memoryview(state))
+
+
+def node_definition(cls: object) -> NodeDefinition:
+    """Raises DefinitionError for what is no class of nodes."""
+    found = vars(cls).get("_immortal_node") if isinstance(cls, type) else None
+    if found is None:
+        raise DefinitionError(f"{cls!r} is not a class below appsdk.Node")
+    return cast(NodeDefinition, found)
+
+
+class NodeContext:
+    """What the handlers of one node look themselves up in. ``life``: an appsdk.nodes.nodes.Nodes; None: a plain object
+    that no instance has made. ``number``: its own in that life."""
+
+    __slots__ = ("_node", "life", "number")
+
+    def __init__(self, node: Node, life: Any = None, number: int = 0) -> None:
+        self._node = node
+        self.life = life
+        self.number = number
+
+    @property
+    def handlers(self) -> SimpleNamespace:
+        node = self._node
+        found = SimpleNamespace()
+        for handler in node._immortal_node.handlers.values():
+            bound = BoundHandler[Any, Any](MethodType(handler.function, node), self._fork(handler.name))
+            setattr(found, handler.key, bound)
+        return found
+
+    def _fork(self, name: str) -> Any:
+        def fork(*arguments: Any, **keywords: Any) -> None:
+            if self.life is None:
+                raise UsageError(f"{name}.fork: no instance has made this node: self.create_node(...) does")
+            getattr(self.life.handle_of(self.number), name).fork(*arguments, **keywords)
+
+        return fork
+
+
+class Node:
+    """A part of an instance that others call by a handle, with handlers (``@rpc``) and state of its own.
+
+    Its state is its annotated attributes, kept with its owner's. It is made by ``self.create_node(Order, ...)`` in a
+    handler of an instance whose class names it: ``class Exchange(Immortal, nodes=(Order,))``. ``formerly=("Old",)``
+    names what the class was called when older checkpoints were taken.
+    """
+
+    __slots__ = ("__dict__", "__weakref__", "_immortal_context")
+
+    _immortal_node: ClassVar[NodeDefinition]
+    _immortal_context: Any
+
+    def __init_subclass__(cls, *, formerly: Iterable[str] = (), **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        cls._immortal_node = NodeDefinition(cls, formerly)
+
+    def __new__(cls, *arguments: Any, **keywords: Any) -> Self:
+        if cls is Node:
+            raise DefinitionError("Node itself can't be made: write a class below it")
+        node = super().__new__(cls)
+        node._immortal_context = NodeContext(node)
+        return node
+
+    @property
+    def owner(self) -> Any:
+        """The instance that it is a part of. Raises UsageError."""
+        life = self._immortal_context.life
+        if life is None:
+            raise UsageError(
+                f"{type(self).__qualname__}.owner: no instance has made this node: self.create_node(...) does"
+            )
+        return life.instance

@@ -1,0 +1,143 @@
+"""Handles: by whom and by which key a node is called. To a type checker ``Handle[Order]`` is ``type[Order]``.
+
+A handle travels as a MessagePack extension, so that it is found in any message, whatever type its reader expects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import threading
+import typing
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
+
+import msgspec
+
+from appsdk.errors import UsageError
+from appsdk.types.registry import Codec, what_came
+
+T = TypeVar("T")
+
+EXTENSION_CODE = 72
+MARK = b"\xf3handle\x01"  # its data begins with it: a message without it holds none, which is found out fast
+KEY_SIZE_BYTES = 16
+
+
+class HandlesLife(Protocol):
+    """The instance that a handle is used in: an :class:`appsdk.nodes.nodes.Nodes`."""
+
+    def encoding(self) -> None:
+        """A handle is encoded, perhaps into a message. Raises UsageError."""
+
+    def method(self, handle: Any, name: str) -> Any:
+        """What ``handle.<name>`` is. Raises AttributeError, UsageError."""
+
+
+class _Current(threading.local):
+    life: HandlesLife | None = None  # what is read now belongs to it
+
+
+current = _Current()
+
+
+class _Handle(Generic[T]):
+    """The right to call one node. ``_immortal_of``: (owner, key, the node's class or None, where it is used)."""
+
+    __slots__ = ("_immortal_of",)
+
+    def __init__(self, owner: str, key: bytes, cls: Any, life: HandlesLife | None) -> None:
+        object.__setattr__(self, "_immortal_of", (owner, key, cls, life))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        life = self._immortal_of[3]
+        if life is None:
+            raise UsageError(f"{self!r}.{name}: a handle is used in handlers, by the instance that it was passed to")
+        return life.method(self, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{self!r}.{name}: a handle has no attributes: send its node a call")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Handle) and self._immortal_of[:2] == other._immortal_of[:2]
+
+    def __hash__(self) -> int:
+        return hash(self._immortal_of[:2])
+
+    def __repr__(self) -> str:
+        owner, key, cls, _ = self._immortal_of
+        return f"<handle {tag_of(key)} of {owner!r}{f', {cls.__qualname__}' if cls is not None else ''}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, self._immortal_of[:3]
+
+
+def tag_of(key: bytes) -> str:
+    """For people: it says which handle it is, and nothing of its key."""
+    return hashlib.blake2b(key, digest_size=4).hexdigest()
+
+
+def _unpickled(owner: str, key: bytes, cls: Any) -> _Handle[Any]:
+    return _Handle(owner, key, cls, current.life)
+
+
+if TYPE_CHECKING:
+    Handle: TypeAlias = type[T]
+else:
+    Handle = _Handle
+    Handle.__name__ = Handle.__qualname__ = "Handle"
+
+
+def codec_of(cls: type) -> Codec | None:
+    return _HANDLE if cls is _Handle else None
+
+
+def _encode(handle: _Handle[Any]) -> msgspec.msgpack.Ext:
+    owner, key, _, life = handle._immortal_of
+    if life is None:
+        raise TypeError("a handle is sent by handlers: not by tests, clients and other code around them")
+    life.encoding()
+    return msgspec.msgpack.Ext(EXTENSION_CODE, MARK + key + owner.encode())
+
+
+def read_extension(code: int, data: Any) -> Any:
+    """For decoders: a handle of no class yet; any other extension stays one. Raises ValueError."""
+    found = bytes(data)
+    if code != EXTENSION_CODE or not found.startswith(MARK) or len(found) <= len(MARK) + KEY_SIZE_BYTES:
+        return msgspec.msgpack.Ext(code, found)
+    key = found[len(MARK) : len(MARK) + KEY_SIZE_BYTES]
+    return _Handle(found[len(MARK) + KEY_SIZE_BYTES :].decode(), key, None, current.life)
+
+
+def _decode(annotation: Any, plain: Any) -> _Handle[Any]:
+    if not isinstance(plain, _Handle):
+        raise ValueError(f"Expected a handle, got {what_came(plain)}")
+    owner, key, _, life = plain._immortal_of
+    (cls,) = typing.get_args(annotation) or (None,)
+    return _Handle(owner, key, cls if hasattr(cls, "_immortal_node") else None, life)
+
+
+def _problem(annotation: Any) -> str | None:
+    (cls,) = typing.get_args(annotation) or (Any,)
+    if cls is not Any and isinstance(cls, type) and not hasattr(cls, "_immortal_node"):
+        return f"Handle[{cls.__qualname__}]: a class below appsdk.Node was expected"
+    return None
+
+
+_HANDLE = Codec(_encode, _decode, show=repr, problem=_problem)
+
+
+def handles_in(data: bytes) -> list[tuple[str, bytes]]:
+    """(owner, key) of each in MessagePack, in its order; of what can't be read those before that."""
+    found: list[tuple[str, bytes]] = []
+    if MARK not in data:
+        return found
+
+    def collect(code: int, content: Any) -> None:
+        if isinstance(handle := read_extension(code, content), _Handle):
+            found.append(handle._immortal_of[:2])
+
+    with contextlib.suppress(msgspec.DecodeError, ValueError, TypeError, RecursionError):
+        msgspec.msgpack.decode(data, ext_hook=collect)
+    return found

@@ -1,0 +1,225 @@
+"""Seeded runs of nodes and handles over real instances, with faults, and a checker of what is promised."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from appsdk import Handle, Immortal, Node, impulse, peer, rpc
+from appsdk.testing import Environment, Instance
+from tests.helpers.ordering_runs import _crash, _some_steps
+
+NAMES = ("m0", "m1", "m2", "m3")
+
+
+class BrokenHandlesError(AssertionError):
+    """Something that is promised of handles does not hold."""
+
+
+class Part(Node):
+    name: str
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @rpc
+    def hear(self, text: str) -> None:
+        self.owner.seen.append(f"{self.name} {text}")
+
+
+class Member(Immortal, nodes=(Part,)):
+    """``seen``: in its order what its nodes and it have heard, and "end" of what. ``held``: others' handles, by name.
+    ``passed``: the names of those that it has passed on, so that their owner may hear late of a holder."""
+
+    m0 = peer(lambda: Member, "m0")
+    m1 = peer(lambda: Member, "m1")
+    m2 = peer(lambda: Member, "m2")
+    m3 = peer(lambda: Member, "m3")
+    made: dict[str, Handle[Part]]
+    held: dict[str, Handle[Part]]
+    ended: list[str]
+    seen: list[str]
+    free: list[str]
+    passed: list[str]
+    sent: int
+    created: int
+
+    def __init__(self) -> None:
+        self.passed = []
+        self.made, self.held, self.ended, self.seen, self.free, self.sent, self.created = {}, {}, [], [], [], 0, 0
+
+    def peers(self, names: list[str]) -> list[Any]:
+        known: dict[str, Any] = {"m0": self.m0, "m1": self.m1, "m2": self.m2, "m3": self.m3}
+        return [known[name] for name in names]
+
+    def name(self) -> str:
+        return self._immortal_context.instance_name
+
+    @impulse
+    def create(self, to: list[str]) -> None:
+        self.created += 1
+        name = f"{self.name()}n{self.created}"
+        self.made[name] = self.create_node(Part, name)
+        for one in self.peers([name for name in to if name != self.name()]):
+            one.take.fork(name, self.made[name])
+
+    @rpc
+    def take(self, name: str, handle: Handle[Part]) -> None:
+        if handle in self.held.values() or name in self.ended or name.startswith(self.name()):
+            return  # a copy more, or one's own that has come home
+        self.held[name] = handle
+
+    @rpc
+    def take_badly(self, name: str, handle: Handle[Part]) -> None:
+        self.held[name] = handle
+        raise ValueError("no")
+
+    @impulse
+    def pass_on(self, which: int, to: str, how: str) -> None:
+        usable = sorted(self.held)
+        if not usable or to == self.name():
+            return
+        name = usable[which % len(usable)]
+        (one,) = self.peers([to])
+        self.passed.append(name)
+        if how == "badly":
+            one.take_badly.fork(name, self.held[name])
+        elif how == "multicast":
+            self.multicast([one]).take.fork(name, self.held[name])
+        else:
+            one.take.fork(name, self.held[name])
+        if which % 2:
+            self.release_handle(self.held.pop(name))
+
+    @impulse
+    def drop(self) -> None:
+        for name in sorted(self.held):
+            self.release_handle(self.held.pop(name))
+
+    @impulse
+    def tell(self, which: int, to: list[str]) -> None:
+        """A multicast to a node, or two of different owners, and to others."""
+        names = sorted(self.held)
+        if not names:
+            return
+        nodes: dict[str, Any] = {}
+        for index in range(2):
+            name = names[(which + index) % len(names)]
+            nodes.setdefault(name[:2], self.held[name])
+        self.sent += 1
+        others = self.peers([name for name in to if name not in nodes and name != self.name()])
+        targets = "+".join(name for name, one in self.held.items() if one in nodes.values())
+        self.multicast([*nodes.values(), *others]).hear.fork(f"{self.name()}t{self.sent}:{targets}")
+
+    @rpc
+    def hear(self, text: str) -> None:
+        self.seen.append(f"- {text}")
+
+    @impulse
+    def close(self, which: int) -> None:
+        names = sorted(self.made)
+        if names:
+            self.destroy(self.made.pop(names[which % len(names)]))
+
+    def on_destroyed(self, handle: Handle[Any]) -> None:
+        for name in [name for name, one in self.held.items() if one == handle]:
+            del self.held[name]
+            self.ended.append(name)
+            self.seen.append(f"end {name}")
+
+    def on_last_release(self, handle: Handle[Any]) -> None:
+        self.free += [name for name, one in self.made.items() if one == handle]
+
+
+def run_seed(seed: int) -> tuple[int, int]:
+    """How many nodes were destroyed and how often a last release was told. Raises BrokenHandlesError, and whatever an
+    instance or a replay fails with."""
+    rng = random.Random(seed)
+    with Environment(order=seed, seed=seed, fail_alone=True) as env:
+        members = {name: env.start(Member, name) for name in NAMES}
+        for _ in range(rng.randint(8, 25)):
+            _act(rng, rng.choice(list(members.values())))
+            _some_steps(env, rng)
+            env._world.network.parted.clear()
+            if rng.random() < 0.3:
+                env._world.network.parted.add(frozenset(rng.sample(NAMES, 2)))
+            if rng.random() < 0.1:
+                _crash(rng, rng.choice(list(members.values())))  # type: ignore[arg-type]
+        env.heal()
+        env.run()
+        return check(env, members)
+
+
+def _act(rng: random.Random, member: Instance[Member]) -> None:
+    to = rng.sample(NAMES, rng.choice((1, 2, 3)))
+    what = rng.choice(("create", "create", "pass", "pass", "pass", "tell", "tell", "tell", "drop", "close"))
+    which = rng.randrange(6)
+    if what == "create":
+        member.send(Member.create, to)
+    elif what == "pass":
+        member.send(Member.pass_on, which, to[0], rng.choice(("plainly", "plainly", "badly", "multicast")))
+    elif what == "tell":
+        member.send(Member.tell, which, to)
+    elif what == "drop":
+        member.send(Member.drop)
+    else:
+        member.send(Member.close, which)
+
+
+def check(env: Environment, members: dict[str, Instance[Member]]) -> tuple[int, int]:
+    """At rest: each owner counts who holds, nobody remembers what is over, and the ends came in one order with all
+    multicasts."""
+    machines = {name: _machines(env, name) for name in members}
+    destroyed = 0
+    for name, (owner, _) in machines.items():
+        for key, grant in owner.grants.items():
+            held = {
+                other: one.count
+                for other, (_, holder) in machines.items()
+                for one in holder.held.values()
+                if (one.owner, one.key) == (name, key) and one.count
+            }
+            if grant.holders != held:
+                raise BrokenHandlesError(f"{name} counts {grant.holders}, held are {held}")
+            if grant.stage:
+                raise BrokenHandlesError(f"{name} remembers a node that is over, for {grant.holders}")
+    for name, (_, holder) in machines.items():
+        for one in holder.held.values():
+            if one.ended or one.key not in machines[one.owner][0].grants:
+                raise BrokenHandlesError(f"{name} remembers a handle of {one.owner} that is over")
+        usable = {(one.owner, one.key) for one in holder.held.values()}
+        for handle in members[name].state.held.values():
+            if handle._immortal_of[:2] not in usable:  # type: ignore[attr-defined]
+                raise BrokenHandlesError(f"{name} was not told of the end of {handle!r}")
+    for name, member in members.items():
+        letters = {letter.text for letter in member.dead_letters} - {"no"}
+        if letters:
+            raise BrokenHandlesError(f"{name} has refused or failed: {letters}")
+    passed = {node for member in members.values() for node in member.state.passed}
+    for name, member in members.items():
+        destroyed += sum(item.startswith("end ") for item in member.state.seen)
+        _check_order(name, member.state.seen, members, passed)
+    return destroyed, sum(len(member.state.free) for member in members.values())
+
+
+def _machines(env: Environment, name: str) -> tuple[Any, Any]:
+    app = env._world.nodes[name].local_app
+    assert app is not None
+    nodes = app.dispatcher.context.nodes
+    return nodes._owner, nodes._holder
+
+
+def _check_order(name: str, seen: list[str], members: dict[str, Instance[Member]], passed: set[str]) -> None:
+    """A multicast that a holder got behind the end of a node did not reach that node. One that it got before did, where
+    the owner knew all holders (it is not among those that were ``passed`` on)."""
+    for index, item in enumerate(seen):
+        if not item.startswith("end "):
+            continue
+        node = item.removeprefix("end ")
+        reached = {one.removeprefix(f"{node} ") for one in members[node[:2]].state.seen if one.startswith(f"{node} ")}
+        late = {one.partition(" ")[2] for one in seen[index:] if not one.startswith("end ")}
+        if reached & late:
+            raise BrokenHandlesError(f"{name} got {reached & late} behind the end of {node}, which got it")
+        early = {one.partition(" ")[2] for one in seen[:index] if node in one.partition(":")[2].split("+")}
+        if node not in passed and early - reached:
+            raise BrokenHandlesError(f"{name} got {early - reached} before the end of {node}, which did not get it")

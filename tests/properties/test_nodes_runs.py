@@ -1,0 +1,66 @@
+"""Nodes and handles over real instances, by seed: crashes, partitions, calls that fail; planted bugs are found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from appsdk.nodes.counting import Grant, Holder, Owner
+from appsdk.nodes.messages import Key
+from appsdk.nodes.nodes import Nodes
+from tests.helpers.nodes_runs import BrokenHandlesError, run_seed
+
+SEEDS = 40
+SEEDS_MAX = 300  # within which each planted bug is found
+
+
+def test_handles_are_counted_and_ended_in_order_under_faults() -> None:
+    destroyed = released = 0
+    for seed in range(SEEDS):
+        one, other = run_seed(seed)
+        destroyed, released = destroyed + one, released + other
+    assert destroyed > SEEDS / 4
+    assert released > SEEDS / 4
+
+
+def _not_given_back(self: Nodes, data: bytes) -> None:
+    self.context.carries = False
+
+
+def _end_at_once(self: Nodes, key: Key, how: str) -> None:
+    """The owner does not wait for its queue."""
+    self._owner.begin_end(key)
+    self._nodes.pop(self._owner.grants[key].node, None)
+    self._owner.grants[key].told.clear()
+    self._owner.end(key, how)
+    self._act()
+
+
+def _forgotten(self: Holder, owner: str, key: Key, how: str) -> bool:
+    one = self.held.pop((owner, key), None)
+    return one is not None
+
+
+def _never_free(grant: Grant) -> bool:
+    return False
+
+
+BUGS: dict[str, tuple[Any, str, Any]] = {
+    "copies of failed calls are lost": (Nodes, "not_taken", _not_given_back),
+    "the end is not ordered": (Nodes, "_end", _end_at_once),
+    "who is told of an end forgets it": (Holder, "ended", _forgotten),
+    "what is over is never forgotten": (Owner, "_is_free", staticmethod(_never_free)),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, broken = BUGS[bug]
+    monkeypatch.setattr(owner, name, broken)
+    for seed in range(SEEDS_MAX):
+        try:
+            run_seed(seed)
+        except BrokenHandlesError:
+            return
+    raise AssertionError(f"{bug} was not found within {SEEDS_MAX} seeds")
