@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -188,6 +189,7 @@ class Report:
             "destination": finding.destination,
             "old": self._call(finding.destination, finding.old),
             "new": self._call(finding.destination, finding.new),
+            "arguments": [dataclasses.asdict(pair) for pair in finding.arguments],
         }
 
     def _fates_values(self, fates: Fates) -> Values:
