@@ -189,8 +189,7 @@ class Report:
             "destination": finding.destination,
             "old": self._call(finding.destination, finding.old),
             "new": self._call(finding.destination, finding.new),
-            "arguments": [dataclasses.asdict(pair) for pair in finding.arguments],
-        }
+        } | ({"arguments": list(map(dataclasses.asdict, finding.arguments))} if finding.arguments else {})
 
     def _fates_values(self, fates: Fates) -> Values:
         first = fates.first
