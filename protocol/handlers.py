@@ -28,13 +28,15 @@ class HandlersQuestion(msgspec.Struct, array_like=True, frozen=True):
     """``ticket``: the coordinator's, for the answer. ``task``: the handler that is to be told of whole; 0: all of them,
     HANDLERS_COUNT_MAX at most.
 
-    With ``sequence_id``: what the order in that message has come to.
+    With ``sequence_id``: what the order in that message has come to. With ``retries``: effects of ``task`` that wait
+    for their next attempt are to be tried at once. No log knows of attempts, so this is a question and no order.
     """
 
     ticket: int
     task: int = 0
     sequence_id: int = -1
     message_index: int = 0
+    retries: bool = False
 
 
 class HandlersAnswer(msgspec.Struct, array_like=True, frozen=True):

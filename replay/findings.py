@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from coordinator.core.words import RpcWords
 from protocol.messages import IncomingRpc, decode_incoming_rpc, decode_message
+from replay.arguments import ArgumentPair, pair_arguments
 from replay.compare import Difference, Key, Kind
 
 
@@ -24,6 +26,7 @@ class Finding:
     kind: Kind
     old: RpcWords | None
     new: RpcWords | None
+    arguments: Sequence[ArgumentPair] = ()  # of a call that both make
 
     @property
     def order(self) -> tuple[Key, str, int]:
@@ -56,7 +59,8 @@ class Findings:
         self._numbers[destination] += 1
         order = (difference.key, destination, self._numbers[destination])
         if len(self.first) < self._limit or (self.first and order < self.first[-1].order):
-            finding = Finding(*order, difference.kind, self._call(old), self._call(new))
+            pairs = pair_arguments(old, new, is_msgpack=self.is_msgpack)
+            finding = Finding(*order, difference.kind, self._call(old), self._call(new), pairs)
             insort(self.first, finding, key=lambda each: each.order)
             del self.first[self._limit :]
 

@@ -45,6 +45,7 @@ from appsdk.ordering.plain import Plain
 from appsdk.state.copies import Copies
 from appsdk.types.handles import current
 from appsdk.waiting.listing import describe_all, describe_one
+from appsdk.waiting.retries import retry_effects
 from appsdk.waiting.tasks import Tasks
 from protocol.batch import decode_batch, decode_replayable_batch
 from protocol.errors import RemoteProtocolError
@@ -282,6 +283,8 @@ class Dispatcher:
     def _tell_handlers(self, question: HandlersQuestion) -> None:
         if question.sequence_id >= 0:
             value = self.tasks.orders.outcome(question.sequence_id, question.message_index)
+        elif question.retries:
+            value = retry_effects(self.tasks, question.task)
         elif question.task:
             value = describe_one(self.tasks, question.task)
         else:

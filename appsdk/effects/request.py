@@ -159,6 +159,7 @@ class EffectRequest:
         "number",
         "options",
         "stand_in",
+        "try_now",
     )
 
     def __init__(
@@ -178,6 +179,7 @@ class EffectRequest:
         self.stand_in: Callable[..., Any] | None = None
         self.attempt = 0
         self.failure = ""
+        self.try_now: Callable[[], bool] | None = None  # of a runner that can; whether it waited for its next attempt
         self._function = function
         self._encoded = encoded
         self._send = send

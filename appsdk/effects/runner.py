@@ -25,13 +25,15 @@ SAY_INTERVAL_S = 10.0  # between two lines about failed attempts of one function
 
 
 class _Attempt:
-    """``number`` counts from 1. ``is_over``: of one with a timeout, that it has ended in one way or the other."""
+    """``number`` counts from 1. ``is_over``: of one with a timeout, that it has ended in one way or the other.
+    ``is_due``: of one behind another, that it waits for its time no more."""
 
-    __slots__ = ("is_over", "number", "request")
+    __slots__ = ("is_due", "is_over", "number", "request")
 
     def __init__(self, request: EffectRequest, number: int) -> None:
         self.request = request
         self.number = number
+        self.is_due = False
         self.is_over = False
 
     @property
@@ -188,7 +190,27 @@ class OutsideRunner:
         request.failure = f"{type(error).__name__}: {encodable(error)}"
         self._say_retry(request.name, attempt.number, request.failure, wait_s)
         following = _Attempt(request, attempt.number + 1)
-        self._use_loop().call_later(wait_s, request, partial(self._begin, following))
+        self._use_loop().call_later(wait_s, request, partial(self._come_due, following))
+        request.try_now = partial(self._try_now, following)
+
+    def _come_due(self, attempt: _Attempt) -> None:
+        """On the loop: its time has come."""
+        if self._is_first(attempt):
+            self._begin(attempt)
+
+    def _try_now(self, attempt: _Attempt) -> bool:
+        """The handlers' thread. False: it is due already."""
+        if not self._is_first(attempt):
+            return False
+        self._use_loop().cancel(attempt.request)  # its timer; the loop does in order what it is asked
+        self._begin(attempt)
+        return True
+
+    def _is_first(self, attempt: _Attempt) -> bool:
+        """Whether nobody has taken it to be due before."""
+        with self._lock:
+            was_due, attempt.is_due = attempt.is_due, True
+        return not was_due
 
     # --- what people should know --------------------------------------------------------------------------------------
 

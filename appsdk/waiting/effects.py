@@ -107,6 +107,11 @@ class WaitingEffects:
         """What is run for it; None: it is not run yet, or not here."""
         return self._requests.get(number)
 
+    def try_now(self, number: int) -> bool:
+        """Whether it waited for its next attempt, which is made now."""
+        request = self._requests.get(number)
+        return request is not None and request.try_now is not None and request.try_now()
+
     def remove(self, effect: Effect) -> None:
         self._waiting.pop(effect.number, None)
         if (request := self._requests.get(effect.number)) is not None and self._runner is not None:

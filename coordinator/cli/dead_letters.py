@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -69,6 +70,12 @@ _app_option = click.option(
 )
 _ids_argument = click.argument("ids", metavar="[ID]...", nargs=-1, callback=message_id)
 _all_option = click.option("--all", "all_of_them", is_flag=True, help="All that there are.")
+
+
+def letter_rows(reader: LogReader, count_max: int) -> list[Values]:
+    """The oldest, with why as text. Raises LogError."""
+    found = (_values(letter, reader) for letter in itertools.islice(reader.letters(), count_max))
+    return [{**values, "method": _method(values), "why": _why(values)} for values in found]
 
 
 def _list(settings: InstanceSettings, as_json: bool) -> None:

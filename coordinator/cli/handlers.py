@@ -1,4 +1,4 @@
-"""handlers: the ``async def`` handlers that wait; to look at, to cancel, to signal."""
+"""handlers: the ``async def`` handlers that wait; to look at, to cancel, to signal, to try their effects at once."""
 
 from __future__ import annotations
 
@@ -126,6 +126,28 @@ def signal(settings: InstanceSettings, wanted: int, event: str, value: str) -> N
             f"VALUE {value!r} is not JSON: {error}; a text needs its own quotes: '\"yes\"'"
         ) from None
     _order(settings, "signal", {"task": wanted, "event": event, "value": decoded})
+
+
+@handlers.command("retry-effect")
+@_id_argument
+@_pass_settings
+def retry_effect(settings: InstanceSettings, wanted: int) -> None:
+    """Try the effects that a handler waits for at once, where they wait between two attempts.
+
+    What they wait for is set by their Retry; the attempt counts as the one that it would have been later. The exit
+    status is 1 if none of them waits for its next attempt.
+    """
+    answer = _ask(settings, "retry-effect", {"task": wanted, "who": operator_name()})
+    if problem := retry_problem(settings.name, answer):
+        raise FailedError(printable(problem))
+    echo(printable(f"{settings.name}: {answer['text']}"))
+
+
+def retry_problem(name: str, answer: Values) -> str:
+    """Why no effect was tried; "" where one was."""
+    if "retried" not in answer:
+        return f"the app of {name!r} has an SDK that tries no effect at once: restart it with this one"
+    return "" if answer["retried"] else str(answer["text"])
 
 
 # --- asking the coordinator ------------------------------------------------------------------------------------------
@@ -257,6 +279,8 @@ def what_ends(name: str, number: int, wait: Values) -> str:
             f"ends with self.signal({wait['event']!r}, ...), or 'immortal handlers {name} signal {number} EVENT VALUE'"
         )
     if kind == "effect":
-        failed = f"; the attempt before failed: {wait['failure']}" if wait["failure"] else ""
-        return f"ends with its result, or when no attempt is left{failed}"
+        if not wait["failure"]:
+            return "ends with its result, or when no attempt is left"
+        now = f"'immortal handlers {name} retry-effect {number}' makes the next attempt now"
+        return f"ends with its result, or when no attempt is left; the attempt before failed: {wait['failure']}; {now}"
     return "-"

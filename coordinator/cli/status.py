@@ -241,6 +241,11 @@ def problems(row: dict[str, Any]) -> list[str]:
         found.append(
             f"{row['name']}: its app is held up: too much waits for {', '.join(row['held_up_for'])} ({limits})"
         )
+    if paused := row.get("paused"):
+        from coordinator.cli.records import time_text
+
+        by = f"paused by {paused['by']} since {time_text(paused['since_ns'])}"
+        found.append(f"{row['name']}: {by}; what comes in is logged, and waits ('immortal resume {row['name']}')")
     if (row.get("log") or {}).get("full"):
         found.append(f"{row['name']}: no input is taken from peers, and no impulses: {row['log']['full']}")
     if row.get("log_silent_s") is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -188,7 +189,7 @@ class Report:
             "destination": finding.destination,
             "old": self._call(finding.destination, finding.old),
             "new": self._call(finding.destination, finding.new),
-        }
+        } | ({"arguments": list(map(dataclasses.asdict, finding.arguments))} if finding.arguments else {})
 
     def _fates_values(self, fates: Fates) -> Values:
         first = fates.first

@@ -13,6 +13,7 @@ from coordinator.core.group_commit import GroupCommit
 from coordinator.core.impulses import Impulses
 from coordinator.core.interfaces import ONESELF
 from coordinator.core.limits import MIB, Limits
+from coordinator.core.pausing import Pausing
 from coordinator.core.session import AppSession, Phase
 from coordinator.core.stopping import Stopping
 from coordinator.core.streams.output_stream import OutputStream, StreamState
@@ -47,6 +48,7 @@ class BackPressure:
         checkpoints: Checkpointing,
         impulses: Impulses,
         stopping: Stopping,
+        pausing: Pausing,
         turn: Turn,
     ) -> None:
         self.paused = False
@@ -58,6 +60,7 @@ class BackPressure:
         self._checkpoints = checkpoints
         self._impulses = impulses
         self._stopping = stopping
+        self._pausing = pausing
         self._turn = turn
         self._told: dict[str, _Told] = {}
 
@@ -86,8 +89,9 @@ class BackPressure:
     def _app_has_nothing_to_do(self) -> bool:
         """Nobody waits for what the app sends: no record is on its way to it, no checkpoint from it."""
         session = self._session
-        caught_up = session.fed_sequence_id == self._log.durable_sequence_id and session.unsent_bytes <= 0
-        return caught_up and session.phase is Phase.NORMAL and not self._stopping.asked
+        has_all = session.fed_sequence_id == self._log.durable_sequence_id or self._pausing.is_paused
+        has_nothing = has_all and session.unsent_bytes <= 0
+        return has_nothing and session.phase is Phase.NORMAL and not self._stopping.asked
 
     def _look(self, peers: Peers, now_ns: int) -> Iterator[Report]:
         spill_is_full = bool(self.held_up_for) and peers.spilling.is_full

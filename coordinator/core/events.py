@@ -134,12 +134,30 @@ class MessageSkipped(Struct):
     token: Token
 
 
+class InstancePaused(Struct):
+    """An operator, ``who``, wants the app to get no more input; answered by OperatorAnswered with ``token``."""
+
+    who: str
+    token: Token
+
+
+class InstanceResumed(Struct):
+    """An operator, ``who``, wants the app to get its input again; answered by OperatorAnswered with ``token``."""
+
+    who: str
+    token: Token
+
+
 class HandlersAsked(Struct):
     """An operator asks for the handlers that wait (``task`` 0), or for all that the app knows of one; answered by
-    OperatorAnswered with ``token``."""
+    OperatorAnswered with ``token``.
+
+    ``retries``: effects of that one that wait for their next attempt are to be tried at once.
+    """
 
     task: int
     token: Token
+    retries: bool = False
 
 
 class HandlerOrdered(Struct):
@@ -308,6 +326,8 @@ Event = (
     | LettersDropped
     | LettersRetried
     | MessageSkipped
+    | InstancePaused
+    | InstanceResumed
     | HandlersAsked
     | HandlerOrdered
     | RightGranted

@@ -10,6 +10,7 @@ from coordinator.core.effects import ReadRecords
 from coordinator.core.group_commit import Group, GroupCommit
 from coordinator.core.lifecycle import BEHIND, Lifecycle
 from coordinator.core.limits import Limits
+from coordinator.core.pausing import Pausing
 from coordinator.core.recovery import Recovery
 from coordinator.core.right import Right
 from coordinator.core.session import GETS_RECORDS, RECOVERED, RECOVERING, REPLAYS, WORKS, AppSession, Phase, Step
@@ -36,6 +37,7 @@ class Feeding:
     recovery: Recovery
     lifecycle: Lifecycle
     stopping: Stopping
+    pausing: Pausing
 
     def feed(self) -> None:
         """Give the app what it may have and has room for."""
@@ -90,8 +92,12 @@ class Feeding:
 
     @property
     def _takes_none(self) -> bool:
-        """The app has enough to read, or its last checkpoint to take."""
-        return self.session.unsent_bytes >= self.limits.app_window_bytes or self.stopping.takes_last_checkpoint
+        """The app has enough to read, its last checkpoint to take, or is paused."""
+        return (
+            self.session.unsent_bytes >= self.limits.app_window_bytes
+            or self.stopping.takes_last_checkpoint
+            or self.pausing.is_paused
+        )
 
     def _last_sequence_id(self) -> int:
         """The last record that the app may be given now."""
@@ -131,7 +137,7 @@ class Feeding:
         if event.session not in (None, session.number):
             return  # whoever asked is gone
         session.reading = False
-        if session.phase not in GETS_RECORDS or self.stopping.takes_last_checkpoint:
+        if session.phase not in GETS_RECORDS or self.stopping.takes_last_checkpoint or self.pausing.is_paused:
             return
         if self.right.follows and event.summary is not None and not self.lifecycle.log_grew(event.summary):
             return

@@ -17,6 +17,7 @@ from coordinator.core.errors import AppProtocolError
 from coordinator.core.impulses import Impulses
 from coordinator.core.interfaces import AuditEntry, Token
 from coordinator.core.log_room import LogRoom
+from coordinator.core.pausing import Pausing
 from coordinator.core.session import WORKS, AppSession
 from coordinator.core.turn import Turn
 from protocol.handlers import HandlersQuestion, decode_answer, encode_order, encode_question
@@ -44,6 +45,7 @@ class Handlers:
     outbox: AppOutbox
     impulses: Impulses
     room: LogRoom
+    pausing: Pausing
     turn: Turn
     _ticket: int = 0
     _asked: dict[int, tuple[Token, _Ordered | None]] = field(default_factory=dict)  # by ticket
@@ -58,10 +60,10 @@ class Handlers:
         if problem := self._problem():
             self._answer(event.token, {"refused": problem})
         else:
-            self._send(event.token, None, event.task)
+            self._send(event.token, None, event.task, event.retries)
 
     def order(self, event: ev.HandlerOrdered) -> None:
-        problem = self._problem() or self.room.full
+        problem = self._problem() or self.room.full or self._paused()
         if problem:
             self._answer(event.token, {"refused": problem})
             return
@@ -85,17 +87,26 @@ class Handlers:
             return f"the app of {self.name!r} has not answered {OPEN_MAX} questions yet: it is busy"
         return ""
 
+    def _paused(self) -> str:
+        """An order would be answered only once somebody resumes."""
+        if not self.pausing.is_paused:
+            return ""
+        return (
+            f"{self.name!r} is paused by {self.pausing.by}, and its handlers get no order until 'immortal resume "
+            f"{self.name}'"
+        )
+
     def go_on(self) -> None:
         """The app may have been given the record of an order."""
         while self._ordered and self._ordered[0].sequence_id <= self.session.fed_sequence_id:
             one = self._ordered.popleft()
             self._send(one.token, one)
 
-    def _send(self, token: Token, ordered: _Ordered | None, task: int = 0) -> None:
+    def _send(self, token: Token, ordered: _Ordered | None, task: int = 0, retries: bool = False) -> None:
         self._ticket += 1
         self._asked[self._ticket] = token, ordered
         place = (-1, 0) if ordered is None else (ordered.sequence_id, ordered.message_index)
-        question = HandlersQuestion(self._ticket, task, *place)
+        question = HandlersQuestion(self._ticket, task, *place, retries)
         self.outbox.control(MessageType.HANDLERS_ASKED, encode_question(question))
 
     def told(self, message: Message) -> None:

@@ -37,6 +37,7 @@ from coordinator.core.lifecycle import BEHIND, Lifecycle
 from coordinator.core.limits import Limits
 from coordinator.core.log_access import LogAccess
 from coordinator.core.log_room import LogRoom
+from coordinator.core.pausing import Pausing
 from coordinator.core.permissions import Permission
 from coordinator.core.recovery import Recovery
 from coordinator.core.replay_check import ReplayPolicy
@@ -108,11 +109,12 @@ class Machine:
         )
         intake.failing = failing
         self._operator = Operator(failing, verdicts, self._impulses, self._log_room, self._versions, turn)
-        self._waiting = handlers = Handlers(name, session, outbox, self._impulses, self._log_room, turn)
+        self._pausing = pausing = Pausing(name, session, turn)
+        self._waiting = handlers = Handlers(name, session, outbox, self._impulses, self._log_room, pausing, turn)
         self._resets = Resets(log, peers, epoch, turn)
         self._stopping = stopping = Stopping(outbox, turn)
         self._back_pressure = BackPressure(
-            limits, session, log, peers, self._checkpoints, self._impulses, stopping, turn
+            limits, session, log, peers, self._checkpoints, self._impulses, stopping, pausing, turn
         )
         self._upgrades = Upgrades(self._versions, session, outbox, self._operator, epoch, turn)
         recovery = Recovery(name)
@@ -150,6 +152,7 @@ class Machine:
             recovery,
             self._lifecycle,
             stopping,
+            pausing,
         )
         self._taking = CheckpointTaking(
             name,
@@ -203,6 +206,8 @@ class Machine:
             ev.LettersDropped: self._operator.drop,
             ev.LettersRetried: self._operator.retry,
             ev.MessageSkipped: self._operator.skip,
+            ev.InstancePaused: pausing.pause,
+            ev.InstanceResumed: pausing.resume,
             ev.HandlersAsked: handlers.ask,
             ev.HandlerOrdered: handlers.order,
             ev.Committed: self._committed,
@@ -565,6 +570,7 @@ class Machine:
             **describe_right(self.right, self._access, now_ns),
             **describe_flow(self._back_pressure, self._log_room, self._log, self.name, self.limits),
             **self._failing.describe(now_ns),
+            **self._pausing.describe(),
             "impulses": self._impulses.count,
             "held_back": dict(self._intake.permissions.held_back),
             "open_calls": self._intake.open_calls.counts,

@@ -226,6 +226,23 @@ class LogHasRoom(Notice):
     template = "the log has room again: input is taken from peers, and impulses"
 
 
+class InstancePaused(Notice):
+    """An operator has paused the instance: its input is logged, and the app gets none of it."""
+
+    level = "warning"
+    template = "paused by {who}: input is logged, and the app gets none until it is resumed"
+    who: str
+
+
+class InstanceResumed(Notice):
+    """An operator has ended the pause."""
+
+    template = "resumed by {who}: it was paused by {paused_by} for {paused_s} s"
+    who: str
+    paused_by: str
+    paused_s: float
+
+
 # --- the app's connection ---------------------------------------------------------------------------------------------
 
 

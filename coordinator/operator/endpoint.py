@@ -97,7 +97,7 @@ class OperatorEndpoint:
             "security": self._peers.describe_security(),
         }
         status["unsent_bytes"] -= self._app.sent_bytes  # of which the machine has not heard
-        behind = bool(status["backlog_records"] or status["unsent_bytes"])
+        behind = bool(status["backlog_records"] or status["unsent_bytes"]) and not status["paused"]
         silent_s = (time.monotonic_ns() - self._app.moved_ns) / 1e9
         status["app_silent_s"] = round(silent_s, 3) if behind and status["app_connected"] else 0.0
         for destination, output in status["outputs"].items():

@@ -6,8 +6,11 @@ A verb of the control socket and its JSON object become an event for the core. `
     letters-retry  the same
     skip           {"sequence_id": 312, "message_index": 0, "reason": "...", "who": "..."}
     reset-peer     {"peer": "..."}
+    pause          {"who": "..."}
+    resume         {"who": "..."}
     handlers       {}: all; or {"task": 12}: what is known of that one
     cancel         {"task": 12, "reason": "...", "who": "..."}
+    retry-effect   {"task": 12, "who": "..."}: its effects that wait for their next attempt
     signal         {"task": 12, "event": "...", "value": JSON, "who": "..."}
 """
 
@@ -24,7 +27,19 @@ from protocol.errors import ImmortalError, RemoteProtocolError
 from protocol.handlers import REASON_CHARACTERS_MAX, Order
 from protocol.verdicts import MessageKey
 
-VERBS = ("letters-drop", "letters-retry", "skip", "reset-peer", "handlers", "cancel", "signal")
+VERBS = (
+    "letters-drop",
+    "letters-retry",
+    "skip",
+    "reset-peer",
+    "pause",
+    "resume",
+    "handlers",
+    "cancel",
+    "retry-effect",
+    "signal",
+)
+WHO_CHARACTERS_MAX = 200
 
 
 TaskNumber = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
@@ -51,6 +66,10 @@ class _Peer(msgspec.Struct, forbid_unknown_fields=True):
     peer: str
 
 
+class _Who(msgspec.Struct, forbid_unknown_fields=True):
+    who: Annotated[str, msgspec.Meta(min_length=1, max_length=WHO_CHARACTERS_MAX)] = "an operator"
+
+
 class _Handlers(msgspec.Struct, forbid_unknown_fields=True):
     task: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] = 0
 
@@ -58,6 +77,11 @@ class _Handlers(msgspec.Struct, forbid_unknown_fields=True):
 class _Cancel(msgspec.Struct, forbid_unknown_fields=True):
     task: TaskNumber
     reason: Annotated[str, msgspec.Meta(max_length=REASON_CHARACTERS_MAX)] = ""
+    who: str = "an operator"
+
+
+class _Retry(msgspec.Struct, forbid_unknown_fields=True):
+    task: TaskNumber
     who: str = "an operator"
 
 
@@ -71,8 +95,10 @@ class _Signal(msgspec.Struct, forbid_unknown_fields=True):
 _LETTERS = msgspec.json.Decoder(_Letters)
 _SKIP = msgspec.json.Decoder(_Skip)
 _PEER = msgspec.json.Decoder(_Peer)
+_WHO = msgspec.json.Decoder(_Who)
 _HANDLERS = msgspec.json.Decoder(_Handlers)
 _CANCEL = msgspec.json.Decoder(_Cancel)
+_RETRY = msgspec.json.Decoder(_Retry)
 _SIGNAL = msgspec.json.Decoder(_Signal)
 
 
@@ -85,6 +111,12 @@ def event_of(verb: str, argument: bytes | str, token: object, store: LogStore, k
             return ev.MessageSkipped(skip.sequence_id, skip.message_index, skip.reason, skip.who, message, token)
         if verb == "reset-peer":
             return ev.PeerReset(_PEER.decode(argument).peer, token)
+        if verb == "pause":
+            return ev.InstancePaused(_WHO.decode(argument).who, token)
+        if verb == "resume":
+            return ev.InstanceResumed(_WHO.decode(argument).who, token)
+        if verb == "retry-effect":
+            return ev.HandlersAsked(_RETRY.decode(argument).task, token, retries=True)
         if verb == "handlers":
             asked = _HANDLERS.decode(argument)
             return ev.HandlersAsked(asked.task, token)

@@ -42,6 +42,7 @@ def confirm(request: Request) -> Response:
         tab="overview",
         name=settings.name,
         action=action,
+        key=request.path_params["action"],
         given=given,
         warnings=_warnings(action, settings, given.get("peer", "")),
         said="",

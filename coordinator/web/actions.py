@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from coordinator.cli.common import operator_name
+from coordinator.cli.handlers import retry_problem
+from coordinator.cli.pause import paused_in_words, resumed_in_words
 from coordinator.config import InstanceSettings
 from coordinator.operator import control
 from coordinator.web.errors import WebError
@@ -82,6 +84,32 @@ def _ordered(answer: dict[str, Any]) -> str:
     return text
 
 
+def _tried(answer: dict[str, Any]) -> str:
+    if problem := retry_problem("this instance", answer):
+        raise WebError(problem, 409)
+    return str(answer["text"])
+
+
+def _letter(fields: Values) -> dict[str, Any]:
+    return {"keys": [[_number(fields, "record"), _number(fields, "message"), 0, 0]]}
+
+
+def _one_retried(answer: dict[str, Any]) -> str:
+    if not answer.get("retried"):
+        raise WebError(_retried(answer), 409)
+    return _retried(answer)
+
+
+def _one_dropped(answer: dict[str, Any]) -> str:
+    if not answer.get("dropped"):
+        raise WebError("there is no such dead letter any more", 409)
+    return "the dead letter is dropped"
+
+
+def _all(fields: Values) -> dict[str, Any]:
+    return {"all": True}
+
+
 def _reset(answer: dict[str, Any]) -> str:
     if not answer.get("found"):
         raise WebError("nothing is known of that peer yet: there is nothing to reset", 409)
@@ -99,6 +127,8 @@ def _skipped(answer: dict[str, Any]) -> str:
     return "the message is skipped"
 
 
+_OF_MESSAGE = (Field("record", "Record", is_given=True), Field("message", "Message", is_given=True))
+
 ACTIONS = {
     "checkpoint": Action(
         "checkpoint",
@@ -107,6 +137,23 @@ ACTIONS = {
         "The app saves its state now. A recovery, and time travel, begin there.",
         lambda fields: {},
         lambda answer: "a checkpoint is on its way: it is taken as soon as the app answers",
+    ),
+    "pause": Action(
+        "pause",
+        "Pause this instance",
+        "Pause it",
+        "The app gets no more input until it is resumed. What comes in is logged, and waits; who waits for an answer "
+        "waits too. A restart ends the pause.",
+        lambda fields: {},
+        paused_in_words,
+    ),
+    "resume": Action(
+        "resume",
+        "Resume this instance",
+        "Resume it",
+        "The app goes on with what its log has for it.",
+        lambda fields: {},
+        resumed_in_words,
     ),
     "cancel": Action(
         "cancel",
@@ -130,6 +177,16 @@ ACTIONS = {
             Field("value", "Value, as JSON", placeholder="null"),
         ),
     ),
+    "retry-effect": Action(
+        "retry-effect",
+        "Try an effect now",
+        "Try it now",
+        "The effects that this handler waits for, and that wait between two attempts, are tried at once. It counts as "
+        "the attempt that would have come later.",
+        lambda fields: {"task": _number(fields, "task")},
+        _tried,
+        (Field("task", "Handler", is_given=True),),
+    ),
     "reset-peer": Action(
         "reset-peer",
         "Begin anew with a peer whose log was wiped or replaced",
@@ -144,7 +201,7 @@ ACTIONS = {
         "Try all dead letters again",
         "Try them",
         "Each becomes a new input in the log, and is a dead letter no more.",
-        lambda fields: {"all": True},
+        _all,
         _retried,
     ),
     "letters-drop": Action(
@@ -152,8 +209,26 @@ ACTIONS = {
         "Drop all dead letters",
         "Drop them for good",
         "They are forgotten for good.",
-        lambda fields: {"all": True},
+        _all,
         lambda answer: f"{counted(answer.get('dropped', 0), 'dead letter')} dropped",
+    ),
+    "letter-retry": Action(
+        "letters-retry",
+        "Try a dead letter again",
+        "Try it",
+        "It becomes a new input in the log, and is a dead letter no more.",
+        _letter,
+        _one_retried,
+        _OF_MESSAGE,
+    ),
+    "letter-drop": Action(
+        "letters-drop",
+        "Drop a dead letter",
+        "Drop it for good",
+        "It is forgotten for good.",
+        _letter,
+        _one_dropped,
+        _OF_MESSAGE,
     ),
     "skip": Action(
         "skip",
@@ -166,10 +241,6 @@ ACTIONS = {
             "reason": _reason(fields),
         },
         _skipped,
-        (
-            Field("record", "Record", is_given=True),
-            Field("message", "Message", is_given=True),
-            Field("reason", "Why"),
-        ),
+        (*_OF_MESSAGE, Field("reason", "Why")),
     ),
 }

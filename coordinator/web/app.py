@@ -20,6 +20,7 @@ from coordinator.web import (
     action_pages,
     fleet_pages,
     instance_pages,
+    letter_pages,
     message_pages,
     timeline_pages,
     travel_pages,
@@ -49,6 +50,7 @@ def make_app(site: Site, hosts: Collection[str], scheme: str) -> ASGIApp:
     routes: list[BaseRoute] = [
         *fleet_pages.routes(),
         *instance_pages.routes(),
+        *letter_pages.routes(),
         *message_pages.routes(),
         *timeline_pages.routes(),
         *travel_pages.routes(),

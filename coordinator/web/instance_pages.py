@@ -159,4 +159,5 @@ def _wait(name: str, one: Values, wait: Values) -> Values:
         "text": wait_in_words(wait),
         "ends": what_ends(name, one["id"], wait),
         "event": wait.get("event"),
+        "is_between_attempts": bool(wait.get("failure")),
     }

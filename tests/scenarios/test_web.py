@@ -33,9 +33,18 @@ NASTY = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e'\"&
 LARGE = "<b>" + "x" * (1 << 20)
 
 SERVICE = """
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
-from appsdk import Immortal, impulse, peer, rpc
+from appsdk import Immortal, Retry, impulse, peer, rpc
+
+LONG = timedelta(hours=9)
+
+
+def post() -> None:
+    if not Path("open").exists():
+        raise ConnectionError("<b>closed</b>")
 
 
 class Ledger(Immortal):
@@ -75,6 +84,20 @@ class Desk(Immortal):
     @rpc
     async def ask(self, who: str) -> Any:
         return await self.event(f"approval of {who}")
+
+    @rpc
+    def send(self, what: str) -> None:
+        self.sends.fork()
+        for _ in range(2):
+            self.refuse.fork(what)
+
+    @rpc
+    async def sends(self) -> None:
+        await self.effect.options(retry=Retry(first_wait=LONG, max_wait=LONG))(post)
+
+    @rpc
+    def refuse(self, what: str) -> None:
+        raise ValueError(what)
 """
 
 
@@ -457,7 +480,9 @@ def test_what_if_other_code_had_handled_it(shown: Browser, fleet: Fleet) -> None
     first = page.locator("h3:has-text('Differences') + table tbody tr").first
     assert first.locator("del").inner_text() != first.locator("ins").inner_text()
     page.reload()
-    assert "Ledger.book('book 3', 2)" in page.locator("h3:has-text('Differences') + table").inner_text()
+    booked = page.locator("h3:has-text('Differences') + table tr", has_text="'book 3'").first
+    assert booked.get_by_role("listitem").all_inner_texts() == ["'book 3'", "3", "'book 3'", "2"]
+    assert (booked.locator("del").inner_text(), booked.locator("ins").inner_text()) == ("3", "2")
     looks_right(shown, "what-if-result")
     first.get_by_role("link").click()
     page.wait_for_url("**/travel?at=*")
@@ -531,6 +556,62 @@ def test_actions(shown: Browser, fleet: Fleet) -> None:
         for verb in ("verb=checkpoint", "verb=signal", "verb=cancel"):
             assert verb in audit
         assert "by immortal web" in audit
+    finally:
+        assert server.stop() == 0
+        page.goto(usual.login)
+        shown.hosts.clear()
+        page.goto(usual.url)
+
+
+def test_pause_an_effect_now_and_single_dead_letters(shown: Browser, fleet: Fleet) -> None:
+    server = WebServer(fleet.folder, "--allow-actions")
+    page, usual = shown.page, shown.server
+    try:
+        page.goto(server.login)
+        page.goto(f"{server.url}/i/desk")
+        page.get_by_role("link", name="Pause").click()
+        page.get_by_role("button", name="Pause it").click()
+        page.locator(".note.good", has_text="paused; what comes in is logged").wait_for()
+        page.goto(f"{server.url}/i/desk")
+        page.locator(".note.warn", has_text="paused by ").wait_for()
+        looks_right(shown, "paused")
+        page.get_by_role("link", name="Resume").click()
+        page.get_by_role("button", name="Resume it").click()
+        page.locator(".note.good", has_text="resumed; it was paused by ").wait_for()
+
+        with connect("desk", home=fleet.folder / HOME) as desk:
+            desk.send(NASTY)
+        until(lambda: "Desk.sends" in server.ask("/i/desk")[1])
+        page.goto(f"{server.url}/i/desk")
+        page.locator("tr", has_text="Desk.sends").get_by_role("rowheader").get_by_role("link").click()
+        until(lambda: page.reload() is not None and page.get_by_role("link", name="Try it now").count() == 1)
+        (fleet.folder / "open").touch()
+        page.get_by_role("link", name="Try it now").click()
+        page.get_by_role("button", name="Try it now").click()
+        page.locator(".note.good", has_text="post, for Desk.sends: the next attempt is made now").wait_for()
+        until(lambda: "Desk.sends" not in server.ask("/i/desk")[1])
+
+        until(lambda: server.ask("/i/desk/dead-letters")[1].count("Try again") == 2)
+        page.goto(f"{server.url}/i/desk/dead-letters")
+        assert "ValueError" in page.locator("tbody").inner_text()
+        looks_right(shown, "dead-letters")
+        page.get_by_role("link", name="Drop").first.click()
+        page.get_by_role("button", name="Drop it for good").click()
+        page.locator(".note.good", has_text="the dead letter is dropped").wait_for()
+        until(lambda: server.ask("/i/desk/dead-letters")[1].count("Try again") == 1)
+        page.goto(f"{server.url}/i/desk/dead-letters")
+        before = page.locator("tbody th").inner_text()
+        page.get_by_role("link", name="again").click()
+        page.get_by_role("button", name="Try it").click()
+        page.locator(".note.good", has_text="1 dead letter retried").wait_for()
+        until(lambda: before not in server.ask("/i/desk/dead-letters")[1])
+        record, message = before.split(":")
+        token = csrf_of(server.ask("/i/desk/do/checkpoint")[1])
+        gone = f"csrf={token}&record={record}&message={message}"
+        assert server.ask("/i/desk/do/letter-drop", "POST", gone)[0] == 409
+        audit = immortal(fleet.folder, "audit", "desk")
+        for verb in ("verb=pause", "verb=resume", "verb=retry-effect", "verb=letters-drop", "verb=letters-retry"):
+            assert verb in audit
     finally:
         assert server.stop() == 0
         page.goto(usual.login)

@@ -55,6 +55,16 @@ def test_a_question_goes_to_the_app_and_its_answer_to_who_asked() -> None:
     assert answers(driven) == [("other", {"handler": None}), ("one", {"count": 0})]
 
 
+def test_a_wish_to_try_an_effect_now_is_a_question_and_not_logged() -> None:
+    driven = working()
+    driven.handle(ev.HandlersAsked(3, "one", retries=True))
+    (question,) = asked(driven)
+    assert (question.task, question.retries) == (3, True)
+    assert not driven.of(ef.Commit)
+    driven.data(encode_answer(HandlersAnswer(question.ticket, {"retried": 1})))
+    assert answers(driven) == [("one", {"retried": 1})]
+
+
 def test_an_order_is_logged_and_asked_about_behind_its_record() -> None:
     driven = working()
     driven.auto = False

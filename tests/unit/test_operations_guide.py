@@ -64,6 +64,8 @@ def test_every_command_of_an_operator_is_in_the_guide() -> None:
         "stop",
         "restart",
         "checkpoint",
+        "pause",
+        "resume",
         "dead-letters",
         "skip",
         "replay",

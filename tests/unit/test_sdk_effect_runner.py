@@ -7,7 +7,8 @@ import contextvars
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -56,6 +57,11 @@ def fails(times: int, kind: str) -> str:
     if attempt <= times:
         raise {"ValueError": ValueError, "Known": Known, "TimeoutError": TimeoutError}[kind](f"attempt {attempt}")
     return "done"
+
+
+async def fails_beside(times: int) -> str:
+    await asyncio.sleep(0)
+    return fails(times, "ValueError")
 
 
 async def raises(kind: str) -> None:
@@ -152,6 +158,35 @@ def outside() -> Iterator[Outside]:
     yield made
     go.set()
     made.runner.stop()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < deadline_s
+        threading.Event().wait(0.001)
+
+
+HOUR = Retry(first_wait=timedelta(hours=1), max_wait=timedelta(hours=1))
+
+
+def test_an_attempt_that_would_come_in_an_hour_is_made_now_and_counts(outside: Outside) -> None:
+    request = outside.start(fails, 2, "ValueError", retry=HOUR)
+    for attempt in (1, 2):
+        assert seen.get(timeout=WAIT_S) == attempt
+        until(lambda attempt=attempt: request.failure == f"ValueError: attempt {attempt}")
+        until(lambda: request.try_now is not None and request.try_now())
+    assert outside.answer() == (1, "done")
+    assert seen.get_nowait() == 3
+    assert request.try_now is not None
+    assert not request.try_now()
+
+
+def test_an_async_attempt_is_made_now(outside: Outside) -> None:
+    request = outside.start(fails_beside, 1, retry=HOUR, timeout=timedelta(hours=2))
+    assert seen.get(timeout=WAIT_S) == 1
+    until(lambda: request.try_now is not None and request.try_now())
+    assert outside.answer() == (1, "done")
 
 
 def test_functions_run_beside_the_caller(outside: Outside) -> None:

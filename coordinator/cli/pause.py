@@ -1,0 +1,67 @@
+"""pause, resume: an instance whose app gets no input for a while."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from coordinator.cli.common import name_argument, operator_name, pass_registry
+from coordinator.instances.registry import Registry
+from coordinator.operator import control
+from protocol.command_line import FailedError, echo
+from protocol.shown import printable
+
+Values = dict[str, Any]
+
+
+@click.command()
+@name_argument
+@pass_registry
+def pause(registry: Registry, name: str) -> None:
+    """Let a running instance take no more input: it is logged, and waits until the instance is resumed.
+
+    What the app was given before, it finishes. A restart ends the pause.
+    """
+    echo(printable(f"{name}: {paused_in_words(_ask(registry, name, 'pause'))}"))
+
+
+@click.command()
+@name_argument
+@pass_registry
+def resume(registry: Registry, name: str) -> None:
+    """Let an instance that is paused go on with what its log has for it."""
+    echo(printable(f"{name}: {resumed_in_words(_ask(registry, name, 'resume'))}"))
+
+
+def _ask(registry: Registry, name: str, verb: str) -> Values:
+    folder = registry.load(name).folder
+    try:
+        answer = control.query(folder, verb, argument={"who": operator_name()})
+    except control.NotRunningError:
+        raise FailedError(f"{name!r} does not run, so there is nothing to {verb}: 'immortal run {name}'") from None
+    except control.RefusedError as error:
+        raise FailedError(error.reason) from None
+    if "error" in answer:
+        raise FailedError(str(answer["error"]))
+    return answer
+
+
+def paused_in_words(answer: Values) -> str:
+    """What came of a pause."""
+    if answer["changed"]:
+        return "paused; what comes in is logged, and waits until it is resumed"
+    return f"it is paused already, by {_by_and_since(answer['paused'])}"
+
+
+def resumed_in_words(answer: Values) -> str:
+    """What came of a resume."""
+    if answer["changed"]:
+        return f"resumed; it was paused by {_by_and_since(answer['paused'])}"
+    return "it was not paused: there is nothing to resume"
+
+
+def _by_and_since(paused: Values) -> str:
+    from coordinator.cli.records import time_text
+
+    return f"{paused['by']} since {time_text(paused['since_ns'])}"
