@@ -78,7 +78,7 @@ def encode_trailer(trailer: Trailer, record_check: int) -> bytes:
     try:
         parts = [_VERSION_AND_TIME.pack(TRAILER_VERSION, trailer.time_ns), encode_zigzag(len(trailer.batches))]
         for batch in trailer.batches:
-            name = join_name(batch.name, batch.trace_context).encode()
+            name = (join_name(batch.name, batch.trace_context) if batch.trace_context else batch.name).encode()
             if not (
                 0 <= batch.kind <= BatchKind.CLIENT
                 and len(name) <= NAME_SIZE_BYTES_MAX
