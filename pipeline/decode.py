@@ -21,6 +21,7 @@ from protocol.extensions import RECORD_TIME_SIZE_BYTES
 from protocol.limits import NAME_SIZE_BYTES_MAX, RECORD_SIZE_BYTES_MAX, RPC_SIZE_BYTES_MAX
 from protocol.messages import MessageType, RpcKind, RpcType
 from protocol.record import HEADER_SIZE_BYTES
+from protocol.trace_context import split_name
 from protocol.trailer import CRC_SIZE_BYTES, TRAILER_SIZE_BYTES_MIN, TRAILER_VERSION, BatchKind
 
 PADDING = bytes(32)  # behind the last value, so that a gather of a few bytes never leaves the array
@@ -230,7 +231,10 @@ def _of_usual(rows: Rows, usual: Flags) -> Rows:
 
 
 def decode_names(values: Values, headers: Headers, rows: Batches | Marks) -> tuple[pa.Array, list[str]]:
-    """The names of ``rows``: (index of each in the list, the different ones). Wrong ones make their records unusual."""
+    """The names of ``rows``: (index of each in the list, the different ones). Wrong ones make their records unusual.
+
+    Clients' without the context of a trace.
+    """
     encoded = binaries(values.raw, rows.name_start, rows.name_end).dictionary_encode()
     names: list[str] = []
     wrong = []
@@ -242,7 +246,12 @@ def decode_names(values: Values, headers: Headers, rows: Batches | Marks) -> tup
             wrong.append(number)
     if wrong:
         headers.usual[rows.record[np.isin(encoded.indices.to_numpy(), wrong)]] = False
-    return encoded.indices, names
+    plain = [split_name(name)[0] for name in names]
+    if plain == names:
+        return encoded.indices, names
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(plain))}
+    merged = np.array([numbers[name] for name in plain], np.int32)
+    return pa.array(merged[encoded.indices.to_numpy()]), list(numbers)
 
 
 def decode_messages(values: Values, headers: Headers, batches: Batches) -> Messages:

@@ -89,7 +89,8 @@ class ClientFrame:
 
     ``number``: of the first request (REQUEST), or the last one taken (WELCOME, PONG, REPLY). ``acknowledged``: replies
     up to it are of no interest to the client any more. ``time_ns``: in a REQUEST when it was first sent, by the
-    coordinator's clock as the client knows it from the WELCOME.
+    coordinator's clock as the client knows it from the WELCOME. ``reason``: in a REQUEST the trace context of its calls
+    (:mod:`protocol.trace_context`), or nothing; a coordinator that knows none passes over it.
     """
 
     frame_type: ClientFrameType

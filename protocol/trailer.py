@@ -17,6 +17,7 @@ from msgspec import Struct
 from protocol.checksum import crc64
 from protocol.errors import DamagedRecordError, LocalProtocolError, RemoteProtocolError
 from protocol.limits import NAME_SIZE_BYTES_MAX
+from protocol.trace_context import join_name, split_name
 from protocol.varint import INT_MAX, LONG_MAX, Readable, decode_zigzag_int, decode_zigzag_long, encode_zigzag
 
 TRAILER_VERSION = 1
@@ -38,13 +39,17 @@ class BatchKind(IntEnum):
 
 
 class BatchSource(Struct):
-    """Where one batch of a record came from: ``count`` messages from ``first_position`` on; name "" is oneself."""
+    """Where one batch of a record came from: ``count`` messages from ``first_position`` on; name "" is oneself.
+
+    ``trace_context``: of a client, see :mod:`protocol.trace_context`; "" where it gave none.
+    """
 
     kind: int
     name: str
     first_position: int
     count: int
     send_time_ns: int
+    trace_context: str = ""
 
     @property
     def last_position(self) -> int:
@@ -73,7 +78,7 @@ def encode_trailer(trailer: Trailer, record_check: int) -> bytes:
     try:
         parts = [_VERSION_AND_TIME.pack(TRAILER_VERSION, trailer.time_ns), encode_zigzag(len(trailer.batches))]
         for batch in trailer.batches:
-            name = batch.name.encode()
+            name = (join_name(batch.name, batch.trace_context) if batch.trace_context else batch.name).encode()
             if not (
                 0 <= batch.kind <= BatchKind.CLIENT
                 and len(name) <= NAME_SIZE_BYTES_MAX
@@ -153,7 +158,11 @@ def _decode_batch(body: bytes, offset: int) -> tuple[BatchSource, int]:
     if count < 0:
         raise RemoteProtocolError(f"a trailer has a batch of {count} messages")
     time_bytes, offset = _take(body, offset, _LONG.size)
-    return BatchSource(kind, name, first_position, count, _LONG.unpack(time_bytes)[0]), offset
+    (time_ns,) = _LONG.unpack(time_bytes)
+    context = ""
+    if kind == BatchKind.CLIENT:
+        name, context = split_name(name)
+    return BatchSource(kind, name, first_position, count, time_ns, context), offset
 
 
 def _decode_count(body: bytes, offset: int, item_size_bytes_min: int, what: str) -> tuple[int, int]:

@@ -25,7 +25,16 @@ from appsdk.client.errors import (
 )
 from appsdk.client.limits import TIMEOUT_DEFAULT_S
 from appsdk.client.places import Finder
-from appsdk.client.proxies import Handle, Proxy, handle, start, with_key, with_timeout
+from appsdk.client.proxies import (
+    Handle,
+    Proxy,
+    handle,
+    start,
+    trace_context_of,
+    with_key,
+    with_timeout,
+    with_traceparent,
+)
 from appsdk.client.threaded import Client
 from appsdk.handlers.definition import definition_of
 from protocol.client import CLIENT_ID_SIZE_BYTES_MAX
@@ -48,6 +57,7 @@ __all__ = [
     "start",
     "with_key",
     "with_timeout",
+    "with_traceparent",
 ]
 
 S = TypeVar("S")
@@ -58,17 +68,24 @@ T = TypeVar("T")
 class Connector(Generic[S, A]):
     """What ``connect(...)`` gives, for one ``with`` or ``async with``."""
 
-    def __init__(self, target: type | None, finder: Finder, client_id: str | None, timeout_s: float | None) -> None:
+    def __init__(
+        self,
+        target: type | None,
+        finder: Finder,
+        client_id: str | None,
+        timeout_s: float | None,
+        trace_context: str = "",
+    ) -> None:
         self._definition = None if target is None else definition_of(target)
         self._finder = finder
         self._client_id = client_id
         self._timeout_s = timeout_s
+        self._trace_context = trace_context
         self._client: Client | AsyncClient | None = None
 
     def __enter__(self) -> S:
         self._client = client = Client(self._finder, self._client_id)
-        proxy: Any = Proxy(client, self._definition, self._finder.name, self._timeout_s, None)
-        return proxy  # type: ignore[no-any-return]
+        return self._proxy(client)  # type: ignore[no-any-return]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -82,8 +99,7 @@ class Connector(Generic[S, A]):
 
     async def __aenter__(self) -> A:
         self._client = client = AsyncClient(self._finder, self._client_id)
-        proxy: Any = Proxy(client, self._definition, self._finder.name, self._timeout_s, None)
-        return proxy  # type: ignore[no-any-return]
+        return self._proxy(client)  # type: ignore[no-any-return]
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -94,6 +110,10 @@ class Connector(Generic[S, A]):
                     await self._client.settle(self._timeout_s)
             finally:
                 await self._client.close()
+
+    def _proxy(self, client: Client | AsyncClient) -> Any:
+        name = self._finder.name
+        return Proxy(client, self._definition, name, self._timeout_s, None, trace_context=self._trace_context)
 
 
 @overload
@@ -108,6 +128,7 @@ def connect(
     identity: str | None = ...,
     server_keys: Sequence[str] = ...,
     insecure: bool = ...,
+    traceparent: str | None = ...,
 ) -> Connector[Any, Any]: ...
 @overload
 def connect(
@@ -122,6 +143,7 @@ def connect(
     identity: str | None = ...,
     server_keys: Sequence[str] = ...,
     insecure: bool = ...,
+    traceparent: str | None = ...,
 ) -> Connector[T, type[T]]: ...
 def connect(
     target: str | type,
@@ -135,6 +157,7 @@ def connect(
     identity: str | None = None,
     server_keys: Sequence[str] = (),
     insecure: bool = False,
+    traceparent: str | None = None,
 ) -> Connector[Any, Any]:
     """Call the instance called ``name``: ``connect("counter")``, or with its class ``connect(Counter, "counter")``.
 
@@ -148,7 +171,7 @@ def connect(
     where the instance may be, tried in turn; by default where the registry folder ``home`` says (IMMORTAL_HOME,
     ./.immortal). ``identity``: whose keys there this process shows (IMMORTAL_IDENTITY). ``server_keys``: the public
     keys that the instance may show, where the folder does not have them. ``insecure``: without keys also elsewhere
-    than on this machine.
+    than on this machine. ``traceparent``: of the span that the calls are part of, as in :func:`with_traceparent`.
 
     Raises TypeError, DefinitionError. Entering raises NotConnectable, calls what is in appsdk.client.errors.
     """
@@ -160,4 +183,5 @@ def connect(
     if (client_id is not None and not 1 <= len(client_id.encode()) <= CLIENT_ID_SIZE_BYTES_MAX) or client_id == "":
         raise TypeError(f"client_id={client_id!r}: 1 to {CLIENT_ID_SIZE_BYTES_MAX} bytes were expected")
     finder = Finder(instance, home, tuple(endpoints), tuple(server_keys), identity, insecure)
-    return Connector(cls, finder, client_id, timeout)
+    trace_context = "" if traceparent is None else trace_context_of(traceparent)
+    return Connector(cls, finder, client_id, timeout, trace_context)

@@ -48,9 +48,11 @@ class AsyncClient:
     def heartbeats(self) -> int:
         return self._connection.heartbeats
 
-    async def call(self, method: Method, arguments: bytes, timeout_s: float | None, key: str | None) -> Any:
+    async def call(
+        self, method: Method, arguments: bytes, timeout_s: float | None, key: str | None, trace_context: str = ""
+    ) -> Any:
         """What the method returned. Raises what it raised, and ClientError."""
-        make = partial(Call, method.method, arguments)
+        make = partial(Call, method.method, arguments, trace_context=trace_context)
         return await self._made(method, timeout_s, make, self._connection.submit, key)
 
     async def _made(
@@ -71,9 +73,11 @@ class AsyncClient:
 
     # --- requests that have a handle ---------------------------------------------------------------------------------
 
-    async def start(self, method: Method, arguments: bytes, timeout_s: float | None, key: str) -> Any:
+    async def start(
+        self, method: Method, arguments: bytes, timeout_s: float | None, key: str, trace_context: str = ""
+    ) -> Any:
         """Until the instance has it. Raises ClientError."""
-        self._submit(Call(method.method, arguments, lambda call: None), key)
+        self._submit(Call(method.method, arguments, lambda call: None, trace_context), key)
         return await self._made(STATUS, timeout_s, partial(Question, True), self._connection.ask, key)
 
     async def status(self, timeout_s: float | None, key: str) -> Any:
@@ -89,9 +93,9 @@ class AsyncClient:
 
     # -----------------------------------------------------------------------------------------------------------------
 
-    def fork(self, method: Method, arguments: bytes, key: str | None) -> None:
+    def fork(self, method: Method, arguments: bytes, key: str | None, trace_context: str = "") -> None:
         """The call is on its way. Raises ClientClosed."""
-        self._submit(self._forks.call(method, arguments), key)
+        self._submit(self._forks.call(method, arguments, trace_context), key)
 
     async def settle(self, timeout_s: float | None) -> None:
         """Until there are replies to all that was forked. Raises ClientError."""

@@ -20,11 +20,11 @@ class Forks:
         self._error: ClientError | None = None  # the first
         all_done.set()
 
-    def call(self, method: Method, arguments: bytes) -> Call:
+    def call(self, method: Method, arguments: bytes, trace_context: str = "") -> Call:
         """A call to be submitted."""
         self._missing_count += 1
         self._all_done.clear()
-        return Call(method.method, arguments, lambda call: self._done(method, call))
+        return Call(method.method, arguments, lambda call: self._done(method, call), trace_context)
 
     def _done(self, method: Method, call: Call) -> None:
         self._missing_count -= 1

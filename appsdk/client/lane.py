@@ -47,10 +47,14 @@ class Call:
         "method",
         "number",
         "outcome",
+        "trace_context",
     )
 
-    def __init__(self, method: int | str, arguments: bytes, done: Callable[[Call], None]) -> None:
+    def __init__(
+        self, method: int | str, arguments: bytes, done: Callable[[Call], None], trace_context: str = ""
+    ) -> None:
         self.method = method
+        self.trace_context = trace_context
         self.arguments = arguments
         self.done = done
         self.client_id = ""
@@ -258,7 +262,9 @@ class Lane:
                     self._waiting.popleft()
                     continue
                 message = encode_request(int(call.method), call.arguments)
-                if some and size_bytes + len(message) > REQUEST_SIZE_BYTES_MAX:
+                if some and (
+                    size_bytes + len(message) > REQUEST_SIZE_BYTES_MAX or call.trace_context != some[0].trace_context
+                ):
                     break
                 self._waiting.popleft()
                 call.message, call.arguments = message, b""
@@ -285,6 +291,7 @@ class Lane:
             count=len(calls),
             time_ns=calls[0].born_ns,
             payload=b"".join([call.message for call in calls]),
+            reason=calls[0].trace_context,
         )
 
     def _acknowledged(self) -> int:
@@ -302,6 +309,7 @@ class Lane:
                 continue
             if some and (
                 number != some[-1].number + 1
+                or call.trace_context != some[0].trace_context
                 or len(some) >= REQUEST_COUNT_MAX
                 or size_bytes + len(call.message) > REQUEST_SIZE_BYTES_MAX
             ):

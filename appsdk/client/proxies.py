@@ -12,6 +12,8 @@ from appsdk.client.results import Method, NamedMethod, typed_method
 from appsdk.client.threaded import Client
 from appsdk.handlers.definition import Definition
 from protocol.client import CLIENT_ID_SIZE_BYTES_MAX
+from protocol.errors import LocalProtocolError
+from protocol.trace_context import read_traceparent
 
 KEY_SIZE_BYTES_MAX = CLIENT_ID_SIZE_BYTES_MAX - len(KEY_PREFIX)
 
@@ -34,9 +36,12 @@ class Proxy:
         timeout_s: float | None,
         key: str | None,
         methods: dict[str, Method] | None = None,
+        trace_context: str = "",
     ) -> None:
-        """``methods``: those that are known, by name; shared by all proxies that are made of each other."""
+        """``methods``: those that are known, by name; shared by all proxies that are made of each other.
+        ``trace_context``: of the calls, as :mod:`protocol.trace_context` has it."""
         self._immortal_parts = (client, definition, name, timeout_s, key)
+        self._immortal_trace = (trace_context,) if trace_context else ()
         self._immortal_methods: dict[str, Method] = {} if methods is None else methods
 
     def __repr__(self) -> str:
@@ -62,16 +67,18 @@ class ProxyMethod:
 
     def __init__(self, proxy: Proxy, method: Method) -> None:
         self._client, _, _, self._timeout_s, self._key = proxy._immortal_parts
+        self._trace = proxy._immortal_trace
         self._method = method
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._client.call(self._method, self._method.encode(arguments, keywords), self._timeout_s, self._key)
+        encoded = self._method.encode(arguments, keywords)
+        return self._client.call(self._method, encoded, self._timeout_s, self._key, *self._trace)
 
     def start(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """See :func:`start`."""
         encoded = self._method.encode(arguments, keywords)
         made = self.handle(self._key or random_client_id())
-        taken = self._client.start(self._method, encoded, self._timeout_s, made._key)
+        taken = self._client.start(self._method, encoded, self._timeout_s, made._key, *self._trace)
         return _after(taken, made) if isinstance(taken, Coroutine) else made
 
     def handle(self, key: str | None = None) -> Handle[Any]:
@@ -79,7 +86,7 @@ class ProxyMethod:
         return Handle(self._client, self._method, self._timeout_s, key or self._key or "")
 
     def fork(self, *arguments: Any, **keywords: Any) -> None:
-        self._client.fork(self._method, self._method.encode(arguments, keywords), self._key)
+        self._client.fork(self._method, self._method.encode(arguments, keywords), self._key, *self._trace)
 
 
 class Handle(Generic[R]):
@@ -174,6 +181,25 @@ def with_key(proxy: P, key: str) -> P:
     return _made_of(proxy, key=key)
 
 
+def with_traceparent(proxy: P, traceparent: str) -> P:
+    """``with_traceparent(shop, "00-4bf9...-00f0...-01").buy("book")``: the call is part of that trace.
+
+    ``traceparent``: of the caller's span, as W3C Trace Context has it. The instance notes it in its log, and
+    ``immortal trace`` goes on with it. Raises TypeError.
+    """
+    return _made_of(proxy, trace_context=trace_context_of(traceparent))
+
+
+def trace_context_of(traceparent: object) -> str:
+    """Raises TypeError."""
+    if not isinstance(traceparent, str):
+        raise TypeError(f"a traceparent was expected, as W3C Trace Context has it, not {traceparent!r}")
+    try:
+        return read_traceparent(traceparent)
+    except LocalProtocolError as error:
+        raise TypeError(str(error)) from None
+
+
 async def _after(taken: Awaitable[Any], made: Handle[Any]) -> Handle[Any]:
     await taken
     return made
@@ -192,7 +218,8 @@ def client_of(proxy: object) -> Client | AsyncClient:
 def _made_of(proxy: P, **changes: Any) -> P:
     before = _checked(proxy)
     client, definition, name, timeout_s, key = before._immortal_parts
-    options = {"timeout_s": timeout_s, "key": key} | changes
+    trace_context = "".join(before._immortal_trace)
+    options = {"timeout_s": timeout_s, "key": key, "trace_context": trace_context} | changes
     made: Any = Proxy(client, definition, name, **options, methods=before._immortal_methods)
     return made  # type: ignore[no-any-return]
 

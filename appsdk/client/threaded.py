@@ -46,9 +46,11 @@ class Client:
     def heartbeats(self) -> int:
         return self._connection.heartbeats
 
-    def call(self, method: Method, arguments: bytes, timeout_s: float | None, key: str | None) -> Any:
+    def call(
+        self, method: Method, arguments: bytes, timeout_s: float | None, key: str | None, trace_context: str = ""
+    ) -> Any:
         """What the method returned. Raises what it raised, and ClientError."""
-        make = partial(Call, method.method, arguments)
+        make = partial(Call, method.method, arguments, trace_context=trace_context)
         return self._made(method, timeout_s, make, self._connection.submit, key)
 
     def _made(
@@ -71,10 +73,12 @@ class Client:
 
     # --- requests that have a handle ---------------------------------------------------------------------------------
 
-    def start(self, method: Method, arguments: bytes, timeout_s: float | None, key: str) -> Any:
+    def start(
+        self, method: Method, arguments: bytes, timeout_s: float | None, key: str, trace_context: str = ""
+    ) -> Any:
         """Until the instance has it. Raises ClientError."""
         with self._lock:
-            self._submit(Call(method.method, arguments, lambda call: None), key)
+            self._submit(Call(method.method, arguments, lambda call: None, trace_context), key)
         return self._made(STATUS, timeout_s, partial(Question, True), self._connection.ask, key)
 
     def status(self, timeout_s: float | None, key: str) -> Any:
@@ -89,10 +93,10 @@ class Client:
 
     # -----------------------------------------------------------------------------------------------------------------
 
-    def fork(self, method: Method, arguments: bytes, key: str | None) -> None:
+    def fork(self, method: Method, arguments: bytes, key: str | None, trace_context: str = "") -> None:
         """The call is on its way. Raises ClientClosed."""
         with self._lock:
-            self._submit(self._forks.call(method, arguments), key)
+            self._submit(self._forks.call(method, arguments, trace_context), key)
         os.eventfd_write(self._wake, 1)
 
     def settle(self, timeout_s: float | None) -> None:

@@ -45,6 +45,7 @@ from protocol.client import (
 from protocol.errors import ProtocolError
 from protocol.extensions import AppDescription
 from protocol.messages import decode_messages
+from protocol.trace_context import is_trace_context, split_name
 from protocol.trailer import BatchKind, BatchSource
 
 REPLY_FRAME_SIZE_BYTES = 1 << 20  # replies to one client are joined up to this
@@ -210,6 +211,8 @@ class Clients:
             return ClientCode.NOT_READY, f"{self._name!r} is stopping"
         if frame.frame_type not in (ClientFrameType.HELLO, ClientFrameType.REQUEST, ClientFrameType.PING):
             return ClientCode.MALFORMED, f"unexpected frame {frame.frame_type.name}"
+        if split_name(frame.client_id)[1]:
+            return ClientCode.MALFORMED, "the client's ID ends like the trace context of a request"
         if why := self._intake.why_waiting(caller):
             return ClientCode.NOT_READY, why
         client = self._clients.get(frame.client_id)
@@ -246,7 +249,14 @@ class Clients:
             self._say(token, frame, ClientFrameType.REFUSED, code=ClientCode.MALFORMED, reason=str(error))
             return
         new = frame.count - repeated
-        source = BatchSource(BatchKind.CLIENT, caller_of(frame.client_id), frame.number + repeated, new, frame.time_ns)
+        source = BatchSource(
+            BatchKind.CLIENT,
+            caller_of(frame.client_id),
+            frame.number + repeated,
+            new,
+            frame.time_ns,
+            frame.reason if frame.reason and is_trace_context(frame.reason) else "",
+        )
         delivered = self._delivery.deliver(source, calls, caller, now_ns, self._open_by[caller])
         if delivered is None:
             self._say_busy(token, frame, client)

@@ -424,6 +424,7 @@ class Metrics:
         try:
             from prometheus_client import CollectorRegistry
 
+            from coordinator.notices.execution_wait import ExecutionWait
             from coordinator.notices.metrics import NoticeMetrics, StatusCollector
         except ModuleNotFoundError:
             raise ImmortalError("metrics need prometheus-client: pip install 'immortal[metrics]'") from None
@@ -431,6 +432,11 @@ class Metrics:
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(StatusCollector(settings.name, lambda: control.query(settings.folder, "status")))
         self.sink: Sink = NoticeMetrics(settings.name, self._registry)
+        self._execution_wait = ExecutionWait(
+            settings.name,
+            self._registry,
+            lambda verb, argument, timeout_s: control.query(settings.folder, verb, timeout_s, argument=argument),
+        )
 
     def serve(self, log: Notices) -> None:
         """Raises MetricsError."""
@@ -441,6 +447,7 @@ class Metrics:
             settings.metrics_token_file, settings.metrics_certificate_file, settings.metrics_key_file, settings.insecure
         )
         serve_metrics(log, str(settings.metrics), self._registry, access)
+        self._execution_wait.start()
 
 
 def status_of(error: ImmortalError) -> int:

@@ -44,7 +44,8 @@ class Executed:
     Two machines have two clocks: what was sent after it came, by these, counts as sent when it came.
 
     ``waiter``: (who waits for its answer, the number of the call there). ``answers``: (who answered, to whom, the
-    number). ``width_ns``: its share of the time until the next record; None where nothing says it.
+    number). ``trace_context``: that a client gave, or "". ``width_ns``: its share of the time until the next record;
+    None where nothing says it.
     """
 
     instance: str
@@ -61,6 +62,7 @@ class Executed:
     width_ns: int | None
     waiter: tuple[str, int] | None = None
     answers: tuple[str, str, int] | None = None
+    trace_context: str = ""
 
     @property
     def place(self) -> tuple[int, int]:
@@ -113,6 +115,7 @@ def executed(source: Source, record: PlainRecord, next_ns: int | None) -> Iterat
             share,
             None if rpc is None or kind == BatchKind.INITIAL else _waiter(rpc, instance),
             answers,
+            message.source.trace_context,
         )
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from protocol.trace_context import ids_of
 from sight.trace.messages import Executed
 
 OPEN_CALLS_MAX = 100_000  # that wait for their answers; of more the oldest end without
@@ -118,7 +119,10 @@ class Spans:
         return span_id in self._traces
 
     def _cause(self, message: Executed) -> tuple[str | None, str | None]:
-        """(the span of the handler that made the call, its trace)."""
+        """(the span that the call was made in, of a handler or of a client, its trace)."""
+        if message.trace_context:
+            of_caller, parent_id = ids_of(message.trace_context)
+            return parent_id, of_caller
         if self._causes is None:
             return None, None
         cause = self._causes.of(message.caller, message.instance, message.position)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import shlex
@@ -32,6 +33,7 @@ from appsdk.client import (
     start,
     with_key,
     with_timeout,
+    with_traceparent,
 )
 from appsdk.client.proxies import client_of
 from coordinator.operator import control
@@ -523,3 +525,31 @@ def test_declared_exceptions_without_the_class(folder: Path) -> None:
         assert "add raised TooMuch(101)" in immortal(folder, "call", "counter", "add", "101", status=1)
     finally:
         run.kill()
+
+
+def test_a_call_that_is_part_of_a_trace(folder: Path, ledger: Run) -> None:
+    trace, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+    with connect("ledger", traceparent=f"00-{trace}-{parent}-01") as client:
+        assert client.add("connected") == 1
+        other = f"00-{'5' * 32}-{'6' * 16}-00"
+        start(with_key(with_traceparent(client, other), "key").add, "started").result()
+        client.add.fork("forked")
+    with connect("ledger") as client:
+        assert client.all() == ["connected", "started", "forked"]
+    immortal(folder, "trace", "export", "ledger", "--otlp", "spans.jsonl")
+    parts = [
+        part
+        for line in (folder / "spans.jsonl").read_text().splitlines()
+        for part in json.loads(line)["resourceSpans"]
+        if part["resource"]["attributes"][0]["value"]["stringValue"] == "clients"
+    ]
+    calls = [span for part in parts for span in part["scopeSpans"][0]["spans"] if "parentSpanId" in span]
+    assert [(call["name"], call["traceId"], call["parentSpanId"]) for call in calls] == [
+        ("call Ledger.add", trace, parent),
+        ("call Ledger.add", "5" * 32, "6" * 16),
+        ("call Ledger.add", trace, parent),
+    ]
+    (row,) = immortal(folder, "sql", "select count(*) as n from clients", "--json").splitlines()
+    assert json.loads(row) == {"n": 3}
+    assert ledger.stop() == 0
+    immortal(folder, "log", "verify", "ledger")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import os
 import re
 import signal
@@ -447,3 +448,15 @@ def test_progress_loses_and_doubles_nothing(web: Web, ledger: Run, state: Any) -
 def test_an_id_of_no_event_is_refused(last_id: str, status: int, web: Web) -> None:
     got, problem, _ = web.ask("GET", "/events", headers={"Last-Event-ID": last_id})
     assert (got, problem["type"]) == (status, "/problems/event-id")
+
+
+def test_the_trace_of_a_request_goes_on_in_the_log(folder: Path, web: Web) -> None:
+    trace, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+    for number, traceparent in enumerate((f"00-{trace}-{parent}-01", "00-this-is-none")):
+        web.ask("POST", "/add", {"entry": f"traced {number}"}, {"traceparent": traceparent})
+    immortal(folder, "trace", "export", "ledger", "--otlp", "spans.jsonl")
+    requests = [json.loads(line) for line in (folder / "spans.jsonl").read_text().splitlines()]
+    spans = [span for one in requests for part in one["resourceSpans"] for span in part["scopeSpans"][0]["spans"]]
+    of_trace = sorted((span for span in spans if span["traceId"] == trace), key=lambda span: str(span["kind"]))
+    assert [span["name"] for span in of_trace] == ["call Ledger.add", "Ledger.add"]
+    assert [span["parentSpanId"] for span in of_trace] == [parent, of_trace[0]["spanId"]]

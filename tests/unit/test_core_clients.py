@@ -23,7 +23,7 @@ from protocol.client import (
 from protocol.extensions import AppDescription, encode_app_description
 from protocol.messages import RpcKind, encode_incoming_rpc, encode_message, encode_outgoing_rpc
 from protocol.record import decode_header
-from protocol.trailer import BatchKind, decode_trailer
+from protocol.trailer import BatchKind, BatchSource, decode_trailer
 from tests.helpers.clients import call, request, said
 from tests.helpers.core import HELLO, NOW_NS, Driven, arguments, attach, checkpoint, first_start
 
@@ -75,6 +75,37 @@ def test_a_request_is_logged_given_to_the_app_and_answered() -> None:
     (source,) = decode_trailer(value[header.size_bytes :], header.check).batches
     assert (source.kind, source.name, source.first_position, source.count) == (BatchKind.CLIENT, "~c", 1, 1)
     assert said(driven.data(answer(1, "seven"))) == [("t", "REPLY", {1: (1, packed("seven"))})]
+
+
+def sources(driven: Driven) -> list[BatchSource]:
+    """Of the clients, in all records."""
+    found: list[BatchSource] = []
+    for value in driven.store.read(0, 1 << 20):
+        header = decode_header(value)
+        found += decode_trailer(value[header.size_bytes :], header.check).batches
+    return [source for source in found if source.kind == BatchKind.CLIENT]
+
+
+def test_the_trace_of_a_request_is_in_the_log_and_the_app_sees_nothing_of_it() -> None:
+    context = f"{'4b' * 16}-{'0f' * 8}-01"
+    driven = started()
+    driven.handle(request("t", 1, call(7), reason=context))
+    (given,) = arguments(bytes(driven.app_bytes))
+    assert given == encode_incoming_rpc(3, 0, packed(("~c", 1, 7)))
+    assert said(driven.data(answer(1, "seven"))) == [("t", "REPLY", {1: (1, packed("seven"))})]
+    driven.handle(request("t", 2, call(8), reason="no trace"))
+    driven.handle(request("t", 3, call(9)))
+    assert [(source.name, source.trace_context) for source in sources(driven)] == [
+        ("~c", context), ("~c", ""), ("~c", ""),
+    ]  # fmt: skip
+
+
+def test_an_id_that_the_log_would_take_for_another_is_refused() -> None:
+    driven = started()
+    effects = driven.handle(request("t", 1, call(7), client_id=f"c\0{'4b' * 16}-{'0f' * 8}-01"))
+    (reply,) = [effect for effect in effects if isinstance(effect, ef.ReplyToClient)]
+    assert (reply.frame.frame_type, reply.frame.code) == (ClientFrameType.REFUSED, ClientCode.MALFORMED)
+    assert sources(driven) == []
 
 
 def test_a_repeated_request_is_answered_and_not_logged_again() -> None:

@@ -104,6 +104,22 @@ def test_no_record_is_no_row() -> None:
     assert shown("records", values_of([0], [empty.value()]))[0]["message_count"] == 0
 
 
+def test_clients_are_one_whatever_traces_they_are_part_of() -> None:
+    context = f"{'4b' * 16}-{'0f' * 8}-01"
+    content = SOUND
+    named = [("~a", ""), ("~a", context), ("~b", context), ("~a", context.replace("4", "5"))]
+    record = encode_record(COMMITTER_ID, 0, content * len(named))
+    batches = [BatchSource(BatchKind.CLIENT, name, 1 + n, 1, 4, trace) for n, (name, trace) in enumerate(named)]
+    value = record + encode_trailer(Trailer(5, batches), int.from_bytes(record[8:16], "little"))
+    values = values_of([0], [value])
+    headers = decode_headers(values, COMMITTER_ID)
+    trailers = decode_trailers(values, headers, with_marks=False)
+    numbers, names = decode_names(values, headers, trailers.batches)
+    assert [names[number] for number in numbers.to_pylist()] == ["~a", "~a", "~b", "~a"]
+    assert names == ["~a", "~b"]
+    assert headers.usual.all()
+
+
 def test_a_name_that_is_no_utf8() -> None:
     spec = RecordSpec(0, 5, [Batch(BatchKind.STREAM, "alice", 1, 0, random_specs(1, 1)[0].batches[0].calls)])
     changed = spec.value().replace(b"alice", b"al\xffce")

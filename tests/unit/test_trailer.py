@@ -47,6 +47,18 @@ def test_an_empty_trailer() -> None:
     assert decode_trailer(memoryview(data), 0) == Trailer(0, [], [])
 
 
+def test_a_clients_trace_stands_behind_its_name_and_takes_no_byte_where_there_is_none() -> None:
+    context = f"{'4b' * 16}-{'0f' * 8}-01"
+    plain = BatchSource(BatchKind.CLIENT, "~web", 7, 1, 4)
+    traced = BatchSource(BatchKind.CLIENT, "~web", 7, 1, 4, context)
+    data = encode_trailer(Trailer(5, [traced]), CHECK)
+    assert b"~web\0" + context.encode() in data
+    assert decode_trailer(data, CHECK) == Trailer(5, [traced])
+    assert len(data) == len(encode_trailer(Trailer(5, [plain]), CHECK)) + 1 + len(context)
+    longest = BatchSource(BatchKind.CLIENT, "~" + 200 * "w", 7, 1, 4, context)
+    assert decode_trailer(encode_trailer(Trailer(5, [longest]), CHECK), CHECK).batches == [longest]
+
+
 def test_every_flipped_bit_is_damage() -> None:
     data = encode_trailer(EXAMPLE, CHECK)
     for bit in range(len(data) * 8):

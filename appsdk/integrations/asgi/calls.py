@@ -24,10 +24,12 @@ class TooManyCalls(ClientError):  # noqa: N818 (what happened, not what is wrong
 class RequestCalls:
     """``idempotency_key``: of the request, with all that tells it from others; None: it has none.
 
-    ``declared``: what the calls raised that their handlers declare. ``misfits``: arguments that no handler takes.
+    ``trace_context``: that it came with, or "". ``declared``: what the calls raised that their handlers declare.
+    ``misfits``: arguments that no handler takes.
     """
 
-    def __init__(self, idempotency_key: str | None) -> None:
+    def __init__(self, idempotency_key: str | None, trace_context: str = "") -> None:
+        self.trace_context = trace_context
         self.declared: list[BaseException] = []
         self.misfits: list[BaseException] = []
         self._idempotency_key = idempotency_key
@@ -73,18 +75,20 @@ class RequestClient:
     def client_id(self) -> str:
         return self._client().client_id
 
-    async def call(self, method: Method, arguments: bytes, timeout_s: float | None, key: str | None) -> Any:
+    async def call(
+        self, method: Method, arguments: bytes, timeout_s: float | None, key: str | None, trace_context: str = ""
+    ) -> Any:
         key = key or self._calls.key(self._service, method.name)
         with self._room:
             try:
-                return await self._client().call(method, arguments, timeout_s, key)
+                return await self._client().call(method, arguments, timeout_s, key, trace_context)
             except Exception as error:
                 if not isinstance(error, ClientError):  # it is the handler's own
                     self._calls.declared.append(error)
                 raise
 
-    def fork(self, method: Method, arguments: bytes, key: str | None) -> None:
-        self._client().fork(method, arguments, key or self._calls.key(self._service, method.name))
+    def fork(self, method: Method, arguments: bytes, key: str | None, trace_context: str = "") -> None:
+        self._client().fork(method, arguments, key or self._calls.key(self._service, method.name), trace_context)
 
 
 class _NotedMethod:
@@ -119,7 +123,7 @@ class RequestProxy(Proxy):
         calls: RequestCalls,
     ) -> None:
         made: Any = client
-        super().__init__(made, definition, name, timeout_s, None)
+        super().__init__(made, definition, name, timeout_s, None, trace_context=calls.trace_context)
         self._immortal_calls = calls
 
     def __getattr__(self, name: str) -> ProxyMethod:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from appsdk.client.errors import ClientError
@@ -21,6 +21,8 @@ from appsdk.integrations.asgi.problems import (
     problem_of_misfit,
 )
 from appsdk.integrations.asgi.services import Service
+from protocol.errors import LocalProtocolError
+from protocol.trace_context import read_traceparent
 
 KEY_HEADER = "Idempotency-Key"
 KEY_SIZE_BYTES_MAX = 255
@@ -64,7 +66,8 @@ class ImmortalMiddleware:
         elif scope["type"] == "http":
             await self._serve(scope, receive, send)
         else:
-            scope[SCOPE_KEY] = RequestCalls(None)
+            context = _trace_context(HTTPConnection(scope)) if scope["type"] == "websocket" else ""
+            scope[SCOPE_KEY] = RequestCalls(None, context)
             await self._app(scope, receive, send)
 
     def _closing(self, send: Send) -> Send:
@@ -86,7 +89,8 @@ class ImmortalMiddleware:
 
         calls = RequestCalls(None)
         try:
-            scope[SCOPE_KEY] = calls = RequestCalls(self._key(Request(scope)))
+            request = Request(scope)
+            scope[SCOPE_KEY] = calls = RequestCalls(self._key(request), _trace_context(request))
             await self._app(scope, receive, send_noting)
         except Exception as error:
             problem = self._problem(error, calls)
@@ -123,6 +127,15 @@ class ImmortalMiddleware:
             raise RefusedRequest(Problem("key-invalid", 400, "The key of the request is none", detail))
         whose = "" if self._key_scope is None else self._key_scope(request)
         return "\n".join((repr(whose), request.method, request.url.path, given[0].strip()))
+
+
+def _trace_context(request: HTTPConnection) -> str:
+    """As W3C Trace Context has it: where the header is no one's, or there are two, it is as if there were none."""
+    given = request.headers.getlist("traceparent")
+    try:
+        return read_traceparent(given[0]) if len(given) == 1 else ""
+    except LocalProtocolError:
+        return ""
 
 
 def _checked_services(services: Iterable[Service[Any]]) -> tuple[Service[Any], ...]:

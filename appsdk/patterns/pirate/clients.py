@@ -211,15 +211,21 @@ class InstanceCalls:
     def servers(self) -> Mapping[str, str]:
         return self._pool.servers
 
-    def call(self, method: Method, arguments: bytes, timeout_s: float | None, key: str | None) -> Any:
+    def call(
+        self, method: Method, arguments: bytes, timeout_s: float | None, key: str | None, trace_context: str = ""
+    ) -> Any:
         """What the method returned, or something to await that gives it. Raises what it raised, and ClientError."""
+        if trace_context:
+            raise TypeError(f"{method.name}: a pool's requests carry no traceparent; those of connect(NAME) do")
         idempotent = self._idempotent or (isinstance(method, TypedMethod) and method.is_query)
         return self._pool.ask(InstanceCall(method, arguments, key), timeout_s, idempotent=idempotent)
 
-    def fork(self, method: Method, arguments: bytes, key: str | None) -> None:
+    def fork(self, method: Method, arguments: bytes, key: str | None, trace_context: str = "") -> None:
         raise TypeError(f"{method.name}.fork: calls to a pool wait for their replies; connect(NAME) has forks")
 
-    def start(self, method: Method, arguments: bytes, timeout_s: float | None, key: str) -> Coroutine[Any, Any, None]:
+    def start(
+        self, method: Method, arguments: bytes, timeout_s: float | None, key: str, trace_context: str = ""
+    ) -> Coroutine[Any, Any, None]:
         raise TypeError(f"start({method.name}): a handle is of one instance; connect(NAME) has handles")
 
 
