@@ -52,7 +52,8 @@ class Membership(msgspec.Struct, array_like=True):
 
     def change(self, base: View, kind: Kind, member: str) -> bool:
         """In the order: a change made from ``base``; whether it counts. Of one's own join only others know that."""
-        self._joined(base.number)
+        if self.joining == base:  # by its number alone it might be another change's, which counted in place of that
+            self._joined(base.number)
         after = base.after(kind, member)
         if self.own in base.members:
             if self.view.number != base.number:
@@ -76,6 +77,8 @@ class Membership(msgspec.Struct, array_like=True):
                 self._joined(view.number)
         elif view.number > self.view.number:
             self.view = view
+            if self.joining is not None and self.joining.number <= view.number:
+                self.joining = None  # it was stale: views from there on would have this one
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True):

@@ -102,7 +102,7 @@ def check(books: list[Instance[Book]], sent: dict[str, int]) -> None:
         assert whole[at : at + len(seen)] == seen
 
 
-@pytest.mark.parametrize("order", range(25))
+@pytest.mark.parametrize("order", range(12))
 def test_members_agree_while_others_join_and_leave(order: int) -> None:
     with Environment(order=order) as env:
         (a, b, c), traders = start(env)
