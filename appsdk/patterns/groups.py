@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, TypeVar, overload
+from typing import Any
 
 import msgspec
 
@@ -18,8 +18,6 @@ from appsdk.handlers.proxy import PeerProxy, find_handler, make_fork
 from appsdk.immortal import Immortal
 from appsdk.ordering.views import Kind, Membership, Message, Outgoing, View
 from appsdk.waiting.task_self import TaskSelf
-
-T = TypeVar("T")
 
 
 class Group(property):
@@ -76,10 +74,6 @@ class Group(property):
         return GroupProxy(self, instance)
 
 
-@overload
-def group(target: type[T], name: str, members: Iterable[str]) -> Any: ...
-@overload
-def group(target: object, name: str, members: Iterable[str]) -> Any: ...
 def group(target: object, name: str, members: Iterable[str]) -> Any:
     """The group ``name`` of instances of the class ``target`` (given as for :func:`appsdk.peer`), in the class body.
 
