@@ -16,11 +16,28 @@ ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "guide" / "ordering.md").read_text()
 
 
-def test_two_books_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    ((name, source),) = re.findall(r"```python\n# (\w+)\.py\n(.*?)```", GUIDE, re.DOTALL)
+def program(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    source = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", GUIDE, re.DOTALL))[name]
     module: Any = ModuleType(name)
     monkeypatch.setitem(sys.modules, name, module)
     exec(compile(source, f"{name}.py", "exec"), module.__dict__)
+    return module
+
+
+def test_a_group_gets_a_third_member(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = program("floor", monkeypatch)
+    with Environment() as env:
+        floors = [env.start(module.Floor, name) for name in ("b1", "b2", "b3")]
+        broker = env.start(module.Broker, "broker")
+        broker.call(module.Broker.trade, "one")
+        floors[2].call(module.Floor.enter)
+        assert broker.call(module.Broker.trade_and_wait, "two")
+        assert [floor.state.orders for floor in floors] == [["one", "two"], ["one", "two"], ["two"]]
+        assert floors[0].call(module.Floor.group_known, "prices")[1].members == ("b1", "b2", "b3")
+
+
+def test_two_books_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = program("books", monkeypatch)
     for order in range(10):
         with Environment(order=order) as env:
             east, west = env.start(module.Book, "east"), env.start(module.Book, "west")

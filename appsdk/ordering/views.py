@@ -1,0 +1,121 @@
+"""Named groups of ordered multicast, the pure part: who is in a group, and what goes to it again after a change.
+
+A *view* is a number and the members from there on. A change of membership is an ordered multicast to all members of
+the view that it was made from, and to who joins; a message to the group is one to the members of the view that its
+sender knows. Both say which view that was. All members of a view see all changes and messages of it in one order, so
+they agree, at each place, whether it is still the present one. If it is not, the change or message is *stale*: all
+ignore it alike, and who sent it is told and sends it again. No I/O, no time, no randomness.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import msgspec
+
+Kind: TypeAlias = Literal["join", "leave"]
+
+
+class View(msgspec.Struct, array_like=True, frozen=True):
+    number: int
+    members: tuple[str, ...]
+
+    def after(self, kind: Kind, member: str) -> View:
+        others = tuple(one for one in self.members if one != member)
+        return View(self.number + 1, (*others, member) if kind == "join" else others)
+
+    @property
+    def teller(self) -> str:
+        """Which member tells a sender what became of its message: all know the same."""
+        return self.members[0]
+
+
+class Membership(msgspec.Struct, array_like=True):
+    """What ``own`` knows of a group. ``view``: it, or while ``own`` is no member the newest that it was told of.
+
+    ``joining``: what the view is if the change that ``own`` joins with was not stale. ``own`` can't tell, as it has not
+    seen what came before. The others can; and whatever comes for that view says so.
+    """
+
+    own: str
+    view: View
+    joining: View | None = None
+
+    @property
+    def is_member(self) -> bool:
+        return self.own in self.view.members
+
+    def is_current(self, number: int) -> bool:
+        """In the order: whether a message that was sent to the view ``number`` is to be executed."""
+        self._joined(number)
+        return self.is_member and self.view.number == number
+
+    def change(self, base: View, kind: Kind, member: str) -> bool:
+        """In the order: a change made from ``base``; whether it counts. Of one's own join only others know that."""
+        if self.joining == base:  # by its number alone it might be another change's, which counted in place of that
+            self._joined(base.number)
+        after = base.after(kind, member)
+        if self.own in base.members:
+            if self.view.number != base.number:
+                return False
+            self.view = after
+            return True
+        if kind == "join" and member == self.own and not self.is_member and after.number > self.view.number:
+            self.joining = after
+        return False
+
+    def _joined(self, number: int) -> None:
+        if self.joining is not None and self.joining.number == number:
+            self.view, self.joining = self.joining, None
+
+    def learn(self, view: View) -> None:
+        """Out of the order, from a member: for who is none. Members learn in the order alone."""
+        if self.is_member:
+            return
+        if self.own in view.members:
+            if self.joining == view:
+                self._joined(view.number)
+        elif view.number > self.view.number:
+            self.view = view
+            if self.joining is not None and self.joining.number <= view.number:
+                self.joining = None  # it was stale: views from there on would have this one
+
+
+class Message(msgspec.Struct, array_like=True, frozen=True):
+    """``number``: the sender's, from 1, of its messages to this group."""
+
+    number: int
+    method: str
+    arguments: bytes
+
+
+class Outgoing(msgspec.Struct, array_like=True):
+    """What one sender has sent to a group, and has not heard of yet. All of ``unconfirmed`` was sent to ``view``."""
+
+    view: View
+    count: int = 0
+    unconfirmed: list[Message] = []
+
+    def send(self, method: str, arguments: bytes, known: View) -> Message:
+        """To :attr:`view`, now. A newer one that is ``known`` waits until nothing is on its way: else what was sent
+        before might be stale, and go again behind this."""
+        if not self.unconfirmed and known.number > self.view.number:
+            self.view = known
+        self.count += 1
+        message = Message(self.count, method, arguments)
+        self.unconfirmed.append(message)
+        return message
+
+    def told(self, number: int, view_number: int, newest: View | None) -> list[Message]:
+        """By the teller, in the order of sending: ``number``, as sent to that view, is executed, or (``newest``) stale.
+
+        What is to be sent once more, to :attr:`view`: what came behind a stale one is stale as well.
+        """
+        if view_number != self.view.number:
+            return []  # that is answered already: by what was told of one before it
+        executed = newest is None
+        self.unconfirmed = [one for one in self.unconfirmed if one.number > number - (not executed)]
+        if newest is None:
+            return []
+        self.view = newest
+        return list(self.unconfirmed)
