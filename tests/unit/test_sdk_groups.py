@@ -138,7 +138,7 @@ def test_a_crash_anywhere_changes_nothing() -> None:
             check([a, b, c], {"x": 3, "y": 3, "q": 1})
 
 
-def test_a_partition_delays_and_loses_nothing() -> None:
+def test_a_member_that_is_down_delays_and_loses_nothing() -> None:
     with Environment() as env:
         (a, b, c), (x, y) = start(env)
         for number in range(3):

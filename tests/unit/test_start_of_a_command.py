@@ -46,6 +46,7 @@ OURS = {
     "protocol.handlers",
     "protocol.limits",
     "protocol.messages",
+    "protocol.nodes",
     "protocol.ordering",
     "protocol.private_files",
     "protocol.shown",
