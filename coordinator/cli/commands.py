@@ -70,7 +70,7 @@ _HELP = {
     "keys": "Show the public keys of an instance and of those that may call it, and where they come from.",
     "log": "Look into an instance's log.",
     "logs": "Show what the services have said under 'immortal up', all or those named, by time.",
-    "pause": "Let NAME take no more input: it is logged, and waits until NAME is resumed.",
+    "pause": "Let a running instance take no more input: it is logged, and waits until the instance is resumed.",
     "peers": "Look at an instance's peers, begin anew with one whose log was wiped or replaced, end what a stale copy"
     " began.",
     "pipeline": "Jobs over the logs of a whole fleet, on Spark.",
@@ -80,7 +80,7 @@ _HELP = {
     "register": "Write the settings of a new instance, and make its keys.",
     "replay": "Take NAME back to any record: its log is replayed into a copy of its app.",
     "restart": "Stop an instance cleanly and start it again, with the code as it is now, and wait until it works.",
-    "resume": "Let NAME, which is paused, go on with what its log has for it.",
+    "resume": "Let an instance that is paused go on with what its log has for it.",
     "run": "Run an instance: its coordinator and its app, as two processes that live and die together.",
     "settings": "Show what a settings file may say, as the Markdown table of docs/guide/settings.md.",
     "skip": "Let NAME pass over one message of its log: the call fails, the state is as if it had never come.",

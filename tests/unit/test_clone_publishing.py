@@ -268,3 +268,23 @@ def test_frames_of_others_are_no_messages() -> None:
     ):
         with pytest.raises(RemoteProtocolError, match=text):
             decode_request(wrong)
+
+
+def test_one_that_walks_for_too_long_is_brought_up_to_date_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows its walk is not kept for it."""
+    monkeypatch.setattr(limits, "HISTORY_BYTES", 0)
+    monkeypatch.setattr(limits, "PART_CHANGES_MAX", 5)
+    driven = Driven()
+    driven.change(*(f"k{index}" for index in range(50)), size_bytes=500)
+    told = [answer for answer in driven.activate() if isinstance(answer, Part)]
+    assert told[-1].more, "its window is full"
+    for _ in range(5):
+        driven.change("late")
+        driven.publishing.flush(driven.now_ns)
+    total_bytes = 0
+    while told[-1].number < driven.number:
+        total_bytes += 4000
+        assert total_bytes < 100_000, "it stands still"
+        told += [answer for answer in driven.say(Received(1, total_bytes)) if isinstance(answer, Part)]
+    assert [part.changes for part in told[-1:]] == [[("late", 55, b"v")]]
+    assert told[-1].after == 50
