@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from pipeline.jobs.audit import TOLERANCE_MS
 from pipeline.jobs.ordering import OrderingAudit, ordered_results
 from tests.helpers.fleet import audit_here, evidence_here
 
@@ -21,7 +22,8 @@ def test_five_books_end_alike_after_kills(tmp_path: Path) -> None:
     assert "five books alike: " in result.stdout
     assert "4 kills" in result.stdout
     books = [str(tmp_path / "kept" / "registry" / name / "log") for name in ("b1", "b2", "b3", "b4", "b5")]
-    assert audit_here(books).violations == []
+    # Each instance has a clock of its own, which follows the machine's slowly: they differ by a little.
+    assert audit_here(books, tolerance_ns=TOLERANCE_MS * 1_000_000).violations == []
     audit = OrderingAudit()
     for row in evidence_here(books):
         for _, *result in ordered_results(row):
