@@ -99,7 +99,7 @@ def _place(publisher: Publisher, streams: int, blocking_s: float) -> Place:
 
 def take_presences(publishing: Publishing) -> tuple[list[Presence], list[str]]:
     """Who came and who went, as many as one message takes: those that went were there before."""
-    joined, publishing.joined = publishing.joined[:_PRESENCES_MAX], publishing.joined[_PRESENCES_MAX:]
+    joined = [publishing.joined.pop(stream) for stream in list(publishing.joined)[:_PRESENCES_MAX]]
     if publishing.joined:
         return joined, []
     left, publishing.left = publishing.left[:_PRESENCES_MAX], publishing.left[_PRESENCES_MAX:]
