@@ -19,12 +19,13 @@ from appsdk.patterns.clone.errors import CloneError, TableFull
 from appsdk.patterns.clone.frames import Policy
 from appsdk.patterns.clone.own import has_keys, take_presences
 from appsdk.patterns.clone.places import Access, Places
-from appsdk.patterns.clone.publisher import Publisher, home_of, logger
+from appsdk.patterns.clone.publisher import Publisher, logger
 from appsdk.patterns.clone.publishing import Publishing
 from appsdk.patterns.clone.records import Place, Presence, Row
 from appsdk.patterns.clone.replica import News, Options, Replica
 from appsdk.patterns.clone.subscriber import Subscriber
 from appsdk.patterns.clone.table import Table
+from appsdk.patterns.listening import home_of
 
 _RETRY_S = 0.5
 _CALL_S = 2.5
