@@ -405,7 +405,11 @@ class Tasks(Host):
                     text = f"an answer of {self.context.source!r} to call {number}, which went to somebody else"
                     raise self._wrong_answer(Cause.SENDER, text)
                 return
-            if MARK in data and self._failed_wait is None:
+            if (
+                (kind is _RAISED or call.target.codec.result_may_hold_handles)
+                and MARK in data
+                and self._failed_wait is None
+            ):
                 self.context.nodes.arrived(data)
             self._resolve(call, kind is _RAISED, value)
             if self._queue:
