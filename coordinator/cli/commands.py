@@ -12,6 +12,7 @@ from protocol import compiled
 from protocol.command_line import Commands
 
 _PLACES = {
+    "archive": "coordinator.cli.archive:archive",
     "audit": "coordinator.cli.audit:audit",
     "bench": "bench.cli:bench",
     "call": "coordinator.cli.call:call",
@@ -36,6 +37,7 @@ _PLACES = {
     "register": "coordinator.cli.register:register",
     "replay": "coordinator.cli.replay:replay",
     "restart": "coordinator.cli.lifecycle:restart",
+    "restore": "coordinator.cli.archive:restore",
     "resume": "coordinator.cli.pause:resume",
     "run": "coordinator.cli.instances:run",
     "settings": "coordinator.cli.settings:settings",
@@ -55,6 +57,7 @@ _PLACES = {
 """Each is loaded when it is asked for: what runs one, a coordinator above all, need not hold the others."""
 
 _HELP = {
+    "archive": "Ship the log of NAME to object storage as it grows, and say what is there.",
     "audit": "Show who was let in, who was refused, and what operators did with NAME.",
     "bench": "One-way calls between two services with durable logs, next to what the disk alone does.",
     "call": "Call METHOD of an instance, and print what it returns, as JSON.",
@@ -80,6 +83,7 @@ _HELP = {
     "register": "Write the settings of a new instance, and make its keys.",
     "replay": "Take NAME back to any record: its log is replayed into a copy of its app.",
     "restart": "Stop an instance cleanly and start it again, with the code as it is now, and wait until it works.",
+    "restore": "Bring a log back from an archive, as of its end or of an earlier moment.",
     "resume": "Let an instance that is paused go on with what its log has for it.",
     "run": "Run an instance: its coordinator and its app, as two processes that live and die together.",
     "settings": "Show what a settings file may say, as the Markdown table of docs/guide/settings.md.",

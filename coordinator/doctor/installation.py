@@ -17,7 +17,7 @@ from protocol import compiled
 
 AREA = Area.INSTALLATION
 PACKAGE = "immortal"
-EXTRAS = ("http", "metrics", "postgres", "pydantic-ai", "spark", "sql", "web")
+EXTRAS = ("archive", "http", "metrics", "postgres", "pydantic-ai", "spark", "sql", "web")
 """Those that are for users; what others there are is for who works on the project itself."""
 PYTHON_MIN = (3, 11)
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?\s*([<>=!~0-9.,\s]*)(?:;\s*(.*))?")

@@ -1,0 +1,90 @@
+"""What a store has of one instance: its moments, and the objects that these name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from coordinator.archive.chain import check_follows
+from coordinator.archive.ciphers import Cipher
+from coordinator.archive.errors import ArchiveError, DamagedObjectError
+from coordinator.archive.manifests import MOMENTS, Moment, Part, decode_moment, encode_moment, moment_name, object_name
+from coordinator.archive.objects import Objects
+from coordinator.archive.packs import PackedRow, digest, pack, unpack
+
+
+class Archive:
+    """Of the instance whose folder ``objects`` is. ``cipher`` None: objects are not encrypted."""
+
+    def __init__(self, objects: Objects, cipher: Cipher | None = None) -> None:
+        self.objects = objects
+        self.cipher = cipher
+
+    # --- moments ------------------------------------------------------------------------------------------------------
+
+    def numbers(self) -> list[int]:
+        """Of the moments that are there. Raises StoreError."""
+        names = (stored.name.removeprefix(MOMENTS) for stored in self.objects.listed(MOMENTS))
+        return [int(name) for name in names if name.isdecimal()]
+
+    def last(self) -> tuple[Moment, str] | None:
+        """The newest moment, with the digest of its manifest. Raises ArchiveError, StoreError."""
+        numbers = self.numbers()
+        return self._read(numbers[-1]) if numbers else None
+
+    def moments(self) -> list[Moment]:
+        """All, each the next one of the one before. Raises ArchiveError, StoreError."""
+        names = [moment_name(number) for number in self.numbers()]
+        found = [self._decoded(name, data) for name, data in zip(names, self.objects.get_all(names), strict=True)]
+        moments = [moment for moment, _ in found]
+        check_follows(moments, [its_digest for _, its_digest in found])
+        return moments
+
+    def put_moment(self, moment: Moment) -> str | None:
+        """The digest of its manifest; None where another one has that number. Raises StoreError."""
+        name, data = moment_name(moment.number), encode_moment(moment)
+        # An answer may get lost, and the store be asked again: then it is our own that is there.
+        if self.objects.put_new(name, data) or self.objects.get(name) == data:
+            return digest(data)
+        return None
+
+    def _read(self, number: int) -> tuple[Moment, str]:
+        name = moment_name(number)
+        return self._decoded(name, self.objects.get(name))
+
+    def _decoded(self, name: str, data: bytes) -> tuple[Moment, str]:
+        where = f"{self.objects.where}/{name}"
+        moment = decode_moment(data, where)
+        if moment_name(moment.number) != name:
+            raise DamagedObjectError(f"the object {where} is the manifest of moment {moment.number}")
+        return moment, digest(data)
+
+    # --- objects ------------------------------------------------------------------------------------------------------
+
+    def put(self, folder: str, what: str, epoch: int, rows: list[PackedRow]) -> Part:
+        """``what``: for people, who read the name. Raises StoreError."""
+        data = pack(rows)
+        if self.cipher is not None:
+            data = self.cipher.encrypt(data)
+        name = object_name(folder, what, epoch)
+        self.objects.put_new(name, data)
+        return Part(name, len(data), digest(data))
+
+    def stored(self, parts: Iterable[Part]) -> Iterator[bytes]:
+        """The objects as they are stored, each checked. Raises DamagedObjectError, which names it, and StoreError."""
+        wanted = list(parts)
+        for part, data in zip(wanted, self.objects.get_all(part.name for part in wanted), strict=True):
+            if (len(data), digest(data)) != (part.size_bytes, part.digest):
+                raise DamagedObjectError(
+                    f"the object {self.objects.where}/{part.name} is damaged: it has {len(data)} bytes with digest"
+                    f" {digest(data)}, its manifest says {part.size_bytes} with {part.digest}"
+                )
+            yield data
+
+    def rows_of(self, part: Part, data: bytes, *, encrypted: bool) -> list[PackedRow]:
+        """Of an object as it is stored. Raises DamagedObjectError; ArchiveError where the key is missing."""
+        name = f"{self.objects.where}/{part.name}"
+        if not encrypted:
+            return unpack(data, name)
+        if self.cipher is None:
+            raise ArchiveError(f"the archive {self.objects.where} is encrypted: give its secret key with --key-file")
+        return unpack(self.cipher.decrypt(data, name), name)

@@ -1,0 +1,302 @@
+"""From a log to its archive: the next moment of it. What is not in the store is not remembered anywhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from coordinator.archive.archive import Archive
+from coordinator.archive.errors import ArchiveError, ConflictError
+from coordinator.archive.manifests import ArchivedCheckpoint, Moment, Part, Segment
+from coordinator.archive.packs import PackedRow, digest, digest_of_rows
+from coordinator.archive.source import (
+    End,
+    Records,
+    StateDigests,
+    checkpoint_headers,
+    checkpoint_rows,
+    end_of,
+    record_digest,
+    record_time_ns,
+    records_from,
+    state_rows,
+)
+from coordinator.core.errors import DamagedCheckpointError
+from coordinator.log.backend import View
+from coordinator.log.format import StoredHeader
+from coordinator.log.reader import LogReader
+
+SEGMENT_SIZE_BYTES = 16 << 20
+_WHOLE_STATE_EVERY = 100  # moments: a restore reads at most so many states
+_TRIES_MAX = 5  # to find no more than one segment's records left: then it is as much as there is
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where the next moment belongs."""
+
+    before: Moment | None
+    before_digest: str
+    begins: bool
+    next_sequence_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class AtRisk:
+    """What the loss of a log would lose: records that no moment of its archive has, and how old the first is."""
+
+    records_count: int
+    seconds: float
+
+
+def at_risk(reader: LogReader, archived_sequence_id: int, now_ns: int) -> AtRisk:
+    """Raises LogError."""
+    with reader.view() as view:
+        end = end_of(view)
+        first = max(archived_sequence_id + 1, end.first_sequence_id)
+        time_ns = record_time_ns(view, first, reader.identity.committer_id)
+    count = max(0, end.last_sequence_id - archived_sequence_id)
+    return AtRisk(count, max(0.0, (now_ns - time_ns) / 1e9) if count and time_ns else 0.0)
+
+
+class Archiver:
+    """Of one log into one archive, until either is another one: then make a new one.
+
+    ``anew``: where the log is not the one that the archive goes on from, begin again behind what is there. ``say``: is
+    told what an operator should know.
+    """
+
+    def __init__(
+        self,
+        archive: Archive,
+        reader: LogReader,
+        *,
+        anew: bool = False,
+        segment_size_bytes: int = SEGMENT_SIZE_BYTES,
+        say: Callable[[str], None] = lambda text: None,
+        now_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        """Raises ArchiveError where the archive is another log's, or of a history that the log has not; StoreError,
+        LogError."""
+        self._archive = archive
+        self._reader = reader
+        self._segment_size_bytes = segment_size_bytes
+        self._say = say
+        self._now_ns = now_ns
+        with reader.view() as view:
+            self._end = end_of(view)
+            self._place = _place(archive, reader, view, self._end, anew, say)
+        self._segments: list[Segment] = []  # that no manifest names yet
+        self._checkpoints = {} if self._place.before is None or self._place.begins else {
+            one.checkpoint_id: one for one in self._place.before.checkpoints
+        }  # fmt: skip
+        self._state: StateDigests = {}
+        self._deltas_left = 0
+
+    @property
+    def last(self) -> Moment | None:
+        """The newest moment of the archive."""
+        return self._place.before
+
+    def at_risk(self) -> AtRisk:
+        """Raises LogError."""
+        before = None if self._place.begins else self._place.before
+        return at_risk(self._reader, -1 if before is None else before.last_sequence_id, self._now_ns())
+
+    def ship_full_segments(self) -> bool:
+        """Send records while they fill a segment; whether any was sent. Raises StoreError, LogError."""
+        sent = False
+        while True:
+            with self._reader.view() as view:
+                records = records_from(view, self._reader, self._place.next_sequence_id, self._segment_size_bytes)
+            if records.size_bytes < self._segment_size_bytes:
+                return sent
+            self._put_records(records)
+            sent = True
+
+    def moment(self) -> Moment | None:
+        """Make the log as it is now a moment; None: it is as it was.
+
+        Raises ConflictError where another archiver was first, StoreError, LogError. All that was sent counts then, too.
+        """
+        left_out: set[int] = set()
+        for tries in range(_TRIES_MAX + 1):
+            self.ship_full_segments()
+            self._ship_checkpoints(left_out)
+            with self._reader.view() as view:
+                taken_ns = self._now_ns()
+                headers = {key: one for key, one in checkpoint_headers(view).items() if key not in left_out}
+                if any(not self._has(key, value) for key, (value, _) in headers.items()):
+                    continue
+                limit = self._segment_size_bytes if tries < _TRIES_MAX else None
+                records = records_from(view, self._reader, self._place.next_sequence_id, limit)
+                if limit is not None and records.size_bytes >= limit:
+                    continue
+                end = end_of(view)
+                self._check_same(end)
+                changed, state = state_rows(view, self._state if self._deltas_left else {})
+                last_digest = record_digest(view, end.last_sequence_id)
+                time_ns = record_time_ns(view, end.last_sequence_id, self._reader.identity.committer_id)
+            break
+        else:
+            return None  # checkpoints come faster than they can be sent: the next round
+        self._reader.release()
+        checkpoints = [self._checkpoints[key] for key in sorted(headers)]
+        state_digest = digest_of_rows(state.items())
+        before = self._place.before
+        if (
+            before is not None
+            and not self._place.begins
+            and not self._segments
+            and not records.rows
+            and before.state_digest == state_digest
+            and before.checkpoints == checkpoints
+        ):
+            return None
+        if records.rows:
+            self._put_records(records)
+        number = 1 if before is None else before.number + 1
+        is_whole = not self._deltas_left
+        part = None
+        if changed or is_whole:
+            part = self._archive.put("states/", f"{number:012}", end.epoch, changed)
+        identity = self._reader.identity
+        moment = Moment(
+            number=number,
+            instance=identity.instance_name,
+            committer_id=identity.committer_id,
+            created_ns=identity.created_ns,
+            format_version=identity.format_version,
+            nonce=end.nonce,
+            epoch=end.epoch,
+            taken_ns=taken_ns,
+            time_ns=time_ns or (0 if before is None else before.time_ns),
+            first_sequence_id=end.first_sequence_id,
+            last_sequence_id=end.last_sequence_id,
+            last_digest=last_digest or ("" if before is None or self._place.begins else before.last_digest),
+            begins=self._place.begins,
+            segments=self._segments,
+            state=part,
+            state_is_whole=is_whole,
+            state_digest=state_digest,
+            checkpoints=checkpoints,
+            encrypted=self._archive.cipher is not None,
+            before_digest=self._place.before_digest,
+        )
+        its_digest = self._archive.put_moment(moment)
+        if its_digest is None:
+            raise ConflictError(f"another archiver has written moment {number} of {moment.instance!r}")
+        self._place = _Place(moment, its_digest, False, self._place.next_sequence_id)
+        self._segments = []
+        self._state = state
+        self._deltas_left = _WHOLE_STATE_EVERY if is_whole else self._deltas_left - 1
+        self._checkpoints = {one.checkpoint_id: one for one in checkpoints}
+        return moment
+
+    def _check_same(self, end: End) -> None:
+        """A coordinator started since, or the log has another key: whoever asks again looks at the whole again."""
+        if (end.epoch, end.nonce) != (self._end.epoch, self._end.nonce):
+            raise ConflictError("the instance was started anew")
+        if end.last_sequence_id < self._place.next_sequence_id - 1:
+            raise ConflictError("the end of the log was cut off")
+
+    def _put_records(self, records: Records) -> None:
+        what = f"{records.first_sequence_id:019}-{records.last_sequence_id:019}"
+        part = self._archive.put("segments/", what, self._end.epoch, records.rows)
+        self._segments.append(Segment(records.first_sequence_id, records.last_sequence_id, part))
+        self._place.next_sequence_id = records.last_sequence_id + 1
+
+    def _has(self, checkpoint_id: int, value: bytes) -> bool:
+        known = self._checkpoints.get(checkpoint_id)
+        return known is not None and known.header_digest == digest(value)
+
+    def _ship_checkpoints(self, left_out: set[int]) -> None:
+        """``left_out``: gets those that are damaged."""
+        with self._reader.view() as view:
+            headers = checkpoint_headers(view)
+        for checkpoint_id, (value, stored) in headers.items():
+            if checkpoint_id in left_out or self._has(checkpoint_id, value):
+                continue
+            try:
+                parts = self._put_checkpoint(checkpoint_rows(self._reader, value, stored), stored)
+            except DamagedCheckpointError as error:
+                with self._reader.view() as view:
+                    is_there = checkpoint_id in checkpoint_headers(view)
+                if is_there:  # else it was trimmed meanwhile
+                    left_out.add(checkpoint_id)
+                    self._say(f"checkpoint {checkpoint_id} is left out: {error}")
+                continue
+            header = stored.header
+            self._checkpoints[checkpoint_id] = ArchivedCheckpoint(
+                checkpoint_id, header.sequence_id, header.time_ns, digest(value), parts
+            )
+
+    def _put_checkpoint(self, rows: Iterable[PackedRow], stored: StoredHeader) -> list[Part]:
+        parts: list[Part] = []
+        waiting: list[PackedRow] = []
+        size_bytes = 0
+
+        def put() -> None:
+            what = f"{stored.header.checkpoint_id:012}-{len(parts):06}"
+            parts.append(self._archive.put("checkpoints/", what, self._end.epoch, waiting))
+
+        for row in rows:
+            waiting.append(row)
+            size_bytes += len(row[2] or b"")
+            if size_bytes >= self._segment_size_bytes:
+                put()
+                waiting, size_bytes = [], 0
+        if waiting:
+            put()
+        return parts
+
+
+def _place(archive: Archive, reader: LogReader, view: View, end: End, anew: bool, say: Callable[[str], None]) -> _Place:
+    found = archive.last()
+    if found is None:
+        return _Place(None, "", True, end.first_sequence_id)
+    before, its_digest = found
+    where, identity = archive.objects.where, reader.identity
+    if (before.instance, before.committer_id, before.created_ns) != (
+        identity.instance_name, identity.committer_id, identity.created_ns,
+    ):  # fmt: skip
+        raise ArchiveError(
+            f"{where} is the archive of another log: of {before.instance!r}, committer {before.committer_id}; this one"
+            f" is of {identity.instance_name!r}, committer {identity.committer_id}: give another URL"
+        )
+    if before.encrypted and archive.cipher is None:
+        raise ArchiveError(f"the archive {where} is encrypted: give the key file (--key-file), public keys are enough")
+    begins = _Place(before, its_digest, True, end.first_sequence_id)
+    problem = _problem(before, view, end)
+    if problem is not None:
+        if not anew:
+            raise ArchiveError(
+                f"the archive {where} does not go on with this log: {problem}. If another copy of the log runs, stop"
+                " the one that is stale; if this log is the right one, --anew archives it from its beginning, behind"
+                " what is there"
+            )
+        say(f"begins anew: {problem}")
+        return begins
+    if before.nonce != end.nonce:
+        say("begins anew: the log has another key than before")
+        return begins
+    if before.last_sequence_id + 1 < end.first_sequence_id:
+        say(
+            f"begins anew: the log has trimmed records {before.last_sequence_id + 1} to {end.first_sequence_id - 1}"
+            " before they were archived: no moment among them can be brought back"
+        )
+        return begins
+    return _Place(before, its_digest, False, before.last_sequence_id + 1)
+
+
+def _problem(before: Moment, view: View, end: End) -> str | None:
+    """Why a log is not the one that an archive has the beginning of."""
+    if end.epoch < before.epoch:
+        return f"it is in epoch {end.epoch}, the archive has epoch {before.epoch}: a stale copy, or restored to earlier"
+    if end.last_sequence_id < before.last_sequence_id:
+        return f"it ends with record {end.last_sequence_id}, the archive with record {before.last_sequence_id}"
+    here = record_digest(view, before.last_sequence_id)
+    if here and before.last_digest and here != before.last_digest:
+        return f"it has another record {before.last_sequence_id} than the archive"
+    return None

@@ -1,0 +1,83 @@
+"""Moments one after the other: what one of them needs of those before it, and which one a time means. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coordinator.archive.errors import ArchiveError, DamagedObjectError
+from coordinator.archive.manifests import Moment, Part, Segment
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Of a moment: the objects that it is made of, each kind from the oldest on."""
+
+    states: list[Part]  # the first is whole
+    segments: list[Segment]
+    checkpoint_parts: list[Part]
+    oldest_index: int  # of the moments: the first whose manifest says one of these
+
+    @property
+    def parts(self) -> list[Part]:
+        return [*self.states, *(segment.part for segment in self.segments), *self.checkpoint_parts]
+
+
+def needs_of(moments: Sequence[Moment], index: int) -> Needs:
+    """Of ``moments[index]``; ``moments``: as they followed one another. Raises DamagedObjectError for a gap."""
+    moment = moments[index]
+    states: list[Part] = []
+    segments: list[Segment] = []
+    first, wanted = moment.first_sequence_id, moment.last_sequence_id
+    has_state, oldest = False, index
+    for at in range(index, -1, -1):
+        before = moments[at]
+        if not has_state:
+            oldest = at
+            states += [] if before.state is None else [before.state]
+            has_state = before.state_is_whole
+        for segment in reversed(before.segments):
+            if wanted >= first and segment.last_sequence_id >= first:
+                if segment.last_sequence_id != wanted:
+                    break
+                oldest = at
+                segments.append(segment)
+                wanted = segment.first_sequence_id - 1
+        if before.begins or (has_state and wanted < first):
+            break
+    if wanted >= first:
+        raise DamagedObjectError(f"the archive has no records {first} to {wanted}, which moment {moment.number} needs")
+    if not has_state:
+        raise DamagedObjectError(f"the archive has no whole state at or before moment {moment.number}")
+    return Needs(states[::-1], segments[::-1], moment.checkpoint_parts, oldest)
+
+
+def check_follows(moments: Sequence[Moment], digests: Sequence[str]) -> None:
+    """Whether each manifest is the next one of the one before. Raises DamagedObjectError."""
+    for before, moment, its_digest in zip(moments, moments[1:], digests, strict=False):
+        if moment.number != before.number + 1:
+            missing = f"{before.number + 1} to {moment.number - 1}"
+            raise DamagedObjectError(f"the archive has no manifest of the moments {missing}: they were removed")
+        if moment.before_digest != its_digest:
+            raise DamagedObjectError(
+                f"the manifest of moment {moment.number} does not follow the one of moment {before.number}: one of the"
+                " two was replaced"
+            )
+
+
+def index_of(moments: Sequence[Moment], *, until_ns: int | None, until_record: int | None) -> int:
+    """The last moment without a record behind ``until_record``, or of a later time than ``until_ns``.
+
+    Raises ArchiveError where all are later.
+    """
+    for index in range(len(moments) - 1, -1, -1):
+        moment = moments[index]
+        if (until_ns is None or moment.time_ns <= until_ns) and (
+            until_record is None or moment.last_sequence_id <= until_record
+        ):
+            return index
+    oldest = moments[0]
+    raise ArchiveError(
+        f"the oldest moment of {oldest.instance!r} in the archive ends with record {oldest.last_sequence_id}: that is"
+        " later than what was asked for"
+    )

@@ -1,0 +1,140 @@
+"""A log archived as it grows, until somebody ends it. A store or a log that is away is waited for, and that is said."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from coordinator.archive.archive import Archive
+from coordinator.archive.archiver import SEGMENT_SIZE_BYTES, Archiver
+from coordinator.archive.errors import ConflictError, StoreError
+from coordinator.archive.manifests import Moment
+from coordinator.archive.pruning import prune
+from coordinator.archive.retention import Retention
+from coordinator.core.errors import LogError
+from coordinator.log.reader import LogReader
+
+POLL_S = 0.25  # how often it is looked whether records fill a segment
+RETRY_S_MAX = 30.0
+PRUNE_EVERY_S = 3600.0
+SAY_EVERY_S = 60.0  # that all is well
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """``every_s``: a moment at least so often, where there is something new; ``segment_size_bytes``: and once so much
+    has come."""
+
+    every_s: float = 10.0
+    segment_size_bytes: int = SEGMENT_SIZE_BYTES
+    retention: Retention = Retention()
+    anew: bool = False
+
+
+class Follower:
+    """``open_reader``: of the log as it is now; ``version``: another one where another log took its place.
+    ``wait(seconds)``: True once it is to end. ``say``: is told what an operator should know."""
+
+    def __init__(
+        self,
+        archive: Archive,
+        open_reader: Callable[[], LogReader],
+        version: Callable[[], object],
+        options: Options,
+        wait: Callable[[float], bool],
+        say: Callable[[str], None],
+    ) -> None:
+        self._archive = archive
+        self._open_reader = open_reader
+        self._version = version
+        self._options = options
+        self._wait = wait
+        self._say = say
+        self._anew = options.anew
+        self._said = ""
+        self._said_at_s = self._pruned_at_s = float("-inf")
+        self._delay_s = POLL_S
+
+    def once(self) -> Moment | None:
+        """One moment; None: nothing was new. Raises ArchiveError, StoreError, LogError."""
+        for is_last_try in (False, True):
+            try:
+                with self._open_reader() as reader:
+                    made = self._archiver(reader).moment()
+                break
+            except ConflictError:
+                if is_last_try:
+                    raise
+        self._prune()
+        return made
+
+    def run(self) -> None:
+        """Raises ArchiveError for what only an operator can decide."""
+        while True:
+            version = self._version()
+            try:
+                with self._open_reader() as reader:
+                    if self._follow(self._archiver(reader), version):
+                        return
+                self._delay_s = POLL_S
+            except ConflictError as error:
+                self._say(f"{error}: what is to be archived is looked at again")
+                if self._wait(POLL_S):
+                    return
+            except (StoreError, LogError) as error:
+                if self._has_to_wait(error):
+                    return
+
+    def _archiver(self, reader: LogReader) -> Archiver:
+        return Archiver(
+            self._archive, reader, anew=self._anew, segment_size_bytes=self._options.segment_size_bytes, say=self._say
+        )
+
+    def _follow(self, archiver: Archiver, version: object) -> bool:
+        """True: it is to end. False: another log is there. Raises LogError, ConflictError."""
+        due_s = float("-inf")
+        is_over = False
+        while self._version() == version:
+            now_s = time.monotonic()
+            try:
+                if archiver.ship_full_segments() or now_s >= due_s or is_over:
+                    moment = archiver.moment()
+                    self._anew = False
+                    due_s = now_s + self._options.every_s
+                    self._well(archiver, moment)
+                    self._prune()
+            except StoreError as error:  # what was sent before counts: the same archiver goes on
+                if is_over or self._has_to_wait(error, archiver.at_risk().seconds):
+                    return True
+                continue
+            if is_over:
+                return True
+            is_over = self._wait(min(POLL_S, self._options.every_s))  # once more: the last word of a clean end
+        return False
+
+    def _well(self, archiver: Archiver, moment: Moment | None) -> None:
+        is_mended = bool(self._said)
+        self._said, self._delay_s = "", POLL_S
+        last = archiver.last
+        if last is not None and (is_mended or (moment and time.monotonic() - self._said_at_s >= SAY_EVERY_S)):
+            self._said_at_s = time.monotonic()
+            self._say(f"archived up to record {last.last_sequence_id}; {archiver.at_risk().seconds:.0f} s at risk")
+
+    def _has_to_wait(self, error: StoreError | LogError, risk_s: float | None = None) -> bool:
+        """True: it is to end."""
+        text = str(error)
+        if text != self._said:
+            risk = "" if risk_s is None else f"; {risk_s:.0f} s at risk"
+            self._say(f"{text}{risk}; it is tried again")
+            self._said = text
+        delay_s = self._delay_s
+        self._delay_s = min(2 * delay_s, RETRY_S_MAX)
+        return self._wait(delay_s)
+
+    def _prune(self) -> None:
+        if self._options.retention and time.monotonic() - self._pruned_at_s >= PRUNE_EVERY_S:
+            self._pruned_at_s = time.monotonic()
+            moments, objects = prune(self._archive, self._options.retention)
+            if moments or objects:
+                self._say(f"{moments} moments that are not to be kept were removed, {objects} objects with them")

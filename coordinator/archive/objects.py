@@ -1,0 +1,142 @@
+"""The store of an archive, by URL: s3://, gs://, az://, file://. Objects are made once, and never written again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError, NotFoundError
+from obstore.store import LocalStore, from_url
+
+from coordinator.archive.errors import ArchiveError, DamagedObjectError, StoreError
+from protocol.private_files import make_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from obstore.store import ObjectStore
+
+SCHEMES = ("s3", "gs", "az", "file")
+_READS_AT_ONCE = 8
+_TIMEOUT_S = 60  # of a request; and it is tried again by who waits, and says so
+
+
+class Stored(NamedTuple):
+    name: str
+    size_bytes: int
+    modified_s: float  # since the Unix epoch, by the store's clock
+
+
+def store_of(url: str, *, make: bool = True) -> ObjectStore:
+    """What a URL names; credentials come from the environment, as the store's own tools take them.
+
+    ``make``: a folder that is not there.
+
+    Raises ArchiveError for a URL of another form, StoreError.
+    """
+    scheme, separator, path = url.partition("://")
+    if not separator or scheme not in SCHEMES or not path.strip("/"):
+        expected = ", ".join(f"{each}://" for each in SCHEMES)
+        raise ArchiveError(
+            f"{url!r} names no store: a URL with one of {expected} was expected, such as s3://bucket/archive"
+        )
+    with _in_words(url):
+        if scheme == "file":
+            if not path.startswith("/"):
+                raise ArchiveError(f"{url!r} names no folder: file:// and an absolute path was expected")
+            if make:
+                make_folder(Path(path))
+            return LocalStore(prefix=path)
+        return from_url(url, client_options={"timeout": timedelta(seconds=_TIMEOUT_S)}, retry_config={"max_retries": 1})
+
+
+class Objects:
+    """``store``, below the folder ``prefix``; ``where`` is how people know it."""
+
+    def __init__(self, store: ObjectStore, where: str, prefix: str = "") -> None:
+        self.where = where
+        self._store = store
+        self._prefix = prefix
+
+    def below(self, folder: str) -> Objects:
+        return Objects(self._store, f"{self.where.rstrip('/')}/{folder}", f"{self._prefix}{folder}/")
+
+    def put_new(self, name: str, data: bytes) -> bool:
+        """Make an object, durably; False: there is one of that name, and it stays. Raises StoreError."""
+        path = self._prefix + name
+        with _in_words(self.where):
+            try:
+                obstore.put(self._store, path, data, mode="create", use_multipart=False)
+            except (AlreadyExistsError, FileExistsError):
+                return False
+            if isinstance(self._store, LocalStore):
+                _sync(Path(str(self._store.prefix), path), Path(str(self._store.prefix)))
+        return True
+
+    def get(self, name: str) -> bytes:
+        """Raises DamagedObjectError where it is missing, StoreError."""
+        with _in_words(self.where):
+            try:
+                return bytes(obstore.get(self._store, self._prefix + name).bytes())
+            except (NotFoundError, FileNotFoundError):  # Python's own, of a folder
+                raise DamagedObjectError(f"the object {self.where}/{name} is missing") from None
+
+    def get_all(self, names: Iterable[str]) -> Iterator[bytes]:
+        """In their order, some at a time. Raises as :meth:`get`."""
+        with ThreadPoolExecutor(_READS_AT_ONCE) as pool:
+            yield from pool.map(self.get, names)
+
+    def listed(self, folder: str = "") -> list[Stored]:
+        """By name. Raises StoreError."""
+        found = []
+        with _in_words(self.where):
+            for page in obstore.list(self._store, prefix=(self._prefix + folder).rstrip("/") or None):
+                for one in page:
+                    name = one["path"].removeprefix(self._prefix)
+                    found.append(Stored(name, one["size"], one["last_modified"].timestamp()))
+        return sorted(found)
+
+    def folders(self) -> list[str]:
+        """Those right below. Raises StoreError."""
+        with _in_words(self.where):
+            listed = obstore.list_with_delimiter(self._store, prefix=self._prefix.rstrip("/") or None)
+        return sorted(path.removeprefix(self._prefix).rstrip("/") for path in listed["common_prefixes"])
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Those that are gone already are no error. Raises StoreError."""
+        with _in_words(self.where):
+            for name in names:
+                try:
+                    obstore.delete(self._store, self._prefix + name)
+                except (NotFoundError, FileNotFoundError):  # Python's own, of a folder
+                    continue
+
+
+@contextmanager
+def _in_words(where: str) -> Iterator[None]:
+    """Also where the error is none of obstore's classes: it raises Python's own for some."""
+    try:
+        yield
+    except (BaseError, OSError, ValueError) as error:
+        said = str(error).strip().split("\n")[0] or type(error).__name__
+        raise StoreError(f"the store {where} does not do it: {said[:400]}") from None
+
+
+def _sync(file: Path, root: Path) -> None:
+    """A file, its name, and those of its folders up to ``root``: what is archived survives a crash of the machine."""
+    folder = file
+    while True:
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        if folder == root:
+            return
+        folder = folder.parent

@@ -1,0 +1,53 @@
+"""Which moments of an archive may go. Pure: the archiver removes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coordinator.archive.chain import needs_of
+from coordinator.archive.manifests import Moment
+
+_DAY_NS = 86_400 * 1_000_000_000
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """``keep_days``: any moment of so many days can be brought back. ``keep_mb``: at most so many MiB are kept, where
+    the newest moment alone needs no more. With both, whichever keeps less."""
+
+    keep_days: float | None = None
+    keep_mb: int | None = None
+
+    def __bool__(self) -> bool:
+        return self.keep_days is not None or self.keep_mb is not None
+
+    def first_kept(self, moments: Sequence[Moment], now_ns: int) -> int:
+        """The index of the oldest moment that is to stay one that can be brought back."""
+        index = 0
+        if self.keep_days is not None:
+            since_ns = now_ns - int(self.keep_days * _DAY_NS)
+            index = max((at for at, moment in enumerate(moments) if moment.taken_ns <= since_ns), default=0)
+        if self.keep_mb is not None:
+            index = max(index, self._first_within(moments, self.keep_mb * _MIB))
+        return index
+
+    def _first_within(self, moments: Sequence[Moment], size_bytes_max: int) -> int:
+        own = [sum(part.size_bytes for part in moment.new_parts) for moment in moments]
+        behind = [0] * (len(moments) + 1)
+        for at in range(len(moments) - 1, -1, -1):
+            behind[at] = behind[at + 1] + own[at]
+        checkpoints: dict[str, int] = {}
+        first = len(moments) - 1
+        for at in range(len(moments) - 1, -1, -1):
+            checkpoints |= {part.name: part.size_bytes for part in moments[at].checkpoint_parts}
+            if behind[needs_of(moments, at).oldest_index] + sum(checkpoints.values()) > size_bytes_max:
+                break
+            first = at
+        return first
+
+
+def names_kept(moments: Sequence[Moment]) -> set[str]:
+    """The objects that manifests which stay name."""
+    return {part.name for moment in moments for part in (*moment.new_parts, *moment.checkpoint_parts)}

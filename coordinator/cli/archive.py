@@ -1,0 +1,282 @@
+"""archive, restore: a log in object storage, and back from there."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from coordinator.cli.common import complete_instance, instance_name, pass_registry, settings_with_log
+from coordinator.cli.moments import Moment, Time
+from coordinator.cli.records import time_text
+from coordinator.config import InstanceSettings
+from coordinator.instances.registry import Registry
+from protocol.command_line import FailedError, counted, echo, echo_json, json_option, size_text
+
+if TYPE_CHECKING:
+    from coordinator.archive.archive import Archive
+    from coordinator.archive.manifests import Moment as ArchivedMoment
+
+_MIB = 1 << 20
+_KEY_FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+@click.command()
+@click.argument("name", required=False, callback=instance_name, shell_complete=complete_instance)
+@click.option("--to", "url", required=True, metavar="URL", help="s3://BUCKET/PATH, gs://, az:// or file:///PATH.")
+@click.option("--once", is_flag=True, help="Archive what is new now, and end.")
+@click.option("--show", is_flag=True, help="Say what is there and what is at risk; of all instances without NAME.")
+@click.option(
+    "--every-s", type=click.FloatRange(min=0.1), default=10.0, show_default=True,
+    help="Archive what is new so often, in seconds.",
+)  # fmt: skip
+@click.option(
+    "--segment-mb", type=click.FloatRange(min=0.01, max=1024), default=16.0, show_default=True,
+    help="And once so many MiB have come: an object of records is about as large.",
+)  # fmt: skip
+@click.option("--keep-days", type=click.FloatRange(min=0), help="Any moment of so many days can be restored; older go.")
+@click.option(
+    "--keep-mb", type=click.IntRange(min=0), help="At most so many MiB, where the newest moment needs no more."
+)
+@click.option("--key-file", type=_KEY_FILE, metavar="FILE", help="Encrypt for these age keys; public ones are enough.")
+@click.option("--anew", is_flag=True, help="This log is the right one, where the archive has another history of it.")
+@json_option
+@pass_registry
+def archive(
+    registry: Registry,
+    name: str | None,
+    url: str,
+    once: bool,
+    show: bool,
+    every_s: float,
+    segment_mb: float,
+    keep_days: float | None,
+    keep_mb: int | None,
+    key_file: Path | None,
+    anew: bool,
+    as_json: bool,
+) -> None:
+    """Ship the log of NAME to object storage as it grows, until Ctrl-C or SIGTERM.
+
+    The instance may run, and notices nothing. A store that is away is waited for. Credentials come from the
+    environment, as the store's own tools take them (AWS_ACCESS_KEY_ID and others).
+    """
+    if show:
+        _show(registry, name, url, as_json)
+        return
+    if name is None:
+        raise click.UsageError("give the NAME of an instance, or --show")
+    if as_json and not once:
+        raise click.UsageError("--json goes with --once or --show")
+    settings = settings_with_log(registry, name)
+    there = _archive(url, name, key_file)
+    from coordinator.archive.following import Follower, Options
+    from coordinator.archive.retention import Retention
+    from coordinator.instances import own_logs
+    from coordinator.log.open import place_of
+
+    over = threading.Event()
+    follower = Follower(
+        there,
+        lambda: own_logs.open_reader(settings),
+        place_of(settings.log).version,
+        Options(every_s, int(segment_mb * _MIB), Retention(keep_days, keep_mb), anew),
+        over.wait,
+        lambda text: echo(f"{name}: {text}", err=True),
+    )
+    if once:
+        made = follower.once()
+        last = made or _last(there)
+        if as_json:
+            echo_json({"name": name, "url": url, "new": made is not None, **_described(last)})
+        else:
+            echo(f"{name}: {'archived' if made else 'nothing new'}: {_in_words(last)}, in {there.objects.where}")
+        return
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *of: over.set())
+    echo(f"{name}: archiving to {there.objects.where}, every {every_s:g} s", err=True)
+    follower.run()
+    found = there.last()
+    echo(f"{name}: ended{'' if found is None else f': {_in_words(found[0])}'}", err=True)
+
+
+def _archive(url: str, name: str, key_file: Path | None, *, make: bool = True) -> Archive:
+    """Raises FailedError where the extra is missing."""
+    try:
+        from coordinator.archive.archive import Archive
+        from coordinator.archive.ciphers import Cipher
+    except ImportError as error:
+        raise _missing(error) from None
+    cipher = None if key_file is None else Cipher.of_file(key_file)
+    return Archive(_objects(url, make=make).below(name), cipher)
+
+
+def _objects(url: str, *, make: bool) -> Any:
+    try:
+        from coordinator.archive.objects import Objects, store_of
+    except ImportError as error:
+        raise _missing(error) from None
+    return Objects(store_of(url, make=make), url.rstrip("/"))
+
+
+def _missing(error: ImportError) -> FailedError:
+    return FailedError(f"archives need the extra archive, pip install 'immortal[archive]': {error}")
+
+
+def _last(there: Archive) -> ArchivedMoment:
+    found = there.last()
+    if found is None:
+        raise FailedError(f"there is no archive in {there.objects.where}")
+    return found[0]
+
+
+def _in_words(moment: ArchivedMoment) -> str:
+    records = f"records {moment.first_sequence_id} to {moment.last_sequence_id}"
+    if moment.last_sequence_id < moment.first_sequence_id:
+        records = f"no record behind {moment.last_sequence_id}"
+    return f"{records}, {counted(len(moment.checkpoints), 'checkpoint')}, of {time_text(moment.time_ns)}"
+
+
+def _described(moment: ArchivedMoment) -> dict[str, Any]:
+    return {
+        "moment": moment.number,
+        "first_sequence_id": moment.first_sequence_id,
+        "last_sequence_id": moment.last_sequence_id,
+        "checkpoints": len(moment.checkpoints),
+        "time": time_text(moment.time_ns),
+        "time_ns": moment.time_ns,
+        "taken": time_text(moment.taken_ns),
+        "taken_ns": moment.taken_ns,
+        "encrypted": moment.encrypted,
+    }
+
+
+# --- what is there ----------------------------------------------------------------------------------------------------
+
+
+def _show(registry: Registry, name: str | None, url: str, as_json: bool) -> None:
+    there = _archive(url, name or "-", None, make=False)  # also: is the extra there
+    names = [name] if name is not None else _objects(url, make=False).folders()
+    if not names:
+        raise FailedError(f"there is no archive in {url}")
+    for one in names:
+        there = _archive(url, one, None, make=False)
+        _show_one(registry, one, there, as_json)
+
+
+def _show_one(registry: Registry, name: str, there: Archive, as_json: bool) -> None:
+    moments = there.moments()
+    if not moments:
+        raise FailedError(f"there is no archive in {there.objects.where}")
+    size_bytes = sum(stored.size_bytes for stored in there.objects.listed())
+    oldest, last = moments[0], moments[-1]
+    risk = _at_risk(registry, name, last)
+    if as_json:
+        said = {"name": name, "url": there.objects.where, "moments": len(moments), "size_bytes": size_bytes}
+        said |= {"oldest": _described(oldest), "newest": _described(last)}
+        echo_json({**said, "at_risk": risk})
+        return
+    echo(f"{name}: {_in_words(last)}")
+    echo(f"  taken {time_text(last.taken_ns)}{', encrypted' if last.encrypted else ''}")
+    echo(
+        f"  {counted(len(moments), 'moment')}, the oldest up to record {oldest.last_sequence_id} of"
+        f" {time_text(oldest.time_ns)}; {size_text(size_bytes)}"
+    )
+    if risk is None:
+        echo("  at risk: not known here: its log is elsewhere; what was acknowledged since that time")
+    else:
+        echo(f"  at risk: {counted(risk['records'], 'record')}, the oldest {risk['seconds']:.1f} s old")
+
+
+def _at_risk(registry: Registry, name: str, last: ArchivedMoment) -> dict[str, Any] | None:
+    """None where the log is not here."""
+    from coordinator.archive.archiver import at_risk
+    from coordinator.instances import own_logs
+    from coordinator.log import log_exists
+
+    if name not in registry.names():
+        return None
+    settings = registry.load(name)
+    if not log_exists(settings.log):
+        return None
+    with own_logs.open_reader(settings, check=False) as reader:
+        found = at_risk(reader, last.last_sequence_id, time.time_ns())
+    return {"records": found.records_count, "seconds": found.seconds}
+
+
+# --- and back ---------------------------------------------------------------------------------------------------------
+
+
+@click.command()
+@click.argument("url", metavar="URL")
+@click.argument("name", required=False, callback=instance_name, shell_complete=complete_instance)
+@click.option(
+    "--until", type=Moment(), metavar="RECORD|TIME",
+    help="The last archived moment up to this record or time (UTC unless it says).  [default: the newest]",
+)  # fmt: skip
+@click.option("--key-file", type=_KEY_FILE, metavar="FILE", help="With the secret age key, of an encrypted archive.")
+@json_option
+@pass_registry
+def restore(
+    registry: Registry, url: str, name: str | None, until: int | Time | None, key_file: Path | None, as_json: bool
+) -> None:
+    """Bring the log of NAME back from the archive at URL, to where its settings say; NAME if there are several.
+
+    NAME is registered here, as it was before: its settings and keys are not in the archive. Where it has a log already
+    nothing is done. All that comes back is verified.
+    """
+    name = name or _only_name(url)
+    settings = registry.load(name)
+    there = _archive(url, name, key_file, make=False)
+    from coordinator.archive.chain import index_of
+    from coordinator.archive.restoring import restore as bring_back
+    from coordinator.instances import own_logs
+    from coordinator.log.open import place_of
+
+    _refuse_to_overwrite(settings)
+    moments = there.moments()
+    if not moments:
+        raise FailedError(f"there is no archive in {there.objects.where}")
+    index = index_of(
+        moments,
+        until_ns=until.ns if isinstance(until, Time) else None,
+        until_record=until if isinstance(until, int) else None,
+    )
+    place = place_of(settings.log)
+    restored = bring_back(there, moments, index, place, own_logs.read_keys(settings))
+    moment = moments[index]
+    if as_json:
+        echo_json({"name": name, "log": settings.log, "objects": restored.objects_count, **_described(moment)})
+        return
+    echo(f"{name}: {_in_words(moment)}, in {place.where}: verified")
+    behind = moments[-1].last_sequence_id - moment.last_sequence_id
+    if behind > 0:
+        echo(f"{counted(behind, 'later record')} of the archive are left out, up to {time_text(moments[-1].time_ns)}")
+    echo(f"what {name} acknowledged behind record {moment.last_sequence_id} is lost to it: its peers know what that is")
+    echo(f"make sure that {name} runs nowhere else; then 'immortal run {name}', and if a peer refuses it,")
+    echo(f"'immortal peers reclaim {name}' says what was lost, and lets it go on")
+
+
+def _only_name(url: str) -> str:
+    names = list(_objects(url, make=False).folders())
+    if len(names) == 1:
+        return str(names[0])
+    if not names:
+        raise FailedError(f"there is no archive in {url}")
+    raise click.UsageError(f"{url} has archives of {', '.join(names)}: give the NAME of one")
+
+
+def _refuse_to_overwrite(settings: InstanceSettings) -> None:
+    from coordinator.log import log_exists
+    from coordinator.operator import control
+
+    control.refuse_running(settings.folder)
+    if log_exists(settings.log):
+        raise FailedError(
+            f"{settings.name} has a log already, in {settings.log}: nothing was done; move it away first, and keep it"
+            " until all is well"
+        )
