@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
 SCHEMES = ("s3", "gs", "az", "file")
 _READS_AT_ONCE = 8
-_TIMEOUT_S = 60  # of a request; and it is tried again by who waits, and says so
 
 
 class Stored(NamedTuple):
@@ -52,8 +50,10 @@ def store_of(url: str, *, make: bool = True) -> ObjectStore:
                 raise ArchiveError(f"{url!r} names no folder: file:// and an absolute path was expected")
             if make:
                 make_folder(Path(path))
+            elif not Path(path).is_dir():
+                raise ArchiveError(f"there is no archive in {url}: no such folder")
             return LocalStore(prefix=path)
-        return from_url(url, client_options={"timeout": timedelta(seconds=_TIMEOUT_S)}, retry_config={"max_retries": 1})
+        return from_url(url, retry_config={"max_retries": 1})  # it is tried again by who waits, and says so
 
 
 class Objects:

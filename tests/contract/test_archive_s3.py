@@ -1,0 +1,85 @@
+"""An archive by the protocol of S3, at a server for tests on this machine (moto), where that is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("obstore")
+server_of = pytest.importorskip("moto.server")
+
+from obstore.store import S3Store
+
+from coordinator.archive.archive import Archive
+from coordinator.archive.archiver import Archiver
+from coordinator.archive.errors import StoreError
+from coordinator.archive.objects import Objects, store_of
+from coordinator.archive.pruning import prune
+from coordinator.archive.restoring import restore
+from coordinator.archive.retention import Retention
+from coordinator.log import open_log, open_reader
+from coordinator.log.open import place_of
+from tests.faults.sample_log import NAME, put_record, read_contents, write_log
+
+pytestmark = pytest.mark.slow
+URL = "s3://backups/immortal"
+
+
+@pytest.fixture
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    server = server_of.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    _, port = server.get_host_and_port()
+    monkeypatch.setenv("AWS_ENDPOINT", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    yield f"http://127.0.0.1:{port}"
+    server.stop()
+
+
+def make_bucket(endpoint: str) -> None:
+    import urllib.request
+
+    with urllib.request.urlopen(urllib.request.Request(f"{endpoint}/backups", method="PUT")) as answer:
+        assert answer.status == 200
+
+
+def test_there_and_back(endpoint: str, tmp_path: Path) -> None:
+    make_bucket(endpoint)
+    store = store_of(URL)
+    assert isinstance(store, S3Store)
+    root = Objects(store, URL)
+    archive = Archive(root.below(NAME))
+    write_log(tmp_path / "log", 40)
+    with open_reader(tmp_path / "log", NAME) as reader:
+        assert Archiver(archive, reader, segment_size_bytes=20_000).moment() is not None
+    log = open_log(tmp_path / "log", NAME, map_size_bytes=1 << 24)
+    put_record(log, 40)
+    log.close()
+    with open_reader(tmp_path / "log", NAME) as reader:
+        assert Archiver(archive, reader, segment_size_bytes=20_000).moment() is not None
+    assert root.folders() == [NAME]
+    assert archive.numbers() == [1, 2]
+    moments = archive.moments()
+    restore(archive, moments, 1, place_of(tmp_path / "back"), ())
+    assert read_contents(tmp_path / "back") == read_contents(tmp_path / "log")
+    assert prune(archive, Retention(keep_mb=0))[0] == 0, "its records are in the moment before"
+
+
+def test_a_name_is_given_once(endpoint: str) -> None:
+    make_bucket(endpoint)
+    objects = Objects(store_of(URL), URL)
+    assert objects.put_new("moments/1", b"ours")
+    assert not objects.put_new("moments/1", b"theirs")
+    assert objects.get("moments/1") == b"ours"
+    objects.remove(["moments/1", "moments/1"])
+    assert objects.listed() == []
+
+
+def test_a_bucket_that_is_not_there_is_said(endpoint: str) -> None:
+    with pytest.raises(StoreError, match="the store s3://backups/immortal does not do it: .*NoSuchBucket"):
+        Objects(store_of(URL), URL).put_new("x", b"y")
