@@ -110,6 +110,7 @@ class Archiver:
         while True:
             with self._reader.view() as view:
                 records = records_from(view, self._reader, self._place.next_sequence_id, self._segment_size_bytes)
+            self._reader.have_touched(records.size_bytes)
             if records.size_bytes < self._segment_size_bytes:
                 return sent
             self._put_records(records)

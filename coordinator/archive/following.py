@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from coordinator.archive.archive import Archive
 from coordinator.archive.archiver import SEGMENT_SIZE_BYTES, Archiver
@@ -28,7 +28,7 @@ class Options:
 
     every_s: float = 10.0
     segment_size_bytes: int = SEGMENT_SIZE_BYTES
-    retention: Retention = Retention()
+    retention: Retention = field(default_factory=Retention)
     anew: bool = False
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 SCHEMES = ("s3", "gs", "az", "file")
 _READS_AT_ONCE = 8
+_SAID_MAX = 500  # characters of what a store says: it may be a page
 
 
 class Stored(NamedTuple):
@@ -124,8 +125,8 @@ def _in_words(where: str) -> Iterator[None]:
     try:
         yield
     except (BaseError, OSError, ValueError) as error:
-        said = str(error).strip().split("\n")[0] or type(error).__name__
-        raise StoreError(f"the store {where} does not do it: {said[:400]}") from None
+        said = " ".join(str(error).split("Debug source:")[0].split()) or type(error).__name__
+        raise StoreError(f"the store {where} does not do it: {said[:_SAID_MAX]}") from None
 
 
 def _sync(file: Path, root: Path) -> None:

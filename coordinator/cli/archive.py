@@ -20,6 +20,7 @@ from protocol.command_line import FailedError, counted, echo, echo_json, json_op
 if TYPE_CHECKING:
     from coordinator.archive.archive import Archive
     from coordinator.archive.manifests import Moment as ArchivedMoment
+    from coordinator.archive.objects import Objects
 
 _MIB = 1 << 20
 _KEY_FILE = click.Path(dir_okay=False, path_type=Path)
@@ -115,7 +116,7 @@ def _archive(url: str, name: str, key_file: Path | None, *, make: bool = True) -
     return Archive(_objects(url, make=make).below(name), cipher)
 
 
-def _objects(url: str, *, make: bool) -> Any:
+def _objects(url: str, *, make: bool) -> Objects:
     try:
         from coordinator.archive.objects import Objects, store_of
     except ImportError as error:
@@ -159,7 +160,6 @@ def _described(moment: ArchivedMoment) -> dict[str, Any]:
 
 
 def _show(registry: Registry, name: str | None, url: str, as_json: bool) -> None:
-    there = _archive(url, name or "-", None, make=False)  # also: is the extra there
     names = [name] if name is not None else _objects(url, make=False).folders()
     if not names:
         raise FailedError(f"there is no archive in {url}")
@@ -262,9 +262,9 @@ def restore(
 
 
 def _only_name(url: str) -> str:
-    names = list(_objects(url, make=False).folders())
+    names = _objects(url, make=False).folders()
     if len(names) == 1:
-        return str(names[0])
+        return names[0]
     if not names:
         raise FailedError(f"there is no archive in {url}")
     raise click.UsageError(f"{url} has archives of {', '.join(names)}: give the NAME of one")

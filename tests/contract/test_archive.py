@@ -29,6 +29,7 @@ from coordinator.log.cut import LogCutter
 from coordinator.log.format import ALL_TABLES
 from coordinator.log.open import place_of
 from tests.faults.sample_log import COMMITTER_ID, NAME, put_checkpoint, put_record, write_log
+from tests.helpers.postgres import Postgres
 
 SEGMENT_SIZE_BYTES = 20_000
 Rows = dict[str, dict[bytes, bytes]]
@@ -407,6 +408,21 @@ def test_pruned_moments_leave_the_others_whole(tmp_path: Path) -> None:
     assert {stored.name for stored in archive.objects.listed()} == named | {
         moment_name(number) for number in archive.numbers()
     }
+
+
+def test_a_log_in_a_database_too(tmp_path: Path, postgres: Postgres, request: pytest.FixtureRequest) -> None:
+    url = f"{postgres.url(request.node.name)}#{NAME}"
+    write_log(tmp_path / "log", 30)
+    back_up(tmp_path / "log", NAME, url)
+    archive = in_memory()
+    with open_reader(url, NAME) as reader:
+        assert Archiver(archive, reader).moment() is not None
+    assert brought_back(archive, tmp_path / "back") == all_rows(tmp_path / "log")
+    other = f"{postgres.url(request.node.name + '_back')}#{NAME}"
+    restore(archive, archive.moments(), 0, place_of(other), ())
+    with open_reader(other, NAME) as reader, open_reader(tmp_path / "log", NAME) as log:
+        assert list(reader.values(0)) == list(log.values(0))
+        assert reader.summary() == log.summary()
 
 
 def test_what_an_archiver_left_goes_after_a_day(tmp_path: Path) -> None:

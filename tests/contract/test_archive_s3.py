@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("obstore")
-server_of = pytest.importorskip("moto.server")
+pytest.importorskip("moto.server")
 
+from moto.server import ThreadedMotoServer
 from obstore.store import S3Store
 
 from coordinator.archive.archive import Archive
@@ -29,7 +31,7 @@ URL = "s3://backups/immortal"
 
 @pytest.fixture
 def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    server = server_of.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     _, port = server.get_host_and_port()
     monkeypatch.setenv("AWS_ENDPOINT", f"http://127.0.0.1:{port}")
@@ -37,14 +39,17 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
     monkeypatch.setenv("AWS_REGION", "us-east-1")
+    ask(f"http://127.0.0.1:{port}/moto-api/reset", "POST")  # what it has is the process's
     yield f"http://127.0.0.1:{port}"
     server.stop()
 
 
 def make_bucket(endpoint: str) -> None:
-    import urllib.request
+    ask(f"{endpoint}/backups", "PUT")
 
-    with urllib.request.urlopen(urllib.request.Request(f"{endpoint}/backups", method="PUT")) as answer:
+
+def ask(url: str, method: str) -> None:
+    with urllib.request.urlopen(urllib.request.Request(url, method=method)) as answer:
         assert answer.status == 200
 
 
@@ -81,5 +86,5 @@ def test_a_name_is_given_once(endpoint: str) -> None:
 
 
 def test_a_bucket_that_is_not_there_is_said(endpoint: str) -> None:
-    with pytest.raises(StoreError, match="the store s3://backups/immortal does not do it: .*NoSuchBucket"):
+    with pytest.raises(StoreError, match=r"the store s3://backups/immortal does not do it: .*NoSuchBucket"):
         Objects(store_of(URL), URL).put_new("x", b"y")

