@@ -61,9 +61,9 @@ def archive(
     anew: bool,
     as_json: bool,
 ) -> None:
-    """Ship the log of NAME to object storage as it grows, until Ctrl-C or SIGTERM.
+    """Ship the log of NAME to object storage as it grows, and say what is there.
 
-    The instance may run, and notices nothing. A store that is away is waited for. Credentials come from the
+    It goes on until Ctrl-C or SIGTERM. The instance may run, and notices nothing. A store that is away is waited for. Credentials come from the
     environment, as the store's own tools take them (AWS_ACCESS_KEY_ID and others).
     """
     if show:
@@ -224,9 +224,9 @@ def _at_risk(registry: Registry, name: str, last: ArchivedMoment) -> dict[str, A
 def restore(
     registry: Registry, url: str, name: str | None, until: int | Time | None, key_file: Path | None, as_json: bool
 ) -> None:
-    """Bring the log of NAME back from the archive at URL, to where its settings say; NAME if there are several.
+    """Bring a log back from an archive, as of its end or of an earlier moment.
 
-    NAME is registered here, as it was before: its settings and keys are not in the archive. Where it has a log already
+    It is made where the settings of NAME say; NAME is needed where the archive at URL has several. NAME is registered here, as it was before: its settings and keys are not in the archive. Where it has a log already
     nothing is done. All that comes back is verified.
     """
     name = name or _only_name(url)
