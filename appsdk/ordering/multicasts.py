@@ -17,7 +17,9 @@ from appsdk.calls.failures import refusal
 from appsdk.calls.outbox import CALL_SIZE_BYTES_MAX, Outbox, make_writer
 from appsdk.errors import HandlerError, StateError, UsageError
 from appsdk.ordering.checking import arguments_of, problem_of
-from appsdk.ordering.machine import Filed, Ordering, Release, Send, Stage, State
+from appsdk.ordering.fences import Asked, Ready
+from appsdk.ordering.filed import Filed, Stage
+from appsdk.ordering.machine import Ordering, Release, Send, State
 from appsdk.ordering.messages import Message, Propose, Refused
 from appsdk.ordering.plain import Plain, as_fork
 from appsdk.ordering.sending import EFFECT, Held, Run, Sending
@@ -256,8 +258,7 @@ class Multicasts:
         ordering, sending = self._begun()
         source = self._context.source or ""
         if not ordering.received(source, message):
-            name = type(message).__name__
-            raise self._refused(f"{source!r} sent {name} of run {message.number}, which is not open here")
+            raise self._refused(f"{source!r} sent {message}, and that run is not open here")
         self._act(ordering, sending)
 
     def executed(self, executed: Executed) -> None:

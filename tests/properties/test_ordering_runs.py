@@ -6,7 +6,8 @@ from itertools import count
 
 import pytest
 
-from appsdk.ordering.machine import Filed, Key, Ordering, Sent
+from appsdk.ordering.filed import Filed
+from appsdk.ordering.machine import Key, Ordering, Sent
 from appsdk.ordering.messages import Timestamp
 from appsdk.ordering.multicasts import Multicasts
 from tests.helpers.ordering_runs import BrokenOrderError, run_seed
