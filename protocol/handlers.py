@@ -20,7 +20,7 @@ not negative: who does not know it refuses it in words, as any method that there
 HANDLERS_COUNT_MAX = 1000  # that one answer tells of, the oldest: some MiB, as their arguments are shortened
 REASON_CHARACTERS_MAX = 4096
 
-Verb = Literal["cancel", "signal"]
+Verb = Literal["cancel", "signal", "expel"]
 NIL = msgspec.Raw(b"\xc0")
 
 
@@ -48,13 +48,16 @@ class HandlersAnswer(msgspec.Struct, array_like=True, frozen=True):
 
 class Order(msgspec.Struct, array_like=True, frozen=True):
     """To the handler ``task``. ``text``: the reason of a "cancel", the name of the event of a "signal", whose ``value``
-    is MessagePack."""
+    is MessagePack. An "expel" is to no handler, 0: ``text`` is the member, and ``value`` the name of its group."""
 
     verb: str
     task: int
     text: str
     who: str = ""
     value: msgspec.Raw = NIL
+
+    def in_words(self) -> str:
+        return f"{self.verb} {self.text}" if not self.task else f"{self.verb} of the handler {self.task}: {self.text}"
 
 
 _decode_question = msgspec.msgpack.Decoder(HandlersQuestion).decode

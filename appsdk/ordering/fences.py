@@ -1,9 +1,9 @@
-"""How a member that is dead is expelled from a group, the part below the views: `docs/ORDERING.md` says why it is right.
+"""How a dead member is expelled from a group, the part below the views; `docs/ORDERING.md` says why it is right.
 
-A *fence* is a group, a member and the number of a view: no run of that group to that member, of views up to that one, is
-committed any more by a sender that knows of it. Who expels sets the fence at all other members, and knows, once they
-have said Fenced, that each run that was committed with the member is in front of all that it sends from there on. Part
-of :class:`appsdk.ordering.machine.Ordering`: no I/O, no time, no randomness.
+A *fence* is a group, a member and the number of a view: no run of that group to that member, of views up to that one,
+is committed any more by a sender that knows of it. Who expels sets the fence at all other members. Once they have said
+Fenced, each run that was committed with the member is in front of all that is sent from there on. Part of
+:class:`appsdk.ordering.machine.Ordering`: no I/O, no time, no randomness.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ class Expulsion(msgspec.Struct, array_like=True):
     leaving: list[str] = []
     waits: list[tuple[str, str]] = []
     committed: dict[str, int] = {}
+    since_ns: int = 0
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """``sender`` has had to cancel runs: tell it the view in which ``member`` is expelled, once there is one."""
+    """``sender``, others or oneself, cancels runs: tell it the view without ``member``, once there is one."""
 
     group: str
     member: str
@@ -141,9 +142,11 @@ class Fences:
         if view <= fence.view:
             return fence
         fence.view, fence.is_resolved, fence.told = view, False, []
-        for sent in ordering.sent:
-            if self.cuts(sent.scope, sent.destinations):
-                ordering.cancel(sent)
+        own = [one for one in ordering.sent if self.cuts(one.scope, one.destinations)]
+        for sent in own:
+            ordering.cancel(sent)
+        if own:
+            ordering.actions.append(Asked(group, member, view, ordering.name))
         for filed in self._in_queue(fence):
             self._tell(fence, filed.sender)
         self._join(fence)
@@ -192,7 +195,7 @@ class Fences:
 
     # --- who expels ---------------------------------------------------------------------------------------------------
 
-    def expel(self, group: str, member: str, view: int, members: list[str]) -> None:
+    def expel(self, group: str, member: str, view: int, members: list[str], now_ns: int = 0) -> None:
         """Expel ``member`` from ``members``, which are those of ``view``. Ready follows, once all others have said
         Fenced; or nothing, if this instance is expelled itself."""
         state, name = self._ordering.state, self._ordering.name
@@ -201,7 +204,7 @@ class Fences:
             state.expulsions.remove(own)
             own = None
         if own is None:
-            own = Expulsion(group, view, list(members))
+            own = Expulsion(group, view, list(members), since_ns=now_ns)
             state.expulsions.append(own)
         fenced = [one.member for one in state.fences if one.group == group and one.view >= own.view]
         for one in (member, *fenced):
@@ -229,7 +232,7 @@ class Fences:
             if fence.member == self._ordering.name:
                 state.expulsions.remove(own)
             elif fence.member in own.members and fence.member not in own.leaving:
-                self.expel(own.group, fence.member, own.view, own.members)
+                self.expel(own.group, fence.member, own.view, own.members, own.since_ns)
 
     def _fenced(self, source: str, message: Fenced) -> None:
         own = next((one for one in self._ordering.state.expulsions if one.group == message.group), None)

@@ -336,9 +336,9 @@ class Ordering:
         self._go_on()
         return is_right
 
-    def expel(self, group: str, member: str, view: int, members: list[str]) -> None:
+    def expel(self, group: str, member: str, view: int, members: list[str], now_ns: int = 0) -> None:
         """See :meth:`appsdk.ordering.fences.Fences.expel`."""
-        self.fences.expel(group, member, view, members)
+        self.fences.expel(group, member, view, members, now_ns)
         self._go_on()
 
     def _go_on(self) -> None:
