@@ -235,9 +235,15 @@ class Multicasts:
 
     def flush(self) -> None:
         """Between two messages: what the last one has multicast goes out."""
-        if self._sending is not None and self._ordering is not None and self._sending.waiting:
-            self._sending.advance()
-            self._act(self._ordering, self._sending)
+        sending, ordering, context = self._sending, self._ordering, self._context
+        if sending is None or ordering is None or not sending.waiting:
+            return
+        # What made it is that message, also where the next one is begun already: a what-if names it.
+        here = context.sequence_id, context.message_index
+        context.sequence_id, context.message_index = sending.place or here
+        sending.advance()
+        self._act(ordering, sending)
+        context.sequence_id, context.message_index = here
 
     def hold_effect(self, number: int) -> None:
         """It begins now, if it need not wait for multicasts."""

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.cli import DEADLINE_S, Run, command_line, immortal, immortal_here
+from coordinator.operator import control
+from tests.helpers.cli import DEADLINE_S, HOME, Run, command_line, immortal, immortal_here
 
 APP = """
 import os
@@ -75,12 +76,12 @@ CLASSES = {"b1": "Book", "b2": "Book", "b3": "Book", "b4": "Book", "x": "Trader"
 
 
 class Group:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *options: str) -> None:
         (folder / "app.py").write_text(APP)
         self.folder = folder
         self.runs: dict[str, Run] = {}
         for name in CLASSES:
-            immortal_here(folder, "register", name, "--peer", "tcp://127.0.0.1:*")
+            immortal_here(folder, "register", name, "--peer", "tcp://127.0.0.1:*", *options)
 
     def start(self, *names: str) -> None:
         for name in names:
@@ -126,7 +127,9 @@ def test_members_join_leave_and_are_expelled(tmp_path: Path) -> None:
         wait_until(lambda: len(group.seen("b1")) == 60)
         os.kill(int(group.runs["b3"].line("process").split()[-1]), signal.SIGKILL)
         group.kill("b3")
-        feeds = [group.begin(name, "feed", name, "30", "30") for name in ("x", "y")]  # they answer once all of it stands
+        feeds = [
+            group.begin(name, "feed", name, "30", "30") for name in ("x", "y")
+        ]  # they answer once all of it stands
         wait_until(lambda: "waits for b3" in immortal_here(tmp_path, "status", "x"))
         for name in ("b1", "x"):  # in the middle of multicasts
             immortal_here(tmp_path, "checkpoint", name)
@@ -165,3 +168,32 @@ def test_members_join_leave_and_are_expelled(tmp_path: Path) -> None:
             run.kill()
     for name in CLASSES:
         assert json.loads(immortal_here(tmp_path, "verify", name, "--json"))["same"]
+
+
+def test_a_failover_in_the_middle_of_a_multicast_with_a_keyed_log(tmp_path: Path) -> None:
+    group = Group(tmp_path, "--log-key")
+    try:
+        group.start("b1", "b2", "x")  # b3 was never there
+        standby = group.runs["standby"] = Run(tmp_path, "b1", "--follow")
+        feed = group.begin("x", "feed", "x", "0", "30")
+        wait_until(lambda: "waits for b3" in immortal_here(tmp_path, "status", "x"))
+        wait_until(lambda: "waits for x" in immortal_here(tmp_path, "status", "b1"))
+        place = tmp_path / HOME / "b1" / "followers" / "1"
+        wait_until(
+            lambda: control.running(place) is not None and control.query(place, "status")["phase"] == "following"
+        )
+        group.kill("b1")
+        standby.line("process")
+        assert "b3 is expelled" in immortal_here(tmp_path, "group", "expel", "prices", "b3", "--yes")
+        assert feed.wait(DEADLINE_S) == 0
+        wait_until(lambda: len(group.seen("b1")) == 30)
+        assert group.seen("b1") == group.seen("b2")
+        for name in ("standby", "b2", "x"):
+            assert group.runs[name].stop() == 0
+    finally:
+        for run in group.runs.values():
+            run.kill()
+    for name in ("b1", "b2", "x"):
+        assert json.loads(immortal_here(tmp_path, "verify", name, "--json"))["same"]
+    for name, app in (("b2", "app:Book"), ("x", "app:Trader")):
+        immortal(tmp_path, "what-if", name, "--app", app)  # it ends with 0 where nothing differs

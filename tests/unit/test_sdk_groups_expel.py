@@ -7,7 +7,7 @@ from random import Random
 import msgspec
 import pytest
 
-from appsdk import impulse, rpc
+from appsdk import impulse, rpc, upgrades
 from appsdk.patterns.groups import Grouped, group
 from appsdk.testing import Environment, Instance, crash_everywhere
 from coordinator.core import events as ev
@@ -130,14 +130,17 @@ def test_whenever_it_dies_and_comes_back(seed: int) -> None:
         back = random.choice([2, 3, 99])
         begun = []
         for turn in range(4):
-            for sender in (*traders, books["b"], books["d"]):
-                if turn and sender.name == "d":
+            for name in ("x", "y", "b", "d"):
+                if turn and name == "d":
                     continue
-                method = Trader.send if sender.name in "xy" else Book.send
-                sender.send(method, f"{sender.name}{sent[sender.name]}")  # type: ignore[arg-type]
-                sent[sender.name] += 1
+                text = f"{name}{sent[name]}"
+                sent[name] += 1
+                if name in books:
+                    books[name].send(Book.send, text)
+                else:
+                    traders["xy".index(name)].send(Trader.send, text)
                 for _ in range(next(steps)):
-                    world.do(lambda: world._drawn(random))  # type: ignore[func-returns-value, arg-type, return-value]
+                    world.do(lambda: world._drawn(random))  # type: ignore[arg-type]
             if turn == 0 and random.random() < 0.8:
                 books["d"].crash()
             if turn == 1:
@@ -175,6 +178,31 @@ def test_a_crash_anywhere_changes_nothing() -> None:
             check(books, {"x": 2, "y": 1, "b": 1, "q": 1})
             assert books["b"].state.seen == books["a"].state.seen
             assert books["d"].state.expelled == 1
+
+
+@upgrades(Book)
+class NextBook(Book):
+    @classmethod
+    def upgrade(cls, old: Book) -> NextBook:
+        new = cls()
+        new.seen, new.expelled, new.groups_known = old.seen, old.expelled, old.groups_known
+        return new
+
+
+def test_an_upgrade_of_members_and_of_who_expels_in_the_middle() -> None:
+    with Environment() as env:
+        books, (x, _) = start(env)
+        a, b, d = (books[name] for name in "abd")
+        d.crash()
+        x.send(Trader.send, "x0")
+        env.run()
+        b.upgrade(NextBook)
+        expel(a, "d")
+        x.crash()
+        x.recover()
+        a.upgrade(NextBook)
+        env.run()
+        assert a.state.seen == b.state.seen == ["x0"]
 
 
 def test_two_dead_members_are_expelled_one_after_the_other() -> None:
