@@ -8,44 +8,12 @@ Fenced, each run that was committed with the member is in front of all that is s
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import msgspec
 
-from appsdk.ordering.filed import Filed, Stage
 from appsdk.ordering.messages import Fence, Fenced, OfFences, Resolve, Scope
-
-if TYPE_CHECKING:
-    from appsdk.ordering.machine import Ordering
-
-
-class FenceState(msgspec.Struct, array_like=True):
-    """``askers``: who waits for Fenced, until ``open``, (sender, number) of runs in the queue, are final.
-
-    ``told``: senders that have heard of it from here. ``decided``: runs of the member that the others have decided
-    about; what it says itself of these comes too late.
-    """
-
-    group: str
-    member: str
-    view: int
-    is_resolved: bool = False
-    askers: list[str] = []
-    open: list[tuple[str, int]] = []
-    told: list[str] = []
-    decided: list[int] = []
-
-
-class Expulsion(msgspec.Struct, array_like=True):
-    """One's own. ``waits``: (who is expelled, who has not said Fenced). ``committed``: by who is expelled."""
-
-    group: str
-    view: int
-    members: list[str]  # of that view
-    leaving: list[str] = []
-    waits: list[tuple[str, str]] = []
-    committed: dict[str, int] = {}
-    since_ns: int = 0
+from appsdk.ordering.state import Expulsion, FenceState, Filed, Sent, Stage, State
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -63,6 +31,22 @@ class Ready(msgspec.Struct, frozen=True):
     group: str
     view: int
     leaving: list[str]
+
+
+class Ordering(Protocol):
+    """What fences need of :class:`appsdk.ordering.machine.Ordering`."""
+
+    name: str
+    state: State
+    actions: list[Any]
+
+    @property
+    def sent(self) -> list[Sent]: ...
+    def runs(self) -> list[Filed]: ...
+    def tell(self, destination: str, message: OfFences) -> None: ...
+    def cancel(self, sent: Sent) -> None: ...
+    def drop(self, sender: str, number: int) -> None: ...
+    def commit_as_it_is(self, filed: Filed) -> None: ...
 
 
 class Fences:

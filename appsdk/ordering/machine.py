@@ -11,8 +11,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from appsdk.ordering.fences import Asked, Expulsion, Fences, FenceState, Ready
-from appsdk.ordering.filed import Filed, Stage
+from appsdk.ordering.fences import Asked, Fences, Ready
 from appsdk.ordering.messages import (
     Cancel,
     Commit,
@@ -28,43 +27,9 @@ from appsdk.ordering.messages import (
     Settled,
     Timestamp,
 )
+from appsdk.ordering.state import Filed, Sent, Stage, State
 
 TIMESTAMP_MAX = 1 << 62  # more than any clock counts to: one that says so is broken, and must not break others
-
-
-class Sent(msgspec.Struct, array_like=True):
-    """A run of one's own that is not committed. ``timestamp`` 0: it is not final yet."""
-
-    number: int
-    estimate: Timestamp
-    destinations: list[str]
-    since_ns: int
-    proposed: dict[str, Timestamp] = {}
-    unsettled: list[str] = []
-    timestamp: Timestamp = 0
-    alone: bool = False  # see Propose
-    scope: Scope | None = None
-
-
-class State(msgspec.Struct):
-    """What a checkpoint keeps.
-
-    ``released_count``: releases that the instance has not executed yet. ``late``: (number, destination) of answers
-    about cancelled runs that are still to come. ``committed``: by sender, its last committed run with a scope.
-    """
-
-    clock: Timestamp = 0
-    sent_count: int = 0
-    standing: int = 0  # the runs up to this number stand at all their destinations
-    last_final: Timestamp = 0
-    filed_count: int = 0
-    released_count: int = 0
-    sent: list[Sent] = []
-    queue: list[Filed] = []
-    late: list[tuple[int, str]] = []
-    committed: dict[str, int] = {}
-    fences: list[FenceState] = []
-    expulsions: list[Expulsion] = []
 
 
 Key: TypeAlias = tuple[Timestamp, bool, str, int]

@@ -18,11 +18,11 @@ from appsdk.calls.outbox import CALL_SIZE_BYTES_MAX, Outbox, make_writer
 from appsdk.errors import HandlerError, StateError, UsageError
 from appsdk.ordering.checking import arguments_of, problem_of
 from appsdk.ordering.fences import Asked, Ready
-from appsdk.ordering.filed import Filed, Stage
-from appsdk.ordering.machine import Ordering, Release, Send, State
+from appsdk.ordering.machine import Ordering, Release, Send
 from appsdk.ordering.messages import Message, Propose, Refused, Scope
 from appsdk.ordering.plain import Plain, as_fork
 from appsdk.ordering.sending import EFFECT, Held, Run, Sending
+from appsdk.ordering.state import Filed, Stage, State
 from protocol.client import CLIENTS
 from protocol.errors import ProtocolError
 from protocol.messages import RpcType, decode_incoming_rpc, decode_message
