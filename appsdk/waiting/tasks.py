@@ -410,12 +410,12 @@ class Tasks(Host):
                 and MARK in data
                 and self._failed_wait is None
             ):
-                self.context.nodes.arrived(data)
+                self.context.nodes.accounts.arrived(data)
             self._resolve(call, kind is _RAISED, value)
             if self._queue:
                 self.drain()
         elif MARK in data and self._failed_wait is None:
-            self.context.nodes.not_taken(data)
+            self.context.nodes.accounts.not_taken(data)
 
     def _called(self, number: int) -> str | None:
         """To whom the open call of that number went."""
