@@ -407,13 +407,17 @@ class Tasks(Host):
                     text = f"an answer of {self.context.source!r} to call {number}, which went to somebody else"
                     raise self._wrong_answer(Cause.SENDER, text)
                 return
-            if MARK in data and self._failed_wait is None:
-                self.context.nodes.arrived(data)
+            if (
+                (kind is _RAISED or call.target.codec.result_may_hold_handles)
+                and MARK in data
+                and self._failed_wait is None
+            ):
+                self.context.nodes.accounts.arrived(data)
             self._resolve(call, kind is _RAISED, value)
             if self._queue:
                 self.drain()
         elif MARK in data and self._failed_wait is None:
-            self.context.nodes.not_taken(data)
+            self.context.nodes.accounts.not_taken(data)
 
     def expelled(self, scope: Scope, member: str, source: str, value: bytes) -> None:
         """``member`` has been expelled, says ``source``, another member, behind all of its answers before that: who
