@@ -350,9 +350,7 @@ def test_an_instance_elsewhere_is_only_known_by_its_endpoint(folder: Path) -> No
 
 def test_what_can_not_be_done_says_so(ledger: Run) -> None:
     with connect("ledger") as client:
-        with pytest.raises(
-            CallRefused, match=r"no handler 'nothing' \(its handlers: add, all, count, later, process"
-        ):
+        with pytest.raises(CallRefused, match=r"no handler 'nothing' \(its handlers: add, all, count, later, process"):
             client.nothing()
         with pytest.raises(CallRefused, match=r"Ledger.add: parameter 'entry': Expected .str., got .int."):
             client.add(5)
