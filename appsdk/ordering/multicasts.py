@@ -178,7 +178,7 @@ class Multicasts:
         if context.carries:
             for index, destination in enumerate(destinations):
                 call = calls[index if len(calls) > 1 else 0]
-                context.nodes.passing(destination, arguments_of(call))
+                context.nodes.accounts.passing(destination, arguments_of(call))
         context.outbox.close_open()
         place = context.sequence_id, context.message_index
         if place != sending.place:

@@ -405,13 +405,17 @@ class Tasks(Host):
                     text = f"an answer of {self.context.source!r} to call {number}, which went to somebody else"
                     raise self._wrong_answer(Cause.SENDER, text)
                 return
-            if MARK in data and self._failed_wait is None:
-                self.context.nodes.arrived(data)
+            if (
+                (kind is _RAISED or call.target.codec.result_may_hold_handles)
+                and MARK in data
+                and self._failed_wait is None
+            ):
+                self.context.nodes.accounts.arrived(data)
             self._resolve(call, kind is _RAISED, value)
             if self._queue:
                 self.drain()
         elif MARK in data and self._failed_wait is None:
-            self.context.nodes.not_taken(data)
+            self.context.nodes.accounts.not_taken(data)
 
     def _called(self, number: int) -> str | None:
         """To whom the open call of that number went."""
