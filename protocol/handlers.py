@@ -17,6 +17,9 @@ ORDER_METHOD_ID = -4  # the impulse that brings an operator's order
 CANCEL_CALL_METHOD_ID = 1 << 20
 """A call that cancels an earlier one of the same caller: [number of that, reason]. One above the largest of users, and
 not negative: who does not know it refuses it in words, as any method that there is not."""
+TIMES_TASK = (1 << 63) - 1
+"""A question for this handler, which there can't be, asks how long handlers took: [method, ns] in "times"."""
+OTHER_MESSAGES = "other"  # as a method there: answers, results of effects, the clock
 HANDLERS_COUNT_MAX = 1000  # that one answer tells of, the oldest: some MiB, as their arguments are shortened
 REASON_CHARACTERS_MAX = 4096
 

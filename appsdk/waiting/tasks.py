@@ -407,11 +407,7 @@ class Tasks(Host):
                     text = f"an answer of {self.context.source!r} to call {number}, which went to somebody else"
                     raise self._wrong_answer(Cause.SENDER, text)
                 return
-            if (
-                (kind is _RAISED or call.target.codec.result_may_hold_handles)
-                and MARK in data
-                and self._failed_wait is None
-            ):
+            if (kind is _RAISED or self._may_hold_handles(call)) and MARK in data and self._failed_wait is None:
                 self.context.nodes.accounts.arrived(data)
             self._resolve(call, kind is _RAISED, value)
             if self._queue:
@@ -446,6 +442,9 @@ class Tasks(Host):
         """Whether the answer that is handled is from whom ``call`` went to. What the instance says itself is."""
         source = self.context.source
         return not source or source == call.target.destination
+
+    def _may_hold_handles(self, call: Call) -> bool:
+        return call.target.codec.result_may_hold_handles
 
     def _wrong_answer(self, cause: Cause, text: str) -> HandlerError:
         context = self.context

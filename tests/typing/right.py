@@ -30,7 +30,7 @@ from appsdk import (
     rpc,
     upgrades,
 )
-from appsdk.client import with_key, with_timeout
+from appsdk.client import connect, with_key, with_timeout
 from appsdk.embedded import run, start
 from appsdk.integrations.asgi import ImmortalMiddleware, Service, progress
 from appsdk.integrations.pydantic_ai import ImmortalDurability, in_handler, run_agent, run_step
@@ -77,6 +77,17 @@ class Bank(Immortal):
     @query(raises=[InsufficientFundsError], id=7)
     def total(self, above: int = 0) -> int:
         return sum(self.accounts.values())
+
+
+def asks() -> None:
+    with connect(Bank, "bank") as bank:
+        assert_type(bank.query.total(above=3), int)
+        assert_type(with_timeout(bank, 2.0).query.balance("ann"), int)
+
+
+async def asks_and_waits() -> None:
+    async with connect(Bank, "bank") as bank:
+        assert_type(await bank.query.total(3), int)
 
 
 class Teller(Immortal):

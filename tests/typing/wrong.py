@@ -106,6 +106,8 @@ class Teller2(Immortal):
 
 def from_outside() -> None:
     with connect(Bank, "bank") as bank:
+        bank.query.balance(5)  # wrong: an int for a str
+        bank.query.nothing()  # wrong: no such query
         bank.debit.fork(5)  # wrong: an int for a str
         bank.debit("ann", "5")  # wrong: a str for an int
         bank.credit("ann")  # wrong: no such method
