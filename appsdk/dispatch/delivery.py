@@ -15,14 +15,14 @@ from appsdk.errors import Failure, HandlerError
 from appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID, INITIAL_METHOD_ID, Handler
 from appsdk.handlers.definition import Definition
 from appsdk.nodes.messages import decode_awaited_node_call, decode_node_call, decode_word
-from appsdk.ordering.multicasts import decode_executed, decode_of_ordering, decode_propose
+from appsdk.ordering.multicasts import decode_executed, decode_fencing, decode_of_ordering, decode_propose
 from appsdk.waiting.clock import ToldTime
 from appsdk.waiting.effects import EffectResult
 from protocol.errors import RemoteProtocolError
 from protocol.handlers import CANCEL_CALL_METHOD_ID, ORDER_METHOD_ID, Order
 from protocol.messages import MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_message
 from protocol.nodes import HANDLES_METHOD_ID, NODE_METHOD_ID
-from protocol.ordering import EXECUTED_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
+from protocol.ordering import EXECUTED_METHOD_ID, FENCING_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
 from protocol.varint import encode_zigzag
 from protocol.verdicts import Cause
 
@@ -101,6 +101,7 @@ class Delivery:
             (EFFECT_METHOD_ID, RpcType.FORK, effects),  # one that had to wait for multicasts
             (ORDERED_METHOD_ID, RpcType.FORK, _of_ordering(decode_propose, context.multicasts.proposed)),
             (ORDERING_METHOD_ID, RpcType.FORK, _of_ordering(decode_of_ordering, context.multicasts.received)),
+            (FENCING_METHOD_ID, RpcType.FORK, _of_ordering(decode_fencing, context.multicasts.fencing)),
             (EXECUTED_METHOD_ID, RpcType.FORK, _of_ordering(decode_executed, context.multicasts.executed)),
             (NODE_METHOD_ID, RpcType.FORK, _of_nodes(decode_node_call, context.nodes.inbox.called)),
             (NODE_METHOD_ID, RpcType.ASYNC, _of_nodes(decode_awaited_node_call, context.nodes.inbox.called)),

@@ -17,6 +17,7 @@ from appsdk.ordering.messages import (
     Commit,
     Fence,
     Fenced,
+    Fencing,
     Message,
     Propose,
     Proposed,
@@ -39,7 +40,7 @@ class Send(msgspec.Struct, frozen=True):
     """Tell ``destination``, over a stream that keeps the order."""
 
     destination: str
-    message: Propose | Message
+    message: Propose | Message | Fencing
 
 
 class Release(msgspec.Struct, frozen=True):
@@ -281,7 +282,7 @@ class Ordering:
 
     # --- what comes in ------------------------------------------------------------------------------------------------
 
-    def received(self, source: str, message: Message) -> bool:
+    def received(self, source: str, message: Message | Fencing) -> bool:
         """From a sender or a destination; False: it is about nothing that is known here, or can't be right."""
         if isinstance(message, Settle | Commit | Cancel):
             is_right = self._decided(source, message)
@@ -347,5 +348,5 @@ class Ordering:
             sent.destinations.remove(source)
         return True
 
-    def tell(self, destination: str, message: Propose | Message) -> None:
+    def tell(self, destination: str, message: Propose | Message | Fencing) -> None:
         self.actions.append(Send(destination, message))

@@ -112,5 +112,7 @@ class Resolve(msgspec.Struct, array_like=True, frozen=True, tag=9, gc=False):
     committed: int
 
 
-OfFences: TypeAlias = Fence | Fenced | Resolve
-Message: TypeAlias = Proposed | Settle | Settled | Commit | Refused | Cancel | OfFences
+Fencing: TypeAlias = Fence | Resolve
+"""What only those may send that may change a group."""
+OfFences: TypeAlias = Fencing | Fenced
+Message: TypeAlias = Proposed | Settle | Settled | Commit | Refused | Cancel | Fenced

@@ -19,14 +19,14 @@ from appsdk.errors import HandlerError, StateError, UsageError
 from appsdk.ordering.checking import arguments_of, problem_of
 from appsdk.ordering.fences import Asked, Ready
 from appsdk.ordering.machine import Ordering, Release, Send
-from appsdk.ordering.messages import Message, Propose, Refused, Scope
+from appsdk.ordering.messages import Fencing, Message, Propose, Refused, Scope
 from appsdk.ordering.plain import Plain, as_fork
 from appsdk.ordering.sending import EFFECT, Held, Run, Sending
 from appsdk.ordering.state import Filed, Stage, State
 from protocol.client import CLIENTS
 from protocol.errors import ProtocolError
 from protocol.messages import RpcType, decode_incoming_rpc, decode_message
-from protocol.ordering import EXECUTED_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
+from protocol.ordering import EXECUTED_METHOD_ID, FENCING_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
 from protocol.varint import decode_zigzag_int
 from protocol.verdicts import Cause
 
@@ -41,6 +41,7 @@ Parts = dict[str, list[bytes]]
 
 _write_ordered = make_writer(WHAT, ORDERED_METHOD_ID, RpcType.FORK)
 _write_ordering = make_writer(WHAT, ORDERING_METHOD_ID, RpcType.FORK)
+_write_fencing = make_writer(WHAT, FENCING_METHOD_ID, RpcType.FORK)
 _write_executed = make_writer(WHAT, EXECUTED_METHOD_ID, RpcType.FORK)
 
 
@@ -74,6 +75,15 @@ _decode_one: Any = msgspec.msgpack.Decoder(tuple[Message]).decode
 def decode_of_ordering(data: bytes) -> Message:
     """Raises msgspec.DecodeError."""
     message: Message = _decode_one(data)[0]
+    return message
+
+
+_decode_fencing: Any = msgspec.msgpack.Decoder(tuple[Fencing]).decode
+
+
+def decode_fencing(data: bytes) -> Fencing:
+    """Raises msgspec.DecodeError."""
+    message: Fencing = _decode_fencing(data)[0]
     return message
 
 
@@ -279,13 +289,19 @@ class Multicasts:
         self._act(ordering, sending)
         return propose.calls
 
-    def received(self, message: Message) -> None:
+    def received(self, message: Message | Fencing) -> None:
         """Raises HandlerError."""
         ordering, sending = self._begun()
         source = self._context.source or ""
         if not ordering.received(source, message):
             raise self._refused(f"{source!r} sent {message}, and that run is not open here")
         self._act(ordering, sending)
+
+    def fencing(self, message: Fencing) -> None:
+        """Raises HandlerError."""
+        if GROUP_METHODS[Asked] not in self._context.tasks.definition.handlers:
+            raise self._refused(f"a member of group {message.group!r} is expelled, and this class is not below Grouped")
+        self.received(message)
 
     def executed(self, executed: Executed) -> None:
         """What was released is handled."""
@@ -358,6 +374,8 @@ class Multicasts:
             if propose.method_id < 0:  # of several methods: each destination hears of its own
                 propose = msgspec.structs.replace(propose, method_id=_method_of(propose.calls[0]))
             _write_ordered(parts, msgspec.structs.astuple(propose))
+        elif isinstance(action.message, Fencing):
+            _write_fencing(parts, (action.message,))
         else:
             _write_ordering(parts, (action.message,))
 

@@ -168,9 +168,11 @@ def walk(script: Script, random: Random, make: type[Ordering] = Ordering) -> Non
     world.check_end()
 
 
-def explore_expelling(script: Script, make: type[Ordering] = Ordering) -> tuple[int, int]:
-    """As :func:`tests.helpers.ordering_world.explore`."""
+def explore_expelling(script: Script, make: type[Ordering] = Ordering, *, first_of: str = "") -> tuple[int, int]:
+    """As :func:`tests.helpers.ordering_world.explore`. ``first_of``: what this one sends is delivered first."""
     first = ExpellingWorld(script, make)
+    while first_of and (steps := [one for one in first.steps() if first_of in one]):
+        first.do(steps[0])
     seen = {first.key()}
     stack = [first]
     ends = 0
