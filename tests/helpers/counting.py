@@ -15,6 +15,7 @@ from typing import Any
 
 from coordinator.instances.registry import Registry
 from coordinator.operator import control
+from tests.helpers import commands
 
 CALLS = 4000
 WAIT_S = 60.0
@@ -133,8 +134,7 @@ class House:
         return found
 
     def immortal(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "coordinator", "--home", str(self.home), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False, cwd=self.home)
+        return commands.run(self.home, *arguments, home=str(self.home))
 
     def status(self, name: str) -> dict[str, Any]:
         return control.query(self.registry.load(name).folder, "status")
