@@ -266,6 +266,7 @@ def test_many_threads_and_one_client(ledger: Run) -> None:
 
 def test_a_call_that_does_not_come_back_in_time(ledger: Run) -> None:
     with connect("ledger") as client:
+        assert client.all() == []  # it is connected: what takes its time now is the call
         with pytest.raises(CallTimeout, match="may have been done or may still be") as raised:
             with_timeout(client, 0.05).later("late", 400)
         assert raised.value.sent

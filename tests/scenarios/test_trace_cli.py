@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.cli import DEADLINE_S, HOME, Run, command_line
-from tests.helpers.cli import immortal_here as immortal
+from tests.helpers.cli import DEADLINE_S, HOME, Run, command_line, immortal
 from tests.helpers.fleet import flip_byte
 from tests.helpers.sight_fleet import make_fleet
 
