@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.operator import control
-from tests.helpers.cli import DEADLINE_S, HOME, Run, command_line, immortal, immortal_here
+from tests.helpers.cli import DEADLINE_S, HOME, Run, command_line, immortal
 
 APP = """
 import os
@@ -81,7 +81,7 @@ class Group:
         self.folder = folder
         self.runs: dict[str, Run] = {}
         for name in CLASSES:
-            immortal_here(folder, "register", name, "--peer", "tcp://127.0.0.1:*", *options)
+            immortal(folder, "register", name, "--peer", "tcp://127.0.0.1:*", *options)
 
     def start(self, *names: str) -> None:
         for name in names:
@@ -94,7 +94,7 @@ class Group:
         self.runs[name].kill()
 
     def call(self, name: str, *arguments: str) -> Any:
-        return json.loads(immortal_here(self.folder, "call", name, *arguments) or "null")
+        return json.loads(immortal(self.folder, "call", name, *arguments) or "null")
 
     def begin(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
         command = command_line("call", "--timeout", "100", name, *arguments)
@@ -105,7 +105,7 @@ class Group:
         return found
 
     def show(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(immortal_here(self.folder, "group", "show", "prices", "--json"))
+        found: dict[str, Any] = json.loads(immortal(self.folder, "group", "show", "prices", "--json"))
         return found
 
 
@@ -123,26 +123,26 @@ def test_members_join_leave_and_are_expelled(tmp_path: Path) -> None:
         group.call("x", "feed", "x", "0", "30")
         group.call("b4", "enter")
         group.call("y", "feed", "y", "0", "30")
-        immortal_here(tmp_path, "checkpoint", "b2")
+        immortal(tmp_path, "checkpoint", "b2")
         wait_until(lambda: len(group.seen("b1")) == 60)
         os.kill(int(group.runs["b3"].line("process").split()[-1]), signal.SIGKILL)
         group.kill("b3")
         feeds = [
             group.begin(name, "feed", name, "30", "30") for name in ("x", "y")
         ]  # they answer once all of it stands
-        wait_until(lambda: "waits for b3" in immortal_here(tmp_path, "status", "x"))
+        wait_until(lambda: "waits for b3" in immortal(tmp_path, "status", "x"))
         for name in ("b1", "x"):  # in the middle of multicasts
-            immortal_here(tmp_path, "checkpoint", name)
+            immortal(tmp_path, "checkpoint", name)
         os.kill(int(group.runs["x"].line("process").split()[-1]), signal.SIGKILL)
         group.kill("x")
         group.start("x")
         shown = group.show()
         assert (shown["members"], shown["silent"]) == (["b1", "b2", "b3", "b4"], ["b3"])
-        assert "not running here: b3" in immortal_here(tmp_path, "group", "show", "prices")
-        assert "is no member" in immortal_here(tmp_path, "group", "expel", "prices", "x", "--yes", status=1)
-        assert "(groups here: prices)" in immortal_here(tmp_path, "group", "expel", "rates", "b3", "--yes", status=1)
+        assert "not running here: b3" in immortal(tmp_path, "group", "show", "prices")
+        assert "is no member" in immortal(tmp_path, "group", "expel", "prices", "x", "--yes", status=1)
+        assert "(groups here: prices)" in immortal(tmp_path, "group", "expel", "rates", "b3", "--yes", status=1)
         assert "Aborted" in immortal(tmp_path, "group", "expel", "prices", "b3", given="n\n", status=1)
-        said = immortal_here(tmp_path, "group", "expel", "prices", "b3", "--yes")
+        said = immortal(tmp_path, "group", "expel", "prices", "b3", "--yes")
         assert "b3 is expelled from prices: view 3, b1, b2, b4" in said
         assert [one.wait(DEADLINE_S) for one in feeds] == [0, 0]
         wait_until(lambda: len(group.seen("b1")) == 120)
@@ -160,14 +160,14 @@ def test_members_join_leave_and_are_expelled(tmp_path: Path) -> None:
         old = group.seen("b3")
         assert old[-1] == "r"
         assert old[:-1] == whole[: len(old) - 1]
-        assert "expel" in immortal_here(tmp_path, "audit", "b1") + immortal_here(tmp_path, "audit", "b4")
+        assert "expel" in immortal(tmp_path, "audit", "b1") + immortal(tmp_path, "audit", "b4")
         for run in group.runs.values():
             assert run.stop() == 0
     finally:
         for run in group.runs.values():
             run.kill()
     for name in CLASSES:
-        assert json.loads(immortal_here(tmp_path, "verify", name, "--json"))["same"]
+        assert json.loads(immortal(tmp_path, "verify", name, "--json"))["same"]
 
 
 def test_a_failover_in_the_middle_of_a_multicast_with_a_keyed_log(tmp_path: Path) -> None:
@@ -176,15 +176,15 @@ def test_a_failover_in_the_middle_of_a_multicast_with_a_keyed_log(tmp_path: Path
         group.start("b1", "b2", "x")  # b3 was never there
         standby = group.runs["standby"] = Run(tmp_path, "b1", "--follow")
         feed = group.begin("x", "feed", "x", "0", "30")
-        wait_until(lambda: "waits for b3" in immortal_here(tmp_path, "status", "x"))
-        wait_until(lambda: "waits for x" in immortal_here(tmp_path, "status", "b1"))
+        wait_until(lambda: "waits for b3" in immortal(tmp_path, "status", "x"))
+        wait_until(lambda: "waits for x" in immortal(tmp_path, "status", "b1"))
         place = tmp_path / HOME / "b1" / "followers" / "1"
         wait_until(
             lambda: control.running(place) is not None and control.query(place, "status")["phase"] == "following"
         )
         group.kill("b1")
         standby.line("process")
-        assert "b3 is expelled" in immortal_here(tmp_path, "group", "expel", "prices", "b3", "--yes")
+        assert "b3 is expelled" in immortal(tmp_path, "group", "expel", "prices", "b3", "--yes")
         assert feed.wait(DEADLINE_S) == 0
         wait_until(lambda: len(group.seen("b1")) == 30)
         assert group.seen("b1") == group.seen("b2")
@@ -194,6 +194,6 @@ def test_a_failover_in_the_middle_of_a_multicast_with_a_keyed_log(tmp_path: Path
         for run in group.runs.values():
             run.kill()
     for name in ("b1", "b2", "x"):
-        assert json.loads(immortal_here(tmp_path, "verify", name, "--json"))["same"]
+        assert json.loads(immortal(tmp_path, "verify", name, "--json"))["same"]
     for name, app in (("b2", "app:Book"), ("x", "app:Trader")):
         immortal(tmp_path, "what-if", name, "--app", app)  # it ends with 0 where nothing differs
