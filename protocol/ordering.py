@@ -12,6 +12,9 @@ from protocol.messages import decode_incoming_rpc
 
 ORDERED_METHOD_ID = (1 << 20) + 1  # calls that are to be ordered: [method ID of all of them, ...]
 ORDERING_METHOD_ID = (1 << 20) + 2  # everything else that is said about them; it calls no method of the user's
+FENCING_METHOD_ID = (1 << 20) + 5  # how a member is expelled from a group
+FENCING_METHODS = frozenset({"group_change", "group_told"})
+"""Handlers of groups. Who may call one of them may expel, as it changes the group in any case."""
 EXECUTED_METHOD_ID = -5  # behind calls that were released to oneself
 
 _first_of = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,7 +73,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = filter(is_quick, items)
     if ROOM in config.stash:
         # What wants to be alone comes first: later it would wait, idle, for whatever the other processes are at.
-        items.sort(key=lambda item: (item.get_closest_marker("alone") is None, kinds.place_of(item.nodeid)))
+        # A module that takes long is not begun last, when the others have nothing left to do.
+        slow = {item.path for item in items if item.get_closest_marker("slow")}
+        items.sort(
+            key=lambda item: (
+                item.get_closest_marker("alone") is None,
+                kinds.place_of(item.nodeid),
+                item.path not in slow,
+            )
+        )
+
+
+def pytest_collection_finish() -> None:
+    """Modules that tests write are not cached: of two texts of one size within a second, the first would run twice."""
+    sys.dont_write_bytecode = True
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
 
 
 def is_quick(item: pytest.Item) -> bool:

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from protocol.client import CLIENTS, decode_answered_number, decode_caller
 from protocol.messages import RpcKind, RpcType, decode_message
-from protocol.ordering import ORDERED_METHOD_ID, ORDERING_METHOD_ID
+from protocol.ordering import FENCING_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
 from protocol.varint import decode_zigzag_int
 
 CLOCK_METHOD_ID, EFFECT_METHOD_ID = -2, -3
@@ -40,7 +40,7 @@ class Plain:
             return False
         if self.kind == RpcKind.CALL:
             # Timers and orders of operators tell nothing that somebody else has done because of a multicast.
-            reserved = (ORDERED_METHOD_ID, ORDERING_METHOD_ID)
+            reserved = (ORDERED_METHOD_ID, ORDERING_METHOD_ID, FENCING_METHOD_ID)
             return self.method_id == EFFECT_METHOD_ID or (self.method_id > 0 and self.method_id not in reserved)
         return True
 

@@ -16,7 +16,13 @@ from protocol.extensions import QUERIES, AppDescription
 from protocol.handlers import CANCEL_CALL_METHOD_ID
 from protocol.messages import RpcKind, decode_messages
 from protocol.nodes import HANDLES_METHOD_ID, NODE_METHOD_ID
-from protocol.ordering import ORDERED_METHOD_ID, ORDERING_METHOD_ID, ordered_method
+from protocol.ordering import (
+    FENCING_METHOD_ID,
+    FENCING_METHODS,
+    ORDERED_METHOD_ID,
+    ORDERING_METHOD_ID,
+    ordered_method,
+)
 from protocol.varint import decode_zigzag_int
 
 
@@ -106,6 +112,8 @@ class Permissions:
         named = frozenset(method_id for method_id, name in (self._names or {}).items() if name in allowed)
         named |= {CANCEL_CALL_METHOD_ID, ORDERING_METHOD_ID}  # about calls that it was allowed to make, or that it gets
         named |= {NODE_METHOD_ID, HANDLES_METHOD_ID}  # a handle is itself the right to call its node
+        if allowed & FENCING_METHODS:
+            named |= {FENCING_METHOD_ID}
         return named | self._queries if QUERIES in allowed else named
 
     def lacks_queries(self, caller: str) -> bool:

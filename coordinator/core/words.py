@@ -12,7 +12,7 @@ from protocol.errors import ImmortalError
 from protocol.handlers import CANCEL_CALL_METHOD_ID
 from protocol.messages import IncomingRpc, MessageType, RpcKind, RpcType, decode_incoming_rpc, decode_message
 from protocol.nodes import HANDLES_METHOD_ID, NODE_METHOD_ID
-from protocol.ordering import EXECUTED_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
+from protocol.ordering import EXECUTED_METHOD_ID, FENCING_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
 
 Methods = Mapping[tuple[str, int], str]
 """(destination, method ID) to a name, as an app's AppDescription gives them."""
@@ -63,6 +63,8 @@ def method_name(method_id: int, kind: int, destination: str, methods: Methods) -
         return "the cancellation of a call"
     if method_id in (ORDERED_METHOD_ID, ORDERING_METHOD_ID, EXECUTED_METHOD_ID):
         return "an ordered multicast"
+    if method_id == FENCING_METHOD_ID:
+        return "the expulsion of a member"
     if method_id in (NODE_METHOD_ID, HANDLES_METHOD_ID):
         return "a node" if method_id == NODE_METHOD_ID else "word of a handle"
     if kind == RpcKind.CALL:

@@ -85,7 +85,6 @@ def test_the_peer_dies_behind_a_link_that_is_down(ends: Ends) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_a_road_that_swallows_connections_is_tried_again_soon(ends: Ends, capsys: pytest.CaptureFixture[str]) -> None:
     """TCP itself would wait longer and longer before it asks again: after 8 s, until 11 s."""
     _, bob = ends.start(1)

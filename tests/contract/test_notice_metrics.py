@@ -44,8 +44,8 @@ def test_a_coordinator_observes_what_takes_how_long(house: House) -> None:
     app.close()
     house.app("alice").ready()
     process.line("recovered")
+    process.until(lambda status: scraped(url)["immortal_checkpoint_duration_seconds_count"] == 2)
     again = scraped(url)
     assert again["Recovered"] == again["immortal_recovery_duration_seconds_count"] == 1
     assert again["immortal_recovery_duration_seconds_sum"] > 0
     assert again["AppGone"] == 1
-    assert again["immortal_checkpoint_duration_seconds_count"] == 2

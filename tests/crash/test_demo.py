@@ -28,9 +28,8 @@ def write_input(folder: Path, seed: int) -> list[str]:
     return paths
 
 
-@pytest.mark.parametrize("seed", [5, 6])
-def test_the_counts_are_equal_whatever_is_killed(tmp_path: Path, seed: int) -> None:
-    command = [sys.executable, str(DEMO), *write_input(tmp_path, seed), "--crashes", "8", "--seed", str(seed)]
+def test_the_counts_are_equal_whatever_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, str(DEMO), *write_input(tmp_path, 5), "--crashes", "8", "--seed", "5"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "equal" in result.stdout.splitlines()

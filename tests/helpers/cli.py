@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from click.testing import CliRunner
-
-from coordinator.cli import main
+from tests.helpers import commands
+from tests.helpers.commands import PYTHON
 
 DEADLINE_S = 40.0
 HOME = "home"
-PYTHON = (sys.executable,)
 
 
 def command_line(*arguments: str, python: Sequence[str] = PYTHON) -> list[str]:
@@ -28,27 +24,11 @@ def immortal(
     folder: Path, *arguments: str, status: int = 0, given: str | None = None, python: Sequence[str] = PYTHON
 ) -> str:
     """What the command prints, on stdout then stderr; it must end with ``status`` and without a traceback."""
-    result = subprocess.run(
-        command_line(*arguments, python=python),
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        input=given,
-    )
+    result = commands.run(folder, *arguments, home=HOME, given=given, python=python)
     output = result.stdout + result.stderr
     assert result.returncode == status, f"status {result.returncode}: {output}"
+    assert "Traceback" not in output, output
     return output
-
-
-def immortal_here(folder: Path, *arguments: str, status: int = 0) -> str:
-    """As :func:`immortal`, but in this process, which has loaded what takes long."""
-    with contextlib.chdir(folder):
-        result = CliRunner().invoke(main, ["--home", HOME, *arguments])
-    assert result.exit_code == status, result.output
-    assert result.exception is None or isinstance(result.exception, SystemExit)
-    return result.output
 
 
 class Run:

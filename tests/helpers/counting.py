@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 
 from coordinator.instances.registry import Registry
 from coordinator.operator import control
+from tests.helpers import commands
 
 CALLS = 4000
 WAIT_S = 60.0
@@ -95,11 +97,19 @@ class Run:
         return any(words in line["message"] for line in self.lines)
 
     def kill(self) -> None:
-        """Supervisor, coordinator and app, all at once."""
+        """Supervisor, coordinator and app, all at once. They have ended then, and left their locks."""
         started = [line for line in self.lines if line["message"] == "started"][-1]
-        for pid in (self.process.pid, started["coordinator_pid"], started["app_pid"]):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        with contextlib.ExitStack() as stack:
+            killed = []
+            for pid in (self.process.pid, started["coordinator_pid"], started["app_pid"]):
+                with contextlib.suppress(ProcessLookupError):
+                    killed.append(os.pidfd_open(pid))
+                    stack.callback(os.close, killed[-1])
+            for process in killed:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(process, signal.SIGKILL)
+            for process in killed:
+                assert select.select([process], [], [], WAIT_S)[0], "it has not ended"
         self.process.wait()
 
     def stop(self) -> int:
@@ -133,8 +143,7 @@ class House:
         return found
 
     def immortal(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "coordinator", "--home", str(self.home), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False, cwd=self.home)
+        return commands.run(self.home, *arguments, home=str(self.home))
 
     def status(self, name: str) -> dict[str, Any]:
         return control.query(self.registry.load(name).folder, "status")

@@ -21,6 +21,20 @@ KINDS = {  # by the beginning of a test's id
     "tests/security/test_control_port.py": "kills",
     "tests/security/test_files.py": "kills",
     "tests/security/test_web_guard.py": "kills",
+    "tests/contract/test_log_pages.py": "slow",
+    "tests/contract/test_messenger_guide.py": "slow",
+    "tests/properties/test_failing_services.py": "slow",
+    "tests/properties/test_nodes_runs.py": "slow",
+    "tests/properties/test_ordering.py": "slow",
+    "tests/properties/test_ordering_runs.py": "slow",
+    "tests/properties/test_pipeline_decode.py": "slow",
+    "tests/properties/test_sdk_async.py": "slow",
+    "tests/properties/test_sdk_handlers.py": "slow",
+    "tests/properties/test_what_if_numbers.py": "slow",
+    "tests/typing/": "slow",
+    "tests/unit/test_integrations_pydantic_ai.py": "slow",
+    "tests/unit/test_testing_guide.py": "slow",
+    "tests/unit/test_wheel.py": "slow",
 }
 NOT_QUICK = ("slow", "kills", "cluster", "network")
 ON_DISK = ("kills", "cluster", "network")  # all others have their files in memory: helpers/memory.py

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
+from tests.helpers import commands
 from tests.helpers.cli import DEADLINE_S
 
 SHOP = """
@@ -69,16 +69,7 @@ def command(*arguments: str) -> list[str]:
 
 def immortal(folder: Path, *arguments: str, status: int = 0, **environment: str) -> str:
     """What the command prints, in ``folder``; it must end with ``status`` and without a traceback."""
-    done = subprocess.run(
-        command(*arguments),
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        env={**os.environ, **environment},
-    )
+    done = commands.run(folder, *arguments, environment=environment)
     output = done.stdout + done.stderr
     assert done.returncode == status, f"status {done.returncode}: {output}"
     assert "Traceback" not in output, output

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.operator import control
+from tests.helpers import commands
 
 GOOD = ("register", "counter", "--peer", "tcp://127.0.0.1:*")
 
@@ -20,8 +21,7 @@ def home(tmp_path: Path) -> Path:
 
 
 def immortal(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "coordinator", "--home", str(home), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=home.parent, timeout=60, check=False)
+    return commands.run(home.parent, *arguments, home=str(home))
 
 
 def error_of(home: Path, *arguments: str) -> str:

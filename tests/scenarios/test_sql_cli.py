@@ -13,8 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from coordinator.instances.registry import Registry
-from tests.helpers.cli import HOME, Run
-from tests.helpers.cli import immortal_here as immortal
+from tests.helpers.cli import HOME, Run, immortal
 from tests.helpers.recorded import Instances, load_module, write_module
 from tests.helpers.sight_fleet import make_fleet
 

@@ -11,13 +11,13 @@ import pytest
 from appsdk import Immortal, impulse, peer, rpc
 from appsdk.handlers.decorators import CLOCK_METHOD_ID, EFFECT_METHOD_ID
 from appsdk.handlers.definition import definition_of
-from appsdk.ordering.messages import Commit, Proposed, Settled
+from appsdk.ordering.messages import Commit, Fence, Proposed, Resolve, Settled
 from appsdk.testing import Environment
 from coordinator.core.permissions import Permission, Permissions
 from protocol.extensions import AppDescription
 from protocol.handlers import ORDER_METHOD_ID
 from protocol.messages import RpcKind, RpcType, encode_incoming_rpc
-from protocol.ordering import EXECUTED_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
+from protocol.ordering import EXECUTED_METHOD_ID, FENCING_METHOD_ID, ORDERED_METHOD_ID, ORDERING_METHOD_ID
 
 
 class Box(Immortal):
@@ -65,6 +65,7 @@ FORGED = {
     "an order of an operator": ("test", KEEP, [call(ORDER_METHOD_ID, "cancel", 1, "")]),
     "the result of an effect": ("test", KEEP, [call(EFFECT_METHOD_ID, 1, "x", 0, False, None)]),
     "the protocol inside itself": ("test", ORDERING_METHOD_ID, [call(ORDERING_METHOD_ID, (4, 1, 1))]),
+    "an expulsion": ("test", FENCING_METHOD_ID, [call(FENCING_METHOD_ID, Fence("boxes", "b", 9))]),
     "an answer": ("test", KEEP, [call(KEEP, 1, None, kind=RpcKind.RETURNED_VALUE)]),
     "somebody else's answer": ("test", KEEP, [call(KEEP, "other", 1, "x", rpc_type=RpcType.ASYNC)]),
     "a client's answer": ("test", KEEP, [call(KEEP, "~web", 1, "x", rpc_type=RpcType.ASYNC)]),
@@ -114,3 +115,20 @@ def test_who_may_not_call_a_method_may_not_multicast_it() -> None:
     assert forbidden()
     assert not forbidden((1, 1, 1), method_id=ORDERING_METHOD_ID)
     assert forbidden(1, [], method_id=EXECUTED_METHOD_ID)
+
+
+def test_who_may_not_change_a_group_expels_nobody() -> None:
+    fence = call(FENCING_METHOD_ID, Fence("boxes", "b", 1 << 40))
+    for methods, may in (({"keep", "group_deliver"}, False), ({"group_change"}, True), ({"keep", "group_told"}, True)):
+        permissions = Permissions("box", {"guest": Permission(frozenset(methods))})
+        permissions.describe(AppDescription(1, {("", KEEP): "Box.keep"}))
+        assert bool(permissions.forbidden("guest", fence)) != may, methods
+
+
+def test_an_app_without_groups_takes_no_expulsion() -> None:
+    with Environment(fail_alone=True) as env:
+        box = env.start(Box, "box")
+        say(env, FENCING_METHOD_ID, Fence("boxes", "b", 1))
+        say(env, FENCING_METHOD_ID, Resolve("boxes", "b", 1, 1))
+        say(env, ORDERING_METHOD_ID, Fence("boxes", "b", 1))
+        assert len(box.dead_letters) == 3

@@ -78,7 +78,6 @@ def by_pyright(tmp_path_factory: pytest.TempPathFactory) -> Said:
     return said
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("checker", ["by_mypy", "by_pyright"])
 def test_right_uses_are_right_and_each_wrong_use_is_found(checker: str, request: pytest.FixtureRequest) -> None:
     said: Said = request.getfixturevalue(checker)
@@ -88,17 +87,14 @@ def test_right_uses_are_right_and_each_wrong_use_is_found(checker: str, request:
     assert said["wrong.py"].keys() == wrong.keys(), said["wrong.py"]
 
 
-@pytest.mark.slow
 def test_mypy_takes_ones_own_steps_for_what_they_are(by_mypy: Said) -> None:
     assert by_mypy["steps.py"].keys() == marked("steps.py", "mypy").keys(), by_mypy["steps.py"]
 
 
-@pytest.mark.slow
 def test_a_service_needs_no_plugin(tmp_path: Path) -> None:
     assert run_mypy(tmp_path, ["service.py"]) == {"service.py": {}}
 
 
-@pytest.mark.slow
 def test_pyright_sees_steps_where_they_are_written_out(by_pyright: Said) -> None:
     """It has no plugins, and the short form returns at once in a ``def`` handler. The guide says what to write."""
     expected = marked("steps.py", "pyright")

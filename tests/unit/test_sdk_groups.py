@@ -122,6 +122,7 @@ def test_members_agree_while_others_join_and_leave(order: int) -> None:
         assert b.state.seen[-1:] != ["last"]
 
 
+@pytest.mark.slow
 def test_a_crash_anywhere_changes_nothing() -> None:
     for env in crash_everywhere(runs_max=60):
         with env:

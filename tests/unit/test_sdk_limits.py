@@ -168,6 +168,7 @@ def test_a_timeout_across_a_crash_and_a_checkpoint_is_the_same_moment() -> None:
         assert len(shop.state.lines) == 2
 
 
+@pytest.mark.slow
 def test_a_timeout_and_its_clean_up_survive_a_crash_anywhere() -> None:
     for env in crash_everywhere():
         with env:
@@ -198,6 +199,7 @@ class Wide(Narrow):
         return made
 
 
+@pytest.mark.slow
 def test_a_new_version_with_another_limit_lets_more_begin() -> None:
     for env in crash_everywhere():
         with env:

@@ -106,6 +106,7 @@ def test_what_the_sender_says_next_waits_until_its_multicast_stands() -> None:
         assert books[0].state.seen == books[1].state.seen == ["news"]
 
 
+@pytest.mark.slow
 def test_a_crash_anywhere_changes_nothing() -> None:
     for env in crash_everywhere(runs_max=60):
         with env:

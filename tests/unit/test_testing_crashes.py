@@ -28,6 +28,7 @@ class Leaky(Immortal):
         return self.cache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [None, 3])
 def test_no_crash_changes_a_result(order: int | None) -> None:
     runs = 0
@@ -42,6 +43,7 @@ def test_no_crash_changes_a_result(order: int | None) -> None:
     assert runs > 100
 
 
+@pytest.mark.slow
 def test_an_upgrade_is_done_once_wherever_the_crash_comes() -> None:
     for env in crash_everywhere():
         with env:
