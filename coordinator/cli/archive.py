@@ -63,8 +63,8 @@ def archive(
 ) -> None:
     """Ship the log of NAME to object storage as it grows, and say what is there.
 
-    It goes on until Ctrl-C or SIGTERM. The instance may run, and notices nothing. A store that is away is waited for. Credentials come from the
-    environment, as the store's own tools take them (AWS_ACCESS_KEY_ID and others).
+    It goes on until Ctrl-C or SIGTERM. The instance may run, and notices nothing. A store that is away is waited for.
+    Credentials come from the environment, as the store's own tools take them (AWS_ACCESS_KEY_ID and others).
     """
     if show:
         _show(registry, name, url, as_json)
@@ -226,8 +226,9 @@ def restore(
 ) -> None:
     """Bring a log back from an archive, as of its end or of an earlier moment.
 
-    It is made where the settings of NAME say; NAME is needed where the archive at URL has several. NAME is registered here, as it was before: its settings and keys are not in the archive. Where it has a log already
-    nothing is done. All that comes back is verified.
+    It is made where the settings of NAME say; NAME is needed where the archive at URL has several. It is registered
+    here, as it was before: settings and keys are not in the archive. Where it has a log already nothing is done. All
+    that comes back is verified.
     """
     name = name or _only_name(url)
     settings = registry.load(name)
