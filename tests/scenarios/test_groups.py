@@ -7,9 +7,11 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from coordinator.operator import control
 from tests.helpers.cli import DEADLINE_S, HOME, Run, command_line, immortal
@@ -76,12 +78,14 @@ CLASSES = {"b1": "Book", "b2": "Book", "b3": "Book", "b4": "Book", "x": "Trader"
 
 
 class Group:
-    def __init__(self, folder: Path, *options: str) -> None:
+    """``options``: of an instance at its registration, by name."""
+
+    def __init__(self, folder: Path, options: Callable[[str], Sequence[str]] = lambda name: ()) -> None:
         (folder / "app.py").write_text(APP)
         self.folder = folder
         self.runs: dict[str, Run] = {}
         for name in CLASSES:
-            immortal(folder, "register", name, "--peer", "tcp://127.0.0.1:*", *options)
+            immortal(folder, "register", name, "--peer", "tcp://127.0.0.1:*", *options(name))
 
     def start(self, *names: str) -> None:
         for name in names:
@@ -170,11 +174,20 @@ def test_members_join_leave_and_are_expelled(tmp_path: Path) -> None:
         assert json.loads(immortal(tmp_path, "verify", name, "--json"))["same"]
 
 
-def test_a_failover_in_the_middle_of_a_multicast_with_a_keyed_log(tmp_path: Path) -> None:
-    group = Group(tmp_path, "--log-key")
+@pytest.mark.parametrize("where", ["a keyed log", "a log in a database"])
+def test_a_failover_in_the_middle_of_a_multicast(tmp_path: Path, where: str, request: pytest.FixtureRequest) -> None:
+    follow: tuple[str, ...] = ("--follow",)
+    if where == "a keyed log":
+        group = Group(tmp_path, lambda name: ("--log-key",))
+    else:
+        url = request.getfixturevalue("postgres").url()
+        group = Group(
+            tmp_path, lambda name: ("--log", f"{url}#{tmp_path.name}-{name}") if name in {"b1", "b2", "x"} else ()
+        )
+        follow = ()  # who can't have the log follows
     try:
         group.start("b1", "b2", "x")  # b3 was never there
-        standby = group.runs["standby"] = Run(tmp_path, "b1", "--follow")
+        standby = group.runs["standby"] = Run(tmp_path, "b1", *follow)
         feed = group.begin("x", "feed", "x", "0", "30")
         wait_until(lambda: "waits for b3" in immortal(tmp_path, "status", "x"))
         wait_until(lambda: "waits for x" in immortal(tmp_path, "status", "b1"))
